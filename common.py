@@ -431,14 +431,14 @@ def decode(source):
     data = source if isinstance(source, (bytes, bytearray)) else Path(source).read_bytes()
     if not data:
         raise ValueError("empty file")
-    if data[:2] == b"\xff\xd8" and b"\xff\xd9" not in data[-64:]:
-        raise ValueError("truncated jpeg (no end marker)")  # the decoder would fill the rest with grey and say nothing
-    try:
-        image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.UNCHANGED, apply_exif_orientation=True)
+    jpeg = data[:2] == b"\xff\xd8"
+    if jpeg and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):  # no end after the last scan
+        raise ValueError("truncated jpeg")  # the decoder would fill the rest with grey and say nothing
+    try:  # a palette png read 'unchanged' gives its indices: always ask for colours
+        image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB if jpeg else ImageReadMode.RGB_ALPHA, apply_exif_orientation=True)
         image = image if image.ndim == 3 else image[0]  # gif: first frame
-        if image.dtype != torch.uint8 or len(image) not in (1, 2, 3, 4):
-            raise RuntimeError("not 8-bit")
-    except RuntimeError:  # CMYK, 16 bit, tiff, bmp ...: slower and wider
+        image = image if image.dtype == torch.uint8 else (image.float() / 257).round().to(torch.uint8)  # 16 bit
+    except RuntimeError:  # tiff, bmp ...: slower and wider
         import io
         from PIL import Image
         try:
@@ -446,10 +446,10 @@ def decode(source):
             image = torch.from_numpy(np.array(pil.convert("RGBA" if "A" in pil.getbands() or "transparency" in pil.info else "RGB"))).permute(2, 0, 1)
         except Exception as error:
             raise ValueError(f"not a readable image ({type(error).__name__})") from error
-    if len(image) in (2, 4):  # alpha on white
-        alpha = image[-1:].float() / 255
-        image = (image[:-1].float() * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
-    return image.expand(3, -1, -1) if len(image) == 1 else image
+    if len(image) == 4:  # alpha on white
+        alpha = image[3:].float() / 255
+        image = (image[:3].float() * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
+    return image
 
 
 class EvalTransform:
@@ -609,7 +609,7 @@ def small_cnn(width=32):
 class SmallText(nn.Module):
     """A pre-norm transformer over WordPiece ids without dropout; mean over the tokens: (B, L) -> (B, width)."""
 
-    def __init__(self, vocabulary, length, width=128, layers=2, heads=4):
+    def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
         super().__init__()
         self.width = width
         self.token, self.position = nn.Embedding(vocabulary, width, padding_idx=0), nn.Parameter(torch.randn(length + 3, width) * 0.01)
@@ -1460,7 +1460,8 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
             sim += bias.to(sim)
         if groups is not None:
             index = groups.to(sim.device)
-            sim = torch.full((len(sim), int(index.max()) + 1), -math.inf, dtype=sim.dtype, device=sim.device).index_reduce_(1, index, sim, "amax")
+            best_of = torch.full((len(sim), int(index.max()) + 1), -math.inf, dtype=sim.dtype, device=sim.device)
+            sim = best_of.scatter_reduce_(1, index.expand(len(sim), -1), sim, "amax")  # (c, groups)
         own = positives[i:i + chunk]
         best = sim.gather(1, own).amax(1, keepdim=True)  # (c, 1)
         sim.scatter_(1, own, -math.inf)  # the other positives are not mistakes
@@ -2118,7 +2119,7 @@ def draw_retrieval(pieces, path, queries=8, top=5):
 
 def _wrap(text, width):
     import textwrap
-    return textwrap.wrap(text, width)[:4] or [""]
+    return textwrap.wrap(text, width, max_lines=3, placeholder=" ...") or [""]
 
 
 def draw_pairs(pieces, path, n=6):
@@ -2126,7 +2127,7 @@ def draw_pairs(pieces, path, n=6):
     sim = (normalize(pieces["text"]) * normalize(pieces["image"][pieces["owner"]])).sum(1)  # (captions,)
     order = sim.argsort().tolist()
     n = min(n, len(order) // 2) or 1
-    fig, axes = figure(n, 2, width=1.7, height=2.1)
+    fig, axes = figure(n, 2, width=1.8, height=2.5)
     for ax, row in zip(axes, order[:n] + order[-n:][::-1]):
         ax.imshow(pieces["data"].read(int(pieces["index"][pieces["owner"][row]])).permute(1, 2, 0).numpy())
         ax.set(xticks=[], yticks=[])

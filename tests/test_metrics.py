@@ -1,0 +1,114 @@
+"""Metrics against hand-computed cases: ties, several captions, bias, groups, chance."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.neighbors import KNeighborsClassifier
+
+import common
+
+
+def brute_ranks(query, gallery, positives, bias=None):
+    """Rank of the best positive, by sorting in Python; every tie stands before it."""
+    sim = (F.normalize(query, dim=1) @ F.normalize(gallery, dim=1).T + (0 if bias is None else bias)).tolist()
+    out = []
+    for row, own in zip(sim, positives):
+        best = max(row[p] for p in own)
+        out.append(1 + sum(s >= best for j, s in enumerate(row) if j not in own))
+    return out
+
+
+def table(rows):
+    width = max(map(len, rows))
+    return torch.tensor([r + [-1] * (width - len(r)) for r in rows])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 4096])
+def test_ranks_against_brute_force(chunk):
+    generator = torch.Generator().manual_seed(0)
+    query, gallery = torch.randn(40, 8, generator=generator), torch.randn(15, 8, generator=generator)
+    own = [sorted(set(torch.randint(0, 15, (1 + i % 4,), generator=generator).tolist())) for i in range(40)]
+    for bias in (None, torch.randn(15, generator=generator)):
+        ranks = np.array(brute_ranks(query, gallery, own, bias))
+        got = common.retrieval_metrics(query, gallery, table(own), bias=bias, chunk=chunk)
+        for k in (1, 5, 10, 50):
+            assert got[f"R@{k}"] == pytest.approx(100 * (ranks <= k).mean())
+        assert got["MdR"] == np.median(ranks) and got["MnR"] == pytest.approx(ranks.mean())
+
+
+def test_a_collapsed_model_is_last():
+    same = torch.ones(100, 4)
+    got = common.retrieval_metrics(same, same, torch.arange(100)[:, None])
+    assert got["R@1"] == got["R@50"] == 0 and got["MdR"] == 100
+
+
+def test_a_perfect_model_and_identical_positives():
+    eye = torch.eye(6)
+    assert common.retrieval_metrics(eye, eye, torch.arange(6)[:, None])["R@1"] == 100
+    twins = torch.cat([eye[:1], eye[:1], eye[2:]])  # items 0 and 1 are one drawing: both positive, no tie against the model
+    assert common.retrieval_metrics(twins, twins, table([[0, 1], [0, 1], [2], [3], [4], [5]]))["R@1"] == 100
+
+
+def test_groups_take_the_best_caption():
+    video = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    captions = torch.tensor([[1.0, 0.1], [-1.0, 0.0], [0.6, 0.8], [0.0, -1.0]])  # two captions of each video
+    groups, positives = torch.tensor([0, 0, 1, 1]), torch.tensor([[0], [1]])
+    got = common.retrieval_metrics(video, captions, positives, groups=groups)
+    assert got["R@1"] == 100
+    pushed = common.retrieval_metrics(video, captions, positives, groups=groups, bias=torch.tensor([0.0, 3.0, 0.0, 0.0]))
+    assert pushed["R@1"] == 50  # the bias comes before the maximum: group 0 wins both
+
+
+@pytest.mark.parametrize("name", ["query", "gallery", "bias"])
+def test_non_finite_raises(name):
+    inputs = {"query": torch.eye(3), "gallery": torch.eye(3), "bias": torch.zeros(3)}
+    inputs[name] = inputs[name].clone()
+    inputs[name].view(-1)[0] = float("nan")
+    with pytest.raises(ValueError, match=name):
+        common.retrieval_metrics(inputs["query"], inputs["gallery"], torch.arange(3)[:, None], bias=inputs["bias"])
+    with pytest.raises(ValueError, match="no positive"):
+        common.retrieval_metrics(torch.eye(2), torch.eye(2), torch.tensor([[0], [-1]]))
+
+
+def test_chance_is_what_random_embeddings_get():
+    rows = [[i] if i % 2 else [i, (i + 1) % 60, (i + 2) % 60] for i in range(60)]
+    chance = common.retrieval_chance(table(rows), 60)
+    generator = torch.Generator().manual_seed(0)
+    runs = [common.retrieval_metrics(torch.randn(60, 16, generator=generator), torch.randn(60, 16, generator=generator), table(rows)) for _ in range(300)]
+    for key, tolerance in (("R@1", 0.6), ("R@5", 1.2), ("R@10", 1.5), ("R@50", 1.0), ("MnR", 0.7), ("MdR", 1.5)):
+        assert np.mean([r[key] for r in runs]) == pytest.approx(chance[key], abs=tolerance), key
+    assert common.retrieval_chance(torch.arange(20)[:, None], 20)["R@10"] == pytest.approx(50)
+
+
+@pytest.mark.parametrize("k", [1, 10])
+def test_knn_against_scikit_learn(k):
+    rng = np.random.default_rng(0)
+    train, test = rng.normal(size=(200, 16)), rng.normal(size=(80, 16))
+    labels, truth = rng.integers(0, 5, 200), rng.integers(0, 5, 80)
+    unit = lambda x: x / np.linalg.norm(x, axis=1, keepdims=True)
+    predicted = KNeighborsClassifier(k).fit(unit(train), labels).predict(unit(test))  # ties: smallest class, as ours
+    got = common.knn_accuracy(*map(torch.from_numpy, (train, labels, test, truth)), k=k, chunk=17)
+    assert got["top1"] == pytest.approx(100 * (predicted == truth).mean())
+    assert got["mean_per_class"] == pytest.approx(100 * np.mean([(predicted == truth)[truth == c].mean() for c in range(5)]))
+
+
+def test_knn_ties_and_errors():
+    train = torch.tensor([[1.0, 0.0], [0.99, 0.1]])
+    assert common.knn_accuracy(train, torch.tensor([3, 1]), torch.tensor([[1.0, 0.05]]), torch.tensor([1]), k=2)["top1"] == 100  # one vote each: the smaller class
+    with pytest.raises(ValueError, match="k = 3"):
+        common.knn_accuracy(train, torch.tensor([0, 1]), train, torch.tensor([0, 1]), k=3)
+    with pytest.raises(ValueError, match="non-finite"):
+        common.knn_accuracy(train * float("nan"), torch.tensor([0, 1]), train, torch.tensor([0, 1]))
+
+
+def test_modality_gap_and_health():
+    a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert common.modality_gap(a, a) == 0
+    assert common.modality_gap(a, -a) == pytest.approx(math.sqrt(2), rel=1e-5)
+    collapsed = common.embedding_health(torch.ones(16, 8), torch.ones(16, 8))
+    assert collapsed["std_image"] == 0 and collapsed["pos_cos"] == pytest.approx(1) and collapsed["neg_cos"] == pytest.approx(1)
+    spread = common.embedding_health(torch.randn(1000, 64), torch.randn(1000, 64))
+    assert spread["std_image"] == pytest.approx(1, abs=0.05) and abs(spread["neg_cos"]) < 0.02
