@@ -40,6 +40,11 @@ class UserError(ValueError):
     """Something the user can mend: one line that says what, where and what to do. Exit code 2 at the entry point."""
 
 
+def first_line(error):
+    """What an error says, on one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
+
+
 @contextlib.contextmanager
 def clean_exit():
     """Entry point wrapper: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
@@ -47,7 +52,11 @@ def clean_exit():
         yield
     except UserError as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            from tqdm import tqdm
+            tqdm.write(f"error: {error}", file=sys.stderr)  # on a line of its own, not at the end of a progress bar
+            sys.stderr.flush()
+        else:
+            time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
         sys.exit(2)
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
@@ -154,6 +163,16 @@ def set_up(args):
                            project_dir=args.output_dir, kwargs_handlers=[ddp])
     except ValueError as error:  # e.g. fp16 on a CPU
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
+
+
+def set_up_evaluation(args):
+    """Threads and, under a launcher, the process group; no accelerate."""
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        gpu = torch.cuda.is_available() and not args.cpu
+        if gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("nccl" if gpu else "gloo")
 
 
 def _importable(name):
@@ -292,9 +311,9 @@ def key_hash(key):
 
 
 # ================================================== image views ======================================================
-STATS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "half": ((0.5,) * 3, (0.5,) * 3),
+STATS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "half": ((0.5,) * 3, (0.5,) * 3), "cifar": ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
          "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
-GREY = (0.299, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
+GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
 
 
 class Augment:
@@ -447,8 +466,8 @@ def decode(source):
         except Exception as error:
             raise ValueError(f"not a readable image ({type(error).__name__})") from error
     if len(image) == 4:  # alpha on white
-        alpha = image[3:].float() / 255
-        image = (image[:3].float() * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
+        rgb, alpha = image[:3].int(), image[3:].int()
+        image = ((rgb * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)  # whole numbers: float round() starts threads, 7 ms a picture on busy cores
     return image
 
 
@@ -484,22 +503,24 @@ class EvalTransform:
 
 # ================================================== text =============================================================
 class Tokenizer:
-    """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens."""
+    """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens.
 
-    def __init__(self, tokenizer, length):
-        self.tokenizer, self.length = tokenizer, length
+    clean: captions go through clean_caption first."""
+
+    def __init__(self, tokenizer, length, clean=False):
+        self.tokenizer, self.length, self.clean = tokenizer, length, clean
 
     def __call__(self, texts):
-        out = self.tokenizer(list(texts), padding=True, truncation=True, max_length=self.length, return_tensors="pt", pad_to_multiple_of=4)
+        out = self.tokenizer([clean_caption(t) for t in texts] if self.clean else list(texts), padding=True, truncation=True, max_length=self.length, return_tensors="pt", pad_to_multiple_of=4)
         return {"input_ids": out["input_ids"], "attention_mask": out["attention_mask"]}
 
     def save(self, folder):
         self.tokenizer.save_pretrained(str(folder))
 
     @staticmethod
-    def load(folder, length):
+    def load(folder, length, clean=False):
         from transformers import AutoTokenizer
-        return Tokenizer(AutoTokenizer.from_pretrained(str(folder)), length)
+        return Tokenizer(AutoTokenizer.from_pretrained(str(folder)), length, clean)
 
 
 def train_wordpiece(captions, vocabulary=4000):
@@ -544,7 +565,7 @@ class Paraphrases:
         except FileNotFoundError as error:
             raise UserError(f"--paraphrases {path}: no such file") from error
         except Exception as error:
-            raise UserError(f"--paraphrases {path}: expected JSON lines with 'caption' and 'paraphrases' ({str(error).splitlines()[0]})") from error
+            raise UserError(f"--paraphrases {path}: expected JSON lines with 'caption' and 'paraphrases' ({first_line(error)})") from error
         hashes = np.array([key_hash(k) for k in keys], dtype=np.int64)
         self.order = np.argsort(hashes, kind="stable")
         self.hashes = hashes[self.order]
@@ -709,7 +730,7 @@ class TextEncoder(nn.Module):
 
 
 def _hub_reason(error):
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     offline = isinstance(error, OSError) or "onnect" in text or "offline" in text or "resolve" in text
     return text[:300] + (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a timm model)" if offline else "")
 
@@ -760,18 +781,18 @@ def build_model(spec, tokenizer, pretrained):
     return TwoTower(vision, text), EvalTransform(spec["image_size"], mean, std, spec["eval_resize"])
 
 
-def build_tokenizer(name, length, captions, folder):
-    """The tokenizer of a text encoder; for 'small' a WordPiece learnt from the captions by the main process and read by the others."""
+def build_tokenizer(name, length, captions=None, folder=None, clean=False):
+    """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process and read by the others."""
     if name != "small":
         from transformers import AutoTokenizer
         try:
-            return Tokenizer(AutoTokenizer.from_pretrained(name), length)
+            return Tokenizer(AutoTokenizer.from_pretrained(name), length, clean)
         except (OSError, ValueError) as error:
             raise UserError(f"--text-encoder {name}: {_hub_reason(error)}") from error
     if rank() == 0:
-        train_wordpiece(captions()).save_pretrained(str(folder))
+        train_wordpiece(map(clean_caption, captions()) if clean else captions()).save_pretrained(str(folder))
     barrier()
-    return Tokenizer.load(folder, length)
+    return Tokenizer.load(folder, length, clean)
 
 
 def init_from(model, path):
@@ -786,7 +807,7 @@ def init_from(model, path):
             weights = torch.load(path, map_location="cpu", weights_only=True)
             weights = weights.get("state_dict", weights.get("model", weights))
     except Exception as error:
-        raise UserError(f"--init-from {path}: cannot be read ({str(error).splitlines()[0]})") from error
+        raise UserError(f"--init-from {path}: cannot be read ({first_line(error)})") from error
     own = model.state_dict()
     weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items()}
     fit = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
@@ -805,7 +826,7 @@ class Expert:
         self.kind, self.transform, self.device = kind, transform, device
         self.model, _, _, self.config = _hub_encoder(name, "vision" if kind == "image" else "text", True, None)
         self.model = self.model.to(device).eval().requires_grad_(False)
-        self.tokenizer = build_tokenizer(name, 128, None, None) if kind == "text" else None
+        self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
 
     @torch.no_grad()
     def __call__(self, inputs, batch=256):
@@ -849,8 +870,9 @@ class Examples(torch.utils.data.Dataset):
 
     images: (M, 3, H, W) uint8 where the whole set lives in memory, else None.   templates: formats that serve as paraphrases.
     groups: (M,) ids; examples of one group are positives of each other in evaluation (default: each for itself).
+    has_captions: False where class names stand in.   prompts: zero-shot templates with {c}.   max_captions: used in evaluation, 0 = all.
     """
-    images, templates, label_names, note = None, (), None, ""
+    images, templates, label_names, note, has_captions, prompts, max_captions = None, (), None, "", True, None, 0
 
     def __init__(self, name, split, captions, labels=None, keys=None, groups=None):
         self.name, self.split, self._captions, self.labels, self.keys = name, split, captions, labels, keys
@@ -898,15 +920,15 @@ class TableExamples(Examples):
         self.table, self.image, self.caption = table.cast_column(image, datasets.Image(decode=False)), image, caption
         super().__init__(name, split, range(len(table)), table[label][:] if label else None)
         feature = table.features.get(label) if label else None
-        self.label_names = getattr(feature, "names", None)
+        self.label_names, self.has_captions = getattr(feature, "names", None), bool(caption)
 
     def captions(self, i):
         value = self.table[int(i)][self.caption] if self.caption else self.label_names[self.labels[i]].replace("_", " ")
-        return [c for c in (value if isinstance(value, list) else [value]) if c]
+        return [c for c in (value if isinstance(value, list) else [value]) if c] or [""]
 
     def key(self, i):
         row = self.table[int(i)]
-        return str(row.get("__key__") or row[self.image].get("path") or i)
+        return str(row.get("__key__") or (row[self.image] or {}).get("path") or i)
 
     def read(self, i):
         value = self.table[int(i)][self.image]
@@ -926,7 +948,7 @@ def load_data(name, split, **options):
     """Open one split of a data set.
 
     Args:
-        name: 'emoji'; a folder (class folders, images with metadata.csv/jsonl/parquet, tars, parquet); a csv, tsv, json(l) or parquet
+        name: 'emoji'; a name of HUB (cc3m, coco, cifar10, ...); a folder (class folders, images with metadata.csv/jsonl/parquet, tars, parquet); a csv, tsv, json(l) or parquet
             file of image paths and captions; a .tar; or a hub id such as 'org/name'.   split: train, val or test.
         options: data_dir (where relative paths start), image_column, caption_column, label_column, streaming.
     Returns: Examples, or a Stream (train split with streaming=True).
@@ -937,7 +959,97 @@ def load_data(name, split, **options):
     if name == "emoji":
         return _emoji(split)
     key = tuple(sorted((k, v) for k, v in options.items() if v))
+    if name in HUB:
+        return _hub_data(name, split, key)
     return _own_data(name, key)[split]
+
+
+def splits_of(name):
+    """The splits a data set can give without holding anything out of a downloaded train split."""
+    return ("train", "val", "test") if name not in HUB else tuple(HUB[name]["splits"])
+
+
+# ---- sets by name: where they live, their splits (files of a tar repository, or the split of a parquet one) and counts ----
+def _tar_set(repo, train=0, test=0, licence="see the data set's own page"):
+    splits = {"train": ("train/*.tar", train)} if train else {}
+    return {"repo": f"clip-benchmark/wds_{repo}", "kind": "tars", "splits": splits | {"test": ("test/*.tar", test)}, "licence": licence}
+
+
+HUB = {
+    "cc3m": {"repo": "pixparse/cc3m-wds", "kind": "tars", "splits": {"train": ("cc3m-train-*.tar", 2_910_000), "val": ("cc3m-validation-*.tar", 13_400)}, "about": True,
+             "licence": "Conceptual Captions: free use with credit; images keep their owners' rights"},
+    "cc12m": {"repo": "pixparse/cc12m-wds", "kind": "tars", "splits": {"train": ("cc12m-train-*.tar", 10_968_539)}, "licence": "as cc3m"},
+    "coco": _tar_set("mscoco_captions", 82_783, 5_000, "CC-BY 4.0 annotations, Flickr terms for images") | {"about": ("train",)},
+    "flickr30k": _tar_set("flickr30k", 29_000, 1_000, "research only, Flickr terms"),
+    "cifar10": {"repo": "uoft-cs/cifar10", "kind": "table", "splits": {"train": ("train", 50_000), "test": ("test", 10_000)}, "licence": "research use, cite Krizhevsky 2009"},
+    "cifar100": {"repo": "uoft-cs/cifar100", "kind": "table", "splits": {"train": ("train", 50_000), "test": ("test", 10_000)}, "licence": "research use, cite Krizhevsky 2009"},
+    "fashion-mnist": {"repo": "zalando-datasets/fashion_mnist", "kind": "table", "splits": {"train": ("train", 60_000), "test": ("test", 10_000)}, "licence": "MIT"},
+    "imagenet": {"repo": "ILSVRC/imagenet-1k", "kind": "table", "splits": {"train": ("train", 1_281_167), "test": ("validation", 50_000)}, "licence": "research only, gated"},
+    "imagenet1k": _tar_set("imagenet1k", 0, 50_000, "research only"),  # ungated validation images with CLIP's class names: TeMo's IN1k column
+    "country211": _tar_set("country211", 31_650, 21_100), "dtd": _tar_set("vtab-dtd", 1_880, 1_880), "eurosat": _tar_set("vtab-eurosat", 16_200, 5_400),
+    "gtsrb": _tar_set("gtsrb", 26_640, 12_630), "fgvc-aircraft": _tar_set("fgvc_aircraft", 6_667, 3_333), "imagenet-sketch": _tar_set("imagenet_sketch", 0, 50_889),
+    "imagenet-a": _tar_set("imagenet-a", 0, 7_500), "imagenet-r": _tar_set("imagenet-r", 0, 30_000), "imagenet-o": _tar_set("imagenet-o", 0, 2_000),
+    "flowers": _tar_set("vtab-flowers", 1_020, 6_149), "pets": _tar_set("vtab-pets", 2_944, 3_669), "pcam": _tar_set("vtab-pcam", 262_144, 32_768),
+    "mnist": _tar_set("mnist", 60_000, 10_000), "food101": _tar_set("food101", 75_750, 25_250)}
+TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch", "imagenet-a", "imagenet-r", "imagenet-o",
+           "flowers", "pets", "pcam", "mnist", "food101", "imagenet1k")  # the columns of TeMo's Table 7, in order
+
+
+@functools.lru_cache(maxsize=32)
+def _hub_data(name, split, options):
+    """One split of a set by name: from the hub (or its cache, with HF_HUB_OFFLINE=1), or from a local copy in options['data_dir']."""
+    entry, options = HUB[name], dict(options)
+    if split not in entry["splits"]:
+        if split == "val" and "train" in entry["splits"] and not options.get("streaming"):
+            return _hold_out({"train": _hub_data(name, "train", tuple(options.items())), "test": ()})["val"]
+        raise UserError(f"{name} has no {split} split; it has: {', '.join(entry['splits'])}")
+    files, count = entry["splits"][split]
+    local = options.pop("data_dir", "")
+    if local and not Path(local).expanduser().is_dir():
+        raise UserError(f"{name}: no such folder {local}")
+    if entry["kind"] == "table":
+        tables = _tables(str(Path(local).expanduser()) if local else entry["repo"], {}, name, options, gated=entry["repo"])
+        if _split_of(files) not in tables:
+            raise UserError(f"{name}: {local or entry['repo']} has no {files} split; it has: {', '.join(tables)}")
+        data = tables[_split_of(files)]
+        data.split = split
+    elif options.get("streaming") and split == "train":
+        urls = sorted(map(str, Path(local).expanduser().rglob(Path(files).name))) if local else _hub_call(name, entry["repo"], lambda hub: sorted(f"hf://{f}" for f in hub.HfFileSystem().glob(f"datasets/{entry['repo']}/{files}")))
+        if not urls:
+            raise UserError(f"{name}: no {files} in {local or entry['repo']}")
+        return Stream(name, urls, options, count)
+    else:
+        root = Path(local).expanduser() if local else Path(_hub_call(name, entry["repo"], lambda hub: hub.snapshot_download(entry["repo"], repo_type="dataset", allow_patterns=[files, "*.txt"])))
+        tars = sorted(root.glob(files)) or sorted(root.rglob(Path(files).name) if "/" not in files else [])
+        if not tars:
+            raise UserError(f"{name}: no {files} in {root}")
+        data = _tar_index(name, split, tars, options)
+        lines = lambda f: [x.strip() for x in (root / f).read_text(encoding="utf8").splitlines() if x.strip()] if (root / f).is_file() else None
+        data.label_names, data.prompts = lines("classnames.txt"), lines("zeroshot_classification_templates.txt")
+        if data.label_names and data.labels is not None and data.labels.max() >= len(data.label_names):
+            raise UserError(f"{name}: a label is {data.labels.max()}, but classnames.txt has {len(data.label_names)} lines")
+    about = entry.get("about", ())
+    off = abs(len(data) - count) > (0.02 * count if about is True or split in about else 0)
+    if off:
+        data.note = f"{data.note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
+        say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: the numbers are not comparable with the papers'")
+    return data
+
+
+def _hub_call(name, repo, call):
+    """call(huggingface_hub) with the reasons a user meets turned into one line."""
+    import huggingface_hub
+    from huggingface_hub import errors
+    try:
+        return call(huggingface_hub)
+    except errors.GatedRepoError as error:
+        raise UserError(_gated(name, repo)) from error
+    except Exception as error:
+        raise UserError(f"{name}: {repo} cannot be reached ({_hub_reason(error)}); --data-dir names a local copy") from error
+
+
+def _gated(name, repo):
+    return f"{name}: {repo} is gated: accept its terms on https://huggingface.co/datasets/{repo} and run `hf auth login`, or give a local copy with --data-dir"
 
 
 @functools.lru_cache(maxsize=8)
@@ -949,7 +1061,7 @@ def _own_data(name, options):
     if not path.exists():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
             return _hold_out(_tables(name, {}, name, options))
-        raise UserError(f"--dataset {name}: no such path, and not a known data set (emoji) or a hub id (org/name)")
+        raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: emoji, {', '.join(HUB)}")
     if path.is_dir():
         tars = sorted(path.rglob("*.tar"))
         if tars:
@@ -968,7 +1080,7 @@ def _own_data(name, options):
     raise UserError(f"--dataset {name}: a {path.suffix or 'nameless'} file is not one of csv, tsv, json, jsonl, parquet, tar")
 
 
-def _load_dataset(kind, name, **files):
+def _load_dataset(kind, name, gated="", **files):
     import datasets
     logging = datasets.utils.logging
     level = logging.get_verbosity()
@@ -977,6 +1089,8 @@ def _load_dataset(kind, name, **files):
         return datasets.load_dataset(kind, **files)
     except Exception as error:  # the builders raise a dozen kinds; the user needs the reason, on one line
         reason = error.__cause__ or error
+        if "gated" in f"{error} {reason}".lower():
+            raise UserError(_gated(name, gated or name)) from error
         raise UserError(f"--dataset {name}: {_hub_reason(reason)}") from error
     finally:
         logging.set_verbosity(level), datasets.enable_progress_bars()
@@ -998,11 +1112,11 @@ def _split_of(word):
     return next((s for s, words in SPLIT_NAMES.items() if any(word.lower().startswith(w) for w in words)), None)
 
 
-def _tables(kind, files, name, options):
+def _tables(kind, files, name, options, gated=""):
     """Hub id, parquet folder or class folders, through `datasets`."""
     import datasets
     out = {}
-    for word, table in _load_dataset(kind, name, **files).items():
+    for word, table in _load_dataset(kind, name, gated=gated, **files).items():
         columns, split = table.column_names, _split_of(word) or word
         pictures = [c for c, f in table.features.items() if isinstance(f, datasets.Image)]
         image = pick_column("--image-column", options.get("image_column"), columns, pictures or IMAGE_COLUMNS, name)
@@ -1042,7 +1156,9 @@ def _caption_file(name, split, file, root, options):
 
 def _hold_out(splits):
     """Missing val and test splits become HELD_OUT of train each (at least one image, at most 5,000), by a fixed permutation."""
-    train = splits.get("train") or next(iter(splits.values()))
+    if "train" not in splits:  # all there is becomes train, and is no longer what it was called
+        splits = {("train" if i == 0 else s): d for i, (s, d) in enumerate(splits.items())}
+    train = splits["train"]
     order, start = np.random.default_rng(0).permutation(len(train)), 0
     missing = [s for s in ("val", "test") if s not in splits]
     size = min(5000, max(1, int(HELD_OUT * len(train))))
@@ -1078,10 +1194,12 @@ TAR_IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
 
 def _tars(name, tars, options):
     """Webdataset tars on disk: an index of (tar, offset, size), or with streaming=True a Stream for training."""
-    of = {s: [t for t in tars if any(re.search(rf"(^|[^a-z]){w}([^a-z]|$)", str(t).lower()) for w in words)] for s, words in SPLIT_NAMES.items()}
-    of = {s: f for s, f in of.items() if f}
-    rest = [t for t in tars if not any(t in f for f in of.values())]
-    of["train"] = of.get("train", []) + rest
+    base, of = Path(name).expanduser(), {}
+    for s, words in SPLIT_NAMES.items():  # by the name inside the data set (the folders above say nothing); each tar is in one split
+        pattern = rf"(^|[^a-z])({'|'.join(words)})([^a-z]|$)"
+        of[s] = [t for t in tars if re.search(pattern, str(t.name if t == base else t.relative_to(base)).lower()) and not any(t in f for f in of.values())]
+    of["train"] += [t for t in tars if not any(t in f for f in of.values())]
+    of = {s: f for s, f in of.items() if f or s == "train"}
     if not options.get("streaming"):
         return _hold_out({s: _tar_index(name, s, f, options) for s, f in of.items() if f})
     out, held = {}, ""
@@ -1098,31 +1216,35 @@ def _tars(name, tars, options):
 
 def _tar_index(name, split, tars, options):
     import tarfile
-    sources, captions, labels, keys = [], [], [], []
+    sources, captions, labels, keys, broken, left_out = [], [], [], [], None, 0
     for tar in tars:
+        samples = {}  # key -> {extension: (tar, offset, size), or the bytes of a text}
         try:
             with tarfile.open(tar) as f:
-                members = [(m.name, m.offset_data, m.size) for m in f if m.isfile()]
+                for m in f:
+                    if m.isfile():
+                        folder, _, base = m.name.rpartition("/")
+                        stem, _, ext = base.partition(".")
+                        text = ext.lower() in ("txt", "caption", "text", "json", "cls")
+                        samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})[ext.lower()] = f.extractfile(m).read() if text else (str(tar), m.offset_data, m.size)
         except (tarfile.TarError, OSError) as error:
-            raise UserError(f"--dataset {name}: {tar} is not a readable tar ({error})") from error
-        samples = {}
-        for member, offset, size in members:
-            folder, _, base = member.rpartition("/")
-            stem, _, ext = base.partition(".")
-            samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})[ext.lower()] = (str(tar), offset, size)
+            raise UserError(f"--dataset {name}: {tar} is not a readable tar ({first_line(error)})") from error
         for key, parts in samples.items():
-            read = lambda part: _read_part(parts[part])
-            example = _tar_example(key, parts, read, options, name)
-            sources.append(example[0]), captions.append(example[1]), labels.append(example[2]), keys.append(key)
-    if not sources:
-        raise UserError(f"--dataset {name}: the tars hold no samples")
-    return FileExamples(name, split, sources, captions, None if None in labels else np.array(labels), keys)
-
-
-def _read_part(part):
-    with open(part[0], "rb") as f:
-        f.seek(part[1])
-        return f.read(part[2])
+            if not any(isinstance(v, tuple) for v in parts.values()):
+                continue  # a text file on its own
+            try:
+                source, texts, label = _tar_example(key, parts, parts.__getitem__, options, name)
+            except ValueError as error:  # no image, no caption, a class that is no number, broken json
+                broken = broken or (error if isinstance(error, UserError) else UserError(f"--dataset {name}: sample {key} of {tar}: {first_line(error)}"))
+                left_out += 1
+                continue
+            sources.append(source), captions.append(texts), labels.append(label), keys.append(key)
+    if not sources or left_out > len(sources):
+        raise broken or UserError(f"--dataset {name}: the tars hold no samples")
+    data = FileExamples(name, split, sources, captions, None if None in labels else np.array(labels), keys)
+    data.note = f"{left_out} samples without an image or a caption left out, first: {broken}" if left_out else ""
+    data.has_captions = not all(len(c) == 1 and c[0].startswith("class ") for c in captions[:100])
+    return data
 
 
 def _tar_example(key, parts, read, options, name):
@@ -1153,21 +1275,22 @@ class Stream:
         self.name, self.urls, self.options, self.length, self.buffer = name, urls, options, length, buffer
 
     def samples(self, seed, place, places, start=0):
-        """Endless (key, image bytes, captions, ordinal) of one reader of `places`, from its `start`-th shard on; bad shards raise in place."""
+        """Endless (url, key, parts, ordinal, epoch) of one reader of `places`, from its `start`-th shard on; parts of a broken shard: the error."""
         ordinal = 0
         for epoch in range(10**9):
             order = np.random.default_rng([seed, epoch]).permutation(len(self.urls))
             for url in (self.urls[i] for i in order[place::places]):
                 if ordinal >= start:
                     for key, parts in _tar_stream(url):
-                        yield url, key, parts, ordinal
+                        yield url, key, parts, ordinal, epoch
                 ordinal += 1
 
     def caption_sample(self, n=20000):
         """Captions of the first n samples, for learning a tokenizer."""
-        for _, (url, key, parts, _) in zip(range(n), self.samples(0, 0, 1)):
-            if isinstance(parts, dict):
-                yield from _tar_example(key, parts, parts.__getitem__, self.options, self.name)[1]
+        for _, (_, key, parts, *_) in zip(range(n), self.samples(0, 0, 1)):
+            with contextlib.suppress(ValueError):  # what cannot be used is counted in training
+                if isinstance(parts, dict):
+                    yield from _tar_example(key, parts, parts.__getitem__, self.options, self.name)[1]
 
 
 def _tar_stream(url):
@@ -1288,7 +1411,7 @@ class _Views(torch.utils.data.Dataset):
             try:
                 image = self.data.read(i)
             except (OSError, ValueError, RuntimeError) as error:
-                bad.append((self.data.key(i), str(error).splitlines()[0]))
+                bad.append((self.data.key(i), first_line(error)))
                 continue
             return crop_views(image, self.augments, self.seed, epoch, index), self.data.captions(i), int(index), self.data.key(i), bad
         return None, None, int(index), None, bad
@@ -1311,18 +1434,19 @@ class _StreamViews(torch.utils.data.IterableDataset):
                 continue
             pick = int(rng.integers(len(buffer)))
             buffer[pick], buffer[-1] = buffer[-1], buffer[pick]
-            url, key, parts, ordinal = buffer.pop()
+            url, key, parts, ordinal, epoch = buffer.pop()
             try:
                 if isinstance(parts, Exception):
                     raise ValueError(f"broken shard: {parts}")
                 source, captions, _ = _tar_example(key, parts, parts.__getitem__, self.stream.options, self.stream.name)
                 image = decode(source)
-            except UserError:
-                raise
             except (OSError, ValueError, RuntimeError) as error:
-                bad.append((f"{url}:{key}", str(error).splitlines()[0]))
+                bad.append((f"{url}:{key}", first_line(error)))
+                if len(bad) >= _Views.TRIES:
+                    yield None, None, 0, None, bad
+                    bad = []
                 continue
-            number, epoch = key_hash(key), ordinal * self.processes * workers // len(self.stream.urls)
+            number = key_hash(key)
             yield crop_views(image, self.augments, self.seed, epoch, number), captions, number, (key, epoch, worker, ordinal), bad
             bad = []
 
@@ -1393,11 +1517,12 @@ class Batches:
             else:
                 views, captions, index, keys, bad = batch
                 epoch = np.full(len(index), step // per_epoch)
+            self._count_bad(bad, views is None, step)
+            if self.data.images is None:
                 if isinstance(self.data, Stream):
                     epoch = np.array([k[1] for k in keys])
                     self.positions.update({str(k[2]): k[3] for k in keys})
                     keys = [k[0] for k in keys]
-            self._count_bad(bad, views is None, step)
             finished = []
             for v, (a, x) in enumerate(zip(self.augments, views)):
                 x = x.to(self.device, non_blocking=True)
@@ -1482,10 +1607,11 @@ def retrieval_chance(positives, gallery):
     return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
 
 
-def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024):
+def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_class=False):
     """k-nearest-neighbour classification by cosine, unweighted vote, ties to the smallest class id.
 
-    Args: train (M, D), test (Q, D), labels long.   Returns: {top1, mean_per_class} in percent (mean over the classes of the test set).
+    Args: train (M, D), test (Q, D), labels long.   Returns: {top1, mean_per_class} in percent (mean over the classes of the test set),
+        with per_class=True also per_class {class: percent}.
     Raises: ValueError on non-finite features or k > M.
     """
     if k > len(train):
@@ -1500,9 +1626,53 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024):
         near = (test[i:i + chunk] @ train.T).topk(k, dim=1).indices  # (c, k)
         votes = torch.zeros(len(near), classes, device=train.device).scatter_add_(1, train_labels[near], torch.ones_like(near, dtype=torch.float))
         hits.append(votes.argmax(1) == test_labels[i:i + chunk])
-    hits = torch.cat(hits).double()
-    per_class = [hits[test_labels == c].mean() for c in test_labels.unique()]
-    return {"top1": 100 * hits.mean().item(), "mean_per_class": 100 * torch.stack(per_class).mean().item()}
+    result = _class_accuracy(torch.cat(hits), test_labels)
+    return result if per_class else {k: v for k, v in result.items() if k != "per_class"}
+
+
+def _class_accuracy(hits, labels):
+    """{top1, mean_per_class, per_class} in percent of hits (Q,) bool."""
+    hits = hits.double()
+    per_class = {int(c): 100 * hits[labels == c].mean().item() for c in labels.unique()}
+    return {"top1": 100 * hits.mean().item(), "mean_per_class": float(np.mean(list(per_class.values()))), "per_class": per_class}
+
+
+def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42):
+    """The probe of the TS authors: scikit-learn's LinearSVC with defaults (C = 1, one-vs-rest, random_state 42) on unit features.
+
+    Args: train (M, D), test (Q, D), labels long; few_shot: images per class, drawn with `seed` (None = all).
+    Returns: {top1, mean_per_class} in percent.   Raises: ValueError on non-finite features or a class smaller than few_shot.
+    """
+    from sklearn.svm import LinearSVC
+    x, y = normalize(train).cpu().numpy(), train_labels.cpu().numpy()
+    q, truth = normalize(test).cpu().numpy(), test_labels.cpu()
+    if not (np.isfinite(x).all() and np.isfinite(q).all()):
+        raise ValueError("features hold non-finite values")
+    if few_shot:
+        order = np.random.RandomState(seed).permutation(len(y))
+        rows = [order[y[order] == c][:few_shot] for c in np.unique(y)]
+        if min(map(len, rows)) < few_shot:
+            raise ValueError(f"few_shot = {few_shot}: the smallest class has {min(map(len, rows))} images")
+        x, y = x[np.concatenate(rows)], y[np.concatenate(rows)]
+    predicted = LinearSVC(random_state=42).fit(x, y).predict(q)
+    result = _class_accuracy(torch.from_numpy(predicted) == truth, truth)
+    return {k: result[k] for k in ("top1", "mean_per_class")}
+
+
+def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
+    """Classification by the nearest class embedding: images (M, D), labels (M,), class_embeddings (C, D) -> {top1, top3, top5} in percent.
+
+    Ties count against the model.   Raises: ValueError on non-finite input."""
+    images, classes, labels = normalize(images), normalize(class_embeddings), labels.to(images.device).long()
+    if not (torch.isfinite(images).all() and torch.isfinite(classes).all()):
+        raise ValueError("embeddings hold non-finite values")
+    ranks = []
+    for i in range(0, len(images), 4096):
+        sim = images[i:i + 4096] @ classes.T.to(images)  # (c, C)
+        own = sim.gather(1, labels[i:i + 4096, None])  # (c, 1)
+        ranks.append((sim >= own).sum(1))  # counts itself: 1 = right, ties behind
+    ranks = torch.cat(ranks).double()
+    return {f"top{k}": 100 * (ranks <= k).double().mean().item() for k in topk}
 
 
 def knn_chance(train_labels, test_labels):
@@ -1545,7 +1715,7 @@ class _EvalImages(torch.utils.data.Dataset):
         try:
             return i, self.transform.raw(self.data.read(i)), ""
         except (OSError, ValueError, RuntimeError) as error:
-            return i, None, str(error).splitlines()[0]
+            return i, None, first_line(error)
 
 
 @torch.no_grad()
@@ -1605,27 +1775,43 @@ def positives_table(query_groups, gallery_groups):
     return torch.tensor([(members[int(g)] + [-1] * width)[:width] for g in query_groups])
 
 
-def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0, clean=lambda t: t):
-    """Retrieval both ways, modality gap, and kNN@1 where there are labels and a training set; every caption is a query.
+def retrieval_pieces(model, tokenizer, data, index, image, device):
+    """Embed the captions of the encoded images; what retrieval metrics and pictures need. Every caption is a query.
 
-    Returns: metrics, the same keys for chance, and the pieces pictures are drawn from (image, text, positives, texts, index).
+    Returns: dict of image (M, D), text (C, D), owner (C,) row of each caption's image, texts, index (M,) into data, positives both ways."""
+    texts, owner = zip(*[(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]])
+    text, groups, owner = encode_texts(model, tokenizer, texts, device), data.groups[index], np.array(owner)
+    return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
+            "positives": positives_table(groups[owner], groups), "positives_of_image": positives_table(groups, groups[owner])}
+
+
+def retrieval_both_ways(pieces):
+    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: mean of R@1/5/10 both ways (TeMo, Table 4)."""
+    image, text, to_image, to_text = (pieces[k] for k in ("image", "text", "positives", "positives_of_image"))
+    results = ({"text_to_image": retrieval_metrics(text, image, to_image), "image_to_text": retrieval_metrics(image, text, to_text)},
+               {"text_to_image": retrieval_chance(to_image, len(image)), "image_to_text": retrieval_chance(to_text, len(text))})
+    for r in results:
+        r["R-Mean"] = float(np.mean([r[way][k] for way in ("text_to_image", "image_to_text") for k in ("R@1", "R@5", "R@10")]))
+    return results
+
+
+def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0):
+    """Retrieval both ways, modality gap, and kNN@1 where there are labels and a training set.
+
+    Returns: metrics, the same keys for chance, and the pieces pictures are drawn from.
     """
     index, image, features, bad = encode_images(model, data, transform, device, batch, workers)
     if bad:
         say(f"{data.name} ({data.split}): {len(bad)} of {len(data)} images cannot be read and are left out, first {next(iter(bad.items()))}")
-    texts, owner = zip(*[(clean(c), k) for k, i in enumerate(index) for c in data.captions(i)])
-    text, groups = encode_texts(model, tokenizer, texts, device), data.groups[index]
-    to_image, to_text = positives_table(groups[list(owner)], groups), positives_table(groups, groups[list(owner)])
-    metrics = {"text_to_image": retrieval_metrics(text, image, to_image), "image_to_text": retrieval_metrics(image, text, to_text)}
-    chance = {"text_to_image": retrieval_chance(to_image, len(image)), "image_to_text": retrieval_chance(to_text, len(text))}
-    metrics["modality_gap"], chance["modality_gap"] = modality_gap(image, text), math.sqrt(1 / len(image) + 1 / len(text))
+    pieces = retrieval_pieces(model, tokenizer, data, index, image, device)
+    metrics, chance = retrieval_both_ways(pieces)
+    metrics["modality_gap"], chance["modality_gap"] = modality_gap(image, pieces["text"]), math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
     if data.labels is not None and getattr(train, "labels", None) is not None and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
         labels = np.asarray(train.labels)[rows], np.asarray(data.labels)[index]
         metrics["knn@1"] = knn_accuracy(known, torch.from_numpy(labels[0]), features, torch.from_numpy(labels[1]))
         chance["knn@1"] = knn_chance(*labels)
-    metrics |= {"images": len(image), "captions": len(text), "unreadable": len(bad)}
-    return metrics, chance, {"image": image, "text": text, "owner": np.array(owner), "texts": texts, "index": index, "positives": to_image, "data": data}
+    return metrics | {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}, chance, pieces
 
 
 def metrics_table(title, metrics, chance):
@@ -1640,13 +1826,34 @@ def metrics_table(title, metrics, chance):
     return "\n".join(lines)
 
 
+def evaluation_sets(args, options):
+    """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR; only splits that exist."""
+    sets = {}
+    for word in args.eval_datasets or [args.dataset]:
+        name, _, folder = word.partition("=") if not Path(word).exists() else (word, "", "")
+        own = options | {"streaming": args.streaming} if name == args.dataset else {"data_dir": folder}
+        sets[name] = {s: load_data(name, s, **own) for s in ("val", "test") if s in splits_of(name)}
+    return sets
+
+
+def load_images(name, image_column=""):
+    """The images of a folder, captions or not (of all its subfolders), or of the test split of any set; for searching."""
+    path = Path(name).expanduser()
+    if not path.is_dir() or any(path.rglob("*.tar")):
+        return load_data(name, "test", image_column=image_column)
+    files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in TAR_IMAGES)
+    if not files:
+        raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(TAR_IMAGES)})")
+    return FileExamples(name, "all", files, [[""]] * len(files), keys=files)
+
+
 class Evaluator:
     """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set.
 
     One that fails is reported in .errors and the others still run. Collective: every process calls it."""
 
-    def __init__(self, model, tokenizer, transform, sets, train, device, args, clean):
-        self.model, self.tokenizer, self.transform, self.sets, self.device, self.args, self.clean = model, tokenizer, transform, sets, device, args, clean
+    def __init__(self, model, tokenizer, transform, sets, train, device, args):
+        self.model, self.tokenizer, self.transform, self.sets, self.device, self.args = model, tokenizer, transform, sets, device, args
         self.train, self.errors = train if isinstance(train, Examples) else None, {}
 
     def check(self):
@@ -1665,10 +1872,12 @@ class Evaluator:
     def __call__(self, split):
         metrics, chance, pieces = {}, {}, {}
         for name, splits in self.sets.items():
+            if split not in splits:
+                continue
             try:
                 train = self.train if self.train is not None and self.train.name == name else None
                 metrics[name], chance[name], pieces[name] = evaluate(self.model, self.tokenizer, self.transform, splits[split], self.device, train,
-                                                                     self.args.eval_batch, self.args.workers, self.clean)
+                                                                     self.args.eval_batch, self.args.workers)
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = str(error)
                 say(f"evaluation of {name} ({split}) failed and is left out: {error}")
@@ -1713,7 +1922,7 @@ def check_args(parser, args, saved):
     for name in FIXED_ON_RESUME if saved else ():
         if getattr(args, name, None) != saved.get(name):
             parser.error(f"--resume {args.resume}: --{name.replace('_', '-')} was {saved.get(name)} in that run and cannot become {getattr(args, name)}; start a new run")
-    ranges = {"batch_size": (2, None), "chunk_size": (0, None), "epochs": (1e-9, None), "max_steps": (0, None), "workers": (0, None), "image_size": (8, None),
+    ranges = {"seed": (0, 2**32 - 1), "batch_size": (2, None), "chunk_size": (0, None), "epochs": (1e-9, None), "max_steps": (0, None), "workers": (0, None), "image_size": (8, None),
               "text_length": (4, None), "embed_dim": (2, None), "lr": (0, None), "lr_end": (0, None), "warmup_epochs": (0, None), "weight_decay": (0, None), "beta1": (0, 1),
               "beta2": (0, 1), "grad_clip": (0, None), "max_bad_fraction": (0, 1), "save_every": (0, None), "eval_every": (0, None), "log_every": (0, None),
               "eval_batch": (1, None), "threads": (0, None)}
@@ -1824,12 +2033,30 @@ def read_json(path, default=None):
     return json.loads(path.read_text(encoding="utf8")) if path.is_file() else default
 
 
+def make_folder(folder, flag):
+    """mkdir -p on the main process; all processes raise together when it cannot be."""
+    error = None
+    if rank() == 0:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            error = f"{flag} {folder}: cannot be written ({e.strerror or e})"
+    error = gather_objects(error)[0]
+    if error:
+        raise UserError(error)
+
+
+def slug(name):
+    """A data set's name as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip("-")
+
+
 def start_run(args, script):
     """Make (or reopen) the run folder on the main process; every process returns its path, or raises together."""
     answer = None
     if rank() == 0:
         try:
-            name = args.run_name or f"{script}__{re.sub(r'[^A-Za-z0-9.-]+', '-', str(args.dataset)).strip('-')}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+            name = args.run_name or f"{script}__{slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
             folder = Path(args.resume) if args.resume else Path(args.output_dir) / name
             if not args.resume and (folder / "metrics.jsonl").exists():
                 raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name, or --resume {folder}")
@@ -1877,7 +2104,10 @@ def run_args(folder, script):
     path = Path(folder) / "args.json"
     if not path.is_file():
         raise UserError(f"--resume {folder}: no args.json there; give the run folder that a run printed")
-    saved = json.loads(path.read_text(encoding="utf8"))
+    try:
+        saved = json.loads(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise UserError(f"--resume {folder}: its args.json is damaged ({first_line(error)})") from error
     if saved.pop("script", None) != script:
         raise UserError(f"--resume {folder}: a run of another script; use that script")
     return saved
@@ -1996,7 +2226,7 @@ def load_model(run_dir):
     if not (run_dir / "model.json").is_file():
         raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
     spec = json.loads((run_dir / "model.json").read_text(encoding="utf8"))
-    tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"])
+    tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
     model, transform = build_model(spec, tokenizer, pretrained=False)
     model.load_state_dict(load_file(run_dir / "model.safetensors"))
     return model.eval(), tokenizer, transform

@@ -63,11 +63,11 @@ CC3M = dict(
     pretrained=True, embed_dim=256, image_size=256, text_length=30, text_pooling="cls", image_stats="clip", eval_resize="squash", clean_captions=True,
     epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, warmup_epochs=1.4, weight_decay=0.02, beta2=0.999, grad_clip=0.0,  # warm-up: 2,000 steps of 1,420
     tau=0.01, tau_min=0.01, tau_alpha=0.04, crop_min=0.5, flip=0.5, randaugment_ops=2, randaugment_magnitude=7, jitter=0.0,
-    aug_crop_min=0.08, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.1, aug_blur=0.5, mixed_precision="fp16", streaming=True,
-    eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
+    aug_crop_min=0.08, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.1, aug_blur=0.5, mixed_precision="bf16", streaming=True,
+    eval_datasets=["cc3m", "coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
 CC12M = CC3M | dict(
     recipe="paper; optimiser and views from the base code (SLIP)", image_encoder="vit_base_patch16_224", text_encoder="distilbert/distilbert-base-uncased",
-    pretrained=False, image_size=224, image_stats="imagenet", eval_resize="crop", batch_size=4096, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, randaugment_ops=0)
+    pretrained=False, image_size=224, image_stats="imagenet", eval_resize="crop", batch_size=4096, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, randaugment_ops=0, eval_datasets=["coco", "flickr30k"])
 EMOJI = dict(
     recipe="ours", image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, image_size=48, text_length=24, text_pooling="mean",
     image_stats="half", eval_resize="crop", clean_captions=False, epochs=24.0, batch_size=256, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98,
@@ -179,7 +179,7 @@ def parse_args(argv=None):
     g.add_argument("--aug-blur", type=float, default=0.5, help="I~: probability of a Gaussian blur; SimCLR 0.5")
     # >>> shared: parse
     g = p.add_argument_group("evaluation")
-    g.add_argument("--eval-datasets", nargs="*", default=[], help="data sets of the evaluation (val and test splits); none = the training set's own")
+    g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]", help="data sets of the evaluation (val and test splits), each with an optional local copy; none = the training set's own")
     g.add_argument("--eval-batch", type=int, default=256, help="images at a time in evaluation")
     p.set_defaults(**{k: v for k, v in RECIPES.get(chosen.dataset, RECIPES["own"]).items() if k != "recipe"})
     p.set_defaults(dataset=chosen.dataset, **LOSSES.get(chosen.loss, {}))
@@ -196,8 +196,14 @@ def parse_args(argv=None):
     for name in ("tau", "tau_min", "slip_tau"):
         if not getattr(args, name) > 0:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be > 0; it divides the cosine")
-    if args.tau_alpha < 0:
+    if not args.tau_alpha >= 0:
         p.error(f"--tau-alpha {args.tau_alpha}: must be >= 0")
+    parts = ("crop_min", "flip", "word_drop", "word_swap", "aug_crop_min", "aug_jitter_p", "aug_grey", "aug_blur")
+    for name, high in (dict.fromkeys(parts, 1) | {"aug_hue": 0.5, "randaugment_magnitude": 30}).items():
+        if not 0 <= getattr(args, name) <= high:
+            p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be between 0 and {high}")
+    if args.paraphrase_batch < 1:
+        p.error(f"--paraphrase-batch {args.paraphrase_batch}: must be at least 1")
     if not 0 < args.tau_clamp[0] <= args.tau <= args.tau_clamp[1] and args.learnable_tau:
         p.error(f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     if args.loss == "temo" and not (args.base or args.modulated or args.unimodal != "none"):
@@ -357,8 +363,7 @@ def main(args):
         device = "cpu" if args.cpu or not torch.cuda.is_available() else "cuda"
         captions = common.all_captions(train)
         return common.write_paraphrases(captions, args.write_paraphrases, args.paraphrase_model, batch=args.paraphrase_batch, device=device)
-    eval_sets = {name: {s: common.load_data(name, s, **(options | {"streaming": args.streaming} if name == args.dataset else {})) for s in ("val", "test")}
-                 for name in args.eval_datasets or [args.dataset]}
+    eval_sets = common.evaluation_sets(args, options)
     paraphrases = common.Paraphrases(args.paraphrases) if args.paraphrases else None
     steps_per_epoch = common.epoch_length(train, args.batch_size)
     total = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
@@ -370,9 +375,8 @@ def main(args):
     folder = common.start_run(args, "temo")
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
-    clean = common.clean_caption if args.clean_captions else lambda text: text
-    tokenizer = common.build_tokenizer(args.text_encoder, args.text_length, lambda: map(clean, common.all_captions(train, 200_000)), folder / "tokenizer")
-    spec = {k: getattr(args, k) for k in ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling", "image_stats", "eval_resize")}
+    tokenizer = common.build_tokenizer(args.text_encoder, args.text_length, lambda: common.all_captions(train, 200_000), folder / "tokenizer", args.clean_captions)
+    spec = {k: getattr(args, k) for k in ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling", "image_stats", "eval_resize", "clean_captions")}
     tower, transform = common.build_model(spec, tokenizer, args.pretrained)
     if args.init_from:
         common.init_from(tower, args.init_from)
@@ -418,7 +422,7 @@ def main(args):
 
     # ------------------------------------------- loop ----------------------------------------------------------------
     # >>> shared: before
-    evaluator = common.Evaluator(tower, tokenizer, transform, eval_sets, train, device, args, clean)
+    evaluator = common.Evaluator(tower, tokenizer, transform, eval_sets, train, device, args)
     evaluator.check()
     if step == 0:                                                          # where training starts from: the left end of every curve
         before, _, pieces = evaluator("val")
@@ -434,7 +438,7 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = lr
         texts, other = common.text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, args.word_drop, args.word_swap, second=pairs)
-        tokens = {k: v.to(device) for k, v in tokenizer([clean(t) for t in texts + other]).items()}          # (B, L) or (2B, L)
+        tokens = {k: v.to(device) for k, v in tokenizer(texts + other).items()}          # (B, L) or (2B, L)
         B = len(texts)
         inputs = {"pixels": dict(enumerate(batch["views"])), "tokens": {i: {k: v[i * B:(i + 1) * B] for k, v in tokens.items()} for i in range(2 if other else 1)}}
         image_tau = text_tau = None
@@ -510,7 +514,7 @@ def main(args):
     summary = common.summarize(args, folder, step, steps_per_epoch, wall_before + time.time() - started, tower, extra, batches, val, test, chance, evaluator.errors, processes)
     # <<< shared
     if common.rank() == 0:
-        draw(folder, log, val_pieces, test_pieces, args)
+        draw(folder, log, val_pieces or test_pieces, test_pieces, args)
     say(common.report(summary, folder))
     accelerator.end_training()
     return summary
@@ -535,7 +539,7 @@ def draw(folder, log, val, test, args):
             ("kNN@1 of images, val (Fig. 3)", "%", {"top-1": f"eval/{name}/knn@1/top1", "mean per class": f"eval/{name}/knn@1/mean_per_class"})],
             folder / f"evaluation{suffix}.png", x="samples_seen")
         stages = ({"before training": before[name]} if name in before else {}) | {f"after {args.loss}": common.similarity_histograms(val[name])}
-        common.draw_histograms(stages, folder / f"similarities{suffix}.png", f"{name} (val): image-text cosines (Fig. 4)")
+        common.draw_histograms(stages, folder / f"similarities{suffix}.png", f"{name} ({val[name]['data'].split}): image-text cosines (Fig. 4)")
         common.draw_pairs(val[name], folder / f"positive_pairs{suffix}.png")
         if name in test:
             common.draw_retrieval(test[name], folder / f"retrieval{suffix}.png")

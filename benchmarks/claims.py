@@ -1,0 +1,81 @@
+"""Methods against baselines over seeds: runs a script once per (variant, seed) and writes the table to benchmarks/results/.
+
+    python benchmarks/claims.py --name temo_emoji --seeds 0 1 2 --variant "TeMo" --variant "InfoNCE: --loss infonce"
+
+Runs that are finished already (same flags, seed and commit in the results file) are not run again. The table shows mean and spread
+(standard deviation over seeds) of the test split. Every run is one process with all cores; nothing else should run beside it.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402
+
+COLUMNS = {"t2i R@1": "text_to_image/R@1", "t2i R@10": "text_to_image/R@10", "i2t R@1": "image_to_text/R@1", "i2t R@10": "image_to_text/R@10",
+           "kNN@1": "knn@1/top1", "gap": "modality_gap"}
+
+
+def machine():
+    """Processor and cores, for the record."""
+    info = Path("/proc/cpuinfo")
+    model = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), "") if info.exists() else ""
+    return f"{model or platform.processor() or platform.machine()}, {common.os.cpu_count()} cores" + (f", {common.torch.cuda.get_device_name()}" if common.torch.cuda.is_available() else ", no GPU")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--name", required=True, help="of the results file")
+    parser.add_argument("--script", default="temo.py", help="script to run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
+    parser.add_argument("--variant", action="append", required=True, help="'NAME' or 'NAME: flags'; repeat")
+    parser.add_argument("--common", default="", help="flags of every run")
+    args = parser.parse_args()
+    path = ROOT / "benchmarks" / "results" / f"{args.name}.json"
+    results = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    for seed in args.seeds:
+        for variant in args.variant:
+            name, _, flags = variant.partition(":")
+            command = f"python {args.script} --seed {seed} {args.common} {flags.strip()}".split()
+            text = " ".join(command)
+            if any(r["command"] == text and r["commit"] == common.commit() for r in results["runs"]):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                subprocess.run([sys.executable, str(ROOT / args.script), *command[2:], "--output-dir", folder, "--run-name", "run"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+            results["runs"].append({"variant": name, "seed": seed, "command": text, "date": str(datetime.date.today()), "machine": machine(),
+                                    "versions": common.versions().split("\n")[:9], **{k: summary[k] for k in ("commit", "steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")}})
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(results, indent=1))
+            print(name, seed, {k: round(common.flatten(next(iter(summary["test"].values()))).get(v, float("nan")), 2) for k, v in COLUMNS.items()}, f"{summary['wall_s']:.0f} s", flush=True)
+    table = markdown(results["runs"])
+    path.with_suffix(".md").write_text(table)
+    print(table)
+
+
+def markdown(runs):
+    """The table of a results file: mean ± spread of the test split, chance in the last row."""
+    lines = [f"| variant | seeds | {' | '.join(COLUMNS)} | wall, s |", "|---" * (len(COLUMNS) + 3) + "|"]
+    for name in dict.fromkeys(r["variant"] for r in runs):
+        mine = [r for r in runs if r["variant"] == name]
+        cells = []
+        for key in COLUMNS.values():
+            values = [common.flatten(next(iter(r["test"].values()))).get(key) for r in mine]
+            cells.append("-" if None in values else f"{statistics.mean(values):.2f} ± {statistics.stdev(values) if len(values) > 1 else 0:.2f}")
+        lines.append(f"| {name} | {len(mine)} | {' | '.join(cells)} | {statistics.median(r['wall_s'] for r in mine):.0f} |")
+    chance = common.flatten(next(iter(runs[-1]["chance"].values())))
+    lines.append(f"| chance | | {' | '.join(f'{chance[k]:.2f}' for k in COLUMNS.values() if k in chance)} | |")
+    commits, machines = sorted({r["commit"] for r in runs}), sorted({r["machine"] for r in runs})
+    return "\n".join(lines + ["", f"Commits {', '.join(commits)}; {'; '.join(machines)}; {', '.join(runs[-1]['versions'])}.", "", "Commands:", ""] + [f"- `{r['command']}`" for r in runs]) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Evaluate any checkpoint of any script, or any CLIP or image + text pair by name, on any data set.
+
+    python eval.py --checkpoint runs/NAME                                             # retrieval, kNN and the gap on the run's own data set
+    python eval.py --checkpoint runs/NAME --datasets coco flickr30k                   # the papers' retrieval tables
+    python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
+    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco          # any CLIP, by id or folder
+    python eval.py --image-encoder tf_efficientnet_lite0 --text-encoder FOLDER ...    # any pair (the projections are random: knn and probe only)
+    python eval.py --checkpoint runs/NAME --query "red apple" --dataset photos/       # search a folder and draw the hits
+    accelerate launch eval.py ... / torchrun --nproc_per_node 2 eval.py ... --cpu     # the same numbers on any number of processes
+
+Tasks
+    retrieval     R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean = mean of R@1/5/10 both ways (TeMo, Table 4)
+    zero-shot     top-1/3/5 of the class names (--prompts names, as TeMo) or of the mean of normalised template embeddings (--prompts templates)
+    knn           k = 1 and 10, cosine, unweighted vote, ties to the smallest class, mean per-class accuracy, head / mid / tail
+    probe         LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the smallest class's size) and all
+    gap           modality gap, alignment, uniformity
+    histograms    densities of positive and negative cosines
+The result is a table, eval.json, and pictures in --output-dir.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import common
+from common import UserError, say
+
+TASKS = ("retrieval", "zero-shot", "knn", "probe", "gap", "histograms")
+
+
+def parse_args(argv=None):
+    """Flags; see the module docstring for the tasks."""
+    p = argparse.ArgumentParser(prog="eval.py", description="Evaluate any checkpoint.", allow_abbrev=False, formatter_class=common.Help)
+    g = p.add_argument_group("model")
+    g.add_argument("--checkpoint", default="", help="run folder, or a CLIP by transformers id or folder")
+    g.add_argument("--image-encoder", default="", help="without --checkpoint: image encoder by name")
+    g.add_argument("--text-encoder", default="", help="without --checkpoint: text encoder by name")
+    g.add_argument("--init-from", default="", help="weights loaded into that pair: .safetensors, .pt or .bin")
+    g.add_argument("--pretrained", action=argparse.BooleanOptionalAction, default=True, help="published weights for that pair")
+    g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls", help="of that text encoder")
+    g.add_argument("--image-size", type=int, default=0, help="pixels of a side; 0 = the checkpoint's own, 224 for a model by name")
+    g.add_argument("--image-stats", choices=["own", "imagenet", "clip", "half", "cifar"], default="own",
+                   help="mean and std of the pixels: own = as trained; cifar = CIFAR's (the CC3M trainer's habit, worth several points either way)")
+    g = p.add_argument_group("data")
+    g.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]", help="sets by name or path, each with an optional local copy; none = the run's own")
+    g.add_argument("--split", choices=["test", "val", "train"], default="test", help="split that is evaluated")
+    g.add_argument("--image-column", default="", help="as in training")
+    g.add_argument("--caption-column", default="", help="as in training")
+    g.add_argument("--label-column", default="", help="as in training")
+    g.add_argument("--max-captions", type=int, default=0, help="captions used of an image; 5 = the 25,000 of COCO's usual protocol; 0 = all")
+    g.add_argument("--limit", type=int, default=0, help="examples used, the first; 0 = all")
+    g = p.add_argument_group("tasks")
+    g.add_argument("--tasks", nargs="+", choices=TASKS, default=["retrieval", "knn", "gap"], help="what to measure; a task that a set cannot have is named and left out")
+    g.add_argument("--prompts", choices=["names", "templates"], default="templates", help="zero-shot class texts: names alone (TeMo) or the set's templates")
+    g.add_argument("--knn-k", type=int, nargs="+", default=[1, 10], help="neighbours")
+    g.add_argument("--few-shot", type=int, default=0, help="images per class of the few-shot probe; 0 = the smallest class")
+    g.add_argument("--seed", type=int, default=42, help="of the few-shot draw; TS authors: 42")
+    g.add_argument("--query", default="", help="a text: search --dataset for it and draw the hits instead of the tasks")
+    g.add_argument("--dataset", default="", help="folder of images (or any set) that --query searches")
+    g.add_argument("--top", type=int, default=5, help="hits of a query")
+    g = p.add_argument_group("run")
+    g.add_argument("--output-dir", default="", help="where eval.json and the pictures go; empty = RUN_DIR/eval, or runs/eval")
+    g.add_argument("--eval-batch", type=int, default=256, help="images at a time")
+    g.add_argument("--workers", type=int, default=4, help="loader processes")
+    g.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=False, help="stay on the CPU")
+    g.add_argument("--threads", type=int, default=0, help="CPU threads of each process; 0 = cores / local processes")
+    args = p.parse_args(argv)
+    if not args.checkpoint and not (args.image_encoder and args.text_encoder):
+        p.error("--checkpoint RUN_DIR, or --image-encoder and --text-encoder, say what to evaluate")
+    if bool(args.query) != bool(args.dataset):
+        p.error("--query TEXT and --dataset FOLDER go together; --datasets is for the tasks")
+    for name in ("eval_batch", "top"):
+        if getattr(args, name) < 1:
+            p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if min(args.knn_k) < 1:
+        p.error(f"--knn-k {min(args.knn_k)}: must be at least 1")
+    return args
+
+
+def open_model(args):
+    """(model, tokenizer, transform, own data set): a run folder, a CLIP by name, or a pair by name."""
+    folder = Path(args.checkpoint) if args.checkpoint else None
+    if folder and (folder / "model.json").is_file():
+        if args.image_size:
+            say("--image-size: a run keeps its own")
+        own = common.read_json(folder / "args.json", {})
+        return *common.load_model(folder), own
+    if folder and folder.is_dir() and (folder / "checkpoints").is_dir():
+        raise UserError(f"--checkpoint {folder}: this run has not ended (no model.json); continue it with --resume {folder}")
+    image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
+    tokenizer = common.build_tokenizer(text, 77, lambda: [], None) if text != "small" else None
+    if tokenizer is None:
+        raise UserError("--text-encoder small: it has no weights without a run; give --checkpoint RUN_DIR")
+    spec = dict(image_encoder=image, text_encoder=text, embed_dim=_clip_width(image) or 256, image_size=args.image_size or 224, text_length=77, text_pooling=args.text_pooling,
+                image_stats="encoder", eval_resize="crop")
+    torch.manual_seed(args.seed)
+    model, transform = common.build_model(spec, tokenizer, args.pretrained)
+    if args.init_from:
+        common.init_from(model, args.init_from)
+    return model.eval(), tokenizer, transform, {}
+
+
+def _clip_width(name):
+    """projection_dim of a CLIP by name, else 0."""
+    if "/" not in name and not Path(name).is_dir():
+        return 0
+    import transformers
+    try:
+        return getattr(transformers.AutoConfig.from_pretrained(name), "projection_dim", 0)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--checkpoint {name}: neither a run folder nor a model ({common._hub_reason(error)})") from error
+
+
+# ======================================================= tasks =======================================================
+def zero_shot(model, tokenizer, data, image, labels, args, device):
+    """Top-1/3/5 against class embeddings: names alone, or the mean of normalised template embeddings (CLIP)."""
+    templates = ["{c}"] if args.prompts == "names" else list(data.prompts or ["a photo of a {c}."])
+    names = [n.replace("_", " ") for n in data.label_names]
+    texts = [t.replace("{c}", n) for n in names for t in templates]
+    embeddings = common.normalize(common.encode_texts(model, tokenizer, texts, device)).view(len(names), len(templates), -1)  # (C, P, D)
+    result = common.zero_shot_accuracy(image, labels, embeddings.mean(1))
+    chance = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
+    return result | {"classes": len(names), "prompts": len(templates)}, chance
+
+
+def head_mid_tail(train_labels, per_class, classes):
+    """Mean per-class accuracy of the thirds of the classes by training size, largest first."""
+    order = np.argsort(-np.bincount(train_labels, minlength=int(max(classes)) + 1)[classes], kind="stable")
+    return {name: float(np.mean([per_class[classes[i]] for i in part])) for name, part in zip(("head", "mid", "tail"), np.array_split(order, 3)) if len(part)}
+
+
+def evaluate(model, tokenizer, transform, name, options, args, device, folder):
+    """All tasks of one data set -> (metrics, chance); pictures go to folder. Collective."""
+    data, train = common.load_data(name, args.split, **options), None
+    if args.limit:
+        data = common.subset(data, np.arange(min(args.limit, len(data))), args.split)
+    if args.max_captions:
+        data.max_captions = args.max_captions
+    index, image, features, bad = common.encode_images(model, data, transform, device, args.eval_batch, args.workers)
+    if bad:
+        say(f"{name} ({args.split}): {len(bad)} of {len(data)} images cannot be read and are left out, first {next(iter(bad.items()))}")
+    metrics, chance, left_out = {"images": len(image), "unreadable": len(bad)}, {}, {}
+    labels = None if data.labels is None else torch.from_numpy(np.asarray(data.labels)[index])
+    pieces = None
+    if {"retrieval", "gap", "histograms"} & set(args.tasks) and data.has_captions:
+        pieces = common.retrieval_pieces(model, tokenizer, data, index, image, device)
+        metrics["captions"] = len(pieces["text"])
+    for task in args.tasks:
+        try:
+            if task in ("retrieval", "gap", "histograms") and pieces is None:
+                raise UserError("the set has no captions")
+            if task in ("zero-shot", "knn", "probe") and labels is None:
+                raise UserError("the set has no labels")
+            if task in ("knn", "probe") and train is None:
+                train = common.load_data(name, "train", **options)
+                rows, _, known, _ = common.encode_images(model, train, transform, device, args.eval_batch, args.workers)
+                known_labels = torch.from_numpy(np.asarray(train.labels)[rows])
+            if task == "retrieval":
+                metrics[task], chance[task] = common.retrieval_both_ways(pieces)
+            elif task == "gap":
+                own = pieces["image"][pieces["owner"]]
+                metrics[task] = {"modality_gap": common.modality_gap(pieces["image"], pieces["text"]),
+                                 **{k: v for k, v in common.embedding_health(own, pieces["text"], limit=4096).items() if k != "gap"}}
+                chance[task] = {"modality_gap": (1 / len(pieces["image"]) + 1 / len(pieces["text"])) ** 0.5}
+            elif task == "histograms":
+                metrics[task] = common.similarity_histograms(pieces)
+                if common.rank() == 0:
+                    common.draw_histograms({args.checkpoint or "model": metrics[task]}, folder / f"similarities_{common.slug(name)}.png", f"{name} ({args.split}): image-text cosines")
+            elif task == "zero-shot":
+                if not data.label_names:
+                    raise UserError("the set has no class names")
+                metrics[task], chance[task] = zero_shot(model, tokenizer, data, image, labels, args, device)
+            elif task == "knn":
+                metrics[task], chance[task] = {}, {}
+                for k in args.knn_k:
+                    result = common.knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
+                    per_class = result.pop("per_class")
+                    metrics[task][f"k={k}"] = result | head_mid_tail(known_labels.numpy(), per_class, np.array(sorted(per_class)))
+                    chance[task][f"k={k}"] = common.knn_chance(known_labels.numpy(), labels.numpy())
+            elif task == "probe":
+                smallest = int(np.bincount(known_labels.numpy())[np.unique(known_labels.numpy())].min())
+                shots = args.few_shot or smallest
+                metrics[task] = {f"few-shot ({shots} a class)": common.linear_probe(known, known_labels, features, labels, few_shot=shots, seed=args.seed),
+                                 "all": common.linear_probe(known, known_labels, features, labels, seed=args.seed)}
+                chance[task] = {k: {"top1": 100 / len(np.unique(known_labels.numpy()))} for k in metrics[task]}
+        except UserError as error:
+            left_out[task] = str(error)
+    if common.rank() == 0 and pieces is not None and "retrieval" in args.tasks:
+        common.draw_retrieval(pieces, folder / ("retrieval.png" if name == args.names[0] else f"retrieval_{common.slug(name)}.png"))
+    return metrics, chance, left_out
+
+
+def search(model, tokenizer, transform, args, device, folder):
+    """The images of --dataset nearest to --query: printed and drawn."""
+    data = common.load_images(args.dataset, image_column=args.image_column)
+    index, image, _, bad = common.encode_images(model, data, transform, device, args.eval_batch, args.workers)
+    sim = (common.normalize(common.encode_texts(model, tokenizer, [args.query], device)) @ common.normalize(image).T)[0]  # (M,)
+    best = sim.topk(min(args.top, len(sim)))
+    hits = [{"key": data.key(int(index[j])), "cosine": round(c, 4)} for c, j in zip(best.values.tolist(), best.indices.tolist())]
+    if common.rank() == 0:
+        fig, axes = common.figure(len(hits), width=1.8, height=2.2)
+        for ax, hit, j in zip(axes, hits, best.indices.tolist()):
+            ax.imshow(data.read(int(index[j])).permute(1, 2, 0).numpy())
+            ax.set(xticks=[], yticks=[])
+            ax.set_title(f"cos {hit['cosine']:.2f}", fontsize=9)
+            ax.set_xlabel(Path(hit["key"]).name[-24:], fontsize=7)
+        fig.suptitle(f'"{args.query}", {len(sim)} images', fontsize=10)
+        common.save_figure(fig, folder / "query.png")
+    say("\n".join(f"{h['cosine']:.4f}  {h['key']}" for h in hits))
+    return {"query": args.query, "dataset": args.dataset, "images": len(sim), "unreadable": len(bad), "hits": hits}
+
+
+# ======================================================= main ========================================================
+def table(name, metrics, chance):
+    """One data set's result as lines, every number beside its chance level where it has one."""
+    known = common.flatten(chance)
+    lines = [f"\n{name}: {metrics['images']} images" + (f", {metrics['captions']} captions" if "captions" in metrics else "")]
+    for task in TASKS:
+        rows = common.flatten(metrics.get(task, {})) if task != "histograms" else {}
+        groups = {}
+        for key, value in rows.items():
+            groups.setdefault(key.rpartition("/")[0], []).append((key.rpartition("/")[2], value, known.get(f"{task}/{key}")))
+        for group, cells in groups.items():
+            text = "  ".join(f"{k} {v:.2f}" + (f" ({c:.2f})" if c is not None else "") if isinstance(v, float) else f"{k} {v}" for k, v, c in cells)
+            lines.append(f"  {(task + ' ' + group.replace('_', ' ')).strip():<26} {text}")
+    return "\n".join(lines)
+
+
+def main(args):
+    """Evaluate, print, write eval.json; returns its content."""
+    common.set_up_evaluation(args)
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu", int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() and not args.cpu else None)
+    model, tokenizer, transform, own = open_model(args)
+    model = model.to(device)
+    if args.image_stats != "own":
+        transform.mean, transform.std = common.STATS[args.image_stats]
+    folder = Path(args.output_dir or (Path(args.checkpoint) / "eval" if (Path(args.checkpoint) / "model.json").is_file() else "runs/eval"))
+    common.make_folder(folder, "--output-dir")
+    result = {"command": " ".join([Path(sys.executable).name] + sys.argv), "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
+              "versions": common.versions().splitlines(), "processes": common.world()}
+    if args.query:
+        result |= search(model, tokenizer, transform, args, device, folder)
+    else:
+        wanted = [d.partition("=") for d in args.datasets] or [(own.get("dataset", ""), "", own.get("data_dir", ""))]
+        if not wanted[0][0]:
+            raise UserError("--datasets is needed: a model by name has no data set of its own")
+        args.names, result["datasets"], result["errors"] = [w[0] for w in wanted], {}, {}
+        for name, _, data_dir in wanted:
+            columns = {k: getattr(args, k) or (own.get(k, "") if name == own.get("dataset") else "") for k in ("image_column", "caption_column", "label_column")}
+            try:
+                metrics, chance, left_out = evaluate(model, tokenizer, transform, name, columns | {"data_dir": data_dir}, args, device, folder)
+            except (UserError, ValueError, RuntimeError) as error:
+                if len(wanted) == 1:
+                    raise
+                result["errors"][name] = str(error)
+                say(f"\n{name} is left out: {error}")
+                continue
+            result["datasets"][name] = {"metrics": metrics, "chance": chance, "left_out": left_out}
+            say(table(name, metrics, chance))
+            for task, why in left_out.items():
+                say(f"  {task:<26} left out: {why}")
+    if common.rank() == 0:
+        common.write_json(folder / "eval.json", result)
+    say(f"\nwritten to {folder}")
+    return json.loads(json.dumps(result, default=str))
+
+
+if __name__ == "__main__":
+    with common.clean_exit():
+        main(parse_args())

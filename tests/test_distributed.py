@@ -1,0 +1,311 @@
+"""One run on any number of processes: real gloo processes against one process with the same global batch."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch.nn.parallel import DistributedDataParallel
+
+import common
+import temo
+
+ROOT = Path(__file__).resolve().parents[1]
+N, WIDTH, D = 16, 12, 8  # global batch, input width, embedding width
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+# ----------------------------------------------- gradients on 1, 2 and 4 processes -----------------------------------
+class Towers(nn.Module):
+    """Inputs (2, b, WIDTH) for each modality -> I, T, I~, T~ of (b, D), in one forward as in temo.py."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, D))
+        self.text = nn.Linear(WIDTH, D)
+
+    def forward(self, x):
+        image, text = self.image(torch.cat([x["pixels"][0], x["pixels"][1]])), self.text(torch.cat([x["tokens"][0], x["tokens"][1]]))
+        (a, b), (c, d) = image.chunk(2), text.chunk(2)
+        return a, c, b, d
+
+
+def towers(dtype, dropout=0.0):
+    torch.manual_seed(0)
+    return Towers(dropout).to(dtype)
+
+
+def inputs(rows, dtype=torch.float64):
+    """These rows of the global batch, a nested dict of (b, WIDTH) tensors; texts are near their images."""
+    x = torch.randn(4, N, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x[1:] += x[0]
+    x = x[:, rows].to(dtype)
+    return {"pixels": {0: x[0], 1: x[2]}, "tokens": {0: x[1], 1: x[3]}}
+
+
+def per_anchor(like, rows):
+    return (0.05 + 0.2 * torch.rand(N, generator=torch.Generator().manual_seed(2)))[rows].to(like)
+
+
+def per_pair(like, rows):
+    return (0.05 + 0.2 * torch.rand(N, N, generator=torch.Generator().manual_seed(3)))[rows].to(like)
+
+
+LOSSES = {  # (embeddings I, T, I~, T~ of these rows, learnable tau, rows) -> mean over these rows
+    "temo": lambda e, tau, rows: temo.temo_loss(*e, 0.3),
+    "temo modulated, tau with gradient": lambda e, tau, rows: temo.temo_loss(*e, 0.3, detach=False),
+    "temo plain": lambda e, tau, rows: temo.temo_loss(*e, 0.3, unimodal="plain"),
+    "temo none": lambda e, tau, rows: temo.temo_loss(*e, 0.3, unimodal="none"),
+    "temo experts": lambda e, tau, rows: temo.temo_loss(*e, 0.3, image_tau=per_pair(e[0], rows), text_tau=per_pair(e[0], rows) / 2),
+    "temo in blocks": lambda e, tau, rows: temo.temo_loss(*e, 0.3, block=3),
+    "infonce, learnable tau": lambda e, tau, rows: temo.multimodal_loss(*e[:2], tau),
+    "infonce, (B,)": lambda e, tau, rows: temo.info_nce(*e[:2], per_anchor(e[0], rows)),
+    "infonce, (B, N)": lambda e, tau, rows: temo.info_nce(*e[:2], per_pair(e[0], rows)),
+    "cwcl": lambda e, tau, rows: temo.cwcl_loss(*e[:2], tau),
+    "dystress": lambda e, tau, rows: temo.multimodal_loss(*e[:2], temo.dystress_temperature),
+    "simclr": lambda e, tau, rows: temo.simclr_loss(e[0], e[1], 0.1),
+}
+
+
+def step(name, dtype, rows, wrap=lambda module: module):
+    """Loss and gradients (towers, then the learnable log tau) of one process's rows."""
+    model, log_tau = towers(dtype), nn.Parameter(torch.tensor(-2.0, dtype=dtype))
+    wrapped = wrap(model)  # DDP must outlive the backward
+    loss = LOSSES[name](wrapped(inputs(rows, dtype)), log_tau.exp(), rows)
+    loss.backward()
+    common.average_gradients([log_tau])
+    grads = [p.grad for p in model.parameters()] + ([log_tau.grad[None]] if "learnable" in name or name == "cwcl" else [])
+    return loss.detach(), [g.clone() for g in grads]
+
+
+def relative(a, b):
+    """Largest relative error over the tensors of two lists, in their norms."""
+    return max(((x - y).norm() / y.norm()).item() for x, y in zip(a, b, strict=True))
+
+
+@contextlib.contextmanager
+def group(rank, world, init):
+    """Join a gloo group; the environment is what torchrun sets, for accelerate and clean_exit."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    yield
+    dist.destroy_process_group()
+    AcceleratorState._reset_state(True)
+
+
+def compare(rank, folder):
+    """Everything that needs a group, in one start of four processes: writes {what: difference from one process} per world and rank."""
+    torch.set_num_threads(1)
+    keys = [(name, dtype) for name in LOSSES for dtype in DTYPES]
+    alone = {k: step(k[0], DTYPES[k[1]], slice(0, N)) for k in keys}  # before there is a group: one process, whole batch
+    sgd_alone = {loss: sgd(loss, slice(0, N)) for loss in ("temo", "infonce, learnable tau")}
+    embedded = {n: evaluation(n) for n in (7, 3)}
+    for world in (2, 4):
+        if rank >= world:
+            continue
+        rows, out = slice(rank * N // world, (rank + 1) * N // world), {}
+        with group(rank, world, f"file://{folder}/init_{world}"):
+            for name, dtype in keys:
+                loss, grads = step(name, DTYPES[dtype], rows, DistributedDataParallel)
+                mean = common.all_sum(loss.item())[0] / world
+                out[f"{name} {dtype}"] = [abs(mean / alone[name, dtype][0].item() - 1), relative(grads, alone[name, dtype][1])]
+            for loss, expected in sgd_alone.items():
+                for chunk in (0, 3):
+                    out[f"sgd {loss} {chunk}"] = relative(sgd(loss, rows, Accelerator(cpu=True), chunk), expected)
+            for n, (index, image) in embedded.items():
+                both = evaluation(n)
+                out[f"evaluation {n}"] = [both[0].tolist() == index.tolist() == list(range(n)), (both[1] - image).abs().max().item()]
+        Path(folder, f"{world}_{rank}.json").write_text(json.dumps(out))
+
+
+@pytest.fixture(scope="module")
+def differences(tmp_path_factory):
+    """{processes: [what `compare` wrote on each rank]}"""
+    folder = tmp_path_factory.mktemp("processes")
+    mp.spawn(compare, (str(folder),), nprocs=4)
+    return {world: [json.loads((folder / f"{world}_{rank}.json").read_text()) for rank in range(world)] for world in (2, 4)}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_are_those_of_one_process(differences, world, name):
+    for rank in differences[world]:
+        assert max(rank[f"{name} fp64"]) < 1e-10
+        assert max(rank[f"{name} fp32"]) < 1e-5
+
+
+# ----------------------------------------------- chunks --------------------------------------------------------------
+def sgd(loss, rows, accelerator=None, chunk=0, steps=5):
+    """Parameters after some SGD steps: towers in DDP and the learnable tau outside, as in temo.py; accelerator None: plain torch."""
+    model, log_tau = towers(torch.float64), nn.Parameter(torch.tensor(-2.0, dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), log_tau], lr=0.1, momentum=0.9)
+    loss_fn = lambda *e: LOSSES[loss](e, log_tau.exp(), rows)
+    if accelerator:
+        wrapped, optimizer = accelerator.prepare(model, optimizer)
+        assert isinstance(wrapped, DistributedDataParallel)
+    for _ in range(steps):
+        if accelerator:
+            common.backward_in_chunks(wrapped, inputs(rows), loss_fn, wrapped, accelerator, chunk)
+            common.average_gradients([log_tau])
+        else:
+            loss_fn(*model(inputs(rows))).backward()
+        optimizer.step(), optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()] + [log_tau.detach()[None].clone()]
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+@pytest.mark.parametrize("loss", ["temo", "infonce, learnable tau"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_sgd_in_chunks_under_ddp_is_one_process_with_the_full_batch(differences, world, loss, chunk):
+    assert max(rank[f"sgd {loss} {chunk}"] for rank in differences[world]) < 1e-5
+
+
+def chunked(loss, chunk, dtype=torch.float32, dropout=0.0):
+    """Loss and gradients through backward_in_chunks on this process, and the next random number."""
+    model, log_tau = towers(dtype, dropout), nn.Parameter(torch.tensor(-2.0, dtype=dtype))
+    value, _ = common.backward_in_chunks(model, inputs(slice(0, N), dtype), lambda *e: LOSSES[loss](e, log_tau.exp(), slice(0, N)), model, Accelerator(cpu=True), chunk)
+    return value.item(), [p.grad for p in model.parameters()] + ([log_tau.grad[None]] if log_tau.grad is not None else []), torch.rand(1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 15])
+@pytest.mark.parametrize("loss", ["temo", "infonce, learnable tau", "cwcl", "simclr"])
+def test_chunks_have_the_gradient_of_the_full_batch(loss, chunk):
+    full, parts = chunked(loss, 0), chunked(loss, chunk)
+    assert parts[0] == pytest.approx(full[0], rel=1e-5)
+    assert relative(parts[1], full[1]) < 1e-5
+
+
+def test_chunks_replay_dropout():
+    """The second encoding sees the masks of the first: the gradient is that of one graph over the same masks."""
+    value, grads, after = chunked("infonce, learnable tau", 3, torch.float64, dropout=0.5)
+    model, log_tau = towers(torch.float64, 0.5), nn.Parameter(torch.tensor(-2.0, dtype=torch.float64))
+    parts = [model(inputs(slice(i, i + 3))) for i in range(0, N, 3)]
+    loss = LOSSES["infonce, learnable tau"]([torch.cat(e) for e in zip(*parts)], log_tau.exp(), slice(0, N))
+    loss.backward()
+    assert relative(grads, [p.grad for p in model.parameters()] + [log_tau.grad[None]]) < 1e-10
+    assert value == pytest.approx(loss.item(), rel=1e-12)
+    assert torch.rand(1) == after  # and the random state goes on as if encoded once
+    again = chunked("infonce, learnable tau", 3, torch.float64, dropout=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(grads, again[1]))
+
+
+# ----------------------------------------------- evaluation counts each item once ------------------------------------
+class Flat(nn.Module):
+    def forward(self, pixels):
+        x = pixels.flatten(1)[:, :D]
+        return x, None, x
+
+
+def evaluation(n):
+    """encode_images on n pictures: (index, embeddings)."""
+    data = common.Examples("made", "val", [["a"]] * n)
+    data.images = torch.randint(0, 256, (n, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    index, image, _, bad = common.encode_images(Flat(), data, common.EvalTransform(8, (0.5,) * 3, (0.5,) * 3), torch.device("cpu"), batch=2)
+    assert not bad
+    return index, image
+
+
+@pytest.mark.parametrize("n", [7, 3])  # not divisible, and fewer than processes
+@pytest.mark.parametrize("world", [2, 4])
+def test_evaluation_takes_each_item_once(differences, world, n):
+    for rank in differences[world]:
+        assert rank[f"evaluation {n}"] == [True, 0.0]
+
+
+# ----------------------------------------------- a broken loss stops everyone ----------------------------------------
+def broken(rank, world, init):
+    with group(rank, world, init), common.clean_exit():
+        e = torch.full((2, D), float("nan") if rank == 1 else 1.0)
+        common.check_finite(e.sum(), 7, 0.05, [e], [f"key{rank}a", f"key{rank}b"])
+        time.sleep(60)
+
+
+def test_non_finite_loss_on_one_rank_stops_all_with_one_message(tmp_path, capfd):
+    began = time.time()
+    processes = mp.spawn(broken, (2, f"file://{tmp_path}/init"), nprocs=2, join=False).processes
+    for p in processes:
+        p.join(60)
+    assert [p.exitcode for p in processes] == [2, 2] and time.time() - began < 30
+    err = capfd.readouterr().err
+    message, = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert re.search(r"step 7 \(tau 0.05\).*process 1.*key1a", message) and "key0a" not in message and "Traceback" not in err
+
+
+# ----------------------------------------------- whole runs ----------------------------------------------------------
+SMALL = "--cpu --threads 1 --image-size 24 --batch-size 32 --max-steps 20 --log-every 1 --eval-every 0 --save-every 0".split()
+SMALL += ["--lr", "3e-4"]  # AdamW lets rounding grow: 1e-7 at step 2 becomes 2e-4 at step 20 with the recipe's 2e-3
+
+
+def rows(folder):
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return {r["step"]: r["loss"] for r in rows(folder) if "loss" in r}
+
+
+def run_here(folder, *flags):
+    """temo.py in this process, without its pictures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(temo, "draw", lambda *a: None)
+        return temo.main(temo.parse_args([*SMALL, "--output-dir", str(folder.parent), "--run-name", folder.name, *flags]))
+
+
+@pytest.fixture(scope="module")
+def emoji_runs(tmp_path_factory):
+    """The default emoji set on one process, on two, and on two in chunks."""
+    folder = tmp_path_factory.mktemp("emoji")
+    run_here(folder / "one")
+    for name, flags in (("two", []), ("chunks", ["--chunk-size", "8"])):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "temo.py", *SMALL, "--output-dir", str(folder), "--run-name", name, *flags]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", ["two", "chunks"])
+def test_two_processes_log_the_losses_of_one(emoji_runs, name):
+    one, two = losses(emoji_runs / "one"), losses(emoji_runs / name)
+    assert list(two) == list(one) == list(range(1, 21))
+    assert max(abs(two[k] / one[k] - 1) for k in one) < 1e-4
+
+
+def test_two_processes_evaluate_as_one(emoji_runs):
+    one, two = (common.flatten(rows(emoji_runs / name)[0]) for name in ("one", "two"))  # the same weights: before training
+    assert one["step"] == 0 and one.keys() == two.keys()
+    counts = [k for k in one if k.endswith(("images", "captions", "unreadable"))]
+    assert len(counts) == 3 and all(one[k] == two[k] for k in counts)
+    assert two == pytest.approx(one, rel=1e-4, abs=1e-4)
+
+
+def test_workers_change_nothing(tmp_path):
+    write_folder(tmp_path / "set")
+    for workers in ("0", "2"):
+        run_here(tmp_path / workers, "--dataset", str(tmp_path / "set"), "--workers", workers)
+    assert losses(tmp_path / "0") == losses(tmp_path / "2") and len(losses(tmp_path / "0")) == 20
+
+
+def write_folder(folder, n=80):
+    """An own data set: n noisy png files and metadata.csv, two captions each."""
+    from PIL import Image
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    colours, things = ["red", "green", "blue", "grey"], ["box", "ball", "tree", "house", "boat"]
+    lines = ["file_name,caption"]
+    for i in range(n):
+        Image.fromarray(rng.integers(0, 256, (30, 36, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        colour, thing = colours[i % 4], things[i % 5]
+        lines += [f"{i}.png,a {colour} {thing} number {i}", f"{i}.png,{thing} {i} in {colour}"]
+    (folder / "metadata.csv").write_text("\n".join(lines))

@@ -1,0 +1,97 @@
+"""Row blocks: the literal loss to rounding, and memory linear in the batch where the literal form's is quadratic."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import temo
+
+ROOT = Path(__file__).resolve().parents[1]
+N, D, WHOLE = 23, 6, 10**9  # a block of at least N rows is the literal form
+
+
+def leaf(*shape, seed, low=None):
+    """A float64 leaf: normal, or uniform in low..low + 0.2 for temperatures."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) if low is None else low + 0.2 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    return x.requires_grad_()
+
+
+E = [leaf(N, D, seed=k) for k in range(4)]  # I, T, I~, T~
+SCALAR, PER_ANCHOR, PER_PAIR = leaf(seed=5, low=0.05), leaf(N, seed=6, low=0.05), leaf(N, N, seed=7, low=0.05)
+LOSSES = {
+    "info_nce, float": lambda block: temo.info_nce(*E[:2], 0.1, block),
+    "info_nce, learnable": lambda block: temo.info_nce(*E[:2], SCALAR, block),
+    "info_nce, (B,)": lambda block: temo.info_nce(*E[:2], PER_ANCHOR, block),
+    "info_nce, (B, N)": lambda block: temo.info_nce(*E[:2], PER_PAIR, block),
+    "info_nce, function": lambda block: temo.info_nce(*E[:2], lambda sim: SCALAR * temo.modulated_temperature(sim), block),
+    "temo": lambda block: temo.temo_loss(*E, 0.3, block=block),
+    "temo, gradient through tau": lambda block: temo.temo_loss(*E, 0.3, SCALAR, detach=False, block=block),
+    "temo, plain": lambda block: temo.temo_loss(*E, 0.3, unimodal="plain", block=block),
+    "temo, experts": lambda block: temo.temo_loss(*E, 0.3, block=block, image_tau=PER_PAIR, text_tau=PER_PAIR.T),
+    "cwcl": lambda block: temo.cwcl_loss(*E[:2], SCALAR, block),
+}
+
+
+def value_and_gradients(loss):
+    leaves = [*E, SCALAR, PER_ANCHOR, PER_PAIR]
+    return [loss.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True)))]
+
+
+@pytest.mark.parametrize("block", [1, 5, N - 1])
+@pytest.mark.parametrize("name", LOSSES)
+def test_blocks_equal_the_literal_loss(name, block):
+    for ours, literal in zip(value_and_gradients(LOSSES[name](block)), value_and_gradients(LOSSES[name](WHOLE)), strict=True):
+        torch.testing.assert_close(ours, literal, rtol=1e-9, atol=1e-9)
+
+
+def test_literal_info_nce_is_cross_entropy():
+    sim = F.normalize(E[0], dim=1) @ F.normalize(E[1], dim=1).T
+    literal = F.cross_entropy(sim / PER_PAIR, torch.arange(N))
+    for ours, expected in zip(value_and_gradients(temo.info_nce(*E[:2], PER_PAIR, 4)), value_and_gradients(literal), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+PEAK = """
+import sys, torch, temo
+torch.set_num_threads(1)
+
+def status(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024  # MiB
+
+def peak(n):
+    e = [torch.randn(n, 64).requires_grad_() for _ in range(4)]
+    open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
+    before = status("VmRSS")
+    block = n if sys.argv[2] == "literal" else 128
+    loss = temo.temo_loss(*e, 0.3, block=block) if sys.argv[1] == "temo" else temo.cwcl_loss(e[0], e[1], 0.05, block)
+    loss.backward()
+    return status("VmHWM") - before
+
+peak(256)  # libraries and thread pools come in
+print(*(peak(n) for n in (2048, 4096)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize("loss", ["temo", "cwcl"])
+def test_memory_of_blocks_is_linear(loss):
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+
+    def measure(form):
+        done = subprocess.run([sys.executable, "-c", PEAK, loss, form], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return [float(x) for x in done.stdout.split()]
+
+    with ThreadPoolExecutor(2) as pool:
+        blocks, literal = pool.map(measure, ["blocks", "literal"])
+    print(f"{loss}: peak MiB at 2048 and 4096: blocks {blocks}, literal {literal}")
+    assert blocks[1] / blocks[0] <= 2.5
+    assert literal[1] / literal[0] > 3
+    assert blocks[1] < 0.2 * literal[1]

@@ -1,0 +1,158 @@
+"""Encoders by name, clips, pooling, initialisation from files, and the model a run leaves. Configs are built here: no hub."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, DistilBertConfig, DistilBertModel
+
+import common
+import temo
+
+SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12, text_pooling="mean", image_stats="half", eval_resize="crop")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return common.Tokenizer(common.train_wordpiece(["red apple", "green pear", "blue bird on a tree"] * 3), 12)
+
+
+def tiny_text(folder, tokenizer, kind):
+    config = {"bert": BertConfig, "distilbert": DistilBertConfig}[kind](vocab_size=len(tokenizer.tokenizer), hidden_size=24, dim=24, num_hidden_layers=1, n_layers=1,
+                                                                         num_attention_heads=2, n_heads=2, intermediate_size=32, hidden_dim=32)
+    model = {"bert": BertModel, "distilbert": DistilBertModel}[kind](config)
+    model.save_pretrained(folder), tokenizer.save(folder)
+    return model.eval()
+
+
+def tiny_clip(folder, tokenizer):
+    tower = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = CLIPConfig(text_config=tower | dict(vocab_size=len(tokenizer.tokenizer), max_position_embeddings=12, eos_token_id=3, bos_token_id=2, pad_token_id=0),
+                        vision_config=tower | dict(image_size=32, patch_size=16), projection_dim=16)
+    model = CLIPModel(config)
+    model.save_pretrained(folder), tokenizer.save(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["small", "resnet18-cifar", "resnet18", "vit_tiny_patch16_224"])
+def test_image_encoders_and_frames(name):
+    encoder = common.VisionEncoder(name, 16, pretrained=False, image_size=32).eval()
+    clip = torch.randn(2, 3, 3, 32, 32)  # (B, T, 3, S, S)
+    features, pooled = encoder(clip)
+    frames = [torch.nn.functional.normalize(encoder(clip[:, t])[1], dim=-1) for t in range(3)]
+    assert features.shape == (2, encoder.width) and pooled.shape == (2, 16)
+    assert torch.allclose(pooled, sum(frames) / 3, atol=1e-5)  # meanP: the mean of normalised frame embeddings
+
+
+def test_cifar_stem_keeps_the_resolution():
+    body = common.VisionEncoder("resnet18-cifar", 16, pretrained=False).body
+    assert body.forward_features(torch.randn(1, 3, 32, 32)).shape[-2:] == (4, 4)
+
+
+def test_paper_encoders_exist_by_name():
+    encoder = common.VisionEncoder("resnet50.tv_in1k", 256, pretrained=False)
+    assert encoder.width == 2048 and encoder.stats[0] == pytest.approx((0.485, 0.456, 0.406))
+    encoder = common.VisionEncoder("vit_base_patch16_224.augreg_in1k", 256, pretrained=False, image_size=64)
+    assert encoder.width == 768 and tuple(encoder.stats[0]) == (0.5, 0.5, 0.5)
+
+
+def test_default_towers_have_no_batchnorm_and_no_dropout(tokenizer):
+    model, _ = common.build_model(dict(SPEC), tokenizer, False)
+    assert not common.has_batchnorm(model) and not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_transformers_text_encoder(tmp_path, tokenizer, kind, pooling):
+    reference = tiny_text(tmp_path, tokenizer, kind)
+    encoder = common.TextEncoder(str(tmp_path), 16, pooling=pooling).eval()
+    tokens = tokenizer(["red apple", "a blue bird on a tree"])
+    states = reference(**tokens).last_hidden_state
+    keep = tokens["attention_mask"][..., None]
+    expected = states[:, 0] if pooling == "cls" else (states * keep).sum(1) / keep.sum(1)
+    assert torch.allclose(encoder(**tokens), encoder.projection(expected), atol=1e-5)
+    encoder(**tokens).sum().backward()
+    assert all(p.grad is not None for p in encoder.parameters())  # DDP wants every parameter in the loss
+
+
+def test_clip_by_name_keeps_its_own_space(tmp_path, tokenizer):
+    reference = tiny_clip(tmp_path, tokenizer)
+    spec = SPEC | dict(image_encoder=str(tmp_path), text_encoder=str(tmp_path), image_stats="encoder")
+    model, transform = common.build_model(spec, tokenizer, True)
+    pixels, tokens = torch.randn(2, 3, 32, 32), tokenizer(["red apple", "green pear"])
+    image, text, _ = model.eval()(pixels, tokens)
+    out = reference(pixel_values=pixels, **tokens)
+    assert torch.allclose(common.normalize(image), out.image_embeds, atol=1e-5) and torch.allclose(common.normalize(text), out.text_embeds, atol=1e-5)
+    assert transform.mean == common.STATS["clip"][0]
+
+
+def test_init_from(tmp_path, tokenizer):
+    one, two = (common.build_model(dict(SPEC), tokenizer, False)[0] for _ in range(2))
+    save_file({f"module._orig_mod.{k}": v.contiguous() for k, v in one.state_dict().items()}, tmp_path / "a.safetensors")
+    torch.save({"state_dict": one.state_dict()}, tmp_path / "b.pt")
+    for file in ("a.safetensors", "b.pt"):
+        fresh = common.build_model(dict(SPEC), tokenizer, False)[0]
+        common.init_from(fresh, tmp_path / file)
+        assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), fresh.state_dict().values()))
+    save_file({"other": torch.zeros(3)}, tmp_path / "c.safetensors")
+    with pytest.raises(common.UserError, match="none of its 1 tensors fits"):
+        common.init_from(two, tmp_path / "c.safetensors")
+
+
+def test_init_from_runs_no_pickled_code(tmp_path, tokenizer):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "owned"), "w"))
+    torch.save({"x": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(common.UserError, match="cannot be read"):
+        common.init_from(common.build_model(dict(SPEC), tokenizer, False)[0], tmp_path / "evil.pt")
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tokenizer):
+    """Two steps with small towers, and two with a tiny transformers text tower and a CLIP vision tower."""
+    root = tmp_path_factory.mktemp("runs")
+    tiny_text(root / "text", tokenizer, "distilbert"), tiny_clip(root / "clip", tokenizer)
+    common_flags = ["--cpu", "--threads", "1", "--max-steps", "2", "--batch-size", "16", "--image-size", "32", "--output-dir", str(root)]
+    temo.main(temo.parse_args(common_flags + ["--run-name", "small"]))
+    temo.main(temo.parse_args(common_flags + ["--run-name", "hub", "--pretrained", "--image-encoder", str(root / "clip"), "--text-encoder", str(root / "text"),
+                                              "--text-length", "12"]))
+    return root
+
+
+@pytest.mark.parametrize("name", ["small", "hub"])
+def test_load_model_gives_the_run_s_embeddings(runs, name):
+    folder = runs / name
+    for part in ("text", "clip"):  # a run stands on its own: the encoders' folders may be gone
+        if (runs / part).exists():
+            (runs / part).rename(runs / f"moved_{part}")
+    model, tokenizer, transform = common.load_model(folder)
+    data = common.load_data("emoji", "test")
+    _, image, _, _ = common.encode_images(model, data, transform, torch.device("cpu"))
+    text = common.encode_texts(model, tokenizer, [data.captions(i)[0] for i in range(len(data))], torch.device("cpu"))
+    summary = json.loads((folder / "summary.json").read_text())
+    own = common.evaluate(model, tokenizer, transform, data, torch.device("cpu"), common.load_data("emoji", "train"))[0]
+    assert image.shape == text.shape and common.flatten(own) == pytest.approx(common.flatten(summary["test"]["emoji"]), rel=1e-4, abs=0.7)
+    one = model(transform(data.read(3))[None])[0]
+    assert torch.allclose(one[0], image[3], atol=1e-4)
+    assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
+
+
+def test_load_model_of_no_run(tmp_path):
+    with pytest.raises(common.UserError, match="no model.json"):
+        common.load_model(tmp_path)
+
+
+def test_experts(tmp_path, tokenizer, runs):
+    from transformers import Dinov2Config, Dinov2Model
+    Dinov2Model(Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)).save_pretrained(tmp_path / "dino")
+    tiny_text(tmp_path / "roberta", tokenizer, "bert")
+    transform = common.EvalTransform(32, *common.STATS["half"])
+    image = common.Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"))(torch.randn(3, 3, 32, 32))
+    text = common.Expert(str(tmp_path / "roberta"), "text", transform, torch.device("cpu"))(["red apple", "green pear"])
+    assert image.shape == (3, 24) and text.shape == (2, 24) and torch.allclose(text.norm(dim=1), torch.ones(2)) and not image.requires_grad
+    summary = temo.main(temo.parse_args(["--cpu", "--threads", "1", "--max-steps", "2", "--batch-size", "16", "--image-size", "32", "--output-dir", str(tmp_path), "--log-every", "1",
+                                         "--image-expert", str(tmp_path / "dino"), "--text-expert", str(tmp_path / "roberta")]))
+    assert summary["steps"] == 2

@@ -1,0 +1,199 @@
+"""Killed in the middle of an epoch and resumed, a run is bitwise the run that was never stopped; what it leaves holds no pickle."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+import common
+import temo
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+import common, temo
+temo.draw = lambda *a: None  # the pictures take longer than these runs
+if __name__ == "__main__":
+    with common.clean_exit():
+        temo.main(temo.parse_args())
+"""
+FLAGS = "--cpu --threads 1 --image-size 24 --batch-size 64 --max-steps 14 --save-every 5 --log-every 1 --eval-every 0".split()
+STEPS, KEPT = 14, ["step_10", "step_14"]
+TAU = ["--loss", "infonce", "--learnable-tau"]
+# A run: processes, flags. FOLDER stands for a folder of png files; the 14 steps there cross three epochs of 4 steps.
+WHOLE = {"emoji": (1, []), "two processes": (2, []), "folder": (1, ["--dataset", "FOLDER", "--batch-size", "32", "--workers", "0", *TAU])}
+# Killed when that step is logged, and resumed: the run it must equal, processes, flags.
+KILLED = {"emoji": ("emoji", 7, *WHOLE["emoji"]), "two processes": ("two processes", 7, *WHOLE["two processes"]),
+          "folder, 0 workers": ("folder", 7, *WHOLE["folder"]), "folder, 2 workers": ("folder", 11, 1, [*WHOLE["folder"][1], "--workers", "2"])}
+
+
+def write_folder(folder, n=150):
+    """An own data set: n noisy png files and metadata.csv."""
+    from PIL import Image
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(n):
+        Image.fromarray(rng.integers(0, 256, (28, 28, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    words = ["red", "green", "blue", "grey"], ["box", "ball", "tree", "house", "boat"]
+    (folder / "metadata.csv").write_text("file_name,caption\n" + "".join(f"{i}.png,a {words[0][i % 4]} {words[1][i % 5]} number {i}\n" for i in range(n)))
+
+
+def start(script, processes, flags, log):
+    """temo.py as a user starts it, without its pictures, its words in a file."""
+    launcher = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return subprocess.Popen([*launcher, str(script), *flags], stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def finish(script, processes, flags, log_path):
+    with open(log_path, "w") as log:
+        assert start(script, processes, flags, log).wait(300) == 0, log_path.read_text()[-3000:]
+
+
+def rows(folder):
+    """Whole lines of metrics.jsonl: a poll may see half of the last one."""
+    path = Path(folder) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def kill_at(step, folder, script, processes, flags, log_path):
+    """Start a run and SIGKILL all its processes (launcher, ranks, loader workers) once `step` is logged."""
+    with open(log_path, "w") as log:
+        run = start(script, processes, flags, log)
+        while not any(r["step"] >= step and "loss" in r for r in rows(folder)):
+            assert run.poll() is None, log_path.read_text()[-3000:]
+            time.sleep(0.01)
+        parent = psutil.Process(run.pid)
+        family = [parent, *parent.children(recursive=True)]
+        for p in family:
+            if p.is_running():
+                p.kill()
+        run.wait(60), psutil.wait_procs(family, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every run below, two at a time: {("whole" or "killed", name): folder}. Killed ones have been resumed."""
+    root = tmp_path_factory.mktemp("runs")
+    write_folder(root / "set")
+    script = root / "temo.py"
+    script.write_text(QUICK)
+
+    def flags(kind, name, extra):
+        return [*FLAGS, *(str(root / "set") if f == "FOLDER" else f for f in extra), "--output-dir", str(root / kind), "--run-name", name]
+
+    def whole(name):
+        processes, extra = WHOLE[name]
+        finish(script, processes, flags("whole", name, extra), root / f"whole {name}.txt")
+
+    def killed(name):
+        _, step, processes, extra = KILLED[name]
+        folder = root / "killed" / name
+        kill_at(step, folder, script, processes, flags("killed", name, extra), root / f"killed {name}.txt")
+        last = max(int(p.name[5:]) for p in (folder / "checkpoints").glob("step_*") if not p.name.endswith(".tmp"))
+        assert last < STEPS and not (folder / "model.safetensors").exists(), "killed too late to test anything"
+        shutil.copytree(folder / "checkpoints" / f"step_{last}", folder / "checkpoints" / f"step_{last + 1}.tmp")  # as a crash inside a save leaves it
+        (folder / "checkpoints" / f"step_{last + 1}.tmp" / "model.safetensors").write_bytes(b"cut")
+        finish(script, processes, ["--resume", str(folder)], root / f"resumed {name}.txt")
+        assert f"step_{last} at step {last} of {STEPS}" in (root / f"resumed {name}.txt").read_text()
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(whole, name) for name in WHOLE] + [pool.submit(killed, name) for name in KILLED]
+    for job in jobs:
+        job.result()
+    return {("whole", name): root / "whole" / name for name in WHOLE} | {("killed", name): root / "killed" / name for name in KILLED}
+
+
+def same_tensors(a, b):
+    a, b = load_file(a), load_file(b)
+    return a.keys() == b.keys() and all(a[k].equal(b[k]) for k in a)
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_resumed_run_is_bitwise_the_uninterrupted_one(runs, name):
+    ours, whole = runs["killed", name], runs["whole", KILLED[name][0]]
+    assert same_tensors(ours / "model.safetensors", whole / "model.safetensors")
+    for part in ("model", "extra", "optimizer", "rng_0"):
+        assert same_tensors(ours / f"checkpoints/step_14/{part}.safetensors", whole / f"checkpoints/step_14/{part}.safetensors"), part
+    assert common.read_json(ours / "summary.json")["test"] == common.read_json(whole / "summary.json")["test"]
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_metrics_have_every_step_once(runs, name):
+    ours, whole = rows(runs["killed", name]), rows(runs["whole", KILLED[name][0]])
+    assert [(r["step"], "eval" in r) for r in ours] == [(0, True), *((s, False) for s in range(1, STEPS + 1)), (STEPS, True)]
+    timed = "step_s", "data_s", "samples_per_s"
+    assert [{k: v for k, v in r.items() if k not in timed} for r in ours] == [{k: v for k, v in r.items() if k not in timed} for r in whole]
+
+
+@pytest.mark.parametrize("name", ["folder, 0 workers", "folder, 2 workers"])
+def test_learnable_tau_goes_on(runs, name):
+    taus = [r["tau"] for r in rows(runs["killed", name]) if "tau" in r]
+    assert len(set(taus)) == STEPS
+    assert taus[-1] == pytest.approx(load_file(runs["killed", name] / "checkpoints/step_14/extra.safetensors")["tau.log_tau"].exp().item(), rel=1e-6)
+
+
+def test_last_two_checkpoints_are_kept(runs):
+    for (kind, name), folder in runs.items():
+        left = sorted(p.name for p in (folder / "checkpoints").iterdir())
+        assert [p for p in left if not p.endswith(".tmp")] == KEPT
+        assert common.latest_checkpoint(folder).name == "step_14"
+        if kind == "whole":
+            assert left == KEPT
+
+
+def test_runs_hold_no_pickle(runs):
+    for folder in runs.values():
+        suffixes = {p.suffix for p in folder.rglob("*") if p.is_file() and ".tmp" not in p.parent.name}
+        assert suffixes <= {".json", ".jsonl", ".safetensors", ".txt", ".png"}
+
+
+# ----------------------------------------------- the rest in this process --------------------------------------------
+@pytest.fixture
+def resume_here(runs, tmp_path, monkeypatch):
+    """A copy of the finished folder run, and a function that resumes it without pictures."""
+    monkeypatch.setattr(temo, "draw", lambda *a: None)
+    shutil.copytree(runs["whole", "folder"], tmp_path / "run")
+    return tmp_path / "run", lambda *flags: temo.main(temo.parse_args(["--resume", str(tmp_path / "run"), *flags]))
+
+
+def test_resume_of_a_finished_run_only_evaluates(resume_here, runs):
+    folder, resume = resume_here
+    before = common.read_json(folder / "summary.json")
+    summary = resume()
+    assert summary["steps"] == STEPS and summary["val"] == before["val"] and summary["test"] == before["test"]
+    assert same_tensors(folder / "model.safetensors", runs["whole", "folder"] / "model.safetensors")
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == KEPT
+    assert [(r["step"], "eval" in r) for r in rows(folder)] == [(r["step"], "eval" in r) for r in rows(runs["whole", "folder"])]
+
+
+def test_resume_before_the_first_checkpoint_starts_again(resume_here, runs):
+    folder, resume = resume_here
+    shutil.rmtree(folder / "checkpoints"), (folder / "model.safetensors").unlink()
+    (folder / "checkpoints" / "step_5.tmp").mkdir(parents=True)  # killed inside its first save
+    resume()
+    assert same_tensors(folder / "model.safetensors", runs["whole", "folder"] / "model.safetensors")
+    assert [(r["step"], "eval" in r) for r in rows(folder)] == [(r["step"], "eval" in r) for r in rows(runs["whole", "folder"])]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == KEPT
+
+
+def test_resume_keeps_the_tokenizer_of_the_run(resume_here, monkeypatch):
+    """Its numbers belong to the embeddings of the checkpoint: captions that changed since must not renumber them."""
+    folder, resume = resume_here
+    tokenizer = (folder / "tokenizer" / "tokenizer.json").read_bytes()
+    train = common.train_wordpiece
+    monkeypatch.setattr(common, "train_wordpiece", lambda captions: train([*captions, *["zebra"] * 9]))
+    resume()
+    assert (folder / "tokenizer" / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_tokenizer_is_the_same_each_time():
+    captions = [f"{a} {b} {a}{b} number {i}" for i, (a, b) in enumerate((a, b) for a in ("red", "green", "blue", "grey") for b in ("box", "ball", "tree", "house", "boat"))]
+    assert len({common.train_wordpiece(captions, vocabulary=80).backend_tokenizer.to_str() for _ in range(5)}) == 1
