@@ -2375,8 +2375,8 @@ def similarity_histograms(pieces, bins=60):
     for r, k in enumerate(keep):
         mask[r, [j for j in pieces["positives"][k].tolist() if 0 <= j < len(image)]] = True
     edges = np.linspace(-1, 1, bins + 1)
-    return {"edges": edges.tolist(), "positive": np.histogram(sim[mask].numpy(), edges, density=True)[0].tolist(),
-            "negative": np.histogram(sim[~mask].numpy(), edges, density=True)[0].tolist()}
+    density = lambda x: (np.histogram(x.numpy(), edges)[0] / max(1, x.numel()) * bins / 2).tolist()
+    return {"edges": edges.tolist(), "positive": density(sim[mask]), "negative": density(sim[~mask])}
 
 
 def draw_histograms(stages, path, title):

@@ -71,7 +71,7 @@ CC12M = CC3M | dict(
 EMOJI = dict(
     recipe="ours", image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, image_size=48, text_length=24, text_pooling="mean",
     image_stats="half", eval_resize="crop", clean_captions=False, epochs=24.0, batch_size=256, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98,
-    grad_clip=1.0, tau=0.1, tau_min=0.05, tau_alpha=0.1, crop_min=0.35, flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.0,
+    grad_clip=1.0, tau=0.1, tau_min=0.05, tau_alpha=0.1, crop_min=0.35, flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
     aug_crop_min=0.2, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.0, aug_blur=0.0, mixed_precision="no", streaming=False,  # hue names things here
     eval_datasets=[], log_every=5, save_every=100, eval_every=70)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "own": EMOJI | dict(recipe="ours; small towers from scratch", image_size=64, text_length=32, aug_hue=0.1, log_every=10, eval_every=0, save_every=500)}

@@ -78,7 +78,7 @@ def test_missing_path(tmp_path):
 
 def test_unknown_name(tmp_path):
     message = stopped("emojis", tmp_path)
-    assert "--dataset emojis: no such path, and not a known data set (emoji)" in message and "org/name" in message
+    assert "--dataset emojis: no such path" in message and "known set: emoji, cc3m" in message and "org/name" in message
 
 
 def test_unknown_hub_id_offline(tmp_path):
