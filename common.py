@@ -150,6 +150,7 @@ def check_finite(loss, step, tau, embeddings, keys):
 def set_up(args):
     """Threads, seeds and the Accelerator. The launchers set one thread: share the cores between the local processes instead."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedDataParallelKwargs
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -158,6 +159,8 @@ def set_up(args):
     if args.tracker and not _importable(args.tracker):
         raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    if not dist.is_initialized():
+        AcceleratorState._reset_state(reset_partial_state=True)  # a second run in one process (a notebook) may choose anew
     try:
         return Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,
                            project_dir=args.output_dir, kwargs_handlers=[ddp])
@@ -508,10 +511,10 @@ class Tokenizer:
     clean: captions go through clean_caption first."""
 
     def __init__(self, tokenizer, length, clean=False):
-        self.tokenizer, self.length, self.clean = tokenizer, length, clean
+        self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
 
     def __call__(self, texts):
-        out = self.tokenizer([clean_caption(t) for t in texts] if self.clean else list(texts), padding=True, truncation=True, max_length=self.length, return_tensors="pt", pad_to_multiple_of=4)
+        out = self.tokenizer([clean_caption(t) for t in texts] if self.clean else list(texts), padding=True, truncation=True, max_length=self.length, return_tensors="pt")
         return {"input_ids": out["input_ids"], "attention_mask": out["attention_mask"]}
 
     def save(self, folder):

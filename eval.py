@@ -93,15 +93,18 @@ def open_model(args):
     if folder and folder.is_dir() and (folder / "checkpoints").is_dir():
         raise UserError(f"--checkpoint {folder}: this run has not ended (no model.json); continue it with --resume {folder}")
     image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
-    tokenizer = common.build_tokenizer(text, 77, lambda: [], None) if text != "small" else None
-    if tokenizer is None:
-        raise UserError("--text-encoder small: it has no weights without a run; give --checkpoint RUN_DIR")
-    spec = dict(image_encoder=image, text_encoder=text, embed_dim=_clip_width(image) or 256, image_size=args.image_size or 224, text_length=77, text_pooling=args.text_pooling,
+    if "small" in (image, text):
+        raise UserError("--image-encoder and --text-encoder small have no weights without a run; give --checkpoint RUN_DIR")
+    width = _clip_width(image)
+    tokenizer = common.build_tokenizer(text, 77)
+    spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224, text_length=77, text_pooling=args.text_pooling,
                 image_stats="encoder", eval_resize="crop")
     torch.manual_seed(args.seed)
     model, transform = common.build_model(spec, tokenizer, args.pretrained)
     if args.init_from:
         common.init_from(model, args.init_from)
+    if not width:
+        say("the projections of this pair are random: only its image features (knn, probe) mean anything")
     return model.eval(), tokenizer, transform, {}
 
 

@@ -532,7 +532,7 @@ def draw(folder, log, val, test, args):
         ("speed", "samples per second", {"all processes": "samples_per_s"})], folder / "curves.png")
     before = common.read_json(folder / "similarity_before.json", {})
     for name in val:
-        suffix = "" if name == next(iter(val)) else f"_{name}"
+        suffix = "" if name == next(iter(val)) else f"_{common.slug(name)}"
         common.draw_curves(log, [
             ("retrieval, val (Fig. 7)", "%", {f"{k}, {label}": f"eval/{name}/{way}/{k}" for way, label in (("text_to_image", "text -> image"), ("image_to_text", "image -> text")) for k in ("R@1", "R@10")}),
             ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
@@ -541,8 +541,8 @@ def draw(folder, log, val, test, args):
         stages = ({"before training": before[name]} if name in before else {}) | {f"after {args.loss}": common.similarity_histograms(val[name])}
         common.draw_histograms(stages, folder / f"similarities{suffix}.png", f"{name} ({val[name]['data'].split}): image-text cosines (Fig. 4)")
         common.draw_pairs(val[name], folder / f"positive_pairs{suffix}.png")
-        if name in test:
-            common.draw_retrieval(test[name], folder / f"retrieval{suffix}.png")
+    for name in test:
+        common.draw_retrieval(test[name], folder / ("retrieval.png" if name == next(iter(test)) else f"retrieval_{common.slug(name)}.png"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,135 @@
+"""eval.py on real runs: every task, several sets, search, one and two processes; probes against scikit-learn."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.svm import LinearSVC
+
+import common
+import eval as evaluation
+import temo
+from helpers import TEXT, write_captions, write_images
+from test_hub import hub  # noqa: F401  (a fixture)
+from test_models import tiny_clip, tokenizer  # noqa: F401
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("eval")
+    temo.main(temo.parse_args(["--cpu", "--threads", "1", "--max-steps", "3", "--batch-size", "64", "--image-size", "24", "--output-dir", str(root), "--run-name", "r"]))
+    return root / "r"
+
+
+def evaluate(*flags):
+    return evaluation.main(evaluation.parse_args(["--cpu", "--threads", "1", "--workers", "0", *map(str, flags)]))
+
+
+def test_it_gives_the_numbers_of_the_run(run):
+    result = evaluate("--checkpoint", run)
+    own = json.loads((run / "summary.json").read_text())["test"]["emoji"]
+    got = result["datasets"]["emoji"]["metrics"]
+    assert got["retrieval"]["text_to_image"] == own["text_to_image"] and got["retrieval"]["R-Mean"] == own["R-Mean"]
+    assert got["knn"]["k=1"]["top1"] == own["knn@1"]["top1"] and got["gap"]["modality_gap"] == pytest.approx(own["modality_gap"])
+    assert (run / "eval" / "eval.json").exists() and (run / "eval" / "retrieval.png").exists()
+
+
+def test_all_tasks_on_several_sets(run, hub, capsys):  # noqa: F811
+    result = evaluate("--checkpoint", run, "--datasets", "emoji", f"dtd={hub / 'dtd'}", f"coco={hub / 'coco'}", "/no/such/set",
+                      "--tasks", "retrieval", "zero-shot", "knn", "probe", "gap", "histograms", "--knn-k", "1", "3", "--max-captions", "1")
+    assert set(result["datasets"]) == {"emoji", "dtd", "coco"} and "no such path" in result["errors"]["/no/such/set"]
+    dtd, coco = result["datasets"]["dtd"], result["datasets"]["coco"]
+    assert dtd["left_out"]["retrieval"] == "the set has no captions" and coco["left_out"]["knn"] == "the set has no labels"
+    assert dtd["metrics"]["zero-shot"]["prompts"] == 2 and dtd["chance"]["zero-shot"]["top1"] == pytest.approx(100 / 3)
+    assert set(dtd["metrics"]["knn"]) == {"k=1", "k=3"} and "few-shot (6 a class)" in dtd["metrics"]["probe"]
+    assert coco["metrics"]["captions"] == 12
+    assert {"head", "mid", "tail"} <= set(result["datasets"]["emoji"]["metrics"]["knn"]["k=1"])
+    out = capsys.readouterr().out
+    assert "text to image" in out and "(" in out and "left out: the set has no labels" in out
+
+
+def test_zero_shot_prompts_and_stats(run, hub):  # noqa: F811
+    names = evaluate("--checkpoint", run, "--datasets", f"dtd={hub / 'dtd'}", "--tasks", "zero-shot", "--prompts", "names", "--image-stats", "cifar")
+    assert names["datasets"]["dtd"]["metrics"]["zero-shot"]["prompts"] == 1
+
+
+def test_search_draws_the_hits(run, tmp_path):
+    write_images(tmp_path / "photos" / "deep", range(8))
+    (tmp_path / "photos" / "broken.png").write_bytes(TEXT)
+    result = evaluate("--checkpoint", run, "--query", "red apple", "--dataset", tmp_path / "photos", "--top", "3", "--output-dir", tmp_path / "out")
+    cosines = [h["cosine"] for h in result["hits"]]
+    assert len(cosines) == 3 and cosines == sorted(cosines, reverse=True) and result["images"] == 8 and result["unreadable"] == 1
+    assert (tmp_path / "out" / "query.png").stat().st_size > 1000
+
+
+def test_clip_by_folder(tmp_path, tokenizer):  # noqa: F811
+    tiny_clip(tmp_path / "clip", tokenizer)
+    write_captions(tmp_path / "data", 40)
+    result = evaluate("--checkpoint", tmp_path / "clip", "--image-size", "32", "--datasets", tmp_path / "data" / "captions.csv", "--tasks", "retrieval", "--output-dir", tmp_path / "out")
+    assert result["datasets"][str(tmp_path / "data" / "captions.csv")]["metrics"]["images"] == 2  # 5 % of 40 are held out as test
+
+
+def test_two_processes_count_each_item_once(run, tmp_path):
+    flags = ["eval.py", "--checkpoint", str(run), "--cpu", "--tasks", "retrieval", "zero-shot", "knn", "gap", "--output-dir"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    evaluation.main(evaluation.parse_args([*flags[1:], str(tmp_path / "1")]))
+    two = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *flags, str(tmp_path / "2")], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert two.returncode == 0, two.stderr
+    a, b = (common.flatten(json.loads((tmp_path / n / "eval.json").read_text())["datasets"]) for n in "12")
+    assert a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-4) for k in a)
+    assert two.stdout.count("written to") == 1
+
+
+@pytest.mark.parametrize("flags,message", [
+    ([], "say what to evaluate"), (["--checkpoint", "x", "--query", "a"], "go together"), (["--checkpoint", "x", "--eval-batch", "0"], "at least 1"), (["--checkpoint", "x", "--tasks", "magic"], "invalid choice")])
+def test_bad_flags(flags, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        evaluation.parse_args(flags)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_bad_checkpoints(tmp_path, run):
+    with pytest.raises(common.UserError, match="neither a run folder nor a model"):
+        evaluate("--checkpoint", tmp_path)
+    (tmp_path / "half" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(common.UserError, match="this run has not ended"):
+        evaluate("--checkpoint", tmp_path / "half")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(common.UserError, match="--output-dir .* cannot be written"):
+        evaluate("--checkpoint", run, "--output-dir", tmp_path / "file" / "x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(common.UserError, match="holds no images"):
+        evaluate("--checkpoint", run, "--query", "a", "--dataset", tmp_path / "empty")
+
+
+def test_linear_probe_is_linear_svc():
+    rng = np.random.default_rng(0)
+    x, q = rng.normal(size=(120, 10)), rng.normal(size=(60, 10))
+    y, truth = rng.permutation(np.repeat(np.arange(4), 30)), rng.integers(0, 4, 60)
+    unit = lambda a: a / np.linalg.norm(a, axis=1, keepdims=True)
+    got = common.linear_probe(*map(torch.from_numpy, (x, y, q, truth)))
+    expected = LinearSVC(random_state=42).fit(unit(x), y).predict(unit(q))
+    assert got["top1"] == pytest.approx(100 * (expected == truth).mean())
+    order = np.random.RandomState(42).permutation(120)
+    rows = np.concatenate([order[y[order] == c][:5] for c in range(4)])
+    few = LinearSVC(random_state=42).fit(unit(x)[rows], y[rows]).predict(unit(q))
+    assert common.linear_probe(*map(torch.from_numpy, (x, y, q, truth)), few_shot=5)["top1"] == pytest.approx(100 * (few == truth).mean())
+    with pytest.raises(ValueError, match="smallest class has 30"):
+        common.linear_probe(*map(torch.from_numpy, (x, y, q, truth)), few_shot=31)
+
+
+def test_zero_shot_accuracy():
+    classes = torch.eye(4)
+    images = F.normalize(torch.tensor([[1, 0.5, 0, 0], [1, 0.5, 0, 0], [0, 0, 0.2, 1], [1.0, 1, 1, 1]]), dim=1)
+    got = common.zero_shot_accuracy(images, torch.tensor([0, 1, 0, 2]), classes, topk=(1, 2, 4))
+    assert got == {"top1": 25.0, "top2": 50.0, "top4": 100.0}  # the third and the fourth (all tied) come last
+    with pytest.raises(ValueError, match="non-finite"):
+        common.zero_shot_accuracy(images * float("nan"), torch.zeros(4), classes)
