@@ -57,6 +57,8 @@ def clean_exit():
             sys.stderr.flush()
         else:
             time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
+        if dist.is_initialized():
+            dist.destroy_process_group()  # else gloo's threads abort the interpreter now and then: exit code -6
         sys.exit(2)
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
@@ -494,7 +496,7 @@ class EvalTransform:
     def normalise(self, x):
         """(..., 3, S, S) float in 0..1 -> normalised."""
         mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (self.mean, self.std))
-        return (x - mean) / std
+        return (x - mean).div_(std)
 
     def __call__(self, image):
         if isinstance(image, (str, Path, bytes)):
@@ -530,10 +532,13 @@ def train_wordpiece(captions, vocabulary=4000):
     """A BERT-style WordPiece tokenizer learnt from an iterable of captions (lower case, accents stripped)."""
     from tokenizers import Tokenizer as Backend, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    backend = Backend(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
-    backend.train_from_iterator(captions, trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False))
+    special, captions, normalizer = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], list(captions), normalizers.BertNormalizer(lowercase=True)
+    pieces = [f"##{c}" for c in sorted(set("".join(map(normalizer.normalize_str, captions))) - {" "})]  # left alone, the trainer numbers these at random
+    learner = Backend(models.WordPiece(unk_token="[UNK]"))
+    learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
+    learner.train_from_iterator(captions, trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special + pieces, show_progress=False))
+    backend = Backend(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # the same words, `pieces` no longer special
+    backend.normalizer, backend.pre_tokenizer = learner.normalizer, learner.pre_tokenizer
     backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
 
@@ -774,32 +779,44 @@ class TwoTower(nn.Module):
         return image, self.text(**tokens) if tokens is not None else None, features
 
 
-def build_model(spec, tokenizer, pretrained):
-    """TwoTower and EvalTransform from a spec (the content of model.json): what `--image-encoder ...` mean, in one place."""
-    vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained, spec["image_size"], spec.get("vision_config"))
+def build_model(spec, tokenizer, pretrained, weights=""):
+    """TwoTower and EvalTransform from a spec (the content of model.json): what `--image-encoder ...` mean, in one place.
+
+    weights: a file for init_from; a timm image encoder is then not downloaded."""
+    hub_id = "/" in spec["image_encoder"]
+    vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained and (hub_id or not weights), spec["image_size"], spec.get("vision_config"))
     text = TextEncoder(spec["text_encoder"], spec["embed_dim"], pretrained, spec["text_length"], len(tokenizer.tokenizer) if tokenizer else 0,
                        spec["text_pooling"], spec.get("text_config"))
     mean, std = spec.get("stats") or (vision.stats if spec["image_stats"] == "encoder" else STATS[spec["image_stats"]])
     spec.update(stats=[list(mean), list(std)], vision_config=vision.config, text_config=text.config)
-    return TwoTower(vision, text), EvalTransform(spec["image_size"], mean, std, spec["eval_resize"])
+    model = TwoTower(vision, text)
+    if weights:
+        init_from(model, weights)
+    return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"])
 
 
-def build_tokenizer(name, length, captions=None, folder=None, clean=False):
-    """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process and read by the others."""
+def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False):
+    """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process and read by the others.
+
+    keep: a resumed run keeps the one in its folder."""
     if name != "small":
         from transformers import AutoTokenizer
         try:
             return Tokenizer(AutoTokenizer.from_pretrained(name), length, clean)
         except (OSError, ValueError) as error:
             raise UserError(f"--text-encoder {name}: {_hub_reason(error)}") from error
-    if rank() == 0:
+    if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
         train_wordpiece(map(clean_caption, captions()) if clean else captions()).save_pretrained(str(folder))
     barrier()
     return Tokenizer.load(folder, length, clean)
 
 
 def init_from(model, path):
-    """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what was not found."""
+    """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
+
+    Names may be those of the whole model, of one tower's body (a timm or transformers file), or, where no name fits, the tensors of the
+    image body in the same order with the same shapes (other code bases' names for the same network; a classifier at the end is left out).
+    """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
     try:
@@ -812,12 +829,20 @@ def init_from(model, path):
     except Exception as error:
         raise UserError(f"--init-from {path}: cannot be read ({first_line(error)})") from error
     own = model.state_dict()
-    weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items()}
-    fit = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
+    weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
+    fit, how = {}, "by name"
+    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
+        found = {prefix + k: v for k, v in weights.items() if prefix + k in own and own[prefix + k].shape == v.shape}
+        fit, how = (found, f"as {prefix}* by name" if prefix else "by name") if len(found) > len(fit) else (fit, how)
+    if not fit:
+        body = [k for k in own if k.startswith("vision.body.") and not k.endswith("num_batches_tracked")]
+        theirs = [v for k, v in weights.items() if not k.endswith("num_batches_tracked")]
+        if len(theirs) >= len(body) > 0 and all(own[k].shape == v.shape for k, v in zip(body, theirs)):
+            fit, how = dict(zip(body, theirs)), "as the image encoder by order: no name fits, every shape does"
     if not fit:
         raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts {list(weights)[:3]}, the model {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
-    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}")
+    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
 
 
 class Expert:
@@ -1568,29 +1593,30 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
     Args:
         query (Q, D), gallery (G, D): embeddings, normalised here.   positives (Q, P) long: indices into the gallery (into the groups
         when groups are given), padded with -1.   bias (G,): added to each gallery item's cosine.   groups (G,) long: items of a group
-        count as one, by their maximum, and groups are ranked.   chunk: queries at a time.
+        count as one, by their maximum, and groups are ranked.   chunk: queries at a time, at most.
     Returns: dict of R@1 R@5 R@10 R@50 in percent, MdR and MnR (ranks from 1). Ties count against the model.
     Raises: ValueError on non-finite input, or on a query without positives.
     """
-    query, gallery, positives = normalize(query), normalize(gallery), positives.to(query.device)
+    gallery, positives = normalize(gallery), positives.to(query.device)
     for name, x in (("query", query), ("gallery", gallery), ("bias", bias)):
-        if x is not None and not torch.isfinite(x).all():
+        if x is not None and not all(torch.isfinite(part).all() for part in x.split(chunk)):
             raise ValueError(f"{name} holds non-finite values")
+    rows = max(1, min(chunk, 2**22 // len(gallery)))  # 16 MiB of similarities at a time
     known = positives >= 0
     if not known.any(1).all():
         raise ValueError(f"query {int((~known.any(1)).nonzero()[0])} has no positive")
     first = positives.gather(1, known.long().argmax(1, keepdim=True))  # (Q, 1)
     positives = torch.where(known, positives, first)  # padding repeats a positive: no effect on a maximum or a mask
     ranks = []
-    for i in range(0, len(query), chunk):
-        sim = query[i:i + chunk] @ gallery.T  # (c, G)
+    for i in range(0, len(query), rows):
+        sim = normalize(query[i:i + rows]) @ gallery.T  # (c, G)
         if bias is not None:
             sim += bias.to(sim)
         if groups is not None:
             index = groups.to(sim.device)
             best_of = torch.full((len(sim), int(index.max()) + 1), -math.inf, dtype=sim.dtype, device=sim.device)
             sim = best_of.scatter_reduce_(1, index.expand(len(sim), -1), sim, "amax")  # (c, groups)
-        own = positives[i:i + chunk]
+        own = positives[i:i + rows]
         best = sim.gather(1, own).amax(1, keepdim=True)  # (c, 1)
         sim.scatter_(1, own, -math.inf)  # the other positives are not mistakes
         ranks.append(1 + (sim >= best).sum(1))
@@ -1938,7 +1964,7 @@ def check_args(parser, args, saved):
     if args.chunk_size > args.batch_size // processes:
         parser.error(f"--chunk-size {args.chunk_size}: larger than the {args.batch_size // processes} examples of --batch-size on each process")
     for name in ("init_from", "data_dir"):
-        if getattr(args, name) and not Path(getattr(args, name)).exists():
+        if getattr(args, name) and not (saved and name == "init_from") and not Path(getattr(args, name)).exists():
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: no such path")
 
 
@@ -2238,11 +2264,12 @@ def load_model(run_dir):
 class Log:
     """metrics.jsonl (always), a tracker when asked for, and the numbers of the run so far for the pictures. Main process only writes."""
 
-    def __init__(self, folder, accelerator, tracker, tracker_id=None, config=None, first_step=0):
+    def __init__(self, folder, accelerator, tracker, tracker_id=None, config=None, first_step=0, total=0):
         self.path, self.accelerator, self.tracker, self.rows, self.tracker_id = Path(folder) / "metrics.jsonl", accelerator, tracker, [], tracker_id
         if self.path.exists():  # a resumed run drops what its checkpoint had not seen
             rows = [json.loads(line) for line in self.path.read_text(encoding="utf8").splitlines() if line.endswith("}")]
-            self.rows = [r for r in rows if r["step"] <= first_step]
+            again = first_step in (0, total)  # this run evaluates that step itself
+            self.rows = [r for r in rows if r["step"] <= first_step and not (again and r["step"] == first_step and "eval" in r)]
             if rank() == 0:
                 temporary = self.path.with_suffix(".tmp")
                 temporary.write_text("".join(json.dumps(r) + "\n" for r in self.rows), encoding="utf8")

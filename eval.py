@@ -100,9 +100,7 @@ def open_model(args):
     spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224, text_length=77, text_pooling=args.text_pooling,
                 image_stats="encoder", eval_resize="crop")
     torch.manual_seed(args.seed)
-    model, transform = common.build_model(spec, tokenizer, args.pretrained)
-    if args.init_from:
-        common.init_from(model, args.init_from)
+    model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
     if not width:
         say("the projections of this pair are random: only its image features (knn, probe) mean anything")
     return model.eval(), tokenizer, transform, {}

@@ -115,7 +115,7 @@ def parse_args(argv=None):
     g.add_argument("--image-encoder", default="small", help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
     g.add_argument("--text-encoder", default="small", help="small, or a transformers id or folder (CLIP: its text tower)")
     g.add_argument("--pretrained", action=yesno, default=True, help="start from published weights; --no-pretrained = from scratch (Table 2)")
-    g.add_argument("--init-from", default="", help="a .safetensors, .pt, .bin or run folder whose matching tensors are loaded first")
+    g.add_argument("--init-from", default="", help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one encoder; timm weights are then not downloaded")
     g.add_argument("--embed-dim", type=int, default=256, help="D, width of the common space")
     g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls", help="of a transformers text encoder; CC3M trainer: cls")
     g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder", help="mean and std of the pixels; encoder = what its weights saw")
@@ -375,11 +375,10 @@ def main(args):
     folder = common.start_run(args, "temo")
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
-    tokenizer = common.build_tokenizer(args.text_encoder, args.text_length, lambda: common.all_captions(train, 200_000), folder / "tokenizer", args.clean_captions)
+    tokenizer = common.build_tokenizer(args.text_encoder, args.text_length, lambda: common.all_captions(train, 200_000), folder / "tokenizer",
+                                       args.clean_captions, keep=bool(args.resume))
     spec = {k: getattr(args, k) for k in ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling", "image_stats", "eval_resize", "clean_captions")}
-    tower, transform = common.build_model(spec, tokenizer, args.pretrained)
-    if args.init_from:
-        common.init_from(tower, args.init_from)
+    tower, transform = common.build_model(spec, tokenizer, args.pretrained, "" if args.resume else args.init_from)
     extra = nn.ParameterDict({"log_tau": nn.Parameter(torch.tensor(math.log(args.tau)))} if args.learnable_tau else {})
     head = SlipHead(tower.vision.width, args.slip_hidden, args.slip_dim) if args.loss == "slip" else nn.Module()
     extra = nn.ModuleDict({"tau": extra, "head": head}).to(device)         # the loss's own parameters stay outside DDP
@@ -396,7 +395,7 @@ def main(args):
         state, _, positions = common.load_checkpoint(checkpoint, tower, extra, optimizer.optimizer, accelerator.scaler)
         step, tracker_id, wall_before = state["step"], state["tracker_id"], state["wall_s"]
         say(f"resumed {checkpoint} at step {step} of {total}")
-    log = common.Log(folder, accelerator, args.tracker, tracker_id, vars(args), step)
+    log = common.Log(folder, accelerator, args.tracker, tracker_id, vars(args), step, total)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     base_view = common.Augment(args.image_size, args.crop_min, args.flip, 0.8, args.jitter, args.jitter, args.jitter, randaugment=(args.randaugment_ops, args.randaugment_magnitude))
@@ -463,7 +462,7 @@ def main(args):
                 loss = multimodal_loss(image, text, tau, args.loss_block)
             if args.loss == "slip":
                 loss = loss + args.slip_weight * simclr_loss(extra["head"](more[0]), extra["head"](more[1]), args.slip_tau)
-            common.check_finite(loss, step, float(tau), (image, text, *more), batch["keys"])
+            common.check_finite(loss, step, tau.item() if torch.is_tensor(tau) else tau, (image, text, *more), batch["keys"])
             return loss
 
         def pair_temperature(sim):

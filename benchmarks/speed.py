@@ -1,0 +1,113 @@
+"""Ratios of speed and memory against the plain product or a plain pipeline, in one run: python benchmarks/speed.py [--only ranks knn jpeg]
+
+Timings are CPU seconds of one thread, the minimum of interleaved rounds; only the ratios mean anything. Peak memory is the growth of the
+process's high-water mark over the call, in a process of its own (Linux). Nothing here is a test.
+"""
+
+import argparse
+import datetime
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402
+from claims import machine  # noqa: E402
+
+
+def cpu_seconds(functions, rounds):
+    """{name: minimum CPU seconds}; the functions take turns."""
+    best = dict.fromkeys(functions, float("inf"))
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.process_time()
+            function()
+            best[name] = min(best[name], time.process_time() - start)
+    return best
+
+
+def peak_mib(code):
+    """Growth of the peak resident set over `run()` defined by `code`, in a fresh process whose allocator gives memory back."""
+    program = f"""
+import sys, torch; sys.path.insert(0, {str(ROOT)!r}); import common; torch.set_num_threads(1)
+def status(key): return next(int(l.split()[1]) / 1024 for l in open('/proc/self/status') if l.startswith(key))
+{code}
+open('/proc/self/clear_refs', 'w').write('5'); before = status('VmRSS'); run(); print(status('VmHWM') - before)
+"""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    return float(subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def ranks(rounds):
+    """Exact ranks of 25,010 captions against 5,000 images, D = 512: the COCO test, chunked, against its similarity product."""
+    text, image = F.normalize(torch.randn(25010, 512), dim=1), F.normalize(torch.randn(5000, 512), dim=1)
+    positives = (torch.arange(25010) // 5).clamp(max=4999)[:, None]
+    t = cpu_seconds({"product": lambda: text @ image.T, "ranks": lambda: common.retrieval_metrics(text, image, positives)}, rounds)
+    code = "t, i = torch.randn(25010, 512), torch.randn(5000, 512); p = (torch.arange(25010) // 5).clamp(max=4999)[:, None]\ndef run(): common.retrieval_metrics(t, i, p)"
+    return {"product_s": t["product"], "ours_s": t["ranks"], "ratio": t["ranks"] / t["product"], "goal": "<= 4", "peak_mib": peak_mib(code), "goal_mib": "< 150"}
+
+
+def knn(rounds):
+    """kNN@10 of 10,000 queries in 50,000 items, D = 512, 100 classes, against the product."""
+    train, test = F.normalize(torch.randn(50000, 512), dim=1), F.normalize(torch.randn(10000, 512), dim=1)
+    labels, truth = torch.randint(0, 100, (50000,)), torch.randint(0, 100, (10000,))
+    def product():  # in chunks as well: the whole matrix would be 2 GB
+        for i in range(0, 10000, 1024):
+            test[i:i + 1024] @ train.T
+    t = cpu_seconds({"product": product, "knn": lambda: common.knn_accuracy(train, labels, test, truth, k=10)}, rounds)
+    return {"product_s": t["product"], "ours_s": t["knn"], "ratio": t["knn"] / t["product"], "goal": "<= 1.5"}
+
+
+def jpeg(rounds, n=200):
+    """JPEG 500 x 375 -> random-resized-crop 224 -> normalised float: our uint8 path against PIL + ToTensor + Normalize, images a second and core."""
+    from PIL import Image
+    from torchvision import transforms as T
+    generator = np.random.default_rng(0)
+    small = generator.integers(0, 255, (16, 24, 42, 3), dtype=np.uint8)  # enlarged noise: about the bytes of a photograph
+    files = []
+    for s in small:
+        out = io.BytesIO()
+        Image.fromarray(s).resize((500, 375), Image.BICUBIC).save(out, "jpeg", quality=92)
+        files.append(out.getvalue())
+    mean, std = common.STATS["imagenet"]
+    pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1), interpolation=T.InterpolationMode.BICUBIC), T.ToTensor(), T.Normalize(mean, std)])
+    view, transform = common.Augment(224, 0.5), common.EvalTransform(224, mean, std)
+    def old():
+        torch.stack([pil(Image.open(io.BytesIO(files[i % 16])).convert("RGB")) for i in range(n)])
+    def ours():
+        draws = common.uniforms(0, 0, range(n), view.DRAWS)
+        x = torch.stack([view.crop_one(common.decode(files[i % 16]), draws[i]) for i in range(n)])
+        transform.normalise(view.finish(x.float() / 255, draws))
+    t = cpu_seconds({"pil": old, "ours": ours}, rounds)
+    return {"jpeg_bytes": int(np.mean([len(f) for f in files])), "pil_images_per_s": n / t["pil"], "ours_images_per_s": n / t["ours"], "ratio": t["pil"] / t["ours"], "goal": ">= 1.5"}
+
+
+def main():
+    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the minimum counts")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    path = ROOT / "benchmarks" / "results" / "speed.json"
+    results = common.read_json(path, {})
+    for name in args.only:
+        results[name] = benchmarks[name](args.rounds) | {"command": f"python benchmarks/speed.py --only {name} --rounds {args.rounds}", "commit": common.commit(),
+                                                         "date": str(datetime.date.today()), "machine": machine(), "torch": torch.__version__}
+        print(name, json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in results[name].items()}), flush=True)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
