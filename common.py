@@ -2332,6 +2332,7 @@ def save_figure(fig, path):
 
 def draw_curves(log, panels, path, x="step"):
     """panels: list of (title, y label, {legend: column of the log}); one axis each, against optimiser steps or samples seen."""
+    from matplotlib.ticker import EngFormatter
     columns = min(3, len(panels))
     fig, axes = figure(columns, math.ceil(len(panels) / columns))
     for ax, (title, label, lines) in zip(axes, panels):
@@ -2342,6 +2343,7 @@ def draw_curves(log, panels, path, x="step"):
                 ax.plot(at, values, label=legend, lw=1.5, marker="o" if len(at) < 12 else None, ms=3)
                 drawn += 1
         ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         if drawn > 1:
             ax.legend(frameon=False, fontsize=8)
     for ax in axes[len(panels):]:

@@ -487,6 +487,7 @@ def main(args):
         if due["log"]:
             image, text = gather(normalize(embeddings[0])), gather(normalize(embeddings[1]))                 # (N, D)
             row = common.log_row(step, batch, loss, lr, tau, args, time.perf_counter() - began, processes) | common.embedding_health(image, text)
+            row["loss_mm"] = common.all_sum(multimodal_loss(*embeddings[:2], args.tau).item(), device=device)[0] / processes  # comparable along the run
             if args.loss in ("temo", "dystress", "dystress-shifted"):
                 temperatures = pair_temperature(image[:2048] @ text[:2048].T)                                # (n, n), Fig. 2
                 n, positive = len(temperatures), temperatures.diagonal().mean().item()
@@ -523,7 +524,7 @@ def draw(folder, log, val, test, args):
     """The pictures of a run: curves, retrieval, and the paper's Figures 2 to 7. val, test: picture pieces by data set."""
     per_pair = args.loss in ("temo", "dystress", "dystress-shifted")
     common.draw_curves(log, [
-        ("loss", "loss", {"loss": "loss"}),
+        ("loss (its weights change along the run)" if args.loss == "temo" else "loss", "loss", {"the run's loss": "loss", "L_MM alone": "loss_mm"}),
         ("temperature (Fig. 2)", "mean over the batch", {"positive pairs": "tau_pos", "negative pairs": "tau_neg"} if per_pair else {"tau": "tau"}),
         ("learning rate", "lr", {"lr": "lr"}),
         ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
