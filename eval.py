@@ -129,12 +129,6 @@ def zero_shot(model, tokenizer, data, image, labels, args, device):
     return result | {"classes": len(names), "prompts": len(templates)}, chance
 
 
-def head_mid_tail(train_labels, per_class, classes):
-    """Mean per-class accuracy of the thirds of the classes by training size, largest first."""
-    order = np.argsort(-np.bincount(train_labels, minlength=int(max(classes)) + 1)[classes], kind="stable")
-    return {name: float(np.mean([per_class[classes[i]] for i in part])) for name, part in zip(("head", "mid", "tail"), np.array_split(order, 3)) if len(part)}
-
-
 def evaluate(model, tokenizer, transform, name, options, args, device, folder):
     """All tasks of one data set -> (metrics, chance); pictures go to folder. Collective."""
     data, train = common.load_data(name, args.split, **options), None
@@ -181,7 +175,7 @@ def evaluate(model, tokenizer, transform, name, options, args, device, folder):
                 for k in args.knn_k:
                     result = common.knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
                     per_class = result.pop("per_class")
-                    metrics[task][f"k={k}"] = result | head_mid_tail(known_labels.numpy(), per_class, np.array(sorted(per_class)))
+                    metrics[task][f"k={k}"] = result | common.head_mid_tail(known_labels.numpy(), per_class)
                     chance[task][f"k={k}"] = common.knn_chance(known_labels.numpy(), labels.numpy())
             elif task == "probe":
                 smallest = int(np.bincount(known_labels.numpy())[np.unique(known_labels.numpy())].min())

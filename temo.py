@@ -86,7 +86,7 @@ def parse_args(argv=None):
     yesno = argparse.BooleanOptionalAction
     p = argparse.ArgumentParser(prog="temo.py", description="TeMo: per-pair temperature, multimodal and unimodal.", allow_abbrev=False,
                                 formatter_class=common.Help)
-    # >>> shared: flags
+    # >>> shared: run
     g = p.add_argument_group("run")
     g.add_argument("--output-dir", default="runs", help="folder of all runs")
     g.add_argument("--run-name", default="", help="folder of this run in --output-dir; empty = script, data set, seed and time")
@@ -100,41 +100,47 @@ def parse_args(argv=None):
     g.add_argument("--eval-every", type=int, default=0, help="optimiser steps between evaluations on the val split; 0 = only at the end")
     g.add_argument("--log-every", type=int, default=10, help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
     g.add_argument("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="", help="log there as well as to metrics.jsonl")
+    # <<< shared
     g = p.add_argument_group("data")
-    g.add_argument("--dataset", default="emoji", help="emoji, cc3m, cc12m; or a folder, csv, tsv, jsonl, parquet, tar, or hub id (org/name)")
+    g.add_argument("--dataset", default="emoji", help="emoji, cc3m, cc12m, any other name of common.HUB; or a folder, csv, tsv, jsonl, parquet, tar, or hub id (org/name)")
+    g.add_argument("--caption-column", default="", help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
+    g.add_argument("--streaming", action=yesno, default=False, help="read tars in order instead of at random (web scale)")
+    g.add_argument("--text-length", type=int, default=32, help="tokens kept of a caption")
+    g.add_argument("--clean-captions", action=yesno, default=False, help="lower case, no punctuation, 30 words, as the CC3M trainer")
+    # >>> shared: data
     g.add_argument("--data-dir", default="", help="where relative image paths start; empty = beside the captions file")
     g.add_argument("--image-column", default="", help="column (or tar extension) of the images; empty = the usual names")
-    g.add_argument("--caption-column", default="", help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
     g.add_argument("--label-column", default="", help="column of the class, for kNN evaluation; empty = the usual names")
-    g.add_argument("--streaming", action=yesno, default=False, help="read tars in order instead of at random (web scale)")
     g.add_argument("--max-bad-fraction", type=float, default=0.01, help="stop when more than this part of the samples tried cannot be read, 0..1")
     g.add_argument("--workers", type=int, default=4, help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend on it")
     g.add_argument("--image-size", type=int, default=224, help="pixels of a side")
-    g.add_argument("--text-length", type=int, default=32, help="tokens kept of a caption")
+    # <<< shared
     g = p.add_argument_group("model")
-    g.add_argument("--image-encoder", default="small", help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
     g.add_argument("--text-encoder", default="small", help="small, or a transformers id or folder (CLIP: its text tower)")
-    g.add_argument("--pretrained", action=yesno, default=True, help="start from published weights; --no-pretrained = from scratch (Table 2)")
-    g.add_argument("--init-from", default="", help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one encoder; timm weights are then not downloaded")
-    g.add_argument("--embed-dim", type=int, default=256, help="D, width of the common space")
     g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls", help="of a transformers text encoder; CC3M trainer: cls")
+    g.add_argument("--embed-dim", type=int, default=256, help="D, width of the common space")
+    # >>> shared: model
+    g.add_argument("--image-encoder", default="small", help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
+    g.add_argument("--pretrained", action=yesno, default=True, help="start from published weights; --no-pretrained = from scratch")
+    g.add_argument("--init-from", default="", help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one encoder; timm weights are then not downloaded")
     g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder", help="mean and std of the pixels; encoder = what its weights saw")
     g.add_argument("--eval-resize", choices=["crop", "squash"], default="crop", help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
-    g.add_argument("--clean-captions", action=yesno, default=False, help="lower case, no punctuation, 30 words, as the CC3M trainer")
+    # <<< shared
+    # >>> shared: optimisation
     g = p.add_argument_group("optimisation")
-    g.add_argument("--epochs", type=float, default=30.0, help="passes over the training set; paper 30")
+    g.add_argument("--epochs", type=float, default=30.0, help="passes over the training set; the paper's value is its recipe's default")
     g.add_argument("--max-steps", type=int, default=0, help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
-    g.add_argument("--batch-size", type=int, default=256, help="N, GLOBAL: split over processes, sets the negatives; paper 2048 (CC3M), 4096 (CC12M)")
+    g.add_argument("--batch-size", type=int, default=256, help="N, GLOBAL: split over processes, sets the negatives; the paper's value is its recipe's default")
     g.add_argument("--chunk-size", type=int, default=0, help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; 0 = all")
     g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False, help="let BatchNorm see chunks, or single processes: an approximation")
     g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw", help="sgd takes --beta1 as its momentum")
-    g.add_argument("--lr", type=float, default=2e-4, help="peak learning rate; CC3M trainer 2e-4, SLIP 3e-3")
+    g.add_argument("--lr", type=float, default=2e-4, help="peak learning rate")
     g.add_argument("--lr-end", type=float, default=1e-5, help="last learning rate of the cosine")
-    g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up; constant as in Fig. 2")
+    g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
     g.add_argument("--warmup-epochs", type=float, default=1.0, help="epochs of linear warm-up; at most a tenth of the run")
-    g.add_argument("--weight-decay", type=float, default=0.02, help="of matrices; none for biases and norms; CC3M trainer 0.02, SLIP 0.1")
+    g.add_argument("--weight-decay", type=float, default=0.02, help="of matrices and kernels; none for biases, norms and scalars")
     g.add_argument("--beta1", type=float, default=0.9, help="Adam's first moment")
-    g.add_argument("--beta2", type=float, default=0.999, help="Adam's second moment; SLIP 0.98")
+    g.add_argument("--beta2", type=float, default=0.999, help="Adam's second moment")
     g.add_argument("--grad-clip", type=float, default=0.0, help="largest global gradient norm; 0 = off")
     # <<< shared
     g = p.add_argument_group("method")
@@ -177,9 +183,9 @@ def parse_args(argv=None):
     g.add_argument("--aug-hue", type=float, default=0.1, help="I~: strength, 0..0.5; SLIP 0.1")
     g.add_argument("--aug-grey", type=float, default=0.2, help="I~: probability of grey; SimCLR 0.2")
     g.add_argument("--aug-blur", type=float, default=0.5, help="I~: probability of a Gaussian blur; SimCLR 0.5")
-    # >>> shared: parse
     g = p.add_argument_group("evaluation")
     g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]", help="data sets of the evaluation (val and test splits), each with an optional local copy; none = the training set's own")
+    # >>> shared: parse
     g.add_argument("--eval-batch", type=int, default=256, help="images at a time in evaluation")
     p.set_defaults(**{k: v for k, v in RECIPES.get(chosen.dataset, RECIPES["own"]).items() if k != "recipe"})
     p.set_defaults(dataset=chosen.dataset, **LOSSES.get(chosen.loss, {}))

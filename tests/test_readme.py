@@ -60,7 +60,7 @@ def test_command(command, place):
 
 def test_help_shows_the_recipe():
     text = subprocess.run([sys.executable, "temo.py", "--dataset", "cc3m", "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True).stdout
-    assert "paper 2048 (CC3M)" in text and re.search(r"\(default:\s+2048\)", text) and "--tau-alpha" in text
+    assert re.search(r"\(default:\s+2048\)", text) and "--tau-alpha" in text
 
 
 def test_ten_lines_in_someone_else_s_loop():
