@@ -180,6 +180,12 @@ def set_up_evaluation(args):
         dist.init_process_group("nccl" if gpu else "gloo")
 
 
+def end_run(accelerator):
+    """Close trackers and the process group, all processes together."""
+    barrier()
+    accelerator.end_training()
+
+
 def _importable(name):
     from importlib.util import find_spec
     return find_spec(name) is not None
@@ -377,16 +383,21 @@ class Augment:
 
         The four colour operations come in the fixed order brightness, contrast, saturation, hue (torchvision permutes them per
         sample); each equals torchvision's functional at the same parameter."""
-        u = torch.from_numpy(u).to(x.device)[:, :, None, None, None]  # (B, DRAWS, 1, 1, 1)
+        return self._photometric(x, torch.from_numpy(u).to(x.device)[:, :, None, None, None])
+
+    def _photometric(self, x, u):
+        """finish for draws as a tensor (B, DRAWS, 1, 1, 1); fuses well under torch.compile."""
         if self.flip:
             x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
         if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
-            on = u[:, 5] < self.jitter_p  # (B, 1, 1, 1)
-            y = (x * (1 + (2 * u[:, 6] - 1) * self.brightness)).clamp(0, 1)
-            y = _blend(y, _luma(y).mean((-2, -1), keepdim=True), 1 + (2 * u[:, 7] - 1) * self.contrast)
-            y = _blend(y, _luma(y), 1 + (2 * u[:, 8] - 1) * self.saturation)
-            y = shift_hue(y, (2 * u[:, 9] - 1) * self.hue) if self.hue else y
-            x = torch.where(on, y, x)
+            on = (u[:, 5] < self.jitter_p).flatten()  # (B,)
+            rows = slice(None) if torch.compiler.is_compiling() else on.nonzero().flatten()  # eager: only the rows that are jittered
+            f = 2 * u[rows] - 1  # (b, DRAWS, 1, 1, 1)
+            y = (x[rows] * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
+            y = _blend(y, _luma(y).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
+            y = _blend(y, _luma(y), 1 + f[:, 8] * self.saturation)
+            y = shift_hue(y, f[:, 9] * self.hue) if self.hue else y
+            x = torch.where(on[:, None, None, None], y, x) if isinstance(rows, slice) else x.index_copy(0, rows, y)
         if self.grey:
             x = torch.where(u[:, 10] < self.grey, _luma(x).expand_as(x), x)
         if self.blur:
@@ -395,25 +406,27 @@ class Augment:
 
 
 def _luma(x):
-    return (x * torch.tensor(GREY, device=x.device, dtype=x.dtype)[:, None, None]).sum(-3, keepdim=True)
+    r, g, b = x.unbind(-3)
+    return (GREY[0] * r + GREY[1] * g + GREY[2] * b).unsqueeze(-3)
 
 
 def _blend(x, other, ratio):
-    return (ratio * x + (1 - ratio) * other).clamp(0, 1)
+    return torch.lerp(other.expand_as(x), x, ratio.expand_as(x) if torch.is_tensor(ratio) else ratio).clamp_(0, 1)
 
 
 def shift_hue(x, shift):
     """Hue rotated by `shift` turns ((B, 1, 1, 1), -0.5..0.5): (B, 3, S, S) in 0..1. Closed form of HSV -> RGB."""
-    high, low = x.amax(-3, keepdim=True), x.amin(-3, keepdim=True)
-    chroma = high - low  # (B, 1, S, S)
-    r, g, b = x.unbind(-3)
-    c = chroma.squeeze(-3).clamp(min=1e-8)
-    hue = torch.where(x[..., 0, :, :] == high.squeeze(-3), (g - b) / c,
-                      torch.where(x[..., 1, :, :] == high.squeeze(-3), 2 + (b - r) / c, 4 + (r - g) / c)) / 6  # (B, S, S) turns
-    hue = (hue.unsqueeze(-3) + shift) % 1.0
-    n = torch.tensor([5.0, 3.0, 1.0], device=x.device)[:, None, None]
-    k = (n + hue * 6) % 6  # (B, 3, S, S)
-    return high - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    r, g, b = x.unbind(-3)  # (B, S, S)
+    high, low = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
+    chroma = high - low
+    c = chroma.clamp(min=1e-8)
+    sextant = torch.where(r == high, (g - b) / c, torch.where(g == high, 2 + (b - r) / c, 4 + (r - g) / c))
+    sextant = sextant + 6 * shift.squeeze(-3)
+    def channel(n):
+        k = sextant + n
+        k = k - 6 * torch.floor(k / 6)  # 0..6
+        return high - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
+    return torch.stack([channel(5), channel(3), channel(1)], -3)
 
 
 def gaussian_blur(x, sigma):
@@ -436,7 +449,9 @@ def resize_boxes(images, boxes, size):
     x = images.float() / 255 if images.dtype == torch.uint8 else images
     rows = _resize_weights(boxes[:, 0], boxes[:, 2], size, x.shape[-2])  # (B, size, H)
     cols = _resize_weights(boxes[:, 1], boxes[:, 3], size, x.shape[-1])  # (B, size, W)
-    return (rows[:, None] @ x @ cols[:, None].transpose(-1, -2)).clamp(0, 1)
+    B, C, H, W = x.shape
+    x = torch.bmm(x.reshape(B, C * H, W), cols.transpose(1, 2)).view(B, C, H, size)  # columns first: one product of an image each
+    return (rows[:, None] @ x).clamp_(0, 1)
 
 
 def _resize_weights(start, length, size, side):
@@ -1627,11 +1642,11 @@ class Batches:
     max_bad_fraction (of the samples tried, or of the first 1,000) all processes stop together.
     """
 
-    def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0, max_bad_fraction=0.01, folder=None, positions=None):
+    def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0, max_bad_fraction=0.01, folder=None, positions=None, compiled=False):
         self.data, self.augments, self.transform, self.device, self.seed = data, augments, transform, device, seed
         self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
         self.max_bad_fraction, self.folder, self.bad, self.positions = max_bad_fraction, folder, {}, dict(positions or {})
-        self.workers = min(workers, os.cpu_count() or 1)
+        self.workers, self.compiled = min(workers, os.cpu_count() or 1), compiled
         if isinstance(data, Stream):
             if len(data.urls) < world():
                 raise UserError(f"--streaming: {len(data.urls)} shards are too few for {world()} processes; use fewer processes or smaller shards")
@@ -1660,6 +1675,9 @@ class Batches:
 
     def __iter__(self):
         per_epoch = 1 if isinstance(self.data, Stream) else len(self.data) // self.batch_size
+        if self.compiled:
+            for a in self.augments:
+                a._photometric = torch.compile(type(a)._photometric.__get__(a), dynamic=False)
         source = iter(self._memory() if self.data.images is not None else self._loader())
         for step in range(self.first, self.last):
             began = time.perf_counter()

@@ -95,7 +95,7 @@ def parse_args(argv=None):
     g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU even where there is a GPU")
     g.add_argument("--threads", type=int, default=0, help="CPU threads of each process; 0 = cores / local processes")
     g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no", help="of the encoders; the loss is always float32")
-    g.add_argument("--compile", action=yesno, default=False, help="torch.compile the encoders")
+    g.add_argument("--compile", action=yesno, default=False, help="torch.compile the encoders and the colour operations of the views")
     g.add_argument("--save-every", type=int, default=1000, help="optimiser steps between checkpoints (the last two are kept); 0 = only at the end")
     g.add_argument("--eval-every", type=int, default=0, help="optimiser steps between evaluations on the val split; 0 = only at the end")
     g.add_argument("--log-every", type=int, default=10, help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
@@ -409,7 +409,7 @@ def main(args):
                                  args.aug_saturation, args.aug_hue, args.aug_grey, args.aug_blur)
     pairs = args.loss == "temo" and args.unimodal != "none"                # I~ and T~ are needed
     views = [base_view] + ([strong_view] if pairs else [strong_view, strong_view] if args.loss == "slip" else [])
-    batches = common.Batches(train, views, transform, args.batch_size, args.seed, step, total, device, args.workers, args.max_bad_fraction, folder, positions)
+    batches = common.Batches(train, views, transform, args.batch_size, args.seed, step, total, device, args.workers, args.max_bad_fraction, folder, positions, args.compile)
     highest = args.tau_min + args.tau_alpha
     common.banner("temo.py", args, RECIPES.get(args.dataset, RECIPES["own"])["recipe"], tower, extra, train, eval_sets, folder, accelerator, total, steps_per_epoch, warmup, {
         "loss": args.loss + (f" (base {args.base}, modulated {args.modulated}, unimodal {args.unimodal}, blend {args.blend})" if args.loss == "temo" else ""),
@@ -522,7 +522,7 @@ def main(args):
     if common.rank() == 0:
         draw(folder, log, val_pieces or test_pieces, test_pieces, args)
     say(common.report(summary, folder))
-    accelerator.end_training()
+    common.end_run(accelerator)
     return summary
 
 

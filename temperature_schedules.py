@@ -83,7 +83,7 @@ def parse_args(argv=None):
     g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU even where there is a GPU")
     g.add_argument("--threads", type=int, default=0, help="CPU threads of each process; 0 = cores / local processes")
     g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no", help="of the encoders; the loss is always float32")
-    g.add_argument("--compile", action=yesno, default=False, help="torch.compile the encoders")
+    g.add_argument("--compile", action=yesno, default=False, help="torch.compile the encoders and the colour operations of the views")
     g.add_argument("--save-every", type=int, default=1000, help="optimiser steps between checkpoints (the last two are kept); 0 = only at the end")
     g.add_argument("--eval-every", type=int, default=0, help="optimiser steps between evaluations on the val split; 0 = only at the end")
     g.add_argument("--log-every", type=int, default=10, help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
@@ -351,7 +351,7 @@ def main(args):
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, args.brightness, args.contrast, args.saturation, args.hue, args.grey, args.blur)
-    batches = common.Batches(train, [view, view], transform, args.batch_size, args.seed, step, last, device, args.workers, args.max_bad_fraction, folder, positions)
+    batches = common.Batches(train, [view, view], transform, args.batch_size, args.seed, step, last, device, args.workers, args.max_bad_fraction, folder, positions, args.compile)
     labels = torch.from_numpy(np.asarray(train.labels))
     tau_of = lambda epoch: temperature(epoch, args.schedule, args.tau_min, args.tau_max, args.period, args.seed)
     evaluator = common.ClassEvaluator(learner.tower, transform, sets, device, args)
@@ -433,7 +433,7 @@ def main(args):
     if common.rank() == 0:
         draw(folder, log, pieces[args.dataset], sizes, tau_of, steps_per_epoch, args)
     say(common.report(summary, folder, common.class_table))
-    accelerator.end_training()
+    common.end_run(accelerator)
     return summary
 
 

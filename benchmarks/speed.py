@@ -1,4 +1,4 @@
-"""Ratios of speed and memory against the plain product or a plain pipeline, in one run: python benchmarks/speed.py [--only ranks knn jpeg]
+"""Ratios of speed and memory against the plain product or a plain pipeline, in one run: python benchmarks/speed.py [--only ranks knn jpeg views]
 
 Timings are CPU seconds of one thread, the minimum of interleaved rounds; only the ratios mean anything. Peak memory is the growth of the
 process's high-water mark over the call, in a process of its own (Linux). Nothing here is a test.
@@ -91,8 +91,27 @@ def jpeg(rounds, n=200):
     return {"jpeg_bytes": int(np.mean([len(f) for f in files])), "pil_images_per_s": n / t["pil"], "ours_images_per_s": n / t["ours"], "ratio": t["pil"] / t["ours"], "goal": ">= 1.5"}
 
 
+def views(rounds, n=256):
+    """SimCLR views of CIFAR-size images (crop .1-1, flip, jitter .4/.4/.4/.1, grey): batched from memory, and compiled, against PIL per sample; views a second and core."""
+    from PIL import Image
+    from torchvision import transforms as T
+    images = torch.randint(0, 255, (n, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pictures, (mean, std) = [Image.fromarray(x.permute(1, 2, 0).numpy()) for x in images], common.STATS["imagenet"]
+    pil = T.Compose([T.RandomResizedCrop(32, (0.1, 1), interpolation=T.InterpolationMode.BICUBIC), T.RandomHorizontalFlip(), T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8),
+                     T.RandomGrayscale(0.2), T.ToTensor(), T.Normalize(mean, std)])
+    eager, fused = (common.Augment(32, 0.1, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2) for _ in range(2))
+    fused._photometric = torch.compile(type(fused)._photometric.__get__(fused), dynamic=False)
+    transform = common.EvalTransform(32, mean, std)
+    def ours(augment):
+        draws = common.uniforms(0, 0, range(n), augment.DRAWS)
+        return transform.normalise(augment.finish(augment.crop_batch(images, draws), draws))
+    ours(fused)
+    t = cpu_seconds({"pil": lambda: torch.stack([pil(p) for p in pictures]), "eager": lambda: ours(eager), "compiled": lambda: ours(fused)}, rounds)
+    return {f"{k}_views_per_s": n / v for k, v in t.items()} | {"ratio": t["pil"] / t["eager"], "ratio_compiled": t["pil"] / t["compiled"], "goal": ">= 3 eager, >= 8 compiled"}
+
+
 def main():
-    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg}
+    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the minimum counts")

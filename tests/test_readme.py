@@ -11,13 +11,16 @@ import pytest
 import torch
 from torchvision.io import write_png
 
+import eval as evaluation
 import temo
+import temperature_schedules
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules}
 README = (ROOT / "README.md").read_text(encoding="utf8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 COMMANDS = [line.split("#")[0].strip() for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()
-            if re.match(r"(accelerate launch|python|torchrun)\b.*\btemo\.py", line)] + [c for c in re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README) if "..." not in c]
+            if re.match(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules)\.py", line)] + [c for c in re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README) if "..." not in c]
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +48,14 @@ def test_there_are_commands():
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
 def test_command(command, place):
     words = shlex.split(command)
-    script = next(i for i, w in enumerate(words) if w == "temo.py")
+    script = next(i for i, w in enumerate(words) if w in SCRIPTS)
+    module = SCRIPTS[words[script]]
     if "--write-paraphrases" in words or "cc3m" in words or "cc12m" in words or "--resume" in words:  # need the hub or a run: the flags must parse
         arguments = [w for w in words[script + 1:] if w != "--help"]
         if "--resume" not in words:
-            temo.parse_args(arguments)
+            module.parse_args(arguments)
         return
-    words[script] = str(ROOT / "temo.py")
+    words[script] = str(ROOT / words[script])
     words += ["--max-steps", "2", "--eval-batch", "512"]
     result = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
@@ -73,9 +77,16 @@ def test_ten_lines_in_someone_else_s_loop():
 
 
 def test_reading_guide_names_exist():
-    guide = README.split("## Reading guide")[1].split("###")[0]
-    names = [n for line in guide.splitlines() if line.startswith("|") for n in re.findall(r"`(\w+)`", line.split("|")[2])]
-    assert len(names) >= 9 and all(hasattr(temo, n) for n in names)
+    for part, module in zip(README.split("## Reading guide: ")[1:], (temo, temperature_schedules)):
+        names = [n for line in part.split("\n#")[0].splitlines() if line.startswith("|") for n in re.findall(r"`(\w+)`", line.split("|")[2])]
+        assert len(names) >= 5 and all(hasattr(module, n) for n in names), names
+
+
+def test_eval_commands_parse():
+    commands = [line.split("#")[0] for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.startswith("python eval.py")]
+    assert len(commands) >= 5
+    for command in commands:
+        evaluation.parse_args(shlex.split(command)[2:])
 
 
 def test_readme_says_nothing_of_where_it_was_made():
