@@ -773,10 +773,8 @@ def _hub_encoder(name, tower, pretrained, config):
         body = transformers.AutoModel.from_pretrained(name, dtype=torch.float32) if pretrained else transformers.AutoModel.from_config(config)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {_hub_reason(error)}") from error
-    for unused in ("pooler",):  # DDP wants every parameter in the loss
-        if getattr(body, unused, None) is not None and tower == "text":
-            setattr(body, unused, None)
-    return body, config.hidden_size, None, config.to_dict()
+    width = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", [0])[-1] or getattr(config, "d_model", 0)
+    return body, width, None, config.to_dict()
 
 
 class TwoTower(nn.Module):
@@ -805,9 +803,26 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     mean, std = spec.get("stats") or (vision.stats if spec["image_stats"] == "encoder" else STATS[spec["image_stats"]])
     spec.update(stats=[list(mean), list(std)], vision_config=vision.config, text_config=text.config if text else None)
     model = TwoTower(vision, text)
+    if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):
+        freeze_unused(model, tokenizer, spec)
     if weights:
         init_from(model, weights)
     return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"])
+
+
+def freeze_unused(model, tokenizer, spec):
+    """Try one example, and freeze the parameters that never reach an embedding (a mask token, a pooler): DDP would wait for them."""
+    model.eval()
+    try:
+        with torch.enable_grad():
+            image, text, _ = model(torch.zeros(1, 3, spec["image_size"], spec["image_size"]), tokenizer(["a"]) if tokenizer else None)
+            (image.sum() + (0 if text is None else text.sum())).backward()
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and --text-encoder {spec['text_encoder']}: {first_line(error)}") from error
+    for p in model.parameters():
+        p.requires_grad_(p.requires_grad and p.grad is not None)
+    model.zero_grad(set_to_none=True)
+    model.train()
 
 
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False):
@@ -962,12 +977,14 @@ class TableExamples(Examples):
         import datasets
         self.table, self.image, self.caption = table.cast_column(image, datasets.Image(decode=False)), image, caption
         super().__init__(name, split, range(len(table)), table[label][:] if label else None, keys=np.arange(len(table)))
-        feature = table.features.get(label) if label else None
-        self.label_names, self.has_captions = getattr(feature, "names", None), bool(caption)
+        self.label_names, self.has_captions = getattr(table.features.get(label), "names", None), bool(caption)
+        if label and not self.label_names:  # plain strings or numbers: classes in sorted order
+            self.label_names = [str(y) for y in sorted(set(self.labels))]
+            self.labels = np.array([self.label_names.index(str(y)) for y in self.labels])
 
     def captions(self, i):
         value = self.table[int(i)][self.caption] if self.caption else self.label_names[self.labels[i]].replace("_", " ")
-        return [c for c in (value if isinstance(value, list) else [value]) if c] or [""]
+        return [str(c) for c in (value if isinstance(value, list) else [value]) if c] or [""]
 
     def key(self, i):
         row = self.table[int(i)]
@@ -1169,6 +1186,9 @@ def _tables(kind, files, name, options, gated=""):
         caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name, required=False)
         if caption is None and not getattr(table.features.get(label), "names", None):
             pick_column("--caption-column", None, columns, CAPTION_COLUMNS, name)
+        example = table[0][caption] if caption and len(table) else ""
+        if isinstance(example, dict) or (isinstance(example, list) and example and not isinstance(example[0], str)):
+            raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: {', '.join(columns)}")
         out[split] = TableExamples(name, split, table, image, caption, label)
         out[split].note = "" if caption else "no captions: the class names serve as captions"
     return out
@@ -1188,7 +1208,7 @@ def _caption_file(name, split, file, root, options):
         if isinstance(source, dict):
             raise UserError(f"--image-column {image}: {file.name} holds image bytes there; give the folder of the parquet files instead")
         captions = rows.setdefault(str(source), [[], y])[0]
-        captions += [t for t in (text if isinstance(text, list) else [text]) if t and t not in captions]
+        captions += [str(t) for t in (text if isinstance(text, list) else [text]) if t is not None and t != "" and str(t) not in captions]
     rows = {k: v for k, v in rows.items() if v[0]}
     if not rows:
         raise UserError(f"--dataset {file}: no row has an image and a caption")
@@ -1696,7 +1716,7 @@ class Batches:
             finished = []
             for v, (a, x) in enumerate(zip(self.augments, views)):
                 x = x.to(self.device, non_blocking=True)
-                x = x.float() / 255 if x.dtype == torch.uint8 else x
+                x = x.float().div_(255) if x.dtype == torch.uint8 else x
                 finished.append(self.transform.normalise(a.finish(x, self._draws(epoch, index, a.DRAWS, v + 1))))
             yield {"views": finished, "captions": captions, "keys": keys, "index": index, "draws": self._draws(epoch, index, 32, 0),
                    "epoch": epoch if np.isscalar(epoch) else int(epoch[0]), "seconds": time.perf_counter() - began}

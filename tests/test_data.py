@@ -764,3 +764,25 @@ def test_write_paraphrases_errors(pegasus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(common.UserError, match="--write-paraphrases .*cannot be written"):
         common.write_paraphrases(["a cat"], tmp_path / "file" / "p.jsonl", pegasus)
+
+
+# ---------------------------------------------------- unusual columns ------------------------------------------------
+def _table(folder, captions, labels=None):
+    import datasets
+    columns = {"image": [{"bytes": encode(picture(i)), "path": None} for i in range(len(captions))], "caption": captions} | ({"label": labels} if labels else {})
+    folder.mkdir(parents=True)
+    features = datasets.Dataset.from_dict({k: v for k, v in columns.items() if k != "image"}).features
+    datasets.Dataset.from_dict(columns, features=datasets.Features(image=datasets.Image(), **features)).to_parquet(str(folder / "train.parquet"))
+    return str(folder)
+
+
+def test_labels_that_are_words_and_captions_that_are_numbers(tmp_path):
+    data = common.load_data(_table(tmp_path / "a", list(range(40, 60)), ["cat", "ant"] * 10), "train")
+    assert data.label_names == ["ant", "cat"] and set(data.labels) == {0, 1} and data.captions(0)[0].isdigit()
+    rows = write_rows(tmp_path / "n.csv", ["image", "caption"], [(f"{i}.png", i) for i in range(30)])
+    assert common.load_data(str(rows), "train").captions(1)[0].isdigit()
+
+
+def test_captions_that_are_records_are_refused(tmp_path):
+    with pytest.raises(common.UserError, match="--caption-column caption: .* holds dicts there, not texts; it has: image, caption"):
+        common.load_data(_table(tmp_path / "b", [{"en": "a"}] * 20), "train")
