@@ -2266,7 +2266,7 @@ def log_row(step, batch, loss, lr, tau, args, seconds, processes):
 def summarize(args, folder, step, per_epoch, wall, model, extra, batches, val, test, chance, errors, processes):
     """Write summary.json on the main process and return it."""
     memory = gather_objects(peak_memory_mb())
-    summary = {"script": Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "", "dataset": args.dataset, "method": args.loss, "seed": args.seed, "steps": step,
+    summary = {"script": read_json(folder / "args.json", {}).get("script"), "dataset": args.dataset, "method": args.loss, "seed": args.seed, "steps": step,
                "epochs": step / per_epoch, "wall_s": wall, "samples_per_s": step * args.batch_size / wall, "peak_memory_mb": max(memory),
                "parameters": sum(p.numel() for m in (model, extra) for p in m.parameters()), "processes": processes, "batch": args.batch_size,
                "bad_samples": len(batches.bad), "val": val, "test": test, "chance": chance, "errors": errors, "commit": commit()}

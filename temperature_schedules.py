@@ -59,8 +59,8 @@ CIFAR = dict(
     imbalance_ratio=100.0, train_features="augmented", save_every=1000, eval_every=0, log_every=50, queue_size=10_000)
 IMAGENET100 = CIFAR | dict(image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5, train_features="clean", imbalance_ratio=0.0)
 EMOJI = CIFAR | dict(
-    recipe="ours", image_encoder="small", image_size=32, image_stats="half", head_norm="none", epochs=50.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0,
-    weight_decay=0.05, period=20.0, crop_min=0.3, hue=0.02, imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, log_every=5, queue_size=1024)  # hue tells classes apart
+    recipe="ours", image_encoder="small", image_size=32, image_stats="half", head_norm="none", epochs=30.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0,
+    weight_decay=0.05, period=12.0, crop_min=0.3, hue=0.02, imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, log_every=5, queue_size=1024)  # hue tells classes apart
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100, "fashion-mnist-lt": CIFAR | dict(recipe="ours; as cifar10-lt", jitter_p=0.0, grey=0.0, epochs=500.0, period=100.0),
            "own": EMOJI | dict(recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)}
 LOSSES = {}
