@@ -57,6 +57,7 @@ def clean_exit():
             sys.stderr.flush()
         else:
             time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
+            print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr, flush=True)  # reached where it failed alone
         if dist.is_initialized():
             dist.destroy_process_group()  # else gloo's threads abort the interpreter now and then: exit code -6
         sys.exit(2)
@@ -332,7 +333,7 @@ class Augment:
 
     Every decision is read from a row of `uniforms`, never from a global generator. Args: size (pixels); scale_min: smallest
     area of the random crop, as a part of the image (1 = no crop); flip, grey, blur, jitter_p: probabilities; brightness, contrast,
-    saturation, hue: strengths as in torchvision.ColorJitter; randaugment: (operations, magnitude of 30) or (0, 0).
+    saturation, hue: strengths as in torchvision.ColorJitter; randaugment: (operations, magnitude of 30), or (0, 0).
     """
     DRAWS = 16
 
@@ -368,24 +369,26 @@ class Augment:
         return out
 
     def _randaugment(self, image, u):
-        """RandAugment with the operations of the CC3M trainer, drawn from the sample's own seed."""
+        """RandAugment with the operations of the CC3M trainer, each applied with probability 1/2, drawn from the sample's own seed."""
         from torchvision.transforms import v2
         ops, magnitude = self.randaugment
-        transform = v2.RandAugment(num_ops=ops, magnitude=magnitude)
+        transform = v2.RandAugment(num_ops=1, magnitude=magnitude)
         keep = ("Identity", "AutoContrast", "Equalize", "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
         transform._AUGMENTATION_SPACE = {k: v for k, v in transform._AUGMENTATION_SPACE.items() if k in keep}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
-            return transform(image)
+            for _ in range(ops):
+                image = transform(image) if torch.rand(()) < 0.5 else image
+        return image
 
     def finish(self, x, u):
         """Device side: (B, 3, S, S) float in 0..1 -> the same after flip, jitter, grey and blur; u (B, DRAWS).
 
         The four colour operations come in the fixed order brightness, contrast, saturation, hue (torchvision permutes them per
         sample); each equals torchvision's functional at the same parameter."""
-        return self._photometric(x, torch.from_numpy(u).to(x.device)[:, :, None, None, None])
+        return self.photometric(x, torch.from_numpy(u).to(x.device)[:, :, None, None, None])
 
-    def _photometric(self, x, u):
+    def photometric(self, x, u):
         """finish for draws as a tensor (B, DRAWS, 1, 1, 1); fuses well under torch.compile."""
         if self.flip:
             x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
@@ -708,6 +711,8 @@ class VisionEncoder(nn.Module):
             self.width, cfg = self.body.num_features, self.body.pretrained_cfg
             self.stats = (cfg["mean"], cfg["std"]) if not cifar else STATS["imagenet"]
         keep = projection is not None and projection.out_features == embed_dim
+        if projection is not None and not keep and pretrained:
+            say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced by new ones")
         self.projection = projection if keep else nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()  # 0: features alone
 
     def forward(self, pixels):
@@ -1038,7 +1043,8 @@ def _tar_set(repo, train=0, test=0, licence="see the data set's own page"):
 HUB = {
     "cc3m": {"repo": "pixparse/cc3m-wds", "kind": "tars", "splits": {"train": ("cc3m-train-*.tar", 2_910_000), "val": ("cc3m-validation-*.tar", 13_400)}, "about": True,
              "licence": "Conceptual Captions: free use with credit; images keep their owners' rights"},
-    "cc12m": {"repo": "pixparse/cc12m-wds", "kind": "tars", "splits": {"train": ("cc12m-train-*.tar", 10_968_539)}, "licence": "as cc3m"},
+    "cc12m": {"repo": "pixparse/cc12m-wds", "kind": "tars", "splits": {"train": ("cc12m-train-*.tar", 10_968_539), "val": ("cc12m-train-2175.tar", 5_000)}, "about": True,
+              "licence": "as cc3m; it has no val split: its last shard serves, and is not trained on"},
     "coco": _tar_set("mscoco_captions", 82_783, 5_000, "CC-BY 4.0 annotations, Flickr terms for images") | {"about": ("train",)},
     "flickr30k": _tar_set("flickr30k", 29_000, 1_000, "research only, Flickr terms"),
     "cifar10": {"repo": "uoft-cs/cifar10", "kind": "table", "splits": {"train": ("train", 50_000), "test": ("test", 10_000)}, "licence": "research use, cite Krizhevsky 2009"},
@@ -1051,6 +1057,8 @@ HUB = {
     "imagenet-a": _tar_set("imagenet-a", 0, 7_500), "imagenet-r": _tar_set("imagenet-r", 0, 30_000), "imagenet-o": _tar_set("imagenet-o", 0, 2_000),
     "flowers": _tar_set("vtab-flowers", 1_020, 6_149), "pets": _tar_set("vtab-pets", 2_944, 3_669), "pcam": _tar_set("vtab-pcam", 262_144, 32_768),
     "mnist": _tar_set("mnist", 60_000, 10_000), "food101": _tar_set("food101", 75_750, 25_250)}
+CIFAR_PROMPTS = tuple(a.format(b) for a in ("a {}photo of a {{c}}.", "a {}photo of the {{c}}.") for b in ("", "blurry ", "black and white ", "low contrast ", "high contrast ", "bad ", "good ")) + (
+    "a photo of a small {c}.", "a photo of a big {c}.", "a photo of the small {c}.", "a photo of the big {c}.")  # CLIP's eighteen for CIFAR
 TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch", "imagenet-a", "imagenet-r", "imagenet-o",
            "flowers", "pets", "pcam", "mnist", "food101", "imagenet1k")  # the columns of TeMo's Table 7, in order
 
@@ -1074,15 +1082,18 @@ def _hub_data(name, split, options):
         if _split_of(files) not in tables:
             raise UserError(f"{name}: {local or entry['repo']} has no {files} split; it has: {', '.join(tables)}")
         data = tables[_split_of(files)]
-        data.split = split
+        data.split, data.prompts = split, CIFAR_PROMPTS if name.startswith("cifar") else None
     elif options.get("streaming") and split == "train":
         urls = sorted(map(str, Path(local).expanduser().rglob(Path(files).name))) if local else _hub_call(name, entry["repo"], lambda hub: sorted(f"hf://{f}" for f in hub.HfFileSystem().glob(f"datasets/{entry['repo']}/{files}")))
+        held = entry["splits"].get("val", ("",))[0]
+        urls = [u for u in urls if Path(u).name != held]
         if not urls:
             raise UserError(f"{name}: no {files} in {local or entry['repo']}")
         return Stream(name, urls, options, count)
     else:
         root = Path(local).expanduser() if local else Path(_hub_call(name, entry["repo"], lambda hub: hub.snapshot_download(entry["repo"], repo_type="dataset", allow_patterns=[files, "*.txt"])))
         tars = sorted(root.glob(files)) or sorted(root.rglob(Path(files).name) if "/" not in files else [])
+        tars = [t for t in tars if split == "val" or t.name != entry["splits"].get("val", ("",))[0]]
         if not tars:
             raise UserError(f"{name}: no {files} in {root}")
         data = _tar_index(name, split, tars, options)
@@ -1131,7 +1142,7 @@ def _own_data(name, options):
         found = {s: f for s, words in SPLIT_NAMES.items() for w in words for f in sorted((path / w).glob("metadata.*"))[:1]}
         found = found or {"train": f for f in sorted(path.glob("metadata.*"))[:1]}
         if found:
-            return _hold_out({s: _caption_file(name, s, f, f.parent, options) for s, f in found.items()})
+            return _hold_out(_same_classes({s: _caption_file(name, s, f, f.parent, options) for s, f in found.items()}))
         if not any(f.is_file() for f in path.rglob("*")):
             raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, tars or parquet")
         return _hold_out(_tables(str(path), {}, name, options))
@@ -1151,6 +1162,8 @@ def _load_dataset(kind, name, gated="", **files):
         return datasets.load_dataset(kind, **files)
     except Exception as error:  # the builders raise a dozen kinds; the user needs the reason, on one line
         reason = error.__cause__ or error
+        if isinstance(reason, UnicodeDecodeError) or "codec can't decode" in str(reason):
+            raise UserError(f"--dataset {name}: not UTF-8 text ({first_line(reason)}); save it as UTF-8") from error
         if "gated" in f"{error} {reason}".lower():
             raise UserError(_gated(name, gated or name)) from error
         raise UserError(f"--dataset {name}: {_hub_reason(reason)}") from error
@@ -1191,7 +1204,7 @@ def _tables(kind, files, name, options, gated=""):
             raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: {', '.join(columns)}")
         out[split] = TableExamples(name, split, table, image, caption, label)
         out[split].note = "" if caption else "no captions: the class names serve as captions"
-    return out
+    return _same_classes(out)
 
 
 def _caption_file(name, split, file, root, options):
@@ -1207,6 +1220,8 @@ def _caption_file(name, split, file, root, options):
     for source, text, y in zip(table[image][:], table[caption][:], labels):
         if isinstance(source, dict):
             raise UserError(f"--image-column {image}: {file.name} holds image bytes there; give the folder of the parquet files instead")
+        if isinstance(text, dict):
+            raise UserError(f"--caption-column {caption}: {file.name} holds records there, not texts; it has: {', '.join(columns)}")
         captions = rows.setdefault(str(source), [[], y])[0]
         captions += [str(t) for t in (text if isinstance(text, list) else [text]) if t is not None and t != "" and str(t) not in captions]
     rows = {k: v for k, v in rows.items() if v[0]}
@@ -1217,6 +1232,15 @@ def _caption_file(name, split, file, root, options):
                         np.array([names.index(str(v[1])) for v in rows.values()]) if label else None, list(rows))
     data.label_names = names
     return data
+
+
+def _same_classes(splits):
+    """One list of class names for all splits, labels renumbered by name: a split may lack a class."""
+    known = [d for d in splits.values() if d.label_names and d.labels is not None]
+    names = sorted({n for d in known for n in d.label_names})
+    for d in known if len({tuple(d.label_names) for d in known}) > 1 else ():
+        d.labels, d.label_names = np.array([names.index(d.label_names[y]) for y in d.labels]), names
+    return splits
 
 
 def _hold_out(splits):
@@ -1350,9 +1374,11 @@ class Stream:
                         yield url, key, parts, ordinal, epoch
                 ordinal += 1
 
-    def caption_sample(self, n=20000):
-        """Captions of the first n samples, for learning a tokenizer."""
-        for _, (_, key, parts, *_) in zip(range(n), self.samples(0, 0, 1)):
+    def caption_sample(self, n=None):
+        """Captions of the first n samples (of all once): for a tokenizer or paraphrases."""
+        for k, (_, key, parts, _, epoch) in enumerate(self.samples(0, 0, 1)):
+            if epoch or k == n:
+                return
             with contextlib.suppress(ValueError):  # what cannot be used is counted in training
                 if isinstance(parts, dict):
                     yield from _tar_example(key, parts, parts.__getitem__, self.options, self.name)[1]
@@ -1377,7 +1403,7 @@ def _tar_stream(url):
                 parts[base.partition(".")[2].lower()] = tar.extractfile(member).read()
         if parts:
             yield stem, parts
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except Exception as error:  # a broken tar, or one of the network's many ways to fail: counted as a bad sample
         yield f"{url}", error
 
 
@@ -1671,6 +1697,9 @@ class Batches:
             if len(data.urls) < world():
                 raise UserError(f"--streaming: {len(data.urls)} shards are too few for {world()} processes; use fewer processes or smaller shards")
             self.workers = min(self.workers, len(data.urls) // world())
+            if self.positions.pop("workers", self.workers) != self.workers:
+                say("--streaming: another number of workers than before: the shards are read from the start of the order again")
+                self.positions = {}
             if self.workers < min(workers, os.cpu_count() or 1):
                 say(f"--workers: {workers} cut to {self.workers}, one shard each at least")
 
@@ -1695,13 +1724,12 @@ class Batches:
 
     def __iter__(self):
         per_epoch = 1 if isinstance(self.data, Stream) else len(self.data) // self.batch_size
-        if self.compiled:
-            for a in self.augments:
-                a._photometric = torch.compile(type(a)._photometric.__get__(a), dynamic=False)
+        finish = [torch.compile(a.photometric, dynamic=False) if self.compiled else a.photometric for a in self.augments]  # stays in this process: workers get plain views
         source = iter(self._memory() if self.data.images is not None else self._loader())
         for step in range(self.first, self.last):
             began = time.perf_counter()
             batch = next(source)
+            waited = time.perf_counter() - began
             if self.data.images is not None:
                 epoch, views, captions, index, keys, bad = batch
             else:
@@ -1711,15 +1739,16 @@ class Batches:
             if self.data.images is None:
                 if isinstance(self.data, Stream):
                     epoch = np.array([k[1] for k in keys])
-                    self.positions.update({str(k[2]): k[3] for k in keys})
+                    self.positions.update({str(k[2]): k[3] for k in keys}, workers=self.workers)
                     keys = [k[0] for k in keys]
             finished = []
             for v, (a, x) in enumerate(zip(self.augments, views)):
                 x = x.to(self.device, non_blocking=True)
                 x = x.float().div_(255) if x.dtype == torch.uint8 else x
-                finished.append(self.transform.normalise(a.finish(x, self._draws(epoch, index, a.DRAWS, v + 1))))
+                draws = torch.from_numpy(self._draws(epoch, index, a.DRAWS, v + 1)).to(self.device)[:, :, None, None, None]
+                finished.append(self.transform.normalise(finish[v](x, draws)))
             yield {"views": finished, "captions": captions, "keys": keys, "index": index, "draws": self._draws(epoch, index, 32, 0),
-                   "epoch": epoch if np.isscalar(epoch) else int(epoch[0]), "seconds": time.perf_counter() - began}
+                   "epoch": epoch if np.isscalar(epoch) else int(epoch[0]), "seconds": waited}
 
     def _draws(self, epoch, index, n, stream):
         if np.isscalar(epoch) or (epoch == epoch[0]).all():
@@ -1952,9 +1981,17 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
     training = model.training
     model.eval()
     mine = list(range(len(texts)))[rank()::world()]
-    out = [model(tokens={k: v.to(device) for k, v in tokenizer([texts[i] for i in mine[j:j + batch]]).items()})[1].float().cpu() for j in range(0, len(mine), batch)]
+    out, failure = [], None
+    try:
+        for j in range(0, len(mine), batch):
+            tokens = {k: v.to(device) for k, v in tokenizer([texts[i] for i in mine[j:j + batch]]).items()}
+            out.append(model(tokens=tokens)[1].float().cpu())
+    except Exception as error:  # no process may wait for one that failed
+        failure = f"{type(error).__name__}: {error}"
     model.train(training)
-    parts = gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None))
+    parts = gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None, failure))
+    if any(p[2] for p in parts):
+        raise RuntimeError(next(p[2] for p in parts if p[2]))
     return torch.cat([p[1] for p in parts if p[1] is not None])[np.argsort(np.concatenate([p[0] for p in parts]))]
 
 
@@ -2038,6 +2075,8 @@ def head_mid_tail(train_labels, per_class):
     """Mean accuracy over the thirds of the classes by training size, largest first: {head, mid, tail}."""
     classes = np.array(sorted(per_class))
     sizes = np.bincount(train_labels, minlength=classes.max() + 1)[classes]
+    if sizes.max() == sizes.min():
+        return {}
     parts = np.array_split(classes[np.argsort(-sizes, kind="stable")], 3)
     return {name: float(np.mean([per_class[int(c)] for c in part])) for name, part in zip(("head", "mid", "tail"), parts) if len(part)}
 
@@ -2086,7 +2125,7 @@ def evaluation_sets(args, options):
     sets = {}
     for word in args.eval_datasets or [args.dataset]:
         name, _, folder = word.partition("=") if not Path(word).exists() else (word, "", "")
-        own = options | {"streaming": args.streaming} if name == args.dataset else {"data_dir": folder}
+        own = options | {"streaming": args.streaming} | ({"data_dir": folder} if folder else {}) if name == args.dataset else {"data_dir": folder}
         sets[name] = {s: load_data(name, s, **own) for s in ("val", "test") if s in splits_of(name)}
     return sets
 
@@ -2161,6 +2200,15 @@ def write_json(path, value):
     os.replace(temporary, path)
 
 
+class Parser(argparse.ArgumentParser):
+    """Errors as one line from the main process, exit code 2; --help has the usage."""
+
+    def error(self, message):
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """--help with the effective default of every flag; nothing where the default is empty."""
 
@@ -2215,7 +2263,7 @@ def epoch_length(data, batch_size):
 def all_captions(data, limit=None):
     """Captions of a training set in order (of the first `limit` examples): for a tokenizer or paraphrases."""
     if isinstance(data, Stream):
-        yield from data.caption_sample(min(limit or 20_000, 20_000))
+        yield from data.caption_sample(limit and min(limit, 20_000))  # a tokenizer needs no more
         return
     for i in range(min(len(data), limit or len(data))):
         yield from data.captions(i)
@@ -2240,7 +2288,7 @@ def banner(script, args, recipe, model, extra, train, eval_sets, folder, acceler
     count = lambda m: sum(p.numel() for p in m.parameters()) / 1e6
     lines = {"recipe": f"{args.dataset} ({recipe})", "data": f"{n} training examples" + (f"; {train.note}" if train.note else ""),
              "evaluation": "; ".join(f"{name}: " + ", ".join(f"{len(d):,} {s}" for s, d in splits.items()) for name, splits in eval_sets.items()),
-             "model": f"{args.image_encoder} {count(model.vision):.1f} M" + (f", {args.text_encoder} {count(model.text):.1f} M" if model.text else "") + " parameters" + (f", beside them {count(extra):.2f} M" if count(extra) else ""),
+             "model": f"{args.image_encoder} {count(model.vision):.1f} M" + (f", {args.text_encoder} {count(model.text):.1f} M" if model.text else "") + f" parameters, {'published weights' if args.pretrained and args.image_encoder != 'small' else 'weights of --init-from' if args.init_from else 'from scratch'}" + (f", beside them {count(extra):.2f} M" if count(extra) else ""),
              "processes": f"{world()} x {torch.get_num_threads()} threads on {accelerator.device}, precision {args.mixed_precision}, {args.workers} workers each",
              "batch": f"{args.batch_size} = {world()} x {args.batch_size // world()}" + (f" in chunks of {args.chunk_size}" if args.chunk_size else "") + f"; {args.batch_size - 1} negatives per anchor; random-guess loss ln N = {math.log(args.batch_size):.3f}",
              "steps": f"{total:,} ({total / per_epoch:.1f} epochs of {per_epoch:,}); warm-up {warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}", **method, "run": folder}
@@ -2260,7 +2308,7 @@ def log_row(step, batch, loss, lr, tau, args, seconds, processes):
     """The numbers every row of metrics.jsonl has; the loss is the mean over processes. Collective."""
     loss, waited = (v / processes for v in all_sum(loss.item(), batch["seconds"], device=loss.device))
     return {"step": step, "epoch": batch["epoch"], "samples_seen": step * args.batch_size, "loss": loss, "lr": lr, "tau": tau, "step_s": seconds,
-            "data_s": waited, "samples_per_s": args.batch_size / (seconds + batch["seconds"])}
+            "data_s": waited, "samples_per_s": args.batch_size / seconds}
 
 
 def summarize(args, folder, step, per_epoch, wall, model, extra, batches, val, test, chance, errors, processes):
@@ -2316,8 +2364,13 @@ def start_run(args, script):
             if not args.resume and (folder / "metrics.jsonl").exists():
                 raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name, or --resume {folder}")
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            saved = read_json(folder / "args.json", {})
+            changed = {k: v for k, v in vars(args).items() if args.resume and k not in ("resume", "run_name") and saved.get(k, v) != v}
+            for k, v in changed.items():
+                say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
+            if not args.resume or changed:
+                write_json(folder / "args.json", {"script": script} | vars(args) | {"resume": ""})
             if not args.resume:
-                write_json(folder / "args.json", {"script": script} | vars(args))
                 (folder / "versions.txt").write_text(versions(), encoding="utf8")
             with open(folder / "command.txt", "a", encoding="utf8") as f:
                 f.write(" ".join([Path(sys.executable).name] + sys.argv) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")

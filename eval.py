@@ -35,7 +35,7 @@ TASKS = ("retrieval", "zero-shot", "knn", "probe", "gap", "histograms")
 
 def parse_args(argv=None):
     """Flags; see the module docstring for the tasks."""
-    p = argparse.ArgumentParser(prog="eval.py", description="Evaluate any checkpoint.", allow_abbrev=False, formatter_class=common.Help)
+    p = common.Parser(prog="eval.py", description="Evaluate any checkpoint.", allow_abbrev=False, formatter_class=common.Help)
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", default="", help="run folder, or a CLIP by transformers id or folder")
     g.add_argument("--image-encoder", default="", help="without --checkpoint: image encoder by name")
@@ -74,6 +74,9 @@ def parse_args(argv=None):
         p.error("--checkpoint RUN_DIR, or --image-encoder and --text-encoder, say what to evaluate")
     if bool(args.query) != bool(args.dataset):
         p.error("--query TEXT and --dataset FOLDER go together; --datasets is for the tasks")
+    for name in ("max_captions", "limit", "few_shot", "image_size", "workers", "threads"):
+        if getattr(args, name) < 0:
+            p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 0")
     for name in ("eval_batch", "top"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
@@ -153,6 +156,10 @@ def evaluate(model, tokenizer, transform, name, options, args, device, folder):
                 raise UserError("the set has no labels")
             if task in ("knn", "probe") and train is None:
                 train = common.load_data(name, "train", **options)
+                if isinstance(train, common.Stream):
+                    raise UserError("the training set is a stream: no kNN or probe")
+                if train.label_names != data.label_names:
+                    raise UserError("train and test name different classes")
                 rows, _, known, _ = common.encode_images(model, train, transform, device, args.eval_batch, args.workers)
                 known_labels = torch.from_numpy(np.asarray(train.labels)[rows])
             if task == "retrieval":
@@ -183,7 +190,7 @@ def evaluate(model, tokenizer, transform, name, options, args, device, folder):
                 metrics[task] = {f"few-shot ({shots} a class)": common.linear_probe(known, known_labels, features, labels, few_shot=shots, seed=args.seed),
                                  "all": common.linear_probe(known, known_labels, features, labels, seed=args.seed)}
                 chance[task] = {k: {"top1": 100 / len(np.unique(known_labels.numpy()))} for k in metrics[task]}
-        except UserError as error:
+        except (UserError, ValueError) as error:
             left_out[task] = str(error)
     if common.rank() == 0 and pieces is not None and "retrieval" in args.tasks:
         common.draw_retrieval(pieces, folder / ("retrieval.png" if name == args.names[0] else f"retrieval_{common.slug(name)}.png"))
@@ -241,14 +248,17 @@ def main(args):
     if args.query:
         result |= search(model, tokenizer, transform, args, device, folder)
     else:
-        wanted = [d.partition("=") for d in args.datasets] or [(own.get("dataset", ""), "", own.get("data_dir", ""))]
+        words = args.datasets or own.get("eval_datasets") or ([f"{own['dataset']}={own.get('data_dir', '')}"] if own.get("dataset") else [])
+        wanted = [(w, "", "") if Path(w).exists() else w.partition("=") for w in words] or [("", "", "")]
+        if not args.datasets:
+            wanted = [w for w in wanted if args.split in common.splits_of(w[0])] or wanted
         if not wanted[0][0]:
             raise UserError("--datasets is needed: a model by name has no data set of its own")
         args.names, result["datasets"], result["errors"] = [w[0] for w in wanted], {}, {}
         for name, _, data_dir in wanted:
             columns = {k: getattr(args, k) or (own.get(k, "") if name == own.get("dataset") else "") for k in ("image_column", "caption_column", "label_column")}
             try:
-                metrics, chance, left_out = evaluate(model, tokenizer, transform, name, columns | {"data_dir": data_dir}, args, device, folder)
+                metrics, chance, left_out = evaluate(model, tokenizer, transform, name, columns | {"data_dir": data_dir, "streaming": bool(own.get("streaming")) and name == own.get("dataset")}, args, device, folder)
             except (UserError, ValueError, RuntimeError) as error:
                 if len(wanted) == 1:
                     raise

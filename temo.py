@@ -39,13 +39,15 @@ Differences from the paper (there is no authors' code):
  4. The augmentation of images is not given: SimCLR's (SLIP's) values, every strength a flag. I itself has the CC3M trainer's view.
  5. Without --paraphrases the texts T~ come from other captions, templates (emoji) or word dropout and swap; the banner says which.
  6. The learning rate follows a cosine per step; the CC3M trainer changes it per epoch.
- 7. Appendix F does not say which losses the experts serve: here the image expert sets the tau_ij of L_M-I2I, the text expert of L_M-T2T.
- 8. --loss slip has LayerNorm, not BatchNorm, in its projection head, so that every promise about processes and chunks holds.
- 9. --loss dystress-shifted: the shifted form is not printed anywhere; (1 + s) / 2 in place of s is our reading.
+ 7. Crops are antialiased bilinear (the CC3M trainer: bicubic); RandAugment is torchvision's, on the trainer's operations and probability.
+ 8. Appendix F does not say which losses the experts serve: here the image expert sets the tau_ij of L_M-I2I, the text expert of L_M-T2T.
+ 9. --loss slip has LayerNorm, not BatchNorm, in its projection head, so that every promise about processes and chunks holds.
+10. --loss dystress-shifted: the shifted form is not printed anywhere; (1 + s) / 2 in place of s is our reading.
 """
 
 import argparse
 import math
+import os
 import time
 
 import torch
@@ -62,12 +64,12 @@ CC3M = dict(
     recipe="paper; optimiser, views and captions from the base code", image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased",
     pretrained=True, embed_dim=256, image_size=256, text_length=30, text_pooling="cls", image_stats="clip", eval_resize="squash", clean_captions=True,
     epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, warmup_epochs=1.4, weight_decay=0.02, beta2=0.999, grad_clip=0.0,  # warm-up: 2,000 steps of 1,420
-    tau=0.01, tau_min=0.01, tau_alpha=0.04, crop_min=0.5, flip=0.5, randaugment_ops=2, randaugment_magnitude=7, jitter=0.0,
+    tau=0.01, tau_min=0.01, tau_alpha=0.04, crop_min=0.5, flip=0.5, randaugment_ops=2, randaugment_magnitude=21, jitter=0.0,
     aug_crop_min=0.08, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.1, aug_blur=0.5, mixed_precision="bf16", streaming=True,
     eval_datasets=["cc3m", "coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
 CC12M = CC3M | dict(
     recipe="paper; optimiser and views from the base code (SLIP)", image_encoder="vit_base_patch16_224", text_encoder="distilbert/distilbert-base-uncased",
-    pretrained=False, image_size=224, image_stats="imagenet", eval_resize="crop", batch_size=4096, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, randaugment_ops=0, eval_datasets=["coco", "flickr30k"])
+    pretrained=False, image_size=224, image_stats="imagenet", eval_resize="crop", batch_size=4096, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"])
 EMOJI = dict(
     recipe="ours", image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, image_size=48, text_length=24, text_pooling="mean",
     image_stats="half", eval_resize="crop", clean_captions=False, epochs=24.0, batch_size=256, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98,
@@ -84,7 +86,7 @@ def parse_args(argv=None):
     first.add_argument("--dataset", default="emoji"), first.add_argument("--loss", default="temo"), first.add_argument("--resume", default="")
     chosen, _ = first.parse_known_args(argv)
     yesno = argparse.BooleanOptionalAction
-    p = argparse.ArgumentParser(prog="temo.py", description="TeMo: per-pair temperature, multimodal and unimodal.", allow_abbrev=False,
+    p = common.Parser(prog="temo.py", description="TeMo: per-pair temperature, multimodal and unimodal.", allow_abbrev=False,
                                 formatter_class=common.Help)
     # >>> shared: run
     g = p.add_argument_group("run")
@@ -132,7 +134,7 @@ def parse_args(argv=None):
     g.add_argument("--max-steps", type=int, default=0, help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
     g.add_argument("--batch-size", type=int, default=256, help="N, GLOBAL: split over processes, sets the negatives; the paper's value is its recipe's default")
     g.add_argument("--chunk-size", type=int, default=0, help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; 0 = all")
-    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False, help="let BatchNorm see chunks, or single processes: an approximation")
+    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False, help="let BatchNorm see chunks: an approximation")
     g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw", help="sgd takes --beta1 as its momentum")
     g.add_argument("--lr", type=float, default=2e-4, help="peak learning rate")
     g.add_argument("--lr-end", type=float, default=1e-5, help="last learning rate of the cosine")
@@ -173,8 +175,9 @@ def parse_args(argv=None):
     g.add_argument("--crop-min", type=float, default=0.5, help="I: smallest area of the random crop, 0..1; CC3M trainer 0.5")
     g.add_argument("--flip", type=float, default=0.5, help="I and I~: probability of a mirror image")
     g.add_argument("--jitter", type=float, default=0.0, help="I: brightness, contrast and saturation strength")
-    g.add_argument("--randaugment-ops", type=int, default=0, help="I: RandAugment operations; CC3M trainer 2; 0 = off")
-    g.add_argument("--randaugment-magnitude", type=int, default=7, help="I: RandAugment magnitude, 0..30; CC3M trainer 7")
+    g.add_argument("--jitter-p", type=float, default=0.8, help="I: probability of that jitter")
+    g.add_argument("--randaugment-ops", type=int, default=0, help="I: RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
+    g.add_argument("--randaugment-magnitude", type=int, default=21, help="I: RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
     g.add_argument("--aug-crop-min", type=float, default=0.08, help="I~: smallest area of the crop; SimCLR 0.08")
     g.add_argument("--aug-jitter-p", type=float, default=0.8, help="I~: probability of the colour jitter; SimCLR 0.8")
     g.add_argument("--aug-brightness", type=float, default=0.4, help="I~: strength; SLIP 0.4")
@@ -204,7 +207,7 @@ def parse_args(argv=None):
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be > 0; it divides the cosine")
     if not args.tau_alpha >= 0:
         p.error(f"--tau-alpha {args.tau_alpha}: must be >= 0")
-    parts = ("crop_min", "flip", "word_drop", "word_swap", "aug_crop_min", "aug_jitter_p", "aug_grey", "aug_blur")
+    parts = ("crop_min", "flip", "jitter_p", "word_drop", "word_swap", "aug_crop_min", "aug_jitter_p", "aug_grey", "aug_blur")
     for name, high in (dict.fromkeys(parts, 1) | {"aug_hue": 0.5, "randaugment_magnitude": 30}).items():
         if not 0 <= getattr(args, name) <= high:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be between 0 and {high}")
@@ -366,6 +369,8 @@ def main(args):
     options = dict(data_dir=args.data_dir, image_column=args.image_column, caption_column=args.caption_column, label_column=args.label_column)
     train = common.load_data(args.dataset, "train", streaming=args.streaming, **options)
     if args.write_paraphrases:
+        if int(os.environ.get("RANK", 0)):
+            return None                                                    # one process writes
         device = "cpu" if args.cpu or not torch.cuda.is_available() else "cuda"
         captions = common.all_captions(train)
         return common.write_paraphrases(captions, args.write_paraphrases, args.paraphrase_model, batch=args.paraphrase_batch, device=device)
@@ -389,6 +394,7 @@ def main(args):
     head = SlipHead(tower.vision.width, args.slip_hidden, args.slip_dim) if args.loss == "slip" else nn.Module()
     extra = nn.ModuleDict({"tau": extra, "head": head}).to(device)         # the loss's own parameters stay outside DDP
     tower = common.batchnorm_policy(tower.to(device), args)
+    torch.manual_seed(args.seed + common.rank())                           # the weights are the same on all processes; dropout should not be
     optimizer = common.make_optimizer(args, [tower, extra])
     model = torch.compile(tower) if args.compile else tower
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -401,10 +407,12 @@ def main(args):
         state, _, positions = common.load_checkpoint(checkpoint, tower, extra, optimizer.optimizer, accelerator.scaler)
         step, tracker_id, wall_before = state["step"], state["tracker_id"], state["wall_s"]
         say(f"resumed {checkpoint} at step {step} of {total}")
+    if step > total:
+        raise UserError(f"--resume {args.resume}: its checkpoint is at step {step}, beyond the {total} steps that --max-steps or --epochs ask for")
     log = common.Log(folder, accelerator, args.tracker, tracker_id, vars(args), step, total)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    base_view = common.Augment(args.image_size, args.crop_min, args.flip, 0.8, args.jitter, args.jitter, args.jitter, randaugment=(args.randaugment_ops, args.randaugment_magnitude))
+    base_view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, args.jitter, args.jitter, args.jitter, randaugment=(args.randaugment_ops, args.randaugment_magnitude))
     strong_view = common.Augment(args.image_size, args.aug_crop_min, args.flip, args.aug_jitter_p, args.aug_brightness, args.aug_contrast,
                                  args.aug_saturation, args.aug_hue, args.aug_grey, args.aug_blur)
     pairs = args.loss == "temo" and args.unimodal != "none"                # I~ and T~ are needed
@@ -436,9 +444,10 @@ def main(args):
             common.write_json(folder / "similarity_before.json", {name: common.similarity_histograms(p) for name, p in pieces.items()})
     bar = tqdm(total=total, initial=step, disable=common.rank() > 0, dynamic_ncols=True, unit="step", mininterval=1.0)
     tower.train(), extra.train()
+    logged, clock = step, time.perf_counter()
     # <<< shared
     for batch in batches:
-        began, progress = time.perf_counter(), step / total
+        progress = step / total
         lr = common.cosine_lr(step, total, warmup, args.lr, args.lr_end, args.lr_schedule)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -492,13 +501,14 @@ def main(args):
         due = common.due(step, total, args)
         if due["log"]:
             image, text = gather(normalize(embeddings[0])), gather(normalize(embeddings[1]))                 # (N, D)
-            row = common.log_row(step, batch, loss, lr, tau, args, time.perf_counter() - began, processes) | common.embedding_health(image, text)
+            row = common.log_row(step, batch, loss, lr, tau, args, (time.perf_counter() - clock) / (step - logged), processes) | common.embedding_health(image, text)
             row["loss_mm"] = common.all_sum(multimodal_loss(*embeddings[:2], args.tau).item(), device=device)[0] / processes  # comparable along the run
             if args.loss in ("temo", "dystress", "dystress-shifted"):
                 temperatures = pair_temperature(image[:2048] @ text[:2048].T)                                # (n, n), Fig. 2
                 n, positive = len(temperatures), temperatures.diagonal().mean().item()
                 row |= {"tau_pos": positive, "tau_neg": (temperatures.sum().item() - n * positive) / max(1, n * n - n)}
             log.write(row)
+            logged, clock = step, time.perf_counter()
             bar.set_postfix(loss=f"{row['loss']:.3f}", tau=f"{row.get('tau_pos', tau):.3f}", samples=f"{row['samples_per_s']:.0f}/s", refresh=False)
         bar.update()
         # >>> shared: after
@@ -507,10 +517,13 @@ def main(args):
         if due["save"]:
             common.save_checkpoint(folder, step, tower, extra, optimizer.optimizer, accelerator.scaler,
                                    {"tracker_id": log.tracker_id, "wall_s": wall_before + time.time() - started}, positions=batches.positions)
+        if due["eval"] or due["save"]:
+            logged, clock = step, time.perf_counter()                      # the speed of training alone
         # <<< shared
     bar.close()
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)               # the last evaluation in float32, as eval.py does it
     # >>> shared: finish
     if common.rank() == 0:
         common.save_model(folder, tower, tokenizer, spec)

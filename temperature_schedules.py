@@ -72,7 +72,7 @@ def parse_args(argv=None):
     first.add_argument("--dataset", default="emoji"), first.add_argument("--loss", default="simclr"), first.add_argument("--resume", default="")
     chosen, _ = first.parse_known_args(argv)
     yesno = argparse.BooleanOptionalAction
-    p = argparse.ArgumentParser(prog="temperature_schedules.py", description="TS: a temperature schedule for SimCLR and MoCo on long-tail images.", allow_abbrev=False,
+    p = common.Parser(prog="temperature_schedules.py", description="TS: a temperature schedule for SimCLR and MoCo on long-tail images.", allow_abbrev=False,
                                 formatter_class=common.Help)
     # >>> shared: run
     g = p.add_argument_group("run")
@@ -119,7 +119,7 @@ def parse_args(argv=None):
     g.add_argument("--max-steps", type=int, default=0, help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
     g.add_argument("--batch-size", type=int, default=256, help="N, GLOBAL: split over processes, sets the negatives; the paper's value is its recipe's default")
     g.add_argument("--chunk-size", type=int, default=0, help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; 0 = all")
-    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False, help="let BatchNorm see chunks, or single processes: an approximation")
+    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False, help="let BatchNorm see chunks: an approximation")
     g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw", help="sgd takes --beta1 as its momentum")
     g.add_argument("--lr", type=float, default=2e-4, help="peak learning rate")
     g.add_argument("--lr-end", type=float, default=1e-5, help="last learning rate of the cosine")
@@ -347,6 +347,8 @@ def main(args):
         state, tensors, positions = common.load_checkpoint(checkpoint, learner, extra, optimizer.optimizer, accelerator.scaler)
         step, tracker_id, wall_before = state["step"], state["tracker_id"], state["wall_s"]
         say(f"resumed {checkpoint} at step {step} of {last}")
+    if step > last:
+        raise UserError(f"--resume {args.resume}: its checkpoint is at step {step}, beyond the {last} steps that --max-steps or --epochs ask for")
     log = common.Log(folder, accelerator, args.tracker, tracker_id, vars(args), step, last)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
@@ -378,8 +380,9 @@ def main(args):
         log.write({"step": 0, "samples_seen": 0, "eval": evaluator("val")[0]})
     bar = tqdm(total=last, initial=step, disable=common.rank() > 0, dynamic_ncols=True, unit="step", mininterval=1.0)
     learner.train(), extra.train()
+    logged, clock = step, time.perf_counter()
     for batch in batches:
-        began, epoch = time.perf_counter(), step // steps_per_epoch
+        epoch = step // steps_per_epoch
         lr = common.cosine_lr(step, total, warmup, args.lr, args.lr_end, args.lr_schedule)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -413,7 +416,8 @@ def main(args):
         due = common.due(step, last, args)
         if due["log"]:
             health = common.embedding_health(*(gather(normalize(e)) for e in (embeddings[0], embeddings[1] if keys is None else keys)))
-            log.write(common.log_row(step, batch, loss, lr, tau, args, time.perf_counter() - began, processes) | health)
+            log.write(common.log_row(step, batch, loss, lr, tau, args, (time.perf_counter() - clock) / (step - logged), processes) | health)
+            logged, clock = step, time.perf_counter()
             bar.set_postfix(loss=f"{log.rows[-1]['loss']:.3f}", tau=f"{tau:.3f}", samples=f"{log.rows[-1]['samples_per_s']:.0f}/s", refresh=False)
         bar.update()
         if due["eval"]:
@@ -421,9 +425,12 @@ def main(args):
         if due["save"]:
             common.save_checkpoint(folder, step, learner, extra, optimizer.optimizer, accelerator.scaler,
                                    {"tracker_id": log.tracker_id, "wall_s": wall_before + time.time() - started}, masks, batches.positions)
+        if due["eval"] or due["save"]:
+            logged, clock = step, time.perf_counter()                      # the speed of training alone
     bar.close()
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)               # the last evaluation in float32, as eval.py does it
     if common.rank() == 0:
         common.save_model(folder, learner.tower, None, spec)
     val, _, _ = evaluator("val")

@@ -79,7 +79,7 @@ def jpeg(rounds, n=192):
         Image.fromarray(s).resize((500, 375), Image.BICUBIC).save(out, "jpeg", quality=92)
         files.append(out.getvalue())
     mean, std = common.STATS["imagenet"]
-    pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1), interpolation=T.InterpolationMode.BICUBIC), T.ToTensor(), T.Normalize(mean, std)])
+    pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1)), T.ToTensor(), T.Normalize(mean, std)])
     view, transform = common.Augment(224, 0.5), common.EvalTransform(224, mean, std)
     def old():
         torch.stack([pil(Image.open(io.BytesIO(files[i % 16])).convert("RGB")) for i in range(n)])
@@ -108,7 +108,7 @@ def views(rounds, n=256):
     pil = T.Compose([T.RandomResizedCrop(32, (0.1, 1), interpolation=T.InterpolationMode.BICUBIC), T.RandomHorizontalFlip(), T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8),
                      T.RandomGrayscale(0.2), T.ToTensor(), T.Normalize(mean, std)])
     eager, fused = (common.Augment(32, 0.1, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2) for _ in range(2))
-    fused._photometric = torch.compile(type(fused)._photometric.__get__(fused), dynamic=False)
+    fused.photometric = torch.compile(fused.photometric, dynamic=False)
     transform = common.EvalTransform(32, mean, std)
     def ours(augment):
         draws = common.uniforms(0, 0, range(n), augment.DRAWS)

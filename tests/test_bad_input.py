@@ -40,8 +40,8 @@ def refused(capsys, *flags):
     with pytest.raises(SystemExit) as stop:
         temo.parse_args([*map(str, flags)])
     lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and lines[-1].startswith("temo.py: error: ") and sum("error: " in x for x in lines) == 1
-    return lines[-1][len("temo.py: error: "):]
+    assert stop.value.code == 2 and lines[-1].startswith("error: ") and sum("error: " in x for x in lines) == 1
+    return lines[-1][len("error: "):]
 
 
 @pytest.fixture(scope="module")
