@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 
+TS_COLUMNS = {"kNN@1": "knn@1/mean_per_class", "kNN@10": "knn@10/mean_per_class", "few-shot": "few-shot/mean_per_class", "all": "all/mean_per_class",
+              "kNN@1 head": "knn@1/head", "mid": "knn@1/mid", "tail": "knn@1/tail"}
 COLUMNS = {"t2i R@1": "text_to_image/R@1", "t2i R@10": "text_to_image/R@10", "i2t R@1": "image_to_text/R@1", "i2t R@10": "image_to_text/R@10",
            "kNN@1": "knn@1/top1", "gap": "modality_gap"}
 
@@ -55,24 +57,31 @@ def main():
                                     "versions": common.versions().split("\n")[:9], **{k: summary[k] for k in ("commit", "steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")}})
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(results, indent=1))
-            print(name, seed, {k: round(common.flatten(next(iter(summary["test"].values()))).get(v, float("nan")), 2) for k, v in COLUMNS.items()}, f"{summary['wall_s']:.0f} s", flush=True)
+            columns = columns_of(summary["test"])
+            print(name, seed, {k: round(common.flatten(next(iter(summary["test"].values()))).get(v, float("nan")), 2) for k, v in columns.items()}, f"{summary['wall_s']:.0f} s", flush=True)
     table = markdown(results["runs"])
     path.with_suffix(".md").write_text(table)
     print(table)
 
 
+def columns_of(test):
+    """The columns of a retrieval result, or of a classification one."""
+    return COLUMNS if "text_to_image" in next(iter(test.values())) else TS_COLUMNS
+
+
 def markdown(runs):
     """The table of a results file: mean ± spread of the test split, chance in the last row."""
-    lines = [f"| variant | seeds | {' | '.join(COLUMNS)} | wall, s |", "|---" * (len(COLUMNS) + 3) + "|"]
+    columns = columns_of(runs[-1]["test"])
+    lines = [f"| variant | seeds | {' | '.join(columns)} | wall, s |", "|---" * (len(columns) + 3) + "|"]
     for name in dict.fromkeys(r["variant"] for r in runs):
         mine = [r for r in runs if r["variant"] == name]
         cells = []
-        for key in COLUMNS.values():
+        for key in columns.values():
             values = [common.flatten(next(iter(r["test"].values()))).get(key) for r in mine]
             cells.append("-" if None in values else f"{statistics.mean(values):.2f} ± {statistics.stdev(values) if len(values) > 1 else 0:.2f}")
         lines.append(f"| {name} | {len(mine)} | {' | '.join(cells)} | {statistics.median(r['wall_s'] for r in mine):.0f} |")
     chance = common.flatten(next(iter(runs[-1]["chance"].values())))
-    lines.append(f"| chance | | {' | '.join(f'{chance[k]:.2f}' for k in COLUMNS.values() if k in chance)} | |")
+    lines.append(f"| chance | | {' | '.join(f'{chance[k]:.2f}' if k in chance else '-' for k in columns.values())} | |")
     commits, machines = sorted({r["commit"] for r in runs}), sorted({r["machine"] for r in runs})
     return "\n".join(lines + ["", f"Commits {', '.join(commits)}; {'; '.join(machines)}; {', '.join(runs[-1]['versions'])}.", "", "Commands:", ""] + [f"- `{r['command']}`" for r in runs]) + "\n"
 
