@@ -317,3 +317,14 @@ def test_help(monkeypatch, capsys):
             temo.parse_args(["--dataset", dataset, "--help"])
         assert stop.value.code == 0
         assert re.search(rf"--batch-size .*\(default:\s+{batch}\)", re.sub(r"\s+", " ", capsys.readouterr().out).split("--chunk-size CHUNK")[-2])
+
+
+def test_resume_remembers_changed_flags_and_refuses_fewer_steps(tmp_path, capsys):
+    small = ["--cpu", "--threads", "1", "--image-size", "16", "--batch-size", "8", "--eval-every", "0", "--output-dir", str(tmp_path), "--run-name", "r"]
+    temo.main(temo.parse_args([*small, "--max-steps", "2"]))
+    folder = ["--resume", str(tmp_path / "r")]
+    assert temo.main(temo.parse_args([*folder, "--max-steps", "4"]))["steps"] == 4
+    assert "--resume: --max-steps was 2, is 4 from here on" in capsys.readouterr().out
+    assert temo.parse_args(folder).max_steps == 4
+    with pytest.raises(common.UserError, match="its checkpoint is at step 4, beyond the 3 steps"):
+        temo.main(temo.parse_args([*folder, "--max-steps", "3"]))

@@ -509,7 +509,7 @@ def test_a_stream_begins_again_at_the_shard(shards):
     batches = batches_of(data, size=4, last=5)                            # 20 samples: it stops in the fourth shard
     seen = [k for b in batches for k in b["keys"]]
     again = batches_of(data, size=4, first=5, last=8, positions=batches.positions)
-    assert batches.positions == {"0": 3} and [k for b in again for k in b["keys"]][:6] == [i[0] for i in items(data)][18:] != seen[18:]
+    assert batches.positions == {"0": 3, "workers": 0} and [k for b in again for k in b["keys"]][:6] == [i[0] for i in items(data)][18:] != seen[18:]
 
 
 def test_stream_batches_with_two_workers(shards):
@@ -519,7 +519,7 @@ def test_stream_batches_with_two_workers(shards):
         assert batch["views"][0].shape == (6, 3, 16, 16) and all(len(c) == 2 for c in batch["captions"])
         for key, u in zip(batch["keys"], batch["draws"]):                 # the texts' draws as well come from key and epoch
             assert any(np.array_equal(u, common.uniforms(3, e, [common.key_hash(key)], 32, 0)[0]) for e in range(10))
-    assert set(batches.positions) == {"0", "1"} and not batches.bad
+    assert set(batches.positions) == {"0", "1", "workers"} and not batches.bad
 
 
 @pytest.mark.parametrize("where", ["picture", "header"])
@@ -786,3 +786,20 @@ def test_labels_that_are_words_and_captions_that_are_numbers(tmp_path):
 def test_captions_that_are_records_are_refused(tmp_path):
     with pytest.raises(common.UserError, match="--caption-column caption: .* holds dicts there, not texts; it has: image, caption"):
         common.load_data(_table(tmp_path / "b", [{"en": "a"}] * 20), "train")
+
+
+def test_a_split_that_lacks_a_class_keeps_the_numbers_of_the_others(tmp_path):
+    for split, classes in (("train", ["ant", "bee", "cat"]), ("test", ["bee", "cat"])):
+        names = write_images(tmp_path / split, range(12))
+        write_rows(tmp_path / split / "metadata.csv", ["file_name", "caption", "label"], [(x, caption(i), classes[i % len(classes)]) for i, x in enumerate(names)])
+    train, test = (common.load_data(str(tmp_path), s) for s in ("train", "test"))
+    assert train.label_names == test.label_names == ["ant", "bee", "cat"] and list(test.labels) == [1, 2] * 6
+
+
+def test_other_workers_than_before_start_the_stream_anew(tmp_path, capsys):
+    for shard in range(2):
+        write_tar(tmp_path / f"{shard}.tar", tar_samples(range(6 * shard, 6 * shard + 6), "jpg", "txt"))
+    data = common.load_data(str(tmp_path), "train", streaming=True)
+    data.buffer = 2
+    again = batches_of(data, size=2, last=1, positions={"0": 5, "workers": 2})
+    assert again.positions == {} and "another number of workers" in capsys.readouterr().out
