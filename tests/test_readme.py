@@ -20,7 +20,7 @@ SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules}
 README = (ROOT / "README.md").read_text(encoding="utf8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 COMMANDS = [line.split("#")[0].strip() for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()
-            if re.match(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules)\.py", line)] + [c for c in re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README) if "..." not in c]
+            if "$" not in line and re.match(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules)\.py", line)] + [c for c in re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README) if "..." not in c]
 
 
 @pytest.fixture(scope="module")
