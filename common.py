@@ -924,6 +924,7 @@ def make_optimizer(args, modules):
 
 
 def has_batchnorm(model):
+    """Does any layer keep batch statistics?"""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
@@ -2188,6 +2189,7 @@ def say(*words):
 
 
 def barrier():
+    """Wait for all processes."""
     if world() > 1:
         dist.barrier()
 
@@ -2332,6 +2334,7 @@ def report(summary, folder, table=None):
 
 
 def read_json(path, default=None):
+    """Content of a JSON file; default where there is none."""
     path = Path(path)
     return json.loads(path.read_text(encoding="utf8")) if path.is_file() else default
 
@@ -2605,6 +2608,7 @@ def figure(columns, rows=1, width=4.6, height=3.2):
 
 
 def save_figure(fig, path):
+    """Write a picture and let go of it."""
     import matplotlib.pyplot as plt
     fig.savefig(path, dpi=110)
     plt.close(fig)

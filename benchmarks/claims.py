@@ -34,6 +34,7 @@ def machine():
 
 
 def main():
+    """Run what is missing, write the results file and the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--name", required=True, help="of the results file")
     parser.add_argument("--script", default="temo.py", help="script to run")

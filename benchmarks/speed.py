@@ -119,6 +119,7 @@ def views(rounds, n=256):
 
 
 def main():
+    """Run the chosen benchmarks and update speed.json."""
     benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
