@@ -245,7 +245,7 @@ def backward_in_chunks(encode, inputs, loss_fn, model, accelerator, chunk=0):
         loss = loss_fn(*embeddings)
         accelerator.backward(loss)
         return loss.detach(), [e.detach() for e in embeddings]
-    device = embeddings_device = next(iter(_leaves(inputs))).device
+    device = next(iter(_leaves(inputs))).device
     pieces = [_slice(inputs, i, i + chunk) for i in range(0, B, chunk)]
     states, parts = [], []
     with torch.no_grad():
@@ -255,7 +255,7 @@ def backward_in_chunks(encode, inputs, loss_fn, model, accelerator, chunk=0):
     embeddings = [torch.cat(e).detach().requires_grad_() for e in zip(*parts)]  # (B, D) each
     loss = loss_fn(*embeddings)
     accelerator.backward(loss)
-    after = _rng_state(embeddings_device)
+    after = _rng_state(device)
     for k, (piece, state) in enumerate(zip(pieces, states)):
         _set_rng_state(state, device)
         last = k == len(pieces) - 1
