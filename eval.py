@@ -5,11 +5,14 @@
     python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
     python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco          # any CLIP, by id or folder
     python eval.py --image-encoder tf_efficientnet_lite0 --text-encoder FOLDER ...    # any pair (the projections are random: knn and probe only)
+    python eval.py --checkpoint runs/NAME --normalize queue                           # NCL's test-time normalisation, on any checkpoint of any script
+    python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets msrvtt=ANNOTATIONS --video-dir VIDEOS --normalize queue
     python eval.py --checkpoint runs/NAME --query "red apple" --dataset photos/       # search a folder and draw the hits
     accelerate launch eval.py ... / torchrun --nproc_per_node 2 eval.py ... --cpu     # the same numbers on any number of processes
 
 Tasks
-    retrieval     R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean = mean of R@1/5/10 both ways (TeMo, Table 4)
+    retrieval     R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean = mean of R@1/5/10 both ways (TeMo, Table 4);
+                  --normalize adds NCL's biases and shows the result without, with a queue of training queries and with the test queries themselves
     zero-shot     top-1/3/5 of the class names (--prompts names, as TeMo) or of the mean of normalised template embeddings (--prompts templates)
     knn           k = 1 and 10, cosine, unweighted vote, ties to the smallest class, mean per-class accuracy, head / mid / tail
     probe         LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the smallest class's size) and all
@@ -28,6 +31,7 @@ import numpy as np
 import torch
 
 import common
+import ncl
 from common import UserError, say
 
 TASKS = ("retrieval", "zero-shot", "knn", "probe", "gap", "histograms")
@@ -51,6 +55,9 @@ def parse_args(argv=None):
     g.add_argument("--split", choices=["test", "val", "train"], default="test", help="split that is evaluated")
     g.add_argument("--image-column", default="", help="as in training")
     g.add_argument("--caption-column", default="", help="as in training")
+    g.add_argument("--video-dir", default="", help="as in training")
+    g.add_argument("--frames", type=int, default=0, help="frames of a clip; 0 = as in training, 12 for a model by name")
+    g.add_argument("--frame-cache", default="", metavar="DIR", help="as in training")
     g.add_argument("--label-column", default="", help="as in training")
     g.add_argument("--max-captions", type=int, default=0, help="captions used of an image; 5 = the 25,000 of COCO's usual protocol; 0 = all")
     g.add_argument("--limit", type=int, default=0, help="examples used, the first; 0 = all")
@@ -60,6 +67,10 @@ def parse_args(argv=None):
     g.add_argument("--knn-k", type=int, nargs="+", default=[1, 10], help="neighbours")
     g.add_argument("--few-shot", type=int, default=0, help="images per class of the few-shot probe; 0 = the smallest class")
     g.add_argument("--seed", type=int, default=42, help="of the few-shot draw; TS authors: 42")
+    g.add_argument("--normalize", choices=["none", "queue", "oracle"], default="none", help="NCL's biases at test time: from training queries (the run's queue, or its training set), or from the test queries themselves (no fair result)")
+    g.add_argument("--queue-size", type=int, default=16_384, help="training queries used of each kind, the latest; paper 16,384")
+    g.add_argument("--gamma", type=float, default=0.0, help="temperature of that normalisation, divides the cosine; 0 = the checkpoint's own")
+    g.add_argument("--iterations", type=int, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
     g.add_argument("--query", default="", help="a text: search --dataset for it and draw the hits instead of the tasks")
     g.add_argument("--dataset", default="", help="folder of images (or any set) that --query searches")
     g.add_argument("--top", type=int, default=5, help="hits of a query")
@@ -74,10 +85,10 @@ def parse_args(argv=None):
         p.error("--checkpoint RUN_DIR, or --image-encoder and --text-encoder, say what to evaluate")
     if bool(args.query) != bool(args.dataset):
         p.error("--query TEXT and --dataset FOLDER go together; --datasets is for the tasks")
-    for name in ("max_captions", "limit", "few_shot", "image_size", "workers", "threads"):
+    for name in ("max_captions", "limit", "few_shot", "image_size", "workers", "threads", "frames", "gamma"):
         if getattr(args, name) < 0:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 0")
-    for name in ("eval_batch", "top"):
+    for name in ("eval_batch", "top", "queue_size", "iterations"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if min(args.knn_k) < 1:
@@ -132,9 +143,33 @@ def zero_shot(model, tokenizer, data, image, labels, args, device):
     return result | {"classes": len(names), "prompts": len(templates)}, chance
 
 
+def stand_ins(model, tokenizer, transform, name, options, args, device):
+    """(texts, videos, gamma) for --normalize: the queues of an NCL run, else embeddings of training examples (one caption each), drawn once. Collective."""
+    own = common.read_json(Path(args.checkpoint) / "args.json", {}) if args.checkpoint else {}
+    gamma, file = args.gamma or own.get("tau") or 0.01, Path(args.checkpoint) / "queues.safetensors"
+    if args.checkpoint and file.is_file():
+        from safetensors.torch import load_file
+        queues = load_file(file)
+        gamma = args.gamma or queues["gamma"].item()
+        if name == own.get("dataset"):                                     # other sets have queries of their own
+            return queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:], gamma
+    if args.normalize == "oracle":
+        return None, None, gamma
+    train = common.load_data(name, "train", **options)
+    if isinstance(train, common.Stream):
+        raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
+    rows = np.sort(np.random.default_rng(args.seed).permutation(len(train))[:args.queue_size])
+    index, videos, _, _ = common.encode_images(model, train, transform, device, args.eval_batch, args.workers, rows)
+    return common.encode_texts(model, tokenizer, [train.captions(i)[0] for i in index], device), videos, gamma
+
+
 def evaluate(model, tokenizer, transform, name, options, args, device, folder):
     """All tasks of one data set -> (metrics, chance); pictures go to folder. Collective."""
-    data, train = common.load_data(name, args.split, **options), None
+    own = common.read_json(Path(args.checkpoint) / "args.json", {}) if args.checkpoint else {}
+    sets = None
+    if own.get("script") == "temperature_schedules" and name == own["dataset"]:  # its long tail, its held-out images, the classes it counts
+        sets = common.labelled_sets(name, own["imbalance_ratio"], own["split_seed"], **options | {k: own[k] for k in ("index_file", "test_file") if own[k]})
+    data, train = sets[args.split] if sets else common.load_data(name, args.split, **options), None
     if args.limit:
         data = common.subset(data, np.arange(min(args.limit, len(data))), args.split)
     if args.max_captions:
@@ -155,7 +190,7 @@ def evaluate(model, tokenizer, transform, name, options, args, device, folder):
             if task in ("zero-shot", "knn", "probe") and labels is None:
                 raise UserError("the set has no labels")
             if task in ("knn", "probe") and train is None:
-                train = common.load_data(name, "train", **options)
+                train = sets["train"] if sets else common.load_data(name, "train", **options)
                 if isinstance(train, common.Stream):
                     raise UserError("the training set is a stream: no kNN or probe")
                 if train.label_names != data.label_names:
@@ -164,6 +199,13 @@ def evaluate(model, tokenizer, transform, name, options, args, device, folder):
                 known_labels = torch.from_numpy(np.asarray(train.labels)[rows])
             if task == "retrieval":
                 metrics[task], chance[task] = common.retrieval_both_ways(pieces)
+                if args.normalize != "none":
+                    texts, videos, gamma = stand_ins(model, tokenizer, transform, name, options, args, device)
+                    results, pieces["biases"] = ncl.normalized_retrieval(pieces, gamma, args.iterations, texts, videos)
+                    metrics[task] = {k: v for k, v in results[args.normalize].items() if k != "error"}
+                    metrics["normalize"] = results
+                    if common.rank() == 0:
+                        ncl.draw_normalization(pieces, gamma, args.iterations, {"texts": [] if texts is None else texts, "videos": videos}, folder / f"normalization_{common.slug(name)}.png")
             elif task == "gap":
                 own = pieces["image"][pieces["owner"]]
                 metrics[task] = {"modality_gap": common.modality_gap(pieces["image"], pieces["text"]),
@@ -193,7 +235,7 @@ def evaluate(model, tokenizer, transform, name, options, args, device, folder):
         except (UserError, ValueError) as error:
             left_out[task] = str(error)
     if common.rank() == 0 and pieces is not None and "retrieval" in args.tasks:
-        common.draw_retrieval(pieces, folder / ("retrieval.png" if name == args.names[0] else f"retrieval_{common.slug(name)}.png"))
+        common.draw_retrieval(pieces, folder / ("retrieval.png" if name == args.names[0] else f"retrieval_{common.slug(name)}.png"), bias=pieces.get("biases", {}).get(args.normalize, (None,))[0])
     return metrics, chance, left_out
 
 
@@ -207,7 +249,7 @@ def search(model, tokenizer, transform, args, device, folder):
     if common.rank() == 0:
         fig, axes = common.figure(len(hits), width=1.8, height=2.2)
         for ax, hit, j in zip(axes, hits, best.indices.tolist()):
-            ax.imshow(data.read(int(index[j])).permute(1, 2, 0).numpy())
+            ax.imshow(data.picture(int(index[j])))
             ax.set(xticks=[], yticks=[])
             ax.set_title(f"cos {hit['cosine']:.2f}", fontsize=9)
             ax.set_xlabel(Path(hit["key"]).name[-24:], fontsize=7)
@@ -256,9 +298,10 @@ def main(args):
             raise UserError("--datasets is needed: a model by name has no data set of its own")
         args.names, result["datasets"], result["errors"] = [w[0] for w in wanted], {}, {}
         for name, _, data_dir in wanted:
-            columns = {k: getattr(args, k) or (own.get(k, "") if name == own.get("dataset") else "") for k in ("image_column", "caption_column", "label_column")}
+            saved = {k: own[k] for k in common.DATA_FLAGS if own.get(k)} if name == own.get("dataset") else {k: own[k] for k in ("frames",) if own.get(k)}
+            options = saved | {"image_size": transform.size} | common.data_options(args) | ({"data_dir": data_dir} if data_dir else {})
             try:
-                metrics, chance, left_out = evaluate(model, tokenizer, transform, name, columns | {"data_dir": data_dir, "streaming": bool(own.get("streaming")) and name == own.get("dataset")}, args, device, folder)
+                metrics, chance, left_out = evaluate(model, tokenizer, transform, name, options | {"unfold_captions": False, "caption_noise": 0.0}, args, device, folder)
             except (UserError, ValueError, RuntimeError) as error:
                 if len(wanted) == 1:
                     raise
@@ -266,7 +309,7 @@ def main(args):
                 say(f"\n{name} is left out: {error}")
                 continue
             result["datasets"][name] = {"metrics": metrics, "chance": chance, "left_out": left_out}
-            say(table(name, metrics, chance))
+            say(table(name, metrics, chance) + (ncl.normalization_table({name: metrics}) if "normalize" in metrics else ""))
             for task, why in left_out.items():
                 say(f"  {task:<26} left out: {why}")
     if common.rank() == 0:

@@ -76,7 +76,8 @@ EMOJI = dict(
     grad_clip=1.0, tau=0.1, tau_min=0.05, tau_alpha=0.1, crop_min=0.35, flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
     aug_crop_min=0.2, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.0, aug_blur=0.0, mixed_precision="no", streaming=False,  # hue names things here
     eval_datasets=[], log_every=5, save_every=100, eval_every=70)
-RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "own": EMOJI | dict(recipe="ours; small towers from scratch", image_size=64, text_length=32, aug_hue=0.1, log_every=10, eval_every=0, save_every=500)}
+RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "own": EMOJI | dict(recipe="ours; small towers from scratch", image_size=64, text_length=32, aug_hue=0.1, log_every=10, eval_every=0, save_every=500),
+           "moving-emoji": EMOJI | dict(recipe="ours; as emoji, no mirror images: left and right are words of the captions", image_size=32, frames=4, flip=0.0, epochs=40.0, batch_size=128, crop_min=0.8, aug_crop_min=0.5)}
 LOSSES = {"slip": dict(tau=0.07, learnable_tau=True)}  # SLIP's own start (paper, Section 4)
 
 
@@ -104,18 +105,28 @@ def parse_args(argv=None):
     g.add_argument("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="", help="log there as well as to metrics.jsonl")
     # <<< shared
     g = p.add_argument_group("data")
-    g.add_argument("--dataset", default="emoji", help="emoji, cc3m, cc12m, any other name of common.HUB; or a folder, csv, tsv, jsonl, parquet, tar, or hub id (org/name)")
+    g.add_argument("--dataset", default="emoji", help="emoji, moving-emoji, cc3m, cc12m, any other name of common.HUB or common.VIDEO; or a folder, csv, tsv, jsonl, parquet, tar, or hub id (org/name)")
+    # >>> shared: texts
     g.add_argument("--caption-column", default="", help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
     g.add_argument("--streaming", action=yesno, default=False, help="read tars in order instead of at random (web scale)")
     g.add_argument("--text-length", type=int, default=32, help="tokens kept of a caption")
     g.add_argument("--clean-captions", action=yesno, default=False, help="lower case, no punctuation, 30 words, as the CC3M trainer")
+    g.add_argument("--join-captions", action=yesno, default=False, help="the captions of a clip become one paragraph (ActivityNet and DiDeMo always)")
+    g.add_argument("--unfold-captions", action=yesno, default=False, help="one training example for each (image or clip, caption) instead of a caption drawn each epoch")
+    # <<< shared
     # >>> shared: data
-    g.add_argument("--data-dir", default="", help="where relative image paths start; empty = beside the captions file")
-    g.add_argument("--image-column", default="", help="column (or tar extension) of the images; empty = the usual names")
+    g.add_argument("--data-dir", default="", help="where relative paths start, and where a video set's annotation files lie; empty = beside the captions file")
+    g.add_argument("--video-dir", default="", help="folder of the videos, which are found by path, file name or stem; empty = --data-dir")
+    g.add_argument("--image-column", default="", help="column (or tar extension) of the images or videos; empty = the usual names")
     g.add_argument("--label-column", default="", help="column of the class, for kNN evaluation; empty = the usual names")
     g.add_argument("--max-bad-fraction", type=float, default=0.01, help="stop when more than this part of the samples tried cannot be read, 0..1")
     g.add_argument("--workers", type=int, default=4, help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend on it")
     g.add_argument("--image-size", type=int, default=224, help="pixels of a side")
+    g.add_argument("--frames", type=int, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
+    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform", help="frames from the first to the last; of the middles of T segments; random in each segment (in training)")
+    g.add_argument("--frame-cache", default="", metavar="DIR", help="decode each clip once, to one small JPEG there")
+    g.add_argument("--clips", type=int, nargs=3, default=[2000, 300, 300], metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
+    g.add_argument("--caption-noise", type=float, default=0.0, help="part of moving-emoji's training clips that get the captions of another, 0..1")
     # <<< shared
     g = p.add_argument_group("model")
     g.add_argument("--text-encoder", default="small", help="small, or a transformers id or folder (CLIP: its text tower)")
@@ -143,6 +154,7 @@ def parse_args(argv=None):
     g.add_argument("--weight-decay", type=float, default=0.02, help="of matrices and kernels; none for biases, norms and scalars")
     g.add_argument("--beta1", type=float, default=0.9, help="Adam's first moment")
     g.add_argument("--beta2", type=float, default=0.999, help="Adam's second moment")
+    g.add_argument("--eps", type=float, default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
     g.add_argument("--grad-clip", type=float, default=0.0, help="largest global gradient norm; 0 = off")
     # <<< shared
     g = p.add_argument_group("method")
@@ -366,15 +378,14 @@ def main(args):
     """One run: set-up, data, model, resume, loop, save, evaluate. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     started = time.time()
-    options = dict(data_dir=args.data_dir, image_column=args.image_column, caption_column=args.caption_column, label_column=args.label_column)
-    train = common.load_data(args.dataset, "train", streaming=args.streaming, **options)
+    train = common.load_data(args.dataset, "train", **common.data_options(args))
     if args.write_paraphrases:
         if int(os.environ.get("RANK", 0)):
             return None                                                    # one process writes
         device = "cpu" if args.cpu or not torch.cuda.is_available() else "cuda"
         captions = common.all_captions(train)
         return common.write_paraphrases(captions, args.write_paraphrases, args.paraphrase_model, batch=args.paraphrase_batch, device=device)
-    eval_sets = common.evaluation_sets(args, options)
+    eval_sets = common.evaluation_sets(args)
     paraphrases = common.Paraphrases(args.paraphrases) if args.paraphrases else None
     steps_per_epoch = common.epoch_length(train, args.batch_size)
     total = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
@@ -434,8 +445,8 @@ def main(args):
         return (images[0], texts[0], images[1], texts[1]) if pairs else (images[0], texts[0])
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    # >>> shared: before
     evaluator = common.Evaluator(tower, tokenizer, transform, eval_sets, train, device, args)
+    # >>> shared: before
     evaluator.check()
     if step == 0:                                                          # where training starts from: the left end of every curve
         before, _, pieces = evaluator("val")
