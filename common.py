@@ -1203,7 +1203,8 @@ class TableExamples(Examples):
         return self.clip(source, draws=draws) if self.clip else decode(source)
 
 
-IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "filename", "filepath", "image_path", "path", "video", "video_path", "video_id", "clip_id")
+IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "filename", "filepath", "image_path", "path")
+VIDEO_COLUMNS = ("video", "video_path", "video_id", "clip_id")  # a path, a file name or its stem
 CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentence", "sentences", "title", "description")
 LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("validation", "valid", "val", "dev"), "test": ("test", "testing")}
@@ -1407,7 +1408,7 @@ def _tables(kind, files, name, options, gated=""):
     for word, table in _load_dataset(kind, name, gated=gated, **files).items():
         columns, split = table.column_names, _split_of(word) or word
         pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
-        image = pick_column("--image-column", options.get("image_column"), columns, pictures or IMAGE_COLUMNS, name)
+        image = pick_column("--image-column", options.get("image_column"), columns, pictures or IMAGE_COLUMNS + VIDEO_COLUMNS, name)
         label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, name, required=False)
         caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name, required=False)
         if caption is None and not getattr(table.features.get(label), "names", None):
@@ -1426,7 +1427,7 @@ def _caption_file(name, split, file, root, options):
     kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
     table = _load_dataset(kind, file, data_files=str(file), split="train", **({"sep": "\t"} if file.suffix == ".tsv" else {}))
     columns = table.column_names
-    image = pick_column("--image-column", options.get("image_column"), columns, IMAGE_COLUMNS, file.name)
+    image = pick_column("--image-column", options.get("image_column"), columns, IMAGE_COLUMNS + VIDEO_COLUMNS, file.name)
     caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, file.name)
     label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, file.name, required=False)
     rows = {}  # (path, start, end) -> [captions, label]
@@ -1442,7 +1443,7 @@ def _caption_file(name, split, file, root, options):
     if not rows:
         raise UserError(f"--dataset {file}: no row has an image and a caption")
     names = sorted({str(v[1]) for v in rows.values()}) if label else None
-    if options.get("video_dir") or options.get("feature_dir") or any(_is_video(k[0]) for k in rows) or not Path(next(iter(rows))[0]).suffix:
+    if options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS or any(_is_video(k[0]) for k in rows):
         data = _clips_of(name, split, {k: v[0] for k, v in rows.items()}, options, root)
         rows = {k: rows[k] for k in data.found}
     else:
@@ -1789,7 +1790,7 @@ def _video_set(name, split, options):
     root = Path(options.get("data_dir") or options["video_dir"]).expanduser()
     if not options.get("data_dir") and entry["repo"] and not any(list(root.glob(f)) for f, _ in entry["files"][split]):
         root = Path(_hub_call(name, entry["repo"], lambda hub: hub.snapshot_download(entry["repo"], repo_type="dataset", allow_patterns=["*.json", "*.jsonl", "*.csv", "*.parquet"])))
-    file, reader = next(((f, r) for pattern, r in entry["files"][split] for f in sorted(root.rglob(pattern))), (None, None))
+    file, reader = next(((f, r) for pattern, r in entry["files"][split] for f in sorted(root.rglob(pattern)) if f.is_file()), (None, None))
     if file is None:
         raise UserError(f"{name} ({split}): none of {', '.join(f for f, _ in entry['files'][split])} is in {root}; --data-dir names the folder of the annotation files")
     try:
@@ -2149,7 +2150,7 @@ class MovingEmoji(Examples):
     def _captions_of(names, phrases, colour, u):
         a, b, c = (phrases[int(u[5] * 3 + k) % 3] for k in range(3))
         other = names[int(u[6] * len(names))]
-        return [f"the {names[0]} {a} on a {colour} background", f"a {other} {b}, {colour} background", f"on {colour}: one {names[0]} that {c}"]
+        return [f"the {names[0]} {a} on a {colour} background", f"a {other} {b}", f"one {names[0]} that {c}"]
 
     def read(self, i, draws=None):
         row = self.rows[i]

@@ -63,7 +63,7 @@ CLIP4CLIP = dict(
     crop_min=1.0, flip=0.0, jitter=0.0, save_every=500, eval_every=0, log_every=50, mixed_precision="no", streaming=False, loss_scale=1.0)
 MOVING = CLIP4CLIP | dict(
     recipe="ours", image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, image_size=32, image_stats="half", text_length=24, text_pooling="mean", unfold_captions=False, frames=4,
-    epochs=40.0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8, tau=0.05, learnable_tau=False, queue_size=2000, crop_min=0.8, jitter=0.2, save_every=200, eval_every=150, log_every=10)
+    epochs=24.0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8, tau=0.05, learnable_tau=False, queue_size=2000, crop_min=0.8, jitter=0.2, save_every=120, eval_every=120, log_every=10)
 RECIPES = {"msrvtt": CLIP4CLIP, "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_epochs=0.0), "activitynet": CLIP4CLIP | dict(epochs=10.0, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False),
            "didemo": CLIP4CLIP | dict(recipe="ours; as activitynet, which is as long", epochs=10.0, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False),
            "youcook2": CLIP4CLIP | dict(recipe="ours; as msrvtt"), "howto100m": CLIP4CLIP | dict(recipe="ours; as msrvtt", epochs=1.0, warmup_epochs=0.1, unfold_captions=False),
@@ -348,12 +348,13 @@ def main(args):
         "test time": f"--normalize {args.normalize}, queues of {args.queue_size:,} texts and clips" + (f" ({args.queue_size / len(train):.1f} epochs)" if hasattr(train, "__len__") else "")})
 
     def gamma_now():
-        return extra["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
+        """gamma as a number."""
+        return extra["tau"]["log_tau"].exp().item() if args.learnable_tau else args.tau
 
     def normalized(pieces):
         """The numbers of a data set under every normalisation; those of --normalize stand in front."""
         texts, videos = extra["texts"].get().cpu(), extra["videos"].get().cpu()
-        results, pieces["biases"] = normalized_retrieval(pieces, float(gamma_now()), args.iterations, texts, videos)
+        results, pieces["biases"] = normalized_retrieval(pieces, gamma_now(), args.iterations, texts, videos)
         chosen = results.get(args.normalize, results["none"])              # before the first step the queues are empty
         return {k: v for k, v in chosen.items() if k != "error"} | {"normalize": results}
 
@@ -385,12 +386,12 @@ def main(args):
         inputs = {"pixels": batch["views"][0], "tokens": {k: v.to(device) for k, v in tokenizer(texts).items()}}   # (B, [T,] 3, S, S), (B, L)
 
         def loss_fn(text, video):
-            gamma = gamma_now()
+            gamma = extra["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
             if args.loss == "max-margin":
                 loss = max_margin_loss(text, video, args.margin)
             else:
                 loss = ncl_loss(text, video, gamma, args.iterations if args.loss == "ncl" else 0, args.detach_biases)
-            common.check_finite(loss, step, float(gamma), (text, video), batch["keys"])
+            common.check_finite(loss, step, gamma_now(), (text, video), batch["keys"])
             return args.loss_scale * loss
 
         loss, (text, video) = common.backward_in_chunks(encode, inputs, loss_fn, model, accelerator, args.chunk_size)
@@ -407,7 +408,7 @@ def main(args):
         # --------------------------------------- log, evaluate, save -------------------------------------------------
         due = common.due(step, total, args)
         if due["log"]:
-            text, video, gamma = gather(normalize(text)), gather(normalize(video)), float(gamma_now())              # (N, D)
+            text, video, gamma = gather(normalize(text)), gather(normalize(video)), gamma_now()              # (N, D)
             sim = text @ video.T                                           # (N, N)
             row = common.log_row(step, batch, loss, lr, gamma, args, (time.perf_counter() - clock) / (step - logged), processes) | common.embedding_health(video, text)
             row |= {"error": common.normalization_error(sim, gamma), "error_normalized": common.normalization_error(sim + sinkhorn_biases(sim, gamma, args.iterations)[1], gamma)}
@@ -429,7 +430,7 @@ def main(args):
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)               # the last evaluation in float32, as eval.py does it
     if common.rank() == 0:
-        save_file({"texts": extra["texts"].get().cpu().contiguous(), "videos": extra["videos"].get().cpu().contiguous(), "gamma": torch.tensor([float(gamma_now())])}, folder / "queues.safetensors")
+        save_file({"texts": extra["texts"].get().cpu().contiguous(), "videos": extra["videos"].get().cpu().contiguous(), "gamma": torch.tensor([gamma_now()])}, folder / "queues.safetensors")
     # >>> shared: finish
     if common.rank() == 0:
         common.save_model(folder, tower, tokenizer, spec)
@@ -439,7 +440,7 @@ def main(args):
     summary = common.summarize(args, folder, step, steps_per_epoch, wall_before + time.time() - started, tower, extra, batches, val, test, chance, evaluator.errors, processes)
     # <<< shared
     if common.rank() == 0:
-        draw(folder, log, test_pieces, float(gamma_now()), args)
+        draw(folder, log, test_pieces, gamma_now(), args)
     say(common.report(summary, folder) + normalization_table(summary["test"]))
     common.end_run(accelerator)
     return summary

@@ -22,6 +22,8 @@ import common  # noqa: E402
 
 TS_COLUMNS = {"kNN@1": "knn@1/mean_per_class", "kNN@10": "knn@10/mean_per_class", "few-shot": "few-shot/mean_per_class", "all": "all/mean_per_class",
               "kNN@1 head": "knn@1/head", "mid": "knn@1/mid", "tail": "knn@1/tail"}
+NCL_COLUMNS = {"t2v R@1": "text_to_image/R@1", "t2v R@10": "text_to_image/R@10", "v2t R@1": "image_to_text/R@1", "v2t R@10": "image_to_text/R@10",
+               "error t2v": "error/text_to_image", "error v2t": "error/image_to_text"}
 COLUMNS = {"t2i R@1": "text_to_image/R@1", "t2i R@10": "text_to_image/R@10", "i2t R@1": "image_to_text/R@1", "i2t R@10": "image_to_text/R@10",
            "kNN@1": "knn@1/top1", "gap": "modality_gap"}
 
@@ -66,12 +68,20 @@ def main():
 
 
 def columns_of(test):
-    """The columns of a retrieval result, or of a classification one."""
-    return COLUMNS if "text_to_image" in next(iter(test.values())) else TS_COLUMNS
+    """The columns of a retrieval result, plain or under one normalisation, or of a classification one."""
+    first = next(iter(test.values()))
+    return NCL_COLUMNS if "error" in first else COLUMNS if "text_to_image" in first else TS_COLUMNS
+
+
+def by_normalization(runs):
+    """A run with several test-time normalisations (ncl.py) counts as one variant for each."""
+    return [r | {"variant": f"{r['variant']}; test time: {mode}", "test": {k: v["normalize"][mode] for k, v in r["test"].items()}}
+            for r in runs for mode in next(iter(r["test"].values())).get("normalize", {})] or runs
 
 
 def markdown(runs):
     """The table of a results file: mean ± spread of the test split, chance in the last row."""
+    commands, runs = [r["command"] for r in runs], by_normalization(runs)
     columns = columns_of(runs[-1]["test"])
     lines = [f"| variant | seeds | {' | '.join(columns)} | wall, s |", "|---" * (len(columns) + 3) + "|"]
     for name in dict.fromkeys(r["variant"] for r in runs):
@@ -84,7 +94,7 @@ def markdown(runs):
     chance = common.flatten(next(iter(runs[-1]["chance"].values())))
     lines.append(f"| chance | | {' | '.join(f'{chance[k]:.2f}' if k in chance else '-' for k in columns.values())} | |")
     commits, machines = sorted({r["commit"] for r in runs}), sorted({r["machine"] for r in runs})
-    return "\n".join(lines + ["", f"Commits {', '.join(commits)}; {'; '.join(machines)}; {', '.join(runs[-1]['versions'])}.", "", "Commands:", ""] + [f"- `{r['command']}`" for r in runs]) + "\n"
+    return "\n".join(lines + ["", f"Commits {', '.join(commits)}; {'; '.join(machines)}; {', '.join(runs[-1]['versions'])}.", "", "Commands:", ""] + [f"- `{c}`" for c in commands]) + "\n"
 
 
 if __name__ == "__main__":

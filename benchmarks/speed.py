@@ -1,4 +1,4 @@
-"""Ratios of speed and memory against the plain product or a plain pipeline, in one run: python benchmarks/speed.py [--only ranks knn jpeg views]
+"""Ratios of speed and memory against the plain product or a plain pipeline, in one run: python benchmarks/speed.py [--only ranks knn jpeg views ncl_step sinkhorn]
 
 Timings are CPU seconds of one thread, the minimum of interleaved rounds; only the ratios mean anything. Peak memory is the growth of the
 process's high-water mark over the call, in a process of its own (Linux). Nothing here is a test.
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
+import ncl  # noqa: E402
 from claims import machine  # noqa: E402
 
 
@@ -118,9 +119,36 @@ def views(rounds, n=256):
     return {f"{k}_views_per_s": n / v for k, v in t.items()} | {"ratio": t["pil"] / t["eager"], "ratio_compiled": t["pil"] / t["compiled"], "goal": ">= 3 eager, >= 8 compiled"}
 
 
+def ncl_step(rounds):
+    """A whole step of NCL (encode, loss, backward) against one of InfoNCE, at the shapes of ncl.py's default recipe."""
+    r = ncl.MOVING
+    model = common.TwoTower(common.VisionEncoder("small", r["embed_dim"], False, r["image_size"]), common.TextEncoder("small", r["embed_dim"], False, r["text_length"], 1000, r["text_pooling"]))
+    pixels = torch.randn(r["batch_size"], r["frames"], 3, r["image_size"], r["image_size"])
+    tokens = {"input_ids": torch.randint(1, 1000, (r["batch_size"], r["text_length"])), "attention_mask": torch.ones(r["batch_size"], r["text_length"], dtype=torch.long)}
+    def step(iterations):
+        video, text, _ = model(pixels, tokens)
+        ncl.ncl_loss(text, video, r["tau"], iterations).backward()
+        model.zero_grad()
+    step(4)
+    t = cpu_seconds({"infonce": lambda: step(0), "ncl": lambda: step(4)}, rounds)
+    return {"infonce_s": t["infonce"], "ncl_s": t["ncl"], "ratio": t["ncl"] / t["infonce"], "goal": "<= 1.03"}
+
+
+def sinkhorn(rounds):
+    """The 4 rounds of NCL's biases at gamma = 0.01 against the similarity product they start from, D = 512: a batch, and a queue against test videos. Memory in similarity matrices."""
+    results = {}
+    for m, n in ((4096, 4096), (16384, 1000)):
+        text, video = F.normalize(torch.randn(m, 512), dim=1), F.normalize(torch.randn(n, 512), dim=1)
+        sim = text @ video.T
+        t = cpu_seconds({"product": lambda: text @ video.T, "biases": lambda: ncl.sinkhorn_biases(sim, 0.01)}, rounds)
+        code = f"import ncl; sim = torch.nn.functional.normalize(torch.randn({m}, 512), dim=1) @ torch.nn.functional.normalize(torch.randn({n}, 512), dim=1).T\ndef run(): ncl.sinkhorn_biases(sim, 0.01)"
+        results |= {f"product_s_{m}x{n}": t["product"], f"biases_s_{m}x{n}": t["biases"], f"ratio_{m}x{n}": t["biases"] / t["product"], f"matrices_{m}x{n}": peak_mib(code) * 2**20 / (4 * m * n)}
+    return results | {"goal": "<= 2.5, <= 3 matrices"}
+
+
 def main():
     """Run the chosen benchmarks and update speed.json."""
-    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views}
+    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "ncl_step": ncl_step, "sinkhorn": sinkhorn}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the minimum counts")

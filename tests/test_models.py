@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, DistilBertConfig, DistilBertModel
 
 import common
+import ncl
 import temo
 
 SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12, text_pooling="mean", image_stats="half", eval_resize="crop")
@@ -173,3 +174,21 @@ def test_an_image_size_the_encoder_cannot_take(tmp_path, tokenizer):
     tiny_clip(tmp_path, tokenizer)
     with pytest.raises(common.UserError, match="--image-size 24 .* doesn't match model"):
         common.build_model(SPEC | dict(image_encoder=str(tmp_path), text_encoder=str(tmp_path), image_size=24), tokenizer, True)
+
+
+def test_clip4clip_and_t5(tmp_path, tokenizer):
+    """ncl.py on clips with both towers of a CLIP and a learnt gamma; and with a T5 encoder for the texts."""
+    from transformers import T5Config, T5ForConditionalGeneration
+    tiny_clip(tmp_path / "clip", tokenizer)
+    T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer.tokenizer), d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)).save_pretrained(tmp_path / "t5")
+    tokenizer.save(tmp_path / "t5")
+    flags = ["--cpu", "--threads", "1", "--max-steps", "2", "--batch-size", "16", "--clips", "32", "16", "16", "--pretrained", "--text-length", "12", "--embed-dim", "16", "--output-dir", str(tmp_path)]
+    clip = ncl.main(ncl.parse_args([*flags, "--run-name", "run-clip", "--image-encoder", str(tmp_path / "clip"), "--text-encoder", str(tmp_path / "clip"), "--image-stats", "encoder",
+                                    "--learnable-tau", "--tau", "0.01", "--frames", "3"]))
+    model, _, _ = common.load_model(tmp_path / "run-clip")
+    assert model.vision.projection.out_features == model.text.projection.out_features == 16 and model.vision.stats == common.STATS["clip"]
+    rows = [json.loads(line) for line in (tmp_path / "run-clip" / "metrics.jsonl").read_text().splitlines()]
+    assert [r for r in rows if "tau" in r][-1]["tau"] >= 0.01 and clip["test"]["moving-emoji"]["images"] == 16
+    t5 = ncl.main(ncl.parse_args([*flags, "--run-name", "run-t5", "--text-encoder", str(tmp_path / "t5"), "--text-pooling", "mean"]))
+    names = common.load_model(tmp_path / "run-t5")[0].text.body.state_dict()
+    assert t5["steps"] == 2 and names and not [n for n in names if "decoder" in n]

@@ -12,15 +12,17 @@ import torch
 from torchvision.io import write_png
 
 import eval as evaluation
+import ncl
 import temo
 import temperature_schedules
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules}
+SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules, "ncl.py": ncl}
+NEED_DATA = {"cc3m", "cc12m", "msrvtt", "--write-paraphrases", "--resume"}  # the hub, or a run: the flags must parse
 README = (ROOT / "README.md").read_text(encoding="utf8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 COMMANDS = [line.split("#")[0].strip() for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()
-            if "$" not in line and re.match(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules)\.py", line)] + [c for c in re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README) if "..." not in c]
+            if "$" not in line and re.match(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules|ncl)\.py", line)] + [c for c in re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README) if "..." not in c]
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +52,8 @@ def test_command(command, place):
     words = shlex.split(command)
     script = next(i for i, w in enumerate(words) if w in SCRIPTS)
     module = SCRIPTS[words[script]]
-    if "--write-paraphrases" in words or "cc3m" in words or "cc12m" in words or "--resume" in words:  # need the hub or a run: the flags must parse
-        arguments = [w for w in words[script + 1:] if w != "--help"]
+    if NEED_DATA & set(words):
+        arguments = [w.replace("ANNOTATIONS", ".").replace("VIDEOS", ".") for w in words[script + 1:] if w != "--help"]
         if "--resume" not in words:
             module.parse_args(arguments)
         return
@@ -77,7 +79,7 @@ def test_ten_lines_in_someone_else_s_loop():
 
 
 def test_reading_guide_names_exist():
-    for part, module in zip(README.split("## Reading guide: ")[1:], (temo, temperature_schedules)):
+    for part, module in zip(README.split("## Reading guide: ")[1:], (temo, temperature_schedules, ncl)):
         names = [n for line in part.split("\n#")[0].splitlines() if line.startswith("|") for n in re.findall(r"`(\w+)`", line.split("|")[2])]
         assert len(names) >= 5 and all(hasattr(module, n) for n in names), names
 
