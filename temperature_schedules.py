@@ -19,7 +19,8 @@ Equations (t = epoch from 0, constant inside an epoch; s_ij = cosine):
 Commands:
     accelerate launch temperature_schedules.py                                            # emoji, long-tailed, on two CPU cores
     accelerate launch temperature_schedules.py --schedule fixed --tau-min 0.2             # the baseline
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --stop-at-phase 0.7   # the paper's run: 1,880 of 2,000 epochs
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --stop-at-phase 0.7   # the paper's advice: 1,880 of 2,000 epochs
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --eval-every 420 --eval-epoch auto   # App. A.2; then --split-seed 1 --eval-epoch N
     accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco           # or sdclr
     accelerate launch temperature_schedules.py --dataset folder/ --imbalance-ratio 100    # own data: class folders
 
@@ -35,9 +36,13 @@ Differences from the paper and from the authors' code:
     epoch); both branches share the weights and both receive the gradient.
  7. Colour operations come in a fixed order, one blur radius; crops are antialiased (see common.Augment).
  8. Weight decay: all parameters in the authors' code; here biases and norms have none.
+ 9. App. A.2 chooses the tested epoch on val but names no measure: --eval-epoch auto takes the mean of kNN@1, kNN@10 and both probes, each
+    a mean over the classes; a tie keeps the earlier epoch. The number N that it says is for the other splits. Default: the end of the run.
+10. Fig. 1 does not say which representation's coverage it shows; here that of z, which the loss spreads.
 """
 
 import argparse
+import copy
 import math
 import time
 
@@ -45,6 +50,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch.func import functional_call
 from tqdm import tqdm
 
@@ -62,7 +68,8 @@ EMOJI = CIFAR | dict(
     recipe="ours", image_encoder="small", image_size=32, image_stats="half", head_norm="none", epochs=30.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0,
     weight_decay=0.05, period=12.0, crop_min=0.3, hue=0.02, imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, log_every=5, queue_size=1024)  # hue tells classes apart
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100, "fashion-mnist-lt": CIFAR | dict(recipe="ours; as cifar10-lt", jitter_p=0.0, grey=0.0, epochs=500.0, period=100.0),
-           "own": EMOJI | dict(recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)}
+           "own": EMOJI | dict(recipe="ours; small tower from scratch", image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500),
+           "moving-emoji": EMOJI | dict(recipe="ours; as emoji, classes = verbs", frames=4, flip=0.0, crop_min=0.6)}
 LOSSES = {}
 
 
@@ -72,8 +79,7 @@ def parse_args(argv=None):
     first.add_argument("--dataset", default="emoji"), first.add_argument("--loss", default="simclr"), first.add_argument("--resume", default="")
     chosen, _ = first.parse_known_args(argv)
     yesno = argparse.BooleanOptionalAction
-    p = common.Parser(prog="temperature_schedules.py", description="TS: a temperature schedule for SimCLR and MoCo on long-tail images.", allow_abbrev=False,
-                                formatter_class=common.Help)
+    p = common.Parser(prog="temperature_schedules.py", description="TS: a temperature schedule for SimCLR and MoCo on long-tail images.", allow_abbrev=False, formatter_class=common.Help)
     # >>> shared: run
     g = p.add_argument_group("run")
     g.add_argument("--output-dir", default="runs", help="folder of all runs")
@@ -96,12 +102,18 @@ def parse_args(argv=None):
     g.add_argument("--index-file", default="", help="training images: .npy indices (SDCLR's splits of CIFAR), or lines 'path class' under --data-dir (imagenet100-lt)")
     g.add_argument("--test-file", default="", help="test images of imagenet100-lt: lines 'path class' under --data-dir")
     # >>> shared: data
-    g.add_argument("--data-dir", default="", help="where relative image paths start; empty = beside the captions file")
-    g.add_argument("--image-column", default="", help="column (or tar extension) of the images; empty = the usual names")
+    g.add_argument("--data-dir", default="", help="where relative paths start, and where a video set's annotation files lie; empty = beside the captions file")
+    g.add_argument("--video-dir", default="", help="folder of the videos, which are found by path, file name or stem; empty = --data-dir")
+    g.add_argument("--image-column", default="", help="column (or tar extension) of the images or videos; empty = the usual names")
     g.add_argument("--label-column", default="", help="column of the class, for kNN evaluation; empty = the usual names")
     g.add_argument("--max-bad-fraction", type=float, default=0.01, help="stop when more than this part of the samples tried cannot be read, 0..1")
     g.add_argument("--workers", type=int, default=4, help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend on it")
     g.add_argument("--image-size", type=int, default=224, help="pixels of a side")
+    g.add_argument("--frames", type=int, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
+    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform", help="frames from the first to the last; of the middles of T segments; random in each segment (in training)")
+    g.add_argument("--frame-cache", default="", metavar="DIR", help="decode each clip once, to one small JPEG there")
+    g.add_argument("--clips", type=int, nargs=3, default=[2000, 300, 300], metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
+    g.add_argument("--caption-noise", type=float, default=0.0, help="part of moving-emoji's training clips that get the captions of another, 0..1")
     # <<< shared
     g = p.add_argument_group("model")
     g.add_argument("--embed-dim", type=int, default=128, help="D, output of the projection head; paper 128")
@@ -128,6 +140,7 @@ def parse_args(argv=None):
     g.add_argument("--weight-decay", type=float, default=0.02, help="of matrices and kernels; none for biases, norms and scalars")
     g.add_argument("--beta1", type=float, default=0.9, help="Adam's first moment")
     g.add_argument("--beta2", type=float, default=0.999, help="Adam's second moment")
+    g.add_argument("--eps", type=float, default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
     g.add_argument("--grad-clip", type=float, default=0.0, help="largest global gradient norm; 0 = off")
     # <<< shared
     g = p.add_argument_group("method")
@@ -156,6 +169,7 @@ def parse_args(argv=None):
     g.add_argument("--blur", type=float, default=0.0, help="probability of a Gaussian blur; ImageNet 0.5")
     g = p.add_argument_group("evaluation")
     g.add_argument("--train-features", choices=["clean", "augmented"], default="clean", help="views of the training images in kNN and probes; the authors' notebook: augmented (crop with padding, flip) on CIFAR")
+    g.add_argument("--eval-epoch", default="", metavar="auto|N", help="whose weights are tested; empty = of the end; auto = of the best val evaluation after step 0 (App. A.2); N = the run ends after epoch N of the same schedules")
     # >>> shared: parse
     g.add_argument("--eval-batch", type=int, default=256, help="images at a time in evaluation")
     p.set_defaults(**{k: v for k, v in RECIPES.get(chosen.dataset, RECIPES["own"]).items() if k != "recipe"})
@@ -173,22 +187,25 @@ def parse_args(argv=None):
     for name in ("tau_min", "period"):
         if not getattr(args, name) > 0:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be > 0")
-    if args.schedule != "fixed" and not args.tau_max >= args.tau_min:
-        p.error(f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
-    if (args.tau_head > 0) != (args.tau_tail > 0) or min(args.tau_head, args.tau_tail) < 0:
-        p.error(f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
-    if args.imbalance_ratio and not args.imbalance_ratio >= 1:
-        p.error(f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave the data as they are")
     parts = ("crop_min", "flip", "jitter_p", "grey", "blur", "momentum", "prune", "stop_at_phase", "head_part")
     for name, high in (dict.fromkeys(parts, 1) | {"hue": 0.5}).items():
         if not 0 <= getattr(args, name) <= high:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be between 0 and {high}")
-    if args.stop_at_phase and args.epochs < args.period:
-        p.error(f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full --period {args.period:g}")
-    if args.loss == "moco" and args.chunk_size:
-        p.error("--chunk-size: MoCo's loss is linear in the batch and its key encoder has no gradient; lower --batch-size instead")
-    if args.queue_size < 1 or args.key_splits < 1:
-        p.error("--queue-size and --key-splits must be at least 1")
+    epoch, auto = args.eval_epoch, args.eval_epoch == "auto"
+    number = float(epoch) if epoch.replace(".", "", 1).isdecimal() else 0.0
+    for wrong, message in (
+            (args.schedule != "fixed" and not args.tau_max >= args.tau_min, f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}"),
+            ((args.tau_head > 0) != (args.tau_tail > 0) or min(args.tau_head, args.tau_tail) < 0, f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither"),
+            (args.imbalance_ratio and not args.imbalance_ratio >= 1, f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave the data as they are"),
+            (args.stop_at_phase and args.epochs < args.period, f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full --period {args.period:g}"),
+            (epoch and not auto and not 0 < number <= (math.inf if args.max_steps else args.epochs), f"--eval-epoch {epoch}: must be auto, or > 0 and at most --epochs {args.epochs:g}"),
+            (epoch and args.stop_at_phase, f"--eval-epoch {epoch}: --stop-at-phase {args.stop_at_phase} says it already; give one of them"),
+            (auto and not args.eval_every, "--eval-epoch auto: needs --eval-every > 0, the steps between the evaluations it chooses from"),
+            (saved and auto != (saved.get("eval_epoch") == "auto"), "--eval-epoch: a resumed run can neither begin nor end auto, which keeps the best weights from the start"),
+            (args.loss == "moco" and args.chunk_size, "--chunk-size: MoCo's loss is linear in the batch and its key encoder has no gradient; lower --batch-size instead"),
+            (args.queue_size < 1 or args.key_splits < 1, "--queue-size and --key-splits must be at least 1")):
+        if wrong:
+            p.error(message)
     return args
 
 
@@ -308,7 +325,7 @@ def main(args):
     """One run: set-up, data, model, resume, loop, save, evaluate. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     started = time.time()
-    options = dict(data_dir=args.data_dir, image_column=args.image_column, label_column=args.label_column, index_file=args.index_file, test_file=args.test_file)
+    options = common.data_options(args, index_file=args.index_file, test_file=args.test_file)
     sets = common.labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, **{k: v for k, v in options.items() if v})
     train, sizes = sets["train"], np.bincount(sets["train"].labels, minlength=len(sets["train"].label_names))       # (classes,)
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
@@ -316,8 +333,10 @@ def main(args):
     steps_per_epoch = common.epoch_length(train, args.batch_size)
     total = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
     warmup = min(round(args.warmup_epochs * steps_per_epoch), total // 10)
-    last = total
-    if args.stop_at_phase:                                                 # the schedules still span `total`
+    last = total                                                           # the schedules span `total` wherever the run ends
+    if args.eval_epoch not in ("", "auto"):
+        last = min(total, max(1, round(float(args.eval_epoch) * steps_per_epoch)))
+    if args.stop_at_phase:
         last = min(total, round((math.floor(args.epochs / args.period + 1e-9) - 1 + args.stop_at_phase) * args.period * steps_per_epoch))
 
     # ------------------------------------------- set-up --------------------------------------------------------------
@@ -330,13 +349,15 @@ def main(args):
     tower, transform = common.build_model(spec, None, args.pretrained, "" if args.resume else args.init_from)
     learner = Contrastive(tower, args.embed_dim, args.head_norm, linear=args.loss == "moco")
     learner = common.batchnorm_policy(learner.to(device), args)
-    extra = nn.ModuleDict()                                                # what lives beside DDP: MoCo's key encoder and queue
+    extra = nn.ModuleDict()                                                # what lives beside DDP: MoCo's key encoder and queue, the best weights
     if args.loss == "moco":
         extra["key"] = Contrastive(common.build_model(dict(spec), None, False)[0], args.embed_dim, args.head_norm, linear=True)
         extra["key"].load_state_dict(learner.state_dict())
         extra["key"].requires_grad_(False)
         extra["queue"] = Queue(args.queue_size, args.embed_dim)
         extra.to(device)
+    if args.eval_epoch == "auto":
+        extra["best"] = copy.deepcopy(learner.tower).requires_grad_(False)  # the best on val so far; here it is in every checkpoint
     optimizer = common.make_optimizer(args, [learner])
     model = torch.compile(learner) if args.compile else learner
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -362,7 +383,7 @@ def main(args):
                   folder, accelerator, total, steps_per_epoch, warmup, {
         "loss": args.loss, "temperature": f"{args.schedule}, {args.tau_min:g} .. {args.tau_max if args.schedule != 'fixed' else args.tau_min:g}, period {args.period:g} epochs; first {ends[0]:.3f}, last {ends[1]:.3f}"
                                           + (f"; coarse: {args.tau_head:g} for {len(head_classes)} head classes, {args.tau_tail:g} for the others" if args.tau_head else "")
-                                          + (f"; stops at step {last:,}, phase {args.stop_at_phase:g}" if last < total else ""),
+                                          + (f"; ends at step {last:,}, epoch {last / steps_per_epoch:g}" if last < total else ""),
         "classes": f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images"})
     if common.rank() == 0:
         common.write_json(folder / "class_counts.json", {train.label_names[c]: int(sizes[c]) for c in order})
@@ -374,10 +395,26 @@ def main(args):
         pixels = torch.cat([inputs["a"], inputs["b"]])                     # one forward for both views
         return model(pixels, masks, len(inputs["a"])).chunk(2) if args.loss == "sdclr" else model(pixels).chunk(2)
 
+    @torch.no_grad()
+    def validate():
+        """Log the val split and the coverage of the sphere. Returns the row whose weights are tested if the run ends here: the last or, with auto, the best (App. A.2)."""
+        val, _, pieces = evaluator("val")
+        mean = float(np.mean([m["mean_per_class"] for m in val[args.dataset].values() if isinstance(m, dict)]))
+        learner.head.eval()
+        part, images = coverage(learner.head(pieces[args.dataset]["train_features"].to(device)))
+        learner.head.train()
+        log.write({"step": step, "samples_seen": step * args.batch_size, "eval": val, "val_mean": mean, "coverage": part, "sphere": images})
+        if args.eval_epoch != "auto":
+            return log.rows[-1]
+        best = max(log.rows, key=lambda r: (r["step"] > 0, r.get("val_mean", -1)))  # the first of equals
+        if best is log.rows[-1]:
+            extra["best"].load_state_dict(learner.tower.state_dict())
+        return best
+
     # ------------------------------------------- loop ----------------------------------------------------------------
     masks = {k: v.bool().to(device) for k, v in tensors.items()}           # SDCLR: as they were at the start of this epoch
-    if step == 0:                                                          # where training starts from: the left end of every curve
-        log.write({"step": 0, "samples_seen": 0, "eval": evaluator("val")[0]})
+    if step in (0, last):                                                  # the left end of every curve; or a finished run
+        chosen = validate()
     bar = tqdm(total=last, initial=step, disable=common.rank() > 0, dynamic_ncols=True, unit="step", mininterval=1.0)
     learner.train(), extra.train()
     logged, clock = step, time.perf_counter()
@@ -420,8 +457,8 @@ def main(args):
             logged, clock = step, time.perf_counter()
             bar.set_postfix(loss=f"{log.rows[-1]['loss']:.3f}", tau=f"{tau:.3f}", samples=f"{log.rows[-1]['samples_per_s']:.0f}/s", refresh=False)
         bar.update()
-        if due["eval"]:
-            log.write({"step": step, "samples_seen": step * args.batch_size, "eval": evaluator("val")[0]})
+        if due["eval"] or step == last:
+            chosen = validate()
         if due["save"]:
             common.save_checkpoint(folder, step, learner, extra, optimizer.optimizer, accelerator.scaler,
                                    {"tracker_id": log.tracker_id, "wall_s": wall_before + time.time() - started}, masks, batches.positions)
@@ -431,14 +468,19 @@ def main(args):
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)               # the last evaluation in float32, as eval.py does it
+    if "best" in extra:
+        learner.tower.load_state_dict(extra.pop("best").state_dict())
     if common.rank() == 0:
         common.save_model(folder, learner.tower, None, spec)
-    val, _, _ = evaluator("val")
+    common.barrier()
+    learner.tower.load_state_dict(load_file(folder / "model.safetensors"))  # every process tests what is on disk
     test, chance, pieces = evaluator("test")
-    log.write({"step": step, "samples_seen": step * args.batch_size, "eval": val})
-    summary = common.summarize(args, folder, step, steps_per_epoch, wall_before + time.time() - started, learner, extra, batches, val, test, chance, evaluator.errors, processes)
+    summary = common.summarize(args, folder, step, steps_per_epoch, wall_before + time.time() - started, learner, extra, batches, chosen["eval"], test, chance, evaluator.errors, processes)
+    summary |= {"eval_epoch": chosen["step"] / steps_per_epoch, "eval_epoch_val": chosen["val_mean"]}
     if common.rank() == 0:
+        common.write_json(folder / "summary.json", summary)
         draw(folder, log, pieces[args.dataset], sizes, tau_of, steps_per_epoch, args)
+    say(f"tested: the weights of epoch {summary['eval_epoch']:g}, mean of the four val accuracies {summary['eval_epoch_val']:.1f} %")
     say(common.report(summary, folder, common.class_table))
     common.end_run(accelerator)
     return summary
@@ -461,6 +503,13 @@ def update_momentum(encoder, online, momentum):
         key.lerp_(query, 1 - momentum)
 
 
+def coverage(z, bins=500):
+    """Fig. 1, each z (M, D) to the nearest of `bins` random directions: the effective part of these, exp(entropy) / bins, and the images of each, fullest first."""
+    sphere = normalize(torch.randn(bins, z.shape[1], generator=torch.Generator().manual_seed(0))).to(z)              # (bins, D)
+    count = (normalize(z) @ sphere.T).argmax(1).bincount().sort(descending=True).values                              # (up to bins,)
+    return torch.special.entr(count / count.sum()).sum().exp().item() / bins, count[count > 0].tolist()
+
+
 def draw(folder, log, pieces, sizes, tau_of, steps_per_epoch, args):
     """Pictures: curves; class sizes with tau beside them; the paper's Figures 1 to 5. pieces: what ClassEvaluator kept of the test."""
     common.draw_curves(log, [
@@ -471,29 +520,34 @@ def draw(folder, log, pieces, sizes, tau_of, steps_per_epoch, args):
     fig, (left, right) = common.figure(2)                                  # class sizes, with the schedule beside them
     left.bar(range(len(sizes)), np.sort(sizes)[::-1], width=1.0)
     left.set(title="training images of each class", xlabel="class, largest first", ylabel="images")
-    epochs = np.arange(max(1, math.ceil(log.rows[-1]["step"] / steps_per_epoch)))
-    right.step(epochs, [tau_of(int(e)) for e in epochs], where="post")
-    right.set(title=f"temperature ({args.schedule})", xlabel="epoch", ylabel="tau", ylim=(0, 1.05 * max(args.tau_min, args.tau_max if args.schedule != "fixed" else 0)))
+    right.stairs([tau_of(e) for e in range(max(1, math.ceil(log.rows[-1]["step"] / steps_per_epoch)))], baseline=None, color="tab:orange")
+    right.set(title=f"temperature ({args.schedule}) and coverage of the sphere", xlabel="epoch", ylim=(0, None))
+    right.set_ylabel("tau", color="tab:orange")
+    steps, part = log.column("coverage")
+    beside = right.twinx()
+    beside.plot(np.array(steps) / steps_per_epoch, part, "o-", ms=3)
+    beside.set_ylabel("effective part of 500 directions", color="tab:blue")
     common.save_figure(fig, folder / "classes.png")
 
     unit, truth = normalize(pieces["train_features"]), pieces["train_labels"]                                     # (M, width), at most 4,000 training images
     some = np.random.default_rng(0).permutation(len(unit))[:4000]
     unit, truth = unit[some], truth[some]
-    sphere = normalize(torch.randn(500, unit.shape[1], generator=torch.Generator().manual_seed(0)))
-    count = np.sort(np.bincount((unit @ sphere.T).argmax(1).numpy(), minlength=500))[::-1]
     off = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)].numpy()  # cosines to the negatives
     edges = np.linspace(-1, 1, 101)
     middle, histogram = (edges[1:] + edges[:-1]) / 2, np.histogram(off, edges)[0]
     fig, axes = common.figure(3, 2)
-    axes[0].bar(range(500), count, width=1.0)
-    axes[0].set(title="coverage of the sphere (Fig. 1)", xlabel="500 random directions, fullest first", ylabel="images nearest to it")
+    shade = lambda step: str(0.85 * (1 - step / log.rows[-1]["step"]))     # of grey: light = early, black = the end
+    for row in log.rows:
+        if "sphere" in row:
+            axes[0].plot(row["sphere"], color=shade(row["step"]))
+    axes[0].set(title="coverage of the sphere (Fig. 1)", xlabel="of 500 directions, fullest first; light = early", ylabel="images nearest to it", yscale="log")
     for tau in sorted({args.tau_min, (args.tau_min + args.tau_max) / 2, args.tau_max} if args.schedule != "fixed" else {args.tau_min, 0.5, 1.0}):
         single = np.exp((middle - 1) / tau)
         axes[1].plot(middle, single / single.max(), label=f"tau {tau:g}")
         axes[2].plot(middle, single * histogram / max((single * histogram).max(), 1e-30), label=f"tau {tau:g}")
-    axes[1].set(title="loss share of one negative (Fig. 2a)", xlabel="cosine to the anchor", ylabel="share, maximum 1")
-    axes[2].set(title="of all negatives together (Fig. 2c)", xlabel="cosine to the anchor", ylabel="share, maximum 1")
-    axes[1].legend(frameon=False, fontsize=8), axes[2].legend(frameon=False, fontsize=8)
+    for ax, title in ((axes[1], "loss share of one negative (Fig. 2a)"), (axes[2], "of all negatives together (Fig. 2c)")):
+        ax.set(title=title, xlabel="cosine to the anchor", ylabel="share, maximum 1", xticks=(-1, -0.5, 0, 0.5, 1))
+        ax.legend(frameon=False, fontsize=8)
     order = np.argsort(-sizes, kind="stable")
     present = [c for c in order if (truth == c).any()]
     centred = (unit - unit.mean(0)).numpy()
@@ -504,9 +558,12 @@ def draw(folder, log, pieces, sizes, tau_of, steps_per_epoch, args):
     axes[3].legend(frameon=False, fontsize=8)
     axes[3].set(title="PCA, a head and a tail class (Fig. 3)", xlabel="first direction", ylabel="second")
     steps, values = log.column(f"eval/{args.dataset}/few-shot/top1")
-    phase = [(s / steps_per_epoch) % args.period / args.period for s in steps[1:]]
-    axes[4].scatter(phase, values[1:], s=14)
-    axes[4].set(title="few-shot probe over the period (Fig. 4)", xlabel="phase of the period", ylabel="val top-1, %", xlim=(-0.05, 1.05))
+    at = 1 - -np.array(steps[1:]) / steps_per_epoch % args.period / args.period                                   # a period ends at 1, not at 0
+    axes[4].scatter(at, values[1:], s=20, color=[shade(s) for s in steps[1:]])
+    axes[4].set(title="few-shot probe over the period (Fig. 4)", xlabel="phase of the period; light = early", ylabel="val top-1, %", xlim=(-0.05, 1.05))
+    beside, grid = axes[4].twinx(), np.linspace(0, 1, 101)
+    beside.plot(grid, [tau_of(g * args.period) for g in grid], color="tab:orange")
+    beside.set_ylabel("tau", color="tab:orange")
     axes[5].bar(range(len(order)), [pieces["per_class"].get(int(c), 0) for c in order], width=1.0)
     axes[5].set(title="kNN@1 per class (Fig. 5)", xlabel="class, largest first", ylabel="test accuracy, %")
     common.save_figure(fig, folder / "figures.png")

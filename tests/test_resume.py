@@ -20,21 +20,25 @@ import temo
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
-import common, temo
-temo.draw = lambda *a: None  # the pictures take longer than these runs
+import common, SCRIPT
+SCRIPT.draw = lambda *a: None  # the pictures take longer than these runs
 if __name__ == "__main__":
     with common.clean_exit():
-        temo.main(temo.parse_args())
+        SCRIPT.main(SCRIPT.parse_args())
 """
 FLAGS = "--cpu --threads 1 --image-size 24 --batch-size 64 --max-steps 14 --save-every 5 --log-every 1 --eval-every 0".split()
 STEPS, KEPT = 14, ["step_10", "step_14"]
 TAU = ["--loss", "infonce", "--learnable-tau"]
-# A run: processes, flags. FOLDER stands for a folder of png files, of which an epoch has 4 steps; one of emoji has 49.
-WHOLE = {"emoji": (1, []), "two processes": (2, []), "folder": (1, ["--dataset", "FOLDER", "--workers", "0", *TAU])}
-# Killed once step KILL is logged, and resumed from step 5: the run it must equal, processes, flags.
+TAIL = ["--imbalance-ratio", "50"]  # fewer images to evaluate
+# A run: script, processes, flags. FOLDER stands for a folder of png files, of which an epoch has 4 steps; one of emoji has 49 (by class, cut to a tail, 27).
+WHOLE = {"emoji": ("temo", 1, []), "two processes": ("temo", 2, []), "folder": ("temo", 1, ["--dataset", "FOLDER", "--workers", "0", *TAU]),
+         "schedule": ("temperature_schedules", 1, [*TAIL, "--eval-every", "4", "--eval-epoch", "auto"]),
+         "schedule, moco": ("temperature_schedules", 1, [*TAIL, "--loss", "moco", "--queue-size", "200"])}
+# Killed once step KILL is logged, and resumed from step 5: the run it must equal, script, processes, flags.
 KILL = 6
 KILLED = {"emoji": ("emoji", *WHOLE["emoji"]), "two processes": ("two processes", *WHOLE["two processes"]),
-          "folder, 0 workers": ("folder", *WHOLE["folder"]), "folder, 2 workers": ("folder", 1, [*WHOLE["folder"][1], "--workers", "2"])}
+          "folder, 0 workers": ("folder", *WHOLE["folder"]), "folder, 2 workers": ("folder", "temo", 1, [*WHOLE["folder"][2], "--workers", "2"]),
+          "schedule": ("schedule", *WHOLE["schedule"]), "schedule, moco": ("schedule, moco", *WHOLE["schedule, moco"])}
 
 
 def write_folder(folder, n=300):
@@ -49,7 +53,7 @@ def write_folder(folder, n=300):
 
 
 def start(script, processes, flags, log):
-    """temo.py as a user starts it, without its pictures, its words in a file."""
+    """A script as a user starts it, without its pictures, its words in a file."""
     launcher = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return subprocess.Popen([*launcher, str(script), *flags], stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -85,25 +89,25 @@ def runs(tmp_path_factory):
     """Every run below, two at a time: {("whole" or "killed", name): folder}. Killed ones have been resumed."""
     root = tmp_path_factory.mktemp("runs")
     write_folder(root / "set")
-    script = root / "temo.py"
-    script.write_text(QUICK)
+    for script in ("temo", "temperature_schedules"):
+        (root / f"{script}.py").write_text(QUICK.replace("SCRIPT", script))
 
     def flags(kind, name, extra):
         return [*FLAGS, *(str(root / "set") if f == "FOLDER" else f for f in extra), "--output-dir", str(root / kind), "--run-name", name]
 
     def whole(name):
-        processes, extra = WHOLE[name]
-        finish(script, processes, flags("whole", name, extra), root / f"whole {name}.txt")
+        script, processes, extra = WHOLE[name]
+        finish(root / f"{script}.py", processes, flags("whole", name, extra), root / f"whole {name}.txt")
 
     def killed(name):
-        _, processes, extra = KILLED[name]
+        _, script, processes, extra = KILLED[name]
         folder = root / "killed" / name
-        kill_at(KILL, folder, script, processes, flags("killed", name, extra), root / f"killed {name}.txt")
+        kill_at(KILL, folder, root / f"{script}.py", processes, flags("killed", name, extra), root / f"killed {name}.txt")
         last = common.latest_checkpoint(folder)
         assert last and last.name != f"step_{STEPS}", "killed too early or too late"
         shutil.copytree(last, last.with_name("step_13.tmp"))  # what a crash inside a save leaves
         (last.with_name("step_13.tmp") / "model.safetensors").write_bytes(b"cut")
-        finish(script, processes, ["--resume", str(folder)], root / f"resumed {name}.txt")
+        finish(root / f"{script}.py", processes, ["--resume", str(folder)], root / f"resumed {name}.txt")
         assert f"resumed {last} at step {last.name[5:]} of {STEPS}" in (root / f"resumed {name}.txt").read_text()
 
     with ThreadPoolExecutor(2) as pool:
@@ -125,13 +129,15 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(runs, name):
     parts = sorted(p.name for p in (whole / "checkpoints" / "step_14").glob("*.safetensors"))  # weights, tau, optimiser, random state of each process
     assert parts and parts == sorted(p.name for p in (ours / "checkpoints" / "step_14").glob("*.safetensors"))
     assert all(same_tensors(ours / "checkpoints" / "step_14" / p, whole / "checkpoints" / "step_14" / p) for p in parts)
-    assert common.read_json(ours / "summary.json")["test"] == common.read_json(whole / "summary.json")["test"]
+    ours, whole = (common.read_json(folder / "summary.json") for folder in (ours, whole))
+    assert ours["test"] == whole["test"] and ours.get("eval_epoch") == whole.get("eval_epoch")
 
 
 @pytest.mark.parametrize("name", KILLED)
 def test_metrics_have_every_step_once(runs, name):
     ours, whole = rows(runs["killed", name]), rows(runs["whole", KILLED[name][0]])
-    assert [(r["step"], "eval" in r) for r in ours] == [(0, True), *((s, False) for s in range(1, STEPS + 1)), (STEPS, True)]
+    evaluated = [0, 4, 8, 12, STEPS] if name == "schedule" else [0, STEPS]
+    assert [(r["step"], "eval" in r) for r in ours] == sorted([(s, False) for s in range(1, STEPS + 1)] + [(s, True) for s in evaluated])
     timed = "step_s", "data_s", "samples_per_s"
     assert [{k: v for k, v in r.items() if k not in timed} for r in ours] == [{k: v for k, v in r.items() if k not in timed} for r in whole]
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import common
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [ROOT / f"{n}.py" for n in ("temperature_schedules", "mmts", "ncl", "mama", "temo") if (ROOT / f"{n}.py").exists()]
 
@@ -32,6 +34,7 @@ def test_every_flag_has_an_effect(script):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             dest = node.args[0].value[2:].replace("-", "_")
             reads = len(re.findall(rf"\bargs\.{dest}\b", own + shared)) + len(re.findall(rf'"{dest}"', own))
+            reads += dest in common.DATA_FLAGS and len(re.findall(rf'options(\.get\(|\[|\.pop\()"{dest}"', shared))  # load_data's
             assert reads, f"{script.name}: --{dest.replace('_', '-')} is never read"
 
 

@@ -4,6 +4,9 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,10 +22,15 @@ from helpers import CLASSES, encode, picture, write_images
 
 N, D, K = 5, 4, 7
 SMALL = ["--cpu", "--threads", "1", "--batch-size", "64", "--image-size", "24", "--eval-every", "0", "--log-every", "1"]
+TAIL = SMALL + ["--imbalance-ratio", "50", "--eval-every", "2", "--max-steps", "8", "--period", "0.1"]  # 27 steps an epoch
 
 
 def unit(*shape, seed=0):
     return F.normalize(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---------------------------------------------------- method ---------------------------------------------------------
@@ -198,6 +206,65 @@ def test_stop_at_phase_keeps_the_schedules(tmp_path):
     assert [(r["lr"], r["loss"]) for r in rows[1]] == [(r["lr"], r["loss"]) for r in rows[0][:cut["steps"]]]
 
 
+def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch):
+    """Real runs whose val results are replaced by a plan: its best after step 0, the first of equals, is what is saved and tested."""
+    monkeypatch.setattr(ts, "draw", lambda *a: None)
+    evaluate, plan = common.ClassEvaluator.__call__, []
+
+    def planned(self, split):
+        metrics, chance, pieces = evaluate(self, split)
+        if split == "val" and plan:
+            value = plan.pop(0)
+            for result in [r for r in metrics["emoji"].values() if isinstance(r, dict)]:
+                result["mean_per_class"] = value
+        return metrics, chance, pieces
+    monkeypatch.setattr(common.ClassEvaluator, "__call__", planned)
+    run = lambda name, *flags: ts.main(ts.parse_args([*TAIL, "--output-dir", str(tmp_path), "--run-name", name, *flags]))
+
+    plan[:] = 90.0, 20.0, 30.0, 30.0, 10.0  # at steps 0, 2, 4, 6, 8
+    auto = run("auto", "--eval-epoch", "auto", "--save-every", "3")
+    assert (auto["eval_epoch"], auto["eval_epoch_val"], auto["steps"], plan) == (4 / 27, 30.0, 8, []) and auto == common.read_json(tmp_path / "auto" / "summary.json")
+    assert auto["val"]["emoji"] == rows(tmp_path / "auto")[6]["eval"]["emoji"]
+
+    number = run("number", "--eval-epoch", f"{4 / 27:g}")  # the way to the other splits: the same schedules, ended there
+    assert (number["steps"], number["eval_epoch"]) == (4, 4 / 27) and number["test"] == auto["test"] and number["parameters"] == auto["parameters"]
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("auto", "number"))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    last = load_file(tmp_path / "auto" / "checkpoints" / "step_8" / "model.safetensors")
+    assert not torch.equal(last[next(f"tower.{k}" for k in a)], next(iter(a.values())))  # the run went on after it
+
+    shutil.rmtree(tmp_path / "auto" / "checkpoints" / "step_8"), (tmp_path / "auto" / "model.safetensors").unlink()
+    plan[:] = [10.0]  # resumed from step 6: the best lies in the checkpoint
+    assert ts.main(ts.parse_args(["--resume", str(tmp_path / "auto")]))["test"] == auto["test"]
+    plan[:] = [40.0]  # a finished run evaluates its last step again
+    assert ts.main(ts.parse_args(["--resume", str(tmp_path / "auto")]))["eval_epoch"] == 8 / 27
+    with pytest.raises(SystemExit):
+        ts.parse_args(["--resume", str(tmp_path / "auto"), "--eval-epoch", ""])
+
+
+def test_eval_epoch_auto_on_two_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(ts, "draw", lambda *a: None)
+    flags = [*TAIL, "--max-steps", "4", "--lr", "3e-4", "--eval-epoch", "auto", "--output-dir", str(tmp_path), "--run-name"]
+    one = ts.main(ts.parse_args(flags + ["one"]))
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "temperature_schedules.py", *flags, "two"],
+                          cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = common.read_json(tmp_path / "two" / "summary.json")
+    assert two["processes"] == 2 and (two["eval_epoch"], two["test"]) == (one["eval_epoch"], one["test"])
+    for name in ("one", "two"):  # a pure function of the rows
+        means = {r["step"]: np.mean([m["mean_per_class"] for m in r["eval"]["emoji"].values() if isinstance(m, dict)]) for r in rows(tmp_path / name) if "eval" in r and r["step"]}
+        assert list(means) == [2, 4] and max(means, key=means.get) == round(27 * one["eval_epoch"])
+
+
+def test_coverage_counts_directions():
+    part, images = ts.coverage(torch.randn(20_000, 8, generator=torch.Generator().manual_seed(1)))
+    assert part > 0.7 and sum(images) == 20_000 and len(images) > 450 and images == sorted(images, reverse=True)
+    one = torch.randn(1, 8).expand(30, 8)
+    assert ts.coverage(one) == (pytest.approx(1 / 500), [30])
+    assert ts.coverage(torch.cat([one, -one])) == (pytest.approx(2 / 500), [30, 30])
+
+
 def test_the_paper_s_stop():
     epochs, period = 2000, 400
     assert (math.floor(epochs / period) - 1 + 0.7) * period == 1880
@@ -251,7 +318,9 @@ def test_gradients_and_queue_on_several_processes(tmp_path):
 @pytest.mark.parametrize("flags,message", [
     (["--tau-min", "0"], "--tau-min 0.0: must be > 0"), (["--tau-max", "0.05"], "must be at least --tau-min"), (["--tau-head", "1"], "give both"),
     (["--imbalance-ratio", "0.5"], "must be at least 1"), (["--stop-at-phase", "0.7", "--period", "99"], "hold no full --period"), (["--prune", "2"], "between 0 and 1"),
-    (["--loss", "moco", "--chunk-size", "8"], "MoCo's loss is linear"), (["--schedule", "saw"], "invalid choice"), (["--period", "-1"], "must be > 0")])
+    (["--loss", "moco", "--chunk-size", "8"], "MoCo's loss is linear"), (["--schedule", "saw"], "invalid choice"), (["--period", "-1"], "must be > 0"),
+    (["--eval-epoch", "auto", "--eval-every", "0"], "needs --eval-every > 0"), (["--eval-epoch", "31"], "at most --epochs 30"), (["--eval-epoch", "0"], "must be auto, or > 0"),
+    (["--eval-epoch", "last"], "must be auto"), (["--eval-epoch", "3", "--stop-at-phase", "0.7"], "give one of them")])
 def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit) as stop:
         ts.parse_args(flags)
