@@ -550,29 +550,26 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
     import av
     try:
         with av.open(io.BytesIO(source) if isinstance(source, (bytes, bytearray)) else str(source), metadata_errors="ignore") as container:
-            stream = next((s for s in container.streams.video if "attached_pic" not in str(s.disposition)), None)  # the cover of an mp3 is no video
+            stream = next((s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic), None)  # the cover of an mp3 is no video
             if stream is None:
                 raise ValueError("no video stream")
             stream.codec_context.thread_count, stream.thread_type = torch.get_num_threads(), "AUTO"
             unit, origin, form = float(stream.time_base or 0), stream.start_time or 0, container.format.name
-            back = int(start / unit) + origin if start and start > 2 and unit and form != "gif" else None  # from a key frame on: the rest need not be read
-            with contextlib.suppress(av.FFmpegError):
-                container.seek(back, stream=stream) if back else None
-            times = []
-            for packet in container.demux(stream):
-                if packet.size and not packet.is_discard:
-                    times.append(packet.pts)
-                    if end is not None and packet.dts is not None and (packet.dts - origin) * unit > end:
-                        break
-            known = None not in times and form != "avi"  # avi numbers its packets in the order of decoding
-            seconds = np.sort(np.array(times, dtype=float) - origin) * unit if known else np.arange(len(times)) / float(stream.average_rate or 25)  # (frames,)
-            if not len(seconds):
+            indexed = "mp4" in form or "matroska" in form  # these know where their key frames are; elsewhere a seek lands anywhere
+            back = int(start / unit) + origin if indexed and start and start > 2 and unit else None  # from a key frame on: the rest need not be read
+            packets = _packets(container, stream, back, end)
+            if back and not (packets and packets[0][0] is not None and packets[0][0] <= back):  # that key frame shows later than the window begins (open GOP)
+                back, packets = None, _packets(container, stream, None, end)
+            if not packets:
                 raise ValueError("no frame can be read" + (f" after {start} s" if back else ""))
+            timed = all(t is not None for t, _ in packets)
+            known = timed and form != "avi"  # avi numbers its packets in the order of decoding: good for times, not for telling frames apart
+            seconds = np.sort(np.array([t for t, _ in packets], dtype=float) - (packets[0][0] if form == "avi" else origin)) * unit if timed else np.arange(len(packets)) / float(stream.average_rate or 25)  # (frames,)
             pace = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)  # mean length of a frame
-            announced = float(stream.duration * stream.time_base) if stream.duration else _seconds(stream.metadata.get("DURATION", ""))
-            if end is None and seconds[-1] + pace < 0.9 * announced - 0.1:
-                raise ValueError(f"truncated: {seconds[-1] + pace:.1f} of {announced:.1f} s are there")
-            places = _place_frames(seconds, pace, n, start or 0.0, math.inf if end is None else end, sampling, draws)
+            tail = max(pace, max(packets)[1] * unit) if timed else pace  # length of the last one, which may stay
+            if end is None and seconds[-1] + tail < 0.9 * _announced(container, stream) - 0.1:
+                raise ValueError(f"truncated: {seconds[-1] + tail:.1f} of {_announced(container, stream):.1f} s are there")
+            places = _place_frames(seconds, pace, tail, n, start or 0.0, math.inf if end is None else end, sampling, draws)
             container.seek(back, stream=stream) if back else container.seek(0)
             pictures = []
             for k, frame in enumerate(container.decode(stream)):
@@ -590,18 +587,42 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
         raise ValueError(f"not a readable video ({error.strerror})") from error
 
 
-def _place_frames(seconds, pace, n, start, end, sampling, draws):
-    """Numbers of the n frames to keep, ascending: seconds (frames,) are their times."""
+def _packets(container, stream, back, end):
+    """[(time, length)] in units of the stream, as they are stored, of the frames from the key frame before `back` (None = all) to `end` seconds."""
+    out, origin = [], stream.start_time or 0
+    with contextlib.suppress(OSError, ValueError):
+        container.seek(back, stream=stream) if back else container.seek(0)
+    for packet in container.demux(stream):
+        if packet.size and not packet.is_discard:
+            out.append((packet.dts if container.format.name == "avi" else packet.pts, packet.duration or 0))
+            if end is not None and packet.dts is not None and (packet.dts - origin) * float(stream.time_base or 0) > end:
+                break
+    return out
+
+
+def _announced(container, stream):
+    """Seconds of video that the file says it holds; 0 where it says nothing."""
+    if container.format.name == "avi":  # its duration is guessed from the size of the file
+        return stream.frames / float(stream.average_rate) if stream.average_rate else 0.0
+    if stream.duration:
+        return float(stream.duration * stream.time_base)
+    alone = "matroska" in container.format.name and len(container.streams) == 1  # else sound may be longer
+    return _seconds(stream.metadata.get("DURATION", "")) or (alone and container.duration or 0) / 1e6
+
+
+def _place_frames(seconds, pace, tail, n, start, end, sampling, draws):
+    """Numbers of the n frames to keep, ascending: seconds (frames,) are their times, pace their mean length, tail the length of the last."""
     inside = np.flatnonzero((seconds >= start - 1e-6) & (seconds < end))
     if not len(inside):  # a window between two frames shows the earlier one
         inside = np.flatnonzero(seconds <= start)[-1:]
-        if not len(inside) or start > seconds[-1] + pace:
-            raise ValueError(f"no frame between {start:g} and {end:g} s; the clip ends at {seconds[-1] + pace:.1f} s")
+        if not len(inside) or start > seconds[-1] + tail or end < start:
+            raise ValueError(f"no frame between {start:g} and {end:g} s; the clip ends at {seconds[-1] + tail:.1f} s")
     own = seconds[inside]
     if sampling == "uniform":
         at = np.linspace(own[0], own[-1], n) if n > 1 else own[[0, -1]].mean(keepdims=True)  # (n,)
         return inside[np.abs(own[None] - at[:, None]).argmin(1)]
-    at = own[0] + (np.arange(n) + (0.5 if sampling == "middle" else np.asarray(draws)[:n])) / n * (own[-1] + pace - own[0])
+    stop = own[-1] + pace if inside[-1] < len(seconds) - 1 else min(own[-1] + tail, max(end, own[-1] + pace))
+    at = own[0] + (np.arange(n) + (0.5 if sampling == "middle" else np.asarray(draws)[:n])) / n * (stop - own[0])
     return inside[np.searchsorted(own, at + 1e-6, side="right").clip(min=1) - 1]  # the frame on show at that time
 
 
@@ -645,7 +666,7 @@ class Clips:
         try:
             x = decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (keep, 3, H, W)
         except (OSError, ValueError, RuntimeError):  # not there yet, or cut by a crash
-            x = self._fill(file, read_frames(source, keep, start, end, spread, None, self.short))
+            x = self._fill(file, read_frames(source, keep, start, end, spread, None, self.short))  # (keep, 3, H, W)
         if self.sampling != "random":
             return x
         pick = np.arange(self.frames) * 3 + (np.minimum(np.asarray(draws)[:self.frames] * 3, 2).astype(int) if draws is not None else 1)
@@ -653,6 +674,8 @@ class Clips:
 
     def _fill(self, file, frames):
         from PIL import Image
+        if len(frames) * frames.shape[1] > 65_500:  # more rows than a jpeg can hold: not cached
+            return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         Image.fromarray(frames.reshape(-1, *frames.shape[2:])).save(temporary, "jpeg", quality=92, subsampling=0)
@@ -670,7 +693,10 @@ class Features:
     def __call__(self, source, start=None, end=None, draws=None):
         parts = []
         for folder in self.folders:
-            x = np.atleast_2d(np.load(Path(folder).expanduser() / f"{Path(source).stem}.npy", allow_pickle=False)).astype(np.float32)  # (time, width)
+            try:
+                x = np.atleast_2d(np.load(Path(folder).expanduser() / f"{Path(source).stem}.npy", allow_pickle=False)).astype(np.float32)  # (time, width)
+            except (EOFError, TypeError) as error:  # an empty file, an npz: a bad sample like any other
+                raise ValueError(f"{folder}: {Path(source).stem}.npy is not an array ({first_line(error)})") from error
             if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
                 raise ValueError(f"{folder}: features of shape {x.shape}, expected (time, width), finite")
             parts.append(x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)])
@@ -1413,7 +1439,7 @@ def _tables(kind, files, name, options, gated=""):
         caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name, required=False)
         if caption is None and not getattr(table.features.get(label), "names", None):
             pick_column("--caption-column", None, columns, CAPTION_COLUMNS, name)
-        example = table[0][caption] if caption and len(table) else ""
+        example = table.select_columns(caption)[0][caption] if caption and len(table) else ""  # the pictures stay undecoded
         if isinstance(example, dict) or (isinstance(example, list) and example and not isinstance(example[0], str)):
             raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: {', '.join(columns)}")
         out[split] = TableExamples(name, split, table, image, caption, label)
@@ -1456,15 +1482,14 @@ def _caption_file(name, split, file, root, options):
 def _windows(table):
     """(start, end) in seconds of each row, from the columns start and end, start_time and end_time, or segment; (None, None) without."""
     columns = table.column_names
-    if "segment" in columns:
-        return [tuple(map(float, x)) for x in table["segment"][:]]
-    pair = next((p for p in (("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds")) if set(p) <= set(columns)), None)
+    pair = next((p for p in (("segment",), ("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds")) if set(p) <= set(columns)), None)
     if not pair:
         return [(None, None)] * len(table)
     try:
-        return [tuple(None if v is None or v == "" else float(v) for v in w) for w in zip(table[pair[0]][:], table[pair[1]][:])]
+        rows = table["segment"][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
+        return [(start, end) for start, end in ((None if v is None or v == "" else float(v) for v in row) for row in rows)]
     except (TypeError, ValueError) as error:
-        raise UserError(f"columns {pair[0]} and {pair[1]}: expected seconds ({first_line(error)})") from error
+        raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)})") from error
 
 
 def _same_classes(splits):
@@ -1655,9 +1680,22 @@ def _tar_stream(url):
 # ---- videos with annotation files: folders of classes, rows of paths, and the published sets in the layouts people have ----
 @functools.lru_cache(maxsize=16)
 def _video_index(folder):
-    """{file name and its stem: path} of all videos (or files of features) below a folder."""
-    files = sorted(f for f in Path(folder).expanduser().rglob("*") if f.suffix.lower().lstrip(".") in (*VIDEO_TYPES, "gif", "npy"))
-    return {f.stem: str(f) for f in files} | {f.name: str(f) for f in files}
+    """{file name, and its stem: paths} of all videos (or files of features) below a folder."""
+    out = {}
+    for f in sorted(f for f in Path(folder).expanduser().rglob("*") if f.suffix.lower().lstrip(".") in (*VIDEO_TYPES, "gif", "npy") and f.is_file()):  # EPIC-KITCHENS has folders called P01_01.MP4
+        for name in (f.name, f.stem):
+            out.setdefault(name, []).append(str(f))
+    return out
+
+
+def _find_video(index, name):
+    """Path of a video by its file name or stem ('v_' may be missing); where several have the name, the one below the folders that the name says."""
+    video = Path(name)
+    found = next((index[k] for k in (video.name, video.stem, video.stem.removeprefix("v_"), f"v_{video.stem}") if k in index), [])
+    if len(found) > 1 and len(video.parts) > 1:
+        tails = tuple(f"/{v.as_posix()}" for v in (video, video.with_suffix("")))
+        found = [p for p in found if Path(p).as_posix().endswith(tails) or Path(p).with_suffix("").as_posix().endswith(tails)]
+    return found[0] if found else None
 
 
 def _is_video(path):
@@ -1671,16 +1709,16 @@ def _clips_of(name, split, annotations, options, root=None):
         raise UserError(f"--video-dir {folder}: no such folder")
     index, found, missing = _video_index(str(folder)), {}, []
     for key in annotations:
-        video = Path(str(key[0]))
-        path = next((index[k] for k in (video.name, video.stem, str(key[0]), video.stem.removeprefix("v_"), f"v_{video.stem}") if k in index), None)
-        path = str(folder / video) if (folder / video).is_file() else path
+        path = str(folder / str(key[0])) if (folder / str(key[0])).is_file() else _find_video(index, str(key[0]))
         found |= {key: Window(path, *key[1:])} if path else {}
         missing += [] if path else [str(key[0])]
+    if not annotations:
+        raise UserError(f"{name} ({split}): the annotations name no video")
     if not found:
         raise UserError(f"{name} ({split}): none of {len(annotations):,} videos is below {folder} (looked for {missing[0]}); --video-dir names the folder of the videos")
     join = options.get("join_captions") or (name in VIDEO and VIDEO[name].get("paragraphs"))
     texts = [annotations[k] if not join else [" ".join(t.strip() for t in annotations[k])] for k in found]
-    data = FileExamples(name, split, list(found.values()), texts, keys=[f"{k[0]}" + (f" {k[1]:g}-{k[2]:g} s" if None not in k[1:] else "") for k in found], clip=clip_options(options))
+    data = FileExamples(name, split, list(found.values()), texts, keys=[f"{k[0]}" + (f" {'-'.join('' if t is None else f'{t:g}' for t in k[1:])} s" if k[1:] != (None, None) else "") for k in found], clip=clip_options(options))
     data.found = list(found)
     data.note = f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}" if missing else ""
     return data
@@ -1688,7 +1726,7 @@ def _clips_of(name, split, annotations, options, root=None):
 
 def _video_folder(name, path, options):
     """{split: clips} of class folders of videos (train/val/test folders where there are some); the class names serve as captions."""
-    files = sorted({Path(f) for f in _video_index(str(path)).values()})
+    files = sorted({Path(f) for paths in _video_index(str(path)).values() for f in paths if not f.endswith(".npy")})
     splits = {}
     for f in files:
         parts = f.relative_to(path).parts
@@ -1711,6 +1749,8 @@ def load_plain_pickle(path):
 
     class Plain(pickle.Unpickler):
         def find_class(self, module, name):
+            if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes, and so arrays, for Python 2
+                return lambda text, _: text.encode("latin1")
             if (module.startswith("numpy") and name in ("ndarray", "dtype", "scalar", "_reconstruct", "_frombuffer")) or (module in ("builtins", "__builtin__") and name in ("set", "frozenset", "complex", "bytearray", "unicode", "long")):
                 return super().find_class(module, name)
             raise UserError(f"{path}: asks for {module}.{name}; only plain data is read from pickles")
@@ -1724,7 +1764,7 @@ def load_plain_pickle(path):
 def _read_msrvtt(file, split):
     wanted = {line.split(",")[0].strip() for line in file.read_text(encoding="utf8").splitlines()[1:] if line.strip()}
     out = {}
-    for row in _json_beside(file, "MSRVTT_data.json")["sentences"]:
+    for row in _json_beside(file, "MSRVTT_data.json", "sentences"):
         if row["video_id"] in wanted:
             out.setdefault((row["video_id"], None, None), []).append(row["caption"])
     return out
@@ -1760,8 +1800,12 @@ def _beside(file, name):
     return file.parent / name
 
 
-def _json_beside(file, name):
-    return json.loads(_beside(file, name).read_text(encoding="utf8"))
+def _json_beside(file, name, part):
+    path = _beside(file, name)
+    try:
+        return json.loads(path.read_text(encoding="utf8"))[part]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} has another layout than expected ({type(error).__name__}: {first_line(error)})") from error
 
 
 # Annotation files by split, in the order they are looked for: (file or pattern below --data-dir, its reader; None = rows of video, caption[, start, end]), and how many examples there are.
@@ -1788,7 +1832,7 @@ def _video_set(name, split, options):
     if not (options.get("video_dir") or options.get("data_dir")):
         raise UserError(f"--dataset {name} needs --video-dir (the folder of its videos) and --data-dir (its annotation files: {', '.join(f for files in entry['files'].values() for f, _ in files)})")
     root = Path(options.get("data_dir") or options["video_dir"]).expanduser()
-    if not options.get("data_dir") and entry["repo"] and not any(list(root.glob(f)) for f, _ in entry["files"][split]):
+    if not options.get("data_dir") and entry["repo"] and not any(list(root.rglob(f)) for f, _ in entry["files"][split]):
         root = Path(_hub_call(name, entry["repo"], lambda hub: hub.snapshot_download(entry["repo"], repo_type="dataset", allow_patterns=["*.json", "*.jsonl", "*.csv", "*.parquet"])))
     file, reader = next(((f, r) for pattern, r in entry["files"][split] for f in sorted(root.rglob(pattern)) if f.is_file()), (None, None))
     if file is None:
@@ -1800,7 +1844,9 @@ def _video_set(name, split, options):
             data = _clips_of(name, split, reader(file, split), options, root)
         else:
             data = _caption_file(name, split, file, root, options | {"video_dir": options.get("video_dir") or str(root)})
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # ValueError: no json, no UTF-8
         raise UserError(f"{name}: {file} has another layout than expected ({type(error).__name__}: {first_line(error)})") from error
     data.grouped, count = entry.get("grouped", False), entry["counts"].get(split)
     if count and len(data) != count:
@@ -1835,7 +1881,7 @@ class Narrations(FileExamples):
 
     def read(self, i, draws=None):
         video, k = self._line(i)
-        return self.clip(self.index[video], float(self.lines[video]["start"][k]), float(self.lines[video]["end"][k]), draws)
+        return self.clip(self.index[video][0], float(self.lines[video]["start"][k]), float(self.lines[video]["end"][k]), draws)
 
 
 # ---- long-tail sets of labelled images, for methods without texts ----
@@ -2052,7 +2098,7 @@ MOTIONS = {
     "darkens": (("darkens", "turns black", "becomes a shadow"), lambda t: {"bright": 1 - 0.95 * t}),
     "rolls right": (("rolls to the right", "tumbles right", "rolls over rightwards"), lambda t: {"x": 0.55 * t, "angle": 2 * np.pi * t}),
     "pulses": (("pulses", "beats like a heart", "grows and shrinks"), lambda t: {"sx": 1 + 0.5 * np.sin(2 * np.pi * t), "sy": 1 + 0.5 * np.sin(2 * np.pi * t)}),
-    "flips": (("flips over", "turns its back", "flips like a coin"), lambda t: {"sx": np.where(np.abs(np.cos(2 * np.pi * t)) < 0.1, 0.1, np.cos(2 * np.pi * t))}),
+    "flips": (("flips over", "turns its back", "flips like a coin"), lambda t: {"sx": np.where(np.abs(np.cos(np.pi * t)) < 0.1, 0.1, np.cos(np.pi * t))}),
     "descends": (("descends to the lower left", "flies down to the left", "goes down diagonally"), lambda t: {"x": -0.5 * t, "y": 0.5 * t}),
     "blinks": (("blinks", "flashes on and off", "appears and disappears"), lambda t: {"alpha": np.where((4 * t).astype(int) % 2, 0.08, 1.0)}),
     "shakes": (("shakes", "trembles", "jitters"), lambda t: {"x": 0.22 * np.sin(9 * np.pi * t), "angle": 0.25 * np.cos(7 * np.pi * t)})}
@@ -2136,10 +2182,13 @@ class MovingEmoji(Examples):
         self.noisy = np.zeros(len(texts), bool)
         if split == "train" and caption_noise:
             chosen = np.random.default_rng([7, 2]).permutation(len(texts))[:round(caption_noise * len(texts))]
-            for i, j in zip(chosen, np.roll(chosen, 1)):
-                self.noisy[i] = True
-            moved = {i: texts[j] for i, j in zip(chosen, np.roll(chosen, 1))}
-            texts = [moved.get(i, t) for i, t in enumerate(texts)]
+            what, giver = pairs[split], np.roll(chosen, 1)
+            for k in np.flatnonzero(what[chosen] == what[giver]):  # that clip is of the same pair: change givers with one where both then differ
+                for other in np.flatnonzero((what[giver] != what[chosen[k]]) & (what[chosen] != what[giver[k]]))[:1]:
+                    giver[[k, other]] = giver[[other, k]]
+            self.noisy[chosen] = what[chosen] != what[giver]
+            moved = dict(zip(chosen, giver))
+            texts = [texts[moved.get(i, i)] for i in range(len(texts))]
         super().__init__("moving-emoji", split, texts, self.verbs, [f"{split} {i}" for i in self.rows], pairs[split])
         self.label_names, self.noun_names = verbs, [n[0] for n in names]
         self.note = f"{frames} frames of {size} px; {len(set(pairs[split]))} pairs of {len(set(self.verbs))} verbs and {len(set(self.nouns))} nouns" + (f"; {int(self.noisy.sum())} clips with another's captions" if self.noisy.any() else "")
@@ -2150,7 +2199,7 @@ class MovingEmoji(Examples):
     def _captions_of(names, phrases, colour, u):
         a, b, c = (phrases[int(u[5] * 3 + k) % 3] for k in range(3))
         other = names[int(u[6] * len(names))]
-        return [f"the {names[0]} {a} on a {colour} background", f"a {other} {b}", f"one {names[0]} that {c}"]
+        return [f"the {names[0]} {a} on a {colour} background", f"a{'n' * (other[0] in 'aeiou')} {other} {b}", f"one {names[0]} that {c}"]
 
     def read(self, i, draws=None):
         row = self.rows[i]

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 import common
 import ncl
@@ -70,7 +71,7 @@ def parse_args(argv=None):
     g.add_argument("--normalize", choices=["none", "queue", "oracle"], default="none", help="NCL's biases at test time: from training queries (the run's queue, or its training set), or from the test queries themselves (no fair result)")
     g.add_argument("--queue-size", type=int, default=16_384, help="training queries used of each kind, the latest; paper 16,384")
     g.add_argument("--gamma", type=float, default=0.0, help="temperature of that normalisation, divides the cosine; 0 = the checkpoint's own")
-    g.add_argument("--iterations", type=int, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
+    g.add_argument("--iterations", type=int, default=0, help="rounds of Sinkhorn-Knopp; 0 = the checkpoint's own, else the paper's 4")
     g.add_argument("--query", default="", help="a text: search --dataset for it and draw the hits instead of the tasks")
     g.add_argument("--dataset", default="", help="folder of images (or any set) that --query searches")
     g.add_argument("--top", type=int, default=5, help="hits of a query")
@@ -85,10 +86,10 @@ def parse_args(argv=None):
         p.error("--checkpoint RUN_DIR, or --image-encoder and --text-encoder, say what to evaluate")
     if bool(args.query) != bool(args.dataset):
         p.error("--query TEXT and --dataset FOLDER go together; --datasets is for the tasks")
-    for name in ("max_captions", "limit", "few_shot", "image_size", "workers", "threads", "frames", "gamma"):
+    for name in ("max_captions", "limit", "few_shot", "image_size", "workers", "threads", "frames", "gamma", "iterations"):
         if getattr(args, name) < 0:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 0")
-    for name in ("eval_batch", "top", "queue_size", "iterations"):
+    for name in ("eval_batch", "top", "queue_size"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if min(args.knn_k) < 1:
@@ -147,8 +148,10 @@ def stand_ins(model, tokenizer, transform, name, options, args, device):
     """(texts, videos, gamma) for --normalize: the queues of an NCL run, else embeddings of training examples (one caption each), drawn once. Collective."""
     own = common.read_json(Path(args.checkpoint) / "args.json", {}) if args.checkpoint else {}
     gamma, file = args.gamma or own.get("tau") or 0.01, Path(args.checkpoint) / "queues.safetensors"
+    last = common.latest_checkpoint(args.checkpoint) if own.get("learnable_tau") else None
+    if last and not args.gamma and "tau.log_tau" in (extra := load_file(last / "extra.safetensors")):
+        gamma = extra["tau.log_tau"].exp().item()
     if args.checkpoint and file.is_file():
-        from safetensors.torch import load_file
         queues = load_file(file)
         gamma = args.gamma or queues["gamma"].item()
         if name == own.get("dataset"):                                     # other sets have queries of their own
@@ -166,7 +169,7 @@ def stand_ins(model, tokenizer, transform, name, options, args, device):
 def evaluate(model, tokenizer, transform, name, options, args, device, folder):
     """All tasks of one data set -> (metrics, chance); pictures go to folder. Collective."""
     own = common.read_json(Path(args.checkpoint) / "args.json", {}) if args.checkpoint else {}
-    sets = None
+    sets, iterations = None, args.iterations or own.get("iterations") or 4
     if own.get("script") == "temperature_schedules" and name == own["dataset"]:  # its long tail, its held-out images, the classes it counts
         sets = common.labelled_sets(name, own["imbalance_ratio"], own["split_seed"], **options | {k: own[k] for k in ("index_file", "test_file") if own[k]})
     data, train = sets[args.split] if sets else common.load_data(name, args.split, **options), None
@@ -201,11 +204,11 @@ def evaluate(model, tokenizer, transform, name, options, args, device, folder):
                 metrics[task], chance[task] = common.retrieval_both_ways(pieces)
                 if args.normalize != "none":
                     texts, videos, gamma = stand_ins(model, tokenizer, transform, name, options, args, device)
-                    results, pieces["biases"] = ncl.normalized_retrieval(pieces, gamma, args.iterations, texts, videos)
+                    results, pieces["biases"] = ncl.normalized_retrieval(pieces, gamma, iterations, texts, videos)
                     metrics[task] = {k: v for k, v in results[args.normalize].items() if k != "error"}
                     metrics["normalize"] = results
                     if common.rank() == 0:
-                        ncl.draw_normalization(pieces, gamma, args.iterations, {"texts": [] if texts is None else texts, "videos": videos}, folder / f"normalization_{common.slug(name)}.png")
+                        ncl.draw_normalization(pieces, gamma, iterations, {"texts": [] if texts is None else texts, "videos": videos}, folder / f"normalization_{common.slug(name)}.png")
             elif task == "gap":
                 own = pieces["image"][pieces["owner"]]
                 metrics[task] = {"modality_gap": common.modality_gap(pieces["image"], pieces["text"]),

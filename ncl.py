@@ -63,13 +63,15 @@ CLIP4CLIP = dict(
     crop_min=1.0, flip=0.0, jitter=0.0, save_every=500, eval_every=0, log_every=50, mixed_precision="no", streaming=False, loss_scale=1.0)
 MOVING = CLIP4CLIP | dict(
     recipe="ours", image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128, image_size=32, image_stats="half", text_length=24, text_pooling="mean", unfold_captions=False, frames=4,
-    epochs=24.0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8, tau=0.05, learnable_tau=False, queue_size=2000, crop_min=0.8, jitter=0.2, save_every=120, eval_every=120, log_every=10)
+    epochs=24.0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8, tau=0.1, learnable_tau=False, queue_size=2000, crop_min=0.8, jitter=0.2, save_every=120, eval_every=120, log_every=10)
 RECIPES = {"msrvtt": CLIP4CLIP, "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_epochs=0.0), "activitynet": CLIP4CLIP | dict(epochs=10.0, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False),
            "didemo": CLIP4CLIP | dict(recipe="ours; as activitynet, which is as long", epochs=10.0, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False),
            "youcook2": CLIP4CLIP | dict(recipe="ours; as msrvtt"), "howto100m": CLIP4CLIP | dict(recipe="ours; as msrvtt", epochs=1.0, warmup_epochs=0.1, unfold_captions=False),
-           "moving-emoji": MOVING, "emoji": MOVING | dict(recipe="ours; as moving-emoji", image_size=48, epochs=40.0, crop_min=0.35, flip=0.5, jitter=0.4),
+           "moving-emoji": MOVING, "emoji": MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4),
            "own": MOVING | dict(recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, eval_every=0, save_every=500)}
-LOSSES = {"ncl on features": dict(tau=0.07, learnable_tau=False, loss_scale=15.0)}  # SSB (App. C)
+PLAIN = dict(normalize="none")                                              # the baselines are reported as they are
+LOSSES = {"infonce": PLAIN, "max-margin": PLAIN | dict(learnable_tau=False), "ncl on features": dict(tau=0.07, learnable_tau=False, loss_scale=15.0),  # SSB (App. C)
+          "infonce on features": PLAIN | dict(tau=0.07, learnable_tau=False), "max-margin on features": PLAIN | dict(tau=0.07, learnable_tau=False)}
 
 
 def parse_args(argv=None):
@@ -182,12 +184,14 @@ def parse_args(argv=None):
     args = p.parse_args(argv)
     common.check_args(p, args, saved)
     # <<< shared
-    if not args.tau > 0:
-        p.error(f"--tau {args.tau}: must be > 0; it divides the cosine")
+    if not 0 < args.tau < math.inf:
+        p.error(f"--tau {args.tau}: must be > 0 and finite; it divides the cosine")
     if not 0 < args.tau_clamp[0] <= args.tau <= args.tau_clamp[1] and args.learnable_tau:
         p.error(f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     if args.learnable_tau and args.loss == "max-margin":
         p.error("--learnable-tau: --loss max-margin has no temperature")
+    if (args.image_encoder == "features") != bool(args.feature_dir):
+        p.error("--image-encoder features and --feature-dir go together")
     for name, low in {"iterations": 1, "queue_size": 1, "margin": 0, "loss_scale": 0, "jitter": 0}.items():
         if not getattr(args, name) >= low:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
@@ -203,7 +207,7 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
 
     Args:
         sim: (m, n) cosines, rows = texts (or queries), columns = videos (or items).   gamma: temperature, > 0.
-        iterations: rounds; each sets the rows right, then the columns, so the columns are exact at the end.
+        iterations: rounds, at least 1; each sets the rows right, then the columns, so the columns are exact at the end.
         row_prior (m,), col_prior (n,): shares that sum to 1; None = 1/m and 1/n.
     Returns: a (m,), b (n,) in cosine units, fp32 at least. Log domain: finite for any cosine and gamma.
     """
@@ -271,12 +275,13 @@ class QueryQueue(nn.Module):
         """Add this step's embeddings of all processes: (B, D) local rows, any scale."""
         x, size = gather(normalize(x)), len(self.queries)                  # (N, D)
         at = (self.count + torch.arange(len(x), device=x.device))[-size:] % size
-        self.queries[at] = x[-size:]
+        self.queries[at] = x[-size:].to(self.queries)
         self.count += len(x)
 
     def get(self):
-        """The queries that are there, (min(pushed, size), D); the empty places are no queries."""
-        return self.queries[:int(self.count.clamp(max=len(self.queries)))]
+        """The queries that are there, oldest first, (min(pushed, size), D); the empty places are no queries."""
+        size, count = len(self.queries), int(self.count)
+        return self.queries[:count] if count < size else self.queries.roll(-(count % size), 0)
 
 
 # ------------------------------------------------------- test-time normalisation -------------------------------------
@@ -352,7 +357,7 @@ def main(args):
         return extra["tau"]["log_tau"].exp().item() if args.learnable_tau else args.tau
 
     def normalized(pieces):
-        """The numbers of a data set under every normalisation; those of --normalize stand in front."""
+        """The numbers of a data set under every normalisation, with this run's queues; those of --normalize stand in front."""
         texts, videos = extra["texts"].get().cpu(), extra["videos"].get().cpu()
         results, pieces["biases"] = normalized_retrieval(pieces, gamma_now(), args.iterations, texts, videos)
         chosen = results.get(args.normalize, results["none"])              # before the first step the queues are empty
@@ -509,12 +514,15 @@ def draw_normalization(pieces, gamma, iterations, queues, path):
             axes[3].plot(sizes, [f[way]["R@1"] for f in found], marker="o", ms=3, label=label, color=colour)
             axes[3].axhline(plain[way]["R@1"], ls=":", color=colour, label=f"{label}, no queue")
         axes[3].set(xscale="log", title="R@1 by queue size (Fig. 5)", xlabel="training queries in the queue", ylabel="R@1, %")
+    else:
+        axes[3].set_axis_off()
     for mode, (b, _) in biases.items():
         share = np.sort((F.softmax((sim + b) / gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]).numpy())[::-1]
         axes[4].plot(share, label=mode)
     axes[4].set(yscale="log", title="what each video collects", xlabel="video, most first", ylabel="sum of probabilities, 1 = fair")
     for ax in axes:
-        ax.legend(frameon=False, fontsize=7)
+        if ax.axison:
+            ax.legend(frameon=False, fontsize=7)
     fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split}): {len(image)} items, {len(text)} texts, gamma {gamma:.3g}", fontsize=10)
     common.save_figure(fig, path)
 

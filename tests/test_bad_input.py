@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import common
+import ncl
 import temo
 from helpers import TEXT, TRUNCATED, tar_samples, write_captions, write_images, write_parquet_images, write_rows, write_tar
 
@@ -292,16 +293,19 @@ def test_nan_weights_stop_at_the_first_step(good, tmp_path, capsys):
 
 
 # ---------------------------------------------------- the command line -----------------------------------------------
-def test_the_command_prints_one_line_and_ends_with_2(tmp_path):
-    done = subprocess.run([sys.executable, "temo.py", "--dataset", "/no/such"], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("script", ["temo.py", "ncl.py"])
+def test_the_command_prints_one_line_and_ends_with_2(script):
+    done = subprocess.run([sys.executable, script, "--dataset", "/no/such"], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.startswith("error: --dataset /no/such: no such path") and done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr and not done.stdout
 
 
-def test_help(monkeypatch, capsys):
+@pytest.mark.parametrize("script, flag, after, defaults", [(temo, "--batch-size", "--chunk-size CHUNK", {"cc3m": 2048, "cc12m": 4096, "emoji": 256}),
+                                                           (ncl, "--epochs", "--max-steps MAX", {"msrvtt": 5.0, "msvd": 3.0, "activitynet": 10.0})], ids=["temo", "ncl"])
+def test_help(script, flag, after, defaults, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(common, "check_args", lambda parser, args, saved: seen.append(parser))  # the parser never leaves parse_args
-    temo.parse_args([])
+    script.parse_args([])
     actions = [a for a in seen[0]._actions if not isinstance(a, argparse._HelpAction)]
     assert len(actions) > 60
     for action in actions:
@@ -312,11 +316,11 @@ def test_help(monkeypatch, capsys):
     text = seen[0].format_help()
     assert all(a.option_strings[0] in text for a in actions) and "%(" not in text
 
-    for dataset, batch in (("cc3m", 2048), ("cc12m", 4096), ("emoji", 256)):                 # --help shows the effective defaults
+    for dataset, value in defaults.items():                                                   # --help shows the effective defaults
         with pytest.raises(SystemExit) as stop:
-            temo.parse_args(["--dataset", dataset, "--help"])
+            script.parse_args(["--dataset", dataset, "--help"])
         assert stop.value.code == 0
-        assert re.search(rf"--batch-size .*\(default:\s+{batch}\)", re.sub(r"\s+", " ", capsys.readouterr().out).split("--chunk-size CHUNK")[-2])
+        assert re.search(rf"{flag} .*\(default:\s+{value}\)", re.sub(r"\s+", " ", capsys.readouterr().out).split(after)[-2])
 
 
 def test_resume_remembers_changed_flags_and_refuses_fewer_steps(tmp_path, capsys):

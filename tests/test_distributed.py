@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 
 import common
+import ncl
 import temo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +77,10 @@ LOSSES = {  # (embeddings I, T, I~, T~ of these rows, learnable tau, rows) -> me
     "cwcl": lambda e, tau, rows: temo.cwcl_loss(*e[:2], tau),
     "dystress": lambda e, tau, rows: temo.multimodal_loss(*e[:2], temo.dystress_temperature),
     "simclr": lambda e, tau, rows: temo.simclr_loss(e[0], e[1], 0.1),
+    "ncl, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma),
+    "ncl with gradient, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, detach=False),
+    "ncl without biases, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, 0),
+    "max-margin": lambda e, tau, rows: ncl.max_margin_loss(e[1], e[0]),
 }
 
 
@@ -88,6 +93,14 @@ def step(name, dtype, rows, wrap=lambda module: module):
     common.average_gradients([log_tau])
     grads = [p.grad for p in model.parameters()] + ([log_tau.grad[None]] if "learnable" in name or name == "cwcl" else [])
     return loss.detach(), [g.clone() for g in grads]
+
+
+def queue(rows):
+    """NCL's queue after three global batches of which a process has these rows; it holds 1.5 of them."""
+    queue, x = ncl.QueryQueue(24, WIDTH), inputs(slice(0, N), torch.float32)["tokens"]
+    for batch in (x[0], x[1], -x[0]):
+        queue.push(batch[rows])
+    return queue
 
 
 def relative(a, b):
@@ -111,7 +124,7 @@ def compare(rank, folder):
     keys = [(name, dtype) for name in LOSSES for dtype in DTYPES]
     alone = {k: step(k[0], DTYPES[k[1]], slice(0, N)) for k in keys}  # before there is a group: one process, whole batch
     sgd_alone = {loss: sgd(loss, slice(0, N)) for loss in ("temo", "infonce, learnable tau")}
-    embedded = {n: evaluation(n) for n in (7, 3)}
+    embedded, queued = {n: evaluation(n) for n in (7, 3)}, queue(slice(0, N))
     for world in (2, 4):
         if rank >= world:
             continue
@@ -127,6 +140,8 @@ def compare(rank, folder):
             for n, (index, image) in embedded.items():
                 both = evaluation(n)
                 out[f"evaluation {n}"] = [both[0].tolist() == index.tolist() == list(range(n)), (both[1] - image).abs().max().item()]
+            ours = queue(rows)
+            out["queue"] = [ours.count.item(), torch.equal(ours.queries, queued.queries)]
         Path(folder, f"{world}_{rank}.json").write_text(json.dumps(out))
 
 
@@ -144,6 +159,11 @@ def test_gradients_are_those_of_one_process(differences, world, name):
     for rank in differences[world]:
         assert max(rank[f"{name} fp64"]) < 1e-10
         assert max(rank[f"{name} fp32"]) < 1e-5
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_queues_hold_the_global_batches_in_order(differences, world):
+    assert [rank["queue"] for rank in differences[world]] == [[3 * N, True]] * world
 
 
 # ----------------------------------------------- chunks --------------------------------------------------------------

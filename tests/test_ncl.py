@@ -1,0 +1,732 @@
+"""NCL: Sinkhorn biases and losses against loops in float64, the queue, test-time normalisation, leaks, resume, several processes, eval.py, bad input."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import common
+import eval as evaluation
+import ncl
+import temo
+from helpers import write_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+N, D = 12, 6
+SHAPES = [(16, 16), (40, 17), (5, 60)]
+SMALL = ["--cpu", "--threads", "1", "--clips", "64", "16", "16", "--batch-size", "16", "--max-steps", "4", "--log-every", "1", "--eval-every", "0"]
+
+
+def unit(*shape, seed=0):
+    return F.normalize(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def pairs(n=N, d=D, noise=0.7, hub=0.0, seed=0):
+    """Texts and the videos near them, (n, d) float64 each; hub: how far the videos lean, each by another length, to where all texts lean."""
+    text, other, way = unit(n, d, seed=seed), unit(n, d, seed=seed + 1), unit(1, d, seed=seed + 2)
+    lean = hub * torch.rand(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return F.normalize(text + hub * way, dim=1), F.normalize(text + noise * other + 2 * lean * way, dim=1)
+
+
+def simplex(n, seed):
+    x = 0.2 + torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return x / x.sum()
+
+
+# ---------------------------------------------------- Sinkhorn -------------------------------------------------------
+def log_sum_exp(values):
+    top = max(values)
+    return top + math.log(sum(math.exp(v - top) for v in values))
+
+
+def loop_sinkhorn(sim, gamma, iterations, r=None, c=None):
+    """Eqs. 7 to 11 over Python floats, rows first: u = log r - lse_j(S + w), w = log c - lse_i(S + u)."""
+    m, n = sim.shape
+    S = [[x / gamma for x in row] for row in sim.tolist()]
+    log_r, log_c = ([math.log(x) for x in (p.tolist() if p is not None else [1 / k] * k)] for p, k in ((r, m), (c, n)))
+    w = [0.0] * n
+    for _ in range(iterations):
+        u = [log_r[i] - log_sum_exp([S[i][j] + w[j] for j in range(n)]) for i in range(m)]
+        w = [log_c[j] - log_sum_exp([S[i][j] + u[i] for i in range(m)]) for j in range(n)]
+    return tuple(torch.tensor([gamma * (x - log_sum_exp(v)) for x in v], dtype=torch.float64) for v in (u, w))
+
+
+@pytest.mark.parametrize("priors", [False, True], ids=["uniform", "priors"])
+@pytest.mark.parametrize("gamma", [0.01, 0.05])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_biases_against_a_loop(shape, gamma, priors):
+    m, n = shape
+    sim = unit(m, 8, seed=1) @ unit(n, 8, seed=2).T
+    shares = (simplex(m, 3), simplex(n, 4)) if priors else (None, None)
+    for iterations in (1, 4, 300):
+        expected = loop_sinkhorn(sim, gamma, iterations, *shares)
+        for dtype, tolerance in ((torch.float32, 3e-3), (torch.float64, 1e-9)):
+            got = ncl.sinkhorn_biases(sim.to(dtype), gamma, iterations, *shares)
+            for bias, reference, size in zip(got, expected, shape):
+                assert bias.shape == (size,) and bias.dtype == dtype
+                assert ((bias.double() - reference) / gamma).abs().max() < tolerance
+                assert (bias.double() / gamma).exp().sum().item() == pytest.approx(1, rel=1e-5)                       # Eqs. 10 and 11: gamma log of a simplex
+
+
+def test_biases_of_16_bit_cosines_are_float32():
+    sim = (unit(8, 4, seed=1) @ unit(8, 4, seed=2).T).bfloat16()
+    for a, b in zip(ncl.sinkhorn_biases(sim, 0.05), ncl.sinkhorn_biases(sim.float(), 0.05)):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("iterations", [4, 300])
+def test_biases_are_finite_where_exp_overflows(iterations):
+    assert math.isinf(torch.tensor(1 / 0.01).exp().item())                                                            # a plain exp in float32
+    for sim in (torch.ones(16, 16), 2 * torch.eye(16) - 1, -torch.ones(4, 9), torch.cat([torch.ones(9, 1), -torch.ones(9, 8)], 1)):
+        a, b = ncl.sinkhorn_biases(sim, 0.01, iterations)
+        assert torch.isfinite(a).all() and torch.isfinite(b).all()
+    same = ncl.sinkhorn_biases(torch.ones(16, 16), 0.01, iterations)                                                  # identical embeddings: nothing to repair
+    assert all(torch.allclose(x, torch.full((16,), 0.01 * math.log(1 / 16)), atol=1e-6) for x in same)
+    e = torch.ones(16, 8, requires_grad=True)
+    ncl.ncl_loss(e, torch.ones(16, 8), 0.01, iterations, detach=False).backward()
+    assert torch.isfinite(e.grad).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_priors_are_met(shape):
+    m, n = shape
+    sim, r, c = unit(m, 8, seed=1) @ unit(n, 8, seed=2).T, simplex(m, 3), simplex(n, 4)
+    def shares(iterations, gamma):
+        a, b = ncl.sinkhorn_biases(sim, gamma, iterations, r, c)
+        P = ((a[:, None] + b + sim) / gamma).exp()
+        return P.sum(1) / P.sum(), P.sum(0) / P.sum()
+    rows, columns = shares(1000, 0.05)
+    assert torch.allclose(rows, r, rtol=1e-4, atol=0) and torch.allclose(columns, c, rtol=1e-4, atol=0)
+    rows, columns = shares(4, 0.01)
+    assert torch.allclose(columns, c, rtol=1e-9, atol=0) and not torch.allclose(rows, r, rtol=1e-2, atol=0)           # the columns are last: exact after any round
+
+
+def test_every_item_collects_one_query_at_convergence():
+    """Eq. 13 and Appendix A: P_t2v(v_j | t_i) sums to 1 over the texts; and the other way round."""
+    text, video = pairs(32, 16, noise=1.2, hub=0.5)
+    sim, gamma = text @ video.T, 0.05
+    for s, side in ((sim, 1), (sim.T, 0)):
+        error = {k: (F.softmax((s + (ncl.sinkhorn_biases(sim, gamma, k)[side] if k else 0)) / gamma, 1).sum(0) - 1).abs() for k in (0, 4, 20, 500)}
+        assert error[500].max() < 1e-4 < error[4].max()
+        assert error[0].mean() > 2 * error[4].mean() > 2 * error[20].mean() > error[500].mean()
+        assert error[0].mean().item() == pytest.approx(common.normalization_error(s, gamma))
+    sharp = [common.normalization_error(sim + (ncl.sinkhorn_biases(sim, 0.01, k)[1] if k else 0), 0.01) for k in (0, 4, 50)]
+    assert sharp[0] > sharp[1] > sharp[2] and sharp[1] > 0.05                                                         # four rounds at CLIP's temperature: better, far from fair
+
+
+# ---------------------------------------------------- the losses -----------------------------------------------------
+def loop_ncl(text, video, gamma, iterations):
+    """Eqs. 4 and 12 with both biases in both directions, over Python floats; iterations 0: CLIP's loss."""
+    n, sim = len(text), [[sum(x * y for x, y in zip(t, v)) for v in video.tolist()] for t in text.tolist()]
+    a, b = (x.tolist() for x in loop_sinkhorn(torch.tensor(sim, dtype=torch.float64), gamma, iterations)) if iterations else ([0.0] * n, [0.0] * n)
+    s = [[(a[i] + b[j] + sim[i][j]) / gamma for j in range(n)] for i in range(n)]
+    t2v = sum(log_sum_exp(s[i]) - s[i][i] for i in range(n)) / n
+    v2t = sum(log_sum_exp([s[i][j] for i in range(n)]) - s[j][j] for j in range(n)) / n
+    return (t2v + v2t) / 2
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 4, 50])
+@pytest.mark.parametrize("gamma", [0.01, 0.07, 1.0])
+def test_ncl_loss_against_a_loop(gamma, iterations):
+    text, video = pairs(hub=0.5)
+    expected = loop_ncl(text, video, gamma, iterations)
+    for detach in (True, False):
+        assert ncl.ncl_loss(3 * text, 0.1 * video, gamma, iterations, detach).item() == pytest.approx(expected, rel=1e-9)  # normalised inside
+        assert ncl.ncl_loss(text.float(), video.float(), gamma, iterations, detach).item() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert ncl.ncl_loss(text, video, torch.tensor(gamma, dtype=torch.float64), iterations).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_no_rounds_are_infonce():
+    text, video = pairs(hub=0.5)
+    logits, target = text @ video.T / 0.05, torch.arange(N)
+    assert torch.isclose(ncl.ncl_loss(text, video, 0.05, 0), (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2)
+    assert ncl.ncl_loss(torch.ones(N, D), torch.ones(N, D), 0.05, 0).item() == pytest.approx(math.log(N))               # a random guess
+
+
+def test_each_direction_sees_one_bias():
+    text, video = pairs(hub=0.5)
+    sim, gamma, target = text @ video.T, 0.05, torch.arange(N)
+    a, b = ncl.sinkhorn_biases(sim, gamma)
+    both = (sim + a[:, None] + b) / gamma
+    full = (F.cross_entropy(both, target) + F.cross_entropy(both.T, target)) / 2
+    assert torch.isclose(ncl.ncl_loss(text, video, gamma), full, rtol=1e-12)
+    swapped = (F.cross_entropy((sim + a) / gamma, target) + F.cross_entropy((sim.T + b) / gamma, target)) / 2
+    assert not torch.isclose(full, swapped, rtol=1e-3)
+
+
+def test_gradient_at_the_biases_is_equation_28(monkeypatch):
+    """dL/db_j = -(1 - sum_i P(v_j | t_i)) / (2 B gamma): in the paper b carries the 1 / gamma, here it is in cosine units; the same for a."""
+    text, video = pairs(hub=0.5)
+    sim, gamma = text @ video.T, 0.05
+    a, b = (x.clone().requires_grad_() for x in ncl.sinkhorn_biases(sim, gamma))
+    P, Q = F.softmax((sim + b.detach()) / gamma, 1), F.softmax((sim.T + a.detach()) / gamma, 1)
+    monkeypatch.setattr(ncl, "sinkhorn_biases", lambda *args: (a, b))
+    ncl.ncl_loss(text, video, gamma, detach=False).backward()
+    for leaf, p in ((b, P), (a, Q)):
+        expected = -(1 - p.sum(0)) / (2 * N * gamma)
+        assert torch.allclose(leaf.grad, expected, rtol=1e-9, atol=1e-12) and expected.abs().max() > 1e-3
+
+
+def gradients(iterations, detach, gamma=0.05):
+    leaves = [x.requires_grad_() for x in pairs(24, 16, noise=1.5, hub=0.5)] + [torch.tensor(gamma, dtype=torch.float64, requires_grad=True)]
+    return torch.autograd.grad(ncl.ncl_loss(*leaves, iterations, detach), leaves)
+
+
+def test_detached_biases_have_the_full_gradient_at_convergence():
+    for kept, free in zip(gradients(500, True)[:2], gradients(500, False)[:2]):
+        assert ((kept - free).norm() / free.norm()).item() < 1e-6
+    for kept, free in zip(gradients(4, True)[:2], gradients(4, False)[:2]):
+        assert ((kept - free).norm() / free.norm()).item() > 0.01
+
+
+def test_gradient_through_the_biases_is_the_derivative():
+    leaves = [x.requires_grad_() for x in pairs(4, 3)] + [torch.tensor(0.2, dtype=torch.float64, requires_grad=True)]
+    assert torch.autograd.gradcheck(lambda text, video, gamma: ncl.ncl_loss(text, video, gamma, detach=False), leaves)
+
+
+def test_learnable_gamma_gets_the_gradient_at_fixed_biases(monkeypatch):
+    text, video = pairs(hub=0.5)
+    a, b = ncl.sinkhorn_biases(text @ video.T, 0.05)
+    gamma = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
+    got, = torch.autograd.grad(ncl.ncl_loss(text, video, gamma), gamma)
+    monkeypatch.setattr(ncl, "sinkhorn_biases", lambda *args: (a, b))
+    step = 1e-6
+    expected = (ncl.ncl_loss(text, video, 0.05 + step) - ncl.ncl_loss(text, video, 0.05 - step)) / (2 * step)
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5) and abs(got) > 1e-3
+
+
+def test_loss_is_fp32_under_bf16_autocast():
+    text, video = (x.float() for x in pairs(64, 32, hub=0.5))
+    for loss in (lambda t, v: ncl.ncl_loss(t, v, 0.01), ncl.max_margin_loss):
+        expected, rounded = loss(text, video), loss(text.bfloat16().float(), video.bfloat16().float())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, got_rounded = loss(text, video), loss(text.bfloat16(), video.bfloat16())
+        assert got.dtype == got_rounded.dtype == torch.float32 and got == expected and got_rounded == rounded
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.2, 2.5])
+def test_max_margin_loss_against_a_loop(margin):
+    text, video = pairs(noise=1.5)
+    s, total = (text @ video.T).tolist(), 0.0
+    for i in range(N):
+        total += max(0, margin - s[i][i] + max(s[i][j] for j in range(N) if j != i))
+        total += max(0, margin - s[i][i] + max(s[j][i] for j in range(N) if j != i))
+    assert total > 0 and ncl.max_margin_loss(2 * text, video, margin).item() == pytest.approx(total / N)
+    assert ncl.max_margin_loss(torch.eye(4), torch.eye(4), 0.9) == 0
+
+
+# ---------------------------------------------------- the queue ------------------------------------------------------
+def numbered(first, last):
+    """Unit rows that say which they are."""
+    angle = torch.arange(first, last) / 10
+    return torch.stack([angle.cos(), angle.sin()], 1)
+
+
+def same_rows(a, b):
+    return len(a) == len(b) and torch.allclose(a[a[:, 0].argsort()], b[b[:, 0].argsort()], atol=1e-6)
+
+
+def test_queue_keeps_the_last_queries():
+    queue = ncl.QueryQueue(5, 2)
+    assert queue.get().shape == (0, 2)
+    for pushed, batch in ((2, 2), (4, 2), (6, 2), (8, 2), (11, 3), (12, 1), (24, 12), (26, 2)):                           # 2 and 3 do not divide 5; 12 is more than it holds
+        queue.push(7 * numbered(pushed - batch, pushed))                                                            # any scale
+        assert queue.count == pushed
+        assert same_rows(queue.get(), numbered(max(0, pushed - 5), pushed))                                         # what is there, no zeros
+    assert not queue.get().requires_grad and set(queue.state_dict()) == {"queries", "count"}
+
+
+def test_queue_gives_the_oldest_first():
+    """Fig. 5 and eval.py --queue-size take the last rows of what it gives for the latest queries."""
+    queue = ncl.QueryQueue(5, 2)
+    for pushed in (2, 4, 6, 8, 10, 12):
+        queue.push(numbered(pushed - 2, pushed))
+        assert torch.allclose(queue.get(), numbered(max(0, pushed - 5), pushed), atol=1e-6), pushed
+    queue.push(numbered(12, 24))
+    assert torch.allclose(queue.get(), numbered(19, 24), atol=1e-6)
+
+
+def test_queue_takes_no_graph_and_no_half_precision():
+    queue, x = ncl.QueryQueue(4, 2), torch.ones(2, 2, requires_grad=True)
+    queue.push(x), queue.push(x.bfloat16())
+    assert queue.get().dtype == torch.float32 and not queue.get().requires_grad
+
+
+# ---------------------------------------------------- test time ------------------------------------------------------
+def pieces_of(text, image, owner=None, grouped=False):
+    """What common.retrieval_pieces gives, for texts whose image is owner[i]."""
+    owner = np.arange(len(text)) if owner is None else np.asarray(owner)
+    groups = np.arange(len(image))
+    return {"image": image, "text": text, "owner": owner, "data": SimpleNamespace(grouped=grouped),
+            "positives": common.positives_table(groups[owner], groups), "positives_of_image": common.positives_table(groups, groups[owner])}
+
+
+def test_biases_of_items_come_from_the_queries():
+    items, queries = pairs(9)[1], unit(40, D, seed=5)
+    expected = loop_sinkhorn(queries @ items.T, 0.05, 3)[1]
+    assert torch.allclose(ncl.retrieval_biases(2 * items, 5 * queries, 0.05, 3), expected, atol=1e-9)
+
+
+def hub_world(n=24, d=96):
+    """Queries, their items and 20 n training queries of the same kind. All queries lean to one way; item 0 lies there, nearer to each query than its own item."""
+    g = torch.Generator().manual_seed(0)
+    way, own = F.normalize(torch.randn(d, generator=g), dim=0), F.normalize(torch.randn(n, d, generator=g), dim=1)
+    queries = [own + 1.5 * way + 0.03 * torch.randn(n, d, generator=g) for _ in range(21)]
+    return queries[0], own + 4 * way * F.one_hot(torch.tensor(0), n)[:, None], torch.cat(queries[1:])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("way", ["text_to_image", "image_to_text"])
+def test_a_hub_is_repaired(way, grouped):
+    queries, items, seen = hub_world()
+    pieces, stand_ins, side = (pieces_of(queries, items, grouped=grouped), (seen, queries), 0) if way == "text_to_image" else (pieces_of(items, queries, grouped=grouped), (queries, seen), 1)
+    results, biases = ncl.normalized_retrieval(pieces, 0.05, 4, *stand_ins)
+    assert list(results) == list(biases) == ["none", "queue", "oracle"]
+    assert results["none"][way]["R@1"] < 10 and not biases["none"][side].any()                                      # the hub answers every query
+    for mode in ("queue", "oracle"):
+        assert results[mode][way]["R@1"] == 100
+        assert results[mode]["error"][way] < 0.5 * results["none"]["error"][way]
+        assert biases[mode][side].argmin() == 0 and biases[mode][side].shape == (24,)                               # it is pushed back
+
+
+def test_without_stand_ins_there_is_no_queue():
+    text, video = pairs(20)
+    assert list(ncl.normalized_retrieval(pieces_of(text, video), 0.05, 4)[0]) == ["none", "oracle"]
+    assert list(ncl.normalized_retrieval(pieces_of(text, video), 0.05, 4, text[:0], video[:0])[0]) == ["none", "oracle"]  # before the first step
+
+
+def test_the_queue_of_texts_serves_the_videos():
+    """Text -> video needs biases of the videos, from queries that are texts: exchanged queues give other numbers."""
+    text, video = pairs(20, hub=0.5)
+    texts, videos = pairs(90, hub=0.5, seed=7)
+    _, biases = ncl.normalized_retrieval(pieces_of(text, video), 0.05, 4, texts, videos)
+    for mode, t, v in (("queue", texts, videos), ("oracle", text, video)):
+        assert torch.allclose(biases[mode][0], loop_sinkhorn(t @ video.T, 0.05, 4)[1], atol=1e-9)
+        assert torch.allclose(biases[mode][1], loop_sinkhorn(v @ text.T, 0.05, 4)[1], atol=1e-9)
+
+
+def test_errors_are_those_of_the_adjusted_similarities():
+    text, video = pairs(20, hub=0.5)
+    results, biases = ncl.normalized_retrieval(pieces_of(text, video), 0.05, 50)
+    for mode in ("none", "oracle"):
+        for way, sim, bias in (("text_to_image", text @ video.T, biases[mode][0]), ("image_to_text", video @ text.T, biases[mode][1])):
+            assert results[mode]["error"][way] == pytest.approx((1 - F.softmax((sim + bias) / 0.05, 1).sum(0)).abs().mean().item())
+    assert all(results["oracle"]["error"][way] < 0.1 * results["none"]["error"][way] for way in ("text_to_image", "image_to_text"))
+
+
+def test_grouped_sets_add_the_bias_before_the_maximum():
+    """MSVD, video -> text: caption 0 is a hub (bias -0.5); were the bias of the best caption added after the maximum, video 0 would find video 1."""
+    image = torch.eye(3)[:2]
+    text = F.normalize(torch.tensor([[0.9, 0, 0.19**0.5], [0.6, 0, 0.8], [0.5, 0.8, 0.11**0.5]]), dim=1)               # two captions of video 0, one of video 1
+    pieces, bias = pieces_of(text, image, owner=[0, 0, 1], grouped=True), torch.tensor([-0.5, 0.0, 0.0])
+    best, after = (image @ text[:2].T).max(1), image @ text[2]
+    assert best.values[0] + bias[best.indices[0]] < after[0]                                                        # the wrong way: 0.4 against 0.5
+    assert common.retrieval_both_ways(pieces, text_bias=bias)[0]["image_to_text"]["R@1"] == 100                      # 0.6 against 0.5
+    assert common.retrieval_both_ways(pieces, text_bias=bias - torch.tensor([0.0, 0.2, 0.0]))[0]["image_to_text"]["R@1"] == 50
+
+
+def test_grouped_sets_rank_as_a_loop():
+    """The whole protocol on uneven captions: biases per caption, maximum per video, rank of the own video; text -> video as ever."""
+    image, owner = pairs(15, hub=0.5)[1], np.repeat(np.arange(15), [1, 2, 3] * 5)
+    text = F.normalize(image[owner] + 0.9 * unit(30, D, seed=3), dim=1)
+    results, _ = ncl.normalized_retrieval(pieces_of(text, image, owner, grouped=True), 0.05, 4)
+    a, b = loop_sinkhorn(image @ text.T, 0.05, 4)[1], loop_sinkhorn(text @ image.T, 0.05, 4)[1]
+    ranks = {"before": [], "after": []}
+    for i, row in enumerate((image @ text.T).tolist()):
+        own = [[j for j in range(30) if owner[j] == k] for k in range(15)]
+        scores = {"before": [max(row[j] + a[j].item() for j in group) for group in own], "after": []}
+        for group in own:
+            j = max(group, key=lambda j: row[j])
+            scores["after"].append(row[j] + a[j].item())
+        for when, s in scores.items():
+            ranks[when].append(1 + sum(x >= s[i] for k, x in enumerate(s) if k != i))
+    assert results["oracle"]["image_to_text"]["MnR"] == pytest.approx(np.mean(ranks["before"])) != pytest.approx(np.mean(ranks["after"]))
+    s = text @ image.T + b
+    found = [1 + sum(x >= row[owner[i]] for k, x in enumerate(row) if k != owner[i]) for i, row in enumerate(s.tolist())]
+    assert results["oracle"]["text_to_image"]["MnR"] == pytest.approx(np.mean(found))
+
+
+# ---------------------------------------------------- Eq. 5 ---------------------------------------------------------
+def test_normalization_error():
+    assert common.normalization_error(torch.zeros(7, 7), 0.05) == pytest.approx(0)                                   # every item collects one query
+    assert common.normalization_error(torch.eye(7), 0.05) == pytest.approx(0)
+    p, q = 1 / (1 + math.exp(-2)), 1 / (1 + math.exp(1))                                                            # rows (p, 1 - p), (q, 1 - q)
+    assert common.normalization_error(torch.tensor([[0.2, 0.0], [0.0, 0.1]]), 0.1) == pytest.approx(abs(p + q - 1))
+    assert common.normalization_error(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), 0.01) == pytest.approx(1)              # one hub of two: (|1 - 2| + |1 - 0|) / 2
+    assert common.normalization_error(torch.ones(3, 1), 0.05) == pytest.approx(0)                                    # all queries to the only item
+
+
+def test_normalization_error_of_other_counts():
+    """m queries and n items: a fair item collects m / n; the error is relative to that."""
+    assert common.normalization_error(torch.zeros(10, 4), 0.05) == pytest.approx(0)
+    sim = torch.tensor([[1.0, 0, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0]])                            # 4, 2 and 0 queries, 2 each were fair
+    assert common.normalization_error(sim, 0.01) == pytest.approx((1 + 0 + 1) / 3)
+    sim = torch.randn(5000, 3, generator=torch.Generator().manual_seed(0))                                          # in two parts
+    expected = (1 - F.softmax(sim.double() / 0.5, 1).sum(0) * 3 / 5000).abs().mean().item()
+    assert common.normalization_error(sim, 0.5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("gamma", [1e-6, 0.01, 1.0, 1e6])
+def test_normalization_error_is_finite(gamma):
+    assert 0 <= common.normalization_error(2 * torch.eye(5) - 1, gamma) < 1e-6
+    assert math.isfinite(common.normalization_error(unit(6, 4) @ unit(9, 4, seed=1).T, gamma))
+
+
+# ---------------------------------------------------- runs -----------------------------------------------------------
+def main(folder, *flags, base=SMALL, pictures=False):
+    """ncl.py in this process -> summary."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not pictures:
+            patch.setattr(ncl, "draw", lambda *args: None)
+        return ncl.main(ncl.parse_args([*base, "--output-dir", str(folder.parent), "--run-name", folder.name, *map(str, flags)]))
+
+
+def rows(folder):
+    """Whole lines of metrics.jsonl: a poll may see half of the last one."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def losses(folder):
+    return [(r["step"], r["loss"]) for r in rows(folder) if "loss" in r]
+
+
+def equal_files(a, b):
+    a, b = load_file(a), load_file(b)
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with everything, pictures too: its folder and its summary."""
+    folder = tmp_path_factory.mktemp("ncl") / "run"
+    return folder, main(folder, "--eval-every", 2, pictures=True)
+
+
+def test_a_run_leaves_every_normalisation(run):
+    folder, summary = run
+    assert summary["method"] == "ncl" and summary["steps"] == 4 and not summary["errors"]
+    for split in ("val", "test"):
+        m = summary[split]["moving-emoji"]
+        assert list(m["normalize"]) == ["none", "queue", "oracle"]
+        assert m["text_to_image"] == m["normalize"]["queue"]["text_to_image"] != m["normalize"]["none"]["text_to_image"]  # those of --normalize stand in front
+        assert m["normalize"]["oracle"]["error"]["text_to_image"] < 0.1 * m["normalize"]["none"]["error"]["text_to_image"]
+    log = rows(folder)
+    assert list(log[0]["eval"]["moving-emoji"]["normalize"]) == ["none", "oracle"]                                    # step 0: nothing is in the queue
+    assert all(r["error_normalized"] < r["error"] and r["tau"] == 0.1 for r in log if "loss" in r)
+    assert {p.name for p in folder.iterdir()} >= {"curves.png", "normalization.png", "modalities.png", "retrieval.png", "queues.safetensors", "embeddings_before.safetensors", "summary.json"}
+    assert all(p.stat().st_size > 5000 for p in folder.glob("*.png"))
+
+
+@pytest.mark.parametrize("normalize", ["none", "oracle"])
+def test_normalize_chooses_the_reported_numbers(run, normalize):
+    folder, whole = run
+    summary = main(folder.parent / normalize, "--normalize", normalize)
+    for split in ("val", "test"):
+        m = summary[split]["moving-emoji"]
+        assert m["normalize"] == whole[split]["moving-emoji"]["normalize"]                                            # the training is the same
+        assert all(m[k] == m["normalize"][normalize][k] for k in ("text_to_image", "image_to_text", "R-Mean"))
+
+
+def test_evaluation_never_reaches_the_queues(run):
+    """With and without evaluations between the steps: the same queues, bit by bit, of as many rows as examples were trained on."""
+    folder, _ = run
+    main(folder.parent / "unseen")
+    assert len([r for r in rows(folder) if "eval" in r]) == 3 and len([r for r in rows(folder.parent / "unseen") if "eval" in r]) == 2
+    assert equal_files(folder / "queues.safetensors", folder.parent / "unseen" / "queues.safetensors")
+    extra = load_file(folder / "checkpoints" / "step_4" / "extra.safetensors")
+    assert extra["texts.count"] == extra["videos.count"] == 4 * 16 and len(load_file(folder / "queues.safetensors")["texts"]) == 64
+
+
+def test_the_queues_are_the_training_batches(tmp_path):
+    """With a learning rate of 0 the queues can be computed again: row k is the k-th training example, no caption or clip of val or test."""
+    main(tmp_path / "still", "--lr", 0, "--lr-end", 0, "--crop-min", 1, "--jitter", 0, "--eval-every", 1)
+    queues = load_file(tmp_path / "still" / "queues.safetensors")
+    model, tokenizer, transform = common.load_model(tmp_path / "still")
+    def encoded(split):
+        data = common.load_data("moving-emoji", split, frames=4, image_size=32, clips=[64, 16, 16])
+        index, video, _, _ = common.encode_images(model, data, transform, torch.device("cpu"))
+        texts = [common.encode_texts(model, tokenizer, [data.captions(i)[k] for i in index], torch.device("cpu")) for k in range(3)]
+        return common.normalize(video), common.normalize(torch.stack(texts))                                          # (M, D), (3, M, D)
+    order = torch.from_numpy(np.concatenate([batch for _, batch in common.epoch_batches(64, 16, 42, 0, 4)]))
+    video, text = encoded("train")
+    assert torch.allclose(queues["videos"], video[order], atol=1e-4)
+    assert ((queues["texts"] - text[:, order]).abs().amax(2).amin(0) < 1e-4).all()                                  # one of the example's three captions
+    for split in ("val", "test"):
+        video, text = encoded(split)
+        assert torch.cdist(queues["videos"], video).min() > 1e-3 and torch.cdist(queues["texts"], text.flatten(0, 1)).min() > 1e-3
+
+
+@pytest.mark.parametrize("flags", [["--loss", "infonce"], ["--loss", "max-margin"], ["--no-detach-biases", "--learnable-tau", "--tau-clamp", "0.0499", "0.0501"], ["--iterations", "1"], ["--queue-size", "7"],
+                                   ["--mixed-precision", "bf16"], ["--loss-scale", "3"], ["--frames", "2"]], ids=" ".join)
+def test_every_flag_has_an_effect(run, flags, tmp_path):
+    folder, base = run
+    summary = main(tmp_path / "a", *flags)
+    changed = load_file(tmp_path / "a" / "queues.safetensors")
+    if flags[0] == "--queue-size":
+        assert len(changed["texts"]) == len(changed["videos"]) == 7 and losses(tmp_path / "a") == losses(folder)
+        return
+    assert losses(tmp_path / "a") != losses(folder) and not torch.equal(changed["videos"], load_file(folder / "queues.safetensors")["videos"])
+    if flags[0] == "--loss-scale":
+        assert losses(tmp_path / "a")[0][1] == pytest.approx(3 * losses(folder)[0][1], rel=1e-5)
+    if "--learnable-tau" in flags:
+        taus = [r["tau"] for r in rows(tmp_path / "a") if "tau" in r]
+        assert all(0.04989 < t < 0.05011 and abs(t - 0.05) > 1e-5 for t in taus) and changed["gamma"].item() == pytest.approx(taus[-1], rel=1e-6)
+        assert summary["parameters"] == base["parameters"] + 1
+
+
+def test_image_sets_work_too(tmp_path):
+    summary = main(tmp_path / "emoji", "--dataset", "emoji", "--image-size", 16, "--batch-size", 64, base=["--cpu", "--threads", "1", "--max-steps", "2"])
+    assert summary["steps"] == 2 and list(summary["test"]["emoji"]["normalize"]) == ["none", "queue", "oracle"]
+    assert math.isfinite(losses(tmp_path / "emoji")[-1][1]) and len(load_file(tmp_path / "emoji" / "queues.safetensors")["texts"]) == 128
+
+
+# ---------------------------------------------------- resume and several processes -----------------------------------
+QUICK = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+import common, ncl
+ncl.draw = lambda *args: None  # the pictures take longer than these runs
+if __name__ == "__main__":
+    with common.clean_exit():
+        ncl.main(ncl.parse_args())
+"""
+LONG = ["--cpu", "--threads", "1", "--clips", "160", "16", "16", "--batch-size", "64", "--max-steps", "12", "--save-every", "4", "--log-every", "1", "--eval-every", "0", "--queue-size", "100"]
+LONG += ["--lr", "1e-4"]  # AdamW lets rounding grow: 6e-8 at step 1 becomes 5e-7 at step 12, with 3e-4 it becomes 1e-4
+
+
+def start(script, launcher, folder, log):
+    return subprocess.Popen([sys.executable, *launcher, str(script), *LONG, "--output-dir", str(folder.parent), "--run-name", folder.name], stdout=log, stderr=subprocess.STDOUT,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def long_runs(tmp_path_factory):
+    """{name: (folder, summary)}: whole; killed (SIGKILL after step 5 or so) and resumed; two processes."""
+    root = tmp_path_factory.mktemp("long")
+    script = root / "quick.py"
+    script.write_text(QUICK)
+    with open(root / "killed.txt", "w") as log, open(root / "two.txt", "w") as two_log:
+        killed = start(script, [], root / "killed", log)
+        while not any(r["step"] >= 5 and "loss" in r for r in rows(root / "killed")):
+            assert killed.poll() is None, (root / "killed.txt").read_text()[-3000:]
+            time.sleep(0.005)
+        killed.kill(), killed.wait(60)
+        two = start(script, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], root / "two", two_log)
+        whole = main(root / "whole", base=LONG)
+        last = common.latest_checkpoint(root / "killed")
+        assert last and last.name != "step_12", "killed too early or too late"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ncl, "draw", lambda *args: None)
+            resumed = ncl.main(ncl.parse_args(["--resume", str(root / "killed")]))
+        assert two.wait(300) == 0, (root / "two.txt").read_text()[-3000:]
+    return {"whole": (root / "whole", whole), "killed": (root / "killed", resumed), "two": (root / "two", common.read_json(root / "two" / "summary.json"))}
+
+
+def test_killed_and_resumed_is_the_uninterrupted_run(long_runs):
+    (whole, expected), (killed, summary) = long_runs["whole"], long_runs["killed"]
+    for file in ("model.safetensors", "queues.safetensors", *(f"checkpoints/step_12/{p}.safetensors" for p in ("model", "extra", "optimizer", "rng_0"))):
+        assert equal_files(whole / file, killed / file), file
+    assert {"texts.queries", "texts.count", "videos.queries", "videos.count"} == set(load_file(killed / "checkpoints/step_12/extra.safetensors"))
+    assert len(load_file(killed / "queues.safetensors")["videos"]) == 100                                             # it has wrapped around
+    assert losses(killed) == losses(whole) and [s for s, _ in losses(whole)] == list(range(1, 13))
+    assert summary["test"] == expected["test"] and summary["val"] == expected["val"]
+
+
+def test_two_processes_are_one(long_runs):
+    (one, expected), (two, summary) = long_runs["whole"], long_runs["two"]
+    assert summary["processes"] == 2 and [s for s, _ in losses(two)] == [s for s, _ in losses(one)]
+    assert max(abs(b / a - 1) for (_, a), (_, b) in zip(losses(one), losses(two))) < 1e-5
+    a, b = (load_file(f / "queues.safetensors") for f in (one, two))
+    assert all(torch.allclose(a[k], b[k], atol=1e-3) for k in a)                                                       # the order too
+    for split in ("val", "test"):
+        a, b = (s[split]["moving-emoji"] for s in (expected, summary))
+        assert common.flatten(a).keys() == common.flatten(b).keys() and all(a[k] == b[k] for k in ("images", "captions", "unreadable"))
+        for mode in ("none", "queue", "oracle"):                                                                      # rounding may turn a rank or two
+            assert b["normalize"][mode]["R-Mean"] == pytest.approx(a["normalize"][mode]["R-Mean"], abs=3)
+            assert b["normalize"][mode]["error"] == pytest.approx(a["normalize"][mode]["error"], rel=0.02, abs=1e-3)
+
+
+def test_two_processes_evaluate_as_one(long_runs, tmp_path):
+    """The same weights: before training, and the end of the run on two processes seen by eval.py on one."""
+    a, b = (common.flatten(rows(long_runs[name][0])[0]) for name in ("whole", "two"))
+    assert a["step"] == 0 and a.keys() == b.keys() and b == pytest.approx(a, rel=1e-4, abs=1e-4)
+    folder, summary = long_runs["two"]
+    got = evaluate(folder, tmp_path, "--normalize", "queue")["normalize"]
+    assert common.flatten(got) == pytest.approx(common.flatten(summary["test"]["moving-emoji"]["normalize"]), rel=1e-4, abs=1e-4)
+
+
+# ---------------------------------------------------- eval.py -------------------------------------------------------
+def evaluate(checkpoint, out, *flags, pictures=False):
+    """Metrics of the checkpoint's own data set."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not pictures:
+            patch.setattr(ncl, "draw_normalization", lambda *args: None), patch.setattr(common, "draw_retrieval", lambda *args, **kwargs: None)
+        result = evaluation.main(evaluation.parse_args(["--cpu", "--threads", "1", "--workers", "0", "--tasks", "retrieval", "--checkpoint", str(checkpoint), "--output-dir", str(out), *map(str, flags)]))
+    one, = result["datasets"].values()
+    return one["metrics"]
+
+
+@pytest.mark.parametrize("normalize", ["none", "queue", "oracle"])
+def test_eval_gives_the_numbers_of_the_run(run, normalize, tmp_path):
+    folder, summary = run
+    own = summary["test"]["moving-emoji"]["normalize"]
+    got = evaluate(folder, tmp_path, "--normalize", normalize, pictures=True)
+    assert common.flatten(got["retrieval"]) == {k: v for k, v in common.flatten(own[normalize]).items() if not k.startswith("error")}
+    if normalize != "none":
+        assert common.flatten(got["normalize"]) == pytest.approx(common.flatten(own), rel=1e-4, abs=1e-4)
+        assert (tmp_path / "normalization_moving-emoji.png").stat().st_size > 5000
+    assert (tmp_path / "retrieval.png").stat().st_size > 5000
+
+
+def test_eval_options_of_the_normalisation(run, tmp_path):
+    own = evaluate(run[0], tmp_path, "--normalize", "queue")["normalize"]
+    for flags, same in ((["--gamma", "0.01"], []), (["--queue-size", "5"], ["none", "oracle"]), (["--iterations", "1"], ["none"])):
+        got = evaluate(run[0], tmp_path, "--normalize", "queue", *flags)["normalize"]
+        assert [k for k in ("none", "queue", "oracle") if got[k] == own[k]] == same
+
+
+def test_eval_takes_the_iterations_of_the_run(tmp_path):
+    summary = main(tmp_path / "a", "--iterations", 1)
+    got = evaluate(tmp_path / "a", tmp_path / "eval", "--normalize", "queue")["normalize"]
+    assert common.flatten(got) == pytest.approx(common.flatten(summary["test"]["moving-emoji"]["normalize"]), rel=1e-4, abs=1e-4)
+
+
+def temo_main(folder, *flags):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(temo, "draw", lambda *args: None)
+        return temo.main(temo.parse_args([*SMALL, "--dataset", "moving-emoji", "--output-dir", str(folder.parent), "--run-name", folder.name, *map(str, flags)]))
+
+
+@pytest.mark.parametrize("script", ["ncl", "temo"])
+def test_eval_takes_the_learnt_gamma(script, tmp_path):
+    main(tmp_path / "a", "--learnable-tau", "--lr", 0.02) if script == "ncl" else temo_main(tmp_path / "a", "--loss", "infonce", "--learnable-tau", "--lr", 0.02)
+    taus = [r["tau"] for r in rows(tmp_path / "a") if "tau" in r]
+    assert abs(taus[-1] / common.read_json(tmp_path / "a" / "args.json")["tau"] - 1) > 0.01
+    got, given = (evaluate(tmp_path / "a", tmp_path / "eval", "--normalize", "oracle", *flags)["normalize"] for flags in ([], ["--gamma", taus[-1]]))
+    assert common.flatten(got) == pytest.approx(common.flatten(given), rel=1e-4, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def temo_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("temo") / "r"
+    return folder, temo_main(folder)
+
+
+def test_eval_normalizes_checkpoints_of_other_scripts(temo_run, tmp_path):
+    """No queue there: it is filled from the training set, and with its first captions alone."""
+    folder, summary = temo_run
+    own = summary["test"]["moving-emoji"]
+    got = evaluate(folder, tmp_path / "queue", "--normalize", "queue", pictures=True)
+    assert got["normalize"]["none"]["text_to_image"] == own["text_to_image"]
+    assert got["retrieval"]["text_to_image"] == got["normalize"]["queue"]["text_to_image"]
+    assert got["normalize"]["queue"]["error"]["text_to_image"] < got["normalize"]["none"]["error"]["text_to_image"]
+    (model, tokenizer, transform), device = common.load_model(folder), torch.device("cpu")
+    train, test = (common.load_data("moving-emoji", split, frames=4, image_size=transform.size, clips=[64, 16, 16]) for split in ("train", "test"))
+    videos, texts = common.encode_images(model, train, transform, device)[1], common.encode_texts(model, tokenizer, [train.captions(i)[0] for i in range(64)], device)
+    index, image, _, _ = common.encode_images(model, test, transform, device)
+    pieces = common.retrieval_pieces(model, tokenizer, test, index, image, device)
+    expected, _ = ncl.normalized_retrieval(pieces, common.read_json(folder / "args.json")["tau"], 4, texts, videos)
+    assert common.flatten(got["normalize"]) == pytest.approx(common.flatten(expected), rel=1e-4, abs=1e-4)
+    few = evaluate(folder, tmp_path / "few", "--normalize", "queue", "--queue-size", 10)
+    assert few["normalize"]["queue"] != got["normalize"]["queue"]
+    oracle = evaluate(folder, tmp_path / "oracle", "--normalize", "oracle", pictures=True)
+    assert list(oracle["normalize"]) == ["none", "oracle"] and oracle["normalize"]["oracle"] == got["normalize"]["oracle"]
+    for out in ("queue", "oracle"):
+        assert all((tmp_path / out / f).stat().st_size > 5000 for f in ("normalization_moving-emoji.png", "retrieval.png"))
+
+
+# ---------------------------------------------------- precomputed features -------------------------------------------
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    """40 clips as SSB has them: motion (time, 6) and appearance (time, 4) of one file each, other times for each, and a csv."""
+    root, rng = tmp_path_factory.mktemp("features"), np.random.default_rng(0)
+    for name, width in (("motion", 6), ("appearance", 4)):
+        (root / name).mkdir()
+        for i in range(40):
+            np.save(root / name / f"clip{i}.npy", rng.normal(size=(3 + i % 9, width)).astype(np.float32))
+    return root, write_rows(root / "clips.csv", ["video", "caption"], [(f"clip{i}", f"{w} number {i}") for i in range(40) for w in ("one", "another")])
+
+
+@pytest.mark.parametrize("loss", ["ncl", "max-margin"])
+def test_features_end_to_end(features, loss, tmp_path):
+    root, csv = features
+    flags = ["--dataset", csv, "--image-encoder", "features", "--feature-dir", root / "motion", root / "appearance", "--loss", loss]
+    args = ncl.parse_args(list(map(str, flags)))
+    assert (args.learnable_tau, args.loss_scale) == (False, 15 if loss == "ncl" else 1) and (args.tau == 0.07 or loss != "ncl")
+    summary = main(tmp_path / "r", *flags, base=["--cpu", "--threads", "1", "--workers", "0", "--batch-size", "8", "--max-steps", "3", "--log-every", "1"], pictures=True)
+    assert summary["steps"] == 3 and not summary["errors"] and summary["bad_samples"] == 0 and [s for s, _ in losses(tmp_path / "r")] == [1, 2, 3]
+    if loss == "ncl":
+        assert losses(tmp_path / "r")[0][1] == pytest.approx(15 * math.log(8), rel=0.2)
+    assert {"normalization.png", "retrieval.png"} <= {p.name for p in (tmp_path / "r").iterdir()}
+    model, tokenizer, transform = common.load_model(tmp_path / "r")
+    data = common.load_data(str(csv), "test", feature_dir=[str(root / "motion"), str(root / "appearance")], frames=args.frames)
+    x = data.read(0)
+    assert x.shape == (args.frames, 10)
+    with torch.no_grad():
+        image, text = model(x[None])[0], model(tokens=tokenizer(["one number 3"]))[1]
+    assert image.shape == text.shape == (1, args.embed_dim) and torch.isfinite(image).all()
+    got = evaluate(tmp_path / "r", tmp_path / "eval", "--normalize", "queue")
+    assert common.flatten(got["normalize"]) == pytest.approx(common.flatten(summary["test"][str(csv)]["normalize"]), rel=1e-4, abs=1e-4)
+
+
+# ---------------------------------------------------- flags ---------------------------------------------------------
+def test_recipes_are_the_paper_s():
+    """App. B: epochs 5, 3 and 10, warm-up over a tenth except on MSVD, 32 or 64 tokens, 12 or 64 frames, a queue of 16,384; Sec. 3.2: 4 rounds; App. C: 0.07 and 15."""
+    for name, epochs, warmup, tokens, frames in (("msrvtt", 5, 0.5, 32, 12), ("msvd", 3, 0, 32, 12), ("activitynet", 10, 1, 64, 64)):
+        args = ncl.parse_args(["--dataset", name])
+        assert (args.epochs, args.warmup_epochs, args.text_length, args.frames) == (epochs, warmup, tokens, frames)
+        assert (args.lr, args.batch_size, args.queue_size, args.iterations, args.tau, args.learnable_tau) == (1e-7, 128, 16_384, 4, 0.01, True)
+    assert ncl.parse_args(["--dataset", "msrvtt", "--tau", "0.07"]).tau == 0.07
+
+
+def test_the_commands_of_ssb(tmp_path):
+    flags = ["--dataset", "msrvtt", "--data-dir", str(tmp_path), "--image-encoder", "features", "--feature-dir", str(tmp_path)]
+    args = ncl.parse_args(flags)
+    assert (args.loss, args.tau, args.learnable_tau, args.loss_scale) == ("ncl", 0.07, False, 15)
+    args = ncl.parse_args([*flags, "--loss", "max-margin"])                                                         # as in the docstring
+    assert (args.learnable_tau, args.loss_scale, args.margin) == (False, 1, 0.2)
+    assert not ncl.parse_args(["--dataset", "msrvtt", "--loss", "max-margin"]).learnable_tau
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--tau", "0"], "--tau 0.0: must be > 0"), (["--tau", "nan"], "--tau nan: must be > 0"), (["--tau-clamp", "0.1", "1", "--learnable-tau", "--tau", "0.05"], "--tau-clamp [0.1, 1.0]: must hold"),
+    (["--tau-clamp", "0", "1", "--learnable-tau"], "--tau-clamp [0.0, 1.0]: must hold"), (["--tau-clamp", "0.1"], "--tau-clamp: expected 2 arguments"),
+    (["--iterations", "0"], "--iterations 0: must be at least 1"), (["--queue-size", "0"], "--queue-size 0: must be at least 1"), (["--crop-min", "2"], "--crop-min 2.0: must be between 0 and 1"),
+    (["--flip", "-1"], "--flip -1.0: must be between 0 and 1"), (["--jitter", "-1"], "--jitter -1.0: must be at least 0"), (["--margin", "nan"], "--margin nan: must be at least 0"),
+    (["--loss-scale", "-1"], "--loss-scale -1.0: must be at least 0"), (["--loss", "max-margin", "--learnable-tau"], "--loss max-margin has no temperature"), (["--frames", "0"], "--frames 0: must be at least 1"),
+    (["--clips", "1", "1", "1"], "--clips 1 1 1: each must be at least 2"), (["--caption-noise", "2"], "--caption-noise 2.0: must be between 0 and 1"), (["--feature-dir", "/no/such"], "--feature-dir /no/such: no such folder"),
+    (["--image-encoder", "features"], "--feature-dir"), (["--feature-dir", "."], "--image-encoder features"),
+    (["--loss", "triplet"], "--loss: invalid choice: 'triplet'"), (["--normalize", "test"], "--normalize: invalid choice: 'test'"), (["--video-dir", "/no/such"], "--video-dir /no/such: no such path"),
+], ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_bad_flags(flags, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        ncl.parse_args(flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+def test_bad_data(features, tmp_path):
+    root, csv = features
+    def stopped(*flags):
+        with pytest.raises(common.UserError) as error:
+            main(tmp_path / "r", *flags)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+    assert stopped("--dataset", "msrvtt").startswith("--dataset msrvtt needs --video-dir")
+    assert "none of MSRVTT_train.9k.csv" in stopped("--dataset", "msrvtt", "--data-dir", tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert f"none of 40 videos is below {tmp_path / 'empty'}" in stopped("--dataset", csv, "--image-encoder", "features", "--feature-dir", tmp_path / "empty")
+    assert "--batch-size 128: larger than the 64 training examples" in stopped("--batch-size", 128)
+    (tmp_path / "bad").mkdir()
+    for i in range(40):
+        np.save(tmp_path / "bad" / f"clip{i}.npy", np.full((3, 4), np.nan))
+    assert "none of its first features can be read" in stopped("--dataset", csv, "--image-encoder", "features", "--feature-dir", tmp_path / "bad", "--batch-size", 8)
