@@ -70,6 +70,7 @@ def parse_args(argv=None):
     g.add_argument("--seed", type=int, default=42, help="of the few-shot draw; TS authors: 42")
     g.add_argument("--normalize", choices=["none", "queue", "oracle"], default="none", help="NCL's biases at test time: from training queries (the run's queue, or its training set), or from the test queries themselves (no fair result)")
     g.add_argument("--queue-size", type=int, default=16_384, help="training queries used of each kind, the latest; paper 16,384")
+    g.add_argument("--queue-split", choices=["run", "train", "val"], default="run", help="where these queries come from: the run's own queue (the training set where it has none), or that split encoded anew")
     g.add_argument("--gamma", type=float, default=0.0, help="temperature of that normalisation, divides the cosine; 0 = the checkpoint's own")
     g.add_argument("--iterations", type=int, default=0, help="rounds of Sinkhorn-Knopp; 0 = the checkpoint's own, else the paper's 4")
     g.add_argument("--query", default="", help="a text: search --dataset for it and draw the hits instead of the tasks")
@@ -154,16 +155,17 @@ def stand_ins(model, tokenizer, transform, name, options, args, device):
     if args.checkpoint and file.is_file():
         queues = load_file(file)
         gamma = args.gamma or queues["gamma"].item()
-        if name == own.get("dataset"):                                     # other sets have queries of their own
+        if name == own.get("dataset") and args.queue_split == "run":       # other sets have queries of their own
             return queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:], gamma
     if args.normalize == "oracle":
         return None, None, gamma
-    train = common.load_data(name, "train", **options)
+    train = common.load_data(name, "val" if args.queue_split == "val" else "train", **options)
     if isinstance(train, common.Stream):
         raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
     rows = np.sort(np.random.default_rng(args.seed).permutation(len(train))[:args.queue_size])
     index, videos, _, _ = common.encode_images(model, train, transform, device, args.eval_batch, args.workers, rows)
-    return common.encode_texts(model, tokenizer, [train.captions(i)[0] for i in index], device), videos, gamma
+    texts = [train.captions(i)[k % len(train.captions(i))] for k, i in enumerate(index)]  # one caption each, the captions in turn
+    return common.encode_texts(model, tokenizer, texts, device), videos, gamma
 
 
 def evaluate(model, tokenizer, transform, name, options, args, device, folder):
