@@ -340,16 +340,21 @@ class Augment:
     DRAWS = 16
 
     def __init__(self, size, scale_min=1.0, flip=0.0, jitter_p=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0,
-                 grey=0.0, blur=0.0, randaugment=(0, 0)):
+                 grey=0.0, blur=0.0, randaugment=(0, 0), squash=False):
+        self.squash = squash
         self.size, self.scale_min, self.flip, self.jitter_p, self.grey, self.blur = size, scale_min, flip, jitter_p, grey, blur
         self.brightness, self.contrast, self.saturation, self.hue, self.randaugment = brightness, contrast, saturation, hue, randaugment
 
     def boxes(self, height, width, u):
-        """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.
+        """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3. With scale_min = 1 the
+        evaluation view: the centre square, or all of the image with squash.
 
         Sides that would leave the image are cut to it (torchvision draws again, up to ten times)."""
+        if self.scale_min == 1:
+            h, w = (height, width) if self.squash else (min(height, width),) * 2
+            return np.tile(np.array([[(height - h) // 2, (width - w) // 2, h, w]]), (len(u), 1))
         area = height * width * (self.scale_min + (1 - self.scale_min) * u[:, 0])  # (B,)
-        ratio = np.exp(np.log(3 / 4) + np.log(16 / 9) * u[:, 1]) if self.scale_min < 1 else np.full(len(u), width / height)
+        ratio = np.exp(np.log(3 / 4) + np.log(16 / 9) * u[:, 1])
         h = np.clip(np.round(np.sqrt(area / ratio)), 1, height)
         w = np.clip(np.round(np.sqrt(area * ratio)), 1, width)
         top, left = np.floor(u[:, 2] * (height - h + 1)), np.floor(u[:, 3] * (width - w + 1))
@@ -688,7 +693,7 @@ class Features:
     sampling = "uniform"
 
     def __init__(self, folders, frames):
-        self.folders, self.frames = folders, frames
+        self.folders, self.frames, self.width = folders, frames, None
 
     def __call__(self, source, start=None, end=None, draws=None):
         parts = []
@@ -700,14 +705,19 @@ class Features:
             if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
                 raise ValueError(f"{folder}: features of shape {x.shape}, expected (time, width), finite")
             parts.append(x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)])
-        return torch.from_numpy(np.concatenate(parts, 1))
+        x = np.concatenate(parts, 1)  # (T, F)
+        if self.width not in (None, x.shape[1]):
+            raise ValueError(f"features of width {x.shape[1]}, others have {self.width}")
+        return torch.from_numpy(x)
 
 
 def feature_shape(data):
     """(T, F) of a data set of features."""
     for i in range(min(len(data), 100)):
         with contextlib.suppress(OSError, ValueError):
-            return list(data.read(i).shape)
+            shape = list(data.read(i).shape)
+            data.clip.width = shape[1]
+            return shape
     raise UserError(f"{data.name}: none of its first features can be read, first {data.key(0)}")
 
 
@@ -1143,7 +1153,7 @@ def has_batchnorm(model):
 class Examples(torch.utils.data.Dataset):
     """A map-style data set: len(data), data[i] -> one example dict; the parts can be had without decoding the image.
 
-    images: (M, 3, H, W) uint8 where the whole set lives in memory, else None.   templates: formats that serve as paraphrases.
+    images: (M, [T,] 3, H, W) uint8 where the whole set lives in memory, else None.   templates: formats that serve as paraphrases.
     groups: (M,) ids; examples of one group are positives of each other in evaluation (default: each for itself).
     has_captions: False where class names stand in.   prompts: zero-shot templates with {c}.   max_captions: used in evaluation, 0 = all.
     clip: how videos become frames; None for images.   grouped: video -> text ranks videos by their best caption (MSVD's protocol).
@@ -1214,6 +1224,8 @@ class TableExamples(Examples):
             self.labels = np.array([self.label_names.index(str(y)) for y in self.labels])
 
     def captions(self, i):
+        if isinstance(self._captions, list):  # unfolded
+            return self._captions[i]
         value = self.table[int(i)][self.caption] if self.caption else self.label_names[self.labels[i]].replace("_", " ")
         return [str(c) for c in (value if isinstance(value, list) else [value]) if c] or [""]
 
@@ -1257,6 +1269,8 @@ def load_data(name, split, **options):
         data = _moving_emoji(split, options.get("frames") or 4, options.get("image_size") or 32, tuple(options.get("clips") or (2000, 300, 300)), options.get("caption_noise") or 0.0)
     else:
         data = _hub_data(name, split, key) if name in HUB else _video_set(name, split, key) if name in VIDEO else _own_data(name, key)[split]
+    if isinstance(data, Stream) and (options.get("unfold_captions") or options.get("feature_dir")):
+        raise UserError("--streaming goes with neither --unfold-captions nor --feature-dir")
     return unfold(data) if options.get("unfold_captions") and split == "train" else data
 
 
@@ -1451,7 +1465,14 @@ def _tables(kind, files, name, options, gated=""):
 def _caption_file(name, split, file, root, options):
     """A csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; rows of one image, or of one window of a video, become its K captions."""
     kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
-    table = _load_dataset(kind, file, data_files=str(file), split="train", **({"sep": "\t"} if file.suffix == ".tsv" else {}))
+    options_of = {}
+    if kind == "csv":  # all as text: 000 is a name, and so is NA
+        import csv
+        import datasets
+        separator = "\t" if file.suffix == ".tsv" else ","
+        with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration), open(file, newline="", encoding="utf-8-sig") as f:
+            options_of = {"sep": separator, "keep_default_na": False, "features": datasets.Features({c: datasets.Value("string") for c in next(csv.reader(f, delimiter=separator))})}
+    table = _load_dataset(kind, file, data_files=str(file), split="train", **options_of)
     columns = table.column_names
     image = pick_column("--image-column", options.get("image_column"), columns, IMAGE_COLUMNS + VIDEO_COLUMNS, file.name)
     caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, file.name)
@@ -1627,7 +1648,7 @@ class Stream:
     It promises: disjoint samples, equal batch counts, the same views per key, resume at the start of the shard. It does not promise
     the same batches on another number of processes or workers.   urls: paths or fsspec addresses (hf://...).
     """
-    images, templates, label_names, split = None, (), None, "train"
+    images, templates, label_names, split, clip = None, (), None, "train", None
     note = "streaming: disjoint shards, resume at the shard; batches depend on the number of processes and workers"
 
     def __init__(self, name, urls, options, length=None, buffer=1000):
@@ -1707,7 +1728,10 @@ def _clips_of(name, split, annotations, options, root=None):
     folder = Path(*options.get("feature_dir", ())[:1] or (options.get("video_dir") or options.get("data_dir") or root,)).expanduser()
     if not folder.is_dir():
         raise UserError(f"--video-dir {folder}: no such folder")
-    index, found, missing = _video_index(str(folder)), {}, []
+    index, found, missing, silent = _video_index(str(folder)), {}, [], len(annotations)
+    annotations = {k: [t for t in ([v] if isinstance(v, str) else v) if t] for k, v in annotations.items()}
+    annotations = {k: v for k, v in annotations.items() if v}
+    silent -= len(annotations)
     for key in annotations:
         path = str(folder / str(key[0])) if (folder / str(key[0])).is_file() else _find_video(index, str(key[0]))
         found |= {key: Window(path, *key[1:])} if path else {}
@@ -1716,11 +1740,14 @@ def _clips_of(name, split, annotations, options, root=None):
         raise UserError(f"{name} ({split}): the annotations name no video")
     if not found:
         raise UserError(f"{name} ({split}): none of {len(annotations):,} videos is below {folder} (looked for {missing[0]}); --video-dir names the folder of the videos")
+    if options.get("feature_dir") and len({w.path for w in found.values()}) < len(found):
+        raise UserError(f"{name} ({split}): several windows of one video, but --feature-dir has one file for a video")
     join = options.get("join_captions") or (name in VIDEO and VIDEO[name].get("paragraphs"))
     texts = [annotations[k] if not join else [" ".join(t.strip() for t in annotations[k])] for k in found]
     data = FileExamples(name, split, list(found.values()), texts, keys=[f"{k[0]}" + (f" {'-'.join('' if t is None else f'{t:g}' for t in k[1:])} s" if k[1:] != (None, None) else "") for k in found], clip=clip_options(options))
     data.found = list(found)
     data.note = f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}" if missing else ""
+    data.note = f"{data.note}; {silent:,} without a caption left out".lstrip("; ") if silent else data.note
     return data
 
 
@@ -1818,7 +1845,7 @@ VIDEO = {
                     "counts": {"train": 10_009, "test": 4_917}, "paragraphs": True, "licence": "research only; test = val1, the papers' split"},
     "didemo": {"repo": "friedrichor/DiDeMo", "files": {s: ((f"{s}_data.json", _read_didemo), (f"*{s}*.json*", None)) for s in ("train", "val", "test")}, "counts": {"train": 8_395, "val": 1_065, "test": 1_004},
                "paragraphs": True, "licence": "research only"},
-    "youcook2": {"repo": "lmms-lab/YouCook2", "files": {"train": (("youcookii_annotations_trainval.json", _read_youcook2), ("*train*", None)), "test": (("youcookii_annotations_trainval.json", _read_youcook2), ("*val*", None))},
+    "youcook2": {"repo": "lmms-lab/YouCook2", "files": {"train": (("youcookii_annotations_trainval.json", _read_youcook2), ("*train*.json*", None), ("*train*.parquet", None), ("*train*.csv", None)), "test": (("youcookii_annotations_trainval.json", _read_youcook2), ("*val*.json*", None), ("*val*.parquet", None), ("*val*.csv", None))},
                  "counts": {"train": 10_337, "test": 3_492}, "licence": "research only; test = val, the papers' split"},
     "howto100m": {"repo": "", "files": {"train": (("caption.json", None),)}, "counts": {}, "licence": "research only"}}
 
@@ -1856,15 +1883,15 @@ def _video_set(name, split, options):
 
 
 class Narrations(FileExamples):
-    """HowTo100M: caption.json {video: {start, end, text}} and the videos there are. One example is one line of speech with its window; an index
-    of two numbers a video, since there are 136 million lines."""
+    """HowTo100M: caption.json {video: {start, end, text}} and the videos there are. One example is one line of speech with its window. The lines of the
+    videos that are there stay in memory, once in each process: some 150 bytes a line, 20 GB for all 136 million."""
 
     def __init__(self, name, split, file, options):
         lines, index = json.loads(Path(file).read_text(encoding="utf8")), _video_index(str(Path(options.get("video_dir") or options["data_dir"]).expanduser()))
         self.videos = [v for v in lines if v in index and lines[v]["text"]]
         if not self.videos:
             raise UserError(f"{name}: none of {len(lines):,} videos is below {options.get('video_dir') or options['data_dir']}; --video-dir names the folder of the videos")
-        self.lines, self.index, self.ends = lines, index, np.cumsum([len(lines[v]["text"]) for v in self.videos])
+        self.lines, self.index, self.ends = {v: lines[v] for v in self.videos}, index, np.cumsum([len(lines[v]["text"]) for v in self.videos])
         super().__init__(name, split, None, range(int(self.ends[-1])), keys=range(int(self.ends[-1])), clip=clip_options(options))
         self.note = f"{len(lines) - len(self.videos):,} of {len(lines):,} videos are not there or silent"
 
@@ -2172,6 +2199,8 @@ class MovingEmoji(Examples):
         shown = np.isin(np.arange(len(p)) // NOUNS, pairs["train"] // NOUNS) & np.isin(np.arange(len(p)) % NOUNS, pairs["train"] % NOUNS)
         for k, s in enumerate(("val", "test")):
             p = np.where((part == k) & shown, weight, 0)
+            if not p.any():
+                raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {s} a pair of known verb and noun")
             order = rng.choice(len(p), int((p > 0).sum()), replace=False, p=p / p.sum())  # every pair once, then again
             pairs[s] = np.resize(order, wanted[s])
         number = ("train", "val", "test").index(split)
@@ -2286,7 +2315,9 @@ class _StreamViews(torch.utils.data.IterableDataset):
                 if isinstance(parts, Exception):
                     raise ValueError(f"broken shard: {parts}")
                 source, captions, _ = _tar_example(key, parts, parts.__getitem__, self.stream.options, self.stream.name)
-                image = clip_options(self.stream.options)(source) if any(t in parts for t in VIDEO_TYPES) else decode(source)
+                clip = clip_options(self.stream.options) if any(parts.get(t) is source for t in VIDEO_TYPES) else None
+                draws = uniforms(self.seed, epoch, [key_hash(key)], clip.frames, stream=99)[0] if clip and clip.sampling == "random" else None
+                image = clip(source, draws=draws) if clip else decode(source)
             except (OSError, ValueError, RuntimeError) as error:
                 bad.append((f"{url}:{key}", first_line(error)))
                 if len(bad) >= _Views.TRIES:
@@ -2341,7 +2372,7 @@ class Batches:
 
     def _loader(self):
         common = dict(num_workers=self.workers, worker_init_fn=_place_worker, pin_memory=self.device.type == "cuda",
-                      generator=torch.Generator().manual_seed(self.seed), prefetch_factor=4 if self.workers else None)
+                      generator=torch.Generator().manual_seed(self.seed), prefetch_factor=(2 if self.data.clip else 4) if self.workers else None)
         if isinstance(self.data, Stream):
             views = _StreamViews(self.data, self.augments, self.seed, rank(), world(), self.positions)
             yield from torch.utils.data.DataLoader(views, batch_size=self.local, drop_last=True, collate_fn=_collate, **common)
@@ -2351,10 +2382,10 @@ class Batches:
         yield from torch.utils.data.DataLoader(_Views(self.data, self.augments, self.seed), batch_sampler=mine, collate_fn=_collate, **common)
 
     def _memory(self):
-        images = self.data.images.to(self.device)  # (M, 3, H, W) uint8
+        images = self.data.images.to(self.device)  # (M, [T,] 3, H, W) uint8
         for epoch, batch in epoch_batches(len(self.data), self.batch_size, self.seed, self.first, self.last):
             index = batch[rank() * self.local:(rank() + 1) * self.local]
-            x = images[torch.from_numpy(index).to(self.device)]  # (B, 3, H, W)
+            x = images[torch.from_numpy(index).to(self.device)]  # (B, [T,] 3, H, W)
             views = [a.crop_batch(x, uniforms(self.seed, epoch, index, a.DRAWS, stream=v + 1)) for v, a in enumerate(self.augments)]
             yield epoch, views, [self.data.captions(i) for i in index], index, [self.data.key(i) for i in index], []
 
@@ -2471,7 +2502,8 @@ def normalization_error(sim, gamma):
     """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5; n = m there): 0 = every item gets its share.
 
     Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
-    total = sum(F.softmax(part.double() / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
+    wide = (lambda x: x) if sim.device.type == "mps" else torch.Tensor.double  # Apple's GPUs have no float64
+    total = sum(F.softmax(wide(part) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
     return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
 
 
@@ -2587,27 +2619,34 @@ class _EvalImages(torch.utils.data.Dataset):
             return i, None, first_line(error)
 
 
+def _collate_eval(items):
+    """One tensor a batch: a worker sends every tensor as an open file, and 1,024 of these is the usual limit."""
+    good = [(i, x) for i, x, _ in items if x is not None]
+    return [i for i, _ in good], torch.stack([x for _, x in good]) if good else None, [(i, why) for i, x, why in items if x is None]
+
+
 @torch.no_grad()
 def encode_images(model, data, transform, device, batch=256, workers=0, rows=None):
-    """Embeddings of a data set's images, each item once over all processes.
+    """Embeddings of a data set's images or clips, each item once over all processes; batch counts images, or frames of clips.
 
     Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, and {key: reason} of what could not be read."""
     rows = np.arange(len(data)) if rows is None else np.asarray(rows)
     mine, training = rows[rank()::world()], model.training
     model.eval()
     index, image, features, bad = [], [], [], {}
+    frames = data.clip.frames if data.clip else data.images.shape[1] if data.images is not None and data.images.ndim == 5 else getattr(data, "frames", 1)
+    batch = max(1, batch // frames)
     workers = 0 if data.images is not None or len(mine) < 2 * batch else min(workers, os.cpu_count() or 1)  # starting them costs more than they save
-    loader = torch.utils.data.DataLoader(_EvalImages(data, mine, transform), batch_size=batch, num_workers=workers, collate_fn=list,
+    loader = torch.utils.data.DataLoader(_EvalImages(data, mine, transform), batch_size=batch, num_workers=workers, collate_fn=_collate_eval,
                                          worker_init_fn=_place_worker, generator=torch.Generator().manual_seed(0))
     failure = None
     try:
-        for items in loader:
-            bad |= {data.key(i): why for i, x, why in items if x is None}
-            good = [(i, x) for i, x, _ in items if x is not None]
+        for good, pixels, broken in loader:
+            bad |= {data.key(i): why for i, why in broken}
             if good:
-                pixels = torch.stack([x for _, x in good]).to(device)
+                pixels = pixels.to(device)
                 e, _, f = model(transform.normalise(pixels.float() / 255) if pixels.dtype == torch.uint8 else pixels)
-                index += [i for i, _ in good]
+                index += good
                 image.append(e.float().cpu()), features.append(f.float().cpu())
     except Exception as error:  # no process may wait for one that failed
         failure = f"{type(error).__name__}: {error}"
@@ -2778,8 +2817,11 @@ def evaluation_sets(args):
     sets = {}
     for word in args.eval_datasets or [args.dataset]:
         name, _, folder = word.partition("=") if not Path(word).exists() else (word, "", "")
-        own = data_options(args, **({"data_dir": folder} if folder else {})) if name == args.dataset else {"data_dir": folder, "frames": args.frames, "image_size": args.image_size}
+        other = {"data_dir": folder, "video_dir": folder or args.video_dir} | {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size")}
+        own = data_options(args, **({"data_dir": folder} if folder else {})) if name == args.dataset else other
         sets[name] = {s: load_data(name, s, **own) for s in ("val", "test") if s in splits_of(name)}
+        if not sets[name] and args.eval_datasets:
+            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
     return sets
 
 
@@ -2823,9 +2865,9 @@ class Evaluator:
                 continue
             try:
                 train = self.train if self.train is not None and self.train.name == name else None
-                metrics[name], chance[name], pieces[name] = evaluate(self.model, self.tokenizer, self.transform, splits[split], self.device, train,
-                                                                     self.args.eval_batch, self.args.workers)
-                metrics[name] |= self.also(pieces[name]) if self.also else {}
+                found, by_chance, piece = evaluate(self.model, self.tokenizer, self.transform, splits[split], self.device, train, self.args.eval_batch, self.args.workers)
+                found |= self.also(piece) if self.also else {}
+                metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = str(error)
                 say(f"evaluation of {name} ({split}) failed and is left out: {error}")

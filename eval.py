@@ -59,6 +59,7 @@ def parse_args(argv=None):
     g.add_argument("--video-dir", default="", help="as in training")
     g.add_argument("--frames", type=int, default=0, help="frames of a clip; 0 = as in training, 12 for a model by name")
     g.add_argument("--frame-cache", default="", metavar="DIR", help="as in training")
+    g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
     g.add_argument("--label-column", default="", help="as in training")
     g.add_argument("--max-captions", type=int, default=0, help="captions used of an image; 5 = the 25,000 of COCO's usual protocol; 0 = all")
     g.add_argument("--limit", type=int, default=0, help="examples used, the first; 0 = all")
@@ -93,6 +94,8 @@ def parse_args(argv=None):
     for name in ("eval_batch", "top", "queue_size"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if args.normalize == "queue" and args.queue_split == args.split:
+        p.error(f"--queue-split {args.queue_split}: these are the queries of --split {args.split} themselves; that is --normalize oracle")
     if min(args.knn_k) < 1:
         p.error(f"--knn-k {min(args.knn_k)}: must be at least 1")
     return args
@@ -146,7 +149,7 @@ def zero_shot(model, tokenizer, data, image, labels, args, device):
 
 
 def stand_ins(model, tokenizer, transform, name, options, args, device):
-    """(texts, videos, gamma) for --normalize: the queues of an NCL run, else embeddings of training examples (one caption each), drawn once. Collective."""
+    """(texts, videos, gamma) for --normalize: the queues of an NCL run, else embeddings of training examples and of their captions, drawn once. Collective."""
     own = common.read_json(Path(args.checkpoint) / "args.json", {}) if args.checkpoint else {}
     gamma, file = args.gamma or own.get("tau") or 0.01, Path(args.checkpoint) / "queues.safetensors"
     last = common.latest_checkpoint(args.checkpoint) if own.get("learnable_tau") else None
@@ -164,7 +167,8 @@ def stand_ins(model, tokenizer, transform, name, options, args, device):
         raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
     rows = np.sort(np.random.default_rng(args.seed).permutation(len(train))[:args.queue_size])
     index, videos, _, _ = common.encode_images(model, train, transform, device, args.eval_batch, args.workers, rows)
-    texts = [train.captions(i)[k % len(train.captions(i))] for k, i in enumerate(index)]  # one caption each, the captions in turn
+    texts = [c for i in index for c in train.captions(i)]
+    texts = [texts[k] for k in np.sort(np.random.default_rng(args.seed).permutation(len(texts))[:args.queue_size])]
     return common.encode_texts(model, tokenizer, texts, device), videos, gamma
 
 
@@ -205,9 +209,10 @@ def evaluate(model, tokenizer, transform, name, options, args, device, folder):
             if task == "retrieval":
                 metrics[task], chance[task] = common.retrieval_both_ways(pieces)
                 if args.normalize != "none":
+                    task = "normalize"                                     # what is left out if this fails
                     texts, videos, gamma = stand_ins(model, tokenizer, transform, name, options, args, device)
                     results, pieces["biases"] = ncl.normalized_retrieval(pieces, gamma, iterations, texts, videos)
-                    metrics[task] = {k: v for k, v in results[args.normalize].items() if k != "error"}
+                    metrics["retrieval"] = {k: v for k, v in results[args.normalize].items() if k != "error"}
                     metrics["normalize"] = results
                     if common.rank() == 0:
                         ncl.draw_normalization(pieces, gamma, iterations, {"texts": [] if texts is None else texts, "videos": videos}, folder / f"normalization_{common.slug(name)}.png")
@@ -304,7 +309,7 @@ def main(args):
         args.names, result["datasets"], result["errors"] = [w[0] for w in wanted], {}, {}
         for name, _, data_dir in wanted:
             saved = {k: own[k] for k in common.DATA_FLAGS if own.get(k)} if name == own.get("dataset") else {k: own[k] for k in ("frames",) if own.get(k)}
-            options = saved | {"image_size": transform.size} | common.data_options(args) | ({"data_dir": data_dir} if data_dir else {})
+            options = saved | common.data_options(args) | {"image_size": transform.size} | ({"data_dir": data_dir} if data_dir else {})
             try:
                 metrics, chance, left_out = evaluate(model, tokenizer, transform, name, options | {"unfold_captions": False, "caption_noise": 0.0}, args, device, folder)
             except (UserError, ValueError, RuntimeError) as error:

@@ -20,7 +20,7 @@ Equations, s_ij = <t_i, v_j>, rows = texts, columns = videos:
     K           queue_size         ()             training queries kept of each kind; 16,384
 
 Commands:
-    accelerate launch ncl.py                                                    # moving emoji, three minutes on two CPU cores
+    accelerate launch ncl.py                                                    # moving emoji, two minutes on two CPU cores
     accelerate launch ncl.py --loss infonce                                     # the CLIP4Clip baseline
     accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS        # the paper's run; msvd, activitynet
     accelerate launch ncl.py --dataset msrvtt ... --image-encoder features --feature-dir F --loss max-margin   # as SSB; --loss ncl for NCL on it
@@ -36,9 +36,11 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
  6. Adam: torch's AdamW with CLIP4Clip's beta2, epsilon and weight decay; its BertAdam has no bias correction and clips each tensor as well.
     Norms, biases and the logit scale are not decayed (CLIP4Clip decays CLIP's norms by an accident of names).
  7. The learning rate follows a cosine to 0 after the warm-up; CLIP4Clip's drops to 0.976 of the peak at its end. Frames are uniform in time, CLIP4Clip's
-    uniform over a list of one frame a second; a short clip repeats frames, CLIP4Clip pads and masks.
- 8. Batch size is not stated: CLIP4Clip's 128. On MSR-VTT and MSVD every caption is a training example (--unfold-captions).
- 9. SSB: one transformer layer over projected features with mean pooling; its T5 text encoder is any transformers id (--text-encoder t5-base).
+    uniform over a list of one frame a second; a short clip repeats frames, CLIP4Clip pads and masks. Frames are scaled twice (8/7 of the size while decoding, then
+    antialiased bilinear); CLIP4Clip once, bicubic.
+ 8. Batch size is not stated: CLIP4Clip's 128. On MSR-VTT and MSVD every caption is a training example (--unfold-captions), so a batch may hold a
+    clip twice: an unmasked false negative, and uniform priors all the same, as in the base code.
+ 9. SSB: one transformer layer over projected features with mean pooling, without its CNN, RNN and dropout; T5 text (--text-encoder t5-base).
 """
 
 import argparse
@@ -68,10 +70,14 @@ RECIPES = {"msrvtt": CLIP4CLIP, "msvd": CLIP4CLIP | dict(epochs=3.0, warmup_epoc
            "didemo": CLIP4CLIP | dict(recipe="ours; as activitynet, which is as long", epochs=10.0, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False),
            "youcook2": CLIP4CLIP | dict(recipe="ours; as msrvtt"), "howto100m": CLIP4CLIP | dict(recipe="ours; as msrvtt", epochs=1.0, warmup_epochs=0.1, unfold_captions=False),
            "moving-emoji": MOVING, "emoji": MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4),
+           **{name: CLIP4CLIP | dict(recipe="ours; as msrvtt, on images", unfold_captions=False, streaming=name.startswith("cc")) for name in ("coco", "flickr30k", "cc3m", "cc12m")},
            "own": MOVING | dict(recipe="ours; small towers from scratch", image_size=64, text_length=32, frames=8, eval_every=0, save_every=500)}
 PLAIN = dict(normalize="none")                                              # the baselines are reported as they are
-LOSSES = {"infonce": PLAIN, "max-margin": PLAIN | dict(learnable_tau=False), "ncl on features": dict(tau=0.07, learnable_tau=False, loss_scale=15.0),  # SSB (App. C)
-          "infonce on features": PLAIN | dict(tau=0.07, learnable_tau=False), "max-margin on features": PLAIN | dict(tau=0.07, learnable_tau=False)}
+SSB = dict(tau=0.07, learnable_tau=False)                                      # App. C: on precomputed features
+SSB_TOWERS = SSB | dict(text_encoder="t5-base", text_pooling="mean", lr=1e-4)   # on the paper's sets; the learning rate of its new towers is ours
+LOSSES = {"infonce": PLAIN, "max-margin": PLAIN | dict(learnable_tau=False)} | {
+    f"{loss} on features{of}": own | towers for of, towers in (("", SSB), (" of a paper's set", SSB_TOWERS))
+    for loss, own in (("ncl", dict(loss_scale=15.0)), ("infonce", PLAIN), ("max-margin", PLAIN))}
 
 
 def parse_args(argv=None):
@@ -80,7 +86,8 @@ def parse_args(argv=None):
     first.add_argument("--dataset", default="moving-emoji"), first.add_argument("--loss", default="ncl"), first.add_argument("--resume", default="")
     first.add_argument("--image-encoder", default="")
     chosen, _ = first.parse_known_args(argv)
-    chosen.loss += " on features" if chosen.image_encoder == "features" else ""
+    if chosen.image_encoder == "features":
+        chosen.loss += " on features" + (" of a paper's set" if RECIPES.get(chosen.dataset, MOVING)["lr"] == CLIP4CLIP["lr"] else "")
     yesno = argparse.BooleanOptionalAction
     p = common.Parser(prog="ncl.py", description="NCL: Sinkhorn-normalised contrastive retrieval, in training and at test time.", allow_abbrev=False,
                                 formatter_class=common.Help)
@@ -104,10 +111,10 @@ def parse_args(argv=None):
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="for --image-encoder features: folders of VIDEO.npy (time, width), motion and appearance say, side by side")
     # >>> shared: texts
     g.add_argument("--caption-column", default="", help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
-    g.add_argument("--streaming", action=yesno, default=False, help="read tars in order instead of at random (web scale)")
+    g.add_argument("--streaming", action=yesno, default=False, help="read tars in order instead of at random (web scale); other layouts are not read so")
     g.add_argument("--text-length", type=int, default=32, help="tokens kept of a caption")
     g.add_argument("--clean-captions", action=yesno, default=False, help="lower case, no punctuation, 30 words, as the CC3M trainer")
-    g.add_argument("--join-captions", action=yesno, default=False, help="the captions of a clip become one paragraph (ActivityNet and DiDeMo always)")
+    g.add_argument("--join-captions", action=yesno, default=False, help="the captions of a video become one paragraph (video sets, files of paths and captions; ActivityNet and DiDeMo always)")
     g.add_argument("--unfold-captions", action=yesno, default=False, help="one training example for each (image or clip, caption) instead of a caption drawn each epoch")
     # <<< shared
     # >>> shared: data
@@ -119,8 +126,8 @@ def parse_args(argv=None):
     g.add_argument("--workers", type=int, default=4, help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend on it")
     g.add_argument("--image-size", type=int, default=224, help="pixels of a side")
     g.add_argument("--frames", type=int, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
-    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform", help="frames from the first to the last; of the middles of T segments; random in each segment (in training)")
-    g.add_argument("--frame-cache", default="", metavar="DIR", help="decode each clip once, to one small JPEG there")
+    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform", help="of videos: frames from the first to the last; of the middles of T segments; random in each segment (in training)")
+    g.add_argument("--frame-cache", default="", metavar="DIR", help="decode each video once, to one small JPEG there")
     g.add_argument("--clips", type=int, nargs=3, default=[2000, 300, 300], metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
     g.add_argument("--caption-noise", type=float, default=0.0, help="part of moving-emoji's training clips that get the captions of another, 0..1")
     # <<< shared
@@ -168,10 +175,10 @@ def parse_args(argv=None):
     g.add_argument("--flip", type=float, default=0.0, help="probability of a mirror image")
     g.add_argument("--jitter", type=float, default=0.0, help="brightness, contrast and saturation strength, all frames alike")
     g = p.add_argument_group("evaluation")
-    g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]", help="data sets of the evaluation (val and test splits), each with an optional local copy; none = the training set's own")
+    g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]", help="data sets of the evaluation (val and test splits), each with an optional local copy (annotations and videos); none = the training set's own")
     g.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue", help="biases of the reported numbers: from the queue of training queries, from the test queries themselves (not a fair result), or none")
     # >>> shared: parse
-    g.add_argument("--eval-batch", type=int, default=256, help="images at a time in evaluation")
+    g.add_argument("--eval-batch", type=int, default=256, help="images, or frames of clips, at a time in evaluation")
     p.set_defaults(**{k: v for k, v in RECIPES.get(chosen.dataset, RECIPES["own"]).items() if k != "recipe"})
     p.set_defaults(dataset=chosen.dataset, **LOSSES.get(chosen.loss, {}))
     saved = {}
@@ -243,8 +250,19 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True):
 
 
 def retrieval_biases(items, queries, gamma, iterations=4):
-    """Test time (Sec. 3.4): bias (n,) of each item, from queries (K, D) that stand in for the unknown ones; items (n, D)."""
-    return sinkhorn_biases(normalize(queries) @ normalize(items).T, gamma, iterations)[1]
+    """Test time (Sec. 3.4): bias (n,) of each item, from queries (K, D) that stand in for the unknown ones; items (n, D).
+
+    The columns' biases of sinkhorn_biases, in blocks of queries: a round needs each row once, so memory is that of a block."""
+    items, queries = normalize(items), normalize(queries)                  # (n, D), (K, D)
+    log_beta = items.new_zeros(len(items))                                 # (n,)
+    for _ in range(iterations):
+        total = items.new_full((len(items),), -math.inf)                   # (n,) log of what the columns hold so far
+        for block in queries.split(1024):
+            logits = block @ items.T / gamma                               # (k, n)
+            log_alpha = -math.log(len(queries)) - torch.logsumexp(logits + log_beta, 1)              # (k,)
+            total = torch.logaddexp(total, torch.logsumexp(logits + log_alpha[:, None], 0))
+        log_beta = -math.log(len(items)) - total
+    return gamma * log_beta.log_softmax(0)
 
 
 # ------------------------------------------------------- baselines ---------------------------------------------------
@@ -345,9 +363,10 @@ def main(args):
     log = common.Log(folder, accelerator, args.tracker, tracker_id, vars(args), step, total)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter, args.jitter)
+    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter, args.jitter, squash=args.eval_resize == "squash")
     batches = common.Batches(train, [view], transform, args.batch_size, args.seed, step, total, device, args.workers, args.max_bad_fraction, folder, positions, args.compile)
-    common.banner("ncl.py", args, RECIPES.get(args.dataset, RECIPES["own"])["recipe"], tower, extra, train, eval_sets, folder, accelerator, total, steps_per_epoch, warmup, {
+    recipe = RECIPES.get(args.dataset, RECIPES["own"])["recipe"] + ("; with features: SSB's gamma and factor, the towers ours" if args.image_encoder == "features" else "")
+    common.banner("ncl.py", args, recipe, tower, extra, train, eval_sets, folder, accelerator, total, steps_per_epoch, warmup, {
         "loss": args.loss + (f", {args.iterations} rounds of Sinkhorn-Knopp on {args.batch_size} x {args.batch_size}" if args.loss == "ncl" else "") + (f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""),
         "temperature": f"gamma {args.tau:g}" + (f", learnt in {args.tau_clamp[0]:g} .. {args.tau_clamp[1]:g}" if args.learnable_tau else ""),
         "test time": f"--normalize {args.normalize}, queues of {args.queue_size:,} texts and clips" + (f" ({args.queue_size / len(train):.1f} epochs)" if hasattr(train, "__len__") else "")})
@@ -357,8 +376,8 @@ def main(args):
         return extra["tau"]["log_tau"].exp().item() if args.learnable_tau else args.tau
 
     def normalized(pieces):
-        """The numbers of a data set under every normalisation, with this run's queues; those of --normalize stand in front."""
-        texts, videos = extra["texts"].get().cpu(), extra["videos"].get().cpu()
+        """The numbers of a data set under every normalisation; those of --normalize stand in front. The queues serve the set they come from."""
+        texts, videos = (extra[k].get().cpu() if pieces["data"].name == args.dataset else None for k in ("texts", "videos"))
         results, pieces["biases"] = normalized_retrieval(pieces, gamma_now(), args.iterations, texts, videos)
         chosen = results.get(args.normalize, results["none"])              # before the first step the queues are empty
         return {k: v for k, v in chosen.items() if k != "error"} | {"normalize": results}
@@ -445,7 +464,7 @@ def main(args):
     summary = common.summarize(args, folder, step, steps_per_epoch, wall_before + time.time() - started, tower, extra, batches, val, test, chance, evaluator.errors, processes)
     # <<< shared
     if common.rank() == 0:
-        draw(folder, log, test_pieces, gamma_now(), args)
+        draw(folder, log, val_pieces, test_pieces, gamma_now(), args)
     say(common.report(summary, folder) + normalization_table(summary["test"]))
     common.end_run(accelerator)
     return summary
@@ -462,8 +481,8 @@ def normalization_table(metrics):
     return "\n".join(["", *lines])
 
 
-def draw(folder, log, test, gamma, args):
-    """Pictures: curves, the paper's Figures 2, 3, 5, 6, 7 and 8 of each test set. test: picture pieces by data set."""
+def draw(folder, log, val, test, gamma, args):
+    """Pictures: curves, the paper's Figures 2, 3, 5 and 6 of each test set, 7 and 8 of val. val, test: picture pieces by data set."""
     queues, before = load_file(folder / "queues.safetensors"), load_file(folder / "embeddings_before.safetensors")
     first = next(iter(test), "")
     common.draw_curves(log, [
@@ -476,7 +495,7 @@ def draw(folder, log, test, gamma, args):
         suffix = "" if name == first else f"_{common.slug(name)}"
         draw_normalization(pieces, gamma, args.iterations, queues, folder / f"normalization{suffix}.png")
         start = {k: before[f"{name}/{k}"] for k in ("text", "image")} if f"{name}/text" in before else None
-        draw_modalities(start, pieces, folder / f"modalities{suffix}.png")
+        draw_modalities(start, val.get(name, pieces), folder / f"modalities{suffix}.png")
         common.draw_retrieval(pieces, folder / f"retrieval{suffix}.png", bias=pieces["biases"].get(args.normalize, (None,))[0])
 
 
@@ -495,7 +514,8 @@ def draw_normalization(pieces, gamma, iterations, queues, path):
         right = torch.zeros_like(P, dtype=torch.bool)                      # (C, M)
         rows = torch.arange(len(P))[:, None].expand_as(pieces["positives"])
         right[rows[pieces["positives"] >= 0], pieces["positives"][pieces["positives"] >= 0]] = True
-        hit = F.one_hot((sim + b).argmax(1), len(image)).bool()            # (C, M) retrieved first
+        hit = torch.zeros_like(right)                                      # (C, M) retrieved first
+        hit[torch.arange(len(hit)), (sim + b).argmax(1)] = True
         missed = 1 - (hit & right).sum(0) / right.sum(0).clamp(min=1)      # (M,) of its own queries, those that do not find it
         wrong = (hit & ~right).sum(0) / (~right).sum(0).clamp(min=1)       # (M,) of the others, those that do
         bins = np.digitize(share.numpy(), [0.25, 0.5, 0.75, 1.25, 1.5, 2, 3])
@@ -544,6 +564,7 @@ def draw_modalities(before, pieces, path):
     axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=["text-text", "video-video", "text-video"])
     for ax in axes:
         ax.legend(frameon=False, fontsize=8)
+    fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split})", fontsize=10)
     common.save_figure(fig, path)
 
 

@@ -108,10 +108,10 @@ def parse_args(argv=None):
     g.add_argument("--dataset", default="emoji", help="emoji, moving-emoji, cc3m, cc12m, any other name of common.HUB or common.VIDEO; or a folder, csv, tsv, jsonl, parquet, tar, or hub id (org/name)")
     # >>> shared: texts
     g.add_argument("--caption-column", default="", help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
-    g.add_argument("--streaming", action=yesno, default=False, help="read tars in order instead of at random (web scale)")
+    g.add_argument("--streaming", action=yesno, default=False, help="read tars in order instead of at random (web scale); other layouts are not read so")
     g.add_argument("--text-length", type=int, default=32, help="tokens kept of a caption")
     g.add_argument("--clean-captions", action=yesno, default=False, help="lower case, no punctuation, 30 words, as the CC3M trainer")
-    g.add_argument("--join-captions", action=yesno, default=False, help="the captions of a clip become one paragraph (ActivityNet and DiDeMo always)")
+    g.add_argument("--join-captions", action=yesno, default=False, help="the captions of a video become one paragraph (video sets, files of paths and captions; ActivityNet and DiDeMo always)")
     g.add_argument("--unfold-captions", action=yesno, default=False, help="one training example for each (image or clip, caption) instead of a caption drawn each epoch")
     # <<< shared
     # >>> shared: data
@@ -123,8 +123,8 @@ def parse_args(argv=None):
     g.add_argument("--workers", type=int, default=4, help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend on it")
     g.add_argument("--image-size", type=int, default=224, help="pixels of a side")
     g.add_argument("--frames", type=int, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
-    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform", help="frames from the first to the last; of the middles of T segments; random in each segment (in training)")
-    g.add_argument("--frame-cache", default="", metavar="DIR", help="decode each clip once, to one small JPEG there")
+    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform", help="of videos: frames from the first to the last; of the middles of T segments; random in each segment (in training)")
+    g.add_argument("--frame-cache", default="", metavar="DIR", help="decode each video once, to one small JPEG there")
     g.add_argument("--clips", type=int, nargs=3, default=[2000, 300, 300], metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
     g.add_argument("--caption-noise", type=float, default=0.0, help="part of moving-emoji's training clips that get the captions of another, 0..1")
     # <<< shared
@@ -199,9 +199,9 @@ def parse_args(argv=None):
     g.add_argument("--aug-grey", type=float, default=0.2, help="I~: probability of grey; SimCLR 0.2")
     g.add_argument("--aug-blur", type=float, default=0.5, help="I~: probability of a Gaussian blur; SimCLR 0.5")
     g = p.add_argument_group("evaluation")
-    g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]", help="data sets of the evaluation (val and test splits), each with an optional local copy; none = the training set's own")
+    g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]", help="data sets of the evaluation (val and test splits), each with an optional local copy (annotations and videos); none = the training set's own")
     # >>> shared: parse
-    g.add_argument("--eval-batch", type=int, default=256, help="images at a time in evaluation")
+    g.add_argument("--eval-batch", type=int, default=256, help="images, or frames of clips, at a time in evaluation")
     p.set_defaults(**{k: v for k, v in RECIPES.get(chosen.dataset, RECIPES["own"]).items() if k != "recipe"})
     p.set_defaults(dataset=chosen.dataset, **LOSSES.get(chosen.loss, {}))
     saved = {}

@@ -110,8 +110,8 @@ def parse_args(argv=None):
     g.add_argument("--workers", type=int, default=4, help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend on it")
     g.add_argument("--image-size", type=int, default=224, help="pixels of a side")
     g.add_argument("--frames", type=int, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
-    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform", help="frames from the first to the last; of the middles of T segments; random in each segment (in training)")
-    g.add_argument("--frame-cache", default="", metavar="DIR", help="decode each clip once, to one small JPEG there")
+    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform", help="of videos: frames from the first to the last; of the middles of T segments; random in each segment (in training)")
+    g.add_argument("--frame-cache", default="", metavar="DIR", help="decode each video once, to one small JPEG there")
     g.add_argument("--clips", type=int, nargs=3, default=[2000, 300, 300], metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
     g.add_argument("--caption-noise", type=float, default=0.0, help="part of moving-emoji's training clips that get the captions of another, 0..1")
     # <<< shared
@@ -171,7 +171,7 @@ def parse_args(argv=None):
     g.add_argument("--train-features", choices=["clean", "augmented"], default="clean", help="views of the training images in kNN and probes; the authors' notebook: augmented (crop with padding, flip) on CIFAR")
     g.add_argument("--eval-epoch", default="", metavar="auto|N", help="whose weights are tested; empty = of the end; auto = of the best val evaluation after step 0 (App. A.2); N = the run ends after epoch N of the same schedules")
     # >>> shared: parse
-    g.add_argument("--eval-batch", type=int, default=256, help="images at a time in evaluation")
+    g.add_argument("--eval-batch", type=int, default=256, help="images, or frames of clips, at a time in evaluation")
     p.set_defaults(**{k: v for k, v in RECIPES.get(chosen.dataset, RECIPES["own"]).items() if k != "recipe"})
     p.set_defaults(dataset=chosen.dataset, **LOSSES.get(chosen.loss, {}))
     saved = {}

@@ -967,7 +967,7 @@ def test_many_frames_of_an_upright_clip_can_be_cached(tmp_path):
 
 # ---------------------------------------------------- batches of clips -----------------------------------------------
 TRANSFORM = common.EvalTransform(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-PLAIN = common.Augment(32)  # nothing random: its views can be read
+PLAIN = common.Augment(32, squash=True)  # nothing random, nothing cut off: its views can be read
 VIEWS = [common.Augment(32, 0.4, 0.5), common.Augment(32, 0.2, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)]
 
 
@@ -1105,3 +1105,79 @@ def test_unusable_features_are_a_bad_sample(kind, features, tmp_path):
     batch, = batches
     assert list(batches.bad) == [bad] and bad not in batch["keys"] and batch["keys"].count(data.key(3)) == 2
     assert [tuple(v.shape) for v in batch["views"]] == [(6, 4, 5)] * 2 and torch.isfinite(batch["views"][0]).all()
+
+
+# ----------------------------------------------------- reviewed points ----------------------------------------------
+def test_no_random_crop_is_the_evaluation_view():
+    """crop_min 1: the centre square that evaluation sees (CLIP4Clip trains on it), or the whole picture where evaluation squashes it."""
+    x = torch.arange(40 * 80, dtype=torch.float).view(1, 40, 80).expand(3, -1, -1).div(13).to(torch.uint8)
+    u = common.uniforms(0, 0, [5], 16)
+    for mode in ("crop", "squash"):
+        view = common.Augment(40, squash=mode == "squash").crop_one(x, u[0])
+        assert torch.equal(view, common.EvalTransform(40, (0,) * 3, (1,) * 3, mode).raw(x)), mode
+
+
+def test_unfolded_rows_of_a_table(tmp_path):
+    import datasets
+    from helpers import encode, picture
+    features = datasets.Features(image=datasets.Image(), caption=datasets.Sequence(datasets.Value("string")))
+    rows = {"image": [{"bytes": encode(picture(i)), "path": f"{i}.png"} for i in range(24)], "caption": [[f"{i} a", f"{i} b", f"{i} c"] for i in range(24)]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train.parquet"))
+    plain, each = (common.load_data(str(tmp_path), "train", unfold_captions=u) for u in (False, True))
+    assert len(each) == 3 * len(plain) and all(len(each.captions(i)) == 1 for i in range(len(each)))
+    assert [c for i in range(len(plain)) for c in plain.captions(i)] == [each.captions(i)[0] for i in range(len(each))]
+    assert torch.equal(each.read(4), plain.read(1))
+
+
+def test_ids_of_a_csv_are_text(tmp_path):
+    """000 is a file name and NA a caption, not a number and nothing."""
+    write_clips(tmp_path, {k: f"{k:03}.mp4" for k in range(12)})
+    write_rows(tmp_path / "a.csv", ["video_id", "caption"], [(f"{k:03}", "NA" if k == 3 else f"clip {k}") for k in range(12)])
+    data = [common.load_data(str(tmp_path / "a.csv"), s, frames=2) for s in SPLITS]
+    captions = {d.key(i): d.captions(i) for d in data for i in range(len(d))}
+    assert captions == {f"{k:03}": ["NA" if k == 3 else f"clip {k}"] for k in range(12)}
+
+
+def test_features_have_no_windows(tmp_path):
+    write_clips(tmp_path, {0: "000.mp4"})
+    (tmp_path / "f").mkdir()
+    np.save(tmp_path / "f" / "000.npy", np.ones((4, 3)))
+    path = write_rows(tmp_path / "a.csv", ["video", "caption", "start", "end"], [("000.mp4", f"part {k}", k, k + 1) for k in range(4)])
+    with pytest.raises(common.UserError, match="several windows"):
+        common.load_data(str(path), "train", feature_dir=[str(tmp_path / "f")])
+
+
+def test_features_of_another_width_are_a_bad_sample(tmp_path):
+    clip = common.Features([tmp_path], 2)
+    np.save(tmp_path / "a.npy", np.ones((4, 3))), np.save(tmp_path / "b.npy", np.ones((4, 5)))
+    clip.width = clip("a").shape[1]
+    with pytest.raises(ValueError, match="width 5"):
+        clip("b")
+
+
+def test_clips_without_a_caption_are_left_out(tmp_path):
+    write_clips(tmp_path, {k: f"v_{k}.mp4" for k in range(4)})
+    rows = {f"v_{k}": {"duration": 2.0, "timestamps": [[0, 1]], "sentences": [] if k == 1 else "one text" if k == 2 else [f"clip {k}.", "Then more."]} for k in range(4)}
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    data = common.load_data("activitynet", "train", data_dir=str(tmp_path), video_dir=str(tmp_path), frames=2)
+    assert [data.captions(i) for i in range(len(data))] == [["clip 0. Then more."], ["one text"], ["clip 3. Then more."]] and "1 without a caption" in data.note
+
+
+def test_too_few_moving_clips_are_one_line():
+    with pytest.raises(common.UserError, match="--clips 2 2 2"):
+        common.load_data("moving-emoji", "train", clips=[2, 2, 2])
+
+
+def test_evaluation_batches_count_frames_and_few_open_files(tmp_path):
+    """Clips in batches of eval_batch frames; the loader hands over one tensor a batch, whatever could not be read."""
+    names = numbered(tmp_path, 14)
+    (tmp_path / names[3]).write_bytes(TEXT)
+    path = str(write_rows(tmp_path / "a.csv", ["video", "caption"], [(x, f"clip {k}") for k, x in enumerate(names)]))
+    data, sizes = common.load_data(path, "train", frames=4), []
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            sizes.append(len(x))
+            return x.mean((1, 2, 3, 4))[:, None], None, x.mean((1, 3, 4))
+    index, _, features, bad = common.encode_images(Model(), data, TRANSFORM, CPU, batch=16, workers=2)
+    assert max(sizes) == 4 and len(index) == len(features) == len(data) - len(bad) and (names[3] in bad) == (names[3] in data.keys)
