@@ -79,7 +79,7 @@ def test_missing_path(tmp_path):
 
 def test_unknown_name(tmp_path):
     message = stopped("emojis", tmp_path)
-    assert "--dataset emojis: no such path" in message and "known set: emoji, cc3m" in message and "org/name" in message
+    assert "--dataset emojis: no such path" in message and "known set: emoji, moving-emoji, cc3m" in message and "org/name" in message
 
 
 def test_unknown_hub_id_offline(tmp_path):
@@ -253,7 +253,7 @@ def test_output_that_cannot_be_written(inside, good, tmp_path):
 # ---------------------------------------------------- models ---------------------------------------------------------
 def test_unknown_image_encoder(good, tmp_path):
     message = stopped(good, tmp_path, "--image-encoder", "resnet_99")
-    assert "--image-encoder resnet_99: not small, resnet18-cifar, a timm model (near: " in message
+    assert "--image-encoder resnet_99: not small, features, resnet18-cifar, a timm model (near: " in message
     assert stopped(good, tmp_path / "b", "--image-encoder", "no/such").startswith("--image-encoder no/such: ")
 
 
