@@ -503,7 +503,8 @@ def draw_normalization(pieces, gamma, iterations, queues, path):
     """Figs. 2, 3 and 5: the errors, false negatives and positives by the probability an item collects, R@1 by the size of the queue."""
     image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
     sim, biases = text @ image.T, pieces["biases"]                         # (C, M)
-    fig, axes = common.figure(5)
+    fig, axes = common.figure(3, 2)
+    axes[5].set_axis_off()
     for shift, (label, s, side) in zip((-0.2, 0.2), (("text -> video", sim, 0), ("video -> text", sim.T, 1))):
         values = [common.normalization_error(s + b[side], gamma) for b in biases.values()]
         axes[0].bar(np.arange(len(values)) + shift, values, 0.4, label=label)
