@@ -664,8 +664,8 @@ class Clips:
             x = read_frames(source, self.frames, start, end, sampling, draws, self.short)
             return torch.from_numpy(np.ascontiguousarray(x)).permute(0, 3, 1, 2)
         keep, spread = (3 * self.frames, "middle") if self.sampling == "random" else (self.frames, self.sampling)
-        stem = "bytes" if isinstance(source, (bytes, bytearray)) else Path(source).stem
-        name = hashlib.sha1(source if stem == "bytes" else f"{Path(source).resolve()}".encode())
+        stem, content = ("clip", source) if isinstance(source, (bytes, bytearray)) else (Path(source).stem, str(Path(source).resolve()).encode())
+        name = hashlib.sha1(content)
         name.update(f"{start} {end} {keep} {spread} {self.short}".encode())
         file = Path(self.cache) / name.hexdigest()[:2] / f"{slug(stem)[:80]}-{name.hexdigest()[:12]}.jpg"
         try:
@@ -1471,7 +1471,7 @@ def _caption_file(name, split, file, root, options):
         import datasets
         separator = "\t" if file.suffix == ".tsv" else ","
         with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration), open(file, newline="", encoding="utf-8-sig") as f:
-            options_of = {"sep": separator, "keep_default_na": False, "features": datasets.Features({c: datasets.Value("string") for c in next(csv.reader(f, delimiter=separator))})}
+            options_of = {"sep": separator, "keep_default_na": False, "features": datasets.Features({c or f"Unnamed: {i}": datasets.Value("string") for i, c in enumerate(next(csv.reader(f, delimiter=separator)))})}  # the nameless column of an index
     table = _load_dataset(kind, file, data_files=str(file), split="train", **options_of)
     columns = table.column_names
     image = pick_column("--image-column", options.get("image_column"), columns, IMAGE_COLUMNS + VIDEO_COLUMNS, file.name)

@@ -1181,3 +1181,17 @@ def test_evaluation_batches_count_frames_and_few_open_files(tmp_path):
             return x.mean((1, 2, 3, 4))[:, None], None, x.mean((1, 3, 4))
     index, _, features, bad = common.encode_images(Model(), data, TRANSFORM, CPU, batch=16, workers=2)
     assert max(sizes) == 4 and len(index) == len(features) == len(data) - len(bad) and (names[3] in bad) == (names[3] in data.keys)
+
+
+def test_a_csv_with_a_nameless_index_column(tmp_path):
+    """As pandas writes it by default."""
+    write_clips(tmp_path, {k: f"{k:03}.mp4" for k in range(4)})
+    write_rows(tmp_path / "a.csv", ["", "video", "caption"], [(k, f"{k:03}.mp4", f"clip {k}") for k in range(4)])
+    data = [common.load_data(str(tmp_path / "a.csv"), s, frames=2) for s in SPLITS]
+    assert {d.key(i): d.captions(i) for d in data for i in range(len(d))} == {f"{k:03}.mp4": [f"clip {k}"] for k in range(4)}
+
+
+def test_a_video_called_bytes_is_cached_like_any_other(tmp_path):
+    write_clips(tmp_path, {1: "bytes.mp4"})
+    clips, source = common.Clips(2, cache=str(tmp_path / "cache")), tmp_path / "bytes.mp4"
+    assert clips(source).shape == clips(source.read_bytes()).shape and len(list((tmp_path / "cache").rglob("*.jpg"))) == 2
