@@ -148,9 +148,8 @@ def zero_shot(model, tokenizer, data, image, labels, args, device):
     return result | {"classes": len(names), "prompts": len(templates)}, chance
 
 
-def stand_ins(model, tokenizer, transform, name, options, args, device):
-    """(texts, videos, gamma) for --normalize: the queues of an NCL run, else embeddings of training examples and of their captions, drawn once. Collective."""
-    own = common.read_json(Path(args.checkpoint) / "args.json", {}) if args.checkpoint else {}
+def stand_ins(model, tokenizer, transform, name, options, args, own, device):
+    """(texts (K, D), videos (K, D), gamma) for --normalize: the queues of an NCL run, else embeddings of training examples and of their captions, drawn once. Collective."""
     gamma, file = args.gamma or own.get("tau") or 0.01, Path(args.checkpoint) / "queues.safetensors"
     last = common.latest_checkpoint(args.checkpoint) if own.get("learnable_tau") else None
     if last and not args.gamma and "tau.log_tau" in (extra := load_file(last / "extra.safetensors")):
@@ -172,9 +171,8 @@ def stand_ins(model, tokenizer, transform, name, options, args, device):
     return common.encode_texts(model, tokenizer, texts, device), videos, gamma
 
 
-def evaluate(model, tokenizer, transform, name, options, args, device, folder):
-    """All tasks of one data set -> (metrics, chance); pictures go to folder. Collective."""
-    own = common.read_json(Path(args.checkpoint) / "args.json", {}) if args.checkpoint else {}
+def evaluate(model, tokenizer, transform, name, options, args, own, device, folder):
+    """All tasks of one data set -> (metrics, chance, {task: why it is left out}); own: the run's flags; pictures go to folder. Collective."""
     sets, iterations = None, args.iterations or own.get("iterations") or 4
     if own.get("script") == "temperature_schedules" and name == own["dataset"]:  # its long tail, its held-out images, the classes it counts
         sets = common.labelled_sets(name, own["imbalance_ratio"], own["split_seed"], **options | {k: own[k] for k in ("index_file", "test_file") if own[k]})
@@ -210,16 +208,16 @@ def evaluate(model, tokenizer, transform, name, options, args, device, folder):
                 metrics[task], chance[task] = common.retrieval_both_ways(pieces)
                 if args.normalize != "none":
                     task = "normalize"                                     # what is left out if this fails
-                    texts, videos, gamma = stand_ins(model, tokenizer, transform, name, options, args, device)
+                    texts, videos, gamma = stand_ins(model, tokenizer, transform, name, options, args, own, device)
                     results, pieces["biases"] = ncl.normalized_retrieval(pieces, gamma, iterations, texts, videos)
                     metrics["retrieval"] = {k: v for k, v in results[args.normalize].items() if k != "error"}
                     metrics["normalize"] = results
                     if common.rank() == 0:
                         ncl.draw_normalization(pieces, gamma, iterations, {"texts": [] if texts is None else texts, "videos": videos}, folder / f"normalization_{common.slug(name)}.png")
             elif task == "gap":
-                own = pieces["image"][pieces["owner"]]
+                image_of_text = pieces["image"][pieces["owner"]]           # (C, D)
                 metrics[task] = {"modality_gap": common.modality_gap(pieces["image"], pieces["text"]),
-                                 **{k: v for k, v in common.embedding_health(own, pieces["text"], limit=4096).items() if k != "gap"}}
+                                 **{k: v for k, v in common.embedding_health(image_of_text, pieces["text"], limit=4096).items() if k != "gap"}}
                 chance[task] = {"modality_gap": (1 / len(pieces["image"]) + 1 / len(pieces["text"])) ** 0.5}
             elif task == "histograms":
                 metrics[task] = common.similarity_histograms(pieces)
@@ -311,7 +309,7 @@ def main(args):
             saved = {k: own[k] for k in common.DATA_FLAGS if own.get(k)} if name == own.get("dataset") else {k: own[k] for k in ("frames",) if own.get(k)}
             options = saved | common.data_options(args) | {"image_size": transform.size} | ({"data_dir": data_dir} if data_dir else {})
             try:
-                metrics, chance, left_out = evaluate(model, tokenizer, transform, name, options | {"unfold_captions": False, "caption_noise": 0.0}, args, device, folder)
+                metrics, chance, left_out = evaluate(model, tokenizer, transform, name, options | {"unfold_captions": False, "caption_noise": 0.0}, args, own, device, folder)
             except (UserError, ValueError, RuntimeError) as error:
                 if len(wanted) == 1:
                     raise
