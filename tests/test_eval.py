@@ -133,3 +133,15 @@ def test_zero_shot_accuracy():
     assert got == {"top1": 25.0, "top2": 50.0, "top4": 100.0}  # the third and the fourth (all tied) come last
     with pytest.raises(ValueError, match="non-finite"):
         common.zero_shot_accuracy(images * float("nan"), torch.zeros(4), classes)
+
+
+def test_a_run_of_temperature_schedules_keeps_its_classes(tmp_path):
+    """Its own 70 classes and held-out drawings of emoji, and verbs of moving emoji, not the splits that the other scripts open."""
+    import temperature_schedules
+    for name, flags in (("emoji", []), ("moving-emoji", ["--clips", "120", "24", "24"])):
+        flags = ["--dataset", name, *flags, "--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "32", "--output-dir", str(tmp_path), "--run-name", name]
+        own = temperature_schedules.main(temperature_schedules.parse_args(flags))["test"][name]
+        metrics = evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / name), "--cpu", "--threads", "1", "--tasks", "knn", "probe"]))["datasets"][name]["metrics"]
+        assert metrics["images"] == own["images"] == {"emoji": 140, "moving-emoji": 24}[name]
+        assert all(metrics["knn"][f"k={k}"]["top1"] == pytest.approx(own[f"knn@{k}"]["top1"], abs=0.8) for k in (1, 10))
+        assert metrics["probe"]["all"]["top1"] == pytest.approx(own["all"]["top1"], abs=0.8)
