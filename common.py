@@ -936,7 +936,7 @@ class VisionEncoder(nn.Module):
     def forward(self, pixels):
         frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels
         if self.name == "features" and pixels.ndim != 3 or self.name != "features" and pixels.ndim == 3:
-            raise UserError("--image-encoder features and --feature-dir go together")
+            raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it alone")
         if self.name == "small":
             frames = frames.contiguous(memory_format=torch.channels_last)
         features = self.body(frames) if self.config is None else self.body(pixel_values=frames)
