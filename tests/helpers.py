@@ -1,4 +1,4 @@
-"""Small data sets in the true formats, written by the tests themselves. Sample i is always picture(i) and caption(i)."""
+"""Small data sets in the true formats, written by the tests. Sample i is always picture(i) and caption(i)."""
 
 import csv
 import io
@@ -98,7 +98,8 @@ def tar_samples(numbers, *extensions):
 def write_parquet_images(path, numbers):
     """A parquet file as `datasets` writes it: image {bytes, path}, caption, label with class names."""
     import datasets
-    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"), label=datasets.ClassLabel(names=CLASSES))
+    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"),
+                                 label=datasets.ClassLabel(names=CLASSES))
     rows = {"image": [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in numbers],
             "caption": [caption(i) for i in numbers], "label": [i % 3 for i in numbers]}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -112,34 +113,46 @@ TEXT = b"this is no picture\n"
 
 # ---- videos ----
 def frame(i, height=64, width=96):
-    """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, the lowest bit left) above a green floor; every colour is in a gif's 3-3-2 bit palette."""
+    """(H, W, 3) uint8: the number i in eight bars (red 1, blue 0, the lowest bit left) above a green floor.
+
+    Every colour is in a gif's 3-3-2 bit palette."""
     x = np.full((height, width, 3), (36, 146, 85), np.uint8)
     for bit in range(8):
-        x[:height * 3 // 4, bit * width // 8:(bit + 1) * width // 8] = (219, 73, 85) if i >> bit & 1 else (36, 109, 170)
+        bar = slice(bit * width // 8, (bit + 1) * width // 8)
+        x[:height * 3 // 4, bar] = (219, 73, 85) if i >> bit & 1 else (36, 109, 170)
     return x
 
 
 def frame_number(x):
     """The number that frame(i) shows after any codec, scaled or not: x (H, W, 3)."""
     height, width = x.shape[:2]
-    middles = [x[height // 8:height * 5 // 8, round((bit + 0.3) * width / 8):round((bit + 0.7) * width / 8)].reshape(-1, 3).mean(0) for bit in range(8)]
+    rows = slice(height // 8, height * 5 // 8)
+    bars = [slice(round((bit + 0.3) * width / 8), round((bit + 0.7) * width / 8)) for bit in range(8)]
+    middles = [x[rows, bar].reshape(-1, 3).mean(0) for bar in bars]
     return sum(1 << bit for bit, (red, _, blue) in enumerate(middles) if red > blue)
 
 
-ENCODERS = {"libx264": {"preset": "veryfast", "crf": "10"}, "libx265": {"preset": "ultrafast", "crf": "10", "x265-params": "log-level=none"},
-            "libsvtav1": {"preset": "12", "crf": "15", "svtav1-params": "log-level=-1"}, "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8", "crf": "10", "b": "0"},
+ENCODERS = {"libx264": {"preset": "veryfast", "crf": "10"},
+            "libx265": {"preset": "ultrafast", "crf": "10", "x265-params": "log-level=none"},
+            "libsvtav1": {"preset": "12", "crf": "15", "svtav1-params": "log-level=-1"},
+            "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8", "crf": "10", "b": "0"},
             "mpeg4": {"qscale": "2", "flags": "+qscale"}}
 
 
 def write_video(path, frames, codec="libx264", fps=10, at=None, pixels="yuv420p", hold=None, options=None, muxer=None):
-    """A real encoded clip. frames: numbers of frame() or (H, W, 3) uint8; at: when each is shown, in 1/fps s; hold: how long the last one is; muxer: options of the container."""
-    import av
+    """A real encoded clip.
+
+    frames: numbers of frame() or (H, W, 3) uint8; at: when each is shown, in 1/fps s; hold: how long the last one is;
+    options: of the encoder; muxer: options of the container."""
     from fractions import Fraction
+
+    import av
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     frames = [frame(x) if np.ndim(x) == 0 else np.ascontiguousarray(x) for x in frames]
     with av.open(str(path), "w", options=muxer or {}) as out:
         stream = out.add_stream(codec, rate=fps, options=ENCODERS.get(codec, {}) | (options or {}))
-        (stream.height, stream.width), stream.pix_fmt, stream.codec_context.time_base = frames[0].shape[:2], pixels, Fraction(1, fps)
+        (stream.height, stream.width), stream.pix_fmt = frames[0].shape[:2], pixels
+        stream.codec_context.time_base = Fraction(1, fps)
         packets = []
         for k, x in enumerate(frames):
             picture = av.VideoFrame.from_ndarray(x, format="rgb24")

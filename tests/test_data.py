@@ -1,31 +1,159 @@
-"""Data: every layout, the emoji set, batches, bad samples, streams, views, second texts."""
+"""Data: the container, every layout, the emoji set, the index of tars, batches, bad samples, streams, views, texts."""
 
+import ast
+import dataclasses
 import itertools
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tarfile
+import tracemalloc
 from collections import Counter, defaultdict
 from pathlib import Path
+
+import common
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import (
+    CLASSES,
+    TEXT,
+    TRUNCATED,
+    caption,
+    encode,
+    picture,
+    png16,
+    tar_samples,
+    write_captions,
+    write_images,
+    write_parquet_images,
+    write_rows,
+    write_tar,
+)
 from PIL import Image
 from torchvision.transforms.v2 import functional as V
 
-import common
-from helpers import (CLASSES, TEXT, TRUNCATED, caption, encode, picture, png16, tar_samples, write_captions, write_images,
-                     write_parquet_images, write_rows, write_tar)
+from sets import stream as streams
+from sets import tars as tars_of
+from tools import paraphrase
 
 SPLITS = ("train", "val", "test")
 HALVES = {"train": range(0, 8), "val": range(8, 10), "test": range(10, 12)}  # where a layout names its splits
 
 
+# ---------------------------------------------------- the container --------------------------------------------------
+def pixels_of(*numbers):
+    """(M, 3, 20, 24) uint8 of these samples."""
+    return torch.stack([torch.from_numpy(picture(i)).permute(2, 0, 1) for i in numbers])
+
+
+@pytest.fixture(scope="module")
+def ten():
+    """Ten samples in memory with 1, 2, 3, 1, ... captions, classes, groups of two, shards of three, and a remark."""
+    captions = [[caption(i, k) for k in range(i % 3 + 1)] for i in range(10)]
+    table = common.make_table(captions, [f"s{i}" for i in range(10)], classes={"label": CLASSES},
+                              label=np.arange(10) % 3, group=np.arange(10) // 2, remark=[f"no {i}" for i in range(10)])
+    return common.Data("ten", "train", table, pixels=pixels_of(*range(10)), shards=np.arange(10) // 3)
+
+
+def test_columns_of_data(ten):
+    assert (len(ten), ten.examples, ten.streamed, ten.clip) == (10, 10, False, None)
+    assert ten.labels.tolist() == [i % 3 for i in range(10)] and ten.label_names == ten.names("label") == CLASSES
+    assert ten.groups.tolist() == [i // 2 for i in range(10)]
+    assert ten.column("remark")[7] == "no 7" and ten.column("nothing") is None and ten.names("remark") is None
+    assert set(ten[4]) == {"pixels", "captions", "key", "label", "remark"} and ten[4]["label"] == 1
+    assert list(ten.first_captions(2)) == [caption(0), caption(1), caption(1, 1)]
+    assert list(ten.first_captions()) == [c for i in range(10) for c in ten.captions(i)]
+    plain = common.Data("plain", "test", common.make_table([["a"], ["b"]], ["x", "y"]), pixels=pixels_of(0, 1))
+    assert plain.labels is None and plain.label_names is None and plain.groups.tolist() == [0, 1]
+
+
+def test_select_takes_rows_in_any_order_and_again(ten):
+    rows = [7, 2, 2, 9]
+    part = ten.select(rows, "val")
+    assert (part.split, ten.split, len(part), len(ten)) == ("val", "train", 4, 10)
+    for k, i in enumerate(rows):
+        assert (part.key(k), part.captions(k)) == (f"s{i}", ten.captions(i)) and torch.equal(part.read(k), ten.read(i))
+    assert part.labels.tolist() == [1, 2, 2, 0] and part.groups.tolist() == [3, 1, 1, 4]
+    assert part.shards.tolist() == [2, 0, 0, 3] and part.column("remark") == ["no 7", "no 2", "no 2", "no 9"]
+    again = part.select(np.array([3, 0]))
+    assert [again.key(k) for k in range(2)] == ["s9", "s7"] and again.split == "val"
+    assert again.pixels.shape[0] == 2 and again.shards.tolist() == [3, 2]
+    bare = dataclasses.replace(ten, table=ten.table.remove_columns("group"))
+    assert bare.select(rows).groups.tolist() == rows  # a row taken twice is a positive of itself
+
+
+def test_unfold_has_a_row_for_each_caption(ten):
+    each = ten.unfold()
+    pairs = [(i, c) for i in range(10) for c in ten.captions(i)]
+    assert [(each.key(k), each.captions(k)) for k in range(len(each))] == [(f"s{i}", [c]) for i, c in pairs]
+    owner = [i for i, _ in pairs]
+    for name in ("labels", "groups", "shards"):
+        assert getattr(each, name).tolist() == getattr(ten, name)[owner].tolist(), name
+    assert torch.equal(each.pixels, ten.pixels[owner]) and list(each.first_captions()) == [c for _, c in pairs]
+    part = each.select([2, 1])
+    assert [part.captions(k) for k in range(2)] == [[pairs[2][1]], [pairs[1][1]]]
+    assert list(ten.select([2]).unfold().first_captions()) == ten.captions(2)
+
+
+def test_small_images_of_one_size_go_into_memory(tmp_path):
+    data = common.load_data(str(write_captions(tmp_path / "a", 8)), "train")
+    inside = data.in_memory()
+    assert data.pixels is None and inside.pixels.shape == (6, 3, 20, 24) and inside.pixels.dtype == torch.uint8
+    assert all(torch.equal(inside.read(i), data.read(i)) and inside.key(i) == data.key(i) for i in range(6))
+    assert inside.in_memory() is inside and data.in_memory(limit=23).pixels is None  # a larger side than that
+    (tmp_path / "a" / data.key(5)).write_bytes(TEXT)
+    assert data.in_memory().pixels is None  # counted as a bad sample when its turn comes
+    (tmp_path / "a" / data.key(5)).write_bytes(encode(picture(5, 30, 10)))
+    assert data.in_memory().pixels is None
+
+
+@pytest.mark.parametrize("rows_in_lists", [10**6, 0])  # small tables are kept as lists, larger ones asked row by row
+def test_a_caption_reads_no_image(rows_in_lists, monkeypatch):
+    monkeypatch.setattr(common, "IN_MEMORY", rows_in_lists)
+    captions, keys = [[caption(i), caption(i, 1)] for i in range(4)], list("abcd")
+    huge = [{"bytes": bytes(2**24)} for _ in range(4)]  # 16 MiB each
+    nowhere = [{"path": f"/no/such/{i}.png"} for i in range(4)]
+    for sources in (huge, nowhere):
+        table = common.make_table(captions, keys, sources, {"label": CLASSES}, label=[0, 1, 2, 0])
+        data = common.Data("x", "train", table)
+        tracemalloc.start()
+        for part in (data, data.select([3, 1]), data.unfold()):
+            words = [(part.key(i), tuple(part.captions(i))) for i in range(len(part))]
+            assert len(set(words)) == len(part) and len(part.labels) == len(part)
+            list(part.first_captions())
+        assert tracemalloc.get_traced_memory()[1] < 2**21
+        tracemalloc.stop()
+        with pytest.raises((OSError, ValueError)):
+            data.read(0)
+    assert [data.captions(i) for i in range(4)] == captions and data.unfold().captions(3) == [caption(1, 1)]
+
+
+def test_from_rows_counts_what_it_leaves_out(tmp_path):
+    names = write_images(tmp_path, range(6))
+    rows = [{"source": str(tmp_path / x), "captions": ["", " "] if i == 2 else [caption(i)] if i != 4 else [],
+             "key": x, "label": CLASSES[i % 3], "mood": f"mood {i}"} for i, x in enumerate(names)]
+    data = common.from_rows("mine", "train", rows, {}, {"label": CLASSES}, note="first", templates=("a {}",))
+    assert data.note == "first; 2 without a caption left out" and data.templates == ("a {}",) and data.clip is None
+    assert data.column("key") == [names[i] for i in (0, 1, 3, 5)] and data.labels.tolist() == [0, 1, 0, 2]
+    assert data.label_names == CLASSES and data.column("mood") == ["mood 0", "mood 1", "mood 3", "mood 5"]
+    assert np.array_equal(data[2]["pixels"].permute(1, 2, 0), picture(3)) and data[2]["label"] == 0
+    with pytest.raises(common.UserError, match="--dataset mine: no row has an image and a caption"):
+        common.from_rows("mine", "train", rows[2:3], {})
+    clips = [{"source": {"path": "a.mp4", "start": 1.0, "end": 2.0}, "captions": ["x"], "key": "a"}]
+    assert common.from_rows("mine", "train", clips, {"frames": 3}).clip.frames == 3
+
+
 # ---------------------------------------------------- layouts --------------------------------------------------------
 def paths_file(name):
     def write(folder):
-        rows = [(f"pictures/{x}", caption(i), CLASSES[i % 3]) for i, x in enumerate(write_images(folder / "pictures", range(12)))]
+        names = write_images(folder / "pictures", range(12))
+        rows = [(f"pictures/{x}", caption(i), CLASSES[i % 3]) for i, x in enumerate(names)]
         return write_rows(folder / name, ["image", "caption", "label"], rows), {}
     return write
 
@@ -45,15 +173,21 @@ def class_folders_in_splits(folder):
 
 def metadata(name):
     def write(folder):
-        write_rows(folder / name, ["file_name", "text"], [(x, caption(i)) for i, x in enumerate(write_images(folder, range(12)))])
+        rows = [(x, caption(i)) for i, x in enumerate(write_images(folder, range(12)))]
+        write_rows(folder / name, ["file_name", "text"], rows)
         return folder, {}
     return write
 
 
+def captions_csv(folder):
+    write_captions(folder, 12)
+    return folder, {}
+
+
 def metadata_in_splits(folder):
     for word, split in (("train", "train"), ("validation", "val"), ("test", "test")):
-        names = write_images(folder / word, HALVES[split])
-        write_rows(folder / word / "metadata.jsonl", ["file_name", "text"], [(x, caption(i)) for i, x in zip(HALVES[split], names)])
+        rows = [(x, caption(i)) for i, x in zip(HALVES[split], write_images(folder / word, HALVES[split]))]
+        write_rows(folder / word / "metadata.jsonl", ["file_name", "text"], rows)
     return folder, {}
 
 
@@ -86,25 +220,42 @@ def parquet_in_splits(folder):
     return folder, {}
 
 
+def one(i):
+    return [caption(i)]
+
+
+def two(i):
+    return [caption(i), caption(i, 1)]
+
+
+def third(i):
+    return i % 3
+
+
+def word(i):
+    return [CLASSES[i % 3].replace("_", " ")]
+
+
 # name: (writer, captions of sample i, label of sample i or None, splits named by the layout)
 LAYOUTS = {
-    "csv": (paths_file("a.csv"), lambda i: [caption(i)], lambda i: i % 3, False),
-    "tsv": (paths_file("a.tsv"), lambda i: [caption(i)], lambda i: i % 3, False),
-    "jsonl": (paths_file("a.jsonl"), lambda i: [caption(i)], lambda i: i % 3, False),
-    "json": (paths_file("a.json"), lambda i: [caption(i)], lambda i: i % 3, False),
-    "parquet of paths": (paths_file("a.parquet"), lambda i: [caption(i)], lambda i: i % 3, False),
-    "class folders": (class_folders, lambda i: [CLASSES[i % 3].replace("_", " ")], lambda i: i % 3, False),
-    "class folders in splits": (class_folders_in_splits, lambda i: [CLASSES[i % 3].replace("_", " ")], lambda i: i % 3, True),
-    "metadata.csv": (metadata("metadata.csv"), lambda i: [caption(i)], None, False),
-    "metadata.jsonl": (metadata("metadata.jsonl"), lambda i: [caption(i)], None, False),
-    "metadata in splits": (metadata_in_splits, lambda i: [caption(i)], None, True),
-    "tars jpg txt": (tars("jpg", "txt"), lambda i: [caption(i), caption(i, 1)], None, False),
-    "tars jpg cls": (tars("jpg", "cls"), lambda i: [f"class {i % 3}"], lambda i: i % 3, False),
-    "tars jpg json": (tars("jpg", "json", caption_column="json.title"), lambda i: [caption(i)], None, False),
-    "one tar": (one_tar, lambda i: [caption(i), caption(i, 1)], None, False),
-    "tars in splits": (tars_in_splits, lambda i: [caption(i), caption(i, 1)], None, True),
-    "parquet of images": (parquet_folder, lambda i: [caption(i)], lambda i: i % 3, False),
-    "parquet in splits": (parquet_in_splits, lambda i: [caption(i)], lambda i: i % 3, True),
+    "csv": (paths_file("a.csv"), one, third, False),
+    "tsv": (paths_file("a.tsv"), one, third, False),
+    "jsonl": (paths_file("a.jsonl"), one, third, False),
+    "json": (paths_file("a.json"), one, third, False),
+    "parquet of paths": (paths_file("a.parquet"), one, third, False),
+    "class folders": (class_folders, word, third, False),
+    "class folders in splits": (class_folders_in_splits, word, third, True),
+    "metadata.csv": (metadata("metadata.csv"), one, None, False),
+    "metadata.jsonl": (metadata("metadata.jsonl"), one, None, False),
+    "metadata in splits": (metadata_in_splits, one, None, True),
+    "captions.csv in a folder": (captions_csv, one, None, False),
+    "tars jpg txt": (tars("jpg", "txt"), two, None, False),
+    "tars jpg cls": (tars("jpg", "cls"), lambda i: [f"class {i % 3}"], third, False),
+    "tars jpg json": (tars("jpg", "json", caption_column="json.title"), one, None, False),
+    "one tar": (one_tar, two, None, False),
+    "tars in splits": (tars_in_splits, two, None, True),
+    "parquet of images": (parquet_folder, one, third, False),
+    "parquet in splits": (parquet_in_splits, one, third, True),
 }
 
 
@@ -127,28 +278,35 @@ def test_layout(layout, tmp_path):
         if label and layout != "tars jpg cls":
             assert data.label_names == CLASSES
     assert sorted(sum(numbers.values(), [])) == list(range(12))  # nothing lost, nothing in two splits
-    assert {s: len(v) for s, v in numbers.items()} == {s: len(HALVES[s]) if named else {"train": 10}.get(s, 1) for s in SPLITS}
+    held_out = {"train": 10, "val": 1, "test": 1}
+    assert {s: len(v) for s, v in numbers.items()} == {s: len(HALVES[s]) if named else held_out[s] for s in SPLITS}
     if named:
         assert {s: sorted(v) for s, v in numbers.items()} == {s: list(v) for s, v in HALVES.items()}
 
 
 def test_held_out_splits_are_a_twentieth_each_and_the_same_every_time(tmp_path):
     path = str(write_captions(tmp_path, 60))
-    keys = {s: [common.load_data(path, s).key(k) for k in range(len(common.load_data(path, s)))] for s in SPLITS}
+    keys = {s: common.load_data(path, s).column("key") for s in SPLITS}
     assert {s: len(v) for s, v in keys.items()} == {"train": 54, "val": 3, "test": 3}
-    common._own_data.cache_clear()
-    assert keys["val"] == [common.load_data(path, "val").key(k) for k in range(3)]
+    assert keys["val"] == common.load_data(path, "val", image_column="image").column("key")  # opened anew, not kept
     assert "held out" in common.load_data(path, "train").note
 
 
-@pytest.mark.parametrize("write", [lambda f: write_parquet_images(f / "test-00000-of-00001.parquet", range(20)).parent,
-                                   lambda f: write_tar(f / "test.tar", tar_samples(range(20), "jpg", "txt"))], ids=["parquet", "tar"])
+def only_test_in_parquet(folder):
+    return write_parquet_images(folder / "test-00000-of-00001.parquet", range(20)).parent
+
+
+def only_test_in_a_tar(folder):
+    return write_tar(folder / "test.tar", tar_samples(range(20), "jpg", "txt"))
+
+
+@pytest.mark.parametrize("write", [only_test_in_parquet, only_test_in_a_tar], ids=["parquet", "tar"])
 def test_a_set_that_is_only_a_test_split_is_divided(write, tmp_path):
     """As flickr30k is on the hub: nothing that trains may be left in test."""
     path = str(write(tmp_path))
     data = [common.load_data(path, s) for s in SPLITS]
-    assert sorted(d.key(k) for d in data for k in range(len(d))) == sorted({d.key(k) for d in data for k in range(len(d))})
-    assert [len(d) for d in data] == [18, 1, 1]
+    keys = [d.key(k) for d in data for k in range(len(d))]
+    assert sorted(keys) == sorted(set(keys)) and [len(d) for d in data] == [18, 1, 1]
 
 
 def test_folders_above_the_tars_do_not_name_splits(tmp_path):
@@ -163,7 +321,8 @@ def test_folders_above_the_tars_do_not_name_splits(tmp_path):
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
 def test_rows_of_one_image_become_its_captions(name, tmp_path):
     names = write_images(tmp_path, range(20))
-    rows = [(x, caption(i, k)) for k in range(3) for i, x in enumerate(names)] + [(names[0], caption(0))]  # apart, and one repeated
+    rows = [(x, caption(i, k)) for k in range(3) for i, x in enumerate(names)]  # those of one image stand apart
+    rows += [(names[0], caption(0))]  # and one is repeated
     path = str(write_rows(tmp_path / name, ["image", "caption"], rows))
     seen = set()
     for split in SPLITS:
@@ -179,7 +338,8 @@ def test_column_flags_and_data_dir(tmp_path):
     write_images(tmp_path / "elsewhere", range(6))
     rows = [("wrong.png", f"{i:03}.png", "no", caption(i), i % 2) for i in range(6)]
     path = write_rows(tmp_path / "list" / "a.tsv", ["image", "photo", "caption", "words", "kind"], rows)
-    data = common.load_data(str(path), "train", data_dir=str(tmp_path / "elsewhere"), image_column="photo", caption_column="words", label_column="kind")
+    columns = {"image_column": "photo", "caption_column": "words", "label_column": "kind"}
+    data = common.load_data(str(path), "train", data_dir=str(tmp_path / "elsewhere"), **columns)
     i = int(data.key(0)[:3])
     assert data.captions(0) == [caption(i)] and data.label_names == ["0", "1"] and data[0]["label"] == i % 2
     assert np.array_equal(data[0]["pixels"].permute(1, 2, 0), picture(i))
@@ -190,7 +350,8 @@ def test_column_flags_and_data_dir(tmp_path):
     assert data.captions(0) == [caption(i)] and np.array_equal(data[0]["pixels"].permute(1, 2, 0), picture(i))
 
     write_parquet_images(tmp_path / "parquet" / "train.parquet", range(6))
-    data = common.load_data(str(tmp_path / "parquet"), "train", image_column="image", caption_column="caption", label_column="label")
+    columns = {"image_column": "image", "caption_column": "caption", "label_column": "label"}
+    data = common.load_data(str(tmp_path / "parquet"), "train", **columns)
     assert data.captions(0) == [caption(int(Path(data.key(0)).stem))]
 
 
@@ -201,9 +362,27 @@ def test_rows_without_picture_or_caption(tmp_path):
             "caption": [caption(i) if i != 5 else None for i in range(20)]}  # both in the training split
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train.parquet"))
     data = [common.load_data(str(tmp_path), s) for s in SPLITS]
-    assert all(d.captions(k) for d in data for k in range(len(d)))     # an empty text, or left out: no example has no captions at all
-    batches = common.Batches(data[0], [common.Augment(16)], TRANSFORM, 9, 0, 0, 2, torch.device("cpu"), 0, 0.5)
-    assert len(list(batches)) == 2 and len(batches.bad) == 1           # a row without a picture is a bad sample, not a crash
+    assert [c for d in data for k in range(len(d)) for c in d.captions(k) if not c.strip()] == []
+    assert sum(map(len, data)) == 19 and "1 without a caption left out" in data[0].note
+    batches = common.Batches(data[0], [common.Augment(16)], TRANSFORM, 8, 0, 0, 2, CPU, 0, 0.5)
+    assert len(list(batches)) == 2 and len(batches.bad) == 1  # a row without a picture is a bad sample, not a crash
+
+
+@pytest.mark.parametrize("layout", ["csv", "jsonl", "parquet", "tars"])
+def test_rows_without_a_caption_are_left_out_and_counted_in_every_layout(layout, tmp_path):
+    if layout == "tars":
+        samples = tar_samples(range(20), "jpg", "txt")
+        del samples["000005"]["txt"]
+        path = write_tar(tmp_path / "all.tar", samples)
+    elif layout == "parquet":
+        path = Path(_table(tmp_path / "a", [None if i == 5 else caption(i) for i in range(20)]))
+    else:
+        rows = [(x, "" if i == 5 else caption(i)) for i, x in enumerate(write_images(tmp_path, range(20)))]
+        path = write_rows(tmp_path / f"a.{layout}", ["image", "caption"], rows)
+    data = [common.load_data(str(path), s) for s in SPLITS]
+    said = {c for d in data for k in range(len(d)) for c in d.captions(k)}
+    assert sum(map(len, data)) == 19 and caption(5) not in said and "" not in said
+    assert "1 samples without" in data[0].note if layout == "tars" else "1 without a caption left out" in data[0].note
 
 
 # ---------------------------------------------------- decoding -------------------------------------------------------
@@ -214,7 +393,8 @@ def test_decode_grey_palette_and_alpha():
     palette.putpalette([255, 0, 0, 0, 0, 255] + [0] * 762)
     palette.putdata([0, 1] * 8)
     out = common.decode(encode(palette, transparency=bytes([0, 255])))
-    assert out[:, 0, 0].tolist() == [255, 255, 255] and out[:, 0, 1].tolist() == [0, 0, 255]  # clear red is white, blue stays
+    assert out[:, 0, 0].tolist() == [255, 255, 255]  # clear red is white
+    assert out[:, 0, 1].tolist() == [0, 0, 255]  # blue stays
     half = common.decode(encode(Image.new("RGBA", (4, 4), (255, 0, 0, 128))))
     assert half.shape == (3, 4, 4) and half[:, 0, 0].tolist() == [255, 127, 127]
     assert common.decode(encode(Image.new("LA", (4, 4), (0, 128))))[:, 0, 0].tolist() == [127] * 3
@@ -227,7 +407,8 @@ def test_decode_cmyk_jpeg():
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_decode_16_bit_png(channels):
-    values = np.broadcast_to(np.linspace(0, 65535, 64).reshape(8, 8, 1), (8, 8, channels)).round().astype(np.uint16).copy()
+    ramp = np.linspace(0, 65535, 64).reshape(8, 8, 1)
+    values = np.broadcast_to(ramp, (8, 8, channels)).round().astype(np.uint16).copy()
     if channels == 4:
         values[..., 3] = 65535
     out = common.decode(png16(values)).numpy().astype(int)
@@ -237,8 +418,9 @@ def test_decode_16_bit_png(channels):
 @pytest.mark.parametrize("kind", ["gif", "webp", "bmp", "tiff"])
 def test_decode_other_formats(kind):
     image = Image.new("RGB", (12, 8), (200, 40, 90))
-    frames = dict(save_all=True, append_images=[Image.new("RGB", (12, 8), (0, 0, 0))]) if kind == "gif" else dict(lossless=True) if kind == "webp" else {}
-    out = common.decode(encode(image, kind, **frames))
+    two_frames = {"save_all": True, "append_images": [Image.new("RGB", (12, 8), (0, 0, 0))]}
+    options = {"gif": two_frames, "webp": {"lossless": True}}.get(kind, {})
+    out = common.decode(encode(image, kind, **options))
     assert out.shape == (3, 8, 12) and out[:, 3, 3].tolist() == [200, 40, 90]  # of a gif the first frame
 
 
@@ -284,10 +466,11 @@ def emoji():
 
 def test_emoji_counts(emoji):
     assert {s: len(d) for s, d in emoji.items()} == {"train": 3058, "val": 177, "test": 168}
-    assert {s: tuple(d.images.shape[1:]) for s, d in emoji.items()} == {s: (3, 72, 72) for s in SPLITS}
-    assert {s: sum(len(c) for c in d._captions) for s, d in emoji.items()} == {"train": 4729, "val": 269, "test": 258}
+    assert {s: tuple(d.pixels.shape[1:]) for s, d in emoji.items()} == {s: (3, 72, 72) for s in SPLITS}
+    captions = {s: sum(len(c) for c in d.column("captions")) for s, d in emoji.items()}
+    assert captions == {"train": 4729, "val": 269, "test": 258}
     assert {s: len(d.label_names) for s, d in emoji.items()} == {s: 99 for s in SPLITS}
-    assert sum(" " not in k for d in emoji.values() for k in d.keys) == 1898  # base drawings
+    assert sum(" " not in k for d in emoji.values() for k in d.column("key")) == 1898  # base drawings
 
 
 def test_emoji_captions_are_lower_case_and_unrepeated(emoji):
@@ -299,11 +482,11 @@ def test_emoji_captions_are_lower_case_and_unrepeated(emoji):
 
 
 def test_emoji_skin_variants_only_train(emoji):
-    tones = ("skin tone",)
-    assert all(" " not in k for s in ("val", "test") for k in emoji[s].keys)
-    assert not any(t in c for s in ("val", "test") for cs in emoji[s]._captions for c in cs for t in tones)
-    variants = [i for i, k in enumerate(emoji["train"].keys) if " " in k]
-    assert len(variants) == 3058 - 1898 + 177 + 168 and all("skin tone" in c for i in variants for c in emoji["train"].captions(i))
+    assert all(" " not in k for s in ("val", "test") for k in emoji[s].column("key"))
+    assert not any("skin tone" in c for s in ("val", "test") for cs in emoji[s].column("captions") for c in cs)
+    variants = [i for i, k in enumerate(emoji["train"].column("key")) if " " in k]
+    assert len(variants) == 3058 - 1898 + 177 + 168
+    assert all("skin tone" in c for i in variants for c in emoji["train"].captions(i))
 
 
 def test_no_emoji_twin_crosses_the_splits(emoji):
@@ -311,8 +494,8 @@ def test_no_emoji_twin_crosses_the_splits(emoji):
     where = defaultdict(set)
     for split, data in emoji.items():
         for i in range(len(data)):
-            where[data.images[i].numpy().tobytes()].add(split)
-            if " " not in data.keys[i]:  # base drawings; a tone is no word of the name
+            where[data.pixels[i].numpy().tobytes()].add(split)
+            if " " not in data.key(i):  # base drawings; a tone is no word of the name
                 for c in data.captions(i):
                     where[" ".join(w for w in re.findall("[a-z0-9]+", c) if w not in gender)].add(split)
     assert {len(s) for s in where.values()} == {1}
@@ -320,7 +503,7 @@ def test_no_emoji_twin_crosses_the_splits(emoji):
 
 def test_identical_emoji_are_positives_of_each_other(emoji):
     for data in emoji.values():
-        drawings = [x.numpy().tobytes() for x in data.images]
+        drawings = [x.numpy().tobytes() for x in data.pixels]
         groups = defaultdict(set)
         for g, d in zip(data.groups.tolist(), drawings):
             groups[g].add(d)
@@ -330,7 +513,8 @@ def test_identical_emoji_are_positives_of_each_other(emoji):
 
 # ---------------------------------------------------- batches --------------------------------------------------------
 TRANSFORM = common.EvalTransform(16, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-VIEWS = [common.Augment(16, 0.5, 0.5, randaugment=(2, 7)), common.Augment(16, 0.2, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)]
+VIEWS = [common.Augment(16, 0.5, 0.5, randaugment=(2, 7)),
+         common.Augment(16, 0.2, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)]
 CPU = torch.device("cpu")
 
 
@@ -339,8 +523,9 @@ def batches_of(data, size=6, first=0, last=12, workers=0, limit=1.0, folder=None
 
 
 def same(a, b):
-    return (a["keys"], a["captions"], a["epoch"]) == (b["keys"], b["captions"], b["epoch"]) and \
-        all(torch.equal(x, y) for x, y in zip(a["views"], b["views"])) and np.array_equal(a["draws"], b["draws"])
+    words = (a["keys"], a["captions"], a["epoch"]) == (b["keys"], b["captions"], b["epoch"])
+    views = all(torch.equal(x, y) for x, y in zip(a["views"], b["views"]))
+    return words and views and np.array_equal(a["draws"], b["draws"])
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +543,8 @@ def test_batches_do_not_depend_on_workers(files):
     assert len(alone) == len(workers) == 12 and all(same(a, b) for a, b in zip(alone, workers))
     first = alone[0]
     assert [tuple(v.shape) for v in first["views"]] == [(6, 3, 16, 16)] * 2 and first["draws"].shape == (6, 32)
-    assert not torch.equal(*first["views"]) and all(c == [caption(int(k[:3]))] for k, c in zip(first["keys"], first["captions"]))
+    assert not torch.equal(*first["views"])
+    assert all(c == [caption(int(k[:3]))] for k, c in zip(first["keys"], first["captions"]))
 
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
@@ -379,7 +565,7 @@ def test_every_epoch_is_a_permutation(files):
         epochs[batch["epoch"]] += batch["keys"]
         for key, view in zip(batch["keys"], batch["views"][0]):
             views[key].append(view)
-    assert [sorted(v) for v in epochs.values()] == [sorted(data.keys)] * 2 and epochs[0] != epochs[1]
+    assert [sorted(v) for v in epochs.values()] == [sorted(data.column("key"))] * 2 and epochs[0] != epochs[1]
     assert not any(torch.equal(*v) for v in views.values())  # fresh views in every epoch
 
 
@@ -388,7 +574,8 @@ def test_epoch_batches():
     assert [e for e, _ in steps] == [0] * 4 + [1] * 4 + [2]
     for e in (0, 1):
         rows = np.concatenate([b for epoch, b in steps if epoch == e])
-        assert len(rows) == 48 and len(set(rows)) == 48 and set(rows) <= set(range(50))  # the last 2 wait for another epoch
+        assert len(rows) == 48 and len(set(rows)) == 48  # the last 2 wait for another epoch
+        assert set(rows) <= set(range(50))
     later = list(common.epoch_batches(50, 12, 7, 5, 9))
     assert all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in zip(steps[5:], later, strict=True))
     for _, batch in steps:  # as Batches deals them to two processes
@@ -396,25 +583,104 @@ def test_epoch_batches():
         assert np.array_equal(np.concatenate([batch[r * local:(r + 1) * local] for r in range(2)]), batch)
 
 
-def one_of_two(process, data, meeting, out):
-    """A process of its own: its batches of a set with a bad picture, written to a file."""
+@pytest.fixture(scope="module")
+def forty():
+    """(M,) the shard of each row: 40 shards of 5 to 24 rows."""
+    return np.repeat(np.arange(40), np.random.default_rng(0).integers(5, 25, 40))
+
+
+@pytest.mark.parametrize("seed, epoch", [(3, 0), (3, 1), (8, 0)])
+def test_many_shards_are_read_a_few_at_a_time(seed, epoch, forty):
+    n = len(forty)
+    order = common.epoch_order(n, seed, epoch, forty)
+    assert sorted(order.tolist()) == list(range(n))
+    assert np.array_equal(order, common.epoch_order(n, seed, epoch, forty))  # of (seed, epoch) alone
+    assert np.array_equal(order, common.epoch_order(n, seed, epoch, 7 * forty + 2))  # and of no shard's number
+    for other in ((seed, epoch + 1), (seed + 1, epoch)):
+        assert not np.array_equal(order, common.epoch_order(n, *other, forty))
+    read = forty[order]  # (n,) the shard of each row in the order of reading
+    begin, end = (np.array([np.flatnonzero(read == s)[k] for s in range(40)]) for k in (0, -1))  # (40,) of each shard
+    open_at = ((begin[:, None] <= np.arange(n)) & (np.arange(n) <= end[:, None])).sum(0)  # (n,) shards begun, not done
+    assert open_at.max() <= common.SHARDS_AT_ONCE == 16
+    sizes = np.bincount(forty)
+    turns = np.argsort(begin)  # shards as they are begun
+    windows = [turns[:16], turns[16:32], turns[32:]]
+    at = np.cumsum([0, *(sizes[w].sum() for w in windows)])
+    for window, start, stop in zip(windows, at, at[1:]):
+        assert set(read[start:stop].tolist()) == set(window.tolist())  # a window is these shards, whole
+        assert (np.diff(order[start:stop]) == 1).mean() < 0.1 and len(set(read[start:start + 32].tolist())) > 6  # mixed
+    assert not np.array_equal(np.sort(windows[0]), np.arange(16))  # the shards come in random order too
+
+
+@pytest.mark.parametrize("shards", [None, 1, 16])
+def test_few_shards_are_the_plain_permutation(shards):
+    numbers = None if shards is None else np.arange(100) % shards
+    plain = np.random.default_rng([5, 2]).permutation(100)
+    assert np.array_equal(common.epoch_order(100, 5, 2, numbers), plain)
+
+
+def test_batches_of_many_shards_come_from_a_window(forty):
+    n, size = len(forty), 32
+    per_epoch = n // size
+    steps = list(common.epoch_batches(n, size, 3, 0, 2 * per_epoch, forty))
+    for epoch in range(2):
+        rows = np.concatenate([b for e, b in steps if e == epoch])
+        assert np.array_equal(rows, common.epoch_order(n, 3, epoch, forty)[:per_epoch * size])
+        crowded = [len(set(forty[b].tolist())) > 16 for e, b in steps if e == epoch]
+        assert sum(crowded) <= 2  # the batches that lie in two windows
+    later = list(common.epoch_batches(n, size, 3, 5, 2 * per_epoch, forty))
+    assert all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in zip(steps[5:], later, strict=True))
+
+
+def test_batches_of_forty_tars_are_read_in_windows(tmp_path):
+    for s in range(40):
+        write_tar(tmp_path / f"{s:02}.tar", tar_samples(range(2 * s, 2 * s + 2), "png", "txt"))
+    write_tar(tmp_path / "val.tar", tar_samples(range(80, 82), "png", "txt"))
+    write_tar(tmp_path / "test.tar", tar_samples(range(82, 84), "png", "txt"))
+    data = common.load_data(str(tmp_path), "train")
+    assert data.shards.tolist() == [i // 2 for i in range(80)]
+    order = common.epoch_order(80, 3, 0, data.shards)
+    for workers in (0, 2):
+        keys = [k for b in batches_of(data, size=8, last=10, workers=workers) for k in b["keys"]]
+        assert keys == [data.key(i) for i in order] and len({int(k) // 2 for k in keys[:32]}) == 16
+
+
+def content(data):
+    """All that a Data holds, to be compared."""
+    rows = [(data.key(i), data.captions(i), data.read(i)) for i in range(len(data))]
+    return rows, data.labels, data.label_names, data.groups, data.shards, data.note, data.split
+
+
+def one_of_two(process, data, others, meeting, out):
+    """A process of its own: its batches of a set with a bad picture, and what others hold, written to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=process, world_size=2)
     batches = batches_of(data, folder=out)
-    torch.save([list(batches), batches.bad], f"{out}/{process}.pt")
+    torch.save([list(batches), batches.bad, [content(d) for d in others]], f"{out}/{process}.pt")
     dist.destroy_process_group()
 
 
-def test_two_processes_get_the_batches_of_one(tmp_path):
+def test_two_processes_get_the_batches_of_one(tmp_path, ten):
+    """And the Data that are pickled for these spawned processes arrive whole."""
     csv = write_captions(tmp_path, 40)
     data = common.load_data(str(csv), "train")
     bad = data.key(11)
     (tmp_path / bad).write_bytes(TEXT)
-    torch.multiprocessing.spawn(one_of_two, (data, str(tmp_path / "meeting"), str(tmp_path)), nprocs=2)
-    (left, bad_left), (right, bad_right) = (torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2))
+    indexed = write_tar(tmp_path / "tars" / "a.tar", tar_samples(range(9), "jpg", "txt", "cls"))
+    others = [ten, ten.select([4, 1]).unfold(), common.load_data(str(indexed), "train"),
+              common.load_data(str(write_parquet_images(tmp_path / "p" / "train.parquet", range(9)).parent), "val")]
+    arguments = data, others, str(tmp_path / "meeting"), str(tmp_path)
+    torch.multiprocessing.spawn(one_of_two, arguments, nprocs=2)
+    saved = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
+    (left, bad_left, there), (right, bad_right, _) = saved
+    for (rows, *more), other in zip(there, others, strict=True):
+        mine, *mores = content(other)
+        assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(rows, mine, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(more, mores, strict=True))
     alone = batches_of(data)
     for a, b, whole in zip(left, right, alone, strict=True):
-        assert a["keys"] + b["keys"] == whole["keys"] and a["captions"] + b["captions"] == whole["captions"] and a["epoch"] == whole["epoch"]
+        assert a["keys"] + b["keys"] == whole["keys"] and a["captions"] + b["captions"] == whole["captions"]
+        assert a["epoch"] == whole["epoch"]
         assert all(torch.equal(torch.cat(v), w) for *v, w in zip(a["views"], b["views"], whole["views"]))
         assert np.array_equal(np.concatenate([a["draws"], b["draws"]]), whole["draws"])
     assert bad_left == bad_right == alone.bad and list(alone.bad) == [bad]
@@ -424,7 +690,7 @@ def test_two_processes_get_the_batches_of_one(tmp_path):
 # ---------------------------------------------------- bad samples ----------------------------------------------------
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory):
-    """40 pictures; rows 3, 4 (in a row) and 35 (the last) of the training split cannot be read. Returns the file and the keys."""
+    """(file, keys): 40 pictures; rows 3, 4 (in a row) and 35 (the last) of the training split cannot be read."""
     folder = tmp_path_factory.mktemp("spoilt")
     csv = str(write_captions(folder, 40))
     keys = [common.load_data(csv, "train").key(k) for k in range(36)]
@@ -441,11 +707,12 @@ def test_bad_samples_are_replaced_by_the_next_counted_and_listed(workers, spoilt
     seen = [k for b in batches for k in b["keys"]]
     after = {keys[3]: keys[5], keys[4]: keys[5], keys[35]: keys[0]}
     order = [keys[i] for _, batch in common.epoch_batches(36, 6, 3, 0, 12) for i in batch]
-    assert seen == [after.get(k, k) for k in order]                       # the same rule with and without workers
+    assert seen == [after.get(k, k) for k in order]  # the same rule with and without workers
     lines = (tmp_path / "bad_samples.txt").read_text(encoding="utf8").splitlines()
-    assert set(batches.bad) == set(after) == {line.split("\t")[0] for line in lines} and len(lines) == 3  # each once in two epochs
     reasons = dict(line.split("\t") for line in lines)
-    assert "truncated" in reasons[keys[3]] and "not a readable image" in reasons[keys[4]] and "No such file" in reasons[keys[35]]
+    assert set(batches.bad) == set(after) == set(reasons) and len(lines) == 3  # each once in two epochs
+    assert "truncated" in reasons[keys[3]] and "not a readable image" in reasons[keys[4]]
+    assert "No such file" in reasons[keys[35]]
 
 
 def test_too_many_bad_samples_stop_the_run(spoilt, tmp_path):
@@ -454,6 +721,44 @@ def test_too_many_bad_samples_stop_the_run(spoilt, tmp_path):
         list(batches_of(common.load_data(csv, "train"), limit=0.05, folder=tmp_path))
     assert any(k in str(error.value) for k in (keys[3], keys[4], keys[35]))
     list(batches_of(common.load_data(csv, "train"), limit=0.09))          # 3 of 36 are 0.083
+
+
+# ---------------------------------------------------- the index of tars ----------------------------------------------
+def indexed(path, **options):
+    data = tars_of.index("mine", "train", [path], options)
+    return [(data.key(i), *data.captions(i)) for i in range(len(data))], data
+
+
+def test_the_index_of_tars_is_made_once_and_anew_when_they_change(tmp_path):
+    samples = tar_samples(range(9), "jpg", "txt")
+    del samples["000004"]["txt"], samples["000007"]["jpg"]
+    samples["000006"] = {"jpg": samples["000006"]["jpg"], "cls": b"no number"}
+    path = write_tar(tmp_path / "a.tar", samples)
+    before, (first, data) = path.stat(), indexed(path)
+    assert [row[0] for row in first] == [f"{i:06}" for i in (0, 1, 2, 3, 5, 8)]  # 7 is a text on its own: no sample
+    assert first[5] == ("000008", caption(8), caption(8, 1))
+    assert data.note.startswith("2 samples without an image or a caption left out, first: ") and "000004" in data.note
+
+    # other words in the same bytes, of the same time: what the index says tells whether the tar was read again
+    path.write_bytes(path.read_bytes().replace(b"picture", b"drawing"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second, again = indexed(path)
+    assert second == first and again.note == data.note and again.shards.tolist() == data.shards.tolist()
+    assert all(torch.equal(again.read(i), data.read(i)) for i in range(6))
+
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))  # another time
+    assert indexed(path)[0] == [(key, *(c.replace("picture", "drawing") for c in captions)) for key, *captions in first]
+    write_tar(path, tar_samples(range(7), "jpg", "txt"))  # another size
+    rows, new = indexed(path)
+    assert [row[0] for row in rows] == [f"{i:06}" for i in range(7)] and new.note == ""
+    assert np.abs(new.read(6).permute(1, 2, 0).numpy().astype(int) - picture(6)).max() <= 8
+
+
+def test_flags_have_an_index_of_their_own(tmp_path):
+    path = write_tar(tmp_path / "a.tar", tar_samples(range(3), "jpg", "png", "txt", "json"))
+    assert [row[1] for row in indexed(path, caption_column="json.title")[0]] == [caption(i) for i in range(3)]
+    data = indexed(path, image_column="png")[1]
+    assert data.captions(1) == [caption(1), caption(1, 1)] and np.array_equal(data.read(1).permute(1, 2, 0), picture(1))
 
 
 # ---------------------------------------------------- streams --------------------------------------------------------
@@ -468,25 +773,25 @@ def shards(tmp_path_factory):
 
 
 def stream(folder, buffer=1):
-    data = common.load_data(folder, "train", streaming=True)
-    data.buffer = buffer
-    return data
+    return dataclasses.replace(common.load_data(folder, "train", streaming=True), buffer=buffer)
 
 
 def items(data, process=0, processes=1, count=None, positions=None):
     """(key, epoch, ordinal, views) of one reader: `count` of them, or an epoch of its shards."""
-    reader = iter(common._StreamViews(data, VIEWS, 3, process, processes, positions or {}))
+    reader = iter(streams.StreamViews(data, VIEWS, 3, process, processes, positions or {}))
     count = count or 6 * len(data.urls[process::processes])
-    return [(k[0], k[1], k[3], views) for views, _, _, k, _ in (next(reader) for _ in range(count))]
+    some = (next(reader) for _ in range(count))
+    return [(item["key"], item["epoch"], item["positions"]["0"], item["views"]) for item in some]
 
 
 def test_two_readers_share_an_epoch_between_them(shards):
     data = stream(shards)
     alone, left, right = items(data), items(data, 0, 2), items(data, 1, 2)
     keys = [{i[0] for i in part} for part in (alone, left, right)]
-    assert len(left) == len(right) == 12 and not keys[1] & keys[2] and keys[1] | keys[2] == keys[0] == {f"{i:06}" for i in range(24)}
-    views = {i[0]: i[3] for i in alone}
-    assert all(torch.equal(a, b) for key, _, _, v in left + right for a, b in zip(v, views[key], strict=True))  # whoever reads it
+    assert len(left) == len(right) == 12 and not keys[1] & keys[2]
+    assert keys[1] | keys[2] == keys[0] == {f"{i:06}" for i in range(24)}
+    views = {i[0]: i[3] for i in alone}  # whoever reads a key, its views are these
+    assert all(torch.equal(a, b) for key, _, _, v in left + right for a, b in zip(v, views[key], strict=True))
     assert common.load_data(shards, "val", streaming=True).key(0) == "000024"
 
 
@@ -495,21 +800,24 @@ def test_every_reader_counts_the_same_epochs(shards, processes):
     """Over two epochs every key comes twice, once in each: 4 shards on 3 readers as well."""
     data, times = stream(shards), Counter()
     for p in range(processes):
-        times.update((key, epoch) for key, epoch, _, _ in items(data, p, processes, count=2 * 6 * len(range(4)[p::processes])))
+        count = 2 * 6 * len(range(4)[p::processes])
+        times.update((key, epoch) for key, epoch, _, _ in items(data, p, processes, count))
     assert times == Counter({(f"{i:06}", e): 1 for i in range(24) for e in (0, 1)})
 
 
 def test_a_stream_begins_again_at_the_shard(shards):
     data = stream(shards)
+
     def first(start, n):
         reader = data.samples(3, 1, 2, start)
         return [(s[0], s[1], s[3]) for s in (next(reader) for _ in range(n))]
     assert first(3, 18) == first(0, 36)[18:] and first(3, 1)[0][2] == 3
 
-    batches = batches_of(data, size=4, last=5)                            # 20 samples: it stops in the fourth shard
+    batches = batches_of(data, size=4, last=5)  # 20 samples: it stops in the fourth shard
     seen = [k for b in batches for k in b["keys"]]
     again = batches_of(data, size=4, first=5, last=8, positions=batches.positions)
-    assert batches.positions == {"0": 3, "workers": 0} and [k for b in again for k in b["keys"]][:6] == [i[0] for i in items(data)][18:] != seen[18:]
+    assert batches.positions == {"0": 3, "workers": 0}
+    assert [k for b in again for k in b["keys"]][:6] == [i[0] for i in items(data)][18:] != seen[18:]
 
 
 def test_stream_batches_with_two_workers(shards):
@@ -517,8 +825,9 @@ def test_stream_batches_with_two_workers(shards):
     batches = batches_of(data, size=6, last=8, workers=2)
     for batch in batches:
         assert batch["views"][0].shape == (6, 3, 16, 16) and all(len(c) == 2 for c in batch["captions"])
-        for key, u in zip(batch["keys"], batch["draws"]):                 # the texts' draws as well come from key and epoch
-            assert any(np.array_equal(u, common.uniforms(3, e, [common.key_hash(key)], 32, 0)[0]) for e in range(10))
+        for key, u in zip(batch["keys"], batch["draws"]):  # the texts' draws as well come from key and epoch
+            number = common.key_hash(key)
+            assert any(np.array_equal(u, common.uniforms(3, e, [number], 32, 0)[0]) for e in range(10))
     assert set(batches.positions) == {"0", "1", "workers"} and not batches.bad
 
 
@@ -552,7 +861,8 @@ def test_a_stream_without_one_readable_picture_stops(tmp_path):
     write_tar(tmp_path / "train-0.tar", {f"{i:06}": {"jpg": TEXT, "txt": b"a caption"} for i in range(12)})
     write_tar(tmp_path / "val-0.tar", tar_samples(range(24, 30), "jpg", "txt"))
     data = stream(str(tmp_path))
-    data.samples = lambda *place: itertools.islice(common.Stream.samples(data, *place), 1500)  # else a failure of this test would never end
+    endless = data.samples
+    data.samples = lambda *place: itertools.islice(endless(*place), 1500)  # else a failure of this test would never end
     with pytest.raises(common.UserError, match="cannot be read"):
         list(batches_of(data, size=4, last=2))
 
@@ -560,7 +870,7 @@ def test_a_stream_without_one_readable_picture_stops(tmp_path):
 def test_more_processes_than_shards_is_refused(shards, monkeypatch):
     monkeypatch.setattr(common, "world", lambda: 5)
     with pytest.raises(common.UserError, match="4 shards are too few for 5 processes"):
-        batches_of(stream(shards), size=10)
+        next(iter(batches_of(stream(shards), size=10)))
 
 
 # ---------------------------------------------------- image views ----------------------------------------------------
@@ -593,7 +903,8 @@ def test_crop_batch_is_torchvisions_resized_crop(scale_min, size):
 def test_crop_boxes_have_the_area_asked_for():
     boxes = common.Augment(16, 0.08).boxes(200, 200, common.uniforms(0, 0, range(2000), 16))
     area, ratio = boxes[:, 2] * boxes[:, 3] / 200**2, boxes[:, 3] / boxes[:, 2]
-    assert 0.07 < area.min() < 0.12 and area.max() > 0.9 and abs(np.median(area) - 0.54) < 0.03 and ratio.min() > 0.72 and ratio.max() < 1.39
+    assert 0.07 < area.min() < 0.12 and area.max() > 0.9 and abs(np.median(area) - 0.54) < 0.03
+    assert ratio.min() > 0.72 and ratio.max() < 1.39
 
 
 def test_crop_one_and_crop_batch_see_the_same_boxes():
@@ -616,16 +927,19 @@ def test_colour_jitter_is_torchvisions(column, strength, function, draw):
 
 @pytest.mark.parametrize("shift", [-0.5, -0.1, 0.0, 0.07, 0.4])
 def test_hue_is_torchvisions(shift):
-    x = torch.cat([noise(2, 16, 16), torch.full((1, 3, 16, 16), 0.4), torch.eye(3)[:, :, None, None].expand(3, 3, 16, 16)])  # noise, grey, primaries
+    grey, primaries = torch.full((1, 3, 16, 16), 0.4), torch.eye(3)[:, :, None, None].expand(3, 3, 16, 16)
+    x = torch.cat([noise(2, 16, 16), grey, primaries])
     close(common.shift_hue(x, torch.full((len(x), 1, 1, 1), shift)), V.adjust_hue(x, shift))
     if abs(shift) <= 0.1:
-        close(common.Augment(16, jitter_p=1.0, hue=0.1).finish(x, draws(len(x), _5=0.0, _9=shift / 0.2 + 0.5)), V.adjust_hue(x, shift))
+        u = draws(len(x), _5=0.0, _9=shift / 0.2 + 0.5)
+        close(common.Augment(16, jitter_p=1.0, hue=0.1).finish(x, u), V.adjust_hue(x, shift))
 
 
 def test_grey_and_flip_are_torchvisions():
     x = noise(4, 16, 16)
     close(common.Augment(16, grey=1.0).finish(x, draws(_10=0.0)), V.rgb_to_grayscale(x, 3))
-    close(common.Augment(16, flip=0.5).finish(x, draws(_4=[0.0, 0.9, 0.4, 0.6])), torch.stack([x[0].flip(-1), x[1], x[2].flip(-1), x[3]]), 0)
+    flipped = common.Augment(16, flip=0.5).finish(x, draws(_4=[0.0, 0.9, 0.4, 0.6]))
+    close(flipped, torch.stack([x[0].flip(-1), x[1], x[2].flip(-1), x[3]]), 0)
 
 
 @pytest.mark.parametrize("size", [16, 48, 224])
@@ -642,7 +956,7 @@ def test_probabilities_choose_samples_one_by_one():
     u = draws(_5=[0.9, 0.7, 0.9, 0.9], _6=0.9, _10=[0.9, 0.9, 0.1, 0.9], _11=[0.9, 0.9, 0.9, 0.1])
     out = augment.finish(x, u)
     assert torch.equal(out[0], x[0]) and not any(torch.equal(out[i], x[i]) for i in (1, 2, 3))
-    for i in range(4):                                                    # no sample looks at its neighbours
+    for i in range(4):  # no sample looks at its neighbours
         close(augment.finish(x[i:i + 1], u[i:i + 1])[0], out[i], 1e-6)
 
 
@@ -651,7 +965,7 @@ def test_randaugment_is_a_function_of_the_draws():
     augment = common.Augment(16, 0.5, randaugment=(2, 7))
     state = torch.get_rng_state()
     first = [augment.crop_one(a, row) for a, row in zip(x, u)]
-    assert torch.equal(torch.get_rng_state(), state)                      # the global generator is left alone
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is left alone
     torch.manual_seed(5)
     assert all(torch.equal(a, augment.crop_one(b, row)) for a, b, row in zip(first, x, u))
     assert not all(torch.equal(a, common.Augment(16, 0.5).crop_one(b, row)) for a, b, row in zip(first, x, u))
@@ -660,23 +974,28 @@ def test_randaugment_is_a_function_of_the_draws():
 def test_evaluation_view(files, tmp_path):
     image = picture(3, 40, 60)
     (tmp_path / "a.png").write_bytes(encode(image))
-    crop, squash = common.EvalTransform(16, (0.5,) * 3, (0.25,) * 3), common.EvalTransform(16, (0.5,) * 3, (0.25,) * 3, "squash")
+    crop, squash = (common.EvalTransform(16, (0.5,) * 3, (0.25,) * 3, how) for how in ("crop", "squash"))
     tensor = torch.from_numpy(image).permute(2, 0, 1)
     close(crop(tensor), (V.center_crop(V.resize(tensor, [16, 24], antialias=True), [16, 16]) / 255 - 0.5) / 0.25, 1e-6)
     close(squash(tensor), (V.resize(tensor, [16, 16], antialias=True) / 255 - 0.5) / 0.25, 1e-6)
-    assert all(torch.equal(crop(x), crop(tensor)) for x in (image, Image.fromarray(image), tmp_path / "a.png", str(tmp_path / "a.png"), encode(image)))
+    file = tmp_path / "a.png"
+    for x in (image, Image.fromarray(image), file, str(file), encode(image)):
+        assert torch.equal(crop(x), crop(tensor))
 
 
 # ---------------------------------------------------- random numbers -------------------------------------------------
 def test_uniforms():
     u = common.uniforms(1, 2, range(5000), 8, stream=1)
     assert u.shape == (5000, 8) and u.dtype == np.float32 and u.min() >= 0 and u.max() < 1
-    assert abs(u.mean() - 0.5) < 0.01 and abs(u.std() - 12**-0.5) < 0.01 and np.abs(np.corrcoef(u.T) - np.eye(8)).max() < 0.06
+    assert abs(u.mean() - 0.5) < 0.01 and abs(u.std() - 12**-0.5) < 0.01
+    assert np.abs(np.corrcoef(u.T) - np.eye(8)).max() < 0.06
     shuffled = np.random.default_rng(0).permutation(5000)
-    assert np.array_equal(common.uniforms(1, 2, shuffled, 8, 1), u[shuffled])                     # not of the order
-    assert np.array_equal(np.concatenate([common.uniforms(1, 2, [i], 8, 1) for i in range(50)]), u[:50])  # nor of the batch
+    alone = np.concatenate([common.uniforms(1, 2, [i], 8, 1) for i in range(50)])
+    assert np.array_equal(common.uniforms(1, 2, shuffled, 8, 1), u[shuffled])  # not of the order
+    assert np.array_equal(alone, u[:50])  # nor of the batch
     assert np.array_equal(common.uniforms(1, 2, range(50), 3, 1), u[:50, :3])
-    for other in (common.uniforms(0, 2, range(5000), 8, 1), common.uniforms(1, 3, range(5000), 8, 1), common.uniforms(1, 2, range(5000), 8, 0)):
+    for seed, epoch, number in ((0, 2, 1), (1, 3, 1), (1, 2, 0)):
+        other = common.uniforms(seed, epoch, range(5000), 8, number)
         assert (other == u).mean() < 1e-3 and abs(np.corrcoef(other.ravel(), u.ravel())[0, 1]) < 0.03
     assert len({common.key_hash(f"sample {i}") for i in range(2000)}) == 2000 and 0 <= common.key_hash("a") < 2**63
 
@@ -684,18 +1003,22 @@ def test_uniforms():
 # ---------------------------------------------------- second texts ---------------------------------------------------
 def test_text_pair_takes_the_first_source_there_is(tmp_path):
     path = tmp_path / "p.jsonl"
-    lines = [{"caption": "a cat", "paraphrases": ["the cat", "one cat"]}, {"caption": "a dog", "paraphrases": []}, {"caption": "a cow", "paraphrases": ["", "some cow"]}]
-    path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf8")
+    known = {"a cat": ["the cat", "one cat"], "a dog": [], "a cow": ["", "some cow"]}
+    lines = [json.dumps({"caption": c, "paraphrases": p}) + "\n" for c, p in known.items()]
+    path.write_text("".join(lines), encoding="utf8")
     known = common.Paraphrases(path)
-    assert len(known) == 3 and known.get(["a cow", "no such", "a cat", "a dog"]) == [["some cow"], [], ["the cat", "one cat"], []]
+    assert len(known) == 3
+    assert known.get(["a cow", "no such", "a cat", "a dog"]) == [["some cow"], [], ["the cat", "one cat"], []]
 
     captions, u = [["a cat"], ["a dog"], ["a cow", "moo"]], np.full((3, 32), 0.0, np.float32)
     u[:, 1] = 0.9
-    first, other = common.text_pair(captions, u, known, ("icon of {}", "{} drawn"))
-    assert first == ["a cat", "a dog", "a cow"] and other == ["one cat", "a dog drawn", "some cow"]  # the file, else templates
-    assert common.text_pair(captions, u, None, ("icon of {}", "{} drawn"))[1] == ["a cat drawn", "a dog drawn", "moo drawn"]
-    u[:, 2:] = 0.99                                                                                # nothing is dropped or swapped
-    assert common.text_pair(captions, u)[1] == ["a cat", "a dog", "moo"]                           # another caption, else words
+    templates = ("icon of {}", "{} drawn")
+    first, other = common.text_pair(captions, u, known, templates)
+    assert first == ["a cat", "a dog", "a cow"]
+    assert other == ["one cat", "a dog drawn", "some cow"]  # the file, else templates
+    assert common.text_pair(captions, u, None, templates)[1] == ["a cat drawn", "a dog drawn", "moo drawn"]
+    u[:, 2:] = 0.99  # nothing is dropped or swapped
+    assert common.text_pair(captions, u)[1] == ["a cat", "a dog", "moo"]  # another caption, else words
     assert common.text_pair(captions, u, known)[1] == ["one cat", "a dog", "some cow"]
     assert common.text_pair(captions, u, known, second=False) == (["a cat", "a dog", "a cow"], [])
     u[:, 0] = 0.7
@@ -719,7 +1042,7 @@ def test_drop_and_swap():
     assert all(out) and all(not Counter(o.split()) - Counter(text.split()) for o in out)
     kept = np.mean([len(o.split()) for o in out]) / 7
     assert abs(kept - 0.7) < 0.04 and any(sorted(o.split()) == sorted(text.split()) and o != text for o in out)
-    assert all(common.drop_and_swap(t, row, 1.0, 1.0) for row in u[:20] for t in ("word", "two words"))     # never empty
+    assert all(common.drop_and_swap(t, row, 1.0, 1.0) for row in u[:20] for t in ("word", "two words"))  # never empty
     assert all(common.drop_and_swap(text, row, 0.0, 0.0) == text for row in u[:20])
 
 
@@ -733,65 +1056,70 @@ def pegasus(tmp_path_factory):
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
     torch.manual_seed(0)
-    config = PegasusConfig(vocab_size=len(words), d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-                           encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    config = PegasusConfig(vocab_size=len(words), d_model=16, encoder_layers=1, decoder_layers=1,
+                           encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+                           max_position_embeddings=64, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
     PegasusForConditionalGeneration(config).save_pretrained(folder)
     return str(folder)
 
 
 def test_write_paraphrases(pegasus, tmp_path):
     path, captions = tmp_path / "p.jsonl", ["a cat", "a dog sat", "a cat", "the red cow", "on a mat"]
-    common.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
+    paraphrase.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
     lines = path.read_text(encoding="utf8").splitlines(keepends=True)
     rows = [json.loads(line) for line in lines]
     assert [r["caption"] for r in rows] == ["a cat", "a dog sat", "the red cow", "on a mat"]  # the duplicate once
     assert all(len(r["paraphrases"]) == 5 and all(isinstance(p, str) for p in r["paraphrases"]) for r in rows)
 
     done = json.dumps({"caption": "a cat", "paraphrases": ["kept"] * 5}) + "\n"
-    path.write_text(done + lines[1] + lines[2][:len(lines[2]) // 2], encoding="utf8")       # a crash in the third line
-    common.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
+    path.write_text(done + lines[1] + lines[2][:len(lines[2]) // 2], encoding="utf8")  # a crash in the third line
+    paraphrase.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
     assert path.read_text(encoding="utf8").splitlines(keepends=True) == [done, lines[1], lines[2], lines[3]]
-    common.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
-    assert len(path.read_text(encoding="utf8").splitlines()) == 4                            # nothing left to do
+    paraphrase.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
+    assert len(path.read_text(encoding="utf8").splitlines()) == 4  # nothing left to do
     assert len(common.Paraphrases(path)) == 4 and common.Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
 
 
 def test_write_paraphrases_errors(pegasus, tmp_path):
     with pytest.raises(common.UserError, match="--paraphrase-model no/such"):
-        common.write_paraphrases(["a cat"], tmp_path / "p.jsonl", "no/such")
+        paraphrase.write_paraphrases(["a cat"], tmp_path / "p.jsonl", "no/such")
     (tmp_path / "file").write_text("")
     with pytest.raises(common.UserError, match="--write-paraphrases .*cannot be written"):
-        common.write_paraphrases(["a cat"], tmp_path / "file" / "p.jsonl", pegasus)
+        paraphrase.write_paraphrases(["a cat"], tmp_path / "file" / "p.jsonl", pegasus)
 
 
 # ---------------------------------------------------- unusual columns ------------------------------------------------
 def _table(folder, captions, labels=None):
     import datasets
-    columns = {"image": [{"bytes": encode(picture(i)), "path": None} for i in range(len(captions))], "caption": captions} | ({"label": labels} if labels else {})
+    columns = {"caption": captions} | ({"label": labels} if labels else {})
+    features = datasets.Features(image=datasets.Image(), **datasets.Dataset.from_dict(columns).features)
+    columns = {"image": [{"bytes": encode(picture(i)), "path": None} for i in range(len(captions))]} | columns
     folder.mkdir(parents=True)
-    features = datasets.Dataset.from_dict({k: v for k, v in columns.items() if k != "image"}).features
-    datasets.Dataset.from_dict(columns, features=datasets.Features(image=datasets.Image(), **features)).to_parquet(str(folder / "train.parquet"))
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(str(folder / "train.parquet"))
     return str(folder)
 
 
 def test_labels_that_are_words_and_captions_that_are_numbers(tmp_path):
     data = common.load_data(_table(tmp_path / "a", list(range(40, 60)), ["cat", "ant"] * 10), "train")
-    assert data.label_names == ["ant", "cat"] and set(data.labels) == {0, 1} and data.captions(0)[0].isdigit()
+    assert data.label_names == ["ant", "cat"] and set(data.labels.tolist()) == {0, 1} and data.captions(0)[0].isdigit()
     rows = write_rows(tmp_path / "n.csv", ["image", "caption"], [(f"{i}.png", i) for i in range(30)])
     assert common.load_data(str(rows), "train").captions(1)[0].isdigit()
 
 
 def test_captions_that_are_records_are_refused(tmp_path):
-    with pytest.raises(common.UserError, match="--caption-column caption: .* holds dicts there, not texts; it has: image, caption"):
+    message = "--caption-column caption: .* holds dicts there, not texts; it has: image, caption"
+    with pytest.raises(common.UserError, match=message):
         common.load_data(_table(tmp_path / "b", [{"en": "a"}] * 20), "train")
 
 
 def test_a_split_that_lacks_a_class_keeps_the_numbers_of_the_others(tmp_path):
     for split, classes in (("train", ["ant", "bee", "cat"]), ("test", ["bee", "cat"])):
         names = write_images(tmp_path / split, range(12))
-        write_rows(tmp_path / split / "metadata.csv", ["file_name", "caption", "label"], [(x, caption(i), classes[i % len(classes)]) for i, x in enumerate(names)])
+        rows = [(x, caption(i), classes[i % len(classes)]) for i, x in enumerate(names)]
+        write_rows(tmp_path / split / "metadata.csv", ["file_name", "caption", "label"], rows)
     train, test = (common.load_data(str(tmp_path), s) for s in ("train", "test"))
     assert train.label_names == test.label_names == ["ant", "bee", "cat"] and list(test.labels) == [1, 2] * 6
 
@@ -799,7 +1127,100 @@ def test_a_split_that_lacks_a_class_keeps_the_numbers_of_the_others(tmp_path):
 def test_other_workers_than_before_start_the_stream_anew(tmp_path, capsys):
     for shard in range(2):
         write_tar(tmp_path / f"{shard}.tar", tar_samples(range(6 * shard, 6 * shard + 6), "jpg", "txt"))
-    data = common.load_data(str(tmp_path), "train", streaming=True)
-    data.buffer = 2
+    data = stream(str(tmp_path), buffer=2)
     again = batches_of(data, size=2, last=1, positions={"0": 5, "workers": 2})
+    data.raw_batches(again)  # what iterating does first
     assert again.positions == {} and "another number of workers" in capsys.readouterr().out
+
+
+# ---------------------------------------------------- the house ------------------------------------------------------
+ROOT = Path(common.__file__).parent
+SMALL = ["--image-encoder", "small", "--text-encoder", "small", "--no-pretrained", "--cpu", "--threads", "1",
+         "--max-steps", "2", "--batch-size", "8", "--image-size", "16", "--workers", "0", "--run-name", "r"]
+A_SET = '''"""A data set is one file."""
+import common
+import torch
+SETS = {"zz-noise": {"splits": {"train": 24, "val": 4, "test": 4}, "licence": "none", "where": "drawn here"}}
+def load(name, split, options):
+    n = SETS[name]["splits"][split]
+    table = common.make_table([[f"noise number {i}"] for i in range(n)], [f"{split} {i}" for i in range(n)])
+    pixels = torch.arange(n * 3 * 16 * 16).view(n, 3, 16, 16).to(torch.uint8)
+    return common.Data(name, split, table, pixels=pixels, note="zz was here")
+'''
+
+
+def copy_of(folder, *names):
+    folder.mkdir()
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def start(folder, *flags):
+    """python temo.py of that folder, as a user starts it."""
+    command = [sys.executable, "temo.py", *SMALL, "--output-dir", str(folder / f"out-{flags[1]}"), *flags]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finished(*processes):
+    """What each of them said; all must have ended well."""
+    said = ["\n".join(process.communicate(timeout=300)) for process in processes]
+    for process, words in zip(processes, said, strict=True):
+        assert process.returncode == 0, words
+    return said
+
+
+def steps_of(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf8").splitlines()]
+    return max(row["step"] for row in rows)
+
+
+def test_a_new_set_is_one_file(tmp_path):
+    house = copy_of(tmp_path / "house", "common.py", "temo.py", "sets", "tools")
+    (house / "sets" / "zz_test_set.py").write_text(A_SET)
+    said, = finished(start(house, "--dataset", "zz-noise"))
+    run = house / "out-zz-noise" / "r"
+    assert "24 training examples" in said and "zz was here" in said and "zz-noise: 4 val, 4 test" in said
+    assert steps_of(run) == 2 and json.loads((run / "summary.json").read_text())["test"].keys() == {"zz-noise"}
+    assert (run / "retrieval.png").is_file()
+
+
+def test_one_method_and_common_train_alone(tmp_path):
+    """On a folder, on a parquet file, and evaluated on a folder of parquet: what is missing is only the pictures."""
+    alone = copy_of(tmp_path / "alone", "common.py", "temo.py")
+    write_captions(alone / "own", 24)
+    rows = [(f"own/{i:03}.png", caption(i)) for i in range(24)]
+    write_rows(alone / "rows.parquet", ["image", "caption"], rows)
+    write_parquet_images(alone / "inside" / "train.parquet", range(24))
+    folder = start(alone, "--dataset", "own")
+    parquet = start(alone, "--dataset", "rows.parquet", "--eval-datasets", "rows.parquet", "inside")
+    expected = (("own", {"own"}), ("rows.parquet", {"rows.parquet", "inside"}))
+    for said, (name, sets) in zip(finished(folder, parquet), expected, strict=True):
+        run = alone / f"out-{name}" / "r"
+        assert "22 training examples" in said and "pictures" in said and "left out" in said and "Traceback" not in said
+        assert steps_of(run) == 2 and (run / "model.safetensors").is_file()
+        summary = json.loads((run / "summary.json").read_text())
+        assert set(summary["test"]) == sets and not summary["errors"] and not list(run.glob("*.png"))
+
+
+def test_common_names_no_data_set():
+    """What knows a published or embedded set stands in sets/; `imagenet` is also the name of its pixels' statistics."""
+    source = (ROOT / "common.py").read_text(encoding="utf8")
+    strings = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    names = {name for room in common.set_rooms() for name in room.SETS}
+    assert {"emoji", "moving-emoji", "cc3m", "imagenet", "msrvtt", "cifar10-lt"} <= names
+    assert strings & names <= {"imagenet"} <= set(common.STATS)
+
+
+def test_every_set_says_what_it_is():
+    rooms = common.set_rooms()
+    names = [name for room in rooms for name in room.SETS]
+    assert len(names) == len(set(names)) and all(callable(room.load) for room in rooms)
+    for room in rooms:
+        for name, facts in room.SETS.items():
+            assert set(facts["splits"]) <= set(SPLITS) and facts["licence"], name
+            assert common.find_set(name) is room and common.splits_of(name) == tuple(facts["splits"])
+    assert common.find_set("no/such") is None and common.splits_of("no/such") == SPLITS

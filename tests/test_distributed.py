@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import common
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 
-import common
 import ncl
 import temo
 
@@ -38,7 +39,8 @@ class Towers(nn.Module):
         self.text = nn.Linear(WIDTH, D)
 
     def forward(self, x):
-        image, text = self.image(torch.cat([x["pixels"][0], x["pixels"][1]])), self.text(torch.cat([x["tokens"][0], x["tokens"][1]]))
+        image = self.image(torch.cat([x["pixels"][0], x["pixels"][1]]))  # (2b, D)
+        text = self.text(torch.cat([x["tokens"][0], x["tokens"][1]]))  # (2b, D)
         (a, b), (c, d) = image.chunk(2), text.chunk(2)
         return a, c, b, d
 
@@ -69,7 +71,8 @@ LOSSES = {  # (embeddings I, T, I~, T~ of these rows, learnable tau, rows) -> me
     "temo modulated, tau with gradient": lambda e, tau, rows: temo.temo_loss(*e, 0.3, detach=False),
     "temo plain": lambda e, tau, rows: temo.temo_loss(*e, 0.3, unimodal="plain"),
     "temo none": lambda e, tau, rows: temo.temo_loss(*e, 0.3, unimodal="none"),
-    "temo experts": lambda e, tau, rows: temo.temo_loss(*e, 0.3, image_tau=per_pair(e[0], rows), text_tau=per_pair(e[0], rows) / 2),
+    "temo experts": lambda e, tau, rows: temo.temo_loss(*e, 0.3, image_tau=per_pair(e[0], rows),
+                                                        text_tau=per_pair(e[0], rows) / 2),
     "temo in blocks": lambda e, tau, rows: temo.temo_loss(*e, 0.3, block=3),
     "infonce, learnable tau": lambda e, tau, rows: temo.multimodal_loss(*e[:2], tau),
     "infonce, (B,)": lambda e, tau, rows: temo.info_nce(*e[:2], per_anchor(e[0], rows)),
@@ -91,7 +94,9 @@ def step(name, dtype, rows, wrap=lambda module: module):
     loss = LOSSES[name](wrapped(inputs(rows, dtype)), log_tau.exp(), rows)
     loss.backward()
     common.average_gradients([log_tau])
-    grads = [p.grad for p in model.parameters()] + ([log_tau.grad[None]] if "learnable" in name or name == "cwcl" else [])
+    grads = [p.grad for p in model.parameters()]
+    if "learnable" in name or name == "cwcl":
+        grads.append(log_tau.grad[None])
     return loss.detach(), [g.clone() for g in grads]
 
 
@@ -111,7 +116,8 @@ def relative(a, b):
 @contextlib.contextmanager
 def group(rank, world, init):
     """Join a gloo group; the environment is what torchrun sets, for accelerate and clean_exit."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                      OMP_NUM_THREADS="1")
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     yield
     dist.destroy_process_group()
@@ -119,10 +125,11 @@ def group(rank, world, init):
 
 
 def compare(rank, folder):
-    """Everything that needs a group, in one start of four processes: writes {what: difference from one process} per world and rank."""
+    """Everything that needs a group, in one start of four processes: writes {what: difference from one process} per
+    world and rank."""
     torch.set_num_threads(1)
     keys = [(name, dtype) for name in LOSSES for dtype in DTYPES]
-    alone = {k: step(k[0], DTYPES[k[1]], slice(0, N)) for k in keys}  # before there is a group: one process, whole batch
+    alone = {k: step(k[0], DTYPES[k[1]], slice(0, N)) for k in keys}  # before there is a group: the whole batch
     sgd_alone = {loss: sgd(loss, slice(0, N)) for loss in ("temo", "infonce, learnable tau")}
     embedded, queued = {n: evaluation(n) for n in (7, 3)}, queue(slice(0, N))
     for world in (2, 4):
@@ -132,14 +139,15 @@ def compare(rank, folder):
         with group(rank, world, f"file://{folder}/init_{world}"):
             for name, dtype in keys:
                 loss, grads = step(name, DTYPES[dtype], rows, DistributedDataParallel)
-                mean = common.all_sum(loss.item())[0] / world
-                out[f"{name} {dtype}"] = [abs(mean / alone[name, dtype][0].item() - 1), relative(grads, alone[name, dtype][1])]
+                mean, (expected, expected_grads) = common.all_sum(loss.item())[0] / world, alone[name, dtype]
+                out[f"{name} {dtype}"] = [abs(mean / expected.item() - 1), relative(grads, expected_grads)]
             for loss, expected in sgd_alone.items():
                 for chunk in (0, 3):
                     out[f"sgd {loss} {chunk}"] = relative(sgd(loss, rows, Accelerator(cpu=True), chunk), expected)
             for n, (index, image) in embedded.items():
                 both = evaluation(n)
-                out[f"evaluation {n}"] = [both[0].tolist() == index.tolist() == list(range(n)), (both[1] - image).abs().max().item()]
+                once = both[0].tolist() == index.tolist() == list(range(n))
+                out[f"evaluation {n}"] = [once, (both[1] - image).abs().max().item()]
             ours = queue(rows)
             out["queue"] = [ours.count.item(), torch.equal(ours.queries, queued.queries)]
         Path(folder, f"{world}_{rank}.json").write_text(json.dumps(out))
@@ -150,7 +158,8 @@ def differences(tmp_path_factory):
     """{processes: [what `compare` wrote on each rank]}"""
     folder = tmp_path_factory.mktemp("processes")
     mp.spawn(compare, (str(folder),), nprocs=4)
-    return {world: [json.loads((folder / f"{world}_{rank}.json").read_text()) for rank in range(world)] for world in (2, 4)}
+    files = {world: [folder / f"{world}_{rank}.json" for rank in range(world)] for world in (2, 4)}
+    return {world: [json.loads(f.read_text()) for f in of_ranks] for world, of_ranks in files.items()}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -168,7 +177,8 @@ def test_queues_hold_the_global_batches_in_order(differences, world):
 
 # ----------------------------------------------- chunks --------------------------------------------------------------
 def sgd(loss, rows, accelerator=None, chunk=0, steps=5):
-    """Parameters after some SGD steps: towers in DDP and the learnable tau outside, as in temo.py; accelerator None: plain torch."""
+    """Parameters after some SGD steps: towers in DDP and the learnable tau outside, as in temo.py; accelerator None:
+    plain torch."""
     model, log_tau = towers(torch.float64), nn.Parameter(torch.tensor(-2.0, dtype=torch.float64))
     optimizer = torch.optim.SGD([*model.parameters(), log_tau], lr=0.1, momentum=0.9)
     loss_fn = lambda *e: LOSSES[loss](e, log_tau.exp(), rows)
@@ -177,11 +187,13 @@ def sgd(loss, rows, accelerator=None, chunk=0, steps=5):
         assert isinstance(wrapped, DistributedDataParallel)
     for _ in range(steps):
         if accelerator:
-            common.backward_in_chunks(wrapped, inputs(rows), loss_fn, wrapped, accelerator, chunk)
+            chunks = common.Chunks(wrapped, wrapped, accelerator, chunk)
+            chunks.backward(loss_fn(*chunks.encode(inputs(rows))))
             common.average_gradients([log_tau])
         else:
             loss_fn(*model(inputs(rows))).backward()
-        optimizer.step(), optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()] + [log_tau.detach()[None].clone()]
 
 
@@ -193,10 +205,13 @@ def test_sgd_in_chunks_under_ddp_is_one_process_with_the_full_batch(differences,
 
 
 def chunked(loss, chunk, dtype=torch.float32, dropout=0.0):
-    """Loss and gradients through backward_in_chunks on this process, and the next random number."""
+    """Loss and gradients through Chunks on this process, and the next random number."""
     model, log_tau = towers(dtype, dropout), nn.Parameter(torch.tensor(-2.0, dtype=dtype))
-    value, _ = common.backward_in_chunks(model, inputs(slice(0, N), dtype), lambda *e: LOSSES[loss](e, log_tau.exp(), slice(0, N)), model, Accelerator(cpu=True), chunk)
-    return value.item(), [p.grad for p in model.parameters()] + ([log_tau.grad[None]] if log_tau.grad is not None else []), torch.rand(1)
+    chunks = common.Chunks(model, model, Accelerator(cpu=True), chunk)
+    value = LOSSES[loss](chunks.encode(inputs(slice(0, N), dtype)), log_tau.exp(), slice(0, N))
+    chunks.backward(value)
+    grads = [p.grad for p in model.parameters()] + ([log_tau.grad[None]] if log_tau.grad is not None else [])
+    return value.item(), grads, torch.rand(1)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 15])
@@ -230,9 +245,11 @@ class Flat(nn.Module):
 
 def evaluation(n):
     """encode_images on n pictures: (index, embeddings)."""
-    data = common.Examples("made", "val", [["a"]] * n)
-    data.images = torch.randint(0, 256, (n, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
-    index, image, _, bad = common.encode_images(Flat(), data, common.EvalTransform(8, (0.5,) * 3, (0.5,) * 3), torch.device("cpu"), batch=2)
+    pixels = torch.randint(0, 256, (n, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    table = common.make_table([["a"]] * n, [str(i) for i in range(n)])
+    data = common.Data("made", "val", table, pixels=pixels)
+    transform = common.EvalTransform(8, (0.5,) * 3, (0.5,) * 3)
+    index, image, _, bad = common.encode_images(Flat(), data, transform, torch.device("cpu"), batch=2)
     assert not bad
     return index, image
 
@@ -260,11 +277,13 @@ def test_non_finite_loss_on_one_rank_stops_all_with_one_message(tmp_path, capfd)
     assert [p.exitcode for p in processes] == [2, 2] and time.time() - began < 30
     err = capfd.readouterr().err
     message, = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert re.search(r"step 7 \(tau 0.05\).*process 1.*key1a", message) and "key0a" not in message and "Traceback" not in err
+    assert re.search(r"step 7 \(tau 0.05\).*process 1.*key1a", message)
+    assert "key0a" not in message and "Traceback" not in err
 
 
 # ----------------------------------------------- whole runs ----------------------------------------------------------
-SMALL = "--cpu --threads 1 --image-size 24 --batch-size 32 --max-steps 20 --log-every 1 --eval-every 0 --save-every 0".split()
+SMALL = "--cpu --threads 1 --image-size 24 --batch-size 32 --max-steps 20".split()
+SMALL += "--log-every 1 --eval-every 0 --save-every 0".split()
 SMALL += ["--lr", "3e-4"]  # AdamW lets rounding grow: 1e-7 at step 2 becomes 2e-4 at step 20 with the recipe's 2e-3
 
 
@@ -280,7 +299,8 @@ def run_here(folder, *flags):
     """temo.py in this process, without its pictures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(temo, "draw", lambda *a: None)
-        return temo.main(temo.parse_args([*SMALL, "--output-dir", str(folder.parent), "--run-name", folder.name, *flags]))
+        where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
+        return temo.main(temo.parse_args([*SMALL, *where, *flags]))
 
 
 @pytest.fixture(scope="module")
@@ -289,8 +309,10 @@ def emoji_runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emoji")
     run_here(folder / "one")
     for name, flags in (("two", []), ("chunks", ["--chunk-size", "8"])):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "temo.py", *SMALL, "--output-dir", str(folder), "--run-name", name, *flags]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "temo.py",
+                   *SMALL, "--output-dir", str(folder), "--run-name", name, *flags]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -303,7 +325,7 @@ def test_two_processes_log_the_losses_of_one(emoji_runs, name):
 
 
 def test_two_processes_evaluate_as_one(emoji_runs):
-    one, two = (common.flatten(rows(emoji_runs / name)[0]) for name in ("one", "two"))  # the same weights: before training
+    one, two = (common.flatten(rows(emoji_runs / name)[0]) for name in ("one", "two"))  # before training: same weights
     assert one["step"] == 0 and one.keys() == two.keys()
     counts = [k for k in one if k.endswith(("images", "captions", "unreadable"))]
     assert len(counts) == 3 and all(one[k] == two[k] for k in counts)

@@ -1,23 +1,27 @@
 """eval.py on real runs: every task, several sets, search, one and two processes; probes against scikit-learn."""
 
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import common
+
+import datasets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import TEXT, tar_samples, write_captions, write_images, write_tar
 from sklearn.svm import LinearSVC
-
-import common
-import eval as evaluation
-import temo
-from helpers import TEXT, write_captions, write_images
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
+
+import eval as evaluation
+import temo
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("eval")
-    temo.main(temo.parse_args(["--cpu", "--threads", "1", "--max-steps", "3", "--batch-size", "64", "--image-size", "24", "--output-dir", str(root), "--run-name", "r"]))
+    flags = ["--cpu", "--threads", "1", "--max-steps", "3", "--batch-size", "64", "--image-size", "24"]
+    temo.main(temo.parse_args([*flags, "--output-dir", str(root), "--run-name", "r"]))
     return root / "r"
 
 
@@ -38,16 +43,20 @@ def test_it_gives_the_numbers_of_the_run(run):
     own = json.loads((run / "summary.json").read_text())["test"]["emoji"]
     got = result["datasets"]["emoji"]["metrics"]
     assert got["retrieval"]["text_to_image"] == own["text_to_image"] and got["retrieval"]["R-Mean"] == own["R-Mean"]
-    assert got["knn"]["k=1"]["top1"] == own["knn@1"]["top1"] and got["gap"]["modality_gap"] == pytest.approx(own["modality_gap"])
+    assert got["knn"]["k=1"]["top1"] == own["knn@1"]["top1"]
+    assert got["gap"]["modality_gap"] == pytest.approx(own["modality_gap"])
     assert (run / "eval" / "eval.json").exists() and (run / "eval" / "retrieval.png").exists()
 
 
 def test_all_tasks_on_several_sets(run, hub, capsys):  # noqa: F811
-    result = evaluate("--checkpoint", run, "--datasets", "emoji", f"dtd={hub / 'dtd'}", f"coco={hub / 'coco'}", "/no/such/set",
-                      "--tasks", "retrieval", "zero-shot", "knn", "probe", "gap", "histograms", "--knn-k", "1", "3", "--max-captions", "1")
+    sets = ["emoji", f"dtd={hub / 'dtd'}", f"coco={hub / 'coco'}", "/no/such/set"]
+    tasks = ["retrieval", "zero-shot", "knn", "probe", "gap", "histograms"]
+    result = evaluate("--checkpoint", run, "--datasets", *sets, "--tasks", *tasks, "--knn-k", "1", "3",
+                      "--max-captions", "1")
     assert set(result["datasets"]) == {"emoji", "dtd", "coco"} and "no such path" in result["errors"]["/no/such/set"]
     dtd, coco = result["datasets"]["dtd"], result["datasets"]["coco"]
-    assert dtd["left_out"]["retrieval"] == "the set has no captions" and coco["left_out"]["knn"] == "the set has no labels"
+    assert dtd["left_out"]["retrieval"] == "the set has no captions"
+    assert coco["left_out"]["knn"] == "the set has no labels"
     assert dtd["metrics"]["zero-shot"]["prompts"] == 2 and dtd["chance"]["zero-shot"]["top1"] == pytest.approx(100 / 3)
     assert set(dtd["metrics"]["knn"]) == {"k=1", "k=3"} and "few-shot (6 a class)" in dtd["metrics"]["probe"]
     assert coco["metrics"]["captions"] == 12
@@ -57,31 +66,37 @@ def test_all_tasks_on_several_sets(run, hub, capsys):  # noqa: F811
 
 
 def test_zero_shot_prompts_and_stats(run, hub):  # noqa: F811
-    names = evaluate("--checkpoint", run, "--datasets", f"dtd={hub / 'dtd'}", "--tasks", "zero-shot", "--prompts", "names", "--image-stats", "cifar")
+    names = evaluate("--checkpoint", run, "--datasets", f"dtd={hub / 'dtd'}", "--tasks", "zero-shot",
+                     "--prompts", "names", "--image-stats", "cifar")
     assert names["datasets"]["dtd"]["metrics"]["zero-shot"]["prompts"] == 1
 
 
 def test_search_draws_the_hits(run, tmp_path):
     write_images(tmp_path / "photos" / "deep", range(8))
     (tmp_path / "photos" / "broken.png").write_bytes(TEXT)
-    result = evaluate("--checkpoint", run, "--query", "red apple", "--dataset", tmp_path / "photos", "--top", "3", "--output-dir", tmp_path / "out")
+    result = evaluate("--checkpoint", run, "--query", "red apple", "--dataset", tmp_path / "photos", "--top", "3",
+                      "--output-dir", tmp_path / "out")
     cosines = [h["cosine"] for h in result["hits"]]
-    assert len(cosines) == 3 and cosines == sorted(cosines, reverse=True) and result["images"] == 8 and result["unreadable"] == 1
+    assert len(cosines) == 3 and cosines == sorted(cosines, reverse=True)
+    assert result["images"] == 8 and result["unreadable"] == 1
     assert (tmp_path / "out" / "query.png").stat().st_size > 1000
 
 
 def test_clip_by_folder(tmp_path, tokenizer):  # noqa: F811
     tiny_clip(tmp_path / "clip", tokenizer)
-    write_captions(tmp_path / "data", 40)
-    result = evaluate("--checkpoint", tmp_path / "clip", "--image-size", "32", "--datasets", tmp_path / "data" / "captions.csv", "--tasks", "retrieval", "--output-dir", tmp_path / "out")
-    assert result["datasets"][str(tmp_path / "data" / "captions.csv")]["metrics"]["images"] == 2  # 5 % of 40 are held out as test
+    data = write_captions(tmp_path / "data", 40)
+    result = evaluate("--checkpoint", tmp_path / "clip", "--image-size", "32", "--datasets", data,
+                      "--tasks", "retrieval", "--output-dir", tmp_path / "out")
+    assert result["datasets"][str(data)]["metrics"]["images"] == 2  # 5 % of 40 are held out as test
 
 
 def test_two_processes_count_each_item_once(run, tmp_path):
-    flags = ["eval.py", "--checkpoint", str(run), "--cpu", "--tasks", "retrieval", "zero-shot", "knn", "gap", "--output-dir"]
+    flags = ["--checkpoint", str(run), "--cpu", "--tasks", "retrieval", "zero-shot", "knn", "gap", "--output-dir"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    evaluation.main(evaluation.parse_args([*flags[1:], str(tmp_path / "1")]))
-    two = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *flags, str(tmp_path / "2")], cwd=ROOT, env=environment, capture_output=True, text=True)
+    evaluation.main(evaluation.parse_args([*flags, str(tmp_path / "1")]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "eval.py"]
+    two = subprocess.run([*command, *flags, str(tmp_path / "2")], cwd=ROOT, env=environment, capture_output=True,
+                         text=True)
     assert two.returncode == 0, two.stderr
     a, b = (common.flatten(json.loads((tmp_path / n / "eval.json").read_text())["datasets"]) for n in "12")
     assert a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-4) for k in a)
@@ -89,11 +104,17 @@ def test_two_processes_count_each_item_once(run, tmp_path):
 
 
 @pytest.mark.parametrize("flags,message", [
-    ([], "say what to evaluate"), (["--checkpoint", "x", "--query", "a"], "go together"), (["--checkpoint", "x", "--eval-batch", "0"], "at least 1"), (["--checkpoint", "x", "--tasks", "magic"], "invalid choice")])
+    ([], "say what to evaluate"), (["--checkpoint", "x", "--query", "a"], "go together"),
+    (["--checkpoint", "x", "--eval-batch", "0"], "--eval-batch 0: must be at least 1"),
+    (["--checkpoint", "x", "--gamma", "-1"], "--gamma -1: must be at least 0"),
+    (["--checkpoint", "x", "--knn-k", "1", "0"], "--knn-k 0: must be at least 1"),
+    (["--checkpoint", "x", "--normalize", "queue", "--split", "val", "--queue-split", "val"], "--normalize oracle"),
+    (["--checkpoint", "x", "--tasks", "magic"], "invalid choice")])
 def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit) as stop:
         evaluation.parse_args(flags)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_bad_checkpoints(tmp_path, run):
@@ -114,16 +135,19 @@ def test_linear_probe_is_linear_svc():
     rng = np.random.default_rng(0)
     x, q = rng.normal(size=(120, 10)), rng.normal(size=(60, 10))
     y, truth = rng.permutation(np.repeat(np.arange(4), 30)), rng.integers(0, 4, 60)
-    unit = lambda a: a / np.linalg.norm(a, axis=1, keepdims=True)
-    got = common.linear_probe(*map(torch.from_numpy, (x, y, q, truth)))
+    data = [torch.from_numpy(a) for a in (x, y, q, truth)]
+
+    def unit(a):
+        return a / np.linalg.norm(a, axis=1, keepdims=True)
+    got = common.linear_probe(*data)
     expected = LinearSVC(random_state=42).fit(unit(x), y).predict(unit(q))
     assert got["top1"] == pytest.approx(100 * (expected == truth).mean())
     order = np.random.RandomState(42).permutation(120)
     rows = np.concatenate([order[y[order] == c][:5] for c in range(4)])
     few = LinearSVC(random_state=42).fit(unit(x)[rows], y[rows]).predict(unit(q))
-    assert common.linear_probe(*map(torch.from_numpy, (x, y, q, truth)), few_shot=5)["top1"] == pytest.approx(100 * (few == truth).mean())
+    assert common.linear_probe(*data, few_shot=5)["top1"] == pytest.approx(100 * (few == truth).mean())
     with pytest.raises(ValueError, match="smallest class has 30"):
-        common.linear_probe(*map(torch.from_numpy, (x, y, q, truth)), few_shot=31)
+        common.linear_probe(*data, few_shot=31)
 
 
 def test_zero_shot_accuracy():
@@ -135,13 +159,70 @@ def test_zero_shot_accuracy():
         common.zero_shot_accuracy(images * float("nan"), torch.zeros(4), classes)
 
 
-def test_a_run_of_temperature_schedules_keeps_its_classes(tmp_path):
-    """Its own 70 classes and held-out drawings of emoji, and verbs of moving emoji, not the splits that the other scripts open."""
+@pytest.fixture(scope="module")
+def ts_runs(tmp_path_factory):
+    """Runs of temperature_schedules.py, and the class metrics of their own evaluation: {set: (folder, metrics)}."""
     import temperature_schedules
-    for name, flags in (("emoji", []), ("moving-emoji", ["--clips", "120", "24", "24"])):
-        flags = ["--dataset", name, *flags, "--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "32", "--output-dir", str(tmp_path), "--run-name", name]
-        own = temperature_schedules.main(temperature_schedules.parse_args(flags))["test"][name]
-        metrics = evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / name), "--cpu", "--threads", "1", "--tasks", "knn", "probe"]))["datasets"][name]["metrics"]
-        assert metrics["images"] == own["images"] == {"emoji": 140, "moving-emoji": 24}[name]
-        assert all(metrics["knn"][f"k={k}"]["top1"] == pytest.approx(own[f"knn@{k}"]["top1"], abs=0.8) for k in (1, 10))
-        assert metrics["probe"]["all"]["top1"] == pytest.approx(own["all"]["top1"], abs=0.8)
+    root, runs = tmp_path_factory.mktemp("ts"), {}
+    for name, more in (("emoji", []), ("moving-emoji", ["--clips", "120", "24", "24"])):
+        flags = ["--dataset", name, *more, "--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "32",
+                 "--output-dir", str(root), "--run-name", name]
+        summary = temperature_schedules.main(temperature_schedules.parse_args(flags))
+        runs[name] = root / name, summary["test"][name]
+    return runs
+
+
+@pytest.mark.parametrize("name", ["emoji", "moving-emoji"])
+def test_a_run_of_temperature_schedules_keeps_its_classes(ts_runs, name):
+    """Its own 70 classes and held-out drawings of emoji, and verbs of moving emoji, not the splits of other scripts."""
+    folder, own = ts_runs[name]
+    metrics = evaluate("--checkpoint", folder, "--tasks", "knn", "probe")["datasets"][name]["metrics"]
+    assert metrics["images"] == own["images"] == {"emoji": 140, "moving-emoji": 24}[name]
+    for k in (1, 10):
+        assert metrics["knn"][f"k={k}"]["top1"] == pytest.approx(own[f"knn@{k}"]["top1"], abs=0.8)
+    assert metrics["probe"]["all"]["top1"] == pytest.approx(own["all"]["top1"], abs=0.8)
+
+
+def test_a_fork_of_temperature_schedules_and_a_model_without_texts(ts_runs, tmp_path):
+    folder, own = ts_runs["emoji"]
+    shutil.copytree(folder, tmp_path / "fork")
+    args = json.loads((folder / "args.json").read_text())
+    (tmp_path / "fork" / "args.json").write_text(json.dumps(args | {"script": "mine"}))
+    result = evaluate("--checkpoint", tmp_path / "fork")["datasets"]["emoji"]  # known by its flags, not by its name
+    assert result["metrics"]["images"] == own["images"]
+    assert result["left_out"] == dict.fromkeys(("retrieval", "gap"), "the model has no text encoder")
+    assert result["metrics"]["knn"]["k=1"]["top1"] == pytest.approx(own["knn@1"]["top1"], abs=0.8)
+    with pytest.raises(common.UserError, match="--query: .* has no text encoder"):
+        evaluate("--checkpoint", tmp_path / "fork", "--query", "a", "--dataset", "emoji")
+
+
+def test_other_classes_leave_both_tasks_out(run, tmp_path):
+    for split, names in (("train", "abc"), ("test", "abd")):
+        for c in names:
+            write_images(tmp_path / split / c, range(4))
+    tasks = ["knn", "probe", "zero-shot"]
+    result = evaluate("--checkpoint", run, "--datasets", tmp_path, "--tasks", *tasks, "--output-dir", tmp_path / "out")
+    assert not result["datasets"][str(tmp_path)]["left_out"]  # one list of names for both: a split may lack a class
+    emoji = common.load_data("emoji", "test")
+    table = emoji.table.cast_column("label", datasets.ClassLabel(names=[f"{n} " for n in emoji.label_names]))
+    with pytest.MonkeyPatch.context() as patch:
+        data = {"train": common.load_data("emoji", "train"), "test": dataclasses.replace(emoji, table=table)}
+        patch.setattr(common, "load_data", lambda name, split, **options: data[split])
+        result = evaluate("--checkpoint", run, "--tasks", *tasks, "--output-dir", tmp_path / "out")["datasets"]["emoji"]
+    assert result["left_out"] == dict.fromkeys(("knn", "probe"), "train and test name different classes")
+    assert result["metrics"]["zero-shot"]["classes"] == len(emoji.label_names)
+
+
+def test_a_streamed_run_is_tested_on_what_it_held_out(tmp_path):
+    for k in range(3):
+        write_tar(tmp_path / "tars" / f"{k:05}.tar", tar_samples(range(k * 10, k * 10 + 10), "jpg", "txt", "cls"))
+    flags = ["--dataset", str(tmp_path / "tars"), "--streaming", "--cpu", "--threads", "1", "--workers", "0"]
+    flags += ["--max-steps", "1", "--batch-size", "8", "--image-size", "24", "--output-dir", str(tmp_path)]
+    own = temo.main(temo.parse_args([*flags, "--run-name", "s"]))["test"][str(tmp_path / "tars")]
+    result = evaluate("--checkpoint", tmp_path / "s", "--tasks", "retrieval", "knn", "probe")
+    result = result["datasets"][str(tmp_path / "tars")]
+    assert result["metrics"]["images"] == own["images"] == 10  # the last shard, and no example of training
+    assert result["metrics"]["retrieval"]["text_to_image"] == own["text_to_image"]
+    assert result["left_out"] == dict.fromkeys(("knn", "probe"), "the training set is a stream: no kNN or probe")
+    with pytest.raises(common.UserError, match="--split train: .* is a stream"):
+        evaluate("--checkpoint", tmp_path / "s", "--split", "train")

@@ -1,16 +1,21 @@
-"""Sets by name, on replicas in the true form of the repositories: numbered tars, parquet with Image features, class and prompt files."""
+"""Sets by name, on replicas in the true form of the repositories: numbered tars, parquet with Image features, class and
+prompt files."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+
+import common
 
 import datasets
 import numpy as np
 import pytest
 import torch
-
-import common
-import temo
 from helpers import CLASSES, encode, picture, tar_samples, write_parquet_images, write_tar
+
+import temo
+from sets import hub as hub_sets
+from sets.stream import Stream
 
 
 @pytest.fixture(scope="module")
@@ -21,23 +26,30 @@ def hub(tmp_path_factory):
         for split, numbers in (("train", range(20, 32)), ("test", range(12))):
             half = list(numbers)
             for shard, part in enumerate((half[:6], half[6:])):
-                write_tar(root / name / split / f"{shard}.tar", {f"s{i:07}": p for i, p in zip(part, tar_samples(part, "jpg", "txt").values())})
+                samples = tar_samples(part, "jpg", "txt").values()
+                write_tar(root / name / split / f"{shard}.tar", {f"s{i:07}": p for i, p in zip(part, samples)})
             (root / name / split / "nshards.txt").write_text("2")
         (root / name / "dataset_type.txt").write_text("retrieval")
     for split, numbers in (("train", range(12, 30)), ("test", range(12))):
-        samples = {f"s{i:07}": {"cls": str(i % 3).encode(), "webp": encode(picture(i), "webp", lossless=True)} for i in numbers}
+        samples = {f"s{i:07}": {"cls": str(i % 3).encode(), "webp": encode(picture(i), "webp", lossless=True)}
+                   for i in numbers}
         write_tar(root / "dtd" / split / "0.tar", samples)
         (root / "dtd" / split / "nshards.txt").write_text("1")
+    prompts = "a photo of a {c} texture.\na photo of a {c} pattern.\n"
     (root / "dtd" / "classnames.txt").write_text("apple\npear_tree\nzebra\n\n")
-    (root / "dtd" / "zeroshot_classification_templates.txt").write_text("a photo of a {c} texture.\na photo of a {c} pattern.\n")
+    (root / "dtd" / "zeroshot_classification_templates.txt").write_text(prompts)
     for shard in range(4):
-        write_tar(root / "cc3m" / f"cc3m-train-{shard:04}.tar", tar_samples(range(10 * shard, 10 * shard + 10), "jpg", "json", "txt"))
+        samples = tar_samples(range(10 * shard, 10 * shard + 10), "jpg", "json", "txt")
+        write_tar(root / "cc3m" / f"cc3m-train-{shard:04}.tar", samples)
     write_tar(root / "cc3m" / "cc3m-validation-0000.tar", tar_samples(range(40, 46), "jpg", "json", "txt"))
-    features = datasets.Features(img=datasets.Image(), fine_label=datasets.ClassLabel(names=CLASSES), coarse_label=datasets.ClassLabel(names=["a", "b"]))
+    fine, coarse = datasets.ClassLabel(names=CLASSES), datasets.ClassLabel(names=["a", "b"])
+    features = datasets.Features(img=datasets.Image(), fine_label=fine, coarse_label=coarse)
+    (root / "cifar100" / "cifar100").mkdir(parents=True)
     for split, numbers in (("train", range(20)), ("test", range(20, 26))):
-        (root / "cifar100" / "cifar100").mkdir(parents=True, exist_ok=True)
-        rows = {"img": [{"bytes": encode(picture(i)), "path": None} for i in numbers], "fine_label": [i % 3 for i in numbers], "coarse_label": [i % 2 for i in numbers]}
-        datasets.Dataset.from_dict(rows, features=features).to_parquet(str(root / "cifar100" / "cifar100" / f"{split}-00000-of-00001.parquet"))
+        rows = {"img": [{"bytes": encode(picture(i)), "path": None} for i in numbers],
+                "fine_label": [i % 3 for i in numbers], "coarse_label": [i % 2 for i in numbers]}
+        file = root / "cifar100" / "cifar100" / f"{split}-00000-of-00001.parquet"
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(str(file))
     for split, numbers in (("train", range(9)), ("validation", range(9, 15))):
         write_parquet_images(root / "imagenet" / "data" / f"{split}-00000-of-00001.parquet", numbers)
     return root
@@ -48,7 +60,8 @@ def test_retrieval_tars_have_a_caption_a_line(hub, capsys):
     assert len(data) == 12 and data.key(3) == "s0000003" and data.has_captions
     assert data.captions(3) == ["picture number 3, take 0", "picture number 3, take 1"]
     assert np.abs(data.read(3).permute(1, 2, 0).numpy().astype(int) - picture(3)).mean() < 3
-    assert "WARNING: coco (test) has 12 examples, 5,000 are expected" in capsys.readouterr().out
+    warning = "WARNING: coco (test) has 12 examples, 5,000 are expected"
+    assert warning in capsys.readouterr().out and "WARNING: 12 examples, 5,000 expected" in data.note
     assert len(common.load_data("flickr30k", "train", data_dir=str(hub / "flickr30k"))) == 12
 
 
@@ -66,52 +79,116 @@ def test_a_label_beyond_the_class_names_is_said(hub, tmp_path):
         common.load_data("dtd", "test", data_dir=str(tmp_path))
 
 
+def test_two_classes_of_one_name_stay_two(tmp_path):
+    """CLIP's names for ImageNet have some names twice."""
+    samples = {f"s{i}": {"cls": str(i % 3).encode(), "png": encode(picture(i))} for i in range(6)}
+    write_tar(tmp_path / "test" / "0.tar", samples)
+    (tmp_path / "classnames.txt").write_text("missile\nant\nmissile\n")
+    data = common.load_data("dtd", "test", data_dir=str(tmp_path))
+    assert data.labels.tolist() == [0, 1, 2] * 2
+    assert [n.strip() for n in data.label_names] == ["missile", "ant", "missile"]
+
+
+def test_the_last_shard_of_cc12m_is_its_val_and_not_trained_on(tmp_path):
+    for k, shard in enumerate(("0000", "0001", "2175")):
+        write_tar(tmp_path / f"cc12m-train-{shard}.tar", tar_samples(range(3 * k, 3 * k + 3), "jpg", "txt"))
+    train, val = (common.load_data("cc12m", s, data_dir=str(tmp_path)) for s in ("train", "val"))
+    assert train.column("key") == [f"{i:06}" for i in range(6)] and val.column("key") == ["000006", "000007", "000008"]
+    stream = common.load_data("cc12m", "train", data_dir=str(tmp_path), streaming=True)
+    assert [Path(u).name for u in stream.urls] == ["cc12m-train-0000.tar", "cc12m-train-0001.tar"]
+
+
 def test_parquet_tables(hub):
     data = common.load_data("cifar100", "test", data_dir=str(hub / "cifar100"))
     assert len(data) == 6 and data.label_names == CLASSES and list(data.labels) == [i % 3 for i in range(20, 26)]
     assert torch.equal(data.read(0).permute(1, 2, 0), torch.from_numpy(picture(20)))
+    assert data.prompts == hub_sets.CIFAR_PROMPTS and len(data.prompts) == 18
     held, rest = (common.load_data("cifar100", s, data_dir=str(hub / "cifar100")) for s in ("val", "train"))
     assert len(held) == 1 and len(rest) == 20
-    imagenet = common.load_data("imagenet", "test", data_dir=str(hub / "imagenet"))  # the validation images are its test
+    imagenet = common.load_data("imagenet", "test", data_dir=str(hub / "imagenet"))  # its test: the validation images
     assert len(imagenet) == 6 and imagenet.split == "test"
 
 
 def test_cc3m_streams_or_is_indexed(hub):
-    stream = common.load_data("cc3m", "train", data_dir=str(hub / "cc3m"), streaming=True)
-    assert isinstance(stream, common.Stream) and len(stream.urls) == 4 and stream.length == 2_910_000
-    assert sorted(stream.caption_sample(40))[0] == "picture number 0, take 0"
-    assert len(common.load_data("cc3m", "train", data_dir=str(hub / "cc3m"))) == 40
-    assert len(common.load_data("cc3m", "val", data_dir=str(hub / "cc3m"), streaming=True)) == 6
+    options = {"data_dir": str(hub / "cc3m")}
+    stream = common.load_data("cc3m", "train", streaming=True, **options)
+    assert isinstance(stream, Stream) and stream.streamed and len(stream.urls) == 4 and stream.length == 2_910_000
+    assert sorted(stream.first_captions(40))[0] == "picture number 0, take 0"
+    indexed = common.load_data("cc3m", "train", **options)
+    assert isinstance(indexed, common.Data) and not indexed.streamed and len(indexed) == 40
+    assert indexed.shards.tolist() == [shard for shard in range(4) for _ in range(10)]
+    assert len(common.load_data("cc3m", "val", streaming=True, **options)) == 6
     with pytest.raises(common.UserError, match="cc3m has no test split; it has: train, val"):
-        common.load_data("cc3m", "test", data_dir=str(hub / "cc3m"))
+        common.load_data("cc3m", "test", **options)
 
 
 def test_without_the_hub_one_line_says_what_to_do():
     for name in ("coco", "cifar10", "cc3m"):
         with pytest.raises(common.UserError) as error:
             common.load_data(name, "test" if name != "cc3m" else "val")
-        assert "\n" not in str(error.value) and ("data-dir" in str(error.value) or "hub" in str(error.value)), name
+        message = str(error.value)
+        assert "\n" not in message and ("data-dir" in message or "hub" in message), name
+
+
+@pytest.mark.parametrize("free", [10**13, 10**9])
+def test_a_download_says_its_size_and_needs_the_room(free, hub, tmp_path, monkeypatch, capsys):
+    """Two of three shards are missing, 2.5 GB each; a file of another pattern does not count."""
+    import huggingface_hub
+    shards = [SimpleNamespace(rfilename=f"cc3m-train-{k:04}.tar", size=2_500_000_000) for k in range(3)]
+    other = SimpleNamespace(rfilename="cc3m-validation-0000.tar", size=10**12)
+    info = SimpleNamespace(siblings=[*shards, other], sha="0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(dataset_info=lambda *_, **__: info))
+    monkeypatch.setattr(hub_sets, "_is_cached", lambda repo, file, size, commit: "0001" in file)
+    monkeypatch.setattr(hub_sets.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    fetched = []
+
+    def snapshot_download(repo, **more):
+        fetched.append(more)
+        return str(hub / "cc3m")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+    def fetch():
+        return hub_sets.download("cc3m", "pixparse/cc3m-wds", ["cc3m-train-*.tar", "*.txt"], streams=True)
+
+    if free > 5 * 10**9:
+        assert fetch() == hub / "cc3m" and fetched[0]["allow_patterns"] == ["cc3m-train-*.tar", "*.txt"]
+        said = capsys.readouterr().out
+        assert "5.0 GB (of 7.5 GB) of pixparse/cc3m-wds are downloaded to" in said and "10,000.0 GB free" in said
+        assert "--streaming starts at once" in said
+    else:
+        with pytest.raises(common.UserError, match=r"5.0 GB .* do not fit into .* 1.0 GB free; .*--streaming"):
+            fetch()
+        assert not fetched
 
 
 def test_gated_sets_say_how_to_get_in():
     from huggingface_hub.errors import GatedRepoError
+
     def gated(_):
         raise GatedRepoError.__new__(GatedRepoError, "403: access to this data set is restricted")
     with pytest.raises(common.UserError, match="accept its terms .* `hf auth login`"):
-        common._hub_call("imagenet", "ILSVRC/imagenet-1k", gated)
+        common.hub_call("imagenet", "ILSVRC/imagenet-1k", gated)
 
 
 def test_the_17_sets_of_table_7_are_there():
-    assert len(common.TEMO_17) == 17 and all("test" in common.HUB[n]["splits"] for n in common.TEMO_17)
-    assert {n: common.HUB[n]["splits"]["test"][1] for n in ("cifar10", "mnist", "food101", "imagenet1k")} == {"cifar10": 10_000, "mnist": 10_000, "food101": 25_250, "imagenet1k": 50_000}
+    assert len(hub_sets.TEMO_17) == 17 and all("test" in hub_sets.SETS[n]["splits"] for n in hub_sets.TEMO_17)
+    expected = {"cifar10": 10_000, "mnist": 10_000, "food101": 25_250, "imagenet1k": 50_000}
+    assert {n: hub_sets.SETS[n]["splits"]["test"] for n in expected} == expected
+    assert all(set(facts["splits"]) == set(facts["files"]) for facts in hub_sets.SETS.values())
 
 
-def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(hub, tmp_path):
-    flags = ["--dataset", "cc3m", "--data-dir", str(hub / "cc3m"), "--eval-datasets", f"cc3m={hub / 'cc3m'}", f"coco={hub / 'coco'}", f"flickr30k={hub / 'flickr30k'}",
-             "--image-encoder", "small", "--text-encoder", "small", "--no-pretrained", "--batch-size", "8", "--max-steps", "2", "--image-size", "24", "--cpu", "--threads", "1",
-             "--workers", "2", "--mixed-precision", "bf16", "--output-dir", str(tmp_path), "--run-name", "r"]
-    summary = temo.main(temo.parse_args(flags))
-    assert set(summary["test"]) == {"coco", "flickr30k"} and set(summary["val"]) == {"cc3m"} and not summary["errors"]
-    assert summary["test"]["coco"]["captions"] == 24 and (tmp_path / "r" / "retrieval.png").exists()
-    assert json.loads((tmp_path / "r" / "args.json").read_text())["streaming"] is True
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming, hub, tmp_path):
+    others = [f"{name}={hub / name}" for name in ("cc3m", "coco", "flickr30k")]
+    flags = ["--dataset", "cc3m", "--data-dir", str(hub / "cc3m"), "--eval-datasets", *others,
+             "--image-encoder", "small", "--text-encoder", "small", "--no-pretrained", "--batch-size", "8",
+             "--max-steps", "2", "--image-size", "24", "--cpu", "--threads", "1", "--workers", "2",
+             "--mixed-precision", "bf16", "--output-dir", str(tmp_path), "--run-name", "r"]
+    summary = temo.main(temo.parse_args(flags + ["--streaming"] * streaming))
+    assert set(summary["test"]) == {"coco", "flickr30k"} and set(summary["val"]) == {"cc3m"}
+    assert not summary["errors"] and summary["test"]["coco"]["captions"] == 24
+    assert (tmp_path / "r" / "retrieval.png").exists()
+    assert json.loads((tmp_path / "r" / "args.json").read_text())["streaming"] is streaming  # an index is the default
     assert Path(tmp_path / "r" / "tokenizer").is_dir()

@@ -19,18 +19,25 @@ N, D, WHOLE = 23, 6, 10**9  # a block of at least N rows is the literal form
 def leaf(*shape, seed, low=None):
     """A float64 leaf: normal, or uniform in low..low + 0.2 for temperatures."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64) if low is None else low + 0.2 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    how = dict(generator=generator, dtype=torch.float64)
+    x = torch.randn(shape, **how) if low is None else low + 0.2 * torch.rand(shape, **how)
     return x.requires_grad_()
 
 
 E = [leaf(N, D, seed=k) for k in range(4)]  # I, T, I~, T~
 SCALAR, PER_ANCHOR, PER_PAIR = leaf(seed=5, low=0.05), leaf(N, seed=6, low=0.05), leaf(N, N, seed=7, low=0.05)
+
+
+def modulated(sim):
+    return SCALAR * temo.modulated_temperature(sim)
+
+
 LOSSES = {
     "info_nce, float": lambda block: temo.info_nce(*E[:2], 0.1, block),
     "info_nce, learnable": lambda block: temo.info_nce(*E[:2], SCALAR, block),
     "info_nce, (B,)": lambda block: temo.info_nce(*E[:2], PER_ANCHOR, block),
     "info_nce, (B, N)": lambda block: temo.info_nce(*E[:2], PER_PAIR, block),
-    "info_nce, function": lambda block: temo.info_nce(*E[:2], lambda sim: SCALAR * temo.modulated_temperature(sim), block),
+    "info_nce, function": lambda block: temo.info_nce(*E[:2], modulated, block),
     "temo": lambda block: temo.temo_loss(*E, 0.3, block=block),
     "temo, gradient through tau": lambda block: temo.temo_loss(*E, 0.3, SCALAR, detach=False, block=block),
     "temo, plain": lambda block: temo.temo_loss(*E, 0.3, unimodal="plain", block=block),
@@ -41,20 +48,22 @@ LOSSES = {
 
 def value_and_gradients(loss):
     leaves = [*E, SCALAR, PER_ANCHOR, PER_PAIR]
-    return [loss.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True)))]
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [loss.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads))]
 
 
 @pytest.mark.parametrize("block", [1, 5, N - 1])
 @pytest.mark.parametrize("name", LOSSES)
 def test_blocks_equal_the_literal_loss(name, block):
-    for ours, literal in zip(value_and_gradients(LOSSES[name](block)), value_and_gradients(LOSSES[name](WHOLE)), strict=True):
+    in_blocks, whole = value_and_gradients(LOSSES[name](block)), value_and_gradients(LOSSES[name](WHOLE))
+    for ours, literal in zip(in_blocks, whole, strict=True):
         torch.testing.assert_close(ours, literal, rtol=1e-9, atol=1e-9)
 
 
 def test_literal_info_nce_is_cross_entropy():
     sim = F.normalize(E[0], dim=1) @ F.normalize(E[1], dim=1).T
-    literal = F.cross_entropy(sim / PER_PAIR, torch.arange(N))
-    for ours, expected in zip(value_and_gradients(temo.info_nce(*E[:2], PER_PAIR, 4)), value_and_gradients(literal), strict=True):
+    literal = value_and_gradients(F.cross_entropy(sim / PER_PAIR, torch.arange(N)))
+    for ours, expected in zip(value_and_gradients(temo.info_nce(*E[:2], PER_PAIR, 4)), literal, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -85,7 +94,8 @@ def test_memory_of_blocks_is_linear(loss):
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
 
     def measure(form):
-        done = subprocess.run([sys.executable, "-c", PEAK, loss, form], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-c", PEAK, loss, form]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return [float(x) for x in done.stdout.split()]
 

@@ -2,13 +2,13 @@
 
 import math
 
+import common
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
-
-import common
 
 
 def brute_ranks(query, gallery, positives, bias=None):
@@ -48,7 +48,7 @@ def test_a_collapsed_model_is_last():
 def test_a_perfect_model_and_identical_positives():
     eye = torch.eye(6)
     assert common.retrieval_metrics(eye, eye, torch.arange(6)[:, None])["R@1"] == 100
-    twins = torch.cat([eye[:1], eye[:1], eye[2:]])  # items 0 and 1 are one drawing: both positive, no tie against the model
+    twins = torch.cat([eye[:1], eye[:1], eye[2:]])  # items 0 and 1 are one drawing: both positive, no tie against it
     assert common.retrieval_metrics(twins, twins, table([[0, 1], [0, 1], [2], [3], [4], [5]]))["R@1"] == 100
 
 
@@ -58,7 +58,8 @@ def test_groups_take_the_best_caption():
     groups, positives = torch.tensor([0, 0, 1, 1]), torch.tensor([[0], [1]])
     got = common.retrieval_metrics(video, captions, positives, groups=groups)
     assert got["R@1"] == 100
-    pushed = common.retrieval_metrics(video, captions, positives, groups=groups, bias=torch.tensor([0.0, 3.0, 0.0, 0.0]))
+    bias = torch.tensor([0.0, 3.0, 0.0, 0.0])
+    pushed = common.retrieval_metrics(video, captions, positives, groups=groups, bias=bias)
     assert pushed["R@1"] == 50  # the bias comes before the maximum: group 0 wins both
 
 
@@ -77,7 +78,10 @@ def test_chance_is_what_random_embeddings_get():
     rows = [[i] if i % 2 else [i, (i + 1) % 60, (i + 2) % 60] for i in range(60)]
     chance = common.retrieval_chance(table(rows), 60)
     generator = torch.Generator().manual_seed(0)
-    runs = [common.retrieval_metrics(torch.randn(60, 16, generator=generator), torch.randn(60, 16, generator=generator), table(rows)) for _ in range(300)]
+    runs = []
+    for _ in range(300):
+        query, gallery = (torch.randn(60, 16, generator=generator) for _ in range(2))
+        runs.append(common.retrieval_metrics(query, gallery, table(rows)))
     for key, tolerance in (("R@1", 0.6), ("R@5", 1.2), ("R@10", 1.5), ("R@50", 1.0), ("MnR", 0.7), ("MdR", 1.5)):
         assert np.mean([r[key] for r in runs]) == pytest.approx(chance[key], abs=tolerance), key
     assert common.retrieval_chance(torch.arange(20)[:, None], 20)["R@10"] == pytest.approx(50)
@@ -92,12 +96,14 @@ def test_knn_against_scikit_learn(k):
     predicted = KNeighborsClassifier(k).fit(unit(train), labels).predict(unit(test))  # ties: smallest class, as ours
     got = common.knn_accuracy(*map(torch.from_numpy, (train, labels, test, truth)), k=k, chunk=17)
     assert got["top1"] == pytest.approx(100 * (predicted == truth).mean())
-    assert got["mean_per_class"] == pytest.approx(100 * np.mean([(predicted == truth)[truth == c].mean() for c in range(5)]))
+    by_class = [(predicted == truth)[truth == c].mean() for c in range(5)]
+    assert got["mean_per_class"] == pytest.approx(100 * np.mean(by_class))
 
 
 def test_knn_ties_and_errors():
     train = torch.tensor([[1.0, 0.0], [0.99, 0.1]])
-    assert common.knn_accuracy(train, torch.tensor([3, 1]), torch.tensor([[1.0, 0.05]]), torch.tensor([1]), k=2)["top1"] == 100  # one vote each: the smaller class
+    tied = common.knn_accuracy(train, torch.tensor([3, 1]), torch.tensor([[1.0, 0.05]]), torch.tensor([1]), k=2)
+    assert tied["top1"] == 100  # one vote each: the smaller class
     with pytest.raises(ValueError, match="k = 3"):
         common.knn_accuracy(train, torch.tensor([0, 1]), train, torch.tensor([0, 1]), k=3)
     with pytest.raises(ValueError, match="non-finite"):
@@ -109,6 +115,7 @@ def test_modality_gap_and_health():
     assert common.modality_gap(a, a) == 0
     assert common.modality_gap(a, -a) == pytest.approx(math.sqrt(2), rel=1e-5)
     collapsed = common.embedding_health(torch.ones(16, 8), torch.ones(16, 8))
-    assert collapsed["std_image"] == 0 and collapsed["pos_cos"] == pytest.approx(1) and collapsed["neg_cos"] == pytest.approx(1)
+    assert collapsed["std_image"] == 0
+    assert collapsed["pos_cos"] == pytest.approx(1) and collapsed["neg_cos"] == pytest.approx(1)
     spread = common.embedding_health(torch.randn(1000, 64), torch.randn(1000, 64))
     assert spread["std_image"] == pytest.approx(1, abs=0.05) and abs(spread["neg_cos"]) < 0.02

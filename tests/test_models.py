@@ -1,17 +1,22 @@
-"""Encoders by name, clips, pooling, initialisation from files, and the model a run leaves. Configs are built here: no hub."""
+"""Encoders by name, clips, pooling, initialisation from files, and the model a run leaves.
+
+Configs are built here: no hub."""
 
 import json
+
+import common
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, DistilBertConfig, DistilBertModel
 
-import common
 import ncl
 import temo
 
-SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12, text_pooling="mean", image_stats="half", eval_resize="crop")
+SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12,
+            text_pooling="mean", image_stats="half", eval_resize="crop")
+RUN = ["--cpu", "--threads", "1", "--max-steps", "2", "--batch-size", "16"]
 
 
 @pytest.fixture(scope="module")
@@ -20,20 +25,31 @@ def tokenizer():
 
 
 def tiny_text(folder, tokenizer, kind):
-    config = {"bert": BertConfig, "distilbert": DistilBertConfig}[kind](vocab_size=len(tokenizer.tokenizer), hidden_size=24, dim=24, num_hidden_layers=1, n_layers=1,
-                                                                         num_attention_heads=2, n_heads=2, intermediate_size=32, hidden_dim=32)
-    model = {"bert": BertModel, "distilbert": DistilBertModel}[kind](config)
-    model.save_pretrained(folder), tokenizer.save(folder)
+    kinds = {"bert": (BertConfig, BertModel), "distilbert": (DistilBertConfig, DistilBertModel)}
+    config_of, model_of = kinds[kind]
+    config = config_of(vocab_size=len(tokenizer.tokenizer), hidden_size=24, dim=24, num_hidden_layers=1, n_layers=1,
+                       num_attention_heads=2, n_heads=2, intermediate_size=32, hidden_dim=32)
+    model = model_of(config)
+    model.save_pretrained(folder)
+    tokenizer.save(folder)
     return model.eval()
 
 
 def tiny_clip(folder, tokenizer):
     tower = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    config = CLIPConfig(text_config=tower | dict(vocab_size=len(tokenizer.tokenizer), max_position_embeddings=12, eos_token_id=3, bos_token_id=2, pad_token_id=0),
-                        vision_config=tower | dict(image_size=32, patch_size=16), projection_dim=16)
-    model = CLIPModel(config)
-    model.save_pretrained(folder), tokenizer.save(folder)
+    words = dict(vocab_size=len(tokenizer.tokenizer), max_position_embeddings=12, eos_token_id=3, bos_token_id=2,
+                 pad_token_id=0)
+    patches = dict(image_size=32, patch_size=16)
+    model = CLIPModel(CLIPConfig(text_config=tower | words, vision_config=tower | patches, projection_dim=16))
+    model.save_pretrained(folder)
+    tokenizer.save(folder)
     return model.eval()
+
+
+def tiny_dino(folder):
+    from transformers import Dinov2Config, Dinov2Model
+    config = Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    Dinov2Model(config).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["small", "resnet18-cifar", "resnet18", "vit_tiny_patch16_224"])
@@ -82,13 +98,15 @@ def test_clip_by_name_keeps_its_own_space(tmp_path, tokenizer):
     pixels, tokens = torch.randn(2, 3, 32, 32), tokenizer(["red apple", "green pear"])
     image, text, _ = model.eval()(pixels, tokens)
     out = reference(pixel_values=pixels, **tokens)
-    assert torch.allclose(common.normalize(image), out.image_embeds, atol=1e-5) and torch.allclose(common.normalize(text), out.text_embeds, atol=1e-5)
+    assert torch.allclose(common.normalize(image), out.image_embeds, atol=1e-5)
+    assert torch.allclose(common.normalize(text), out.text_embeds, atol=1e-5)
     assert transform.mean == common.STATS["clip"][0]
 
 
 def test_init_from(tmp_path, tokenizer):
     one, two = (common.build_model(dict(SPEC), tokenizer, False)[0] for _ in range(2))
-    save_file({f"module._orig_mod.{k}": v.contiguous() for k, v in one.state_dict().items()}, tmp_path / "a.safetensors")
+    wrapped = {f"module._orig_mod.{k}": v.contiguous() for k, v in one.state_dict().items()}
+    save_file(wrapped, tmp_path / "a.safetensors")
     torch.save({"state_dict": one.state_dict()}, tmp_path / "b.pt")
     for file in ("a.safetensors", "b.pt"):
         fresh = common.build_model(dict(SPEC), tokenizer, False)[0]
@@ -113,11 +131,12 @@ def test_init_from_runs_no_pickled_code(tmp_path, tokenizer):
 def runs(tmp_path_factory, tokenizer):
     """Two steps with small towers, and two with a tiny transformers text tower and a CLIP vision tower."""
     root = tmp_path_factory.mktemp("runs")
-    tiny_text(root / "text", tokenizer, "distilbert"), tiny_clip(root / "clip", tokenizer)
-    common_flags = ["--cpu", "--threads", "1", "--max-steps", "2", "--batch-size", "16", "--image-size", "32", "--output-dir", str(root)]
-    temo.main(temo.parse_args(common_flags + ["--run-name", "small"]))
-    temo.main(temo.parse_args(common_flags + ["--run-name", "hub", "--pretrained", "--image-encoder", str(root / "clip"), "--text-encoder", str(root / "text"),
-                                              "--text-length", "12"]))
+    tiny_text(root / "text", tokenizer, "distilbert")
+    tiny_clip(root / "clip", tokenizer)
+    flags = [*RUN, "--image-size", "32", "--output-dir", str(root)]
+    hub = ["--pretrained", "--image-encoder", str(root / "clip"), "--text-encoder", str(root / "text")]
+    temo.main(temo.parse_args([*flags, "--run-name", "small"]))
+    temo.main(temo.parse_args([*flags, "--run-name", "hub", *hub, "--text-length", "12"]))
     return root
 
 
@@ -133,7 +152,8 @@ def test_load_model_gives_the_run_s_embeddings(runs, name):
     text = common.encode_texts(model, tokenizer, [data.captions(i)[0] for i in range(len(data))], torch.device("cpu"))
     summary = json.loads((folder / "summary.json").read_text())
     own = common.evaluate(model, tokenizer, transform, data, torch.device("cpu"), common.load_data("emoji", "train"))[0]
-    assert image.shape == text.shape and common.flatten(own) == pytest.approx(common.flatten(summary["test"]["emoji"]), rel=1e-4, abs=0.7)
+    expected = common.flatten(summary["test"]["emoji"])
+    assert image.shape == text.shape and common.flatten(own) == pytest.approx(expected, rel=1e-4, abs=0.7)
     one = model(transform(data.read(3))[None])[0]
     assert torch.allclose(one[0], image[3], atol=1e-4)
     assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
@@ -145,50 +165,60 @@ def test_load_model_of_no_run(tmp_path):
 
 
 def test_experts(tmp_path, tokenizer, runs):
-    from transformers import Dinov2Config, Dinov2Model
-    Dinov2Model(Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)).save_pretrained(tmp_path / "dino")
+    tiny_dino(tmp_path / "dino")
     tiny_text(tmp_path / "roberta", tokenizer, "bert")
     transform = common.EvalTransform(32, *common.STATS["half"])
     image = common.Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"))(torch.randn(3, 3, 32, 32))
     text = common.Expert(str(tmp_path / "roberta"), "text", transform, torch.device("cpu"))(["red apple", "green pear"])
-    assert image.shape == (3, 24) and text.shape == (2, 24) and torch.allclose(text.norm(dim=1), torch.ones(2)) and not image.requires_grad
-    summary = temo.main(temo.parse_args(["--cpu", "--threads", "1", "--max-steps", "2", "--batch-size", "16", "--image-size", "32", "--output-dir", str(tmp_path), "--log-every", "1",
-                                         "--image-expert", str(tmp_path / "dino"), "--text-expert", str(tmp_path / "roberta")]))
-    assert summary["steps"] == 2
+    assert image.shape == (3, 24) and not image.requires_grad
+    assert text.shape == (2, 24) and torch.allclose(text.norm(dim=1), torch.ones(2))
+    experts = ["--image-expert", str(tmp_path / "dino"), "--text-expert", str(tmp_path / "roberta")]
+    flags = [*RUN, "--image-size", "32", "--output-dir", str(tmp_path), "--log-every", "1", *experts]
+    assert temo.main(temo.parse_args(flags))["steps"] == 2
 
 
 def test_transformers_vision_models_and_their_unused_parameters(tmp_path, tokenizer):
-    from transformers import ConvNextConfig, ConvNextModel, Dinov2Config, Dinov2Model
-    Dinov2Model(Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)).save_pretrained(tmp_path / "dino")
-    ConvNextModel(ConvNextConfig(hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1])).save_pretrained(tmp_path / "convnext")
+    from transformers import ConvNextConfig, ConvNextModel
+    tiny_dino(tmp_path / "dino")
+    convnext = ConvNextModel(ConvNextConfig(hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1]))
+    convnext.save_pretrained(tmp_path / "convnext")
     model, _ = common.build_model(SPEC | dict(image_encoder=str(tmp_path / "dino"), image_size=28), tokenizer, True)
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
     assert frozen == ["vision.body.embeddings.mask_token"]  # never in a loss: DDP would wait for it
     image, text, _ = model(torch.randn(2, 3, 28, 28), tokenizer(["a", "b"]))
     (image.sum() + text.sum()).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-    assert common.build_model(SPEC | dict(image_encoder=str(tmp_path / "convnext")), tokenizer, True)[0].vision.width == 16
+    model, _ = common.build_model(SPEC | dict(image_encoder=str(tmp_path / "convnext")), tokenizer, True)
+    assert model.vision.width == 16
 
 
 def test_an_image_size_the_encoder_cannot_take(tmp_path, tokenizer):
     tiny_clip(tmp_path, tokenizer)
+    spec = SPEC | dict(image_encoder=str(tmp_path), text_encoder=str(tmp_path), image_size=24)
     with pytest.raises(common.UserError, match="--image-size 24 .* doesn't match model"):
-        common.build_model(SPEC | dict(image_encoder=str(tmp_path), text_encoder=str(tmp_path), image_size=24), tokenizer, True)
+        common.build_model(spec, tokenizer, True)
 
 
 def test_clip4clip_and_t5(tmp_path, tokenizer):
     """ncl.py on clips with both towers of a CLIP and a learnt gamma; and with a T5 encoder for the texts."""
     from transformers import T5Config, T5ForConditionalGeneration
-    tiny_clip(tmp_path / "clip", tokenizer)
-    T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer.tokenizer), d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)).save_pretrained(tmp_path / "t5")
+    towers = tmp_path / "clip"
+    tiny_clip(towers, tokenizer)
+    config = T5Config(vocab_size=len(tokenizer.tokenizer), d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2,
+                      decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     tokenizer.save(tmp_path / "t5")
-    flags = ["--cpu", "--threads", "1", "--max-steps", "2", "--batch-size", "16", "--clips", "32", "16", "16", "--pretrained", "--text-length", "12", "--embed-dim", "16", "--output-dir", str(tmp_path)]
-    clip = ncl.main(ncl.parse_args([*flags, "--run-name", "run-clip", "--image-encoder", str(tmp_path / "clip"), "--text-encoder", str(tmp_path / "clip"), "--image-stats", "encoder",
-                                    "--learnable-tau", "--tau", "0.01", "--frames", "3"]))
+    flags = [*RUN, "--clips", "32", "16", "16", "--pretrained", "--text-length", "12", "--embed-dim", "16",
+             "--output-dir", str(tmp_path)]
+    of_clip = ["--run-name", "run-clip", "--image-encoder", str(towers), "--text-encoder", str(towers),
+               "--image-stats", "encoder", "--learnable-tau", "--tau", "0.01", "--frames", "3"]
+    clip = ncl.main(ncl.parse_args([*flags, *of_clip]))
     model, _, _ = common.load_model(tmp_path / "run-clip")
-    assert model.vision.projection.out_features == model.text.projection.out_features == 16 and model.vision.stats == common.STATS["clip"]
+    assert model.vision.projection.out_features == model.text.projection.out_features == 16
+    assert model.vision.stats == common.STATS["clip"]
     rows = [json.loads(line) for line in (tmp_path / "run-clip" / "metrics.jsonl").read_text().splitlines()]
     assert [r for r in rows if "tau" in r][-1]["tau"] >= 0.01 and clip["test"]["moving-emoji"]["images"] == 16
-    t5 = ncl.main(ncl.parse_args([*flags, "--run-name", "run-t5", "--text-encoder", str(tmp_path / "t5"), "--text-pooling", "mean"]))
+    of_t5 = ["--run-name", "run-t5", "--text-encoder", str(tmp_path / "t5"), "--text-pooling", "mean"]
+    t5 = ncl.main(ncl.parse_args([*flags, *of_t5]))
     names = common.load_model(tmp_path / "run-t5")[0].text.body.state_dict()
     assert t5["steps"] == 2 and names and not [n for n in names if "decoder" in n]

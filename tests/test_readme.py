@@ -18,11 +18,13 @@ import temperature_schedules
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules, "ncl.py": ncl}
-NEED_DATA = {"cc3m", "cc12m", "msrvtt", "--write-paraphrases", "--resume"}  # the hub, or a run: the flags must parse
+NEED_DATA = {"cc3m", "cc12m", "msrvtt", "--resume"}  # the hub, or a run: the flags must parse
 README = (ROOT / "README.md").read_text(encoding="utf8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
-COMMANDS = [line.split("#")[0].strip() for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()
-            if "$" not in line and re.match(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules|ncl)\.py", line)] + [c for c in re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README) if "..." not in c]
+LINES = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if "$" not in line]
+RUNS = re.compile(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules|ncl)\.py")
+INLINE = re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README)
+COMMANDS = [line.split("#")[0].strip() for line in LINES if RUNS.match(line)] + [c for c in INLINE if "..." not in c]
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +40,14 @@ def place(tmp_path_factory):
 
 
 def environment():
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 def test_there_are_commands():
     assert len(COMMANDS) >= 6 and COMMANDS[0].startswith(("accelerate launch temo.py", "python", "torchrun"))
-    first = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()][:2]
-    assert first == ["pip install -r requirements.txt && accelerate launch temo.py", "pip install -r requirements.txt && pytest"]
+    install = "pip install -r requirements.txt && "
+    assert LINES[:2] == [install + "accelerate launch temo.py", install + "pytest"]
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
@@ -65,14 +68,17 @@ def test_command(command, place):
 
 
 def test_help_shows_the_recipe():
-    text = subprocess.run([sys.executable, "temo.py", "--dataset", "cc3m", "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True).stdout
+    command = [sys.executable, "temo.py", "--dataset", "cc3m", "--help"]
+    text = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True).stdout
     assert re.search(r"\(default:\s+2048\)", text) and "--tau-alpha" in text
 
 
 def test_ten_lines_in_someone_else_s_loop():
     code = next(block for kind, block in BLOCKS if kind == "python" and "temo_loss" in block)
     net = torch.nn.Linear(8, 4)
-    names = dict(loader=[[torch.randn(6, 8) for _ in range(4)]] * 2, image_encoder=net, text_encoder=net, optimizer=torch.optim.SGD(net.parameters(), 0.1), total_steps=2)
+    loader = [[torch.randn(6, 8) for _ in range(4)]] * 2
+    names = dict(loader=loader, image_encoder=net, text_encoder=net, total_steps=2,
+                 optimizer=torch.optim.SGD(net.parameters(), 0.1))
     before = net.weight.clone()
     exec(code, names)
     assert not torch.equal(before, net.weight)
@@ -80,18 +86,28 @@ def test_ten_lines_in_someone_else_s_loop():
 
 def test_reading_guide_names_exist():
     for part, module in zip(README.split("## Reading guide: ")[1:], (temo, temperature_schedules, ncl)):
-        names = [n for line in part.split("\n#")[0].splitlines() if line.startswith("|") for n in re.findall(r"`(\w+)`", line.split("|")[2])]
+        rows = [line.split("|")[2] for line in part.split("\n#")[0].splitlines() if line.startswith("|")]
+        names = [n for row in rows for n in re.findall(r"`(\w+)`", row)]
         assert len(names) >= 5 and all(hasattr(module, n) for n in names), names
 
 
+def test_files_of_the_table_exist():
+    table = README.split("## The files")[1].split("\n#")[0]
+    rows = re.findall(r"^\| `([\w./]+)` \|(.*)$", table, re.M)
+    assert len(rows) >= 10
+    for name, rest in rows:
+        assert (ROOT / name).exists() != ("not written yet" in rest), name
+
+
 def test_eval_commands_parse():
-    commands = [line.split("#")[0] for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.startswith("python eval.py")]
+    commands = [line.split("#")[0] for line in LINES if line.startswith("python eval.py")]
     assert len(commands) >= 5
     for command in commands:
         evaluation.parse_args(shlex.split(command)[2:])
 
 
 def test_readme_says_nothing_of_where_it_was_made():
-    for path in [p for p in ROOT.rglob("*") if p.suffix in (".py", ".md", ".toml", ".cff", ".txt") and "runs" not in p.parts and ".git" not in p.parts]:
+    kinds, out = (".py", ".md", ".toml", ".cff", ".txt"), {"runs", ".git", "venv", ".venv"}
+    for path in [p for p in ROOT.rglob("*") if p.suffix in kinds and not out & set(p.parts)]:
         text = path.read_text(encoding="utf8", errors="ignore")
         assert not re.search(r"(?<![\w.])/(tmp|home|root|mnt)/\w", text), path

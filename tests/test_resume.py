@@ -1,4 +1,4 @@
-"""Killed in the middle of an epoch and resumed, a run is bitwise the run that was never stopped; what it leaves holds no pickle."""
+"""Killed in mid-epoch and resumed, a run is bitwise the run that was never stopped; what it leaves holds no pickle."""
 
 import contextlib
 import json
@@ -10,12 +10,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import common
+
 import numpy as np
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-import common
+import eval as evaluation
 import temo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,19 +28,22 @@ if __name__ == "__main__":
     with common.clean_exit():
         SCRIPT.main(SCRIPT.parse_args())
 """
-FLAGS = "--cpu --threads 1 --image-size 24 --batch-size 64 --max-steps 14 --save-every 5 --log-every 1 --eval-every 0".split()
+FLAGS = ["--cpu", *"--threads 1 --image-size 24 --batch-size 64 --max-steps 14".split(),
+         *"--save-every 5 --log-every 1 --eval-every 0".split()]
 STEPS, KEPT = 14, ["step_10", "step_14"]
 TAU = ["--loss", "infonce", "--learnable-tau"]
 TAIL = ["--imbalance-ratio", "50"]  # fewer images to evaluate
-# A run: script, processes, flags. FOLDER stands for a folder of png files, of which an epoch has 4 steps; one of emoji has 49 (by class, cut to a tail, 27).
-WHOLE = {"emoji": ("temo", 1, []), "two processes": ("temo", 2, []), "folder": ("temo", 1, ["--dataset", "FOLDER", "--workers", "0", *TAU]),
+# A run: script, processes, flags. FOLDER stands for a folder of png files, of which an epoch has 4 steps; one of emoji
+# has 49 (by class, cut to a tail, 27). mine.py is a fork of temo.py.
+FOLDER = ["--dataset", "FOLDER", *TAU, "--workers"]
+WHOLE = {"emoji": ("temo", 1, []), "two processes": ("temo", 2, []), "folder": ("temo", 1, [*FOLDER, "0"]),
+         "fork": ("mine", 1, ["--tau-power", "0.7"]),
          "schedule": ("temperature_schedules", 1, [*TAIL, "--eval-every", "4", "--eval-epoch", "auto"]),
          "schedule, moco": ("temperature_schedules", 1, [*TAIL, "--loss", "moco", "--queue-size", "200"])}
 # Killed once step KILL is logged, and resumed from step 5: the run it must equal, script, processes, flags.
 KILL = 6
-KILLED = {"emoji": ("emoji", *WHOLE["emoji"]), "two processes": ("two processes", *WHOLE["two processes"]),
-          "folder, 0 workers": ("folder", *WHOLE["folder"]), "folder, 2 workers": ("folder", "temo", 1, [*WHOLE["folder"][2], "--workers", "2"]),
-          "schedule": ("schedule", *WHOLE["schedule"]), "schedule, moco": ("schedule, moco", *WHOLE["schedule, moco"])}
+KILLED = {name: (name, *run) for name, run in WHOLE.items() if name != "folder"} | {
+    "folder, 0 workers": ("folder", *WHOLE["folder"]), "folder, 2 workers": ("folder", "temo", 1, [*FOLDER, "2"])}
 
 
 def write_folder(folder, n=300):
@@ -49,13 +54,37 @@ def write_folder(folder, n=300):
     for i in range(n):
         Image.fromarray(rng.integers(0, 256, (28, 28, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     words = ["red", "green", "blue", "grey"], ["box", "ball", "tree", "house", "boat"]
-    (folder / "metadata.csv").write_text("file_name,caption\n" + "".join(f"{i}.png,a {words[0][i % 4]} {words[1][i % 5]} number {i}\n" for i in range(n)))
+    (folder / "metadata.csv").write_text(
+        "file_name,caption\n" + "".join(f"{i}.png,a {words[0][i % 4]} {words[1][i % 5]} number {i}\n" for i in range(n))
+    )
+
+
+def write_fork(path):
+    """`cp temo.py mine.py`, then another temperature and a flag for it: what a researcher does on the first day."""
+    text = (ROOT / "temo.py").read_text(encoding="utf8")
+    for old, new in (
+        ('"""TeMo: ', f'import sys; sys.path.insert(0, {str(ROOT)!r})\n"""TeMo: '),  # it lies elsewhere
+        ("root = torch.where(", "root = POWER * torch.where("),
+        ("def main(args):\n", "def main(args):\n    global POWER\n    POWER = args.tau_power\n"),
+        (
+            '    g.add_argument("--base"',
+            '    g.add_argument("--tau-power", type=positive, default=0.5, help="mine")\n    g.add_argument("--base"',
+        ),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf8")
 
 
 def start(script, processes, flags, log):
     """A script as a user starts it, without its pictures, its words in a file."""
-    launcher = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return subprocess.Popen([*launcher, str(script), *flags], stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    launcher = (
+        [sys.executable]
+        if processes == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    )
+    return subprocess.Popen([*launcher, str(script), *flags], stdout=log, stderr=subprocess.STDOUT,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def finish(script, processes, flags, log_path):
@@ -67,6 +96,11 @@ def rows(folder):
     """Whole lines of metrics.jsonl: a poll may see half of the last one."""
     path = Path(folder) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def kinds(folder):
+    """(step, is it an evaluation?) of each row."""
+    return [(r["step"], "eval" in r) for r in rows(folder)]
 
 
 def kill_at(step, folder, script, processes, flags, log_path):
@@ -91,9 +125,11 @@ def runs(tmp_path_factory):
     write_folder(root / "set")
     for script in ("temo", "temperature_schedules"):
         (root / f"{script}.py").write_text(QUICK.replace("SCRIPT", script))
+    write_fork(root / "mine.py")
 
     def flags(kind, name, extra):
-        return [*FLAGS, *(str(root / "set") if f == "FOLDER" else f for f in extra), "--output-dir", str(root / kind), "--run-name", name]
+        own = [str(root / "set") if f == "FOLDER" else f for f in extra]
+        return [*FLAGS, *own, "--output-dir", str(root / kind), "--run-name", name]
 
     def whole(name):
         script, processes, extra = WHOLE[name]
@@ -102,7 +138,9 @@ def runs(tmp_path_factory):
     def killed(name):
         _, script, processes, extra = KILLED[name]
         folder = root / "killed" / name
-        kill_at(KILL, folder, root / f"{script}.py", processes, flags("killed", name, extra), root / f"killed {name}.txt")
+        kill_at(
+            KILL, folder, root / f"{script}.py", processes, flags("killed", name, extra), root / f"killed {name}.txt"
+        )
         last = common.latest_checkpoint(folder)
         assert last and last.name != f"step_{STEPS}", "killed too early or too late"
         shutil.copytree(last, last.with_name("step_13.tmp"))  # what a crash inside a save leaves
@@ -114,7 +152,8 @@ def runs(tmp_path_factory):
         jobs = [pool.submit(whole, name) for name in WHOLE] + [pool.submit(killed, name) for name in KILLED]
     for job in jobs:
         job.result()
-    return {("whole", name): root / "whole" / name for name in WHOLE} | {("killed", name): root / "killed" / name for name in KILLED}
+    places = [("whole", name) for name in WHOLE] + [("killed", name) for name in KILLED]
+    return {place: root.joinpath(*place) for place in places}
 
 
 def same_tensors(a, b):
@@ -126,9 +165,10 @@ def same_tensors(a, b):
 def test_resumed_run_is_bitwise_the_uninterrupted_one(runs, name):
     ours, whole = runs["killed", name], runs["whole", KILLED[name][0]]
     assert same_tensors(ours / "model.safetensors", whole / "model.safetensors")
-    parts = sorted(p.name for p in (whole / "checkpoints" / "step_14").glob("*.safetensors"))  # weights, tau, optimiser, random state of each process
-    assert parts and parts == sorted(p.name for p in (ours / "checkpoints" / "step_14").glob("*.safetensors"))
-    assert all(same_tensors(ours / "checkpoints" / "step_14" / p, whole / "checkpoints" / "step_14" / p) for p in parts)
+    ours_last, last = (folder / "checkpoints" / "step_14" for folder in (ours, whole))
+    parts = sorted(p.name for p in last.glob("*.safetensors"))  # weights, tau, optimiser, random state of each process
+    assert parts and parts == sorted(p.name for p in ours_last.glob("*.safetensors"))
+    assert all(same_tensors(ours_last / p, last / p) for p in parts)
     ours, whole = (common.read_json(folder / "summary.json") for folder in (ours, whole))
     assert ours["test"] == whole["test"] and ours.get("eval_epoch") == whole.get("eval_epoch")
 
@@ -137,20 +177,25 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(runs, name):
 def test_metrics_have_every_step_once(runs, name):
     ours, whole = rows(runs["killed", name]), rows(runs["whole", KILLED[name][0]])
     evaluated = [0, 4, 8, 12, STEPS] if name == "schedule" else [0, STEPS]
-    assert [(r["step"], "eval" in r) for r in ours] == sorted([(s, False) for s in range(1, STEPS + 1)] + [(s, True) for s in evaluated])
-    timed = "step_s", "data_s", "samples_per_s"
-    assert [{k: v for k, v in r.items() if k not in timed} for r in ours] == [{k: v for k, v in r.items() if k not in timed} for r in whole]
+    assert [(r["step"], "eval" in r) for r in ours] == sorted(
+        [(s, False) for s in range(1, STEPS + 1)] + [(s, True) for s in evaluated]
+    )
+
+    def untimed(rows):
+        return [{k: v for k, v in r.items() if k not in ("step_s", "data_s", "samples_per_s")} for r in rows]
+    assert untimed(ours) == untimed(whole)
 
 
 @pytest.mark.parametrize("name", ["folder, 0 workers", "folder, 2 workers"])
 def test_learnable_tau_goes_on(runs, name):
     taus = [r["tau"] for r in rows(runs["killed", name]) if "tau" in r]
     assert len(set(taus)) == STEPS
-    assert taus[-1] == pytest.approx(load_file(runs["killed", name] / "checkpoints/step_14/extra.safetensors")["tau.log_tau"].exp().item(), rel=1e-6)
+    extra = load_file(runs["killed", name] / "checkpoints/step_14/extra.safetensors")
+    assert taus[-1] == pytest.approx(extra["tau.log_tau"].exp().item(), rel=1e-6)
 
 
 def test_last_two_checkpoints_are_kept(runs):
-    for (kind, name), folder in runs.items():
+    for (kind, _), folder in runs.items():
         left = sorted(p.name for p in (folder / "checkpoints").iterdir())
         assert [p for p in left if not p.endswith(".tmp")] == KEPT
         assert common.latest_checkpoint(folder).name == "step_14"
@@ -162,6 +207,35 @@ def test_runs_hold_no_pickle(runs):
     for folder in runs.values():
         suffixes = {p.suffix for p in folder.rglob("*") if p.is_file() and ".tmp" not in p.parent.name}
         assert suffixes <= {".json", ".jsonl", ".safetensors", ".txt", ".png"}
+
+
+# ----------------------------------------------- a fork ---------------------------------------------------------------
+def test_a_fork_is_another_script(runs, capsys):
+    """Its name stands in its folder, its args and its banner; its temperature serves loss, log and Fig. 2."""
+    folder = runs["whole", "fork"]
+    assert (
+        common.read_json(folder / "args.json")["script"]
+        == common.read_json(folder / "summary.json")["script"]
+        == "mine"
+    )
+    assert (folder.parents[1] / "whole fork.txt").read_text().startswith("mine.py\n")
+    ours, theirs = ([r for r in rows(runs["whole", n]) if "tau_pos" in r] for n in ("fork", "emoji"))
+    assert ours[0]["tau_pos"] != theirs[0]["tau_pos"]  # before the first step the weights are the same
+    assert not same_tensors(folder / "model.safetensors", runs["whole", "emoji"] / "model.safetensors")
+    pictures = {p.name for p in folder.glob("*.png")}
+    assert {"curves.png", "evaluation.png", "similarities.png", "positive_pairs.png", "retrieval.png"} <= pictures
+    with pytest.raises(SystemExit):
+        temo.parse_args(["--resume", str(folder)])
+    assert "a run of mine.py, not of temo.py; use python mine.py --resume" in capsys.readouterr().err
+
+
+def test_a_fork_is_evaluated(runs):
+    folder = runs["whole", "fork"]
+    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(folder), "--cpu", "--tasks", "retrieval"]))
+    found, summary = result["datasets"]["emoji"]["metrics"]["retrieval"], common.read_json(folder / "summary.json")
+    assert {k: found[k] for k in ("text_to_image", "R-Mean")} == {
+        k: summary["test"]["emoji"][k] for k in ("text_to_image", "R-Mean")
+    }
 
 
 # ----------------------------------------------- the rest in this process --------------------------------------------
@@ -180,7 +254,7 @@ def test_resume_of_a_finished_run_only_evaluates(resume_here, runs):
     assert summary["steps"] == STEPS and summary["val"] == before["val"] and summary["test"] == before["test"]
     assert same_tensors(folder / "model.safetensors", runs["whole", "folder"] / "model.safetensors")
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == KEPT
-    assert [(r["step"], "eval" in r) for r in rows(folder)] == [(r["step"], "eval" in r) for r in rows(runs["whole", "folder"])]
+    assert kinds(folder) == kinds(runs["whole", "folder"])
 
 
 def test_resume_before_the_first_checkpoint_starts_again(resume_here, runs):
@@ -189,7 +263,7 @@ def test_resume_before_the_first_checkpoint_starts_again(resume_here, runs):
     (folder / "checkpoints" / "step_5.tmp").mkdir(parents=True)  # killed inside its first save
     resume()
     assert same_tensors(folder / "model.safetensors", runs["whole", "folder"] / "model.safetensors")
-    assert [(r["step"], "eval" in r) for r in rows(folder)] == [(r["step"], "eval" in r) for r in rows(runs["whole", "folder"])]
+    assert kinds(folder) == kinds(runs["whole", "folder"])
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == KEPT
 
 
@@ -204,5 +278,6 @@ def test_resume_keeps_the_tokenizer_of_the_run(resume_here, monkeypatch):
 
 
 def test_tokenizer_is_the_same_each_time():
-    captions = [f"{a} {b} {a}{b} number {i}" for i, (a, b) in enumerate((a, b) for a in ("red", "green", "blue", "grey") for b in ("box", "ball", "tree", "house", "boat"))]
+    pairs = [(a, b) for a in ("red", "green", "blue", "grey") for b in ("box", "ball", "tree", "house", "boat")]
+    captions = [f"{a} {b} {a}{b} number {i}" for i, (a, b) in enumerate(pairs)]
     assert len({common.train_wordpiece(captions, vocabulary=80).backend_tokenizer.to_str() for _ in range(5)}) == 1

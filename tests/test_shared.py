@@ -1,45 +1,141 @@
-"""The scripts stay siblings: blocks marked as shared are identical in all that exist; no flag is dead."""
+"""The scripts stay siblings: shared blocks are identical, no flag is dead, METHOD comes first, lines stay narrow."""
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-import common
-
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [ROOT / f"{n}.py" for n in ("temperature_schedules", "mmts", "ncl", "mama", "temo") if (ROOT / f"{n}.py").exists()]
+NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
+SCRIPTS = [ROOT / f"{n}.py" for n in NAMES if (ROOT / f"{n}.py").exists()]
+ROOMS = [*(ROOT / "sets").glob("*.py"), *(ROOT / "tools").glob("*.py")]
+each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 
 
 def blocks(path):
     return dict(re.findall(r"# >>> shared: (\w+)\n(.*?)# <<< shared", path.read_text(encoding="utf8"), re.S))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def imports(path):
+    """Modules that a file imports at any place: {name: is it at the top level?}."""
+    tree, found = ast.parse(path.read_text(encoding="utf8")), {}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{a.name}" for a in node.names] + [node.module]
+        for name in names:
+            found[name.split(".")[0]] = found.get(name.split(".")[0], False) or node in tree.body
+    return found
+
+
+@each_script
 def test_shared_blocks(script):
     text = script.read_text(encoding="utf8")
-    assert text.count("# >>> shared: ") == text.count("# <<< shared") == len(blocks(script)) > 0
+    marks = [len(re.findall(rf"^ *# {mark} shared", text, re.M)) for mark in (">>>", "<<<")]
+    assert marks == [len(blocks(script))] * 2
     reference = blocks(ROOT / "temo.py")
-    assert {"run", "data", "model", "optimisation", "parse"} <= blocks(script).keys() <= reference.keys()
+    assert {"pixels", "model", "optimisation", "optimizer"} <= blocks(script).keys() <= reference.keys()
     for name, block in blocks(script).items():
         assert block == reference[name], f"{script.name}: the shared block '{name}' differs from temo.py"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_every_flag_has_an_effect(script):
-    """Each dest is read as args.NAME, or by name in common.py (check_args, banner, make_optimizer, ...)."""
-    own, shared = script.read_text(encoding="utf8"), (ROOT / "common.py").read_text(encoding="utf8")
-    for node in ast.walk(ast.parse(own)):
+def flags_of(path):
+    """{dest: flag} of every add_argument in a file."""
+    out = {}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            dest = node.args[0].value[2:].replace("-", "_")
-            reads = len(re.findall(rf"\bargs\.{dest}\b", own + shared)) + len(re.findall(rf'"{dest}"', own))
-            reads += dest in common.DATA_FLAGS and len(re.findall(rf'options(\.get\(|\[|\.pop\()"{dest}"', shared))  # load_data's
-            assert reads, f"{script.name}: --{dest.replace('_', '-')} is never read"
+            flag = node.args[0]
+            if isinstance(flag, ast.Constant) and flag.value.startswith("--"):
+                out[flag.value[2:].replace("-", "_")] = flag.value
+    return out
 
 
-def test_same_order_of_sections():
-    for script in SCRIPTS:
-        rulers = re.findall(r"^# =+ (\w+) =+$|^    # -+ ([a-z].*?) -+$", script.read_text(encoding="utf8"), re.M)
-        names = [a or b.split(" (")[0] for a, b in rulers]
-        assert [n for n in names if n in ("METHOD", "main", "data", "resume", "loop", "save and evaluate")] == ["METHOD", "main", "data", "resume", "loop", "save and evaluate"], script
+@each_script
+def test_every_flag_has_an_effect(script):
+    """Each dest is read as args.NAME, or by name: in the script, in common.py, or as an option in sets/."""
+    own, shared = script.read_text(encoding="utf8"), (ROOT / "common.py").read_text(encoding="utf8")
+    rooms = "".join(p.read_text(encoding="utf8") for p in ROOMS)
+    options = re.search(r"DATA_FLAGS = \((.*?)\)", shared, re.S).group(1)
+    shared = shared.replace(options, "")
+    for dest, flag in (flags_of(script) | flags_of(ROOT / "common.py")).items():
+        reads = len(re.findall(rf"\bargs\.{dest}\b", own + shared)) + len(re.findall(rf'"{dest}"', own + shared))
+        as_option = rf'options(\.get\(|\[|\.pop\()"{dest}"'
+        reads += f'"{dest}"' in options and len(re.findall(as_option, shared + rooms))
+        assert reads, f"{script.name}: {flag} is never read"
+
+
+@each_script
+def test_same_order_of_sections(script):
+    rulers = re.findall(r"^# =+ (\w+) =+$|^    # -+ ([a-z].*?) -+$", script.read_text(encoding="utf8"), re.M)
+    names = [a or b.split(" (")[0] for a, b in rulers]
+    order = ["METHOD", "flags", "main", "data", "model and optimiser", "views and batches", "loop", "save and evaluate",
+             "pictures"]
+    assert [n for n in names if n in order] == order
+
+
+@each_script
+def test_method_stands_right_after_the_imports(script):
+    tree = ast.parse(script.read_text(encoding="utf8"))
+    kinds = [type(n).__name__ for n in tree.body]
+    first = next(i for i, k in enumerate(kinds) if k not in ("Import", "ImportFrom") and i)
+    assert kinds[0] == "Expr" and kinds[first] == "FunctionDef"
+    lines = script.read_text(encoding="utf8").splitlines()
+    assert any("= METHOD =" in line for line in lines[tree.body[first - 1].lineno - 1:tree.body[first].lineno])
+
+
+@each_script
+def test_the_loop_is_in_the_open(script):
+    """`loss = ...`, the backward, the optimiser and its step stand in main; common.Run has none of them."""
+    tree = ast.parse(script.read_text(encoding="utf8"))
+    main = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main")
+    loop = next(n for n in main.body if isinstance(n, ast.For) and ast.unparse(n.iter) == "batches")
+    text = ast.unparse(loop)
+    assert re.search(r"^\s+loss = ", text, re.M) and "chunks.backward(loss)" in text and "optimizer.step()" in text
+    assert "torch.optim." in ast.unparse(main)
+    nested = [n for n in ast.walk(loop) if isinstance(n, ast.FunctionDef | ast.Lambda)]
+    assert not nested, "the loss stands in a closure"
+    common = ast.parse((ROOT / "common.py").read_text(encoding="utf8"))
+    run = ast.unparse(next(n for n in common.body if isinstance(n, ast.ClassDef) and n.name == "Run"))
+    forward = r"self\.(model|tower|trained)\("
+    for work in (forward, r"\.backward\(", r"optimizer\.step\(", r"zero_grad\(", r"torch\.optim"):
+        assert not re.search(work, run), work
+
+
+@each_script
+def test_a_script_imports_common_alone(script):
+    ours = {*NAMES, "eval", "sets", "tools", "tests", "benchmarks"}
+    assert "common" in imports(script) and not ours & imports(script).keys()
+
+
+def test_rooms_are_opened_lazily():
+    assert not any(top for name, top in imports(ROOT / "common.py").items() if name in ("sets", "tools"))
+    for room in ROOMS:
+        assert not {*NAMES, "eval"} & imports(room).keys() - {"mama"}, room
+
+
+@each_script
+def test_a_script_is_named_by_its_file(script):
+    """Nothing in a script repeats its own name but its docstring: a copy is another script."""
+    code = script.read_text(encoding="utf8").split('"""', 2)[2]
+    assert script.name not in code
+    assert code.count("__file__") == 2
+
+
+def test_containers_are_asked_not_told_apart():
+    for path in [ROOT / "common.py", ROOT / "eval.py", *SCRIPTS, *ROOMS]:
+        for word in (r"isinstance\([^()]+, (common\.)?(Data|Stream)\)", r"object\.__new__", r"__dict__\.update"):
+            assert not re.search(word, path.read_text(encoding="utf8")), (path, word)
+
+
+def test_ruff():
+    """Line width (E501), names, imports: the rules stand in pyproject.toml."""
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
+    done = subprocess.run([ruff, "check", "--no-cache", "--output-format", "concise", "."], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

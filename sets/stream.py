@@ -1,0 +1,189 @@
+"""Streams (--streaming): tars on a disk or a remote place, read in order and never indexed or downloaded first.
+
+A Stream promises less than Data: disjoint samples, equal batch counts, the same views per key, and resume at the start
+of the shard. The batches depend on the number of processes and workers.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import tarfile
+from typing import ClassVar
+
+import common
+
+import numpy as np
+import torch
+
+from sets import tars
+
+TRIES = 100  # samples in a row that one reader cannot read before the run stops
+GUESS = 5000  # samples a shard, where their number is not known
+
+
+@dataclasses.dataclass
+class Stream:
+    """Web-scale tars, read in order: shards are dealt to processes and workers (disjoint), shuffled per epoch.
+
+    urls: paths or fsspec addresses (hf://...).   length: samples in all, None = not known.
+    buffer: samples of one reader, not yet decoded, from which the next is drawn.
+    """
+    name: str
+    urls: list
+    options: dict
+    length: int | None = None
+    buffer: int = 1000
+    note: str = ("streaming: disjoint shards, resume at the shard; "
+                 "batches depend on the number of processes and workers")
+    split: ClassVar = "train"
+    streamed: ClassVar = True
+    has_captions: ClassVar = True
+    pixels: ClassVar = None
+    clip: ClassVar = None
+    labels: ClassVar = None
+    label_names: ClassVar = None
+    templates: ClassVar = ()
+
+    @property
+    def distinct(self):
+        """Number of different samples, infinity where it is not known."""
+        return self.length or float("inf")
+
+    @functools.cached_property
+    def examples(self):
+        """Samples of one epoch, a guess where their number is not known."""
+        if self.length:
+            return self.length
+        n = GUESS * len(self.urls)
+        common.say(f"--streaming: the number of samples is not known; an epoch is taken as 5,000 a shard, {n:,} in all")
+        return n
+
+    def samples(self, seed, place, places, start=0):
+        """Endless (url, key, parts, ordinal, epoch) of reader `place` of `places`, from its `start`-th shard on.
+
+        parts: {extension: bytes}, or the error of a shard that is broken.
+        """
+        ordinal, url = 0, ""
+        for epoch in range(10**9):
+            order = np.random.default_rng([seed, epoch]).permutation(len(self.urls))
+            empty = ordinal >= start
+            for url in (self.urls[i] for i in order[place::places]):
+                if ordinal >= start:
+                    for key, parts in read_tar(url):
+                        yield url, key, parts, ordinal, epoch
+                        empty = False
+                ordinal += 1
+            if empty:  # else nobody would ever hear of it
+                yield url, url, ValueError("no samples in it"), ordinal - 1, epoch
+
+    def first_captions(self, limit=None):
+        """Captions of the first samples, at most `limit` and 20,000 (None: of all, once): for a tokenizer."""
+        limit = limit and min(limit, 20_000)  # a tokenizer needs no more
+        for k, (_, key, parts, _, epoch) in enumerate(self.samples(0, 0, 1)):
+            if epoch or k == limit:
+                return
+            with contextlib.suppress(ValueError):  # what cannot be used is counted in training
+                if not isinstance(parts, Exception):
+                    yield from tars.sample_parts(key, parts, parts.__getitem__, self.options, self.name)[1]
+
+    def raw_batches(self, batches):
+        """Iterator of the raw batches of this process. Settles batches.workers, and drops positions that do not fit.
+
+        batches: common.Batches.   Raises: UserError, at the call, when there are fewer shards than processes.
+        """
+        processes, shards = common.world(), len(self.urls)
+        if shards < processes:
+            raise common.UserError(f"--streaming: {shards} shards are too few for {processes} processes; "
+                                   "use fewer processes or smaller shards")
+        workers = min(batches.workers, shards // processes)
+        if batches.positions.pop("workers", workers) != workers:
+            common.say("--streaming: another number of workers than before: "
+                       "the shards are read from the start of the order again")
+            batches.positions.clear()
+        if workers < batches.workers:
+            common.say(f"--workers: {batches.workers} cut to {workers}, one shard each at least")
+        batches.workers = workers
+        views = StreamViews(self, batches.augments, batches.seed, common.rank(), processes, dict(batches.positions))
+        loader = torch.utils.data.DataLoader(views, batch_size=batches.local, drop_last=True,
+                                             collate_fn=common.collate, **common.loader_options(batches))
+
+        def read():  # the workers start with the first batch
+            yield from loader
+        return read()
+
+
+class StreamViews(torch.utils.data.IterableDataset):
+    """Items of one process: its workers read their shards through a shuffle buffer of undecoded samples.
+
+    positions: {worker: the shard of its order to begin with}, as the items bring them.
+    """
+
+    def __init__(self, stream, augments, seed, process, processes, positions):
+        self.stream, self.augments, self.seed = stream, augments, seed
+        self.process, self.processes, self.positions = process, processes, positions
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 0)
+        readers = max(1, workers)  # of this process
+        place, start = self.process * readers + worker, self.positions.get(str(worker), 0)
+        bad = []
+        for url, key, parts, ordinal, epoch in self._shuffled(place, self.processes * readers, start):
+            item = {"views": None, "captions": None, "index": 0, "key": None, "epoch": epoch, "positions": {}}
+            try:
+                image, captions = self._decode(key, parts, epoch)
+            except (OSError, ValueError, RuntimeError) as error:
+                bad.append((f"{url}:{key}", common.first_line(error)))
+                if len(bad) < TRIES:
+                    continue
+            else:
+                number = common.key_hash(key)
+                views = common.crop_views(image, self.augments, self.seed, epoch, number)
+                item |= {"views": views, "captions": captions, "index": number, "key": key,
+                         "positions": {str(worker): ordinal, "workers": workers}}
+            yield item | {"bad": bad}
+            bad = []
+
+    def _shuffled(self, place, places, start):
+        """The samples of one reader, each drawn from the buffer."""
+        rng, buffer = np.random.default_rng([self.seed, place, start]), []
+        for sample in self.stream.samples(self.seed, place, places, start):
+            buffer.append(sample)
+            if len(buffer) < self.stream.buffer:
+                continue
+            pick = int(rng.integers(len(buffer)))
+            buffer[pick], buffer[-1] = buffer[-1], buffer[pick]
+            yield buffer.pop()
+
+    def _decode(self, key, parts, epoch):
+        """Image (3, H, W) or clip (T, 3, H, W), uint8, and captions. Raises OSError or ValueError with the reason."""
+        if isinstance(parts, Exception):
+            raise ValueError(f"broken shard: {parts}")
+        options = self.stream.options
+        source, captions, _ = tars.sample_parts(key, parts, parts.__getitem__, options, self.stream.name)
+        if not any(parts.get(kind) is source for kind in common.VIDEO_TYPES):
+            return common.decode(source), captions
+        clip = common.clip_options(options)
+        draws = common.frame_draws(clip, self.seed, epoch, common.key_hash(key))  # (T,) or None
+        return clip(source, draws=draws), captions
+
+
+def read_tar(url):
+    """(key, {extension: bytes}) in the order of the tar; a broken tar ends with (url, error)."""
+    import fsspec
+    sample, parts = None, {}
+    try:
+        with fsspec.open(url, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
+            for member in tar:
+                if not member.isfile():
+                    continue
+                key, extension = tars.split_name(member.name)
+                if key != sample and parts:
+                    yield sample, parts
+                    parts = {}
+                sample = key
+                parts[extension] = tar.extractfile(member).read()
+        if parts:
+            yield sample, parts
+    except Exception as error:  # a broken tar, or one of the network's many ways to fail: counted as a bad sample
+        yield str(url), error

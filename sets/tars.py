@@ -1,0 +1,236 @@
+"""Webdataset tars: an index on disk of where each sample lies, made once; or with --streaming a Stream for training.
+
+A sample is the files of a tar that share a name up to the first dot: 000017.jpg, 000017.txt, 000017.json, 000017.cls.
+The index is a table of `datasets` in its cache, so three million captions need no memory; tars that changed in size or
+time are indexed anew. Making it holds the names and texts of one tar at a time.
+"""
+
+import json
+import os
+import re
+import tarfile
+from pathlib import Path
+
+import common
+
+import numpy as np
+
+TEXTS = ("txt", "caption", "text", "json", "cls")  # parts that are read while the index is made
+FLAGS = ("image_column", "caption_column", "label_column")  # the options that change an index
+VERSION = 2  # of the index: the cache knows arguments, not code, so a change of _rows needs another number
+LARGE = 10**9  # bytes of tars from which the making of an index is announced, with a bar
+
+
+def open_tars(name, tars, options):
+    """Tars of one folder, or one tar: {split: Data}, with streaming a Stream for train.
+
+    Args: tars: paths, in order.   options: those of load_data.
+    Raises: UserError when a tar cannot be read, most samples cannot be used, or a stream has one shard only.
+    """
+    base, of = Path(name).expanduser(), {}
+    # by the names inside the data set: the folders above it say nothing
+    inside = {tar: str(tar.name if tar == base else tar.relative_to(base)) for tar in tars}
+    for split, words in common.SPLIT_NAMES.items():
+        pattern = rf"(^|[^a-z])({'|'.join(words)})([^a-z]|$)"
+        taken = {tar for files in of.values() for tar in files}  # each tar is in one split
+        of[split] = [tar for tar in tars if re.search(pattern, inside[tar].lower()) and tar not in taken]
+    taken = {tar for files in of.values() for tar in files}
+    others = [tar for tar in tars if tar not in taken]
+    if others and taken:
+        common.check_split_names(name, [inside[tar].removesuffix(".tar") for tar in [*sorted(taken), *others]])
+    of["train"] += others
+    of = {split: files for split, files in of.items() if files or split == "train"}
+    if options.get("streaming"):
+        return _streamed(name, of, options)
+    return common.hold_out({split: index(name, split, files, options) for split, files in of.items() if files})
+
+
+def _streamed(name, of, options):
+    """{train: Stream, val, test: Data}; one shard is held out where no tar is called val or test."""
+    from sets.stream import Stream
+    train, held_out = of["train"], ""
+    if "val" not in of and "test" not in of:
+        if len(train) < 2:
+            raise common.UserError(f"--streaming: {name} has one shard; "
+                                   "streaming needs one to train on and one to hold out")
+        train, of["val"], held_out = train[:-1], train[-1:], "the last shard is held out as val and test"
+    if not train:
+        raise common.UserError(f"--streaming: {name} has no shard to train on, only val and test ones")
+    stream = Stream(name, [str(tar) for tar in train], options)
+    stream.note = common.join_notes(stream.note, held_out)
+    val, test = of.get("val") or of["test"], of.get("test") or of["val"]
+    return {"train": stream, "val": index(name, "val", val, options), "test": index(name, "test", test, options)}
+
+
+def index(name, split, tars, options):
+    """Data of all samples of these tars in their order; shards (M,): which of `tars` each lies in.
+
+    Args: tars: paths.   options: image_column, caption_column, label_column; of videos those of clip_options.
+    Raises: UserError when a tar cannot be read, the cache cannot be written, or more samples are left out than used.
+    """
+    import pyarrow.compute as pc
+    files = []  # [path, bytes, time of the last change in ns] of each tar
+    for tar in tars:
+        try:
+            stat = os.stat(tar)
+        except OSError as error:
+            raise _unreadable(name, tar, error) from error
+        files.append([os.path.abspath(tar), stat.st_size, stat.st_mtime_ns])
+    flags = {flag: options[flag] for flag in FLAGS if options.get(flag)}
+    table = _table(name, tars=json.dumps(files), flags=json.dumps(flags))
+
+    left_out = pc.not_equal(table.data.column("left_out"), "").to_numpy()  # (rows,) bool
+    good, bad = np.flatnonzero(~left_out), np.flatnonzero(left_out)  # (M,), (rows - M,) row numbers
+    first = table.select_columns("left_out")[int(bad[0])]["left_out"] if len(bad) else ""
+    if len(bad) > len(good):
+        raise common.UserError(first)
+    shards = table.data.column("shard").to_numpy()[good]  # (M,) int32
+    video = pc.any(table.data.column("video")).as_py()
+    labels = table.data.column("label")
+    labelled = labels.null_count < len(table)
+
+    table = table.remove_columns(["left_out", "shard", "video", "label"])
+    if labelled:
+        table = table.add_column("label", pc.fill_null(labels, -1).to_numpy())
+    table = table.select(good) if len(bad) else table
+    note = f"{len(bad)} samples without an image or a caption left out, first: {first}" if len(bad) else ""
+    head = table.select_columns("captions")[:100]["captions"]
+    class_names = all(len(texts) == 1 and texts[0].startswith("class ") for texts in head)
+    clip = common.clip_options(options) if video else None
+    data = common.Data(name, split, table, clip=clip, note=note, has_captions=not class_names, shards=shards)
+    return common.with_notes(data, 0)
+
+
+def _table(name, **arguments):
+    """What _rows yields, as a table on disk: from the cache of `datasets`, where it is by these arguments."""
+    import datasets
+    # lists as strings: `datasets` takes list arguments apart to share them out between processes
+    arguments |= {"name": name, "version": VERSION}
+    source = {"path": datasets.Value("string"), "offset": datasets.Value("int64"), "size": datasets.Value("int64")}
+    features = datasets.Features({
+        "source": source, "captions": datasets.List(datasets.Value("string")), "key": datasets.Value("string"),
+        "label": datasets.Value("int64"), "shard": datasets.Value("int32"), "video": datasets.Value("bool"),
+        "left_out": datasets.Value("string")})
+    logging, quiet = datasets.utils.logging, datasets.are_progress_bars_disabled()
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    try:
+        return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=arguments)
+    except Exception as error:  # `datasets` wraps what _rows raises, once or twice
+        reason = error
+        while reason.__cause__ and not isinstance(reason, common.UserError):
+            reason = reason.__cause__
+        if isinstance(reason, common.UserError):
+            raise reason from None
+        if isinstance(reason, OSError):  # those of the tars are UserErrors by now
+            raise common.UserError(f"--dataset {name}: the index of its tars cannot be written to "
+                                   f"{datasets.config.HF_DATASETS_CACHE} ({common.first_line(reason)}); "
+                                   "HF_DATASETS_CACHE names another folder") from error
+        raise common.UserError(f"--dataset {name}: no index of its tars ({common.first_line(reason)})") from error
+    finally:
+        logging.set_verbosity(level)
+        if not quiet:
+            datasets.enable_progress_bars()
+
+
+def _rows(name, tars, flags, version):
+    """Rows of the index, tar by tar. Runs in one process, the others wait for it; so that one shows the bar."""
+    from tqdm import tqdm
+    files, flags, empty = json.loads(tars), json.loads(flags), True
+    total = sum(size for _, size, _ in files)  # bytes
+    if total >= LARGE:
+        tqdm.write(f"{name}: an index of {len(files):,} tars ({total / 1e9:,.1f} GB) is made, this once")
+    bar = tqdm(files, desc="index", unit="tar", disable=total < LARGE)
+    for shard, (path, _, _) in enumerate(bar):
+        try:
+            for row in _rows_of(name, path, flags):
+                yield row | {"shard": shard}
+                empty = False
+        except (tarfile.TarError, OSError) as error:
+            raise _unreadable(name, path, error) from error
+    if empty:
+        raise common.UserError(f"--dataset {name}: the tars hold no samples")
+
+
+def _rows_of(name, path, flags):
+    """Rows of one tar; a key's parts need not stand together. left_out: why a sample cannot be used, '' if it can."""
+    with tarfile.open(path) as tar:
+        samples = {}  # key -> {extension: (offset, size)}, {extension: bytes of a text}
+        for member in iter(tar.next, None):
+            tar.members = []  # it would keep a kilobyte of each
+            if not member.isfile():
+                continue
+            key, extension = split_name(member.name)
+            places, texts = samples.setdefault(key, ({}, {}))
+            places[extension] = member.offset_data, member.size
+            if extension in TEXTS:
+                texts[extension] = tar.extractfile(member).read()
+
+        for key, (places, texts) in samples.items():
+            if not places.keys() - set(TEXTS):
+                continue  # a text file on its own
+
+            def read(extension, places=places, texts=texts):
+                if extension not in texts:  # a flag names a part of another kind
+                    tar.fileobj.seek(places[extension][0])
+                    texts[extension] = tar.fileobj.read(places[extension][1])
+                return texts[extension]
+
+            row = {"source": None, "captions": [], "key": _utf8(key), "label": None, "video": False, "left_out": ""}
+            try:
+                (offset, size), captions, label = sample_parts(key, places, read, flags, name)
+            except common.UserError as error:  # no image, no caption
+                row["left_out"] = _utf8(str(error))
+            except ValueError as error:  # a class that is no number, broken json
+                row["left_out"] = _utf8(f"--dataset {name}: sample {key} of {path}: {common.first_line(error)}")
+            else:
+                row |= {"source": {"path": path, "offset": offset, "size": size}, "label": label,
+                        "captions": [_utf8(text) for text in captions],
+                        "video": any(places.get(kind) == (offset, size) for kind in common.VIDEO_TYPES)}
+            yield row
+
+
+def split_name(member):
+    """Name of a file in a tar -> (key, extension): 'a/01.seg.png' -> ('a/01', 'seg.png')."""
+    folder, _, base = member.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return f"{folder}/{stem}".lstrip("/"), extension.lower()
+
+
+def sample_parts(key, parts, read, options, name):
+    """(image part, captions, label or None) of one sample; parts: {extension: anything}, read(extension) -> bytes.
+
+    Raises: UserError without an image or a caption; ValueError where json is broken or a class is no number.
+    """
+    columns, wanted = set(parts), options.get("caption_column") or ""
+    if wanted.startswith("json.") and "json" in parts:
+        fields = json.loads(read("json"))
+        if not isinstance(fields, dict):
+            raise ValueError("its json has no fields")
+        columns |= {f"json.{field}" for field in fields}
+    columns, where = sorted(columns), f"{name}, sample {key},"
+    kinds = common.IMAGE_TYPES + common.VIDEO_TYPES
+    image = common.pick_column("--image-column", options.get("image_column"), columns, kinds, where)
+    caption = common.pick_column("--caption-column", wanted, columns, ("txt", "caption", "text"), where,
+                                 required="cls" not in parts)
+    label = common.pick_column("--label-column", options.get("label_column"), columns, ("cls",), name, required=False)
+    if caption is None:
+        texts = [f"class {read('cls').decode().strip()}"]
+    elif caption.startswith("json."):
+        texts = fields[caption.removeprefix("json.")]
+    else:
+        texts = read(caption).decode("utf8", "replace").splitlines()  # retrieval tars hold one caption a line
+    texts = common.clean_list(texts)
+    if not texts:
+        raise common.UserError(f"{where} {caption}: an empty caption")
+    return parts[image], texts, int(read(label)) if label else None
+
+
+def _utf8(text):
+    """Text that can be written: names of files and json may hold what is no character."""
+    return text.encode("utf8", "replace").decode("utf8")
+
+
+def _unreadable(name, tar, error):
+    return common.UserError(f"--dataset {name}: {tar} is not a readable tar ({common.first_line(error)})")

@@ -1,0 +1,242 @@
+"""Video sets by name, in the layouts people have: MSR-VTT, MSVD, ActivityNet, DiDeMo, YouCook2 and HowTo100M.
+
+A set is annotation files below --data-dir (from the hub where it has them) and videos below --video-dir, found by
+name. A reader takes an annotation file and a split, and gives {(video, start, end): captions} in the order of the file.
+HowTo100M has a line of speech every few seconds, 136 million of them: they are copied once to a table on disk.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import common
+from common import UserError, first_line
+
+from sets import video
+
+HUB_FILES = ["*.json", "*.jsonl", "*.csv", "*.parquet"]  # what is fetched of a repository: no videos
+TABLE_VERSION = 1  # of narration_rows: another number, and the tables on disk are written anew
+
+
+# ---- one reader for each layout ----
+def read_msrvtt(file, split):
+    """CLIP4Clip's list of videos (first column), its captions in MSRVTT_data.json beside it."""
+    lines = file.read_text(encoding="utf8").splitlines()[1:]
+    wanted = {line.split(",")[0].strip() for line in lines if line.strip()}
+    out = {}
+    for row in _json_beside(file, "MSRVTT_data.json", "sentences"):
+        if row["video_id"] in wanted:
+            out.setdefault((row["video_id"], None, None), []).append(row["caption"])
+    return out
+
+
+def read_msvd(file, split):
+    """CLIP4Clip's list of videos, one a line, its captions as lists of words in raw-captions.pkl beside it."""
+    captions = load_plain_pickle(_beside(file, "raw-captions.pkl"))
+    ids = [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+    return {(v, None, None): [_joined(caption) for caption in captions[v]] for v in ids if v in captions}
+
+
+def read_activitynet(file, split):
+    """{video: {sentences: [...]}}: a paragraph for each video."""
+    rows = json.loads(file.read_text(encoding="utf8"))
+    return {(v, None, None): row["sentences"] for v, row in rows.items()}
+
+
+def read_didemo(file, split):
+    """[{video, description}], several for a video; only its first 30 seconds count, which is the set's own limit."""
+    out = {}
+    for row in json.loads(file.read_text(encoding="utf8")):
+        out.setdefault((row["video"], 0.0, 30.0), []).append(row["description"])
+    return out
+
+
+def read_youcook2(file, split):
+    """{database: {video: {subset, annotations: [{segment, sentence}]}}}: one example a step, with its window."""
+    rows = json.loads(file.read_text(encoding="utf8"))["database"]
+    part = {"train": "training", "test": "validation"}[split]
+    steps = [(v, step) for v, row in rows.items() if row["subset"] == part for step in row["annotations"]]
+    return {(v, float(s["segment"][0]), float(s["segment"][1])): [s["sentence"]] for v, s in steps}
+
+
+def _joined(caption):
+    return " ".join(caption) if isinstance(caption, (list, tuple)) else str(caption)
+
+
+def _beside(file, name):
+    if not (file.parent / name).is_file():
+        raise UserError(f"{file.parent}: {name} is not there; {file.name} needs it")
+    return file.parent / name
+
+
+def _json_beside(file, name, part):
+    path = _beside(file, name)
+    try:
+        return json.loads(path.read_text(encoding="utf8"))[part]
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{path} has another layout than expected ({why})") from error
+
+
+def load_plain_pickle(path):
+    """What an annotation pickle holds: builtin containers, numbers, strings and numpy arrays.
+
+    Raises: UserError for a pickle that asks for anything else, or that cannot be read.
+    """
+    import pickle
+    arrays = {"ndarray", "dtype", "scalar", "_reconstruct", "_frombuffer"}
+    builtin = {"set", "frozenset", "complex", "bytearray", "unicode", "long"}
+    plain = {"builtins": builtin, "__builtin__": builtin}
+
+    class Plain(pickle.Unpickler):
+        def find_class(self, module, name):
+            if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes, and so arrays, for Python 2
+                return lambda text, _: text.encode("latin1")
+            if name in (arrays if module.startswith("numpy") else plain.get(module, ())):
+                return super().find_class(module, name)
+            raise UserError(f"{path}: asks for {module}.{name}; only plain data is read from pickles")
+    try:
+        with open(path, "rb") as f:
+            return Plain(f, encoding="latin1").load()
+    except UserError:
+        raise
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
+        raise UserError(f"{path}: not a readable pickle ({first_line(error)})") from error
+
+
+# ---- the sets ----
+# splits: how many examples there are, None = any number.   files of each split, in the order they are looked for: (name
+# or pattern below --data-dir, its reader), None = a row has video, caption[, start, end].
+# grouped: video -> text ranks videos by their best caption.   paragraphs: the sentences of a video are one text.
+SPLITS = ("train", "val", "test")
+YOUCOOK2 = ("youcookii_annotations_trainval.json", read_youcook2)  # one file for all splits
+SETS = {
+    "msrvtt": {
+        "repo": "friedrichor/MSR-VTT", "splits": {"train": 9_000, "test": 1_000}, "licence": "research only",
+        "files": {"train": [("MSRVTT_train.9k.csv", read_msrvtt), ("*train*9k*.json*", None)],
+                  "test": [("MSRVTT_JSFUSION_test.csv", None), ("*test*1k*.json*", None)]}},
+    "msvd": {
+        "repo": "friedrichor/MSVD", "splits": {"train": 1_200, "val": 100, "test": 670}, "licence": "research only",
+        "files": {s: [(f"{s}_list.txt", read_msvd), (f"*{s}*.json*", None)] for s in SPLITS}, "grouped": True},
+    "activitynet": {
+        "repo": "friedrichor/ActivityNet_Captions", "splits": {"train": 10_009, "test": 4_917},
+        "licence": "research only; test = val1, the papers' split", "paragraphs": True,
+        "files": {"train": [("train.json", read_activitynet), ("*train*.json*", None)],
+                  "test": [("val_1.json", read_activitynet), ("*val1*.json*", None)]}},
+    "didemo": {
+        "repo": "friedrichor/DiDeMo", "splits": {"train": 8_395, "val": 1_065, "test": 1_004},
+        "licence": "research only", "paragraphs": True,
+        "files": {s: [(f"{s}_data.json", read_didemo), (f"*{s}*.json*", None)] for s in SPLITS}},
+    "youcook2": {
+        "repo": "lmms-lab/YouCook2", "splits": {"train": 10_337, "test": 3_492},
+        "licence": "research only; test = val, the papers' split",
+        "files": {s: [YOUCOOK2, *((f"*{word}*.{kind}", None) for kind in ("json*", "parquet", "csv"))]
+                  for s, word in (("train", "train"), ("test", "val"))}},
+    "howto100m": {
+        "repo": "", "splits": {"train": None}, "licence": "research only",
+        "files": {"train": [("caption.json", None)]}}}
+
+
+def load(name, split, options):
+    """Data of one split: annotation files in --data-dir (from the hub where it has them), videos below --video-dir.
+
+    Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
+    """
+    facts = SETS[name]
+    if split not in facts["files"]:
+        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['files'])}")
+    if not (options.get("video_dir") or options.get("data_dir")):
+        patterns = ", ".join(pattern for files in facts["files"].values() for pattern, _ in files)
+        needs = f"--video-dir (the folder of its videos) and --data-dir (its annotation files: {patterns})"
+        raise UserError(f"--dataset {name} needs {needs}")
+    root, file, reader = _annotation_file(name, split, options)
+    if facts.get("paragraphs"):
+        options = options | {"join_captions": True}
+    try:
+        if name == "howto100m":
+            data = narrations(name, split, file, options)
+        elif reader:
+            data = video.clips_of(name, split, reader(file, split), options, root)
+        else:
+            where = {"video_dir": options.get("video_dir") or str(root)}
+            data = common.caption_file(name, split, file, root, options | where)
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:  # ValueError: no json, no UTF-8
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{name}: {file} has another layout than expected ({why})") from error
+    note, count = data.note, facts["splits"][split]
+    if count and len(data) != count:
+        note = f"{note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
+        common.say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: "
+                   "the numbers are not comparable with the papers'")
+    return dataclasses.replace(data, note=note, grouped=facts.get("grouped", False))
+
+
+def _annotation_file(name, split, options):
+    """(folder, annotation file, its reader): the first file of SETS that is below --data-dir or the hub's copy."""
+    facts, files = SETS[name], SETS[name]["files"][split]
+    root = Path(options.get("data_dir") or options["video_dir"]).expanduser()
+    if facts["repo"] and not options.get("data_dir") and not any(list(root.rglob(pattern)) for pattern, _ in files):
+        fetch = {"repo_type": "dataset", "allow_patterns": HUB_FILES}
+        root = Path(common.hub_call(name, facts["repo"], lambda hub: hub.snapshot_download(facts["repo"], **fetch)))
+    for pattern, reader in files:
+        for file in sorted(root.rglob(pattern)):
+            if file.is_file():
+                return root, file, reader
+    patterns = ", ".join(pattern for pattern, _ in files)
+    lacks = f"none of {patterns} is in {root}"
+    raise UserError(f"{name} ({split}): {lacks}; --data-dir names the folder of the annotation files")
+
+
+# ---- HowTo100M ----
+def narrations(name, split, file, options):
+    """Data of caption.json {video: {start, end, text}} and the videos there are; one example is one line of speech.
+
+    The lines lie in a table on disk, written once for this file and these videos (some 45,000 lines a second, 115 bytes
+    and the path each); no process holds them in memory.
+    Raises: UserError where no video is there or the table cannot be written; errors of another layout as they come.
+    """
+    import datasets
+    folder, facts = str(options.get("video_dir") or options["data_dir"]), file.stat()
+    paths = sorted({path for paths in video.video_index(_expanded(folder)).values() for path in paths})
+    videos = hashlib.sha1("\n".join(paths).encode("utf8", "surrogateescape")).hexdigest()
+    text, seconds = datasets.Value("string"), datasets.Value("float64")
+    features = datasets.Features({
+        "source": {"path": text, "start": seconds, "end": seconds}, "captions": datasets.List(text), "key": text,
+        "counts": datasets.List(datasets.Value("int64"))})
+    # the table is found again by these arguments, so they say all that it depends on; `datasets` would split a list
+    depends = {"name": name, "file": str(file), "size": facts.st_size, "mtime": facts.st_mtime_ns, "folder": folder,
+               "videos": videos, "version": TABLE_VERSION}
+    try:
+        table = datasets.Dataset.from_generator(narration_rows, features=features, gen_kwargs=depends)
+    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError):  # a full disk, say
+            where = f"{datasets.config.HF_DATASETS_CACHE} (HF_DATASETS_CACHE names another folder)"
+            raise UserError(f"{name}: {file} cannot be copied to a table in {where}: {first_line(cause)}") from error
+        raise cause from None
+    left_out, listed = table[0]["counts"]
+    note = f"{left_out:,} of {listed:,} videos are not there or silent"
+    return common.Data(name, split, table.remove_columns("counts"), clip=video.clip_options(options), note=note)
+
+
+def narration_rows(name, file, folder, **_):
+    """Rows, one a line of speech of the videos that are there; `counts` [videos left out, videos] in the first row."""
+    lines, index = json.loads(Path(file).read_text(encoding="utf8")), video.video_index(_expanded(folder))
+    there = [v for v in lines if v in index and lines[v]["text"]]
+    if not there:
+        none = f"none of {len(lines):,} videos is below {folder}"
+        raise UserError(f"{name}: {none}; --video-dir names the folder of the videos")
+    counts = [len(lines) - len(there), len(lines)]
+    for v in there:
+        starts, ends = lines[v]["start"], lines[v]["end"]
+        for k, text in enumerate(lines[v]["text"]):
+            source = {"path": index[v][0], "start": float(starts[k]), "end": float(ends[k])}
+            yield {"source": source, "captions": [str(text)], "key": f"{v} {k}", "counts": counts}
+            counts = []
+
+
+def _expanded(folder):
+    return str(Path(folder).expanduser())

@@ -1,0 +1,163 @@
+"""What a data set holds, before a run trusts it: fingerprints, images in two splits, a strict reading of all.
+
+    python -m tools.check --dataset photos/            # reads every image strictly and lists what cannot be read
+"""
+
+import hashlib
+import io
+import os
+
+import common
+
+import numpy as np
+
+MOST = 200_000  # rows up to which the sizes of single files are asked for
+
+
+def sizes(data):
+    """(M,) bytes of each example's file, -1 where that is not known or would take too long to ask."""
+    if data.sources is None or len(data) > MOST:
+        return np.full(len(data), -1)
+    import pyarrow.compute as pc
+    column, rows = data.sources.data.column("source"), data.sources._indices  # no byte of an image is read or copied
+    fields = {f.name for f in column.type}
+    out = np.full(len(column), -1)
+    if "size" in fields:  # inside a tar
+        out = pc.fill_null(pc.struct_field(column, "size"), -1).to_numpy()
+    elif "bytes" in fields:
+        out = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1).to_numpy()
+    out = out.astype(np.int64)[slice(None) if rows is None else rows.column(0).to_numpy()]  # (M,)
+    if "path" in fields and "size" not in fields:
+        for i in np.flatnonzero(out < 0):
+            path = data.sources[int(i)]["source"]["path"] if data.sources[int(i)]["source"] else None
+            if path and os.path.isfile(path):
+                out[i] = os.path.getsize(path)
+    return out
+
+
+def fingerprint(data):
+    """{"examples": M, "digest": text} of the keys and sizes of a split: another one means other data."""
+    digest = hashlib.sha256()
+    for key in data.keys():
+        digest.update(key.encode("utf8", "replace") + b"\0")
+    digest.update(np.ascontiguousarray(sizes(data), dtype=np.int64).tobytes())
+    return {"examples": len(data), "digest": digest.hexdigest()[:16]}
+
+
+def changes(saved, splits):
+    """What differs between saved fingerprints {split: {...}} and these splits {split: Data}: a list of lines."""
+    lines = []
+    for split, data in splits.items():
+        was = saved.get(split)
+        now = fingerprint(data)
+        if was and was != now:
+            how = f"{was['examples']:,} examples, now {now['examples']:,}"
+            lines.append(f"{split}: {how}" if was["examples"] != now["examples"]
+                         else f"{split}: {now['examples']:,} examples as before, but other names or sizes")
+    return lines
+
+
+def compare(folder, train, evals, resumed=""):
+    """Words about examples of the evaluation {name: {split: Data}} that stand in train as well, for the banner.
+
+    The fingerprints are kept in folder/data.json. In a resumed run what changed is said, and other training data are
+    refused: UserError."""
+    splits = {"train": train} | {f"{name} {s}": data for name, of in evals.items() for s, data in of.items()}
+    splits = {s: data for s, data in splits.items() if not data.streamed}
+    saved = common.read_json(folder / "data.json", {})
+    for line in changes(saved, splits):
+        if line.startswith("train:"):
+            raise common.UserError(f"--resume {resumed}: the training data are not what they were ({line}); start a "
+                                   "new run")
+        common.say(f"WARNING: the data are not what they were when this run began: {line}")
+    if not saved:
+        common.write_json(folder / "data.json", {s: fingerprint(data) for s, data in splits.items()})
+    words = []
+    for s, data in splits.items():
+        found = twins(train, data) if s != "train" and not train.streamed else 0
+        if found:
+            words.append(f"{found:,} of {len(data):,} images of {s} are in train as well")
+    return "; ".join(words)
+
+
+def content(data, i):
+    """The bytes that make example i, for comparison; b"" where they cannot be had."""
+    if data.pixels is not None:
+        return data.pixels[i].numpy().tobytes()
+    source = data.sources[int(i)]["source"]
+    try:
+        if source is None or source.get("start") is not None:
+            return b""  # windows of one video are no twins
+        if source.get("bytes"):
+            return source["bytes"]
+        if source.get("size") is None:
+            return common.read_file(source["path"])
+        with open(source["path"], "rb") as tar:
+            tar.seek(source["offset"])
+            return tar.read(source["size"])
+    except (OSError, ValueError):
+        return b""
+
+
+def twins(data, other):
+    """How many examples of `other` have the very bytes of an example of `data`; None where it would take too long."""
+    if max(len(data), len(other)) > MOST:
+        return None
+    mine, theirs = sizes(data), sizes(other)
+    if data.pixels is not None:  # of one size all of them
+        mine, theirs = np.zeros(len(data)), np.zeros(len(other))
+    shared = np.intersect1d(mine[mine >= 0], theirs[theirs >= 0])
+    rows, others = (np.flatnonzero(np.isin(s, shared)) for s in (mine, theirs))
+    known = {hashlib.sha256(content(data, i)).digest() for i in rows} - {hashlib.sha256(b"").digest()}
+    return sum(hashlib.sha256(content(other, i)).digest() in known for i in others)
+
+
+def unreadable(data, progress=True):
+    """{key: reason} of the examples that a strict reader refuses.
+
+    A JPEG that is cut but has its end marker passes every fast decoder, with grey where pixels are missing."""
+    from PIL import Image
+    from tqdm import tqdm
+    bad = {}
+    quiet = not progress or common.rank() > 0
+    for i in tqdm(range(len(data)), desc=f"reading {data.name} ({data.split})", disable=quiet):
+        try:
+            data.read(i)  # says best what is wrong
+            if data.clip is None and data.pixels is None:
+                with Image.open(io.BytesIO(content(data, i))) as image:
+                    image.load()
+        except Exception as error:  # whatever the decoder says
+            bad[data.key(i)] = common.first_line(error)
+    return bad
+
+
+def main(argv=None):
+    """The command line: what a data set holds, and what of it cannot be read."""
+    parser = common.OneLine("python -m tools.check", __doc__.splitlines()[0])
+    parser.add_argument("--dataset", required=True, help="as in training")
+    for flag in ("--data-dir", "--video-dir", "--image-column", "--caption-column", "--label-column"):
+        parser.add_argument(flag, default="", help="as in training")
+    args = parser.parse_args(argv)
+    options = {k: v for k, v in vars(args).items() if k != "dataset"}
+    splits, reasons = {}, []
+    for split in common.splits_of(args.dataset):
+        try:
+            splits[split] = common.load_data(args.dataset, split, **options)
+        except common.UserError as error:  # a set of test images alone can be read too
+            reasons.append(error)
+            continue
+        print(f"{split}: {fingerprint(splits[split])} {splits[split].note}")
+    if not splits:
+        raise reasons[0]
+    for error in reasons:
+        print(error)
+    for split, data in splits.items():
+        if split != "train" and "train" in splits:
+            print(f"{split}: {twins(splits['train'], data)} of {len(data):,} stand in train as well")
+        for key, why in unreadable(data).items():
+            print(f"{split}: {key}: {why}")
+
+
+if __name__ == "__main__":
+    with common.clean_exit():
+        main()

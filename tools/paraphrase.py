@@ -1,0 +1,121 @@
+"""Paraphrases of the captions of a training set, for TeMo's texts T~ (paper: five of PEGASUS for each caption).
+
+    python -m tools.paraphrase --dataset coco --out coco_paraphrases.jsonl
+    python temo.py --dataset coco --paraphrases coco_paraphrases.jsonl
+
+The file has one JSON object a line, {"caption": str, "paraphrases": [str, ...]}; a call that was stopped goes on.
+"""
+
+import json
+from pathlib import Path
+
+import common
+
+MODEL = "tuner007/pegasus_paraphrase"
+FLAGS = ("--paraphrase-model", "--write-paraphrases")  # as temo.py calls the model and the file, for messages
+
+
+def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, device="cpu", max_tokens=60, flags=FLAGS):
+    """Paraphrases of each caption as JSON lines; continues where an earlier call stopped; duplicates are done once.
+
+    Args: captions: iterable of str; model: seq2seq model on the hub or in a folder; per_caption: paraphrases of each;
+        batch: captions at a time; max_tokens: of a caption and of a paraphrase; flags: names for messages.
+    Raises: UserError when the model or its tokenizer's packages are missing, or the file cannot be read or written.
+    """
+    path = Path(path)
+    done = _finished(path, flags[1])
+    todo = [c for c in dict.fromkeys(captions) if c not in done]
+    common.say(f"{len(done)} captions are in {path}, {len(todo)} to do")
+    if not todo:
+        return
+    answers = _paraphraser(model, per_caption, device, max_tokens, flags[0])
+    from tqdm import tqdm
+    try:
+        with open(path, "a", encoding="utf8") as f:
+            for i in tqdm(range(0, len(todo), batch), desc="paraphrases", unit="batch"):
+                texts = todo[i:i + batch]
+                for text, lines in zip(texts, answers(texts), strict=True):
+                    f.write(json.dumps({"caption": text, "paraphrases": lines}) + "\n")
+                f.flush()
+    except OSError as error:
+        raise common.UserError(f"{flags[1]} {path}: cannot be written ({error.strerror or error})") from error
+
+
+def _finished(path, flag):
+    """The captions that the file has already; a last line that a crash cut is taken out of it."""
+    if not path.exists():
+        if not path.parent.is_dir():  # said now, not after the model's download
+            raise common.UserError(f"{flag} {path}: cannot be written (there is no folder {path.parent})")
+        return set()
+    try:
+        with open(path, encoding="utf8") as f:
+            lines = list(f)
+        whole = [line for line in lines if line.endswith("}\n")]
+        done = {json.loads(line)["caption"] for line in whole}
+        if len(whole) < len(lines):
+            path.write_text("".join(whole), encoding="utf8")
+    except OSError as error:
+        raise common.UserError(f"{flag} {path}: cannot be written ({error.strerror or error})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        why = common.first_line(error)
+        raise common.UserError(f"{flag} {path}: is there already and is no file of paraphrases ({why})") from error
+    return done
+
+
+def _paraphraser(model, per_caption, device, max_tokens, flag):
+    """texts -> list of lists of str, by beam search: no random numbers."""
+    import torch
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        network = AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32)
+    except (ImportError, ValueError, OSError, AttributeError) as error:
+        modules = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+        missing = [package for package, module in modules.items() if not _import_works(module)]
+        hint = f"; its tokenizer may need: pip install {' '.join(missing)}" if missing else ""
+        raise common.UserError(f"{flag} {model}: {common.hub_reason(error)}{hint}") from error
+    network = network.to(device).eval()
+
+    @torch.inference_mode()
+    def answers(texts):
+        tokens = tokenizer(texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt").to(device)
+        tokens.pop("token_type_ids", None)
+        out = network.generate(**tokens, num_beams=max(10, per_caption), num_return_sequences=per_caption,
+                               max_new_tokens=max_tokens)        # (len(texts) * per_caption, length)
+        words = tokenizer.batch_decode(out, skip_special_tokens=True)
+        return [words[k:k + per_caption] for k in range(0, len(words), per_caption)]
+    return answers
+
+
+def _import_works(module):
+    try:
+        __import__(module)
+        return True
+    except ImportError:
+        return False
+
+
+def main(argv=None):
+    """The command line. Raises: UserError."""
+    p = common.OneLine("python -m tools.paraphrase", __doc__.splitlines()[0])
+    p.add_argument("--dataset", required=True, help="name, folder, file or hub id, as for temo.py")
+    p.add_argument("--out", required=True, metavar="FILE", help="JSON lines to write, or to go on with")
+    p.add_argument("--model", default=MODEL, help="seq2seq model on the hub or in a folder")
+    p.add_argument("--per-caption", type=common.count, default=5, help="paraphrases of each caption")
+    p.add_argument("--batch", type=common.count, default=16, help="captions at a time")
+    p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
+    p.add_argument("--data-dir", help="where annotations lie and relative paths start")
+    p.add_argument("--image-column", help="column of the images; else found by its name")
+    p.add_argument("--caption-column", help="column of the captions; else found by its name")
+    args = p.parse_args(argv)
+    options = {k: getattr(args, k) for k in ("data_dir", "image_column", "caption_column") if getattr(args, k)}
+    data = common.load_data(args.dataset, "train", **options)
+    import torch
+    device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
+    write_paraphrases(data.first_captions(), args.out, args.model, args.per_caption, args.batch, device,
+                      flags=("--model", "--out"))
+
+
+if __name__ == "__main__":
+    with common.clean_exit():
+        main()
