@@ -59,9 +59,35 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
 
 
+def own_words(error):
+    """Kind and first line of an error; of one that a loader worker raised, its own, not the traceback around it."""
+    lines = str(error).strip().splitlines()
+    if len(lines) > 2 and "DataLoader worker" in lines[0]:
+        return re.sub(r"^[\w.]*UserError: ", "", lines[-1])
+    return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+
+
 def printable(text):
-    """Text without what would move a terminal's cursor or change its colours (a file's name may hold it)."""
-    return re.sub(r"[^\n\t -~\u00a0-\U0010ffff]", "?", str(text))
+    """Text without what would move a terminal's cursor, change its colours or turn its letters round (a file's name may
+    hold it), and without what is no letter at all."""
+    return re.sub(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]", "?", str(text))
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Around whatever writes a file or folder: a disk that is full, gone or read-only is a UserError with its path."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the libraries in Rust raise kinds of their own, with the same words
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        reason = re.sub(r"^.*I/O error: | [(]os error [0-9]+[)]$", "", first_line(error))
+        reason = getattr(error, "strerror", None) or reason
+        refusal = UserError(f"{path} cannot be written: {reason}; what was saved before is whole")
+        refusal.reason = reason
+        raise refusal from error
 
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -72,11 +98,17 @@ def clean_exit():
     """Entry point: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
     try:
         yield
-    except (UserError, OSError) as error:
+    except (UserError, OSError, RuntimeError) as error:
         if isinstance(error, OSError):
             if error.errno not in DISK:
                 raise
             error = f"{error.filename or 'a file'} cannot be written: {error.strerror}; what was saved before is whole"
+        elif isinstance(error, RuntimeError):
+            if world() < 2 or not re.search("gloo|NCCL", str(error)):
+                raise
+            reason = re.sub(r"^[[].*?[]] ", "", first_line(error)).split(". ")[0]  # without the place in its source
+            error = (f"another of the {world()} processes ended or hangs ({reason}); its own words say why; --resume "
+                     "goes on from the last checkpoint")
         error = printable(error)
         if int(os.environ.get("RANK", 0)) == 0:
             from tqdm import tqdm
@@ -227,9 +259,12 @@ def set_up(args):
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
 
 
+RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # after which a process gives up the others
+
+
 def join_processes(args):
-    """Under a launcher: the process group. A rendezvous that others do not reach is given up after two minutes, a
-    collective operation after thirty.   Raises: UserError."""
+    """Under a launcher: the process group. A rendezvous that others do not reach is given up, and so is a collective
+    operation.   Raises: UserError."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return
     from torch.distributed.rendezvous import rendezvous
@@ -237,13 +272,29 @@ def join_processes(args):
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     try:
-        store, place, processes = next(iter(rendezvous("env://", timeout=datetime.timedelta(minutes=2))))
-        store.set_timeout(datetime.timedelta(minutes=2))
-        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=place, world_size=processes,
-                                timeout=datetime.timedelta(minutes=30))
+        soon = datetime.timedelta(minutes=RENDEZVOUS_MINUTES)
+        with native_words_dropped():
+            store, place, processes = next(iter(rendezvous("env://", timeout=soon)))
+            store.set_timeout(soon)
+            dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=place, world_size=processes,
+                                    timeout=datetime.timedelta(minutes=COLLECTIVE_MINUTES))
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise UserError(f"the {os.environ['WORLD_SIZE']} processes did not find each other ({first_line(error)}); "
                         "start them all with one launcher") from error
+
+
+@contextlib.contextmanager
+def native_words_dropped():
+    """What C++ writes to stderr inside goes nowhere: pages about a socket, whose error then comes as an exception."""
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
 
 
 def set_up_evaluation(args):
@@ -587,9 +638,10 @@ def decode(source, max_pixels=MAX_PIXELS):
     data = source if isinstance(source, (bytes, bytearray)) else read_file(source)
     if not data:
         raise ValueError("empty file")
-    header = _open_picture(data)
+    header = _open_picture(data, max_pixels)
     if header.width * header.height > max_pixels:
-        raise ValueError(f"{header.width} x {header.height} pixels, more than --max-pixels {max_pixels:,}")
+        raise ValueError(f"{header.width} x {header.height} pixels, more than the {max_pixels:,} that are read "
+                         "(--max-pixels)")
     if header.format == "PNG":
         _check_png(data)
     if data[:2] == b"\xff\xd8":
@@ -604,15 +656,20 @@ def decode(source, max_pixels=MAX_PIXELS):
     return image
 
 
-def _open_picture(data):
+def _open_picture(data, max_pixels=MAX_PIXELS):
     """Pillow's image of some bytes, its header read, no pixel decoded. Raises: ValueError."""
     import io
 
     from PIL import Image
+    Image.MAX_IMAGE_PIXELS = max_pixels / 2  # Pillow warns above it, and refuses twice as many, in inner frames too
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # --max-pixels says it better
+            warnings.simplefilter("ignore")
             return Image.open(io.BytesIO(data))
+    except Image.DecompressionBombError as error:
+        size = re.search("[0-9]+ pixels", str(error))
+        raise ValueError(f"{size[0] if size else 'many pixels'}, more than the {max_pixels:,} that are read "
+                         "(--max-pixels)") from error
     except Exception as error:
         raise ValueError(f"not a readable image ({type(error).__name__})") from error
 
@@ -673,10 +730,12 @@ def _decode_deep_png(data):
 class EvalTransform:
     """Deterministic view: (3, H, W) uint8, a PIL image, an array or a path -> (3, size, size) float, normalised.
 
-    resize: 'crop' scales the short side and cuts the centre; 'squash' changes the aspect, as the CC3M trainer."""
+    resize: 'crop' scales the short side and cuts the centre; 'squash' changes the aspect, as the CC3M trainer.
+    part: of the short side that 'crop' keeps, 1 = all of it; 0.875 = resize to 256, cut 224."""
 
-    def __init__(self, size, mean, std, resize="crop"):
+    def __init__(self, size, mean, std, resize="crop", part=1.0):
         self.size, self.mean, self.std, self.resize = size, tuple(mean), tuple(std), resize
+        self.short = round(size / part)
 
     def raw(self, image):
         """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features pass."""
@@ -684,10 +743,10 @@ class EvalTransform:
             return image
         from torchvision.transforms.v2 import functional as V
         H, W = image.shape[-2:]
-        if self.resize == "squash" or H == W:
+        if self.resize == "squash" or H == W and self.short == self.size:
             return V.resize(image, [self.size, self.size], antialias=True)
-        scale = self.size / min(H, W)
-        sides = [max(self.size, round(H * scale)), max(self.size, round(W * scale))]
+        scale = self.short / min(H, W)
+        sides = [max(self.short, round(H * scale)), max(self.short, round(W * scale))]
         return V.center_crop(V.resize(image, sides, antialias=True), [self.size, self.size])
 
     def normalise(self, x):
@@ -709,12 +768,14 @@ class Tokenizer:
     """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens.
 
     clean: captions go through clean_caption first."""
+    LETTERS = 100  # of a token, at most: a text is cut after so many of each, since a megabyte takes a second to split
 
     def __init__(self, tokenizer, length, clean=False):
         self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
 
     def __call__(self, texts):
-        texts = [clean_caption(t) for t in texts] if self.clean else list(texts)
+        texts = [t[:self.LETTERS * self.length] for t in texts]
+        texts = [clean_caption(t) for t in texts] if self.clean else texts
         out = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
         return {"input_ids": out["input_ids"], "attention_mask": out["attention_mask"]}
 
@@ -726,7 +787,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
         try:
             return Tokenizer(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False), length, clean)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # the library in Rust raises plain ones
             raise UserError(f"{folder}: no whole tokenizer is there ({first_line(error)})") from error
 
 
@@ -902,7 +963,7 @@ class VisionEncoder(nn.Module):
         elif name == "small":
             self.body = small_cnn().to(memory_format=torch.channels_last)
             self.width = 128
-        elif "/" in name or Path(name).is_dir():
+        elif config or "/" in name or Path(name).is_dir():
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
         else:
@@ -1054,7 +1115,7 @@ def build_model(spec, tokenizer, pretrained, weights=""):
         freeze_unused(model, tokenizer, spec)
     if weights:
         init_from(model, weights)
-    return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"])
+    return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
 
 
 def freeze_unused(model, tokenizer, spec):
@@ -1085,7 +1146,9 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
         except (OSError, ValueError) as error:
             raise UserError(f"--text-encoder {name}: {hub_reason(error)}") from error
     if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
-        train_wordpiece(map(clean_caption, captions()) if clean else captions()).save_pretrained(str(folder))
+        texts = (c[:Tokenizer.LETTERS * length] for c in captions())
+        with writing(folder):
+            train_wordpiece(map(clean_caption, texts) if clean else texts).save_pretrained(str(folder))
     barrier()
     return Tokenizer.load(folder, length, clean)
 
@@ -1185,6 +1248,8 @@ SPLIT_NAMES = {"train": ("train", "training"), "val": ("validation", "valid", "v
 HELD_OUT = 0.05  # part of the images held out for val, and again for test, where the data come without these splits
 MOST_HELD_OUT = 5000  # of these, used in an evaluation
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
+PACKED = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)  # names of compressed tars
+HELD_BY_FOLDERS = (*IMAGE_TYPES, *VIDEO_TYPES, "parquet", "csv", "jsonl", "arrow")
 IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are asked row by row
 
 
@@ -1207,6 +1272,7 @@ class Data:
     has_captions: bool = True         # False where class names stand in
     grouped: bool = False             # video -> text ranks videos by their best caption (MSVD's protocol)
     max_captions: int = 0             # captions of an example used in evaluation; 0 = all
+    max_pixels: int = MAX_PIXELS      # a larger image is not decoded
     shards: np.ndarray = None         # (M,) number of the tar of each row
     rows: np.ndarray = None           # (M,) row numbers in the table that was opened first
     which: np.ndarray = None          # (M,) number of the one caption of each row, after unfold()
@@ -1287,7 +1353,9 @@ class Data:
             with open(source["path"], "rb") as tar:
                 tar.seek(source["offset"])
                 content = tar.read(source["size"])
-        return self.clip(content, source.get("start"), source.get("end"), draws) if self.clip else decode(content)
+        if self.clip:
+            return self.clip(content, source.get("start"), source.get("end"), draws)
+        return decode(content, self.max_pixels)
 
     def __getitem__(self, i):
         more = {c: self.column(c)[i] for c in self.texts.column_names if c not in ("captions", "key", "group")}
@@ -1444,17 +1512,21 @@ def load_data(name, split, **options):
         options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
         label_column,
             streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
-            feature_dir; and what a file of sets/ asks for.
+            feature_dir; max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
+            and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
     if split not in SPLIT_NAMES:
         raise ValueError(f"split must be one of {list(SPLIT_NAMES)}, not {split!r}")
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v and k != "unfold_captions"}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
+             if (v or v == 0.0 and k == "max_bad_fraction") and k not in ("unfold_captions", "max_pixels")}
     key = tuple(sorted(given.items()))
     data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
     if data.streamed and (options.get("unfold_captions") or options.get("feature_dir")):
         raise UserError("--streaming goes with neither --unfold-captions nor --feature-dir")
+    if options.get("max_pixels") and not data.streamed:
+        data = dataclasses.replace(data, max_pixels=options["max_pixels"])
     return data.unfold() if options.get("unfold_captions") and split == "train" else data
 
 
@@ -1489,12 +1561,12 @@ def _known_set(name, split, options):
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "caption_noise",
-              "streaming")
+              "streaming", "max_bad_fraction", "max_pixels")
 
 
 def data_options(args, **more):
     """The data flags that are set, as options of load_data."""
-    return {k: getattr(args, k) for k in DATA_FLAGS if getattr(args, k, None)} | more
+    return {k: v for k in DATA_FLAGS if (v := getattr(args, k, None)) or v == 0.0 and k == "max_bad_fraction"} | more
 
 
 @functools.lru_cache(maxsize=8)
@@ -1510,7 +1582,7 @@ def _own_data(name, options):
         raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
     if path.is_dir():
         return _own_folder(name, path, options)
-    if path.suffix == ".tar":
+    if path.suffix == ".tar" or PACKED.search(path.name):
         from sets import tars
         return tars.open_tars(name, [path], options)
     if path.suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
@@ -1537,6 +1609,10 @@ def _own_folder(name, path, options):
     if not files:
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
+    packed = [f for f in files if PACKED.search(f.name)]
+    if packed and not any(f.suffix.lower().lstrip(".") in HELD_BY_FOLDERS for f in files):
+        raise UserError(f"--dataset {name}: {len(packed)} compressed tars and nothing else to read, first "
+                        f"{min(packed)}: unpack them (gunzip), an index needs plain tars")
     if any(is_video(f) for f in files):
         from sets import video
         return hold_out(video.video_folder(name, path, options))
@@ -1545,6 +1621,9 @@ def _own_folder(name, path, options):
         if listed:
             break
     check_split_names(name, [f.stem for f in listed])
+    if re.search(r"[][*?]", str(path)):
+        raise UserError(f"--dataset {name}: `datasets` takes the [ ] * ? in this path for a pattern; rename the "
+                        "folder, or list the images in a metadata.csv (file_name, caption)")
     _refuse_card_that_leads_away(name, path)
     check = functools.partial(_check_opened, name, path, files, listed)
     return hold_out(tables(str(path), {}, name, options, check=check))
@@ -1587,6 +1666,9 @@ def _check_opened(name, path, files, listed, opened):
     if len(set(paths)) < max(images, len(paths)):
         what = f"only {len(set(paths)):,} of its {images:,} images" if len(set(paths)) < images else "some images twice"
         raise UserError(f"--dataset {name}: {what} would be used, as {', '.join(opened)}: {hint}")
+    if all(table.column_names == ["image"] for table in opened.values()):
+        raise UserError(f"--dataset {name}: its images lie in one folder, which makes no classes, and no metadata.csv "
+                        "(file_name, caption) gives them captions")
 
 
 def _refuse_card_that_leads_away(name, path):
@@ -1601,7 +1683,7 @@ def _refuse_card_that_leads_away(name, path):
 
 
 def folders_of(path):
-    """Names of the folders below a data folder that hold data: none that are hidden, empty, __MACOSX, or of our runs."""
+    """Names of the folders below a data folder that hold data: none that is hidden, empty, __MACOSX or of our runs."""
     below = [f for f in path.iterdir() if f.is_dir() and not f.name.startswith((".", "__"))]
     return [f.name for f in below if any(f.iterdir()) and not any(f.glob("*/args.json"))]
 
@@ -1639,10 +1721,23 @@ def open_table(kind, name, gated="", **files):
             raise UserError(f"--dataset {name}: not UTF-8 text ({first_line(reason)}); save it as UTF-8") from error
         if "gated" in f"{error} {reason}".lower():
             raise UserError(gated_message(name, gated or name)) from error
-        raise UserError(f"--dataset {name}: {hub_reason(reason)}") from error
+        _refuse_full_cache(name, reason)
+        plain = next((words for sign, words in TABLE_ERRORS.items() if sign in f"{error} {reason}"), "")
+        raise UserError(f"--dataset {name}: {plain or hub_reason(reason)}") from error
     finally:
         logging.set_verbosity(level)
         datasets.enable_progress_bars()
+
+
+def _refuse_full_cache(name, error):
+    """Raises UserError where an error of `datasets` is that of writing its own cache."""
+    import datasets
+    place, path = str(datasets.config.HF_DATASETS_CACHE), str(getattr(error, "filename", None) or "-")
+    ours = path.startswith(place) or place.startswith(path) or getattr(error, "errno", None) in DISK
+    if isinstance(error, OSError) and (ours or "disk space" in str(error)):
+        reason = error.strerror or first_line(error).split(".")[0]
+        raise UserError(f"--dataset {name}: the cache of `datasets` in {place} cannot be written: {reason}; "
+                        "HF_DATASETS_CACHE names another folder") from error
 
 
 def hub_call(name, repo, call):
@@ -1748,14 +1843,14 @@ def _table_data(name, split, table, options, folder):
 
 
 def is_class(label):
-    """Does a label name a class? None, nothing and -1 do not."""
-    return label is not None and str(label).strip() not in ("", "-1")
+    """Does a label name a class? None, nothing, NaN and -1 do not."""
+    return label is not None and label == label and str(label).strip() not in ("", "-1")
 
 
 def clean_list(texts):
     """Captions as they come (one, several, None) -> those that say something, blanks at the ends cut off."""
     texts = texts if isinstance(texts, (list, tuple)) else [texts]
-    return [str(t).strip() for t in texts if t is not None and str(t).strip()]
+    return [str(t).strip() for t in texts if t is not None and t == t and str(t).strip()]  # NaN differs from itself
 
 
 def with_notes(data, silent):
@@ -1782,15 +1877,15 @@ def caption_file(name, split, file, root, options):
     label = pick_column("--label-column", label, columns, LABEL_COLUMNS, file.name, required=False)
     rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
     labels = table[label][:] if label else [None] * len(table)
-    absent = sum(source is None or source == "" for source in table[image][:])
+    absent = sum(source is None or source == "" or source != source for source in table[image][:])  # NaN
     for source, text, y, window in zip(table[image][:], table[caption][:], labels, _windows(table)):
-        if source is None or source == "":
+        if source is None or source == "" or source != source:
             continue
         if isinstance(source, dict):
             raise UserError(f"--image-column {image}: {file.name} holds image bytes there; give the folder of the "
                             "parquet files instead")
-        if isinstance(text, dict):
-            raise UserError(f"--caption-column {caption}: {file.name} holds records there, not texts; it has: "
+        if any(isinstance(t, (dict, list)) for t in (text if isinstance(text, list) else [text])):
+            raise UserError(f"--caption-column {caption}: {file.name} holds records or lists there, not texts; it has: "
                             f"{', '.join(columns)}")
         key = (os.path.normpath(str(source)), *window)  # a.png and ./a.png are one image
         captions = rows.setdefault(key, [])
@@ -1819,22 +1914,40 @@ def _read_caption_file(file):
     kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
     more = {}
     if kind == "csv":  # all as text: 000 is a name, and so is NA
-        import csv
-
         import datasets
-        separator = "\t" if file.suffix == ".tsv" else ","
+        separator, last = "\t" if file.suffix == ".tsv" else ",", 0
         with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):
-            with open(file, newline="", encoding="utf-8-sig") as f:
-                rows = csv.reader(f, delimiter=separator)
-                header = next(rows)
-                wide = next((rows.line_num for row in rows if len(row) > len(header)), 0)
-            if wide:  # the reader would take the first column for an index, and shift the others
-                raise UserError(f"--dataset {file}: line {wide} has more fields than the header's {len(header)}; put "
-                                "captions that hold a comma in quotes")
-            header = [c or f"Unnamed: {i}" for i, c in enumerate(header)]  # the nameless column of an index
+            header, last = _csv_header(file, separator)
             text = datasets.Features({c: datasets.Value("string") for c in header})
             more = {"sep": separator, "keep_default_na": False, "features": text}
-    return open_table(kind, file, data_files=glob.escape(str(file)), split="train", **more)
+    try:
+        return open_table(kind, file, data_files=glob.escape(str(file)), split="train", **more)
+    except UserError as error:
+        if "EOF inside string" not in str(error):
+            raise
+        raise UserError(f"--dataset {file}: a quote in the row that begins at line {last} is never closed; close it, "
+                        'and write a quote inside a caption as ""') from error
+
+
+def _csv_header(file, separator):
+    """(names of the columns, line at which the last row begins). Raises: UserError where a row has more fields."""
+    import csv
+    csv.field_size_limit(2**31 - 1)  # a caption of a megabyte is one
+    with open(file, newline="", encoding="utf-8-sig") as f:
+        rows = csv.reader(f, delimiter=separator)
+        header = next(rows)
+        begin, end = 1, rows.line_num
+        for row in rows:
+            begin, end = end + 1, rows.line_num
+            if len(row) > len(header):  # the reader would take the first column for an index, and shift the others
+                raise UserError(f"--dataset {file}: line {end} has more fields than the header's {len(header)}; put "
+                                "captions that hold a comma in quotes")
+    return [c or f"Unnamed: {i}" for i, c in enumerate(header)], begin  # the nameless column is an index
+
+
+TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
+                "recursion depth": "nested too deeply; expected rows of image and caption",
+                "decoding depth limit": "nested too deeply; expected rows of image and caption"}
 
 
 def _windows(table):
@@ -1916,9 +2029,8 @@ def long_tail_counts(n_max, classes, ratio):
 def labelled_sets(args):
     """{train, val, test} of labelled images, small ones in memory, with the long tail that the flags ask for."""
     from sets import long_tail
-    options = data_options(args)
-    return long_tail.labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, args.index_file, args.test_file,
-                                   **options)
+    files = {k: getattr(args, k, "") for k in ("index_file", "test_file", "val_file", "few_shot_file")}
+    return long_tail.labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, **files, **data_options(args))
 
 
 def open_data(args):
@@ -1931,8 +2043,8 @@ def evaluation_sets(args):
     sets = {}
     for word in args.eval_datasets or [args.dataset]:
         name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
-        clips = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size")}
-        options = {"data_dir": folder, "video_dir": folder or args.video_dir} | clips
+        same = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels")}
+        options = {"data_dir": folder, "video_dir": folder or args.video_dir} | same
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder} if folder else {}))
         sets[name] = {}
@@ -1988,6 +2100,8 @@ class _Views(torch.utils.data.Dataset):
             i = int((index + k) % len(self.data))
             try:
                 image = self.data.read(i, draws)
+            except UserError as error:  # no fault of this sample: a full disk under the frame cache
+                return item | {"bad": [(self.data.key(i), str(error))], "fatal": str(error)}
             except (OSError, ValueError, RuntimeError) as error:
                 item["bad"].append((self.data.key(i), first_line(error)))
                 continue
@@ -2020,7 +2134,8 @@ def collate(items):
     return {"views": [torch.stack(v) for v in zip(*(i["views"] for i in items))] if whole else None,
             "captions": [i["captions"] for i in items], "index": np.array([i["index"] for i in items]),
             "keys": [i["key"] for i in items], "epochs": np.array([i["epoch"] for i in items]),
-            "bad": [b for i in items for b in i["bad"]], "positions": positions}
+            "bad": [b for i in items for b in i["bad"]], "positions": positions,
+            "fatal": next((i["fatal"] for i in items if "fatal" in i), "")}
 
 
 def loader_options(batches):
@@ -2071,7 +2186,7 @@ class Batches:
                 raise UserError(f"a loader worker died or hangs ({first_line(error)}); too little memory, perhaps: try "
                                 "fewer --workers, or 0 to see its own words") from error
             waited = time.perf_counter() - began
-            self._count_bad(raw["bad"], raw["views"] is None, step)
+            self._count_bad(raw["bad"], raw["views"] is None, raw.get("fatal", ""), step)
             self.positions |= raw["positions"]
             index, epochs = raw["index"], raw["epochs"]
             views = [self._finish(x, finish[v], self._draws(epochs, index, a.DRAWS, v + 1))
@@ -2095,19 +2210,19 @@ class Batches:
             return uniforms(self.seed, int(epochs[0]), index, n, stream)
         return np.concatenate([uniforms(self.seed, int(e), [i], n, stream) for e, i in zip(epochs, index)])
 
-    def _count_bad(self, bad, hopeless, step):
+    def _count_bad(self, bad, hopeless, fatal, step):
         """Collective: every process learns of every bad sample and decides alike."""
         if self.data.pixels is not None or not all_sum(len(bad), device=self.device)[0]:
             return
-        for part, lost in gather_objects((bad, hopeless)):
+        for part, lost, words in gather_objects((bad, hopeless, fatal)):
+            if words:
+                raise UserError(words)
             hopeless |= lost
             new = {k: why for k, why in part if k not in self.bad}
             self.bad.update(new)
-            if rank() == 0 and self.folder and new:
-                with open(Path(self.folder) / "bad_samples.txt", "a", encoding="utf8") as f:
-                    f.writelines(f"{k}\t{why}\n" for k, why in new.items())
+            list_bad_samples(self.folder, new)
         n = self.data.distinct
-        tried = max(min((step + 1) * self.batch_size, n), min(n, 1000))
+        tried = max(min((step + 1) * self.batch_size + len(self.bad), n), min(n, 1000))
         if hopeless or len(self.bad) > self.max_bad_fraction * tried:
             key, why = next(iter(self.bad.items()))
             where = f" (all in {self.folder}/bad_samples.txt)" if self.folder else ""
@@ -2116,8 +2231,20 @@ class Batches:
                             "or raise the limit")
 
 
+def list_bad_samples(folder, bad):
+    """Adds {key: reason} to bad_samples.txt of a run, one a line. The main process alone writes."""
+    path = Path(folder or ".") / "bad_samples.txt"
+    if rank() == 0 and folder and bad:
+        with writing(path), open(path, "a", encoding="utf8", errors="replace") as f:
+            f.writelines("\t".join(re.sub(r"\s", " ", printable(x)) for x in pair) + "\n" for pair in bad.items())
+
+
 # ================================================== metrics ==========================================================
 RECALLS = (1, 5, 10, 50)
+
+
+class NotFinite(ValueError):
+    """Embeddings or features that hold NaN or infinity: the model is broken, not the data."""
 
 
 def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4096):
@@ -2134,7 +2261,7 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
     gallery, positives = normalize(gallery), positives.to(query.device)
     for name, x in (("query", query), ("gallery", gallery), ("bias", bias)):
         if x is not None and not all(torch.isfinite(part).all() for part in x.split(chunk)):
-            raise ValueError(f"{name} holds non-finite values")
+            raise NotFinite(f"{name} holds non-finite values")
     rows = max(1, min(chunk, 2**22 // len(gallery)))  # 16 MiB of similarities at a time
     known = positives >= 0
     if not known.any(1).all():
@@ -2195,7 +2322,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
         raise ValueError(f"k = {k} is more than the {len(train)} training items")
     train, test = normalize(train), normalize(test)
     if not (torch.isfinite(train).all() and torch.isfinite(test).all()):
-        raise ValueError("features hold non-finite values")
+        raise NotFinite("features hold non-finite values")
     train_labels, test_labels = train_labels.to(train.device).long(), test_labels.to(train.device).long()
     classes = int(max(train_labels.max(), test_labels.max())) + 1
     hits = []
@@ -2228,7 +2355,7 @@ def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42,
     x, y = normalize(train).cpu().numpy(), train_labels.cpu().numpy()
     q, truth = normalize(test).cpu().numpy(), test_labels.cpu()
     if not (np.isfinite(x).all() and np.isfinite(q).all()):
-        raise ValueError("features hold non-finite values")
+        raise NotFinite("features hold non-finite values")
     if few_shot:
         order = np.random.RandomState(seed).permutation(len(y))
         rows = [order[y[order] == c][:few_shot] for c in np.unique(y)]
@@ -2247,7 +2374,7 @@ def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
     Raises: ValueError on non-finite input."""
     images, classes, labels = normalize(images), normalize(class_embeddings), labels.to(images.device).long()
     if not (torch.isfinite(images).all() and torch.isfinite(classes).all()):
-        raise ValueError("embeddings hold non-finite values")
+        raise NotFinite("embeddings hold non-finite values")
     ranks = []
     for i in range(0, len(images), 4096):
         sim = images[i:i + 4096] @ classes.T.to(images)  # (c, C)
@@ -2297,6 +2424,8 @@ class _EvalImages(torch.utils.data.Dataset):
         i = int(self.rows[k])
         try:
             return i, self.transform.raw(self.data.read(i)), ""
+        except UserError:  # no fault of this sample
+            raise
         except (OSError, ValueError, RuntimeError) as error:
             return i, None, first_line(error)
 
@@ -2344,7 +2473,7 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
                 image.append(e.float().cpu())
                 features.append(f.float().cpu())
     except Exception as error:  # no process may wait for one that failed
-        failure = f"{type(error).__name__}: {error}"
+        failure = own_words(error)
     model.train(training)
     mine = [torch.cat(x) if x else None for x in (image, features)]
     parts = gather_objects((np.array(index, dtype=np.int64), *mine, bad, failure))
@@ -2370,7 +2499,7 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
             tokens = {k: v.to(device) for k, v in tokenizer([texts[i] for i in mine[j:j + batch]]).items()}
             out.append(model(tokens=tokens)[1].float().cpu())
     except Exception as error:  # no process may wait for one that failed
-        failure = f"{type(error).__name__}: {error}"
+        failure = own_words(error)
     model.train(training)
     parts = gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None, failure))
     if any(p[2] for p in parts):
@@ -2471,35 +2600,42 @@ def metrics_table(title, metrics, chance):
     return "\n".join(lines)
 
 
-def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42):
+def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, few=None, limits=None):
     """kNN@1, kNN@10 and, with probes, the few-shot (smallest class's size) and the all-images probe of features.
 
-    Args: train (M, width), test (Q, width), labels numpy.
-    Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in percent (thirds of the classes by
-        training size), and the per-class kNN@1."""
+    Args: train (M, width), test (Q, width), labels numpy; few: (features, labels) that the few-shot probe learns from
+        instead; limits: of head_mid_tail.
+    Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in percent, and the per-class kNN@1.
+    """
     y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
     classes, data = np.unique(train_labels), (train, y, test, truth)
     smallest = int(np.bincount(train_labels)[classes].min())
     results = {f"knn@{k}": knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
     if probes:
-        results["few-shot"] = linear_probe(*data, few_shot=smallest, seed=seed, per_class=True)
+        source, shots = ((few[0], torch.from_numpy(few[1])), None) if few else ((train, y), smallest)
+        results["few-shot"] = linear_probe(*source, test, truth, few_shot=shots, seed=seed, per_class=True)
         results["all"] = linear_probe(*data, seed=seed, per_class=True)
     metrics, chance = {}, {}
     for name, result in results.items():
         overall = {k: v for k, v in result.items() if k != "per_class"}
-        metrics[name] = overall | head_mid_tail(train_labels, result["per_class"])
+        metrics[name] = overall | head_mid_tail(train_labels, result["per_class"], limits)
         uniform = {"top1": 100 / len(classes), "mean_per_class": 100 / len(classes)}
         chance[name] = knn_chance(train_labels, test_labels) if name.startswith("knn") else uniform
     return metrics, chance, results["knn@1"]["per_class"]
 
 
-def head_mid_tail(train_labels, per_class):
-    """Mean accuracy over the thirds of the classes by training size, largest first: {head, mid, tail}."""
+def head_mid_tail(train_labels, per_class, limits=None):
+    """Mean accuracy over the thirds of the classes by training size, largest first: {head, mid, tail}.
+
+    limits: (a, b): head classes have more than a training images, tail classes fewer than b; (0, 0) = thirds."""
     classes = np.array(sorted(per_class))
     sizes = np.bincount(train_labels, minlength=classes.max() + 1)[classes]
     if sizes.max() == sizes.min():
         return {}
     parts = np.array_split(classes[np.argsort(-sizes, kind="stable")], 3)
+    if limits and any(limits):
+        head, tail = sizes > limits[0], sizes < limits[1]
+        parts = [classes[head], classes[~head & ~tail], classes[tail]]
     named = zip(("head", "mid", "tail"), parts)
     return {name: float(np.mean([per_class[int(c)] for c in part])) for name, part in named if len(part)}
 
@@ -2517,10 +2653,11 @@ def class_table(title, metrics, chance):
 
 
 class ClassEvaluator:
-    """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set. Collective.
+    """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set; {} where it
+    fails, which is reported in .errors. Where the set has no such split: the training features alone. Collective.
 
     train_features 'augmented': the training images after one crop with 4 pixels of padding and a flip (the TS authors'
-    notebook)."""
+    notebook). sets: of labelled_sets; its split few-shot is what the few-shot probe learns from."""
 
     def __init__(self, model, transform, sets, device, args):
         self.model, self.transform, self.sets, self.device, self.args = model, transform, sets, device, args
@@ -2532,16 +2669,33 @@ class ClassEvaluator:
         """Nothing to open here: the sets are open."""
 
     def __call__(self, split):
-        data, args = self.sets[split], self.args
+        name = self.args.dataset
+        try:
+            return tuple({name: part} for part in self._evaluate(split))
+        except (UserError, ValueError, RuntimeError, OSError) as error:
+            self.errors[f"{name}/{split}"] = first_line(error)
+            say(f"evaluation of {name} ({split}) failed and is left out: {first_line(error)}")
+            return {}, {}, {}
+
+    def _evaluate(self, split):
+        args, few = self.args, None
         how = self.transform, self.device, args.eval_batch, args.workers
         rows, _, known, _ = encode_images(self.model, self.train, *how)
+        train_labels = np.asarray(self.train.labels)[rows]
+        pieces = {"train_features": known, "train_labels": train_labels}
+        if split not in self.sets:
+            return {}, {}, pieces
+        data = self.sets[split]
         index, _, features, bad = encode_images(self.model, data, *how)
-        train_labels, labels = np.asarray(self.train.labels)[rows], np.asarray(data.labels)[index]
-        metrics, chance, per_class = class_metrics(known, train_labels, features, labels)
+        labels = np.asarray(data.labels)[index]
+        if "few-shot" in self.sets:
+            shots, _, some, _ = encode_images(self.model, self.sets["few-shot"], *how)
+            few = some, np.asarray(self.sets["few-shot"].labels)[shots]
+        metrics, chance, per_class = class_metrics(known, train_labels, features, labels, few=few,
+                                                   limits=getattr(args, "shot_limits", None))
         metrics |= {"images": len(index), "unreadable": len(bad)}
-        pieces = {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class,
-                  "train_features": known, "train_labels": train_labels}
-        return {args.dataset: metrics}, {args.dataset: chance}, {args.dataset: pieces}
+        pieces |= {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class}
+        return metrics, chance, pieces
 
 
 def padded_and_flipped(data, seed):
@@ -2572,9 +2726,9 @@ class Evaluator:
         for name, splits in self.sets.items():
             for split, data in splits.items():
                 first = range(min(len(data), 100))
-                if not any(_can_be_read(data, i) for i in first):
+                if all(_why_unreadable(data, i) for i in first):
                     raise UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
-                                    f"split can be read, first {data.key(0)}")
+                                    f"split can be read, first {data.key(0)}: {_why_unreadable(data, 0)}")
                 if not any(data.captions(i) for i in first):
                     raise UserError(f"--eval-datasets {name}: its {split} split has no captions")
 
@@ -2591,16 +2745,20 @@ class Evaluator:
                 found |= self.also(piece) if self.also else {}
                 metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
-                self.errors[f"{name}/{split}"] = str(error)
-                say(f"evaluation of {name} ({split}) failed and is left out: {error}")
+                self.errors[f"{name}/{split}"] = first_line(error)
+                say(f"evaluation of {name} ({split}) failed and is left out: {first_line(error)}")
         return metrics, chance, pieces
 
 
-def _can_be_read(data, i):
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
+def _why_unreadable(data, i):
+    """Why example i cannot be read; "" where it can."""
+    try:
         data.read(i)
-        return True
-    return False
+        return ""
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        return first_line(error)
 
 
 # ================================================== flags ============================================================
@@ -2704,6 +2862,11 @@ class Parser(OneLine):
                        help="decode each video once, to one small JPEG there")
         g.add_argument("--max-bad-fraction", type=part, default=0.01,
                        help="stop when more than this part of the samples tried cannot be read, 0..1")
+        g.add_argument("--max-pixels", type=count, default=MAX_PIXELS,
+                       help="a larger image is not read, as if it were damaged: a small file may hold billions")
+        g.add_argument("--verify-images", action=yesno, default=False,
+                       help="before the first step read every image once, strictly, and leave out of training and "
+                            "evaluation what is damaged; bad_samples.txt lists it")
         g.add_argument("--workers", type=between(0, 1024, int), default=4,
                        help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend "
                             "on it")
@@ -2765,7 +2928,7 @@ class Parser(OneLine):
                                                "--batch-size on each process")
         for folder in getattr(args, "feature_dir", None) or []:
             self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
-        for name in ("init_from", "data_dir", "video_dir", "index_file", "test_file"):
+        for name in ("init_from", "data_dir", "video_dir", "index_file", "test_file", "val_file", "few_shot_file"):
             path = getattr(args, name, "")
             if path and not (saved and name == "init_from"):
                 self.require(Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")
@@ -2790,8 +2953,9 @@ def write_json(path, value):
     """Atomic: to a temporary name, then renamed."""
     path = Path(path)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1, default=str), encoding="utf8")
-    os.replace(temporary, path)
+    with writing(path):
+        temporary.write_text(json.dumps(value, indent=1, default=str), encoding="utf8")
+        os.replace(temporary, path)
 
 
 class Run:
@@ -2814,10 +2978,41 @@ class Run:
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
         self.folder, self.lock = start_run(args, self.script)
+        self.unreadable = self._verify() if args.verify_images else {}
         self.twins = self._compare_data()
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
+    def _verify(self):
+        """Read all images once, strictly, and leave out what cannot be read; returns it as {split: {key: reason}}. A
+        resumed run leaves out what it left out at first. Collective.   Raises: UserError when there is too much."""
+        splits = {("", "train"): self.train} | {(n, s): data for n, of in self.evals.items() for s, data in of.items()}
+        splits = {f"{n} {s}".strip(): (n, s, data) for (n, s), data in splits.items()}
+        if self.train.streamed or not has_tool("check"):
+            raise UserError("--verify-images: " + ("a stream cannot be read beforehand" if self.train.streamed else
+                                                   "tools/check.py is not there"))
+        known = gather_objects(read_json(self.folder / "unreadable.json"))[0]  # the main process decides
+        found = known or {split: unreadable_of_all(data) for split, (*_, data) in splits.items()}
+        bad = {key: why for part in found.values() for key, why in part.items()}
+        total = sum(len(data) for *_, data in splits.values())
+        if known is None and rank() == 0:
+            list_bad_samples(self.folder, bad)
+        if len(bad) > self.args.max_bad_fraction * total:
+            key, why = next(iter(bad.items()))
+            raise UserError(f"--verify-images: {len(bad):,} of {total:,} images cannot be read, above "
+                            f"--max-bad-fraction {self.args.max_bad_fraction}; the first: {key}: {why} (all in "
+                            f"{self.folder}/bad_samples.txt); mend them, or raise the limit")
+        if known is None and rank() == 0:
+            write_json(self.folder / "unreadable.json", found)
+        for split, (name, word, data) in splits.items():
+            if name:
+                self.evals[name][word] = leave_out(data, found.get(split))
+            else:
+                self.train = leave_out(data, found.get(split))
+        self.per_epoch = epoch_length(self.train, self.args.batch_size)
+        self.total = self.last = self.args.max_steps or max(1, round(self.args.epochs * self.per_epoch))
+        return found
+
     def _compare_data(self):
         """Words about test images that are in train as well; a resumed run wants the data it began with. Collective."""
         words, error = "", None
@@ -2836,7 +3031,7 @@ class Run:
         """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe."""
         args, tokenizer = self.args, None
         names = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling",
-                 "image_stats", "eval_resize", "clean_captions")
+                 "image_stats", "eval_resize", "eval_crop", "clean_captions")
         self.spec = {k: getattr(args, k) for k in names if hasattr(args, k)}
         if "text_encoder" not in self.spec:  # a script without texts: features alone, its head is its own
             self.spec |= {"text_encoder": "", "embed_dim": 0}
@@ -3024,7 +3219,7 @@ class Run:
         """Evaluate the val splits, log it, keep it in self.val; returns the picture pieces. Collective."""
         self.val, _, self.val_pieces = self.evaluator("val")
         row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
-        if self.after_val:
+        if self.after_val and self.val_pieces:
             self.after_val(row, self.val_pieces)
         self.log.write(row)
         return self.val_pieces
@@ -3050,14 +3245,16 @@ class Run:
         from safetensors.torch import load_file
         self.bar.close()
         self._ignore_no_more()
-        if rank() == 0:
-            save_model(self.folder, self.tower, self.tokenizer, self.spec)
-        barrier()
+        save = functools.partial(save_model, self.folder, self.tower, self.tokenizer, self.spec)
+        _together(save if rank() == 0 else None, f"the model in {self.folder}")
         self.tower.load_state_dict(load_file(self.folder / "model.safetensors"))
         test, chance, self.test_pieces = self.evaluator("test")
-        summary = self.summarize(test, chance) | extra
+        summary, problems = self.summarize(test, chance) | extra, []
         if rank() == 0:
-            write_json(self.folder / "summary.json", summary)
+            try:
+                write_json(self.folder / "summary.json", summary)
+            except UserError as error:  # the numbers are printed below all the same
+                problems.append(str(error))
             if has_tool("figures"):
                 draw(self)
             else:
@@ -3068,27 +3265,62 @@ class Run:
             self.lock.close()
         if summary["errors"]:
             what = "; ".join(f"{k}: {v}" for k, v in summary["errors"].items())
-            raise UserError(f"evaluation failed: {what}; the model and all else are in {self.folder}")
+            problems.append(f"evaluation failed: {what}; the model and all else are in {self.folder}")
+        if problems:
+            raise UserError("; ".join(problems))
         return summary
 
     def picture(self, name, function, *args, **options):
         """Draw one picture into the run folder, function(*args, path, **options); one that fails is left out, named."""
-        try:
-            function(*args, self.folder / name, **options)
-        except Exception as error:
-            say(f"{name} cannot be drawn and is left out: {type(error).__name__}: {first_line(error)}")
+        picture(self.folder / name, function, *args, **options)
 
     def summarize(self, test, chance):
         """The content of summary.json. Collective."""
         args, wall = self.args, self.wall()
         memory = gather_objects(peak_memory_mb())
         parameters = sum(p.numel() for m in (self.trained, self.own) for p in m.parameters())
+        bad = len(self.data.bad) + sum(map(len, self.unreadable.values()))
         return {"script": self.script, "dataset": args.dataset, "method": args.loss, "seed": args.seed,
                 "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
                 "samples_per_s": self.step * args.batch_size / wall,
                 "peak_memory_mb": max(memory), "parameters": parameters, "processes": world(), "batch": args.batch_size,
-                "bad_samples": len(self.data.bad), "val": self.val, "test": test, "chance": chance,
+                "bad_samples": bad, "val": self.val, "test": test, "chance": chance,
                 "errors": self.evaluator.errors, "commit": commit()}
+
+
+def picture(path, function, *args, **options):
+    """Draw one picture, function(*args, path, **options); one that fails is left out, named."""
+    try:
+        function(*args, path, **options)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # half a picture says less than none
+        say(f"{path.name} cannot be drawn and is left out: {type(error).__name__}: {first_line(error)}")
+
+
+def leave_out(data, keys):
+    """The data without the examples of these keys, which cannot be read; said in its note."""
+    left = [i for i, key in enumerate(data.keys()) if key not in (keys or ())]
+    if len(left) == len(data):
+        return data
+    lost = f"{len(data) - len(left):,} that cannot be read left out"
+    return dataclasses.replace(data.select(left), note=join_notes(data.note, lost))
+
+
+def unreadable_of_all(data):
+    """tools.check.unreadable of a data set, each process reading its share: {key: reason}, in order. Collective."""
+    from tools import check
+    rows = np.arange(len(data))
+    found, failure = {}, None
+    try:
+        found = check.unreadable(data.select(rows[rank()::world()]))
+    except UserError as error:  # a full disk under the frame cache; no process may wait for one that failed
+        failure = str(error)
+    parts = gather_objects((found, failure))
+    if any(words for _, words in parts):
+        raise UserError(next(words for _, words in parts if words))
+    found = {key: why for part, _ in parts for key, why in part.items()}
+    return {key: found[key] for key in data.keys() if key in found}
 
 
 def has_tool(name):
@@ -3173,9 +3405,15 @@ def report(summary, folder, table=None):
 
 
 def read_json(path, default=None):
-    """Content of a JSON file; default where there is none."""
+    """Content of a JSON file, a dict; default where there is none. Raises: UserError where it is damaged."""
     path = Path(path)
-    return json.loads(path.read_text(encoding="utf8")) if path.is_file() else default
+    try:
+        content = json.loads(path.read_text(encoding="utf8")) if path.is_file() else default
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: damaged ({first_line(error)})") from error
+    if not isinstance(content, (dict, type(default))):
+        raise UserError(f"{path}: damaged (it holds no names and values)")
+    return content
 
 
 def make_folder(folder, flag):
@@ -3262,7 +3500,7 @@ def lock_folder(folder, flag):
     """Hold a folder for the run of this process: an open file, whose lock dies with the process.
 
     Raises: UserError naming the process that holds it."""
-    file = open(folder / "lock", "a+", encoding="utf8")
+    file = open(folder / "run.lock", "a+", encoding="utf8")
     try:
         if os.name == "nt":
             import msvcrt
@@ -3380,19 +3618,24 @@ def save_checkpoint(folder, step, model, extra, optimizer, scaler=None, state=No
         for old in checkpoints_of(folder)[keep:]:
             shutil.rmtree(old, ignore_errors=True)
 
-    for work, alone in ((make, True), (write_shared, True), (write_own, False), (publish, True)):
-        _together(work if rank() == 0 or not alone else None, final)
+    try:
+        for work, alone in ((make, True), (write_shared, True), (write_own, False), (publish, True)):
+            _together(work if rank() == 0 or not alone else None, f"the checkpoint {final}")
+    except UserError:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # half a checkpoint on a full disk is in the way
+        raise
 
 
-def _together(work, path):
-    """Do this process's part of a checkpoint; all processes raise together when it fails on any of them."""
-    from safetensors import SafetensorError
+def _together(work, what):
+    """Do this process's part of writing `what`; all processes raise together when it fails on any of them."""
     error = None
     try:
         if work:
-            work()
-    except (OSError, SafetensorError) as failure:
-        error = f"the checkpoint {path} cannot be written: {first_line(failure)}"
+            with writing(what):
+                work()
+    except UserError as failure:
+        error = f"{what} cannot be written: {getattr(failure, 'reason', failure)}; what was saved before is whole"
     errors = [e for e in gather_objects(error) if e]
     if errors:
         raise UserError(errors[0])
@@ -3401,10 +3644,11 @@ def _together(work, path):
 def write_tensors(path, tensors):
     """A safetensors file of {name: tensor}, with the user's usual permissions."""
     from safetensors.torch import save_file
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path)
-    usual = os.umask(0)
-    os.umask(usual)
-    os.chmod(path, 0o666 & ~usual)  # the library writes 0600, which colleagues cannot read
+    with writing(path):
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path)
+        usual = os.umask(0)
+        os.umask(usual)
+        os.chmod(path, 0o666 & ~usual)  # the library writes 0600, which colleagues cannot read
 
 
 def sync(path):
@@ -3510,7 +3754,8 @@ def save_model(folder, model, tokenizer, spec):
     write_tensors(Path(folder) / "model.safetensors", model.state_dict())
     write_json(Path(folder) / "model.json", spec)
     if tokenizer:
-        tokenizer.save(Path(folder) / "tokenizer")
+        with writing(Path(folder) / "tokenizer"):
+            tokenizer.save(Path(folder) / "tokenizer")
 
 
 def load_model(run_dir):
@@ -3525,27 +3770,61 @@ def load_model(run_dir):
     run_dir = Path(run_dir)
     if not (run_dir / "model.json").is_file():
         raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
+    again = f"; --resume {run_dir} writes it anew" if latest_checkpoint(run_dir) else ""
     try:
-        spec = json.loads((run_dir / "model.json").read_text(encoding="utf8"))
-        texts = bool(spec["text_encoder"])
-        foreign = [k for k in ("image", "text") if "/" in spec[f"{k}_encoder"]]
-        if any(not spec.get("vision_config" if k == "image" else "text_config") for k in foreign):
-            raise ValueError("an encoder of another place, without its config")  # nothing outside the folder is opened
+        spec = read_json(run_dir / "model.json")
+        _check_spec(spec)
         tokenizer = None
-        if texts:
+        if spec["text_encoder"]:
             tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
         model, transform = build_model(spec, tokenizer, pretrained=False)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, UserError):
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{run_dir}: its model.json is damaged ({reason})") from error
+        raise UserError(f"{run_dir}: its model.json is damaged ({reason}){again}") from error
     try:
         model.load_state_dict(load_file(run_dir / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = first_line(error)
-        raise UserError(f"{run_dir}: its model.safetensors is damaged or of another model ({reason})") from error
+        raise UserError(f"{run_dir}: its model.safetensors is damaged or of another model ({reason}){again}") from error
     return model.eval(), tokenizer, transform
+
+
+def _check_spec(spec):
+    """Raises: KeyError, TypeError or ValueError where model.json says what no run writes, or leads out of its folder:
+    an encoder that would be downloaded or opened elsewhere."""
+    import timm
+    for name, low, high in (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6)):
+        if not isinstance(spec.get(name, low), int) or not low <= spec.get(name, low) <= high:
+            raise ValueError(f"{name} {spec[name]}")
+    if spec["eval_resize"] not in ("crop", "squash"):
+        raise ValueError(f"eval_resize {spec['eval_resize']}")
+    mean, std = spec["stats"]
+    if not (len(mean) == len(std) == 3 and all(math.isfinite(x) for x in mean) and all(0 < x < 1e9 for x in std)):
+        raise ValueError(f"stats {spec['stats']}")
+    ours = {"image_encoder": ("small", "features", "resnet18-cifar"), "text_encoder": ("small", "")}
+    for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
+        name = spec[kind]
+        by_timm = kind == "image_encoder" and timm.is_model(name) and not re.search(r"[:/\\]", name)
+        if name not in ours[kind] and not by_timm and not spec.get(config):
+            raise ValueError(f"{kind} {name}, of another place, without its config")
+        _refuse_places(spec.get(config) or {})
+
+
+def _refuse_places(config):
+    """Raises: ValueError where a transformers config names code, weights or files that would be fetched or opened."""
+    if not isinstance(config, dict):
+        raise ValueError(f"a config that is a {type(config).__name__}")
+    for key, value in config.items():
+        if key in ("_name_or_path", "id2label", "label2id") or value is None:  # names, never opened
+            continue
+        named = isinstance(value, str) and re.search(r"[:/\\]", value)
+        if named or (value and key in ("auto_map", "use_pretrained_backbone", "custom_pipelines")):
+            raise ValueError(f"its config leads elsewhere: {key} {value}")
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(inner, dict):
+                _refuse_places(inner)
 
 
 class Log:
@@ -3557,15 +3836,15 @@ class Log:
         self.path, self.accelerator, self.tracker, self.rows = Path(folder) / "metrics.jsonl", accelerator, tracker, []
         self.tracker_id = tracker_id
         if self.path.exists():  # a resumed run drops what its checkpoint had not seen
-            whole = [line for line in self.path.read_text(encoding="utf8").splitlines() if line.endswith("}")]
-            rows = [json.loads(line) for line in whole]
+            rows = _whole_rows(self.path)
             again = first_step in (0, total)  # this run evaluates that step itself
             kept = [r for r in rows if r["step"] <= first_step]
             self.rows = [r for r in kept if not (again and r["step"] == first_step and "eval" in r)]
             if rank() == 0:
                 temporary = self.path.with_suffix(".tmp")
-                temporary.write_text("".join(json.dumps(r) + "\n" for r in self.rows), encoding="utf8")
-                os.replace(temporary, self.path)
+                with writing(self.path):
+                    temporary.write_text("".join(json.dumps(r) + "\n" for r in self.rows), encoding="utf8")
+                    os.replace(temporary, self.path)
         if tracker:
             self._open_tracker(Path(folder), config or {})
 
@@ -3584,7 +3863,7 @@ class Log:
         """row: dict of numbers with `step`; nested dicts (evaluation) are kept as they are in the file."""
         self.rows.append(row)
         if rank() == 0:
-            with open(self.path, "a", encoding="utf8") as f:
+            with writing(self.path), open(self.path, "a", encoding="utf8") as f:
                 f.write(json.dumps(row) + "\n")
         if self.tracker:
             numbers = {k: v for k, v in flatten(row).items() if isinstance(v, (int, float))}
@@ -3594,6 +3873,16 @@ class Log:
         """(steps, values) of a logged number; nested names join with '/'."""
         pairs = [(r[x], v) for r in self.rows for v in [flatten(r).get(name)] if v is not None]
         return [p[0] for p in pairs], [p[1] for p in pairs]
+
+
+def _whole_rows(path):
+    """The rows of metrics.jsonl; one that a crash or a full disk has cut is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            rows += [row] if isinstance(row, dict) and "step" in row else []
+    return rows
 
 
 def flatten(d, prefix=""):

@@ -25,6 +25,7 @@ The result is a table, eval.json, and pictures in --output-dir.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -67,6 +68,7 @@ def parse_args(argv=None):
     g.add_argument("--frame-cache", default="", metavar="DIR", help="as in training")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
     g.add_argument("--label-column", default="", help="as in training")
+    g.add_argument("--max-pixels", type=whole, default=0, help="a larger image is not read; 0 = as in training")
     g.add_argument("--max-captions", type=whole, default=0,
                    help="captions used of an image; 5 = the 25,000 of COCO's usual protocol; 0 = all")
     g.add_argument("--limit", type=whole, default=0, help="examples used, the first; 0 = all")
@@ -124,6 +126,7 @@ class Subject:
         self.model = model.to(self.device)
         if args.image_stats != "own":
             self.transform.mean, self.transform.std = common.STATS[args.image_stats]
+        self.unreadable = common.read_json(run / "unreadable.json", {}) if self.own else {}
         beside = run / "eval" if (run / "model.json").is_file() else "runs/eval"
         self.folder = Path(args.output_dir or beside)
         common.make_folder(self.folder, "--output-dir")
@@ -144,7 +147,10 @@ def open_model(args):
     if folder and (folder / "model.json").is_file():
         if args.image_size:
             say("--image-size: a run keeps its own")
-        return *common.load_model(folder), common.read_json(folder / "args.json", {})
+        own = common.read_json(folder / "args.json", {})
+        if not own:
+            say(f"WARNING: {folder}: no args.json there; how the run read its data is not known")
+        return *common.load_model(folder), own
     if folder and folder.is_dir() and (folder / "checkpoints").is_dir():
         raise UserError(f"--checkpoint {folder}: this run has not ended (no model.json); continue it with --resume "
                         f"{folder}")
@@ -191,6 +197,7 @@ class Case:
         data = self.open(args.split)
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream there; use --split val or test")
+        self.changed = changes(subject, name, args.split, data)
         if args.limit:
             data = data.select(np.arange(min(args.limit, len(data))), args.split)
         self.data = data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
@@ -204,17 +211,22 @@ class Case:
             self.metrics["captions"] = len(self.pieces["text"])
 
     def open(self, split):
-        """That split of the data set."""
-        return self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
+        """That split of the data set, as the run had it: without what its --verify-images left out."""
+        data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
+        bad = self.subject.unreadable.get(key_of(self.subject, self.name, split))
+        return common.leave_out(data, bad) if bad else data
 
     def check(self, task):
-        """Raises: UserError that says why the set cannot have this task."""
+        """Raises: UserError that says why the set cannot have this task; common.NotFinite where its numbers mean
+        nothing."""
         if task in ("retrieval", "gap", "histograms") and not self.data.has_captions:
             raise UserError("the set has no captions")
         if task in ("zero-shot", "knn", "probe") and self.labels is None:
             raise UserError("the set has no labels")
         if task not in ("knn", "probe") and not self.subject.tokenizer:
             raise UserError("the model has no text encoder")
+        if task in ("gap", "histograms") and not all(self.pieces[k].isfinite().all() for k in ("image", "text")):
+            raise common.NotFinite("embeddings hold non-finite values")
 
     def train(self):
         """Features (K, width) and labels (K,) of the training set, encoded once. Raises: UserError without one."""
@@ -234,10 +246,11 @@ class Case:
 
 
 def evaluate(subject, name, options, first=True):
-    """All tasks of one data set -> (metrics, chance, {task: why it is left out}); pictures go to the folder.
+    """All tasks of one data set -> ({metrics, chance, left_out: {task: why the set has it not}, changed: what its data
+    are no more}, {task: why it failed}); pictures go to the folder.
 
     Args: options: of common.load_data; first: the set's name is left out of retrieval.png. Collective."""
-    args, case, left_out = subject.args, Case(subject, name, options), {}
+    args, case, left_out, failed = subject.args, Case(subject, name, options), {}, {}
     for task in args.tasks:
         step = task                                                        # what is left out if it fails
         try:
@@ -246,13 +259,37 @@ def evaluate(subject, name, options, first=True):
             if task == "retrieval" and args.normalize != "none":
                 step = "normalize"
                 normalize(case)
+        except common.NotFinite as error:
+            failed[step] = str(error)
         except (UserError, ValueError) as error:
-            left_out[step] = str(error)
-    if common.rank() == 0 and case.pieces is not None and "retrieval" in args.tasks:
+            left_out[step] = common.first_line(error)
+    if common.rank() == 0 and "retrieval" in case.metrics:
         path = subject.folder / "retrieval.png" if first else case.picture("retrieval")
         bias, *_ = case.pieces.get("biases", {}).get(args.normalize, [None])
-        common.figures().draw_retrieval(case.pieces, path, bias=bias)
-    return case.metrics, case.chance, left_out
+        common.picture(path, functools.partial(common.figures().draw_retrieval, bias=bias), case.pieces)
+    found = {"metrics": case.metrics, "chance": case.chance, "left_out": left_out}
+    return found | ({"changed": case.changed} if case.changed else {}), failed
+
+
+def key_of(subject, name, split):
+    """What data.json and unreadable.json of a run call a split."""
+    return "train" if split == "train" and name == subject.own.get("dataset") else f"{name} {split}"
+
+
+def changes(subject, name, split, data):
+    """What this split is no more since the run was trained, by the fingerprints in its folder: a list of lines, said
+    aloud. The main process looks."""
+    lines, path = [], Path(subject.args.checkpoint) / "data.json"
+    if common.rank() or not subject.own or not common.has_tool("check"):
+        return lines
+    from tools import check
+    try:
+        lines = check.changes(common.read_json(path, {}), {key_of(subject, name, split): data})
+    except (UserError, TypeError, KeyError) as error:
+        say(f"WARNING: {path} is damaged ({common.first_line(error)}): whether the data changed is not known")
+    for line in lines:
+        say(f"WARNING: the data are not what they were when the run was trained: {line}; its numbers do not compare")
+    return lines
 
 
 # ======================================================= tasks =======================================================
@@ -271,7 +308,7 @@ def normalize(case):
     case.metrics["normalize"] = results
     if common.rank() == 0:
         queues = {"texts": [] if texts is None else texts, "videos": videos}
-        ncl.draw_normalization(case.pieces, gamma, iterations, queues, case.picture("normalization"))
+        common.picture(case.picture("normalization"), ncl.draw_normalization, case.pieces, gamma, iterations, queues)
 
 
 def stand_ins(case):
@@ -321,7 +358,8 @@ def histograms(case):
     if common.rank() == 0:
         stages = {case.args.checkpoint or "model": case.metrics["histograms"]}
         title = f"{case.name} ({case.args.split}): image-text cosines"
-        common.figures().draw_histograms(stages, case.picture("similarities"), title)
+        draw = functools.partial(common.figures().draw_histograms, title=title)
+        common.picture(case.picture("similarities"), draw, stages)
 
 
 def zero_shot(case):
@@ -376,15 +414,21 @@ def search(subject):
     rows = [int(index[j]) for j in best.indices.tolist()]
     hits = [{"key": data.key(i), "cosine": round(c, 4)} for i, c in zip(rows, best.values.tolist())]
     if common.rank() == 0:
-        fig, axes = figures.figure(len(hits), width=1.8, height=2.2)
-        for ax, hit, i in zip(axes, hits, rows):
-            figures.show(ax, data, i)
-            ax.set_title(f"cos {hit['cosine']:.2f}", fontsize=9)
-            ax.set_xlabel(Path(hit["key"]).name[-24:], fontsize=7)
-        fig.suptitle(f'"{args.query}", {len(sim)} images', fontsize=10)
-        figures.save_figure(fig, subject.folder / "query.png")
+        common.picture(subject.folder / "query.png", draw_hits, figures, f'"{args.query}", {len(sim)} images', data,
+                       rows, hits)
     say("\n".join(f"{h['cosine']:.4f}  {h['key']}" for h in hits))
     return {"query": args.query, "dataset": args.dataset, "images": len(sim), "unreadable": len(bad), "hits": hits}
+
+
+def draw_hits(figures, title, data, rows, hits, path):
+    """The images of these rows, nearest first, their cosines above and their names below."""
+    fig, axes = figures.figure(len(hits), width=1.8, height=2.2)
+    for ax, hit, i in zip(axes, hits, rows):
+        figures.show(ax, data, i)
+        ax.set_title(f"cos {hit['cosine']:.2f}", fontsize=9)
+        ax.set_xlabel(Path(hit["key"]).name[-24:], fontsize=7)
+    fig.suptitle(title, fontsize=10)
+    figures.save_figure(fig, path)
 
 
 # ======================================================= main ========================================================
@@ -416,7 +460,7 @@ def wanted_sets(args, own):
     if not wanted and own.get("dataset"):
         wanted = [(own["dataset"], own.get("data_dir", ""))]
     if not wanted or not wanted[0][0]:
-        raise UserError("--datasets is needed: a model by name has no data set of its own")
+        raise UserError("--datasets is needed: this model has no data set of its own that is known")
     if args.datasets:
         return wanted
     return [w for w in wanted if args.split in common.splits_of(w[0])] or wanted
@@ -425,7 +469,7 @@ def wanted_sets(args, own):
 def data_options(subject, name, data_dir):
     """Options of common.load_data: as the run read its own set, changed by the flags."""
     own = subject.own
-    flags = common.DATA_FLAGS if name == own.get("dataset") else ("frames",)
+    flags = common.DATA_FLAGS if name == own.get("dataset") else ("frames", "max_pixels")
     saved = {k: own[k] for k in flags if own.get(k)}
     options = saved | common.data_options(subject.args) | {"image_size": subject.transform.size}
     return options | ({"data_dir": data_dir} if data_dir else {}) | {"unfold_captions": False, "caption_noise": 0.0}
@@ -437,16 +481,17 @@ def evaluate_all(subject):
     for name, data_dir in wanted:
         try:
             options = data_options(subject, name, data_dir)
-            metrics, chance, left_out = evaluate(subject, name, options, first=name == wanted[0][0])
+            found[name], failed = evaluate(subject, name, options, first=name == wanted[0][0])
         except (UserError, ValueError, RuntimeError) as error:
             if len(wanted) == 1:
-                raise
-            errors[name] = str(error)
-            say(f"\n{name} is left out: {error}")
+                raise UserError(f"{name}: {error}" if not isinstance(error, UserError) else str(error)) from error
+            errors[name] = common.first_line(error)
+            say(f"\n{name} is left out: {errors[name]}")
             continue
-        found[name] = {"metrics": metrics, "chance": chance, "left_out": left_out}
+        errors |= {f"{name}/{task}": why for task, why in failed.items()}
+        metrics, chance = found[name]["metrics"], found[name]["chance"]
         say(table(name, metrics, chance) + (ncl.normalization_table({name: metrics}) if "normalize" in metrics else ""))
-        for task, why in left_out.items():
+        for task, why in (found[name]["left_out"] | failed).items():
             say(f"  {task:<26} left out: {why}")
     return {"datasets": found, "errors": errors}
 
@@ -465,6 +510,13 @@ def main(args):
     return json.loads(json.dumps(result, default=str))
 
 
+def complain(result):
+    """The last word, once all is written: UserError where a set or a task failed."""
+    if result.get("errors"):
+        what = "; ".join(f"{name}: {why}" for name, why in result["errors"].items())
+        raise UserError(f"evaluation failed: {what}; all else is written")
+
+
 if __name__ == "__main__":
     with common.clean_exit():
-        main(parse_args())
+        complain(main(parse_args()))

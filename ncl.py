@@ -68,7 +68,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 
 # ======================================================= METHOD ======================================================
@@ -373,6 +373,7 @@ def main(args):
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     train, evals = common.open_data(args)
     run = common.Run(__file__, args, train, evals, RECIPES)
+    train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
@@ -404,8 +405,8 @@ def main(args):
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
     before = run.begin(evaluator, (guess, guess), banner_lines(train, args))
     if run.step == 0 and common.rank() == 0:                               # Figs. 7 and 8 compare with the start
-        start = {f"{name}/{k}": p[k][:500].contiguous() for name, p in before.items() for k in ("text", "image")}
-        save_file(start, run.folder / "embeddings_before.safetensors")
+        start = {f"{name}/{k}": p[k][:500] for name, p in before.items() for k in ("text", "image")}
+        common.write_tensors(run.folder / "embeddings_before.safetensors", start)
     for batch in batches:
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
@@ -449,9 +450,9 @@ def main(args):
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if common.rank() == 0:
-        queues = {kind: own[kind].get().cpu().contiguous() for kind in ("texts", "videos")}
+        queues = {kind: own[kind].get() for kind in ("texts", "videos")}
         queues["gamma"] = torch.tensor([gamma_of(own, args)])
-        save_file(queues, run.folder / "queues.safetensors")
+        common.write_tensors(run.folder / "queues.safetensors", queues)
     return run.finish(draw, more=normalization_table)
 
 

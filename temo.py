@@ -27,8 +27,9 @@ Equations, s_ij = cosine, rows = anchors, all candidates of the global batch in 
 
 Commands:
     accelerate launch temo.py                                    # emoji, three minutes on two CPU cores
-    accelerate launch temo.py --dataset cc3m                     # the paper's run, ResNet-50 + DistilBERT, batch 2048
-    accelerate launch temo.py --dataset cc3m --chunk-size 64     # the same gradient on a small card
+    accelerate launch temo.py --dataset cc3m --paraphrases p.jsonl  # the paper's run, ResNet-50 + DistilBERT
+    # its ViT-B/16 on a small card: chunks give the full batch's gradient (a ResNet's BatchNorm would see chunks)
+    accelerate launch temo.py --dataset cc3m --image-encoder vit_base_patch16_224.augreg_in1k --chunk-size 64
     accelerate launch temo.py --dataset captions.csv             # own data: columns image, caption
     torchrun --nproc_per_node 2 temo.py --cpu                    # two processes without a GPU
     python temo.py --loss infonce                                # a baseline: ts, dystress[-shifted], cwcl, slip
@@ -36,24 +37,33 @@ Commands:
 The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
 comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
 
-Differences from the paper (there is no authors' code):
+Differences from the paper (there is no authors' code), and what it leaves open:
  1. Eq. 3 as printed sums an average again; we follow Algorithm 1: 1/2 (L_I2T + L_T2I), each a mean over the batch.
  2. Eq. 4 takes the root of a cosine, which may be negative: tau_ij = tau_min there. The root sees at least 1e-8, so
     that gradients are finite.
  3. Whether a gradient flows through tau_ij is not said. "As a proxy" reads as no: detached by default, --no-detach-tau
-    for the other.
- 4. The augmentation of images is not given: SimCLR's (SLIP's) values, every strength a flag. I itself has the CC3M
-    trainer's view.
+    for the other. --loss dystress[-shifted] obeys the same flag.
+ 4. The augmentation of images is not given: SimCLR's (SLIP's) values, every strength a flag. I itself has the view of
+    the base code: the CC3M trainer's, and for CC12M SLIP's, which has no mirror images.
  5. Without --paraphrases the texts T~ come from other captions, templates (emoji) or word dropout and swap; the banner
-    says which.
+    says which, and warns where the recipe is the paper's.
  6. The learning rate follows a cosine per step; the CC3M trainer changes it per epoch.
  7. Crops are antialiased bilinear (the CC3M trainer: bicubic); RandAugment is torchvision's, on the trainer's
     operations and probability.
- 8. Appendix F does not say which losses the experts serve: here the image expert sets the tau_ij of L_M-I2I, the text
-    expert of L_M-T2T.
+ 8. Appendix F does not say which losses the experts serve. Table 10 has the level of Table 7's rows without unimodal
+    losses (CIFAR10 51 to 55; with them 61 to 64), so an expert sets the tau_ij of L_M-MM by its cosines among I (among
+    T), both ways; that two experts give the mean of their temperatures is our reading. The tables' runs: --unimodal
+    none. --expert-serves unimodal is the other reading: the image expert sets L_M-I2I, the text expert L_M-T2T.
  9. --loss slip has LayerNorm, not BatchNorm, in its projection head, so that every promise about processes and chunks
     holds.
 10. --loss dystress-shifted: the shifted form is not printed anywhere; (1 + s) / 2 in place of s is our reading.
+11. CC12M is SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr." for it.
+12. Table 3: 0.5 and 0.5 are given for rows d and f; that row c has them too (--blend fixed) is our reading.
+13. The schedule is told as fine to coarse (Sections 1, 4.2, 5) and as coarse to fine (Section 3, App. I), with the same
+    equations; the words here follow App. I.
+14. Misprints: Table 1's caption swaps TR and IR (IR is text -> image); Table 7's row 3 (our c) lacks the tick of Base.
+15. Fig. 7 is zero-shot ImageNet along training. Here: zero-shot by class names on each set of --eval-datasets with
+    classes and no captions, along training if it has a val split. ImageNet by name has none: read once, at the end.
 """
 
 import argparse
@@ -118,10 +128,17 @@ def modulated_loss(anchor, candidates, tau_min, tau_alpha, detach=True, block=0,
     return info_nce(anchor, candidates, modulate if tau is None else tau, block)
 
 
-def modulated_multimodal_loss(image, text, tau_min, tau_alpha, detach=True, block=0):
-    """L_M-MM (Eq. 7): mean of both directions; the temperatures of one are the transpose of the other's."""
-    image_to_text = modulated_loss(image, text, tau_min, tau_alpha, detach, block)
-    return (image_to_text + modulated_loss(text, image, tau_min, tau_alpha, detach, block)) / 2
+def modulated_multimodal_loss(image, text, tau_min, tau_alpha, detach=True, block=0, tau=None):
+    """L_M-MM (Eq. 7): mean of both directions; the temperatures of one are the transpose of the other's.
+
+    tau: (B, N) temperatures from elsewhere for both, rows of a symmetric matrix (an expert's cosines among I or T)."""
+    image_to_text = modulated_loss(image, text, tau_min, tau_alpha, detach, block, tau)
+    return (image_to_text + modulated_loss(text, image, tau_min, tau_alpha, detach, block, tau)) / 2
+
+
+def expert_temperature(anchor, candidates, tau_min=0.01, tau_alpha=0.04):
+    """Eq. 4 on the cosines of an expert's unit features (App. F): (B, width), (B, width) -> (B, N), no gradient."""
+    return modulated_temperature(anchor @ gather(candidates).T, tau_min, tau_alpha)
 
 
 def blend_weights(progress, blend="quadratic", base=True, others=True):
@@ -132,18 +149,18 @@ def blend_weights(progress, blend="quadratic", base=True, others=True):
 
 
 def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alpha=0.04, detach=True, block=0,
-               image_tau=None, text_tau=None, names=("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T")):
+               image_tau=None, text_tau=None, multimodal_tau=None, names=("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T")):
     """The terms of Eq. 8 by their names in the paper: {name: scalar fp32}.
 
     Args:
         image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ of this process.   tau: temperature of L_MM.
         tau_min, tau_alpha: Eq. 4.   detach, block: as modulated_loss.
-        image_tau, text_tau: (B, N) temperatures of an expert for L_M-I2I, L_M-T2T (App. F).
+        multimodal_tau, image_tau, text_tau: (B, N) temperatures of experts for L_M-MM, L_M-I2I, L_M-T2T (App. F).
         names: the terms wanted, in this order; also L_I2I and L_T2T (Eq. 2, at tau).
     """
     modulation = tau_min, tau_alpha, detach, block
     terms = {"L_MM": lambda: multimodal_loss(image, text, tau, block),
-             "L_M-MM": lambda: modulated_multimodal_loss(image, text, *modulation),
+             "L_M-MM": lambda: modulated_multimodal_loss(image, text, *modulation, multimodal_tau),
              "L_M-I2I": lambda: modulated_loss(image, image_aug, *modulation, image_tau),
              "L_M-T2T": lambda: modulated_loss(text, text_aug, *modulation, text_tau),
              "L_I2I": lambda: info_nce(image, image_aug, tau, block),
@@ -247,32 +264,36 @@ CC3M = dict(
     epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, warmup_epochs=1.4,  # 2,000 steps of 1,420 an epoch
     weight_decay=0.02, beta2=0.999, grad_clip=0.0,
     tau=0.01, tau_min=0.01, tau_alpha=0.04,
-    crop_min=0.5, flip=0.5, randaugment_ops=2, randaugment_magnitude=21, jitter=0.0,
+    crop_min=0.5, flip=0.5, aug_flip=0.5, randaugment_ops=2, randaugment_magnitude=21, jitter=0.0,
     aug_crop_min=0.08, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.1, aug_blur=0.5,
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
 CC12M = CC3M | dict(
-    recipe="paper; optimiser and views from the base code (SLIP)",
-    image_encoder="vit_base_patch16_224", pretrained=False, image_size=224, image_stats="imagenet", eval_resize="crop",
-    batch_size=4096, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98,
-    randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"])
+    recipe="paper; optimiser, views and captions from the base code (SLIP)",
+    # of CLIP's text transformer (12 layers, 512 wide, 8 heads, 77 BPE tokens) this id gives configuration and
+    # tokenizer, the weights start anew; offline: --text-encoder FOLDER with these files
+    image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32", pretrained=False, embed_dim=512,
+    image_size=224, image_stats="imagenet", eval_resize="crop", text_length=77, clean_captions=False,
+    # SLIP's settings for every loss: the paper promises equal ones (SLIP's authors train CLIP at 5e-4, decay 0.5)
+    batch_size=4096, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, tau_clamp=[0.01, 1.0],
+    flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"])
 EMOJI = dict(
     recipe="ours",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
     image_size=48, image_stats="half", eval_resize="crop", text_length=24, text_pooling="mean", clean_captions=False,
     epochs=24.0, batch_size=256, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
     tau=0.1, tau_min=0.05, tau_alpha=0.1,
-    crop_min=0.35, flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
+    crop_min=0.35, flip=0.5, aug_flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
     # no change of hue: it is in the names
     aug_crop_min=0.2, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.0, aug_blur=0.0,
     mixed_precision="no", eval_datasets=[], log_every=5, save_every=100, eval_every=70)
 MOVING = EMOJI | dict(
     recipe="ours; as emoji, no mirror images: left and right are words of the captions",
-    image_size=32, frames=4, epochs=40.0, batch_size=128, flip=0.0, crop_min=0.8, aug_crop_min=0.5)
+    image_size=32, frames=4, epochs=40.0, batch_size=128, flip=0.0, aug_flip=0.0, crop_min=0.8, aug_crop_min=0.5)
 OWN = EMOJI | dict(
     recipe="ours; small towers from scratch",
     image_size=64, text_length=32, aug_hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN}
-LOSSES = {"slip": dict(tau=0.07, learnable_tau=True)}  # SLIP's own start (paper, Section 4)
+LOSSES = {"slip": dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])}  # paper, Section 4; clamp of SLIP's code
 
 
 def parse_args(argv=None):
@@ -286,7 +307,7 @@ def parse_args(argv=None):
                    help="temperature of L_MM and of the baselines, divides the cosine; paper 0.01, SLIP starts at 0.07")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau (infonce, slip, cwcl)")
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
-                   help="limits of a learnable tau")
+                   help="limits of a learnable tau; CC3M trainer 0.001 0.5, SLIP 0.01 1")
     g.add_argument("--tau-min", type=positive, default=0.01,
                    help="lowest modulated temperature, > 0; paper 0.01. ts, dystress: their lowest as well")
     g.add_argument("--tau-alpha", type=nonnegative, default=0.04,
@@ -304,9 +325,11 @@ def parse_args(argv=None):
     g.add_argument("--slip-hidden", type=count, default=4096, help="hidden width of SLIP's projection head")
     g.add_argument("--slip-dim", type=count, default=256, help="output width of SLIP's projection head")
     g.add_argument("--image-expert", default="",
-                   help="transformers id or folder (DINOv2) whose mean patch features set the tau of L_M-I2I (App. F)")
+                   help="transformers id or folder whose mean patch features set temperatures (App. F: DINOv2-Small)")
     g.add_argument("--text-expert", default="",
-                   help="the same for L_M-T2T (App. F: all-roberta-large-v1), mean-pooled")
+                   help="the same of texts, mean-pooled (App. F: all-roberta-large-v1)")
+    g.add_argument("--expert-serves", choices=["multimodal", "unimodal"], default="multimodal",
+                   help="L_M-MM by cosines among I (T), as Tables 9 and 10 read; or L_M-I2I (L_M-T2T)")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
     g = p.add_argument_group("views")
@@ -317,7 +340,8 @@ def parse_args(argv=None):
     g.add_argument("--word-swap", type=part, default=0.1, help="probability per word of a swap of neighbours, likewise")
     g.add_argument("--crop-min", type=part, default=0.5,
                    help="I: smallest area of the random crop, 0..1; CC3M trainer 0.5")
-    g.add_argument("--flip", type=part, default=0.5, help="I and I~: probability of a mirror image")
+    g.add_argument("--flip", type=part, default=0.5,
+                   help="I: probability of a mirror image; CC3M trainer 0.5, SLIP 0; see --aug-flip")
     g.add_argument("--jitter", type=part, default=0.0, help="I: brightness, contrast and saturation strength")
     g.add_argument("--jitter-p", type=part, default=0.8, help="I: probability of that jitter")
     g.add_argument("--randaugment-ops", type=whole, default=0,
@@ -325,6 +349,7 @@ def parse_args(argv=None):
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=21,
                    help="I: RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
     g.add_argument("--aug-crop-min", type=part, default=0.08, help="I~: smallest area of the crop; SimCLR 0.08")
+    g.add_argument("--aug-flip", type=part, default=0.5, help="I~: probability of a mirror image; SimCLR 0.5")
     g.add_argument("--aug-jitter-p", type=part, default=0.8, help="I~: probability of the colour jitter; SimCLR 0.8")
     g.add_argument("--aug-brightness", type=part, default=0.4, help="I~: strength; SLIP 0.4")
     g.add_argument("--aug-contrast", type=part, default=0.4, help="I~: strength; SLIP 0.4")
@@ -411,8 +436,10 @@ def parse_args(argv=None):
               "--no-base --no-modulated --unimodal none leaves no loss")
     p.require(not args.learnable_tau or args.loss in ("infonce", "slip", "cwcl"),
               f"--learnable-tau: --loss {args.loss} has no single temperature to learn; use infonce, slip or cwcl")
-    p.require(not (args.image_expert or args.text_expert) or (args.loss == "temo" and args.unimodal == "modulated"),
-              "--image-expert and --text-expert set the temperatures of --loss temo --unimodal modulated")
+    served = args.modulated if args.expert_serves == "multimodal" else args.unimodal == "modulated"
+    p.require(not (args.image_expert or args.text_expert) or (args.loss == "temo" and served),
+              "--image-expert and --text-expert set the temperatures of --loss temo --modulated; with --expert-serves "
+              "unimodal those of --unimodal modulated")
     return args
 
 
@@ -423,6 +450,7 @@ def main(args):
     train, evals = common.open_data(args)
     paraphrases = common.Paraphrases(args.paraphrases) if args.paraphrases else None
     run = common.Run(__file__, args, train, evals, RECIPES)
+    train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
@@ -447,8 +475,9 @@ def main(args):
     # ------------------------------------------- views and batches ---------------------------------------------------
     base_view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, args.jitter, args.jitter,
                                args.jitter, randaugment=(args.randaugment_ops, args.randaugment_magnitude))
-    strong_view = common.Augment(args.image_size, args.aug_crop_min, args.flip, args.aug_jitter_p, args.aug_brightness,
-                                 args.aug_contrast, args.aug_saturation, args.aug_hue, args.aug_grey, args.aug_blur)
+    strong_view = common.Augment(args.image_size, args.aug_crop_min, args.aug_flip, args.aug_jitter_p,
+                                 args.aug_brightness, args.aug_contrast, args.aug_saturation, args.aug_hue,
+                                 args.aug_grey, args.aug_blur)
     pairs = args.loss == "temo" and args.unimodal != "none"                # I~ and T~ are needed
     views = [base_view] + ([strong_view] if pairs else [strong_view, strong_view] if args.loss == "slip" else [])
     batches = run.batches(views, transform)
@@ -458,26 +487,29 @@ def main(args):
     per_pair = args.loss in ("temo", "dystress", "dystress-shifted")
     tau_of = functools.partial(pair_temperature, loss=args.loss, tau_min=args.tau_min, tau_max=tau_max,
                                detach=args.detach_tau)
-    evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
+    evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
+                                 also=functools.partial(zero_shot, tower, tokenizer, run.device))
     parts = f" (base {args.base}, modulated {args.modulated}, unimodal {args.unimodal}, blend {args.blend})"
     ranged = per_pair or args.loss == "ts"
     run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
         "loss": args.loss + (parts if args.loss == "temo" else ""),
         "temperature": f"tau {args.tau}" + (", learnt" if args.learnable_tau else "")
                        + (f"; per pair {args.tau_min} .. {tau_max:g}" if ranged else ""),
-        "texts T~": common.text_view_note(train, paraphrases) if pairs else "not used"})
+        "texts T~": second_texts(train, paraphrases, args.dataset) if pairs else "not used"})
     for batch in batches:
         progress = run.step / run.total
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         texts, other = common.text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, args.word_drop,
                                         args.word_swap, second=pairs)
-        image_tau = text_tau = None                                        # (B, N) where an expert sets them
-        if image_expert:
-            sim = image_expert(batch["views"][0]) @ gather(image_expert(batch["views"][1])).T                # (B, N)
-            image_tau = modulated_temperature(sim, args.tau_min, args.tau_alpha)
-        if text_expert:
-            sim = text_expert(texts) @ gather(text_expert(other)).T        # (B, N)
-            text_tau = modulated_temperature(sim, args.tau_min, args.tau_alpha)
+        experts = {}                                                       # (B, N) temperatures that experts set
+        inside = args.expert_serves == "multimodal"                        # cosines among I, among T; not with I~, T~
+        for name, expert, pair in (("image", image_expert, batch["views"]), ("text", text_expert, (texts, other))):
+            if expert:
+                anchor = expert(pair[0])                                   # (B, width)
+                candidates = anchor if inside else expert(pair[1])         # (B, width)
+                experts[f"{name}_tau"] = expert_temperature(anchor, candidates, args.tau_min, args.tau_alpha)
+        if experts and inside:
+            experts = {"multimodal_tau": sum(experts.values()) / len(experts)}                               # (B, N)
 
         inputs = {"pixels": dict(enumerate(batch["views"])), "tokens": tokens_of(tokenizer, texts, other, run.device)}
         image, text, *more = chunks.encode(inputs)                         # (B, D) each; I~ and T~, or SLIP's features
@@ -486,7 +518,7 @@ def main(args):
         if args.loss == "ts":
             tau = ts_temperature(progress, args.tau_min, tau_max, args.ts_periods)
         modulation = dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha, detach=args.detach_tau, block=args.loss_block,
-                          image_tau=image_tau, text_tau=text_tau)
+                          **experts)
         if args.loss == "temo":
             loss = temo_loss(image, text, *(more or (None, None)), progress, tau, base=args.base,
                              modulated=args.modulated, unimodal=args.unimodal, blend=args.blend, **modulation)
@@ -519,15 +551,35 @@ def main(args):
                 image, text = gather(normalize(image)), gather(normalize(text))                              # (N, D)
                 numbers |= common.embedding_health(image, text)
                 if per_pair:                                               # Fig. 2, over at most 2,048 pairs
-                    sim = image[:2048] @ text[:2048].T                     # (n, n)
-                    temperatures = tau_of(sim)                             # (n, n)
-                    n, on_pairs = len(sim), temperatures.diagonal().mean().item()
+                    temperatures = tau_of(image[:2048] @ text[:2048].T)    # (n, n)
+                    if "multimodal_tau" in experts:
+                        temperatures = gather(experts["multimodal_tau"])[:2048, :2048]
+                    n, on_pairs = len(temperatures), temperatures.diagonal().mean().item()
                     between_others = (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)
                     numbers |= {"tau_pos": on_pairs, "tau_neg": between_others}
         run.done(batch, loss, tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     return run.finish(draw)
+
+
+def second_texts(train, paraphrases, dataset):
+    """Where T~ comes from, for the banner: a warning where a recipe of the paper runs without its paraphrases."""
+    note = common.text_view_note(train, paraphrases)
+    paper = RECIPES.get(dataset, OWN)["recipe"].startswith("paper")
+    warning = "WARNING: NOT THE PAPER'S T~, which are paraphrases by PEGASUS; give --paraphrases FILE. Now: "
+    return warning + note if paper and not paraphrases else note
+
+
+def zero_shot(tower, tokenizer, device, pieces):
+    """Top-1, 3, 5 by class names as prompts (Section 4, Fig. 7), of a set with classes and no captions of its own."""
+    data = pieces["data"]
+    if data.has_captions or not data.label_names:
+        return {}
+    names = [n.strip().replace("_", " ") for n in data.label_names]
+    (labels,), (image,) = common.with_class((data.labels[pieces["index"]],), (pieces["image"],))  # (M,), (M, D)
+    classes = common.encode_texts(tower, tokenizer, names, device)         # (C, D)
+    return {"zero-shot": common.zero_shot_accuracy(image, torch.from_numpy(labels), classes)}
 
 
 def tokens_of(tokenizer, texts, other, device):
@@ -577,8 +629,10 @@ def draw(run):
         suffix = "" if name == next(iter(val)) else f"_{common.slug(name)}"
         recalls = {f"{k}, {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
         knn = {"top-1": f"eval/{name}/knn@1/top1", "mean per class": f"eval/{name}/knn@1/mean_per_class"}
+        top = {f"top-{k}": f"eval/{name}/zero-shot/top{k}" for k in (1, 3, 5)}
+        zero = [("zero-shot by class names, val (Fig. 7)", "%", top)] if log.column(top["top-1"])[0] else []
         run.picture(f"evaluation{suffix}.png", figures.draw_curves, log, [
-            ("retrieval, val (Fig. 7)", "%", recalls),
+            ("retrieval, val", "%", recalls), *zero,
             ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
             ("kNN@1 of images, val (Fig. 3)", "%", knn)], x="samples_seen")
         stages = {"before training": before[name]} if name in before else {}

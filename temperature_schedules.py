@@ -24,7 +24,12 @@ Commands:
     accelerate launch temperature_schedules.py --dataset cifar10-lt --stop-at-phase 0.7
     # App. A.2; then --split-seed 1 --eval-epoch N
     accelerate launch temperature_schedules.py --dataset cifar10-lt --eval-every 420 --eval-epoch auto
-    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco           # or sdclr
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco
+    # Table 3's baseline: its own prune and fixed tau; --schedule cos puts the schedule on it
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --loss sdclr
+    # the authors' splits; --imbalance-ratio 1 without a file is Table 10's uniform set
+    accelerate launch temperature_schedules.py --dataset cifar10-lt --index-file split1_D_i.npy
+    python -m tools.phase RUN RUN ...                                            # Fig. 4 over several runs
     accelerate launch temperature_schedules.py --dataset folder/ --imbalance-ratio 100    # own data: class folders
 
 The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
@@ -39,14 +44,25 @@ Differences from the paper and from the authors' code:
  5. MoCo's code is not released. Ours: one linear head, momentum 0.99. BatchNorm would let a query see its key through
     the batch statistics; the keys are therefore encoded in a random order and in --key-splits groups, so that no key
     shares its query's statistics. The default towers have no BatchNorm and nothing to leak.
- 6. SDCLR: the second view goes through the magnitude-pruned network (largest 1 - prune of each layer's weights, masks
-    refreshed every epoch); both branches share the weights and both receive the gradient.
+ 6. SDCLR, as its authors' code: the second view goes through the pruned network (the smallest `prune` of all weights of
+    the encoder's convolutions and linear layers together, masks refreshed every epoch), which has BatchNorms of its
+    own, weights and statistics, in the head too; both branches receive the gradient. Theirs encodes the pruned view
+    twice a step, so that its running statistics, which nothing reads, move twice.
  7. Colour operations come in a fixed order, one blur radius; crops are antialiased (see common.Augment).
- 8. Weight decay: all parameters in the authors' code; here biases and norms have none.
+ 8. Weight decay and start of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts the last
+    BatchNorm of each block at 0) follow the authors' code, and so do the paper's recipes; the others do not. The 3x3
+    stem of resnet18-cifar starts as torch's convolutions do, theirs by He's normal law.
  9. App. A.2 chooses the tested epoch on val but names no measure: --eval-epoch auto takes the mean of kNN@1, kNN@10 and
     both probes, each a mean over the classes; a tie keeps the earlier epoch. The number N that it says is for the other
     splits. Default: the end of the run.
-10. Fig. 1 does not say which representation's coverage it shows; here that of z, which the loss spreads.
+10. Fig. 1 does not say which representation's coverage it shows, nor Fig. 2 whose cosines; here those of z, which the
+    loss sees and spreads (features after a ReLU have no negative cosines). Fig. 3 shows features, as its kNN does.
+11. Table 10's uniform set is read as all images outside val, 4,500 a class (--imbalance-ratio 1), not the 1,116 of
+    SDCLR's split1_D_b.npy. Few-shot and all-images probe then learn from the same images; the paper's differ by 2.5
+    points and it does not say why.
+12. Val of CIFAR is a tenth of each class, outside --index-file; SDCLR's own is --val-file valIdxList.npy.
+    ImageNet100-LT has none (App. A.2), and its few-shot images are SDCLR's list (--few-shot-file: 12 a class, mostly
+    outside the long tail) as in the authors' notebook; without it they are drawn from the long tail, as the paper says.
 """
 
 import argparse
@@ -125,14 +141,13 @@ def coarse_temperature(labels, head_classes, tau_head, tau_tail):
 
 
 def prune_masks(module, part):
-    """SDCLR: the weights that the second branch keeps, the largest 1 - part of each layer: {name: bool mask}."""
-    out = {}
-    for name, weight in module.named_parameters():
-        if weight.ndim > 1:
-            keep = max(1, round(weight.numel() * (1 - part)))
-            limit = weight.detach().abs().flatten().kthvalue(weight.numel() - keep + 1).values
-            out[name] = weight.detach().abs() >= limit
-    return out
+    """SDCLR: the weights that the second branch keeps: {name: bool mask}, the largest 1 - part of all weights of
+    convolutions and linear layers together, so that layers of small weights lose more."""
+    layers = (nn.Linear, nn.modules.conv._ConvNd)
+    sizes = {f"{n}.weight": m.weight.detach().abs() for n, m in module.named_modules() if isinstance(m, layers)}
+    every = torch.cat([size.flatten() for size in sizes.values()])         # (weights,)
+    limit = every.kthvalue(min(math.ceil(part * len(every)) + 1, len(every))).values
+    return {name: size >= limit for name, size in sizes.items()}
 
 
 def coverage(z, bins=500):
@@ -172,7 +187,7 @@ class Queue(nn.Module):
 class Contrastive(nn.Module):
     """Encoder and projection head; views (V * B, 3, S, S) -> z (V * B, D). The head is discarded in evaluation."""
 
-    def __init__(self, encoder, dim, norm, linear=False):
+    def __init__(self, encoder, dim, norm, linear=False, pruned=False):
         super().__init__()
         self.tower, width = encoder, encoder.vision.width
         if linear:                                                         # MoCo
@@ -181,15 +196,31 @@ class Contrastive(nn.Module):
             bn = nn.BatchNorm1d if norm == "batch" else nn.Identity
             self.head = nn.Sequential(nn.Linear(width, width), bn(width), nn.ReLU(),
                                       nn.Linear(width, dim, bias=False), bn(dim))
+        if pruned:                                                         # SDCLR: the second branch's BatchNorms
+            self.norms = nn.ModuleList(copy.deepcopy(m) for _, m in self.dense_norms())
+
+    def dense_norms(self):
+        """[(name, BatchNorm)] of encoder and head."""
+        both = *self.tower.named_modules(prefix="tower"), *self.head.named_modules(prefix="head")
+        return [(name, m) for name, m in both if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def forward(self, pixels, masks=None, half=None):
         """masks, half: the views from row `half` on go through the pruned encoder (SDCLR)."""
         if masks is None:
             return self.head(self.tower(pixels)[2])
-        weights = {n: w * masks[n] if n in masks else w for n, w in self.tower.named_parameters()}
-        dense = self.tower(pixels[:half])[2]                               # (half, width)
-        sparse = functional_call(self.tower, weights, (pixels[half:],))[2]
-        return self.head(torch.cat([dense, sparse]))
+        other = {f"tower.{name}": self.tower.get_parameter(name) * mask for name, mask in masks.items()}
+        for (name, _), norm in zip(self.dense_norms(), self.norms, strict=True):
+            other |= {f"{name}.{k}": x for k, x in (*norm.named_parameters(), *norm.named_buffers())}
+        return torch.cat([self(pixels[:half]), functional_call(self, other, (pixels[half:],))])
+
+
+@torch.no_grad()
+def project(head, features):
+    """z (M, D) of features (M, width), with the running statistics of the head's norms; on the head's device."""
+    head.eval()
+    z = head(features.to(next(head.parameters()).device))
+    head.train()
+    return z
 
 
 @torch.no_grad()
@@ -212,19 +243,20 @@ def update_momentum(encoder, online, momentum):
 
 # ======================================================= flags =======================================================
 # Defaults by data set, one line a group. 'paper': Section 4 and the appendix; 'authors' code': their repository;
-# 'ours': tuned on the validation split. Flags override; other data sets take 'own'.
+# 'ours': tuned on the validation split. Flags override; other data sets take 'own'. SDCLR: its own fixed tau and prune,
+# from its scripts, on the paper's sets.
 CIFAR = dict(
     recipe="paper; optimiser and views from the authors' code",
     image_encoder="resnet18-cifar", pretrained=False, embed_dim=128, head_norm="batch",
     image_size=32, image_stats="imagenet", eval_resize="crop",
     epochs=2000.0, batch_size=512, optimizer="sgd", lr=0.5, lr_end=1e-6, warmup_epochs=10.0, weight_decay=1e-4,
-    beta1=0.9, grad_clip=0.0,
+    decay_all=True, zero_init=False, beta1=0.9, grad_clip=0.0,
     tau_min=0.1, tau_max=1.0, period=400.0, queue_size=10_000,
     crop_min=0.1, flip=0.5, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, grey=0.2, blur=0.0,
     imbalance_ratio=100.0, train_features="augmented", save_every=1000, eval_every=0, log_every=50)
 IMAGENET100 = CIFAR | dict(
     image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
-    imbalance_ratio=0.0, train_features="clean")
+    imbalance_ratio=0.0, train_features="clean", eval_crop=0.875, shot_limits=[100, 20])
 FASHION = CIFAR | dict(
     recipe="ours; as cifar10-lt",
     epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
@@ -232,6 +264,7 @@ EMOJI = CIFAR | dict(
     recipe="ours",
     image_encoder="small", head_norm="none", image_stats="half",
     epochs=30.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.05,
+    decay_all=False, zero_init=True,
     period=12.0, queue_size=1024,
     crop_min=0.3, hue=0.02,  # hue tells classes apart
     imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, log_every=5)
@@ -243,6 +276,9 @@ OWN = EMOJI | dict(
     image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100,
            "fashion-mnist-lt": FASHION, "moving-emoji": MOVING, "own": OWN}
+SDCLR = {"cifar10-lt": dict(schedule="fixed", tau_min=0.2, prune=0.9),
+         "cifar100-lt": dict(schedule="fixed", tau_min=0.2, prune=0.9),
+         "imagenet100-lt": dict(schedule="fixed", tau_min=0.3, prune=0.3)}
 
 
 def parse_args(argv=None):
@@ -274,7 +310,12 @@ def parse_args(argv=None):
     g.add_argument("--key-splits", type=count, default=8,
                    help="groups in which MoCo's keys are encoded where the encoder has BatchNorm")
     g.add_argument("--prune", type=part, default=0.9,
-                   help="SDCLR: part of each layer's weights that the second branch loses, 0..1; SDCLR 0.9")
+                   help="SDCLR: part of the weights that the second branch loses, the smallest of all layers together, "
+                        "0..1; SDCLR 0.9, ImageNet100-LT 0.3")
+    g.add_argument("--decay-all", action=yesno, default=False,
+                   help="weight decay for biases and norms too, as the authors' code")
+    g.add_argument("--zero-init", action=yesno, default=True,
+                   help="the last BatchNorm of each block of a timm ResNet starts at 0; the authors' start at 1")
     g = p.add_argument_group("views")
     g.add_argument("--crop-min", type=part, default=0.1,
                    help="smallest area of the random crop; CIFAR 0.1, ImageNet 0.08")
@@ -293,14 +334,25 @@ def parse_args(argv=None):
     g.add_argument("--split-seed", type=whole, default=0,
                    help="of the order of the classes and of the images drawn; the paper averages three splits")
     g.add_argument("--index-file", default="",
-                   help="training images: .npy indices (SDCLR's splits of CIFAR), or lines 'path class' under "
-                        "--data-dir (imagenet100-lt)")
+                   help="training images: .npy of torchvision's indices (SDCLR's splits of CIFAR), or lines 'path "
+                        "class' under --data-dir (imagenet100-lt)")
+    g.add_argument("--val-file", default="",
+                   help="val images, likewise; empty = a tenth of each class outside --index-file (CIFAR), none "
+                        "(imagenet100-lt)")
     g.add_argument("--test-file", default="",
                    help="test images of imagenet100-lt: lines 'path class' under --data-dir")
+    g.add_argument("--few-shot-file", default="",
+                   help="images that the few-shot probe of imagenet100-lt learns from, likewise; empty = training "
+                        "images, as many of each class as the smallest has")
     g = p.add_argument_group("evaluation by class")
     g.add_argument("--train-features", choices=["clean", "augmented"], default="clean",
                    help="views of the training images in kNN and probes; the authors' notebook: augmented (crop with "
                         "padding, flip) on CIFAR")
+    g.add_argument("--shot-limits", type=whole, nargs=2, default=[0, 0], metavar=("HEAD", "TAIL"),
+                   help="head classes have more than HEAD training images, tail classes fewer than TAIL, mid the rest; "
+                        "ImageNet100-LT 100 20; 0 0 = thirds of the classes")
+    g.add_argument("--eval-crop", type=between(0.1, 1), default=1.0,
+                   help="part of the short side that --eval-resize crop keeps; ImageNet 0.875 (resize 256, crop 224)")
     g.add_argument("--eval-epoch", default="", metavar="auto|N",
                    help="whose weights are tested; empty = of the end; auto = of the best val evaluation after step 0 "
                         "(App. A.2); N = the run ends after epoch N of the same schedules")
@@ -361,7 +413,7 @@ def parse_args(argv=None):
     g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
                    help="of the encoders; the loss is always float32")
     # <<< shared
-    args = p.parse(argv, RECIPES)
+    args = p.parse(argv, RECIPES, lambda chosen: SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {})
     epoch, auto = args.eval_epoch, args.eval_epoch == "auto"
     number = float(epoch) if epoch.replace(".", "", 1).isdecimal() else 0.0
     last = math.inf if args.max_steps else args.epochs
@@ -371,6 +423,8 @@ def parse_args(argv=None):
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
               f"--imbalance-ratio {args.imbalance_ratio}: must be at least 1, or 0 to leave the data as they are")
+    p.require(not any(args.shot_limits) or 0 < args.shot_limits[1] <= args.shot_limits[0] + 1,
+              f"--shot-limits {args.shot_limits[0]} {args.shot_limits[1]}: TAIL must be from 1 to HEAD + 1, or both 0")
     p.require(not args.stop_at_phase or args.epochs >= args.period,
               f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full --period {args.period:g}")
     p.require(not epoch or auto or 0 < number <= last,
@@ -395,8 +449,15 @@ def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     sets = common.labelled_sets(args)
-    train, evals = sets["train"], {args.dataset: {split: sets[split] for split in ("val", "test")}}
+    train, evals = sets["train"], {args.dataset: {s: sets[s] for s in ("val", "test") if s in sets}}
+    if args.eval_epoch == "auto" and "val" not in sets:
+        raise common.UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one")
+    if len(np.unique(train.labels)) < 2:
+        raise common.UserError(f"--dataset {args.dataset}: all of its training images are of one class, so nothing can "
+                               "be classified; --label-column names another column")
     run = common.Run(__file__, args, train, evals, RECIPES)
+    train = run.train                                                      # --verify-images leaves some out
+    sets = {"train": train} | run.evals[args.dataset]
     run.last = last_step(run)                                              # the schedules span run.total all the same
     sizes = class_sizes(train)                                             # (classes,)
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
@@ -406,13 +467,17 @@ def main(args):
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     encoder, _, transform = run.towers()                                   # what is saved and tested
-    tower = Contrastive(encoder, args.embed_dim, args.head_norm, linear=args.loss == "moco").to(run.device)
+    for m in encoder.modules() if not args.zero_init else ():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and not m.weight.any():
+            nn.init.ones_(m.weight)                                        # the last of a block
+    moco, sdclr = args.loss == "moco", args.loss == "sdclr"
+    tower = Contrastive(encoder, args.embed_dim, args.head_norm, linear=moco, pruned=sdclr).to(run.device)
     own = nn.ModuleDict()                                                  # beside DDP and in every checkpoint
     if args.loss == "moco":
         own["key"] = copy.deepcopy(tower).requires_grad_(False)
         own["queue"] = Queue(args.queue_size, args.embed_dim)
     if args.eval_epoch == "auto":
-        own["best"] = copy.deepcopy(encoder).requires_grad_(False)         # the best on val so far
+        own["best"] = copy.deepcopy(tower).requires_grad_(False)           # the best on val so far
     own.to(run.device)
     # >>> shared: optimizer
     groups = common.decay_groups([tower, own], args.weight_decay)
@@ -422,6 +487,8 @@ def main(args):
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
     # <<< shared
+    for group in optimizer.param_groups if args.decay_all else ():
+        group["weight_decay"] = args.weight_decay
     model, optimizer = run.prepare(tower, own, optimizer)                  # DDP; with --resume the last checkpoint
     run.tensors = {k: v.to(run.device) for k, v in run.tensors.items()}    # SDCLR: the masks of this epoch
     chunks = common.Chunks(lambda inputs: encode(model, inputs, run.tensors), model, run.accelerator, args.chunk_size)
@@ -438,14 +505,12 @@ def main(args):
     @torch.no_grad()
     def after_val(row, pieces):
         """Add the mean accuracy and the coverage of the sphere to a val row; keep the best weights so far."""
-        results = [m for m in row["eval"][args.dataset].values() if isinstance(m, dict)]
-        row["val_mean"] = float(np.mean([m["mean_per_class"] for m in results]))
-        tower.head.eval()
-        z = tower.head(pieces[args.dataset]["train_features"].to(run.device))                               # (M, D)
-        tower.head.train()
-        row["coverage"], row["sphere"] = coverage(z)
+        if "val" in sets:
+            results = [m for m in row["eval"][args.dataset].values() if isinstance(m, dict)]
+            row["val_mean"] = float(np.mean([m["mean_per_class"] for m in results]))
+        row["coverage"], row["sphere"] = coverage(project(tower.head, pieces[args.dataset]["train_features"]))
         if "best" in own and chosen_row([*run.log.rows, row], args) is row:
-            own["best"].load_state_dict(encoder.state_dict())
+            own["best"].load_state_dict(tower.state_dict())
 
     guess = [math.log(1 + negatives(step, args)) for step in (0, run.last - 1)]
     run.begin(common.ClassEvaluator(encoder, transform, sets, run.device, args), guess,
@@ -457,7 +522,7 @@ def main(args):
         if args.tau_head:                                                  # coarse supervision in its place
             tau = coarse_temperature(labels[batch["index"]].to(run.device), head_classes, args.tau_head,
                                      args.tau_tail)                        # (B,)
-        if args.loss == "sdclr" and (run.step % run.per_epoch == 0 or not run.tensors):
+        if sdclr and (run.step % run.per_epoch == 0 or not run.tensors):
             run.tensors = prune_masks(encoder, args.prune)                 # kept in the checkpoints for a resume
 
         inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
@@ -492,10 +557,11 @@ def main(args):
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     chosen = chosen_row(run.log.rows, args)
     if "best" in own:
-        encoder.load_state_dict(own.pop("best").state_dict())
-    run.val, epoch = chosen["eval"], chosen["step"] / run.per_epoch
-    common.say(f"tested: the weights of epoch {epoch:g}, mean of the four val accuracies {chosen['val_mean']:.1f} %")
-    return run.finish(draw, common.class_table, eval_epoch=epoch, eval_epoch_val=chosen["val_mean"])
+        tower.load_state_dict(own.pop("best").state_dict())
+    run.val, epoch, mean = chosen["eval"], chosen["step"] / run.per_epoch, chosen.get("val_mean")
+    val = "no val accuracy" if mean is None else f"mean of the four val accuracies {mean:.1f} %"
+    common.say(f"tested: the weights of epoch {epoch:g}, {val}")
+    return run.finish(draw, common.class_table, eval_epoch=epoch, eval_epoch_val=mean)
 
 
 def schedule_of(args):
@@ -558,11 +624,11 @@ def banner_lines(run, sizes, head_classes):
 
 def chosen_row(rows, args):
     """The row of val whose weights are tested: the last; with --eval-epoch auto the best after step 0 (App. A.2), of
-    equals the first."""
-    rows = [r for r in rows if "val_mean" in r]
+    equals the first. Where every evaluation on val failed, the last row, which has no val_mean."""
+    rows = [r for r in rows if "val_mean" in r] or [r for r in rows if "eval" in r][-1:]
     if args.eval_epoch != "auto":
         return rows[-1]
-    return max(rows, key=lambda r: (r["step"] > 0, r["val_mean"]))
+    return max(rows, key=lambda r: (r["step"] > 0, r.get("val_mean", 0)))
 
 
 # ======================================================= pictures ====================================================
@@ -576,7 +642,8 @@ def draw(run):
         ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"view 1": "std_image"}),
         ("kNN@1, val", "%", {"top-1": f"eval/{name}/knn@1/top1", "tail": f"eval/{name}/knn@1/tail"})])
     run.picture("classes.png", draw_classes, run)
-    run.picture("figures.png", draw_figures, run, run.test_pieces[name])
+    if name in run.test_pieces:
+        run.picture("figures.png", draw_figures, run, run.test_pieces[name])
 
 
 def draw_classes(run, path):
@@ -607,32 +674,35 @@ def draw_figures(run, pieces, path):
     """The paper's Figures 1 to 5. pieces: what common.ClassEvaluator kept of the test."""
     figures, sizes = common.figures(), class_sizes(run.train)
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
-    unit, truth = normalize(pieces["train_features"]), pieces["train_labels"]  # (M, width), (M,)
-    some = np.random.default_rng(0).permutation(len(unit))[:4000]
-    unit, truth = unit[some], truth[some]
-    fig, axes = figures.figure(3, 2)
+    some = np.random.default_rng(0).permutation(len(pieces["train_labels"]))[:4000]
+    features, truth = pieces["train_features"][some], pieces["train_labels"][some]                # (M, width), (M,)
+    fig, axes = figures.figure(4, 2, panels=7)
 
     for row in run.log.rows:
         if "sphere" in row:
             axes[0].plot(row["sphere"], color=shade(row["step"], run))
     axes[0].set(title="coverage of the sphere (Fig. 1)", xlabel="of 500 directions, fullest first; light = early",
                 ylabel="images nearest to it", yscale="log")
-    draw_shares(axes[1], axes[2], unit, run.args)
+    draw_shares(axes[1:4], normalize(project(run.trained.head, features)).cpu(), run.args)
 
     present = [c for c in order if (truth == c).any()]
-    centred = (unit - unit.mean(0)).numpy()
-    directions = np.linalg.svd(centred, full_matrices=False)[2][:2]        # (2, width)
-    plane = centred @ directions.T                                         # (M, 2)
-    axes[3].scatter(*plane.T, s=4, color="lightgrey")
+    centred = normalize(features).numpy()
+    centred = centred - centred.mean(0)
+    space = centred @ np.linalg.svd(centred, full_matrices=False)[2][:3].T                        # (M, 3)
+    place = axes[4].get_subplotspec()
+    axes[4].remove()
+    solid = fig.add_subplot(place, projection="3d")
+    solid.scatter(*space.T, s=4, color="lightgrey", alpha=0.3)
     for c, colour, name in ((present[0], "tab:red", "head"), (present[-1], "tab:blue", "tail")):
-        label = f"{name}: {pieces['names'][c]} ({sizes[c]})"
-        axes[3].scatter(*plane[truth == c].T, s=14, color=colour, label=label)
-    axes[3].legend(frameon=False, fontsize=8)
-    axes[3].set(title="PCA, a head and a tail class (Fig. 3)", xlabel="first direction", ylabel="second")
+        label = f"{name}: {pieces['names'][c]} ({sizes[c]}), kNN@1 {pieces['per_class'].get(int(c), 0):.0f} %"
+        solid.scatter(*space[truth == c].T, s=14, color=colour, label=label)
+    solid.legend(frameon=False, fontsize=8)
+    solid.set(title="three PCA directions, a head and a tail class (Fig. 3)", xticklabels=(), yticklabels=(),
+              zticklabels=())
 
-    draw_phase(axes[4], run)
-    axes[5].bar(range(len(order)), [pieces["per_class"].get(int(c), 0) for c in order], width=1.0)
-    axes[5].set(title="kNN@1 per class (Fig. 5)", xlabel="class, largest first", ylabel="test accuracy, %")
+    draw_phase(axes[5], run)
+    axes[6].bar(range(len(order)), [pieces["per_class"].get(int(c), 0) for c in order], width=1.0)
+    axes[6].set(title="kNN@1 per class (Fig. 5)", xlabel="class, largest first", ylabel="test accuracy, %")
     figures.save_figure(fig, path)
 
 
@@ -641,11 +711,12 @@ def shade(step, run):
     return str(0.85 * (1 - step / run.step))
 
 
-def draw_shares(single, together, unit, args):
-    """Fig. 2: what one negative at a cosine weighs in the loss, and what all negatives of that cosine weigh together.
+def draw_shares(axes, unit, args):
+    """Fig. 2: what one negative at a cosine weighs in the loss; how many have it; what they weigh together.
 
-    Args: single, together: axes.   unit: (M, width) normalised features.
+    Args: axes: three.   unit: (M, D) normalised z, M > 1.
     """
+    single, histogram, together = axes
     cosines = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)].numpy()
     edges = np.linspace(-1, 1, 101)
     middle, number = (edges[1:] + edges[:-1]) / 2, np.histogram(cosines, edges)[0]                          # (100,)
@@ -658,10 +729,12 @@ def draw_shares(single, together, unit, args):
         share = np.exp((middle - 1) / tau)                                 # (100,), before the scale
         single.plot(middle, share / share.max(), label=f"tau {tau:g}")
         together.plot(middle, share * number / max((share * number).max(), 1e-30), label=f"tau {tau:g}")
-    for ax, title in ((single, "loss share of one negative (Fig. 2a)"),
-                      (together, "of all negatives together (Fig. 2c)")):
-        ax.set(title=title, xlabel="cosine to the anchor", ylabel="share, maximum 1", xticks=(-1, -0.5, 0, 0.5, 1))
-        ax.legend(frameon=False, fontsize=8)
+    histogram.fill_between(middle, number / number.max(), color="tab:grey", step="mid")
+    for ax, title in ((single, "loss share of one negative (Fig. 2a)"), (histogram, "negatives (Fig. 2b)"),
+                      (together, "loss share of all negatives together (Fig. 2c)")):
+        ax.set(title=title, xlabel="cosine of z to the anchor", ylabel="maximum 1", xticks=(-1, -0.5, 0, 0.5, 1))
+        if ax is not histogram:
+            ax.legend(frameon=False, fontsize=8)
 
 
 def draw_phase(ax, run):

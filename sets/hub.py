@@ -146,7 +146,7 @@ def _from_tars(name, split, folder, options):
     from sets import tars
     facts = SETS[name]
     files = facts["files"][split]
-    root = folder or download(name, facts["repo"], [files, "*.txt"], streams=split == "train")
+    root = folder or download(name, facts["repo"], [files, "*.txt", "*_info.json", "sizes.json"], streams=split == "train")
     found = sorted(root.glob(files)) or (sorted(root.rglob(files)) if "/" not in files else [])
     if split != "val":
         found = [t for t in found if not _is_held(t, facts)]

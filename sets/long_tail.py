@@ -16,12 +16,20 @@ SETS = {  # base: the whole set; largest: images of its largest class once a ten
                          "licence": "MIT", "where": "as fashion-mnist"},
     "imagenet100-lt": {"splits": _NO_COUNTS, "licence": "research only",
                        "where": "an ImageNet tree in --data-dir, and SDCLR's lists split/imagenet-100/*.txt"}}
+TAR_ORDER = (4, 3, 2, 5, 1)  # the training batches of CIFAR-10 in its tar, and so in the hub's parquet
+
+
+class Splits(dict):
+    """{split: Data}; a split that the set does not have is refused in one line."""
+
+    def __missing__(self, split):
+        raise common.UserError(f"this set has no {split} split" + ("; --val-file names one" if split == "val" else ""))
 
 
 def load(name, split, options):
     """One split of a set of this file, small images in memory.
 
-    Options: imbalance_ratio (0), split_seed, index_file, test_file, as in labelled_sets, and those of the base set.
+    Options: imbalance_ratio (0), split_seed and the four files, as in labelled_sets, and those of the base set.
     Raises: UserError where a file or a flag is missing.
     """
     options = dict(options)
@@ -29,24 +37,29 @@ def load(name, split, options):
     return labelled_sets(name, ratio, **options)[split]
 
 
-def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", **options):
+def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", val_file="", few_shot_file="", **options):
     """{train, val, test} of labelled images, small ones in memory.
 
     cifar10-lt, cifar100-lt, fashion-mnist-lt: a tenth of each class is set aside as val (hence 4,500 and 450, not
-    5,000 and 500), the tail is cut from the rest; an .npy index_file (SDCLR's splits) names the training images
-    instead. imagenet100-lt: index_file and test_file list 'path class' below data_dir. emoji: classes with at least 8
-    drawings, 2 for test, 1 for val. Anything else: its own splits, with a tail of `ratio` cut into train when
-    ratio >= 1.
+    5,000 and 500), the tail is cut from the rest; .npy files of indices into torchvision's training images (SDCLR's
+    splits) name the images of train (index_file) and val (val_file) instead. imagenet100-lt: the files list
+    'path class' below data_dir; all of index_file is trained on, there is a val only by val_file, and few_shot_file
+    adds the split few-shot, whose images the few-shot probe learns from. emoji: classes with at least 8 drawings, 2
+    for test, 1 for val. Anything else: its own splits, with a tail of `ratio` cut into train when ratio >= 1.
     split_seed draws which class is how large.   options: those of common.load_data.
-    Raises: UserError for sets without labels.
+    Raises: UserError for sets without labels, and where the images of index_file are no long tail of that ratio.
     """
     splits = ("train", "val", "test")
+    files = {"index": index_file, "val": val_file, "test": test_file, "few-shot": few_shot_file}
+    used = () if name not in SETS else ("index", "val") if "base" in SETS[name] else tuple(files)
+    for kind in [k for k, file in files.items() if file and k not in used]:
+        raise common.UserError(f"--{kind}-file {files[kind]}: --dataset {name} has no use for it")
     if name == "emoji":
         sets = {s: common.load_data("emoji", s, by_class=True) for s in splits}
     elif name == "imagenet100-lt":
-        sets = _listed(name, index_file, test_file, options.get("data_dir"))
+        sets = _listed(name, files, options.get("data_dir"))
     elif name in SETS:
-        sets = _with_tail(name, ratio, split_seed, index_file, options)
+        sets = _with_tail(name, ratio, split_seed, index_file, val_file, options)
     else:
         sets = {s: common.load_data(name, s, **options) for s in splits}
     if any(s.labels is None or not s.label_names for s in sets.values()):
@@ -57,7 +70,7 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", **
     cut_already = name in SETS and name != "imagenet100-lt"
     if ratio >= 1 and not cut_already:
         sets["train"] = long_tail(sets["train"], ratio, split_seed)
-    return {s: data.in_memory() for s, data in sets.items()}
+    return Splits({s: data.in_memory() for s, data in sets.items()})
 
 
 def long_tail(data, ratio, seed, n_max=None):
@@ -74,22 +87,24 @@ def long_tail(data, ratio, seed, n_max=None):
     return data.select(np.sort(np.concatenate(rows)))
 
 
-def _with_tail(name, ratio, split_seed, index_file, options):
-    """cifar10-lt and its kin: val is a tenth of each class, the tail is cut from the rest."""
+def _with_tail(name, ratio, split_seed, index_file, val_file, options):
+    """cifar10-lt and its kin: val is a tenth of each class, outside the index file; the tail is cut from the rest."""
     base = SETS[name]["base"]
     whole = common.load_data(base, "train", **options)
     labels, rng = np.asarray(whole.labels), np.random.default_rng(0)  # (M,)
-    tenths = []
-    for c in np.unique(labels):
-        rows = rng.permutation(np.flatnonzero(labels == c))
-        tenths.append(rows[:round(0.1 * len(rows))])
-    val = np.sort(np.concatenate(tenths))
+    place, listed = _hub_rows(base, len(whole)), np.array([], dtype=int)
     if index_file:
-        rows = np.load(index_file, allow_pickle=False)
-        if rows.max() >= len(whole):
-            raise common.UserError(f"--index-file {index_file}: index {rows.max()} is beyond the {len(whole):,} "
-                                   f"training images of {base}")
-        train = whole.select(rows, "train")
+        place, listed = _named_tail(index_file, ratio, whole, place)
+    if val_file:
+        val = np.sort(place[_indices("--val-file", val_file, len(whole))])
+    else:
+        tenths = []
+        for c in np.unique(labels):
+            rows = np.flatnonzero(labels == c)
+            tenths.append(rng.permutation(np.setdiff1d(rows, listed))[:round(0.1 * len(rows))])
+        val = np.sort(np.concatenate(tenths))
+    if index_file:
+        train = whole.select(listed, "train")
     else:
         rest = whole.select(np.setdiff1d(np.arange(len(whole)), val), "train")
         n_max = min(SETS[name]["largest"], int(0.9 * np.bincount(labels).max()))
@@ -97,13 +112,60 @@ def _with_tail(name, ratio, split_seed, index_file, options):
     return {"train": train, "val": whole.select(val, "val"), "test": common.load_data(base, "test", **options)}
 
 
-def _listed(name, index_file, test_file, root):
-    """imagenet100-lt: train and test by SDCLR's lists, val held out of train."""
-    if not (index_file and test_file and root):
+def _hub_rows(base, n):
+    """The row of the hub's parquet that holds each of torchvision's n training images: (n,).
+
+    torchvision reads CIFAR-10's five batches in the order of their numbers, the parquet has them in the tar's."""
+    if base != "cifar10" or n % len(TAR_ORDER):
+        return np.arange(n)
+    return np.arange(n).reshape(len(TAR_ORDER), -1)[np.argsort(TAR_ORDER)].ravel()
+
+
+def _indices(flag, file, n):
+    """The indices of an .npy file, each below n."""
+    try:
+        rows = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise common.UserError(f"{flag} {file}: not an .npy file of indices ({common.first_line(error)})") from error
+    if rows.ndim != 1 or rows.dtype.kind not in "iu" or not len(rows):
+        raise common.UserError(f"{flag} {file}: expected whole numbers in one row, found {rows.dtype} of shape "
+                               f"{rows.shape}")
+    if rows.max() >= n or rows.min() < 0:
+        beyond = rows.max() if rows.max() >= n else rows.min()
+        raise common.UserError(f"{flag} {file}: index {beyond} is beyond the {n:,} training images")
+    return rows
+
+
+def _named_tail(file, ratio, whole, hub):
+    """(row of each of torchvision's images, rows that the file names): in the hub's order (hub), or, for a local copy
+    made from torchvision, in its own; the one in which the classes of the named images have the sizes they should."""
+    indices, labels = _indices("--index-file", file, len(whole)), np.asarray(whole.labels)
+    ratio = 1.0 if Path(file).stem.endswith(("_D_b", "_S_b")) else ratio  # SDCLR's balanced counterparts
+    for place in (hub, np.arange(len(whole))):
+        rows = place[indices]
+        sizes = np.sort(np.bincount(labels[rows], minlength=len(whole.label_names)))[::-1]  # (classes,), largest first
+        if _follows(sizes, ratio):
+            return place, rows
+    law = f"a long tail of --imbalance-ratio {ratio:g}" if ratio > 1 else "equal classes" if ratio else "a long tail"
+    have = ", ".join(map(str, sizes[:10])) + (f", ... {sizes[-1]}" if len(sizes) > 10 else "")
+    raise common.UserError(f"--index-file {file}: the images it names are not {law}: {have} of a class; are its "
+                           "indices torchvision's, and of this set?")
+
+
+def _follows(sizes, ratio):
+    """Are class sizes (largest first) the exponential tail of this ratio, to an image? 0: any tail, or all equal."""
+    if not ratio:
+        return sizes[0] == sizes[-1] or sizes[0] >= 2 * sizes[-1] > 0
+    return bool(np.abs(sizes - common.long_tail_counts(int(sizes[0]), len(sizes), ratio)).max() <= (ratio > 1))
+
+
+def _listed(name, files, root):
+    """imagenet100-lt: the splits by SDCLR's lists; nothing is held out of train."""
+    if not (files["index"] and files["test"] and root):
         raise common.UserError(f"--dataset {name} needs --data-dir (an ImageNet tree), --index-file and --test-file "
                                f"(lines 'path class', as SDCLR's split/imagenet-100/*.txt)")
-    files = {"train": index_file, "test": test_file}
-    return common.hold_out({s: _list_file(name, s, file, root) for s, file in files.items()})
+    files = {"train" if kind == "index" else kind: file for kind, file in files.items() if file}
+    return {split: _list_file(name, split, file, root) for split, file in files.items()}
 
 
 def _list_file(name, split, file, root):

@@ -1,13 +1,14 @@
 """Streams (--streaming): tars on a disk or a remote place, read in order and never indexed or downloaded first.
 
 A Stream promises less than Data: disjoint samples, equal batch counts, the same views per key, and resume at the start
-of the shard. The batches depend on the number of processes and workers.
+of the shard. The batches depend on the number of processes and workers. What damage in a shard has lost is counted with
+the bad samples, one for one.
 """
 
 import contextlib
 import dataclasses
 import functools
-import tarfile
+import os
 from typing import ClassVar
 
 import common
@@ -15,7 +16,7 @@ import common
 import numpy as np
 import torch
 
-from sets import tars
+from sets import damage, tars
 
 TRIES = 100  # samples in a row that one reader cannot read before the run stops
 GUESS = 5000  # samples a shard, where their number is not known
@@ -27,6 +28,7 @@ class Stream:
 
     urls: paths or fsspec addresses (hf://...).   length: samples in all, None = not known.
     buffer: samples of one reader, not yet decoded, from which the next is drawn.
+    counts: {path: (samples, the file that says so)} where that is known.
     """
     name: str
     urls: list
@@ -35,6 +37,7 @@ class Stream:
     buffer: int = 1000
     note: str = ("streaming: disjoint shards, resume at the shard; "
                  "batches depend on the number of processes and workers")
+    counts: dict = dataclasses.field(default_factory=dict)
     split: ClassVar = "train"
     streamed: ClassVar = True
     has_captions: ClassVar = True
@@ -61,7 +64,7 @@ class Stream:
     def samples(self, seed, place, places, start=0):
         """Endless (url, key, parts, ordinal, epoch) of reader `place` of `places`, from its `start`-th shard on.
 
-        parts: {extension: bytes}, or the error of a shard that is broken.
+        parts: {extension: bytes}, or the error of a sample that is lost or of a shard that is broken.
         """
         ordinal, url = 0, ""
         for epoch in range(10**9):
@@ -69,9 +72,9 @@ class Stream:
             empty = ordinal >= start
             for url in (self.urls[i] for i in order[place::places]):
                 if ordinal >= start:
-                    for key, parts in read_tar(url):
+                    for key, parts in read_tar(url, self.counts.get(os.path.abspath(url))):
                         yield url, key, parts, ordinal, epoch
-                        empty = False
+                        empty = empty and isinstance(parts, damage.Loss)
                 ordinal += 1
             if empty:  # else nobody would ever hear of it
                 yield url, url, ValueError("no samples in it"), ordinal - 1, epoch
@@ -127,14 +130,16 @@ class StreamViews(torch.utils.data.IterableDataset):
         worker, workers = (info.id, info.num_workers) if info else (0, 0)
         readers = max(1, workers)  # of this process
         place, start = self.process * readers + worker, self.positions.get(str(worker), 0)
-        bad = []
+        bad, tries, damaged = [], 0, ""
         for url, key, parts, ordinal, epoch in self._shuffled(place, self.processes * readers, start):
             item = {"views": None, "captions": None, "index": 0, "key": None, "epoch": epoch, "positions": {}}
             try:
                 image, captions = self._decode(key, parts, epoch)
             except (OSError, ValueError, RuntimeError) as error:
                 bad.append((f"{url}:{key}", common.first_line(error)))
-                if len(bad) < TRIES:
+                tries += not isinstance(error, damage.Loss) or url != damaged  # a damaged shard is one try
+                damaged = url
+                if tries < TRIES:
                     continue
             else:
                 number = common.key_hash(key)
@@ -142,7 +147,7 @@ class StreamViews(torch.utils.data.IterableDataset):
                 item |= {"views": views, "captions": captions, "index": number, "key": key,
                          "positions": {str(worker): ordinal, "workers": workers}}
             yield item | {"bad": bad}
-            bad = []
+            bad, tries, damaged = [], 0, ""
 
     def _shuffled(self, place, places, start):
         """The samples of one reader, each drawn from the buffer."""
@@ -157,6 +162,8 @@ class StreamViews(torch.utils.data.IterableDataset):
 
     def _decode(self, key, parts, epoch):
         """Image (3, H, W) or clip (T, 3, H, W), uint8, and captions. Raises OSError or ValueError with the reason."""
+        if isinstance(parts, damage.Loss):
+            raise parts
         if isinstance(parts, Exception):
             raise ValueError(f"broken shard: {parts}")
         options = self.stream.options
@@ -168,22 +175,44 @@ class StreamViews(torch.utils.data.IterableDataset):
         return clip(source, draws=draws), captions
 
 
-def read_tar(url):
-    """(key, {extension: bytes}) in the order of the tar; a broken tar ends with (url, error)."""
+def read_tar(url, expected=None):
+    """(key, {extension: bytes}) in the order of the tar; (key, Loss) of each sample that is lost to damage and of what
+    is not followed; a tar that cannot be read ends with (url, error).
+
+    expected: (samples, the file that says so). Samples beside damage come last: the others tell whether they are whole.
+    """
     import fsspec
-    sample, parts = None, {}
+    sample, parts, seen, suspects, losses = None, {}, set(), [], damage.Losses()
     try:
-        with fsspec.open(url, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
-            for member in tar:
-                if not member.isfile():
+        with fsspec.open(url, "rb") as raw:
+            file = damage.Front(raw)
+            damage.refuse_compressed(file)
+            for member, data, span in damage.walk(file, lambda name: True):
+                if isinstance(member, damage.Damage):
+                    losses.gap(member, tars.split_name(member.cut)[0] if member.cut else None)
+                    continue
+                if member.isdir():
                     continue
                 key, extension = tars.split_name(member.name)
-                if key != sample and parts:
-                    yield sample, parts
-                    parts = {}
-                sample = key
-                parts[extension] = tar.extractfile(member).read()
-        if parts:
-            yield sample, parts
-    except Exception as error:  # a broken tar, or one of the network's many ways to fail: counted as a bad sample
+                losses.add(key, extension, span)
+                if key != sample:
+                    if parts and sample in losses.suspects:
+                        suspects.append((sample, parts))
+                    elif parts:
+                        yield sample, parts
+                    again = key in seen
+                    sample, parts = key, {}
+                    seen.add(key)
+                if why := damage.not_followed(member):
+                    yield f"{key} not followed", damage.Loss(why)
+                elif again or extension in parts:
+                    yield f"{key} again", damage.Loss(f"{member.name} stands there twice, the first is used")
+                elif data is not None:
+                    parts[extension] = data
+        entries, partial = losses.each(expected)
+        suspects += [(sample, parts)] if parts else []
+        yield from (pair for pair in suspects if pair[0] not in partial)
+        for key, why in entries:
+            yield key, damage.Loss(why)
+    except Exception as error:  # no tar, or one of the network's many ways to fail: counted as a bad sample
         yield str(url), error

@@ -2,7 +2,8 @@
 
 A sample is the files of a tar that share a name up to the first dot: 000017.jpg, 000017.txt, 000017.json, 000017.cls.
 The index is a table of `datasets` in its cache, so three million captions need no memory; tars that changed in size or
-time are indexed anew. Making it holds the names and texts of one tar at a time.
+time are indexed anew. Making it holds the names and texts of one tar at a time. What damage has lost (sets/damage.py)
+is in the index too: samples behind a bad stretch are used, lost ones are counted, and above --max-bad-fraction refused.
 """
 
 import json
@@ -15,9 +16,12 @@ import common
 
 import numpy as np
 
+from sets import damage
+
 TEXTS = ("txt", "caption", "text", "json", "cls")  # parts that are read while the index is made
 FLAGS = ("image_column", "caption_column", "label_column")  # the options that change an index
-VERSION = 2  # of the index: the cache knows arguments, not code, so a change of _rows needs another number
+VERSION = 3  # of the index: the cache knows arguments, not code, so a change of _rows needs another number
+UNUSABLE, REFUSED, LOST = 1, 2, 3  # why a row of an index is no sample to use; 0 = it is one
 LARGE = 10**9  # bytes of tars from which the making of an index is announced, with a bar
 
 
@@ -25,7 +29,8 @@ def open_tars(name, tars, options):
     """Tars of one folder, or one tar: {split: Data}, with streaming a Stream for train.
 
     Args: tars: paths, in order.   options: those of load_data.
-    Raises: UserError when a tar cannot be read, most samples cannot be used, or a stream has one shard only.
+    Raises: UserError when a tar cannot be read, most samples cannot be used, more are lost than the option
+        max_bad_fraction allows, or a stream has one shard only.
     """
     base, of = Path(name).expanduser(), {}
     # by the names inside the data set: the folders above it say nothing
@@ -45,6 +50,16 @@ def open_tars(name, tars, options):
     return common.hold_out({split: index(name, split, files, options) for split, files in of.items() if files})
 
 
+def check_compressed(name, tars):
+    """Raises: UserError naming the first of these files that cannot be opened or is compressed."""
+    for tar in tars:
+        try:
+            with open(tar, "rb") as file:
+                damage.refuse_compressed(damage.Front(file))
+        except (tarfile.TarError, OSError) as error:
+            raise _unreadable(name, tar, error) from error
+
+
 def _streamed(name, of, options):
     """{train: Stream, val, test: Data}; one shard is held out where no tar is called val or test."""
     from sets.stream import Stream
@@ -56,7 +71,8 @@ def _streamed(name, of, options):
         train, of["val"], held_out = train[:-1], train[-1:], "the last shard is held out as val and test"
     if not train:
         raise common.UserError(f"--streaming: {name} has no shard to train on, only val and test ones")
-    stream = Stream(name, [str(tar) for tar in train], options)
+    check_compressed(name, train)
+    stream = Stream(name, [str(tar) for tar in train], options, counts=damage.expected(train))
     stream.note = common.join_notes(stream.note, held_out)
     val, test = of.get("val") or of["test"], of.get("test") or of["val"]
     return {"train": stream, "val": index(name, "val", val, options), "test": index(name, "test", test, options)}
@@ -66,7 +82,9 @@ def index(name, split, tars, options):
     """Data of all samples of these tars in their order; shards (M,): which of `tars` each lies in.
 
     Args: tars: paths.   options: image_column, caption_column, label_column; of videos those of clip_options.
-    Raises: UserError when a tar cannot be read, the cache cannot be written, or more samples are left out than used.
+        max_bad_fraction: the part of the samples that damage may have lost, 0.01 where it is not given.
+    Raises: UserError when a tar cannot be read, the cache cannot be written, more samples are lost than that, or more
+        are left out than used.
     """
     import pyarrow.compute as pc
     files = []  # [path, bytes, time of the last change in ns] of each tar
@@ -79,26 +97,57 @@ def index(name, split, tars, options):
     flags = {flag: options[flag] for flag in FLAGS if options.get(flag)}
     table = _table(name, tars=json.dumps(files), flags=json.dumps(flags))
 
-    left_out = pc.not_equal(table.data.column("left_out"), "").to_numpy()  # (rows,) bool
-    good, bad = np.flatnonzero(~left_out), np.flatnonzero(left_out)  # (M,), (rows - M,) row numbers
-    first = table.select_columns("left_out")[int(bad[0])]["left_out"] if len(bad) else ""
-    if len(bad) > len(good):
-        raise common.UserError(first)
+    good = np.flatnonzero(table.data.column("fault").to_numpy() == 0)  # (M,) row numbers
+    note = _said(name, table, files, options.get("max_bad_fraction", 0.01))
     shards = table.data.column("shard").to_numpy()[good]  # (M,) int32
     video = pc.any(table.data.column("video")).as_py()
     labels = table.data.column("label")
     labelled = labels.null_count < len(table)
 
-    table = table.remove_columns(["left_out", "shard", "video", "label"])
+    whole = len(good) == len(table)
+    table = table.remove_columns(["left_out", "shard", "video", "label", "fault", "lost"])
     if labelled:
         table = table.add_column("label", pc.fill_null(labels, -1).to_numpy())
-    table = table.select(good) if len(bad) else table
-    note = f"{len(bad)} samples without an image or a caption left out, first: {first}" if len(bad) else ""
+    table = table if whole else table.select(good)
     head = table.select_columns("captions")[:100]["captions"]
     class_names = all(len(texts) == 1 and texts[0].startswith("class ") for texts in head)
     clip = common.clip_options(options) if video else None
     data = common.Data(name, split, table, clip=clip, note=note, has_captions=not class_names, shards=shards)
     return common.with_notes(data, 0)
+
+
+def _said(name, table, files, limit):
+    """The note of an index: what was left out, not followed or lost, with numbers and the first of each.
+
+    Raises: UserError when more samples are left out than used, or a larger part than `limit` is lost."""
+    fault, shard, lost = (table.data.column(c).to_numpy() for c in ("fault", "shard", "lost"))  # (rows,) each
+    reasons, number = table.select_columns("left_out"), np.bincount(fault, minlength=4)  # (4,) rows of each kind
+    why = {kind: reasons[int(np.argmax(fault == kind))]["left_out"] for kind in (1, 2, 3) if number[kind]}  # the first
+    if number[UNUSABLE] > number[0]:
+        raise common.UserError(why[UNUSABLE])
+
+    found = np.bincount(shard[fault <= UNUSABLE], minlength=len(files))  # (tars,) samples
+    missing = np.bincount(shard, lost, len(files)).astype(int)  # (tars,)
+    fewer, known = [], damage.expected([path for path, _, _ in files])
+    for k, (path, _, _) in enumerate(files):
+        if path in known:
+            whole, file = known[path]
+            missing[k] = max(0, whole - found[k])
+            fewer += [f"{path}: {found[k]:,} of the {whole:,} samples that {file} names"] if missing[k] else []
+    first = common.join_notes(*fewer[:1], why.get(LOST, ""))
+    n, of = int(missing.sum()), int(missing.sum() + found.sum())
+    if n > limit * of:
+        raise common.UserError(f"--dataset {name}: {n:,} of {of:,} samples are lost in {(missing > 0).sum():,} damaged "
+                               f"tars, above --max-bad-fraction {limit}, first: {first}; fetch these tars again, or "
+                               "raise the limit")
+    if not number[0]:
+        raise common.UserError(f"--dataset {name}: no sample of the tars can be used, first: {[*why.values()][0]}")
+    _, bad, refused, _ = number
+    return common.join_notes(
+        f"{bad} samples without an image or a caption left out, first: {why[UNUSABLE]}" if bad else "",
+        f"{refused:,} samples with names that are not followed, first: {why[REFUSED]}" if refused else "",
+        f"{n:,} of {of:,} samples LOST in damaged tars, first: {first}" if n else
+        f"damage in the tars, no sample lost, first: {first}" if first else "")
 
 
 def _table(name, **arguments):
@@ -110,7 +159,7 @@ def _table(name, **arguments):
     features = datasets.Features({
         "source": source, "captions": datasets.List(datasets.Value("string")), "key": datasets.Value("string"),
         "label": datasets.Value("int64"), "shard": datasets.Value("int32"), "video": datasets.Value("bool"),
-        "left_out": datasets.Value("string")})
+        "left_out": datasets.Value("string"), "fault": datasets.Value("int8"), "lost": datasets.Value("int32")})
     logging, quiet = datasets.utils.logging, datasets.are_progress_bars_disabled()
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -154,41 +203,63 @@ def _rows(name, tars, flags, version):
 
 
 def _rows_of(name, path, flags):
-    """Rows of one tar; a key's parts need not stand together. left_out: why a sample cannot be used, '' if it can."""
-    with tarfile.open(path) as tar:
-        samples = {}  # key -> {extension: (offset, size)}, {extension: bytes of a text}
-        for member in iter(tar.next, None):
-            tar.members = []  # it would keep a kilobyte of each
-            if not member.isfile():
+    """Rows of one tar; a key's parts need not stand together.
+
+    left_out: why a row is no sample to use, '' if it is one; fault: UNUSABLE, REFUSED (a member that is not followed)
+    or LOST (to damage, `lost` samples in one row)."""
+    empty = {"source": None, "captions": [], "label": None, "video": False, "left_out": "", "fault": 0, "lost": 0}
+    with open(path, "rb") as raw:
+        file = damage.Front(raw, seeks=True)
+        damage.refuse_compressed(file)
+        samples, refused, losses = {}, {}, damage.Losses()  # key -> {extension: (offset, size)}, {extension: bytes}
+        for member, data, span in damage.walk(file, lambda name: split_name(name)[1] in TEXTS):
+            if isinstance(member, damage.Damage):
+                losses.gap(member, split_name(member.cut)[0] if member.cut else None)
+                continue
+            if member.isdir():
                 continue
             key, extension = split_name(member.name)
-            places, texts = samples.setdefault(key, ({}, {}))
-            places[extension] = member.offset_data, member.size
-            if extension in TEXTS:
-                texts[extension] = tar.extractfile(member).read()
+            losses.add(key, extension, span)
+            if why := damage.not_followed(member):
+                refused.setdefault(key, why)
+            elif member.isreg():
+                places, texts = samples.setdefault(key, ({}, {}))
+                if extension in places:
+                    refused.setdefault(key, f"{member.name} stands there twice, the first is used")
+                    continue
+                places[extension] = member.offset_data, member.size
+                if data is not None:
+                    texts[extension] = data
+        lost, partial = losses.lost()
 
         for key, (places, texts) in samples.items():
-            if not places.keys() - set(TEXTS):
-                continue  # a text file on its own
+            if key in partial or not places.keys() - set(TEXTS):
+                continue  # or a text file on its own
 
             def read(extension, places=places, texts=texts):
                 if extension not in texts:  # a flag names a part of another kind
-                    tar.fileobj.seek(places[extension][0])
-                    texts[extension] = tar.fileobj.read(places[extension][1])
+                    raw.seek(places[extension][0])
+                    texts[extension] = raw.read(places[extension][1])
                 return texts[extension]
 
-            row = {"source": None, "captions": [], "key": _utf8(key), "label": None, "video": False, "left_out": ""}
+            row = empty | {"key": _utf8(key)}
             try:
                 (offset, size), captions, label = sample_parts(key, places, read, flags, name)
             except common.UserError as error:  # no image, no caption
-                row["left_out"] = _utf8(str(error))
+                row |= {"left_out": _utf8(str(error)), "fault": UNUSABLE}
             except ValueError as error:  # a class that is no number, broken json
-                row["left_out"] = _utf8(f"--dataset {name}: sample {key} of {path}: {common.first_line(error)}")
+                why = f"--dataset {name}: sample {key} of {path}: {common.first_line(error)}"
+                row |= {"left_out": _utf8(why), "fault": UNUSABLE}
             else:
                 row |= {"source": {"path": path, "offset": offset, "size": size}, "label": label,
                         "captions": [_utf8(text) for text in captions],
                         "video": any(places.get(kind) == (offset, size) for kind in common.VIDEO_TYPES)}
             yield row
+        for key, why in refused.items():
+            yield empty | {"key": _utf8(key), "left_out": _utf8(f"{path}: {why}"), "fault": REFUSED}
+        for keys, n, why in lost:
+            said = f"{', '.join(keys[:3])} of {path}: {why}" if keys else f"{path}: {why}"
+            yield empty | {"key": _utf8(keys[0] if keys else ""), "left_out": _utf8(said), "fault": LOST, "lost": n}
 
 
 def split_name(member):

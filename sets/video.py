@@ -237,11 +237,12 @@ class Clips:
         from PIL import Image
         if len(frames) * frames.shape[1] > JPEG_ROWS:  # not cached
             return _channels_first(frames)
-        file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         tall = frames.reshape(-1, *frames.shape[2:])  # (keep * H, W, 3)
-        Image.fromarray(tall).save(temporary, "jpeg", quality=92, subsampling=0)
-        os.replace(temporary, file)
+        with common.writing(f"--frame-cache {self.cache}"):  # no fault of this video, so no bad sample
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(tall).save(temporary, "jpeg", quality=92, subsampling=0)
+            os.replace(temporary, file)
         return common.decode(file).unflatten(1, (len(frames), -1)).transpose(0, 1)  # (keep, 3, H, W)
 
 

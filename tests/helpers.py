@@ -1,5 +1,6 @@
 """Small data sets in the true formats, written by the tests. Sample i is always picture(i) and caption(i)."""
 
+import contextlib
 import csv
 import io
 import json
@@ -7,6 +8,8 @@ import struct
 import tarfile
 import zlib
 from pathlib import Path
+
+import common
 
 import numpy as np
 from PIL import Image
@@ -67,6 +70,23 @@ def write_rows(path, header, rows):
         import pyarrow.parquet
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
     return path
+
+
+def open_splits(name, **options):
+    """{split: Data} of the splits that have something in them: in a tiny set nothing may fall into a held-out one."""
+    out = {}
+    for split in common.SPLIT_NAMES:
+        with contextlib.suppress(common.EmptySplit):
+            out[split] = common.load_data(str(name), split, **options)
+    return out
+
+
+def held_out(names):
+    """{split: names} as the hash of each name places it, where train alone is given."""
+    out = {"val": [], "test": [], "train": []}
+    for name in names:
+        out[("val", "test", "train")[min(2, int(common.held_out_place(name) / common.HELD_OUT))]].append(name)
+    return out
 
 
 def write_captions(folder, n, name="captions.csv", **size):

@@ -198,7 +198,7 @@ def test_too_many_bad_samples_stop_the_run(finished, tmp_path):
     _, _, csv, bad = finished
     message = stopped(csv, tmp_path, "--run-name", "b")
     assert re.search(
-        r"3 of about 54 samples cannot be read, above --max-bad-fraction 0.01; the first: \S+: .*/b/bad_samples.txt\)",
+        r"3 of about 56 samples cannot be read, above --max-bad-fraction 0.01; the first: \S+: .*/b/bad_samples.txt\)",
         message,
     )
     assert any(key in message for key in bad)
@@ -233,7 +233,7 @@ def test_too_many_bad_samples_stop_both_processes(finished, tmp_path):
     errors = [
         x for x in done.stderr.splitlines() if x.startswith("error:")
     ]  # a line of its own, not the end of a progress bar
-    assert len(errors) == 1 and "3 of about 54 samples cannot be read" in errors[0] and any(k in errors[0] for k in bad)
+    assert len(errors) == 1 and "3 of about 56 samples cannot be read" in errors[0] and any(k in errors[0] for k in bad)
     assert (
         done.returncode == 1 and "exitcode  : 2" in done.stderr and "UserError" not in done.stderr
     )  # the page below it is torchrun's
@@ -287,7 +287,7 @@ def test_number_out_of_range(flag, capsys):
     (["--mixed-precision", "fp8"], "--mixed-precision invalid choice: 'fp8'"),
     (["--no-base", "--no-modulated", "--unimodal", "none"], "leaves no loss"),
     (["--learnable-tau"], "--loss temo has no single temperature to learn"),
-    (["--loss", "slip", "--tau", 0.9], "--tau-clamp"),
+    (["--loss", "slip", "--tau", 1.5], "--tau-clamp"),
     (["--loss", "infonce", "--text-expert", "a/b"], "set the temperatures of --loss temo"),
     (["--max-step", 2], "unrecognized arguments: --max-step"), (["--batch", 8], "unrecognized arguments: --batch"),
     (["--pretrained", "false"], "unrecognized arguments: false"),
@@ -304,7 +304,7 @@ def test_batch_not_divisible_by_the_processes(capsys, monkeypatch):
 
 
 def test_batch_larger_than_the_data(good, tmp_path):
-    assert "--batch-size 64: larger than the 22 training examples of " in stopped(good, tmp_path, "--batch-size", 64)
+    assert "--batch-size 64: larger than the 23 training examples of " in stopped(good, tmp_path, "--batch-size", 64)
 
 
 # ---------------------------------------------------- runs and folders ----------------------------------------------
@@ -348,6 +348,7 @@ def test_resume_with_another_architecture_in_the_checkpoint(finished, tmp_path):
     weights = load_file(saved)
     weights["vision.projection.weight"] = weights["vision.projection.weight"][:8].clone()
     save_file(weights, saved)
+    common.write_checksums(saved.parent)
     with pytest.raises(
         common.UserError,
         match="another architecture than these flags .1 tensors differ, first vision.projection.weight",

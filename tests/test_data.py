@@ -26,6 +26,8 @@ from helpers import (
     TRUNCATED,
     caption,
     encode,
+    held_out,
+    open_splits,
     picture,
     png16,
     tar_samples,
@@ -38,12 +40,14 @@ from helpers import (
 from PIL import Image
 from torchvision.transforms.v2 import functional as V
 
+import temo
 from sets import stream as streams
 from sets import tars as tars_of
 from tools import paraphrase
 
 SPLITS = ("train", "val", "test")
 HALVES = {"train": range(0, 8), "val": range(8, 10), "test": range(10, 12)}  # where a layout names its splits
+N = 35  # samples where it does not: enough that one of each layout's names falls into val and one into test
 
 
 # ---------------------------------------------------- the container --------------------------------------------------
@@ -104,8 +108,8 @@ def test_unfold_has_a_row_for_each_caption(ten):
 def test_small_images_of_one_size_go_into_memory(tmp_path):
     data = common.load_data(str(write_captions(tmp_path / "a", 8)), "train")
     inside = data.in_memory()
-    assert data.pixels is None and inside.pixels.shape == (6, 3, 20, 24) and inside.pixels.dtype == torch.uint8
-    assert all(torch.equal(inside.read(i), data.read(i)) and inside.key(i) == data.key(i) for i in range(6))
+    assert data.pixels is None and inside.pixels.shape == (7, 3, 20, 24) and inside.pixels.dtype == torch.uint8
+    assert all(torch.equal(inside.read(i), data.read(i)) and inside.key(i) == data.key(i) for i in range(7))
     assert inside.in_memory() is inside and data.in_memory(limit=23).pixels is None  # a larger side than that
     (tmp_path / "a" / data.key(5)).write_bytes(TEXT)
     assert data.in_memory().pixels is None  # counted as a bad sample when its turn comes
@@ -152,14 +156,14 @@ def test_from_rows_counts_what_it_leaves_out(tmp_path):
 # ---------------------------------------------------- layouts --------------------------------------------------------
 def paths_file(name):
     def write(folder):
-        names = write_images(folder / "pictures", range(12))
+        names = write_images(folder / "pictures", range(N))
         rows = [(f"pictures/{x}", caption(i), CLASSES[i % 3]) for i, x in enumerate(names)]
         return write_rows(folder / name, ["image", "caption", "label"], rows), {}
     return write
 
 
 def class_folders(folder):
-    for i in range(12):
+    for i in range(N):
         write_images(folder / CLASSES[i % 3], [i])
     return folder, {}
 
@@ -173,14 +177,14 @@ def class_folders_in_splits(folder):
 
 def metadata(name):
     def write(folder):
-        rows = [(x, caption(i)) for i, x in enumerate(write_images(folder, range(12)))]
+        rows = [(x, caption(i)) for i, x in enumerate(write_images(folder, range(N)))]
         write_rows(folder / name, ["file_name", "text"], rows)
         return folder, {}
     return write
 
 
 def captions_csv(folder):
-    write_captions(folder, 12)
+    write_captions(folder, N)
     return folder, {}
 
 
@@ -194,13 +198,13 @@ def metadata_in_splits(folder):
 def tars(*extensions, **options):
     def write(folder):
         write_tar(folder / "shard-000000.tar", tar_samples(range(0, 7), *extensions))
-        write_tar(folder / "shard-000001.tar", tar_samples(range(7, 12), *extensions))
+        write_tar(folder / "shard-000001.tar", tar_samples(range(7, N), *extensions))
         return folder, options
     return write
 
 
 def one_tar(folder):
-    return write_tar(folder / "all.tar", tar_samples(range(12), "jpg", "txt")), {}
+    return write_tar(folder / "all.tar", tar_samples(range(N), "jpg", "txt")), {}
 
 
 def tars_in_splits(folder):
@@ -210,7 +214,7 @@ def tars_in_splits(folder):
 
 
 def parquet_folder(folder):
-    write_parquet_images(folder / "data" / "train-00000-of-00001.parquet", range(12))
+    write_parquet_images(folder / "data" / "train-00000-of-00001.parquet", range(N))
     return folder, {}
 
 
@@ -263,9 +267,10 @@ LAYOUTS = {
 def test_layout(layout, tmp_path):
     write, captions, label, named = LAYOUTS[layout]
     path, options = write(tmp_path)
-    numbers = {}
+    numbers, keys = {}, {}
     for split in SPLITS:
         data = common.load_data(str(path), split, **options)
+        keys[split] = data.column("key")
         numbers[split] = [int(Path(data.key(k)).stem) for k in range(len(data))]
         assert (data.split, len(set(numbers[split]))) == (split, len(data))
         for k, i in enumerate(numbers[split]):
@@ -277,19 +282,24 @@ def test_layout(layout, tmp_path):
             assert off <= (0 if "tar" not in layout else 8)  # the tars hold jpegs
         if label and layout != "tars jpg cls":
             assert data.label_names == CLASSES
-    assert sorted(sum(numbers.values(), [])) == list(range(12))  # nothing lost, nothing in two splits
-    held_out = {"train": 10, "val": 1, "test": 1}
-    assert {s: len(v) for s, v in numbers.items()} == {s: len(HALVES[s]) if named else held_out[s] for s in SPLITS}
-    if named:
+    assert sorted(sum(numbers.values(), [])) == list(range(12 if named else N))  # nothing lost, nothing in two splits
+    if not named:
+        assert {s: sorted(k) for s, k in keys.items()} == held_out(sorted(sum(keys.values(), [])))
+    else:
         assert {s: sorted(v) for s, v in numbers.items()} == {s: list(v) for s, v in HALVES.items()}
 
 
 def test_held_out_splits_are_a_twentieth_each_and_the_same_every_time(tmp_path):
-    path = str(write_captions(tmp_path, 60))
+    names = [f"{i:03}.png" for i in range(4000)]
+    path = str(write_rows(tmp_path / "a.csv", ["image", "caption"], [(x, f"words of {x}") for x in names]))
     keys = {s: common.load_data(path, s).column("key") for s in SPLITS}
-    assert {s: len(v) for s, v in keys.items()} == {"train": 54, "val": 3, "test": 3}
+    assert keys == held_out(names) and all(160 < len(keys[s]) < 240 for s in ("val", "test"))
     assert keys["val"] == common.load_data(path, "val", image_column="image").column("key")  # opened anew, not kept
-    assert "held out" in common.load_data(path, "train").note
+    note = common.load_data(path, "train").note
+    assert all(f"{s}: {len(keys[s])} images held out of train" in note for s in ("val", "test"))
+    # a run may be resumed years later: these must never change
+    assert keys["val"][:4] == ["029.png", "078.png", "146.png", "153.png"]
+    assert keys["test"][:4] == ["007.png", "027.png", "054.png", "069.png"]
 
 
 def only_test_in_parquet(folder):
@@ -300,21 +310,36 @@ def only_test_in_a_tar(folder):
     return write_tar(folder / "test.tar", tar_samples(range(20), "jpg", "txt"))
 
 
-@pytest.mark.parametrize("write", [only_test_in_parquet, only_test_in_a_tar], ids=["parquet", "tar"])
-def test_a_set_that_is_only_a_test_split_is_divided(write, tmp_path):
-    """As flickr30k is on the hub: nothing that trains may be left in test."""
+def only_test_in_class_folders(folder):
+    for i in range(20):
+        write_images(folder / "test" / CLASSES[i % 3], [i])
+    return folder
+
+
+def only_test_with_metadata(folder):
+    names = write_images(folder / "test", range(20))
+    write_rows(folder / "test" / "metadata.csv", ["file_name", "caption"], [(x, f"words of {x}") for x in names])
+    return folder
+
+
+@pytest.mark.parametrize("write", [only_test_in_parquet, only_test_in_a_tar, only_test_in_class_folders,
+                                   only_test_with_metadata])
+def test_a_set_that_is_only_a_test_split_is_evaluated_and_not_trained_on(write, tmp_path):
     path = str(write(tmp_path))
-    data = [common.load_data(path, s) for s in SPLITS]
-    keys = [d.key(k) for d in data for k in range(len(d))]
-    assert sorted(keys) == sorted(set(keys)) and [len(d) for d in data] == [18, 1, 1]
+    assert len(common.load_data(path, "test")) == 20
+    with pytest.raises(common.UserError, match="no train split; it has: test") as error:
+        common.load_data(path, "train")
+    assert not isinstance(error.value, common.EmptySplit)  # training ends there, evaluation goes on without val
+    sets = common.evaluation_sets(temo.parse_args(["--eval-datasets", path, "--cpu"]))
+    assert {s: len(d) for s, d in sets[path].items()} == {"test": 20}
 
 
 def test_folders_above_the_tars_do_not_name_splits(tmp_path):
     """Tars belong to a split by their names inside the data set, and to one only."""
     folder = tmp_path / "test" / "valid" / "train"
-    write_tar(folder / "0.tar", tar_samples(range(0, 10), "jpg", "txt"))
+    write_tar(folder / "train-0.tar", tar_samples(range(0, 10), "jpg", "txt"))
     write_tar(folder / "val-of-train-0.tar", tar_samples(range(10, 20), "jpg", "txt"))
-    keys = [{d.key(k) for k in range(len(d))} for d in (common.load_data(str(folder), s) for s in SPLITS)]
+    keys = [set(d.column("key")) for d in open_splits(folder).values()]
     assert sum(map(len, keys)) == len(set.union(*keys)) == 20
 
 
@@ -325,8 +350,7 @@ def test_rows_of_one_image_become_its_captions(name, tmp_path):
     rows += [(names[0], caption(0))]  # and one is repeated
     path = str(write_rows(tmp_path / name, ["image", "caption"], rows))
     seen = set()
-    for split in SPLITS:
-        data = common.load_data(path, split)
+    for data in open_splits(path).values():
         for k in range(len(data)):
             i = int(Path(data.key(k)).stem)
             assert data.captions(k) == [caption(i, j) for j in range(3)] and i not in seen
@@ -361,7 +385,7 @@ def test_rows_without_picture_or_caption(tmp_path):
     rows = {"image": [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} if i != 7 else None for i in range(20)],
             "caption": [caption(i) if i != 5 else None for i in range(20)]}  # both in the training split
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train.parquet"))
-    data = [common.load_data(str(tmp_path), s) for s in SPLITS]
+    data = list(open_splits(tmp_path).values())
     assert [c for d in data for k in range(len(d)) for c in d.captions(k) if not c.strip()] == []
     assert sum(map(len, data)) == 19 and "1 without a caption left out" in data[0].note
     batches = common.Batches(data[0], [common.Augment(16)], TRANSFORM, 8, 0, 0, 2, CPU, 0, 0.5)
@@ -379,7 +403,7 @@ def test_rows_without_a_caption_are_left_out_and_counted_in_every_layout(layout,
     else:
         rows = [(x, "" if i == 5 else caption(i)) for i, x in enumerate(write_images(tmp_path, range(20)))]
         path = write_rows(tmp_path / f"a.{layout}", ["image", "caption"], rows)
-    data = [common.load_data(str(path), s) for s in SPLITS]
+    data = list(open_splits(path).values())
     said = {c for d in data for k in range(len(d)) for c in d.captions(k)}
     assert sum(map(len, data)) == 19 and caption(5) not in said and "" not in said
     assert "1 samples without" in data[0].note if layout == "tars" else "1 without a caption left out" in data[0].note
@@ -530,10 +554,10 @@ def same(a, b):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """40 pictures of two sizes; 36 of them train."""
+    """39 pictures of two sizes; 36 of them train."""
     folder = tmp_path_factory.mktemp("files")
-    write_captions(folder, 40)
-    write_images(folder, range(0, 40, 3), height=31, width=17)
+    write_captions(folder, 39)
+    write_images(folder, range(0, 39, 3), height=31, width=17)
     return folder
 
 
@@ -634,7 +658,7 @@ def test_batches_of_many_shards_come_from_a_window(forty):
 
 def test_batches_of_forty_tars_are_read_in_windows(tmp_path):
     for s in range(40):
-        write_tar(tmp_path / f"{s:02}.tar", tar_samples(range(2 * s, 2 * s + 2), "png", "txt"))
+        write_tar(tmp_path / f"train-{s:02}.tar", tar_samples(range(2 * s, 2 * s + 2), "png", "txt"))
     write_tar(tmp_path / "val.tar", tar_samples(range(80, 82), "png", "txt"))
     write_tar(tmp_path / "test.tar", tar_samples(range(82, 84), "png", "txt"))
     data = common.load_data(str(tmp_path), "train")
@@ -662,13 +686,13 @@ def one_of_two(process, data, others, meeting, out):
 
 def test_two_processes_get_the_batches_of_one(tmp_path, ten):
     """And the Data that are pickled for these spawned processes arrive whole."""
-    csv = write_captions(tmp_path, 40)
+    csv = write_captions(tmp_path, 39)
     data = common.load_data(str(csv), "train")
     bad = data.key(11)
     (tmp_path / bad).write_bytes(TEXT)
     indexed = write_tar(tmp_path / "tars" / "a.tar", tar_samples(range(9), "jpg", "txt", "cls"))
     others = [ten, ten.select([4, 1]).unfold(), common.load_data(str(indexed), "train"),
-              common.load_data(str(write_parquet_images(tmp_path / "p" / "train.parquet", range(9)).parent), "val")]
+              common.load_data(str(write_parquet_images(tmp_path / "p" / "train.parquet", range(30)).parent), "val")]
     arguments = data, others, str(tmp_path / "meeting"), str(tmp_path)
     torch.multiprocessing.spawn(one_of_two, arguments, nprocs=2)
     saved = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
@@ -690,9 +714,9 @@ def test_two_processes_get_the_batches_of_one(tmp_path, ten):
 # ---------------------------------------------------- bad samples ----------------------------------------------------
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory):
-    """(file, keys): 40 pictures; rows 3, 4 (in a row) and 35 (the last) of the training split cannot be read."""
+    """(file, keys): 39 pictures; rows 3, 4 (in a row) and 35 (the last) of the training split cannot be read."""
     folder = tmp_path_factory.mktemp("spoilt")
-    csv = str(write_captions(folder, 40))
+    csv = str(write_captions(folder, 39))
     keys = [common.load_data(csv, "train").key(k) for k in range(36)]
     (folder / keys[3]).write_bytes(TRUNCATED)
     (folder / keys[4]).write_bytes(TEXT)
@@ -1191,16 +1215,17 @@ def test_a_new_set_is_one_file(tmp_path):
 def test_one_method_and_common_train_alone(tmp_path):
     """On a folder, on a parquet file, and evaluated on a folder of parquet: what is missing is only the pictures."""
     alone = copy_of(tmp_path / "alone", "common.py", "temo.py")
-    write_captions(alone / "own", 24)
-    rows = [(f"own/{i:03}.png", caption(i)) for i in range(24)]
+    write_captions(alone / "own", 48)
+    rows = [(f"own/{i:03}.png", caption(i)) for i in range(48)]
     write_rows(alone / "rows.parquet", ["image", "caption"], rows)
-    write_parquet_images(alone / "inside" / "train.parquet", range(24))
+    write_parquet_images(alone / "inside" / "train.parquet", range(48))
     folder = start(alone, "--dataset", "own")
     parquet = start(alone, "--dataset", "rows.parquet", "--eval-datasets", "rows.parquet", "inside")
-    expected = (("own", {"own"}), ("rows.parquet", {"rows.parquet", "inside"}))
-    for said, (name, sets) in zip(finished(folder, parquet), expected, strict=True):
+    expected = (("own", 45, {"own"}), ("rows.parquet", 46, {"rows.parquet", "inside"}))
+    for said, (name, train, sets) in zip(finished(folder, parquet), expected, strict=True):
         run = alone / f"out-{name}" / "r"
-        assert "22 training examples" in said and "pictures" in said and "left out" in said and "Traceback" not in said
+        assert f"{train} training examples" in said and "pictures" in said and "left out" in said
+        assert "Traceback" not in said and "WARNING" not in said
         assert steps_of(run) == 2 and (run / "model.safetensors").is_file()
         summary = json.loads((run / "summary.json").read_text())
         assert set(summary["test"]) == sets and not summary["errors"] and not list(run.glob("*.png"))

@@ -3,13 +3,25 @@
 Configs are built here: no hub."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import common
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, DistilBertConfig, DistilBertModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTokenizer,
+    DistilBertConfig,
+    DistilBertModel,
+)
 
 import ncl
 import temo
@@ -174,7 +186,66 @@ def test_experts(tmp_path, tokenizer, runs):
     assert text.shape == (2, 24) and torch.allclose(text.norm(dim=1), torch.ones(2))
     experts = ["--image-expert", str(tmp_path / "dino"), "--text-expert", str(tmp_path / "roberta")]
     flags = [*RUN, "--image-size", "32", "--output-dir", str(tmp_path), "--log-every", "1", *experts]
+    assert temo.main(temo.parse_args([*flags, "--expert-serves", "unimodal"]))["steps"] == 2
+
+    # the runs of Tables 9 and 10, without I~ and T~: on one process, and on two in row blocks, the same curve
+    flags += ["--unimodal", "none", "--blend", "fixed", "--lr", "3e-4", "--run-name"]
+    temo.main(temo.parse_args([*flags, "one"]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", temo.__file__]
+    done = subprocess.run([*command, *flags, "two", "--loss-block", "3"], capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = ([r for r in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+                 if "loss" in r] for name in ("one", "two"))
+    for name in ("loss", "L_MM", "L_M-MM", "tau_pos", "tau_neg"):
+        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-4)
+    assert one[0]["tau_pos"] == pytest.approx(0.15)  # 0.05 + 0.1 sqrt(1): an image is like itself
+
+
+def tiny_bpe(folder):
+    """CLIP's tokenizer with a vocabulary of letters and one merge, and a small CLIP's configuration: no weights."""
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    words = [*letters, *(c + "</w>" for c in letters), "re", "red</w>", "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {w: i for i, w in enumerate(words)}
+    CLIPTokenizer(vocab=vocabulary, merges=[("r", "e"), ("re", "d</w>")], model_max_length=77).save_pretrained(folder)
+    tower = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    text = tower | dict(vocab_size=len(words), bos_token_id=len(words) - 2, eos_token_id=2)  # 2: as in CLIP's own file
+    CLIPConfig(text_config=text, vision_config=tower, projection_dim=16).save_pretrained(folder)
+
+
+def test_clip_s_text_transformer_from_scratch(tmp_path):
+    """SLIP's text tower: a configuration and a BPE, no weights; what the recipe of cc12m asks for, in small."""
+    tiny_bpe(tmp_path / "clip")
+    recipe = temo.parse_args(["--dataset", "cc12m", "--text-encoder", str(tmp_path / "clip")])
+    tokenizer = common.build_tokenizer(recipe.text_encoder, recipe.text_length, clean=recipe.clean_captions)
+    ids = tokenizer(["Red, red!", "b"])["input_ids"]
+    assert tokenizer.length == 77 and ids[0, 1] == 53 and (ids[:, 0] == 54).all()  # lower case, 'red' is one token
+    assert tokenizer(["a" * 300])["input_ids"].shape == (1, 77)
+    names = ("text_encoder", "text_length", "text_pooling", "image_stats", "eval_resize")
+    spec = SPEC | {k: getattr(recipe, k) for k in names} | dict(embed_dim=16)
+    one, two = (common.build_model(dict(spec), tokenizer, recipe.pretrained)[0] for _ in range(2))
+    assert one.text.width == 24 and len(one.text.body.encoder.layers) == 2
+    assert one.text.body.embeddings.position_embedding.num_embeddings == 77
+    tables = [m.text.body.embeddings.token_embedding.weight for m in (one, two)]
+    assert not torch.equal(*tables) and tables[0].std().item() == pytest.approx(0.02, rel=0.1)  # random, as CLIP starts
+    assert one.text.projection.weight.std().item() == pytest.approx(24 ** -0.5, rel=0.2)
+    one.eval()
+    alone, padded = (one.text(**tokenizer(texts))[0] for texts in (["red"], ["red", "a red bird on a tree"]))
+    assert torch.allclose(alone, padded, atol=1e-6)  # read at the end of the text, whatever the padding
+    flags = [*RUN, "--no-pretrained", "--image-size", "24", "--output-dir", str(tmp_path), "--run-name", "r",
+             "--text-encoder", str(tmp_path / "clip"), "--text-length", "77", "--embed-dim", "16"]
     assert temo.main(temo.parse_args(flags))["steps"] == 2
+    model, tokenizer, _ = common.load_model(tmp_path / "r")
+    assert model(tokens=tokenizer(["red"]))[1].shape == (1, 16)
+
+
+def test_no_hub_for_the_tokenizer_is_one_line(tmp_path):
+    code = ("import common, sys\nwith common.clean_exit():\n"
+            "    common.build_tokenizer('openai/clip-vit-base-patch32', 77)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(temo.__file__).parent, capture_output=True, text=True,
+                          env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}, timeout=120)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and "download it once and give the folder" in lines[0]
 
 
 def test_transformers_vision_models_and_their_unused_parameters(tmp_path, tokenizer):

@@ -15,19 +15,13 @@ import common
 import numpy as np
 import psutil
 import pytest
+import runs as runs_of_scripts
 from safetensors.torch import load_file
 
 import eval as evaluation
 import temo
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
-import common, SCRIPT
-SCRIPT.draw = lambda *a: None  # the pictures take longer than these runs
-if __name__ == "__main__":
-    with common.clean_exit():
-        SCRIPT.main(SCRIPT.parse_args())
-"""
 FLAGS = ["--cpu", *"--threads 1 --image-size 24 --batch-size 64 --max-steps 14".split(),
          *"--save-every 5 --log-every 1 --eval-every 0".split()]
 STEPS, KEPT = 14, ["step_10", "step_14"]
@@ -77,19 +71,27 @@ def write_fork(path):
 
 
 def start(script, processes, flags, log):
-    """A script as a user starts it, without its pictures, its words in a file."""
-    launcher = (
-        [sys.executable]
-        if processes == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    )
-    return subprocess.Popen([*launcher, str(script), *flags], stdout=log, stderr=subprocess.STDOUT,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"})
+    """A script as a user starts it: forked with all imports done, or, a fork and two processes, by the command line."""
+    if processes == 1 and script != "mine":
+        return runs_of_scripts.start(script, flags, log)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = command if processes > 1 else [sys.executable]
+    path = log.parent / f"{script}.py"
+    with open(log, "w") as out:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([*command, str(path), *flags], stdout=out, stderr=subprocess.STDOUT, env=environment)
 
 
-def finish(script, processes, flags, log_path):
-    with open(log_path, "w") as log:
-        assert start(script, processes, flags, log).wait(300) == 0, log_path.read_text()[-3000:]
+def exit_code(run, seconds=None):
+    """Of a forked process or a command; None while it runs (seconds: how long to wait for its end)."""
+    if isinstance(run, subprocess.Popen):
+        return run.wait(seconds) if seconds else run.poll()
+    run.join(seconds or 0)
+    return run.exitcode
+
+
+def finish(script, processes, flags, log):
+    assert exit_code(start(script, processes, flags, log), 300) == 0, log.read_text()[-3000:]
 
 
 def rows(folder):
@@ -103,19 +105,19 @@ def kinds(folder):
     return [(r["step"], "eval" in r) for r in rows(folder)]
 
 
-def kill_at(step, folder, script, processes, flags, log_path):
+def kill_at(step, folder, script, processes, flags, log):
     """Start a run and SIGKILL all its processes (launcher, ranks, loader workers) once `step` is logged."""
-    with open(log_path, "w") as log:
-        run = start(script, processes, flags, log)
-        while not any(r["step"] >= step and "loss" in r for r in rows(folder)):
-            assert run.poll() is None, log_path.read_text()[-3000:]
-            time.sleep(0.01)
-        parent = psutil.Process(run.pid)
-        family = [parent, *parent.children(recursive=True)]
-        for p in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                p.kill()
-        run.wait(60), psutil.wait_procs(family, timeout=60)
+    run = start(script, processes, flags, log)
+    while not any(r["step"] >= step and "loss" in r for r in rows(folder)):
+        assert exit_code(run) is None, log.read_text()[-3000:]
+        time.sleep(0.01)
+    parent = psutil.Process(run.pid)
+    family = [parent, *parent.children(recursive=True)]
+    for p in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            p.kill()
+    exit_code(run, 60)
+    psutil.wait_procs(family, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +125,8 @@ def runs(tmp_path_factory):
     """Every run below, two at a time: {("whole" or "killed", name): folder}. Killed ones have been resumed."""
     root = tmp_path_factory.mktemp("runs")
     write_folder(root / "set")
-    for script in ("temo", "temperature_schedules"):
-        (root / f"{script}.py").write_text(QUICK.replace("SCRIPT", script))
+    quick = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import common, temo; temo.draw = lambda *_: None\n"
+    (root / "temo.py").write_text(quick + "with common.clean_exit(): temo.main(temo.parse_args())\n")
     write_fork(root / "mine.py")
 
     def flags(kind, name, extra):
@@ -133,19 +135,17 @@ def runs(tmp_path_factory):
 
     def whole(name):
         script, processes, extra = WHOLE[name]
-        finish(root / f"{script}.py", processes, flags("whole", name, extra), root / f"whole {name}.txt")
+        finish(script, processes, flags("whole", name, extra), root / f"whole {name}.txt")
 
     def killed(name):
         _, script, processes, extra = KILLED[name]
         folder = root / "killed" / name
-        kill_at(
-            KILL, folder, root / f"{script}.py", processes, flags("killed", name, extra), root / f"killed {name}.txt"
-        )
+        kill_at(KILL, folder, script, processes, flags("killed", name, extra), root / f"killed {name}.txt")
         last = common.latest_checkpoint(folder)
         assert last and last.name != f"step_{STEPS}", "killed too early or too late"
         shutil.copytree(last, last.with_name("step_13.tmp"))  # what a crash inside a save leaves
         (last.with_name("step_13.tmp") / "model.safetensors").write_bytes(b"cut")
-        finish(root / f"{script}.py", processes, ["--resume", str(folder)], root / f"resumed {name}.txt")
+        finish(script, processes, ["--resume", str(folder)], root / f"resumed {name}.txt")
         assert f"resumed {last} at step {last.name[5:]} of {STEPS}" in (root / f"resumed {name}.txt").read_text()
 
     with ThreadPoolExecutor(2) as pool:
@@ -206,7 +206,7 @@ def test_last_two_checkpoints_are_kept(runs):
 def test_runs_hold_no_pickle(runs):
     for folder in runs.values():
         suffixes = {p.suffix for p in folder.rglob("*") if p.is_file() and ".tmp" not in p.parent.name}
-        assert suffixes <= {".json", ".jsonl", ".safetensors", ".txt", ".png"}
+        assert suffixes <= {".json", ".jsonl", ".safetensors", ".txt", ".png", ".lock"}
 
 
 # ----------------------------------------------- a fork ---------------------------------------------------------------

@@ -1,10 +1,17 @@
-"""TeMo's equations against loops written from the paper, in float64, and the limiting cases."""
+"""TeMo's equations against loops written from the paper, in float64, the limiting cases, and its recipes."""
 
 import math
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import common
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import picture, write_images
 
 import temo
 
@@ -134,6 +141,33 @@ def test_experts_replace_the_unimodal_temperature():
     assert torch.isclose(got, expected)
 
 
+@pytest.mark.parametrize("block", [0, 1, 4])
+def test_experts_set_the_multimodal_temperature(block):
+    """App. F: cosines among I (or T) by the expert; both directions of L_M-MM take them, and nothing else does."""
+    image, text, *others = (unit(N, D, seed=s) for s in range(4))
+    feature = unit(N, 3, seed=9)
+    tau = temo.expert_temperature(feature, feature, 0.01, 0.04)
+    of_pair = loop_tau(feature, feature, 0.01, 0.04)
+    assert tau.diagonal().tolist() == pytest.approx([0.05] * N) and torch.allclose(tau, tau.T)
+    expected = (loop_info_nce(image, text, of_pair) + loop_info_nce(text, image, of_pair)) / 2
+    terms = temo.temo_terms(image, text, *others, multimodal_tau=tau, block=block)
+    assert terms["L_M-MM"].item() == pytest.approx(expected, rel=1e-9)
+    plain = temo.temo_terms(image, text, *others)
+    assert all(torch.isclose(terms[k], plain[k]) for k in ("L_MM", "L_M-I2I", "L_M-T2T"))
+    row_e = temo.temo_loss(image, text, None, None, 1.0, unimodal="none", multimodal_tau=tau, block=block)
+    assert row_e.item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_the_experts_serve():
+    expert = ["--text-expert", "a/b"]
+    assert temo.parse_args(expert).expert_serves == "multimodal"
+    assert temo.parse_args([*expert, "--unimodal", "none"]).unimodal == "none"  # the runs of Tables 9 and 10
+    temo.parse_args([*expert, "--no-modulated", "--expert-serves", "unimodal"])
+    for flags in (["--no-modulated"], ["--unimodal", "none", "--expert-serves", "unimodal"], ["--loss", "infonce"]):
+        with pytest.raises(SystemExit):
+            temo.parse_args([*expert, *flags])
+
+
 def test_loss_is_fp32_under_bf16_autocast():
     views = [unit(64, 32, seed=s).float() for s in range(4)]
     expected = temo.temo_loss(*views, 0.5)
@@ -175,3 +209,96 @@ def test_slip_image_loss_is_nt_xent():
         logits = {j: float(z[i] @ z[j]) / tau for j in range(2 * N) if j != i}
         total += -logits[(i + N) % (2 * N)] + math.log(sum(math.exp(l) for l in logits.values()))
     assert temo.simclr_loss(z1, z2, tau).item() == pytest.approx(total / (2 * N))
+
+
+@pytest.mark.parametrize("loss", ["dystress", "dystress-shifted"])
+def test_dystress_obeys_detach_tau(loss):
+    """And the docstring says so."""
+    grads = []
+    for detach in (True, False):
+        sim = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64, requires_grad=True)
+        grads.append(torch.autograd.grad((sim / temo.pair_temperature(sim, loss, 0.01, 0.05, detach)).sum(), sim)[0])
+    assert not torch.allclose(*grads) and "dystress[-shifted] obeys" in temo.__doc__
+
+
+# ---------------------------------------------------- recipes and commands ------------------------------------------
+def test_cc12m_is_slip_s_model():
+    args = temo.parse_args(["--dataset", "cc12m"])
+    assert (args.image_encoder, args.text_encoder) == ("vit_base_patch16_224", "openai/clip-vit-base-patch32")
+    assert not args.pretrained and not args.clean_captions and (args.embed_dim, args.text_length) == (512, 77)
+    assert args.flip == 0 and args.aug_flip == 0.5 and args.tau_clamp == [0.01, 1.0]
+    assert (args.lr, args.weight_decay, args.beta2, args.batch_size) == (3e-3, 0.1, 0.98, 4096)
+    assert temo.parse_args(["--loss", "slip"]).tau_clamp == [0.01, 1.0]
+    assert temo.parse_args(["--dataset", "cc3m"]).tau_clamp == [0.001, 0.5]
+
+
+@pytest.mark.parametrize("flags, flips", [
+    ([], [0.5, 0.5]), (["--dataset", "moving-emoji", "--clips", "130", "8", "8"], [0, 0]), (["--flip", "0"], [0, 0.5]),
+    (["--aug-flip", "0.1"], [0.5, 0.1]), (["--loss", "slip", "--flip", "0"], [0, 0.5, 0.5])])
+def test_the_views_flip_by_flags_of_their_own(flags, flips, tmp_path, monkeypatch):
+    class Views(Exception):
+        pass
+    def stop(run, views, transform):
+        raise Views([v.flip for v in views])
+    monkeypatch.setattr(common.Run, "batches", stop)
+    with pytest.raises(Views) as found:
+        temo.main(temo.parse_args([*flags, "--cpu", "--threads", "1", "--output-dir", str(tmp_path)]))
+    assert found.value.args[0] == flips
+
+
+README = (Path(temo.__file__).parent / "README.md").read_text(encoding="utf8")
+COMMANDS = re.findall(r"(?:accelerate launch|python|torchrun)[^`\n#]* temo\.py ([^`\n#]*)", temo.__doc__ + README)
+COMMANDS = sorted({c for c in COMMANDS if not re.search(r"\$|\\|\.\.\.|--help|--resume|'", c)})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_not_refused(command):
+    """The flags parse; with --chunk-size the image encoder has no BatchNorm."""
+    args = temo.parse_args(shlex.split(command))
+    if args.chunk_size and not args.allow_batchnorm_chunks:
+        with torch.device("meta"):
+            model = common.VisionEncoder(args.image_encoder, args.embed_dim, False, args.image_size)
+        assert not common.has_batchnorm(model)
+
+
+def test_the_commands_say_what_the_paper_did():
+    assert any("--chunk-size" in c for c in COMMANDS) and any("--paraphrases" in c for c in COMMANDS)
+    table_2 = next(line for line in README.splitlines() if "(Table 2)" in line)
+    assert "vit_base_patch16_224" in table_2 and "--no-pretrained" in table_2
+    for words in ("row c has them too", "swaps TR and IR", "row 3 (our c) lacks", "follow App. I", "expert sets the"):
+        assert words in temo.__doc__
+
+
+def test_the_paper_s_run_without_its_paraphrases_is_warned_of():
+    train = SimpleNamespace(templates=())
+    for dataset in ("cc3m", "cc12m"):
+        assert temo.second_texts(train, None, dataset).startswith("WARNING: NOT THE PAPER'S T~")
+        assert "WARNING" not in temo.second_texts(train, [1], dataset)
+    assert not any("WARNING" in temo.second_texts(train, None, d) for d in ("emoji", "captions.csv"))
+
+
+def test_zero_shot_along_training(tmp_path, monkeypatch):
+    """Fig. 7: a set with classes and no captions gives top-1 by class names in the log, the summary and the picture."""
+    for split, numbers in (("train", range(12)), ("val", range(12, 21)), ("test", range(21, 30))):
+        for c, name in enumerate(("apple", "pear_tree", "zebra")):
+            write_images(tmp_path / "classes" / split / name, [i for i in numbers if i % 3 == c])
+    panels, draw = [], common.figures().draw_curves
+    def drawn(log, these, *args, **options):
+        panels.extend(these)
+        draw(log, these, *args, **options)
+    monkeypatch.setattr(common.figures(), "draw_curves", drawn)
+    flags = ["--cpu", "--threads", "1", "--workers", "0", "--max-steps", "2", "--batch-size", "16", "--eval-every", "1",
+             "--image-size", "24", "--output-dir", str(tmp_path), "--run-name", "r"]
+    name = str(tmp_path / "classes")
+    summary = temo.main(temo.parse_args([*flags, "--eval-datasets", name, "emoji"]))
+    text = (tmp_path / "r" / "metrics.jsonl").read_text()
+    assert text.count('"zero-shot": {"top1"') == 3 and "zero-shot" not in summary["test"]["emoji"]  # steps 0, 1, 2
+    model, tokenizer, transform = common.load_model(tmp_path / "r")
+    with torch.no_grad():
+        images = torch.cat([model(transform(torch.from_numpy(picture(i)).permute(2, 0, 1))[None])[0]
+                            for i in range(21, 30)])
+        classes = model(tokens=tokenizer(["apple", "pear tree", "zebra"]))[1]
+    right = (F.normalize(images) @ F.normalize(classes).T).argmax(1) == torch.arange(21, 30) % 3
+    assert summary["test"][name]["zero-shot"]["top1"] == pytest.approx(100 * right.float().mean().item())
+    titles = [p[0] for p in panels]
+    assert titles.count("zero-shot by class names, val (Fig. 7)") == 1 and "retrieval, val" in titles

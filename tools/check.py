@@ -3,9 +3,11 @@
     python -m tools.check --dataset photos/            # reads every image strictly and lists what cannot be read
 """
 
+import contextlib
 import hashlib
-import io
 import os
+import re
+import tempfile
 
 import common
 
@@ -112,20 +114,36 @@ def twins(data, other):
     return sum(hashlib.sha256(content(other, i)).digest() in known for i in others)
 
 
+@contextlib.contextmanager
+def warnings_of_libjpeg():
+    """Yields a list, which at the end holds what libjpeg wrote to stderr meanwhile: of damage it only warns."""
+    said = []
+    with tempfile.TemporaryFile() as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            lines = file.read().decode("utf8", "replace").splitlines()
+            said += [line for line in lines if re.match("Corrupt|Premature|Invalid|Inconsistent", line)]
+
+
 def unreadable(data, progress=True):
     """{key: reason} of the examples that a strict reader refuses.
 
     A JPEG that is cut but has its end marker passes every fast decoder, with grey where pixels are missing."""
-    from PIL import Image
     from tqdm import tqdm
     bad = {}
     quiet = not progress or common.rank() > 0
     for i in tqdm(range(len(data)), desc=f"reading {data.name} ({data.split})", disable=quiet):
         try:
-            data.read(i)  # says best what is wrong
-            if data.clip is None and data.pixels is None:
-                with Image.open(io.BytesIO(content(data, i))) as image:
-                    image.load()
+            with warnings_of_libjpeg() as said:
+                data.read(i)
+            if said and data.clip is None:
+                bad[data.key(i)] = said[0]
         except Exception as error:  # whatever the decoder says
             bad[data.key(i)] = common.first_line(error)
     return bad

@@ -1,0 +1,306 @@
+"""Tars as they come: whole, cut, with a bad stretch in the middle, or compressed; and what lies beside them says of
+their size. Python's tarfile takes a bad header for the end of the tar, and says nothing.
+
+`walk` goes on behind the damage, at the next header with a right checksum; `Losses` counts and names what lies between.
+Not seen: bytes changed inside a member, whose headers are whole (its picture may not decode, and is counted then).
+"""
+
+import collections
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import tarfile
+
+CHUNK = 2**16  # bytes of one look for the next header
+RECORD = 10240  # bytes; writers fill a tar up to a multiple with zeros
+MOST_ZEROS = 2**20  # bytes of zeros that may end a tar; more is a download that was never filled in
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}  # how they begin
+USUAL = 0.05  # part of a tar's samples from which a set of extensions counts as a usual one
+
+
+@dataclasses.dataclass
+class Damage:
+    """A stretch of a tar that cannot be read: first byte, length, why, and the member that is cut ('' = none)."""
+    at: int
+    size: int
+    why: str
+    cut: str = ""
+
+
+class Loss(ValueError):
+    """Why a sample is lost to damage, or a member is not followed."""
+
+
+class Front:
+    """A file read front to back, in which a look ahead can be given back; `last`: the bytes of the last read.
+
+    seeks: what nobody asks for is sought over, not read (a file on a disk)."""
+
+    def __init__(self, file, seeks=False):
+        self.file, self.at, self.kept, self.last, self.end, self.moved = file, 0, b"", b"", None, False
+        if seeks:
+            self.end = file.seek(0, os.SEEK_END)
+            file.seek(0)
+
+    def tell(self):
+        return self.at
+
+    def read(self, n):
+        """The next n bytes, fewer at the end.   Raises: tarfile.ReadError on a number below zero."""
+        if n < 0:
+            raise tarfile.ReadError("a size below zero")
+        if self.moved:
+            self.file.seek(self.at)
+            self.moved = False
+        data, self.kept = self.kept[:n], self.kept[n:]
+        while len(data) < n and (more := self.file.read(n - len(data))):
+            data += more
+        self.at, self.last = self.at + len(data), data
+        return data
+
+    def give_back(self, data):
+        self.at, self.kept = self.at - len(data), data + self.kept
+
+    def skip(self, n):
+        """Go on by n bytes; False where the file ends before."""
+        if self.end is None:
+            while n and (got := len(self.read(min(n, CHUNK)))):
+                n -= got
+            return not n
+        if n:
+            self.at, self.kept, self.moved = self.at + n, b"", True
+        return self.at <= self.end
+
+
+def refuse_compressed(file):
+    """Raises: tarfile.ReadError when the file (a Front at its start) begins as a compressed one does."""
+    head = file.read(6)
+    file.give_back(head)
+    for start, word in COMPRESSED.items():
+        if head.startswith(start):
+            raise tarfile.ReadError(f"compressed with {word}: unpack it, plain tars are needed")
+
+
+def walk(file, wanted):
+    """The members of a Front: (TarInfo, its bytes where wanted(name), else None, bytes with its headers). Of what is
+    damaged (Damage, None, 0).
+
+    Raises: tarfile.ReadError where no header at all is found.
+    """
+    tar, found = tarfile.TarFile(fileobj=io.BytesIO(bytes(1024))), False  # an open one that has read nothing
+    tar.fileobj = file
+    while True:
+        at = file.tell()
+        try:
+            member = tarfile.TarInfo.fromtarfile(tar)
+            if member.size < 0 or tar.offset < file.tell():
+                raise tarfile.ReadError("a size below zero")
+        except (tarfile.TarError, ValueError, OverflowError):
+            more, zeros = _resume(file, at)
+            size = file.tell() - at
+            if more and found and zeros and 1024 <= size < 1024 + RECORD and file.tell() % RECORD == 0:
+                continue  # the end of a tar to which another was appended
+            if not (more or found) and (size == 0 or not zeros):
+                raise tarfile.ReadError("an empty file" if file.tell() == 0 else "no header of a tar in it") from None
+            if more or not (zeros and 0 < size <= MOST_ZEROS):
+                yield Damage(at, size, _what(at, size, more, zeros)), None, 0
+            if not more:
+                return
+            continue
+        found, left = True, tar.offset - file.tell()  # bytes with the zeros that fill the last block
+        size = min(member.size, left)  # links have none
+        data = file.read(size) if member.isreg() and wanted(member.name) else None
+        if len(data) < size if data is not None else not file.skip(size):
+            end = file.tell() if file.end is None else file.end
+            yield Damage(at, 0, f"the file ends at byte {end:,}, inside {member.name}", member.name), None, 0
+            return
+        yield member, data, tar.offset - at
+        file.skip(left - size)
+
+
+def _what(at, size, more, zeros):
+    if not size:
+        return f"the file ends at byte {at:,} without the mark of a tar's end"
+    kind = "zeros" if zeros else "no header of a tar"
+    return f"{kind} from byte {at:,} to {'byte ' + format(at + size, ',') if more else 'its end'}"
+
+
+def _resume(file, at):
+    """Go on behind a bad header to the next good one: (is there one, are all bytes before it zeros). Not by blocks of
+    512: where bytes are missing all that follows is moved."""
+    window, first = file.last, 1
+    zeros = file.tell() - len(window) == at
+    while True:
+        hit = window.find(b"ustar", first + 257)
+        while hit >= 0:
+            start = hit - 257
+            if _is_header(window[start:start + tarfile.BLOCKSIZE]):
+                file.give_back(window[start:])
+                return True, zeros and not window[:start].strip(b"\0")
+            hit = window.find(b"ustar", hit + 1)
+        zeros = zeros and not window.strip(b"\0")
+        more = file.read(CHUNK)
+        if not more:
+            return False, zeros
+        window, first = window[1 - tarfile.BLOCKSIZE:] + more, 0
+
+
+def _is_header(block):
+    with contextlib.suppress(tarfile.TarError, ValueError):
+        return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").size >= 0
+    return False
+
+
+def not_followed(member):
+    """Why a member is not read, '' if it is: a link, a device, a file with holes, a name that leads out of the tar."""
+    if member.issym() or member.islnk():
+        return f"{member.name} is a link"
+    if member.isdev() or member.issparse():
+        return f"{member.name} is no plain file"
+    return f"{member.name}: a name that leads out of the tar" if ".." in member.name.split("/") else ""
+
+
+class Losses:
+    """What one tar has lost: told of each member and each Damage in order, `lost` gives the answer at the end.
+
+    A sample beside damage is a suspect, and lost where it lacks parts that the others have. How many samples lay inside
+    is told by its bytes and by the numbers in the keys on both sides."""
+
+    def __init__(self):
+        self.key, self.parts, self.suspected, self.cut = None, set(), False, None
+        self.usual, self.suspects, self.gaps = collections.Counter(), {}, []  # gaps: [Damage, key before, key behind]
+        self.samples = self.bytes = 0
+
+    def add(self, key, extension, span):
+        """A member of `span` bytes that is whole."""
+        if key != self.key:
+            self.close()
+            self.key, self.parts, self.suspected = key, set(), False
+        if self.gaps and self.gaps[-1][2] is None:
+            self.gaps[-1][2], self.suspected = key, True
+        self.parts.add(extension)
+        self.bytes += span
+
+    def gap(self, damage, key=None):
+        """key: of the sample whose member is cut."""
+        if key is not None:
+            self.add(key, "", 0)
+            self.cut = key
+        if key is None and self.gaps and self.gaps[-1][2] is None:  # nothing stands between this one and the last
+            self.gaps[-1][0] = dataclasses.replace(self.gaps[-1][0], size=self.gaps[-1][0].size + damage.size)
+        else:
+            self.gaps.append([damage, self.key, None])
+        self.suspected = True
+
+    def close(self):
+        """The sample at hand is over."""
+        if self.key is None:
+            return
+        self.samples += 1
+        if self.suspected:
+            self.suspects.setdefault(self.key, set()).update(self.parts)
+        else:
+            self.usual[frozenset(self.parts)] += 1
+        self.key = None
+
+    def lost(self):
+        """[(keys, n, why)]: n samples that are lost, with their keys where they are known; and the set of the keys of
+        which a part is left."""
+        self.close()
+        usual = [shape for shape, n in self.usual.items() if n >= USUAL * self.usual.total()]
+        partial = {key for key, parts in self.suspects.items()
+                   if key == self.cut or usual and not any(shape <= parts for shape in usual)}
+        mean = self.bytes / max(1, self.samples)  # bytes a sample
+        out, told = [], set()
+        for damage, before, behind in self.gaps:
+            keys = sorted({before, behind} & partial - told)
+            told.update(keys)
+            where = (f"between {before} and {behind}" if before and behind
+                     else f"behind {before}" if before else f"before {behind}")
+            why = damage.why if damage.cut else f"{damage.why}, {where}"
+            out += [([key], 1, why) for key in keys]
+            number = max(0 if keys else 1, round(damage.size / mean) - len(keys)) if mean else 1  # one at least
+            inside = _between(before, behind)
+            if inside is not None:
+                number = min(number, len(inside))
+            if number or not keys:
+                out.append((list(inside) if inside and number == len(inside) else [], number, why))
+        return out, partial
+
+    def each(self, expected=None):
+        """([(key, why)] with one entry a lost sample, the keys of which a part is left).
+
+        expected: (samples the tar should hold, the file that says so), where that is known: their number counts."""
+        lost, partial = self.lost()
+        entries = [(key, why) for keys, n, why in lost for key in (keys or _numbered(n, why))]
+        if expected:
+            number, file = expected
+            missing = max(0, number - (self.samples - len(partial)))
+            why = f"{number - missing:,} of the {number:,} samples that {file} names"
+            entries = entries[:missing] + [(key, why) for key in _numbered(missing - len(entries), why)]
+        return entries, partial
+
+
+def _numbered(n, why):
+    return [f"lost {k + 1} of {n} ({why})" for k in range(n)]
+
+
+def _between(before, behind):
+    """The keys between two that are numbered; () of one and the same key, None where that cannot be told."""
+    if before is None or behind is None:
+        return None
+    if before == behind:
+        return ()
+    (head, low), (tail, high) = (re.fullmatch(r"(.*?)(\d*)", key, re.DOTALL).groups() for key in (before, behind))
+    if head != tail or len(low) != len(high) or not low or len(low) > 15 or not 0 < int(high) - int(low) < 10**6:
+        return None
+    return [f"{head}{k:0{len(low)}}" for k in range(int(low) + 1, int(high))]
+
+
+# ---- what lies beside the tars ----
+def expected(paths):
+    """{path: (samples, name of the file that says so)} where a file beside the tars, or one folder above, tells.
+
+    Read are <tar>_stats.json (img2dataset), sizes.json (webdataset), _info.json or info.json (timm, pixparse), and the
+    indices of wids; what cannot be read of these is passed over."""
+    out, paths = {}, [os.path.abspath(path) for path in paths]
+    folders = dict.fromkeys(folder for path in paths for folder in
+                            (os.path.dirname(path), os.path.dirname(os.path.dirname(path))))
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            file = path.removesuffix(".tar") + "_stats.json"
+            out[path] = int(_read(file)["successes"]), os.path.basename(file)
+    readers = {"sizes.json": _sizes, "_info.json": _info, "info.json": _info, "dataset.json": _wids,
+               "shardindex.json": _wids, "index.json": _wids}
+    wanted = set(paths)
+    for folder in folders:
+        for name, reader in readers.items():
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+                for tar, n in reader(_read(os.path.join(folder, name))):
+                    inside = os.path.basename(tar) if "://" in tar or os.path.isabs(tar) else tar
+                    path = os.path.normpath(os.path.join(folder, inside))
+                    if path in wanted:
+                        out.setdefault(path, (int(n), name))
+    return out
+
+
+def _read(file):
+    if os.path.getsize(file) > 2**26:  # bytes; no such file is that large
+        raise ValueError("too large")
+    with open(file, encoding="utf8") as f:
+        return json.load(f)
+
+
+def _sizes(content):
+    return list(content.items())
+
+
+def _info(content):
+    return [pair for split in content["splits"].values() for pair in zip(split["filenames"], split["shard_lengths"])]
+
+
+def _wids(content):
+    return [(shard["url"], shard["nsamples"]) for shard in content["shardlist"]]

@@ -1,0 +1,579 @@
+"""Which split an example is in and what the data hold: names of splits, held-out examples, classes, captions, twins."""
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import common
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    CLASSES,
+    caption,
+    encode,
+    held_out,
+    open_splits,
+    picture,
+    tar_samples,
+    write_captions,
+    write_images,
+    write_parquet_images,
+    write_rows,
+    write_tar,
+    write_video,
+)
+from PIL import Image
+
+from sets import long_tail
+from tools import check
+
+WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing")
+N = 9  # examples of a split that a folder or file names
+
+
+def open_anew(path, **options):
+    """open_splits of data that may have changed since they were opened."""
+    common._own_data.cache_clear()
+    return open_splits(path, **options)
+
+
+def refused(path, *words, split="train"):
+    """The one line that refuses these data; all words stand in it."""
+    with pytest.raises(common.UserError) as error:
+        common.load_data(str(path), split)
+    message = str(error.value)
+    assert "\n" not in message and all(word in message for word in words), message
+    return message
+
+
+# ---------------------------------------------------- names of splits ------------------------------------------------
+def class_folders(folder, word, numbers):
+    for i in numbers:
+        write_images(folder / word / CLASSES[i % 3], [i])
+
+
+def described(folder, word, numbers):
+    names = write_images(folder / word, numbers)
+    write_rows(folder / word / "metadata.csv", ["file_name", "caption"], [(x, f"words of {x}") for x in names])
+
+
+def parquet(folder, word, numbers):
+    write_parquet_images(folder / "data" / f"{word}-00000-of-00001.parquet", numbers)
+
+
+def tars(folder, word, numbers):
+    write_tar(folder / f"{word}-0000.tar", tar_samples(numbers, "jpg", "txt"))
+
+
+def folders_of_tars(folder, word, numbers):
+    write_tar(folder / word / "0000.tar", tar_samples(numbers, "jpg", "txt"))
+
+
+def clips(folder, word, numbers):
+    write_video(folder / "clip.mp4", range(2))
+    for i in numbers:
+        path = folder / word / CLASSES[i % 3] / f"{i:03}.mp4"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "clip.mp4", path)
+    (folder / "clip.mp4").unlink()
+
+
+LAYOUTS = [class_folders, described, parquet, tars, folders_of_tars, clips]
+
+
+def write_both(layout, folder, train, test):
+    layout(folder, train, range(N))
+    layout(folder, test, range(N, 2 * N))
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_name_that_is_no_split_beside_one_that_is_is_refused(layout, tmp_path):
+    """A slip of the pen must neither leave images out nor put them into training."""
+    for words in (("trian", "test"), ("train", "tset")):
+        path = write_both(layout, tmp_path / "-".join(words), *words)
+        for split in ("train", "val", "test"):
+            refused(path, *words, *WORDS, split=split)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_named_splits_are_these_two(layout, tmp_path):
+    for words in (("train", "test"), ("training", "testing")):
+        found = open_splits(write_both(layout, tmp_path / words[0], *words))
+        assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_capitals_never_put_test_images_into_training(layout, tmp_path):
+    """`datasets` knows train/ alone, and takes Train/ and Test/ for one training set."""
+    path = write_both(layout, tmp_path, "Train", "Test")
+    if layout is class_folders:
+        refused(path, "its names say test, train", "rename")
+    else:
+        found = open_splits(path)
+        assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
+    for word in ("Train", "Test"):
+        write_parquet_images(tmp_path / "flat" / f"{word}.parquet", range(N))
+    refused(tmp_path / "flat", "its names say test, train", "rename")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_test_split_alone_is_not_trained_on(layout, tmp_path):
+    layout(tmp_path, "test", range(N))
+    refused(tmp_path, "no train split; it has: test")
+    assert len(common.load_data(str(tmp_path), "test")) == N
+    with pytest.raises(common.EmptySplit, match="no val split; it has: test"):
+        common.load_data(str(tmp_path), "val")
+
+
+def test_words_in_names_of_files_lose_no_image(tmp_path):
+    """`datasets` takes some_test_007.png for a test split, and then reads nothing else."""
+    for i in range(20):
+        folder = tmp_path / "files" / CLASSES[i % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{'test' if i % 4 == 0 else 'img'}_{i:03}.png").write_bytes(encode(picture(i)))
+        write_images(tmp_path / "folders" / "photos" / ["cat", "dog", "train station"][i % 3], [i])
+        write_images(tmp_path / "both" / ("train", "test")[i % 2] / ("cat", "test tube")[i // 2 % 2], [i])
+    refused(tmp_path / "files", "only 5 of its 20 images would be used, as test", "metadata.csv")
+    refused(tmp_path / "folders", "only 6 of its 20 images would be used, as train")
+    refused(tmp_path / "both", "some images twice would be used, as train, test")
+
+
+def test_folders_that_name_splits_have_metadata_all_or_none(tmp_path):
+    described(tmp_path / "a", "train", range(N))
+    class_folders(tmp_path / "a", "test", range(N))
+    refused(tmp_path / "a", "no metadata.csv, .jsonl or .parquet in test, but in train")
+    for word in ("train", "val", "valid"):
+        described(tmp_path / "b", word, range(N))
+    refused(tmp_path / "b", "two of train, val, valid name one split")
+    described(tmp_path / "c", "train", range(N))
+    described(tmp_path / "c", "trian", range(N))
+    write_captions(tmp_path / "c", 3, "metadata.csv")  # which is read instead of looking at the folders
+    assert sum(map(len, open_splits(tmp_path / "c").values())) == 3
+
+
+def test_what_other_programs_leave_in_a_folder_is_no_split(tmp_path):
+    parquet(tmp_path / "a", "train", range(N))
+    (tmp_path / "a" / "data" / "dataset_infos.json").write_text("{}")
+    assert sum(map(len, open_splits(tmp_path / "a").values())) == N
+    for word in ("train", "test"):
+        class_folders(tmp_path / "b", word, range(N))
+        (tmp_path / "b" / word / CLASSES[0] / "._000.png").write_bytes(b"of the Finder")
+    for name in ("__MACOSX", ".ipynb_checkpoints"):
+        class_folders(tmp_path / "b", name, range(3))
+    (tmp_path / "b" / "empty").mkdir()
+    assert len(open_splits(tmp_path / "b")["test"]) == N
+
+
+# ---------------------------------------------------- held-out examples ----------------------------------------------
+DOT = encode(np.zeros((1, 1, 3), np.uint8))  # an image, as small as they are
+
+
+def a_csv(folder, names):
+    folder.mkdir()
+    return write_rows(folder / "a.csv", ["image", "caption"], [(f"{x}.png", f"words of {x}") for x in names])
+
+
+def images_in_parquet(folder, names):
+    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
+    rows = {"image": [{"bytes": DOT, "path": f"{x}.png"} for x in names], "caption": [f"words of {x}" for x in names]}
+    folder.mkdir()
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / "train.parquet"))
+    return folder
+
+
+def in_a_tar(folder, names):
+    return write_tar(folder / "a.tar", {x: {"png": DOT, "txt": f"words of {x}".encode()} for x in names})
+
+
+def in_class_folders(folder, names):
+    for x in names:
+        path = folder / CLASSES[int(x[-1]) % 3] / f"{x}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(DOT)
+    return folder
+
+
+def places(path):
+    """{name: split} of a data set."""
+    found = {key: split for split, data in open_splits(path).items() for key in data.column("key")}
+    assert set(found.values()) == {"train", "val", "test"}
+    return found
+
+
+@pytest.mark.parametrize("write", [a_csv, images_in_parquet, in_a_tar, in_class_folders])
+def test_more_rows_move_no_old_one(write, tmp_path):
+    """One row or a thousand, before, between or after the others; and the same data in another place."""
+    many = 300 if write is in_class_folders else 1000  # files take their time
+    old = [f"m{i:04}" for i in range(300)]
+    before = places(write(tmp_path / "old", old))
+    assert len(before) == 300
+    for at, letter in ((0, "a"), (150, "m0149x"), (300, "z")):
+        for count in (1, many):
+            new = [f"{letter}{k:04}" for k in range(count)]
+            after = places(write(tmp_path / f"{letter}{count}", old[:at] + new + old[at:]))
+            assert len(after) == 300 + count and {x: after[x] for x in before} == before
+            held = [x for x in after if after[x] != "train" and x not in before]
+            assert count == 1 or 0.06 < len(held) / count < 0.14
+
+
+def test_windows_of_a_video_stay_together(tmp_path):
+    """Seconds as they come, 1e-05 too; another window moves none."""
+    windows = [(None, 3), (1e-5, 2), (2, 4.5), (7.25, None), (100000.5, 200000), (1e6, 2e6)]
+    for k in range(100):
+        (tmp_path / f"v{k}.mp4").write_bytes(b"not opened")
+    found = {}
+    for first in (3, 0):
+        rows = [(f"v{k}.mp4", start, end, f"{k} {start}") for start, end in windows[first:] for k in range(100)]
+        path = write_rows(tmp_path / f"{first}.jsonl", ["video", "start", "end", "caption"], rows)
+        now = {s: {key.split()[0] for key in d.column("key")} for s, d in open_splits(path).items()}
+        assert set(now) == {"train", "val", "test"} and sum(map(len, now.values())) == 100
+        assert now == (found or now)
+        found = now
+    assert {s: sorted(v) for s, v in found.items()} == held_out(sorted(f"v{k}.mp4" for k in range(100)))
+
+
+def test_one_name_for_all_images_is_none(tmp_path):
+    """Some parquet files call every image image.png: all would fall into one split."""
+    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
+    rows = {"image": [{"bytes": DOT, "path": "image.png"}] * 100, "caption": [caption(i) for i in range(100)]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train.parquet"))
+    assert sorted(places(tmp_path), key=int) == [str(i) for i in range(100)]
+
+
+def test_a_large_table_is_held_out_alike(tmp_path, monkeypatch):
+    path = a_csv(tmp_path / "a", [f"m{i:04}" for i in range(300)])
+    small, prints = places(path), {s: check.fingerprint(d) for s, d in open_splits(path).items()}
+    monkeypatch.setattr(common, "IN_MEMORY", 0)
+    assert {key: split for split, d in open_anew(path).items() for key in d.keys()} == small
+    assert {s: check.fingerprint(d) for s, d in open_splits(path).items()} == prints
+
+
+def test_too_little_to_hold_out_is_said(tmp_path):
+    path = write_captions(tmp_path, 6)
+    assert set(open_splits(path)) == {"train"}
+    for split in ("val", "test"):
+        with pytest.raises(common.EmptySplit, match=f"none of its names falls into the 5% .* for {split}; give a"):
+            common.load_data(str(path), split)
+    names = [x for x in (f"{i}.png" for i in range(2000)) if common.held_out_place(x) < 0.1][:9]
+    path = write_rows(tmp_path / "b.csv", ["image", "caption"], [(x, f"words of {x}") for x in names])
+    assert "all of its names fall into what is held out" in refused(path)
+    write_parquet_images(tmp_path / "hub" / "train.parquet", range(20))
+    write_parquet_images(tmp_path / "hub" / "test.parquet", range(20, 26))
+    options = {"data_dir": str(tmp_path / "hub"), "image_column": "image", "label_column": "label"}
+    with pytest.raises(common.EmptySplit, match="cifar10: none of its names .* held out for val"):
+        common.load_data("cifar10", "val", **options)
+
+
+# ---------------------------------------------------- fingerprints and twins -----------------------------------------
+def prints(path):
+    return {s: check.fingerprint(d) for s, d in open_anew(path).items()}
+
+
+def test_a_fingerprint_knows_rows_names_and_sizes(tmp_path):
+    path = write_captions(tmp_path / "a", 30)
+    saved = prints(path)
+    assert saved == prints(path) and check.changes(saved, open_splits(path)) == []
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert saved == prints(tmp_path / "b" / "captions.csv")  # and where they lie does not matter
+    assert saved["train"]["examples"] == 27 and saved["train"]["digest"] != saved["val"]["digest"]
+
+    text = path.read_text()
+    path.write_text(text + "more.png,one more\n")
+    assert check.changes(saved, open_anew(path)) == ["train: 27 examples, now 28"]
+    path.write_text(text.replace("003.png", "renamed.png"))
+    (tmp_path / "a" / "003.png").rename(tmp_path / "a" / "renamed.png")
+    other = ["train: 27 examples as before, but other names or sizes"]
+    assert check.changes(saved, open_anew(path)) == other
+    (tmp_path / "a" / "renamed.png").rename(tmp_path / "a" / "003.png")
+    path.write_text(text)
+    assert check.changes(saved, open_anew(path)) == []
+    write_images(tmp_path / "a", [5], height=40)
+    assert check.changes(saved, open_anew(path)) == other
+    (tmp_path / "a" / "005.png").unlink()
+    assert check.changes(saved, open_anew(path)) == other
+    assert check.changes({}, open_splits(path)) == []  # a run from before there were fingerprints
+
+
+@pytest.mark.parametrize("layout", [class_folders, parquet, tars, clips])
+def test_a_fingerprint_of_every_layout(layout, tmp_path):
+    layout(tmp_path / "a", "train", range(30))
+    saved = prints(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert prints(tmp_path / "b") == saved
+    file = max((p for p in (tmp_path / "b").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    if layout in (class_folders, clips):
+        file.write_bytes(file.read_bytes() + b"more")
+    else:
+        layout(tmp_path / "b", "train", [*range(29), 60])
+    changed = check.changes(saved, open_anew(tmp_path / "b"))
+    assert changed and all("examples" in line for line in changed)
+
+
+SAME = [3, 5, 7]  # numbers of training pictures that the test split shows again
+
+
+@pytest.mark.parametrize("layout", [class_folders, described, parquet, tars])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_twins_are_counted(layout, in_memory, tmp_path):
+    layout(tmp_path, "train", range(10))
+    layout(tmp_path, "test", [*SAME, *range(20, 26)])
+    data = [common.load_data(str(tmp_path), s) for s in ("train", "test")]
+    train, test = (d.in_memory() if in_memory else d for d in data)
+    assert (train.pixels is not None) == in_memory
+    seen = {int(Path(k).stem) for k in train.column("key")}
+    assert check.twins(train, test) == len(seen & set(SAME)) >= 2
+    again = [i for i, k in enumerate(test.column("key")) if int(Path(k).stem) in SAME]
+    others = [i for i in range(len(test)) if i not in again]
+    assert check.twins(train, test.select(others)) == 0
+    assert check.twins(test, test.select([*again, *again, others[0]])) == 7
+
+
+def test_windows_and_what_cannot_be_read_are_no_twins(tmp_path):
+    write_video(tmp_path / "a.mp4", range(8))
+    rows = [("a.mp4", k / 10, k / 10 + 0.1, f"part {k}") for k in range(4)]
+    path = write_rows(tmp_path / "a.jsonl", ["video", "start", "end", "caption"], rows)
+    data = common.load_data(str(path), "train")
+    assert check.twins(data, data) == 0
+    path = write_captions(tmp_path / "b", 6)
+    data = common.load_data(str(path), "train")
+    (tmp_path / "b" / "000.png").unlink()
+    (tmp_path / "b" / "001.png").write_bytes(b"")
+    assert check.twins(data, data) == 4
+
+
+# ---------------------------------------------------- classes and captions -------------------------------------------
+M = 35  # rows, of which at least one is held out as val and one as test in each layout
+
+
+def classes_in_parquet(kind):
+    """A parquet file of images whose rows 4 and 6 have no class; kind: of its label column."""
+    def write(folder):
+        labels = {"class": [i % 3 for i in range(M)], "number": [10 + i % 3 for i in range(M)],
+                  "word": [CLASSES[i % 3] for i in range(M)]}[kind]
+        feature = {"class": datasets.ClassLabel(names=CLASSES), "number": datasets.Value("int64"),
+                   "word": datasets.Value("string")}[kind]
+        labels[4], labels[6] = "" if kind == "word" else -1, None
+        features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"), label=feature)
+        images = [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in range(M)]
+        table = datasets.Dataset.from_dict({"image": images, "caption": [caption(i) for i in range(M)],
+                                            "label": labels}, features=features)
+        folder.mkdir(exist_ok=True)
+        table.to_parquet(str(folder / "train.parquet"))
+        return folder
+    return write
+
+
+def classes_in_rows(name):
+    def write(folder):
+        words = [CLASSES[i % 3] for i in range(M)]
+        words[4], words[6] = "-1", "" if name.endswith("csv") else None
+        rows = [(x, caption(i), words[i]) for i, x in enumerate(write_images(folder, range(M)))]
+        return write_rows(folder / name, ["image", "caption", "label"], rows)
+    return write
+
+
+def classes_in_a_tar(folder):
+    samples = tar_samples(range(M), "png", "txt", "cls")
+    samples[f"{4:06}"]["cls"] = b"-1\n"
+    del samples[f"{6:06}"]["cls"]
+    return write_tar(folder / "a.tar", samples)
+
+
+@pytest.mark.parametrize("write", [
+    classes_in_parquet("class"), classes_in_parquet("number"), classes_in_parquet("word"),
+    classes_in_rows("a.csv"), classes_in_rows("a.jsonl"), classes_in_rows("a.parquet"), classes_in_a_tar],
+    ids=["ClassLabel", "numbers", "words", "csv", "jsonl", "parquet", "tar"])
+def test_a_row_without_a_class_is_in_no_class(write, tmp_path):
+    path = write(tmp_path)
+    found = open_splits(path)
+    where = {int(Path(key).stem): (d, i) for d in found.values() for i, key in enumerate(d.keys())}
+    assert sorted(where) == list(range(M))  # its image and caption are used
+    for k, (data, i) in where.items():
+        assert data.labels[i] == (-1 if k in (4, 6) else k % 3)
+    names = found["train"].label_names
+    assert names == (None if path.suffix == ".tar" else ["10", "11", "12"] if names[0] == "10" else CLASSES)
+    for data in found.values():
+        assert "2 without a class (not used where classes are)" in data.note
+    if names:
+        tail = long_tail.labelled_sets(str(path), ratio=2.0)
+        assert all(set(d.labels.tolist()) <= {0, 1, 2} for d in tail.values())
+        whole = long_tail.labelled_sets(str(path))["train"]
+        assert len(whole) == len(found["train"]) - sum(where[k][0].split == "train" for k in (4, 6))
+
+
+class Eyes(torch.nn.Module):
+    """Embeds a picture by its mean colours; texts at random."""
+
+    def forward(self, x=None, tokens=None):
+        if tokens is not None:
+            return None, tokens["text"], None
+        colours = x.mean((2, 3))  # (b, 3)
+        return colours, None, colours
+
+
+def test_knn_does_not_see_rows_without_a_class(tmp_path, monkeypatch):
+    path = classes_in_rows("a.csv")(tmp_path)
+    seen, whole = [], common.knn_accuracy
+
+    def knn_accuracy(train, train_labels, test, test_labels, **more):
+        seen.append((len(train), train_labels.tolist(), len(test), test_labels.tolist()))
+        return whole(train, train_labels, test, test_labels, **more)
+
+    monkeypatch.setattr(common, "knn_accuracy", knn_accuracy)
+    train = common.load_data(str(path), "train")
+
+    def tokenizer(texts):
+        return {"text": torch.rand(len(texts), 3)}
+    data = train.select([1, 2, *np.flatnonzero(train.labels < 0)])
+    transform = common.EvalTransform(16, (0.5,) * 3, (0.5,) * 3)
+    metrics, chance, _ = common.evaluate(Eyes(), tokenizer, transform, data, torch.device("cpu"), train)
+    (rows, labels, others, theirs), = seen
+    unknown = int((train.labels < 0).sum())
+    assert unknown == 2 and rows == len(labels) == len(train) - unknown and others == len(theirs) == 2
+    assert min(labels) == 0 and metrics["knn@1"]["top1"] == 100 and chance["knn@1"]["top1"] > 20
+
+
+def silent_parquet(folder):
+    """Rows 4 and 6 have nothing to say, row 8 says it among other things."""
+    texts = [[caption(i), caption(i, 1)] for i in range(M)]
+    texts[4], texts[6], texts[8] = None, [" ", None], ["", caption(8), None, " "]
+    features = datasets.Features(image=datasets.Image(), caption=datasets.List(datasets.Value("string")))
+    rows = {"image": [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in range(M)], "caption": texts}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / "train.parquet"))
+    return folder, {}
+
+
+def silent_rows(name):
+    def write(folder):
+        texts = [caption(i) for i in range(M)]
+        texts[4], texts[6] = " \t", "" if name.endswith("csv") else None
+        if name.endswith("jsonl"):
+            texts = [[t] if t is not None else t for t in texts]
+            texts[8] = ["", caption(8), None, " "]
+        rows = [(x, texts[i]) for i, x in enumerate(write_images(folder, range(M)))]
+        return write_rows(folder / name, ["image", "caption"], rows), {}
+    return write
+
+
+def silent_tar(folder):
+    samples = tar_samples(range(M), "png", "txt")
+    samples[f"{4:06}"]["txt"], samples[f"{6:06}"]["txt"] = b"", b" \n\n"
+    samples[f"{8:06}"]["txt"] = f"\n {caption(8)} \n\n".encode()
+    return write_tar(folder / "a.tar", samples), {}
+
+
+def silent_json_in_a_tar(folder):
+    samples = tar_samples(range(M), "png", "json")
+    for i, title in ((4, None), (6, ["", None]), (8, ["", caption(8), None])):
+        samples[f"{i:06}"]["json"] = json.dumps({"title": title}).encode()
+    return write_tar(folder / "a.tar", samples), {"caption_column": "json.title"}
+
+
+@pytest.mark.parametrize("write", [silent_parquet, silent_rows("a.csv"), silent_rows("a.jsonl"),
+                                   silent_rows("a.parquet"), silent_tar, silent_json_in_a_tar],
+                         ids=["images in parquet", "csv", "jsonl", "parquet", "tar", "json in a tar"])
+def test_captions_that_say_nothing_are_left_out_and_counted(write, tmp_path):
+    path, options = write(tmp_path)
+    found = open_splits(path, **options)
+    said = {int(Path(key).stem): d.captions(i) for d in found.values() for i, key in enumerate(d.keys())}
+    assert sorted(said) == [i for i in range(M) if i not in (4, 6)]
+    assert all(t == t.strip() and t.startswith(f"picture number {i}, ") for i, texts in said.items() for t in texts)
+    assert said[8] == [caption(8)]
+    for data in found.values():
+        assert "2 without a caption left out" in data.note or "2 samples without an image or a caption" in data.note
+
+
+def test_one_caption_for_all_is_said(tmp_path):
+    names = write_images(tmp_path, range(M))
+    rows = write_rows(tmp_path / "a.csv", ["image", "caption"], [(x, "a photo") for x in names])
+    tar = write_tar(tmp_path / "a.tar", {f"{i:06}": {"png": DOT, "txt": b"a photo"} for i in range(M)})
+    (tmp_path / "images").mkdir()
+    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
+    table = {"image": [{"bytes": DOT, "path": x} for x in names], "caption": ["a photo"] * M}
+    datasets.Dataset.from_dict(table, features=features).to_parquet(str(tmp_path / "images" / "train.parquet"))
+    for path in (rows, tar, tmp_path / "images"):
+        assert "ALL CAPTIONS ARE THE SAME" in common.load_data(str(path), "train").note, path
+    other = write_rows(tmp_path / "b.csv", ["image", "caption"], [(x, f"a photo of {x}") for x in names])
+    assert "THE SAME" not in common.load_data(str(other), "train").note
+    class_folders(tmp_path / "classes", "train", range(0, 9, 3))  # class names are no captions
+    class_folders(tmp_path / "classes", "train", [1])
+    assert "THE SAME" not in common.load_data(str(tmp_path / "classes"), "train").note
+
+
+def test_other_spellings_of_a_path_are_one_image(tmp_path):
+    write_images(tmp_path / "p", range(6))
+    spelled = ["p/000.png", "./p/000.png", "p//000.png", "p/../p/000.png"]
+    rows = [(x, f"take {k}", "a") for k, x in enumerate(spelled)]
+    rows += [(f"./p/{i:03}.png", caption(i), "b") for i in range(1, 6)] + [("", "an image that is not there", "c")]
+    found = open_splits(write_rows(tmp_path / "a.csv", ["image", "caption", "label"], rows)).values()
+    said = [(key, d.captions(i), d.label_names[d.labels[i]]) for d in found for i, key in enumerate(d.keys())]
+    assert sorted(said) == [("p/000.png", [f"take {k}" for k in range(4)], "a"),
+                            *((f"p/{i:03}.png", [caption(i)], "b") for i in range(1, 6))]
+    assert all("1 rows without an image left out" in d.note and d.label_names == ["a", "b"] for d in found)
+
+
+# ---------------------------------------------------- a strict reading -----------------------------------------------
+def cut_with_an_end():
+    """A JPEG whose second half is missing, but for the end marker."""
+    whole = encode(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8), "jpeg")
+    return whole[:len(whole) // 2] + b"\xff\xd9"
+
+
+def spoilt(folder):
+    """A csv of twelve images: one cut, one a pipe, one too large, one a text, one missing."""
+    path = write_captions(folder, 12)
+    (folder / "001.png").write_bytes(cut_with_an_end())
+    (folder / "002.png").unlink()
+    os.mkfifo(folder / "002.png")
+    out = io.BytesIO()
+    Image.new("1", (14_000, 14_000)).save(out, "png")  # 196 million pixels in few bytes
+    (folder / "003.png").write_bytes(out.getvalue())
+    (folder / "004.png").write_bytes(b"this is no picture\n")
+    (folder / "005.png").unlink()
+    return path
+
+
+def test_a_strict_reading_finds_what_decoders_pass_over(tmp_path, capfd):
+    assert common.decode(cut_with_an_end()).shape == (3, 64, 64)  # with grey where pixels are missing
+    data = common.load_data(str(spoilt(tmp_path)), "train")
+    bad = check.unreadable(data, progress=False)
+    assert set(bad) == {f"{i:03}.png" for i in range(1, 6)}
+    assert "premature end" in bad["001.png"] and bad["002.png"] == "not a regular file"
+    assert "196000000 pixels" in bad["003.png"]
+    assert "not a readable image" in bad["004.png"] and "No such file" in bad["005.png"]
+    os.write(2, b"stderr is back\n")
+    said = capfd.readouterr().err
+    assert said.endswith("stderr is back\n") and said.count("premature") == 1  # of decode, not of unreadable
+    for i, key in enumerate(data.column("key")):
+        assert check.content(data, i) or key in ("002.png", "005.png")
+    with pytest.raises(ValueError, match="30 pixels|6 x 5 pixels"):
+        common.decode(encode(picture(0, 5, 6)), max_pixels=29)
+    assert common.decode(encode(picture(0, 5, 6)), max_pixels=30).shape == (3, 5, 6)
+
+
+def test_a_pipe_is_no_video(tmp_path):
+    os.mkfifo(tmp_path / "a.mp4")
+    with pytest.raises(ValueError, match="not a regular file"):
+        common.read_frames(tmp_path / "a.mp4", 4)
+    with pytest.raises(OSError):
+        common.read_frames(tmp_path / "none.mp4", 4)
+
+
+def test_the_command_reads_every_split_there_is(tmp_path, capsys):
+    spoilt(tmp_path / "a")
+    check.main(["--dataset", str(tmp_path / "a" / "captions.csv")])
+    said = capsys.readouterr().out
+    assert "train: {'examples': 11, 'digest': " in said and "test: {'examples': 1" in said
+    assert "for val; give a val split" in said and "test: 0 of 1 stand in train as well" in said
+    assert "train: 002.png: not a regular file" in said
+    described(tmp_path / "b", "test", range(N))
+    check.main(["--dataset", str(tmp_path / "b")])
+    assert "no train split; it has: test" in capsys.readouterr().out
+    with pytest.raises(common.UserError, match="no such path"):
+        check.main(["--dataset", str(tmp_path / "nothing")])

@@ -1,0 +1,79 @@
+"""Fig. 4 of TS from several runs: the few-shot probe over the last full period of each, their mean and deviation.
+
+    python -m tools.phase runs/T200 runs/T400 runs/T1000 --out phase.png
+
+The runs are finished ones of temperature_schedules.py with --eval-every > 0; their periods may differ (paper: T = 200,
+400, 1000, 2000). What is drawn is printed too; the highest mean is where --stop-at-phase should stop.
+"""
+
+import json
+from pathlib import Path
+
+import common
+
+import numpy as np
+
+GRID = np.linspace(0, 1, 41)  # phases
+
+
+def last_period(folder, measure="few-shot/top1"):
+    """(phases (M,), values (M,)) of the evaluations on val in the last full period of a run; a period ends at phase 1.
+
+    Raises: UserError where the run is not finished, has no full period, or fewer than two evaluations in it.
+    """
+    folder = Path(folder)
+    args, summary = (common.read_json(folder / name) for name in ("args.json", "summary.json"))
+    if not (args and summary and "period" in args and (folder / "metrics.jsonl").is_file()):
+        raise common.UserError(f"{folder}: not a finished run of temperature_schedules.py")
+    period, per_epoch = args["period"], summary["steps"] / summary["epochs"]
+    end = int(summary["epochs"] / period + 1e-6) * period
+    task, name = measure.split("/", 1)
+    found = {}
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf8").splitlines():
+        row = json.loads(line)
+        value = row.get("eval", {}).get(args["dataset"], {}).get(task, {}).get(name)
+        phase = 1 - (end - row["step"] / per_epoch) / period
+        if value is not None and row["step"] and -1e-6 <= phase <= 1 + 1e-6:
+            found[min(max(phase, 0.0), 1.0)] = value
+    if not end or len(found) < 2:
+        raise common.UserError(f"{folder}: {len(found)} evaluations on val of {measure} in its last full period of "
+                               f"{period:g} epochs; it takes two (--eval-every)")
+    return np.array(sorted(found)), np.array([found[p] for p in sorted(found)])
+
+
+def over_phases(folders, measure="few-shot/top1"):
+    """(runs, len(GRID)) values at the phases of GRID, between a run's evaluations by a line, outside them NaN."""
+    return np.stack([np.interp(GRID, *last_period(f, measure), left=np.nan, right=np.nan) for f in folders])
+
+
+def main(argv=None):
+    """The command line. Raises: UserError."""
+    p = common.OneLine("python -m tools.phase", __doc__.splitlines()[0])
+    p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs")
+    p.add_argument("--measure", default="few-shot/top1", metavar="TASK/NAME",
+                   help="what of the val evaluations: few-shot, all, knn@1 or knn@10; top1, mean_per_class, head, mid "
+                        "or tail")
+    p.add_argument("--out", default="phase.png", metavar="FILE", help="picture, .png or .pdf")
+    args = p.parse_args(argv)
+    p.require(args.measure.count("/") == 1, f"--measure {args.measure}: must be TASK/NAME, as few-shot/top1")
+    values = over_phases(args.runs, args.measure)                          # (runs, phases)
+    seen = ~np.isnan(values).all(0)
+    grid, mean, std = GRID[seen], np.nanmean(values[:, seen], 0), np.nanstd(values[:, seen], 0)
+    figures = common.figures()
+    fig, (ax,) = figures.figure(1)
+    ax.fill_between(grid, mean - std, mean + std, color="tab:blue", alpha=0.25)
+    ax.plot(grid, mean, color="tab:blue")
+    ax.set(title=f"last period of {len(values)} runs (Fig. 4)", xlabel="phase of the period",
+           ylabel=f"val {args.measure}, %")
+    beside = ax.twinx()
+    beside.plot(GRID, (1 + np.cos(2 * np.pi * GRID)) / 2, color="tab:orange")
+    beside.set_ylabel("tau of the cosine, relative", color="tab:orange")
+    with common.writing(args.out):
+        figures.save_figure(fig, args.out)
+    lines = [f"{g:6.3f} {m:8.2f} {s:8.2f}" for g, m, s in zip(grid, mean, std)]
+    common.say("\n".join([" phase     mean      std", *lines, f"best at phase {grid[mean.argmax()]:.3f}: {args.out}"]))
+
+
+if __name__ == "__main__":
+    with common.clean_exit():
+        main()
