@@ -98,22 +98,16 @@ def clean_exit():
     """Entry point: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
     try:
         yield
-    except (UserError, OSError, RuntimeError) as error:
-        if isinstance(error, OSError):
-            if error.errno not in DISK:
-                raise
-            error = f"{error.filename or 'a file'} cannot be written: {error.strerror}; what was saved before is whole"
-        elif isinstance(error, RuntimeError):
-            if world() < 2 or not re.search("gloo|NCCL", str(error)):
-                raise
-            reason = re.sub(r"^[[].*?[]] ", "", first_line(error)).split(". ")[0]  # without the place in its source
-            error = (f"another of the {world()} processes ended or hangs ({reason}); its own words say why; --resume "
-                     "goes on from the last checkpoint")
-        error = printable(error)
+    except (UserError, OSError, RuntimeError, MemoryError) as error:
+        words = _plain_words(error)
+        if not words:
+            raise
+        error = printable(words)
         if int(os.environ.get("RANK", 0)) == 0:
             from tqdm import tqdm
-            tqdm.write(f"error: {error}", file=sys.stderr)  # on a line of its own, not at the end of a progress bar
-            sys.stderr.flush()
+            for bar in list(getattr(tqdm, "_instances", ())):
+                bar.close()  # the error is the last line, and not at the end of a progress bar
+            print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
             # reached where this process failed alone
@@ -128,6 +122,34 @@ def clean_exit():
         leave_processes()
         sys.exit(128 + signal.SIGINT)
     leave_processes()
+
+
+def _plain_words(error):
+    """One line for what a user can mend; "" for a mistake of ours, which shows where it is."""
+    text = first_line(error)
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in DISK:
+        return f"{error.filename or 'a file'} cannot be written: {error.strerror}; what was saved before is whole"
+    if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE):
+        return f"{text}; raise `ulimit -n`, or try fewer --workers"
+    scarce = "out of memory|an't allocate memory|an't start new thread|could not create a primitive"
+    if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM or re.search(scarce, text):
+        return (f"not enough memory ({text[:200]}); try --chunk-size, a smaller --batch-size or --eval-batch, or fewer "
+                "--workers")
+    if isinstance(error, RuntimeError) and "DataLoader worker" in text:
+        return worker_died(error)
+    if isinstance(error, RuntimeError) and world() > 1 and re.search("gloo|NCCL", text):
+        reason = re.sub(r"^\[.*?\] ", "", text).split(". ")[0]  # without the place in its source
+        return (f"another of the {world()} processes ended or hangs ({reason}); its own words say why; --resume goes "
+                "on from the last checkpoint")
+    return ""
+
+
+def worker_died(error):
+    """What to do when a DataLoader says that one of its processes is gone; it may say so in the middle of any call."""
+    return (f"a loader worker died or hangs ({first_line(error)}); too little memory, perhaps: try fewer --workers, or "
+            "0 to see its own words")
 
 
 def leave_processes():
@@ -666,6 +688,8 @@ def _open_picture(data, max_pixels=MAX_PIXELS):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Image.open(io.BytesIO(data))
+    except MemoryError:  # no fault of the image
+        raise
     except Image.DecompressionBombError as error:
         size = re.search("[0-9]+ pixels", str(error))
         raise ValueError(f"{size[0] if size else 'many pixels'}, more than the {max_pixels:,} that are read "
@@ -708,6 +732,8 @@ def _decode_picture(image):
             transparent = "A" in image.getbands() or "transparency" in image.info
             image = ImageOps.exif_transpose(image.convert("RGBA" if transparent else "RGB"))
             return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    except MemoryError:  # no fault of the image
+        raise
     except Exception as error:
         reason = first_line(error) if isinstance(error, OSError) else type(error).__name__
         raise ValueError(f"not a readable image ({reason})") from error
@@ -1167,12 +1193,15 @@ def init_from(model, path):
             from safetensors.torch import load_file
             weights = load_file(path)
         else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a pickle's protocol; what matters is an error
+                weights = torch.load(path, map_location="cpu", weights_only=True)
+            weights = weights if isinstance(weights, dict) else {}
             weights = weights.get("state_dict", weights.get("model", weights))
     except Exception as error:
         reason = "it holds more than tensors: save its state_dict as safetensors" if "eights" in str(error) else error
         raise UserError(f"--init-from {path}: cannot be read ({first_line(reason)})") from error
-    own = model.state_dict()
+    own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
     weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
     fit, how = {}, "by name"
     for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
@@ -1195,7 +1224,8 @@ def init_from(model, path):
 class Expert:
     """A frozen model whose similarities stand in for the encoders' own: (B, ...) inputs -> (B, width) unit features.
 
-    image: transformers id or folder, mean of the patch features (DINOv2); text: mean over the tokens."""
+    image: transformers id or folder, mean of the patch features (DINOv2), of a clip over its frames; text: mean over
+    the tokens."""
 
     def __init__(self, name, kind, transform, device):
         self.kind, self.transform, self.device = kind, transform, device
@@ -1216,10 +1246,12 @@ class Expert:
         mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in own)  # (3, 1, 1)
         side = self.config.get("image_size") or 224
         side = side if side <= 256 else 224
-        pixels = F.interpolate(inputs * std + mean, size=(side, side), mode="bilinear", antialias=True)  # (b, 3, S, S)
+        frames = inputs.flatten(0, 1) if inputs.ndim == 5 else inputs  # (b, 3, S, S) or (b * T, 3, S, S)
+        pixels = F.interpolate(frames * std + mean, size=(side, side), mode="bilinear", antialias=True)
         mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in STATS["imagenet"])
         tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + patches, width)
-        return tokens[:, 1:].mean(1)  # without the class token
+        features = tokens[:, 1:].mean(1)  # without the class token
+        return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)
 
 
 def decay_groups(modules, weight_decay):
@@ -1606,6 +1638,7 @@ def _own_folder(name, path, options):
     if any(described.values()):
         return hold_out(_described_folders(name, path, described, options))
     files = [f for f in path.rglob("*") if f.is_file()]
+    check_utf8(name, path, files)
     if not files:
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
@@ -1672,14 +1705,39 @@ def _check_opened(name, path, files, listed, opened):
 
 
 def _refuse_card_that_leads_away(name, path):
-    """A README.md in a data folder may tell `datasets` to read other places: say so and refuse."""
-    card = path / "README.md"
-    text = card.read_text(encoding="utf8", errors="replace") if card.is_file() else ""
-    head = re.match(r"---\n(.*?)\n---", text, re.S)
-    for line in head.group(1).splitlines() if head else ():
-        if re.search(r"://|\.\./|:\s*[\"']?[/~]|^\s*-\s*[\"']?[/~]", line):
-            raise UserError(f"--dataset {name}: its README.md says that data lie outside the folder "
-                            f"({line.strip()}); remove that line, or name the files themselves")
+    """README.md and .huggingface.yaml in a data folder may tell `datasets` to read other places: say so and refuse."""
+    import yaml  # of huggingface_hub
+    from huggingface_hub import DatasetCard
+    readers = {"README.md": lambda p: DatasetCard.load(p, ignore_metadata_errors=False).data.to_dict(),
+               ".huggingface.yaml": lambda p: yaml.safe_load(p.read_text(encoding="utf8"))}
+    for file, read in readers.items():
+        try:  # as `datasets` reads it
+            said = read(path / file) if (path / file).is_file() else None
+        except Exception as error:
+            raise UserError(f"--dataset {name}: its {file} cannot be read ({first_line(error)}); mend or remove "
+                            "it") from error
+        for text in _strings(said.get("configs") if isinstance(said, dict) else None, set()):
+            if re.search(r"^[/~\\]|^[A-Za-z]:|://|::|(^|[/\\])[.][.]([/\\]|$)", text.strip()):
+                raise UserError(f"--dataset {name}: its {file} says that data lie outside the folder ({text.strip()}); "
+                                "remove that line, or name the files themselves")
+
+
+def _strings(value, seen):
+    """All texts in nested lists and dicts, but for those of `features`; seen: of one that holds itself."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)) and id(value) not in seen:
+        seen.add(id(value))
+        inner = [v for k, v in value.items() if k != "features"] if isinstance(value, dict) else value
+        for v in inner:
+            yield from _strings(v, seen)
+
+
+def check_utf8(name, path, files):
+    """Raises: UserError for a file below a folder whose name is no UTF-8, which no table can hold."""
+    odd = next((f for f in files if re.search("[\ud800-\udfff]", str(f))), None)
+    if odd:
+        raise UserError(f"--dataset {name}: the name {ascii(os.path.relpath(odd, path))} is no UTF-8; rename it")
 
 
 def folders_of(path):
@@ -2016,6 +2074,7 @@ def load_images(name, image_column=""):
     if not path.is_dir() or any(path.rglob("*.tar")):
         return load_data(name, "test", image_column=image_column)
     files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in IMAGE_TYPES)
+    check_utf8(name, path, files)
     if not files:
         raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(IMAGE_TYPES)})")
     return Data(name, "all", make_table([[""]] * len(files), files, files))
@@ -2100,14 +2159,20 @@ class _Views(torch.utils.data.Dataset):
             i = int((index + k) % len(self.data))
             try:
                 image = self.data.read(i, draws)
-            except UserError as error:  # no fault of this sample: a full disk under the frame cache
-                return item | {"bad": [(self.data.key(i), str(error))], "fatal": str(error)}
-            except (OSError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 item["bad"].append((self.data.key(i), first_line(error)))
+                if no_fault_of_a_sample(error):
+                    return item | {"fatal": _plain_words(error)}
                 continue
             views = crop_views(image, self.augments, self.seed, epoch, index)
             return item | {"views": views, "captions": self.data.captions(i), "key": self.data.key(i)}
         return item
+
+
+def no_fault_of_a_sample(error):
+    """Would any other sample fail like this one? A full frame cache, no memory, too many open files: then it is not
+    replaced or left out, the run stops."""
+    return bool(_plain_words(error))
 
 
 def frame_draws(clip, seed, epoch, number):
@@ -2138,11 +2203,52 @@ def collate(items):
             "fatal": next((i["fatal"] for i in items if "fatal" in i), "")}
 
 
+LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
+
+
+def watched(batches, workers):
+    """The items of a loader with its workers' misfortunes as one line.
+
+    Short of memory, Python waits for a thread that never began, and no timeout of a loader ends that: an alarm does.
+    Raises: UserError where a worker died, or none answers for LOADER_SECONDS and a little."""
+    source = None
+    while True:
+        try:
+            with alarm(LOADER_SECONDS + 30 if workers else 0):
+                source = source or iter(batches)
+                item = next(source)
+        except StopIteration:
+            return
+        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:  # a worker's pipe may end, too
+            if not workers or isinstance(error, RuntimeError) and "worker" not in str(error):
+                raise
+            raise UserError(worker_died(error)) from error
+        yield item
+
+
+@contextlib.contextmanager
+def alarm(seconds):
+    """Raises RuntimeError inside when that many seconds have passed; 0, or outside of the main thread: never."""
+    main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGALRM")
+    if not (seconds and main and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL):
+        yield
+        return
+    def ring(*_):
+        raise RuntimeError(f"no loader worker answered for {seconds:g} s")
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
 def loader_options(batches):
     """Keywords of a DataLoader: workers with one thread each, a generator of their own, two or four batches ahead."""
     ahead = 2 if batches.data.clip else 4
     return dict(num_workers=batches.workers, worker_init_fn=_place_worker, pin_memory=batches.device.type == "cuda",
-                generator=torch.Generator().manual_seed(batches.seed), timeout=1200 if batches.workers else 0,
+                generator=torch.Generator().manual_seed(batches.seed), timeout=LOADER_SECONDS * bool(batches.workers),
                 prefetch_factor=ahead if batches.workers else None)
 
 
@@ -2175,16 +2281,10 @@ class Batches:
         finish = [a.photometric for a in self.augments]
         if self.compiled:  # in this process: workers get plain views
             finish = [torch.compile(f, dynamic=False) for f in finish]
-        source = iter(self.data.raw_batches(self))
+        source = watched(self.data.raw_batches(self), self.workers)
         for step in range(self.first, self.last):
             began = time.perf_counter()
-            try:
-                raw = next(source)
-            except RuntimeError as error:
-                if "worker" not in str(error):
-                    raise
-                raise UserError(f"a loader worker died or hangs ({first_line(error)}); too little memory, perhaps: try "
-                                "fewer --workers, or 0 to see its own words") from error
+            raw = next(source)
             waited = time.perf_counter() - began
             self._count_bad(raw["bad"], raw["views"] is None, raw.get("fatal", ""), step)
             self.positions |= raw["positions"]
@@ -2424,9 +2524,9 @@ class _EvalImages(torch.utils.data.Dataset):
         i = int(self.rows[k])
         try:
             return i, self.transform.raw(self.data.read(i)), ""
-        except UserError:  # no fault of this sample
-            raise
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, MemoryError) as error:
+            if no_fault_of_a_sample(error):
+                raise UserError(_plain_words(error)) from error
             return i, None, first_line(error)
 
 
@@ -2459,10 +2559,11 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
     workers = 0 if few else min(workers, os.cpu_count() or 1)
     loader = torch.utils.data.DataLoader(_EvalImages(data, mine, transform), batch_size=batch, num_workers=workers,
                                          collate_fn=_collate_eval, worker_init_fn=_place_worker,
+                                         timeout=LOADER_SECONDS * bool(workers),
                                          generator=torch.Generator().manual_seed(0))
     failure = None
     try:
-        for good, pixels, broken in loader:
+        for good, pixels, broken in watched(loader, workers):
             bad |= {data.key(i): why for i, why in broken}
             if good:
                 pixels = pixels.to(device)
@@ -2481,7 +2582,8 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
         raise RuntimeError(next(p[4] for p in parts if p[4]))
     index = np.concatenate([p[0] for p in parts])
     if not len(index):
-        raise UserError(f"{data.name} ({data.split}): none of its {len(rows)} images can be read")
+        first = next((f", first {key}: {why}" for p in parts for key, why in p[3].items()), "")
+        raise UserError(f"{data.name} ({data.split}): none of its {len(rows)} images can be read{first}")
     order = np.argsort(index)
     image, features = (torch.cat([p[k] for p in parts if p[k] is not None])[order] for k in (1, 2))
     return index[order], image, features, {k: v for p in parts for k, v in p[3].items()}
@@ -2755,9 +2857,9 @@ def _why_unreadable(data, i):
     try:
         data.read(i)
         return ""
-    except UserError:
-        raise
     except (OSError, ValueError, RuntimeError) as error:
+        if no_fault_of_a_sample(error):
+            raise UserError(_plain_words(error)) from error
         return first_line(error)
 
 
@@ -2805,7 +2907,7 @@ class OneLine(argparse.ArgumentParser):
         """One line, from the main process; exit code 2."""
         if int(os.environ.get("RANK", 0)) == 0:
             message = re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1 ", message)  # argparse's own words
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            print(f"error: {printable(message)}", file=sys.stderr, flush=True)
         sys.exit(2)
 
     def require(self, holds, message):
@@ -3094,8 +3196,9 @@ class Run:
         if self.step == 0 and rank() == 0 and self.tokenizer and has_tool("figures"):
             before = {name: similarity_histograms(p) for name, p in pieces.items()}
             write_json(self.folder / "similarity_before.json", before)
+        tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
-                        mininterval=1.0)
+                        mininterval=1.0, miniters=1)
         self._listen()
         self.trained.train()
         self.own.train()

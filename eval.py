@@ -174,7 +174,8 @@ def _clip_width(name):
         return 0
     import transformers
     try:
-        return getattr(transformers.AutoConfig.from_pretrained(name), "projection_dim", 0)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return getattr(config, "projection_dim", 0)
     except (OSError, ValueError) as error:
         reason = common.hub_reason(error)
         raise UserError(f"--checkpoint {name}: neither a run folder nor a model ({reason})") from error
@@ -380,10 +381,11 @@ def knn(case):
     """Nearest neighbours among the training images, for each k."""
     (known, known_labels), metrics, chance = case.train(), {}, {}
     case.metrics["knn"], case.chance["knn"] = metrics, chance              # a k that is too large leaves the others
+    limits = case.subject.own.get("shot_limits")                           # the run's many, medium and few
     for k in case.args.knn_k:
         result = common.knn_accuracy(known, known_labels, case.features, case.labels, k=k, per_class=True)
         per_class = result.pop("per_class")
-        metrics[f"k={k}"] = result | common.head_mid_tail(known_labels.numpy(), per_class)
+        metrics[f"k={k}"] = result | common.head_mid_tail(known_labels.numpy(), per_class, limits)
         chance[f"k={k}"] = common.knn_chance(known_labels.numpy(), case.labels.numpy())
 
 

@@ -730,9 +730,10 @@ def draw_shares(axes, unit, args):
         single.plot(middle, share / share.max(), label=f"tau {tau:g}")
         together.plot(middle, share * number / max((share * number).max(), 1e-30), label=f"tau {tau:g}")
     histogram.fill_between(middle, number / number.max(), color="tab:grey", step="mid")
-    for ax, title in ((single, "loss share of one negative (Fig. 2a)"), (histogram, "negatives (Fig. 2b)"),
-                      (together, "loss share of all negatives together (Fig. 2c)")):
-        ax.set(title=title, xlabel="cosine of z to the anchor", ylabel="maximum 1", xticks=(-1, -0.5, 0, 0.5, 1))
+    for ax, title in ((single, "share of one negative (Fig. 2a)"), (histogram, "negatives (Fig. 2b)"),
+                      (together, "share of all negatives (Fig. 2c)")):
+        ax.set(title=title, xlabel="cosine of z to the anchor", xticks=(-1, -0.5, 0, 0.5, 1))
+        ax.set_ylabel("number, maximum 1" if ax is histogram else "of the loss, maximum 1")
         if ax is not histogram:
             ax.legend(frameon=False, fontsize=8)
 
@@ -746,7 +747,7 @@ def draw_phase(ax, run):
     ax.scatter(phase, values[1:], s=20, color=[shade(s, run) for s in steps[1:]])
     ax.set(title="few-shot probe over the period (Fig. 4)", xlabel="phase of the period; light = early",
            ylabel="val top-1, %", xlim=(-0.05, 1.05))
-    if args.tau_head:                                                      # there is no schedule then
+    if args.tau_head or not len(phase):                                    # no schedule; no val
         return
     beside, grid = ax.twinx(), np.linspace(0, 1, 101)
     beside.plot(grid, [tau_of(g * args.period) for g in grid], color="tab:orange")

@@ -12,6 +12,7 @@ import common
 
 import torch
 
+COUNTS = ("*_info.json", "sizes.json")  # how many samples each tar should hold
 TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch",
            "imagenet-a", "imagenet-r", "imagenet-o", "flowers", "pets", "pcam", "mnist", "food101",
            "imagenet1k")  # the columns of TeMo's Table 7, in order
@@ -146,7 +147,7 @@ def _from_tars(name, split, folder, options):
     from sets import tars
     facts = SETS[name]
     files = facts["files"][split]
-    root = folder or download(name, facts["repo"], [files, "*.txt", "*_info.json", "sizes.json"], streams=split == "train")
+    root = folder or download(name, facts["repo"], [files, "*.txt", *COUNTS], streams=split == "train")
     found = sorted(root.glob(files)) or (sorted(root.rglob(files)) if "/" not in files else [])
     if split != "val":
         found = [t for t in found if not _is_held(t, facts)]

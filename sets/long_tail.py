@@ -141,14 +141,16 @@ def _named_tail(file, ratio, whole, hub):
     made from torchvision, in its own; the one in which the classes of the named images have the sizes they should."""
     indices, labels = _indices("--index-file", file, len(whole)), np.asarray(whole.labels)
     ratio = 1.0 if Path(file).stem.endswith(("_D_b", "_S_b")) else ratio  # SDCLR's balanced counterparts
-    for place in (hub, np.arange(len(whole))):
-        rows = place[indices]
-        sizes = np.sort(np.bincount(labels[rows], minlength=len(whole.label_names)))[::-1]  # (classes,), largest first
-        if _follows(sizes, ratio):
-            return place, rows
+    sizes = {}
+    for order, place in {"hub": hub, "torchvision": np.arange(len(whole))}.items():
+        counts = np.bincount(labels[place[indices]], minlength=len(whole.label_names))
+        sizes[order] = np.sort(counts)[::-1]  # (classes,), largest first
+        if _follows(sizes[order], ratio):
+            return place, place[indices]
+    have = sizes["hub"]
     law = f"a long tail of --imbalance-ratio {ratio:g}" if ratio > 1 else "equal classes" if ratio else "a long tail"
-    have = ", ".join(map(str, sizes[:10])) + (f", ... {sizes[-1]}" if len(sizes) > 10 else "")
-    raise common.UserError(f"--index-file {file}: the images it names are not {law}: {have} of a class; are its "
+    words = ", ".join(map(str, have[:10])) + (f", ... {have[-1]}" if len(have) > 10 else "")
+    raise common.UserError(f"--index-file {file}: the images it names are not {law}: {words} of a class; are its "
                            "indices torchvision's, and of this set?")
 
 

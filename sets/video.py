@@ -269,8 +269,9 @@ class Features:
         try:
             x = np.load(Path(folder).expanduser() / f"{stem}.npy", allow_pickle=False)
             x = np.atleast_2d(x).astype(np.float32)  # (time, width)
-        except (EOFError, TypeError) as error:  # an empty file, an npz: a bad sample like any other
-            raise ValueError(f"{folder}: {stem}.npy is not an array ({first_line(error)})") from error
+        except (EOFError, TypeError, ValueError) as error:  # an empty file, an npz: a bad sample like any other
+            why = "it holds Python objects" if "pickle" in str(error) else first_line(error)
+            raise ValueError(f"{folder}: {stem}.npy is not an array of numbers ({why})") from error
         if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
             raise ValueError(f"{folder}: features of shape {x.shape}, expected (time, width), finite")
         return x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)]  # (T, width)
@@ -278,12 +279,15 @@ class Features:
 
 def feature_shape(data):
     """[T, F] of a data set of features; from now on all must have it. Raises UserError where none can be read."""
+    reasons = []
     for i in range(min(len(data), 100)):
-        with contextlib.suppress(OSError, ValueError):
+        try:
             shape = list(data.read(i).shape)
             data.clip.width = shape[1]
             return shape
-    raise UserError(f"{data.name}: none of its first features can be read, first {data.key(0)}")
+        except (OSError, ValueError) as error:
+            reasons.append(f"{data.key(i)}: {first_line(error)}")
+    raise UserError(f"{data.name}: none of its first features can be read, first {reasons[0]}")
 
 
 def clip_options(options):

