@@ -1769,7 +1769,7 @@ def open_table(kind, name, gated="", **files):
     import datasets
     logging = datasets.utils.logging
     level = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(50)  # not even errors: they are said once, below
     datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(kind, **files)
@@ -3311,7 +3311,9 @@ class Run:
             self.signal = number
             self._ignore_no_more()
         for number in (signal.SIGINT, signal.SIGTERM):
-            self.handlers[number] = signal.signal(number, note)
+            before = signal.signal(number, note)
+            self.handlers[number] = getattr(before, "originals", {}).get(number, before)  # not a failed run's
+        note.originals = self.handlers
 
     def _ignore_no_more(self):
         for number, handler in self.handlers.items():

@@ -1,0 +1,832 @@
+"""What an unkind user, disk, machine or file can do: one clear line and exit code 2, nothing lost, nothing let in."""
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import zlib
+from pathlib import Path
+
+import common
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    caption,
+    encode,
+    picture,
+    write_captions,
+    write_images,
+    write_parquet_images,
+    write_rows,
+    write_video,
+)
+from safetensors.torch import load_file, save_file
+
+import eval as evaluation
+import ncl
+import temo
+import temperature_schedules as ts
+from tools import check, figures, paraphrase
+
+TINY = ["--cpu", "--threads", "1", "--workers", "0", "--image-size", "16", "--embed-dim", "16", "--batch-size", "16",
+        "--log-every", "1", "--save-every", "1", "--max-steps", "2", "--eval-batch", "64", "--run-name", "a"]
+
+
+# ----------------------------------------------- runs ----------------------------------------------------------------
+def run(data, out, *flags, script=temo, pictures=False):
+    draw = script.draw
+    script.draw = draw if pictures else lambda *_: None
+    try:
+        words = [*TINY, "--dataset", data, "--output-dir", out, *flags]
+        return script.main(script.parse_args(list(map(str, words))))
+    finally:
+        script.draw = draw
+
+
+def judge(*flags):
+    """eval.py; raises what its entry point would print."""
+    words = ["--cpu", "--threads", "1", "--workers", "0", *map(str, flags)]
+    result = evaluation.main(evaluation.parse_args(words))
+    evaluation.complain(result)
+    return result
+
+
+def stopped(work, capfd):
+    """The one line with which a program ends, its exit code being 2."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end, common.clean_exit():
+        work()
+    return the_line(end.value.code, capfd.readouterr().err)
+
+
+def the_line(code, said):
+    lines = said.strip().splitlines()
+    errors = [x for x in lines if re.match(r"error( \(process \d\))?: ", x)]
+    assert code == 2 and len(errors) == 1 and lines[-1] == errors[0] and "Traceback" not in said, said[-3000:]
+    assert len(errors[0]) < 900 and "\x1b[3" not in said and "weights_only" not in errors[0]  # no colour, no bad advice
+    return errors[0].partition(": ")[2]
+
+
+@contextlib.contextmanager
+def small_files(size=0):
+    """A quota: no file may grow beyond `size` bytes. (Permissions would not stop root.)"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def during(monkeypatch, owner, name, around):
+    """From here on every call of owner.name is inside around()."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def outer(*args, **options):
+        with around():
+            return inner(*args, **options)
+    monkeypatch.setattr(owner, name, outer)
+
+
+def forked(work, log, **environment):
+    """The process id of work() in a fork under clean_exit, its stderr in a file; no import is paid for."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.environ.update(environment)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
+        with common.clean_exit():
+            work()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc(file=sys.stderr)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(pid, seconds):
+    """Exit code of a fork; it is killed, and the test fails, when it takes longer."""
+    last = time.monotonic() + seconds
+    while time.monotonic() < last:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"it still ran after {seconds} s")
+
+
+def ranks(tmp_path, work, numbers=(0, 1), seconds=60):
+    """[(exit code, stderr)] of forks that are the ranks of a world of two."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    logs = [tmp_path / f"rank{n}.log" for n in numbers]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    pids = [forked(functools.partial(work, n), log, RANK=str(n), LOCAL_RANK=str(n), **place)
+            for n, log in zip(numbers, logs)]
+    return [(ended(pid, seconds), log.read_text(errors="replace")) for pid, log in zip(pids, logs)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_captions(tmp_path_factory.mktemp("data"), 80)
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classes") / "photos"
+    for i in range(60):
+        (folder / "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
+        (folder / "abc"[i % 3] / f"{i:03}.png").write_bytes(encode(picture(i)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A finished run."""
+    out = tmp_path_factory.mktemp("whole")
+    run(data, out)
+    return out / "a"
+
+
+# ----------------------------------------------- 1: evaluation -------------------------------------------------------
+def broken_on(split, monkeypatch):
+    """Embeddings and features of this split are NaN."""
+    inner = common.encode_images
+
+    def encode_images(model, data, *args, **options):
+        index, image, features, bad = inner(model, data, *args, **options)
+        factor = float("nan") if data.split == split else 1
+        return index, image * factor, features * factor, bad
+    monkeypatch.setattr(common, "encode_images", encode_images)
+
+
+@pytest.mark.parametrize("script, split, left", [
+    (temo, "test", {"curves.png", "similarities.png"}), (temo, "val", {"curves.png", "retrieval.png"}),
+    (ncl, "test", {"curves.png", "queues.safetensors"}), (ts, "test", {"curves.png", "classes.png"}),
+    (ts, "val", {"curves.png", "classes.png", "figures.png"})], ids=lambda v: getattr(v, "__name__", None))
+def test_an_evaluation_that_fails_ends_the_run_after_all_is_saved(script, split, left, data, classes, tmp_path, capfd,
+                                                                  monkeypatch):
+    broken_on(split, monkeypatch)
+    source = classes if script is ts else data
+    line = stopped(lambda: run(source, tmp_path, script=script, pictures=True), capfd)
+    assert re.match(rf"evaluation failed: {source}/{split}: \w+ holds? non-finite values; the model and all else", line)
+    there = {f.name for f in (tmp_path / "a").iterdir()}
+    assert left | {"summary.json", "model.safetensors", "model.json", "metrics.jsonl"} <= there
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert list(summary["errors"]) == [f"{source}/{split}"] and bool(summary["test"]) == (split == "val")
+    common.load_model(tmp_path / "a")
+
+
+def test_eval_of_broken_weights_fails_after_all_is_written(whole, tmp_path, capfd):
+    shutil.copytree(whole, tmp_path / "a")
+    weights = load_file(tmp_path / "a" / "model.safetensors")
+    save_file({k: v * float("nan") for k, v in weights.items()}, tmp_path / "a" / "model.safetensors")
+    line = stopped(lambda: judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e"), capfd)
+    assert re.match(r"evaluation failed: .*/retrieval: query holds non-finite values; .*/gap: embeddings hold", line)
+    assert len(json.loads((tmp_path / "e" / "eval.json").read_text())["errors"]) == 2
+
+
+def test_eval_goes_on_after_a_set_that_is_not_there(whole, data, tmp_path, capfd):
+    flags = "--checkpoint", whole, "--datasets", "/no/such", data, "--output-dir", tmp_path
+    line = stopped(lambda: judge(*flags), capfd)
+    assert line.startswith("evaluation failed: /no/such: --dataset /no/such: no such path")
+    assert list(json.loads((tmp_path / "eval.json").read_text())["datasets"]) == [str(data)]
+
+
+# ----------------------------------------------- 2: disks -----------------------------------------------------------
+@pytest.mark.parametrize("owner, name, words", [
+    (common, "build_tokenizer", "a/tokenizer cannot be written: File too large"),
+    (common, "lock_folder", "--output-dir .*: cannot be written .File too large"),
+    (check, "compare", "a/data.json cannot be written: File too large"),
+    (common.Log, "write", "a/metrics.jsonl cannot be written: File too large"),
+    (common, "save_checkpoint", "the checkpoint .*a/checkpoints/step_1 cannot be written: File too large"),
+    (common, "save_model", "the model in .*a cannot be written: File too large"),
+    (common, "list_bad_samples", "a/bad_samples.txt cannot be written: File too large"),
+    (common.Run, "summarize", ""), (common, "open_table", "the cache of `datasets` in .* cannot be written: File to")])
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, words, data, tmp_path, capfd,
+                                                                  monkeypatch):
+    shutil.copytree(data.parent, tmp_path / "data")  # of its own: nothing of it is in a cache
+    if name == "list_bad_samples":
+        for file in (tmp_path / "data").glob("*.png"):
+            file.write_bytes(b"no picture" if common.held_out_place(file.name) > 0.5 else file.read_bytes())
+    if name == "summarize":  # summary.json is what is written after it, before the pictures
+        inner, elsewhere = common.write_json, {"summary.json": "/proc/none/x"}
+        monkeypatch.setattr(common, "write_json", lambda path, value: inner(elsewhere.get(path.name, path), value))
+        words = "/proc/none/x cannot be written: No such file"
+    else:
+        during(monkeypatch, owner, name, small_files)
+    line = stopped(lambda: run(tmp_path / "data" / "captions.csv", tmp_path), capfd)
+    assert re.search(words, line)
+    last = common.latest_checkpoint(tmp_path / "a")
+    assert (last is not None) == (name in ("save_model", "summarize"))
+    assert not list(tmp_path.glob("a/checkpoints/*.tmp")) and (last is None or not common.damaged_files(last))
+
+
+def test_what_a_full_disk_stopped_goes_on_once_there_is_room(data, whole, tmp_path, capfd):
+    """The checkpoint before is there, the half one is gone, half a row of the log is dropped."""
+    before, steps = common.save_checkpoint, []
+
+    def save(folder, step, *args, **options):
+        with small_files(0 if step == 2 else 10**9):
+            before(folder, step, *args, **options)
+    try:
+        common.save_checkpoint = save
+        line = stopped(lambda: run(data, tmp_path), capfd)
+    finally:
+        common.save_checkpoint = before
+    assert re.match("the checkpoint .*step_2 cannot be written: File too large; what was saved before is whole", line)
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step_1"]
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as log:
+        log.write('{"step": 2, "eval": {"x": {"R@1": 1.0}}')  # it ends with a bracket and is no row
+    draw, temo.draw = temo.draw, lambda *_: None
+    try:
+        steps.append(temo.main(temo.parse_args(["--resume", str(tmp_path / "a")]))["steps"])
+    finally:
+        temo.draw = draw
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "a", whole))
+    assert steps == [2] and all(ours[k].equal(theirs[k]) for k in theirs)
+
+
+def test_a_picture_without_room_is_named_and_no_half_one_is_left(data, tmp_path, capfd, monkeypatch):
+    during(monkeypatch, figures, "save_figure", lambda: small_files(500))
+    assert run(data, tmp_path, pictures=True)["steps"] == 2
+    said = capfd.readouterr().out
+    assert said.count("cannot be drawn and is left out: OSError") == 5 and not list((tmp_path / "a").glob("*.png"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_full_frame_cache_stops_the_run_and_costs_no_clip(workers, tmp_path, capfd, monkeypatch):
+    for i in range(20):
+        write_video(tmp_path / "videos" / f"{i}.mp4", [i, i + 1])
+    listed = [(f"{i}.mp4", caption(i)) for i in range(20)]
+    rows = write_rows(tmp_path / "videos" / "a.csv", ["video", "caption"], listed)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(common.Evaluator, "check", lambda self: None)  # reached while training
+    monkeypatch.setattr(common.Run, "evaluate_val", lambda self: {})
+    flags = "--frames", 2, "--batch-size", 4, "--workers", workers, "--frame-cache", tmp_path / "file" / "inside"
+    line = stopped(lambda: run(rows, tmp_path, *flags), capfd)
+    assert re.match("--frame-cache .*file/inside cannot be written: Not a directory", line)
+
+
+def test_a_full_disk_stops_both_processes(data, tmp_path):
+    def work(rank):
+        inner = common.Log.write
+
+        def write(log, row):
+            with small_files(0 if rank == 0 else 10**9):
+                inner(log, row)
+        common.Log.write = write
+        run(data, tmp_path)
+    (code, main), (other, second) = ranks(tmp_path, work)
+    assert "a/metrics.jsonl cannot be written: File too large" in the_line(code, main)
+    assert "another of the 2 processes ended or hangs (" in the_line(other, second)
+
+
+# ----------------------------------------------- 3: files -----------------------------------------------------------
+def rows_of(names, make):
+    return "".join(make(i, n) for i, n in enumerate(names))
+
+
+def parquet(**columns):
+    import io
+
+    import pyarrow
+    import pyarrow.parquet
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), out)
+    return out.getvalue()
+
+
+NAMES = [f"{i:03}.png" for i in range(80)]
+HEAD, DEEP = "image,caption\n", "nested too deeply"
+CAPTION_FILES = {
+    "commas.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},a cat, a dog\n"), "line 2 has more fields than"),
+    "comma.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},a cat{', a dog' * (i == 70)}\n"), "line 72 has more"),
+    "quote.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},{chr(34) * (i == 40)}a\n"),
+                  "a quote in the row that begins at line 42 is never closed"),
+    "object.json": (json.dumps({"image": NAMES[0], "caption": "a"}), "1 readable examples are too few"),
+    "inside.json": (json.dumps({"images": [{"image": n, "caption": "a"} for n in NAMES]}), "it has: images"),
+    "deep.json": ("[" * 100_000 + "]" * 100_000, DEEP), "objects.json": ('{"a":' * 5000 + "1" + "}" * 5000, DEEP),
+    "lists.jsonl": (rows_of(NAMES, lambda i, n: f'{{"image": "{n}", "caption": [["a"]]}}\n'), "holds records or lists"),
+    "nan.json": ("[" + ",".join(f'{{"image": "{n}", "caption": NaN}}' for n in NAMES) + "]", "no row has an image and"),
+    "nan.parquet": (parquet(image=NAMES, caption=[float("nan")] * 80), "no row has an image and a caption"),
+    "magic.parquet": (b"PARX" + b"x" * 100, "Parquet magic bytes not found"),
+    "footer.parquet": (parquet(image=NAMES)[:-8] + b"\xff\xff\xff\x7fPAR1", "smaller than the size reported by footer"),
+    "none.csv": (HEAD, "it has no rows"), "none.json": ("[]", "it has no rows"),
+    "none.parquet": (parquet(image=np.array([], str), caption=np.array([], str)), "it has no rows")}
+
+
+@pytest.mark.parametrize("name", CAPTION_FILES)
+def test_a_file_of_captions_that_is_none(name, tmp_path, capfd):
+    content, words = CAPTION_FILES[name]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert words in stopped(lambda: run(tmp_path / name, tmp_path / "runs"), capfd)
+
+
+def test_nan_is_no_caption_and_no_class(tmp_path):
+    write_images(tmp_path, range(80))
+    file = tmp_path / "a.parquet"
+    values = [float("nan") if i % 2 else float(i % 3) for i in range(80)]
+    file.write_bytes(parquet(image=NAMES, caption=values, label=values[1:] + values[:1]))
+    train = common.load_data(str(file), "train")
+    assert "40 without a caption left out" in train.note and set(train.column("label")) == {-1}
+
+
+def test_captions_of_a_megabyte(data, tmp_path):
+    """Neither the csv reader nor the tokenizer nor a picture chokes on them."""
+    shutil.copytree(data.parent, tmp_path / "data")
+    long = [f"{i}{'w' * 10**6}" if i % 2 else f"{i} word " * 10**5 for i in range(40)]
+    file = write_rows(tmp_path / "data" / "long.csv", ["image", "caption"], list(zip(NAMES, long)))
+    began = time.monotonic()
+    assert run(file, tmp_path)["steps"] == 2
+    pieces = {"image": torch.eye(4, 8), "text": torch.eye(4, 8), "owner": np.arange(4), "texts": long[:4],
+              "index": np.arange(4), "positives": torch.arange(4)[:, None],
+              "data": common.load_data(str(file), "train")}
+    figures.draw_retrieval(pieces, tmp_path / "retrieval.png")
+    assert time.monotonic() - began < 30
+
+
+ODD = ["$x_{1}", "$ 5 and $", "{}", "{0} {c}", "line\nbreak\r\nmore", "\x1b[31mred", "_under_", "\\frac{", "%s %d",
+       "中文", "\u202eabc", "\0nul", "a" * 300, " ' \" "]
+
+
+def test_odd_signs_in_captions_and_paths(data, tmp_path, capfd):
+    """Brackets are no pattern, braces no format, dollars no formula: train, draw, evaluate, resume."""
+    folder, out = tmp_path / "d[1] $x_1 {}*?", tmp_path / "o[ut]*?"
+    shutil.copytree(data.parent, folder)
+    lines = [json.dumps({"image": n, "caption": f"{ODD[i % len(ODD)]} {i}"}) + "\n" for i, n in enumerate(NAMES)]
+    (folder / "a[b].jsonl").write_text("".join(lines))
+    run(folder / "a[b].jsonl", out, pictures=True)
+    assert len(list((tmp_path / "o[ut]*?" / "a").iterdir())) > 10
+    judge("--checkpoint", out / "a", "--tasks", "retrieval", "gap", "histograms", "--output-dir", tmp_path / "e[x]")
+    assert {f.name for f in (tmp_path / "e[x]").iterdir()} >= {"eval.json", "retrieval.png"}
+    assert "cannot be drawn" not in capfd.readouterr().out
+    write_parquet_images(folder / "inside" / "train.parquet", range(40))
+    line = stopped(lambda: run(folder / "inside", out, "--run-name", "b"), capfd)
+    assert "`datasets` takes the [ ] * ? in this path for a pattern; rename the folder" in line
+
+
+def test_one_class_is_nothing_to_classify(data, tmp_path, capfd):
+    write_images(tmp_path / "photos" / "only", range(40))
+    line = "its images lie in one folder, which makes no classes, and no metadata.csv"
+    assert line in stopped(lambda: run(tmp_path / "photos", tmp_path), capfd)
+    shutil.copytree(data.parent, tmp_path / "data")
+    rows = [(n, caption(i), "x") for i, n in enumerate(NAMES)]
+    file = write_rows(tmp_path / "data" / "one.csv", ["image", "caption", "label"], rows)
+    line = stopped(lambda: run(file, tmp_path, script=ts), capfd)
+    assert "all of its training images are of one class" in line
+    run(file, tmp_path)  # captions all the same
+    found = judge("--checkpoint", tmp_path / "a", "--tasks", "knn", "probe", "--output-dir", tmp_path / "e")
+    assert "at least 2 classes" in found["datasets"][str(file)]["left_out"]["probe"]
+
+
+# ---- damaged runs
+def cut(file):
+    file.write_bytes(file.read_bytes()[:file.stat().st_size // 2])
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def gone(file):
+    file.unlink()
+
+
+def a_list(file):
+    file.write_text("[]")
+
+
+DAMAGED = {
+    ("model.safetensors", cut): "its model.safetensors is damaged .*; --resume .* writes it anew",
+    ("model.safetensors", empty): "its model.safetensors is damaged", ("model.safetensors", gone): "its model.safet",
+    ("model.json", cut): "model.json: damaged", ("model.json", empty): "model.json: damaged",
+    ("model.json", gone): "this run has not ended .no model.json.; continue it with --resume",
+    ("model.json", a_list): "model.json: damaged .it holds no names",
+    ("args.json", cut): "args.json: damaged", ("args.json", empty): "args.json: damaged",
+    ("args.json", gone): "--datasets is needed", ("args.json", a_list): "args.json: damaged .it holds no names",
+    ("tokenizer/tokenizer.json", cut): "no whole tokenizer", ("tokenizer/tokenizer.json", empty): "no whole tokenizer",
+    ("tokenizer/tokenizer.json", gone): "no whole tokenizer", ("tokenizer/tokenizer.json", a_list): "no whole token",
+    ("tokenizer/tokenizer_config.json", cut): "no whole tokenizer",
+    ("tokenizer/tokenizer_config.json", empty): "no whole tokenizer"}
+
+
+@pytest.mark.parametrize("file, harm", DAMAGED, ids=lambda v: getattr(v, "__name__", v))
+def test_eval_of_a_damaged_run(file, harm, whole, tmp_path, capfd):
+    shutil.copytree(whole, tmp_path / "a")
+    harm(tmp_path / "a" / file)
+    line = stopped(lambda: judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e"), capfd)
+    assert re.search(DAMAGED[file, harm], line), line
+    if file.startswith("model."):  # what the line promises
+        draw, temo.draw = temo.draw, lambda *_: None
+        temo.main(temo.parse_args(["--resume", str(tmp_path / "a")]))
+        temo.draw = draw
+        ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "a", whole))
+        assert all(ours[k].equal(theirs[k]) for k in theirs)
+
+
+def test_eval_of_a_run_without_texts_on_captions(classes, data, tmp_path, capfd):
+    run(classes, tmp_path, script=ts)
+    found = judge("--checkpoint", tmp_path / "a", "--datasets", data, "--output-dir", tmp_path / "e")
+    assert set(found["datasets"][str(data)]["left_out"]) == {"retrieval", "knn", "gap"} and not found["errors"]
+
+
+def test_eval_says_what_changed_in_the_data(data, tmp_path, capfd):
+    shutil.copytree(data.parent, tmp_path / "data")
+    file = tmp_path / "data" / "captions.csv"
+    run(file, tmp_path)
+    def changed():
+        capfd.readouterr()
+        common._own_data.cache_clear()
+        found = judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e", "--tasks", "gap")
+        warned = re.findall("WARNING: (.*)", capfd.readouterr().out)
+        assert json.loads((tmp_path / "e" / "eval.json").read_text())["datasets"] == found["datasets"]
+        return found["datasets"][str(file)].get("changed", []), warned
+    assert changed() == ([], [])
+    held = [n for n in NAMES if common.HELD_OUT <= common.held_out_place(n) < 2 * common.HELD_OUT]
+    (tmp_path / "data" / held[0]).write_bytes(encode(picture(9, 50, 50)))
+    lines, warned = changed()
+    words = f"{file} test: {len(held)} examples as before, but other names or sizes"
+    assert lines == [words] and len(warned) == 1 and words in warned[0] and "do not compare" in warned[0]
+    file.write_text("".join(x for x in file.read_text().splitlines(True) if held[0] not in x))
+    assert changed()[0] == [f"{file} test: {len(held)} examples, now {len(held) - 1}"]
+    (tmp_path / "a" / "data.json").write_text("[1")
+    lines, warned = changed()
+    assert not lines and len(warned) == 1 and "data.json is damaged" in warned[0]
+
+
+# ---- images
+def huge_header(width=60_000, height=40_000):
+    """A png of 100 bytes that says it holds 2.4 billion pixels."""
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+def spoiled(data, folder):
+    """A copy of the data: a huge image, a cut one and a text in training; a text among those held out for test."""
+    shutil.copytree(data.parent, folder)
+    place = {n: common.held_out_place(n) for n in NAMES}
+    train = [n for n in NAMES if place[n] >= 2 * common.HELD_OUT]
+    test = [n for n in NAMES if common.HELD_OUT <= place[n] < 2 * common.HELD_OUT]
+    bad = dict(zip([*train[:3], test[0]], [huge_header(), encode(picture(1))[:60], b"text", b"text"]))
+    for name, content in bad.items():
+        (folder / name).write_bytes(content)
+    return folder / "captions.csv", list(bad)
+
+
+def test_max_pixels(data, tmp_path, capfd):
+    file, bad = spoiled(data, tmp_path / "data")
+    read = common.load_data(str(file), "train").read
+    with pytest.raises(ValueError, match=r"2400000000 pixels, more than the 178,956,970 that are read .--max-pixels."):
+        read(NAMES.index(bad[0]))
+    line = stopped(lambda: run(file, tmp_path, "--max-pixels", 479), capfd)  # they are of 20 x 24
+    assert re.search("none of the first .* can be read, first .*480? pixels|24 x 20 pixels, more than the 479", line)
+    run(file, tmp_path / "b", "--max-pixels", 480, "--max-bad-fraction", 0.1)
+    assert evaluation.data_options(evaluation.Subject(evaluation.parse_args(
+        ["--checkpoint", str(tmp_path / "b" / "a"), "--cpu"])), str(file), "")["max_pixels"] == 480
+
+
+def test_verify_images(data, tmp_path, capfd):
+    """Read before training: listed, counted, left out of training and evaluation, on a resume too."""
+    file, bad = spoiled(data, tmp_path / "data")
+    line = stopped(lambda: run(file, tmp_path / "b", "--verify-images"), capfd)
+    assert re.match("--verify-images: 4 of 80 images cannot be read, above --max-bad-fraction 0.01; the first: ", line)
+    listed = (tmp_path / "b" / "a" / "bad_samples.txt").read_text().splitlines()
+    assert {x.split("\t")[0] for x in listed} == set(bad)
+    summary = run(file, tmp_path, "--verify-images", "--max-bad-fraction", 0.05)
+    said = capfd.readouterr()
+    assert "reading" in said.err and "3 that cannot be read left out" in said.out
+    assert summary["bad_samples"] == 4 and summary["test"][str(file)]["unreadable"] == 0
+    assert not set(bad) & {k for k in json.loads((tmp_path / "a" / "summary.json").read_text())}
+    found = judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e", "--tasks", "retrieval")
+    assert "changed" not in found["datasets"][str(file)]
+    (tmp_path / "data" / bad[0]).write_bytes(encode(picture(1)))  # mended: still left out, or it were another run
+    common._own_data.cache_clear()
+    draw, temo.draw = temo.draw, lambda *_: None
+    try:
+        assert temo.main(temo.parse_args(["--resume", str(tmp_path / "a"), "--max-steps", "3"]))["bad_samples"] == 4
+    finally:
+        temo.draw = draw
+
+
+# ----------------------------------------------- 4: processes -------------------------------------------------------
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_whose_partner_never_comes(rank, data, tmp_path):
+    def work(_):
+        common.RENDEZVOUS_MINUTES = 0.01
+        run(data, tmp_path)
+    [(code, said)] = ranks(tmp_path, work, [rank], 30)
+    line = the_line(code, said)
+    assert re.match("the 2 processes did not find each other .*; start them all with one launcher", line)
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_process_whose_partner_is_lost(how, data, tmp_path):
+    def work(rank):
+        common.COLLECTIVE_MINUTES = 0.04 if how == "hangs" else 5
+
+        def done(self, *_):
+            if rank == 1:
+                os._exit(9) if how == "dies" else time.sleep(5)
+            common.barrier()
+        common.Run.done = done
+        run(data, tmp_path)
+    (code, said), (other, _) = ranks(tmp_path, work)
+    line = the_line(code, said)
+    assert re.match("another of the 2 processes ended or hangs .*; its own words say why; --resume goes on from", line)
+    assert other == (9 if how == "dies" else 2)
+
+
+@pytest.mark.parametrize("when", ["training", "evaluation"])
+def test_a_loader_worker_that_is_killed(when, data, tmp_path):
+    def work():
+        if when == "evaluation":
+            common._collate_eval = lambda items: os.kill(os.getpid(), signal.SIGKILL)
+        inner = common.Run.done
+
+        def done(self, *args):
+            for worker in multiprocessing.active_children()[:1]:
+                os.kill(worker.pid, signal.SIGKILL)
+            inner(self, *args)
+        common.Run.done = done if when == "training" else inner
+        run(data, tmp_path, "--workers", 2, "--eval-batch", 1, "--max-steps", 12)
+    code = ended(forked(work, tmp_path / "log"), 60)
+    line = the_line(code, (tmp_path / "log").read_text(errors="replace"))
+    start = "a loader worker died or hangs (DataLoader worker" if when == "training" else "evaluation failed: "
+    assert line.startswith(start) and "try fewer --workers, or 0" in line
+    assert (tmp_path / "a" / "summary.json").exists() == (when == "evaluation")
+
+
+def test_a_loader_that_never_answers_is_given_up(monkeypatch):
+    """Short of memory, Python waits for ever for a thread that could not begin."""
+    def stuck():
+        yield 1
+        multiprocessing.Event().wait()
+    monkeypatch.setattr(common, "LOADER_SECONDS", -29.5)
+    items = common.watched(stuck(), workers=2)
+    assert next(items) == 1
+    with pytest.raises(common.UserError, match="a loader worker died or hangs .no loader worker answered for 0.5 s"):
+        next(items)
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+@pytest.mark.parametrize("megabytes", [0, 20])
+def test_too_little_memory_is_no_hang(megabytes, data, tmp_path):
+    def work():
+        common.LOADER_SECONDS, inner = -25, common.Run.begin
+
+        def begin(self, *args):
+            now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (now + megabytes * 2**20,) * 2)
+            return inner(self, *args)
+        common.Run.begin = begin
+        run(data, tmp_path, "--workers", 2)
+    assert ended(forked(work, tmp_path / "log"), 60) != 0
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+                                   OSError(24, "Too many open files"), OSError(12, "Cannot allocate memory")])
+def test_what_is_no_fault_of_a_sample_costs_none(error, data, tmp_path, capfd, monkeypatch):
+    def read(self, i, draws=None):
+        raise error
+    monkeypatch.setattr(common.Evaluator, "check", lambda self: None)
+    monkeypatch.setattr(common.Run, "evaluate_val", lambda self: {})
+    monkeypatch.setattr(common.Data, "read", read)
+    line = stopped(lambda: run(data, tmp_path), capfd)
+    assert re.match(r"not enough memory \(.*; try --chunk-size|\[Errno 24\].*ulimit -n", line)
+
+
+# ----------------------------------------------- 5: messages --------------------------------------------------------
+def test_a_file_name_does_not_reach_the_terminal(data, tmp_path, capfd):
+    shutil.copytree(data.parent, tmp_path / "data")
+    names = ["a\x1b[31mb.png", "c\x1b]0;title\x07.png", "\u202egnp.png"]
+    rows = [(n, "a") for n in names] + [(n, caption(i)) for i, n in enumerate(NAMES)]
+    file = write_rows(tmp_path / "data" / "odd.csv", ["image", "caption"], rows)
+    run(file, tmp_path, "--max-bad-fraction", 0.5, "--verify-images", pictures=True)
+    said, listed = capfd.readouterr(), (tmp_path / "a" / "bad_samples.txt").read_text()
+    assert "a?[31mb.png" in listed and listed.count("\n") == 3
+    for text in (said.out, re.sub("\x1b\\[A", "", said.err), listed):
+        assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
+    for flags in (["--\x1b[31mx", "1"], ["--batch-size", "\x1b[31m"], ["--data-dir", "/no/\x1b[31m"]):
+        assert "?[31m" in stopped(lambda: temo.parse_args(flags), capfd)  # noqa: B023
+    assert "/no/?[31m" in stopped(lambda: run("/no/\x1b[31m", tmp_path), capfd)
+
+
+@pytest.mark.parametrize("place", ["a/\udcff.png", "\udcff/1.png"])
+def test_a_name_that_is_no_utf8(place, classes, tmp_path, capfd):
+    shutil.copytree(classes, tmp_path / "photos")
+    (tmp_path / "photos" / place).parent.mkdir(exist_ok=True)
+    (tmp_path / "photos" / place).write_bytes(encode(picture(1)))
+    line = stopped(lambda: run(tmp_path / "photos", tmp_path), capfd)
+    assert f"the name {ascii(place)} is no UTF-8; rename it" in line
+
+
+class Trap:
+    """A pickle of it makes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["torch", "inside", "pickle", "list", "empty"])
+def test_weights_that_are_more_than_tensors(kind, data, tmp_path, capfd):
+    file, trap = tmp_path / "w.pt", Trap(tmp_path / "sprung")
+    if kind == "pickle":
+        file.write_bytes(pickle.dumps(trap))
+    elif kind == "empty":
+        file.write_bytes(b"")
+    else:
+        torch.save({"torch": trap, "inside": {"state_dict": {"a": trap}}, "list": [1, 2]}[kind], file)
+    line = stopped(lambda: run(data, tmp_path, "--init-from", file), capfd)
+    assert line.startswith(f"--init-from {file}: ") and "weights_only" not in line and not trap.path.exists()
+    if kind in ("torch", "inside", "pickle"):
+        assert "it holds more than tensors: save its state_dict as safetensors" in line
+
+
+def test_features_that_are_a_pickle(tmp_path, capfd):
+    trap = Trap(tmp_path / "sprung")
+    for i in range(20):
+        (tmp_path / "f").mkdir(exist_ok=True)
+        np.save(tmp_path / "f" / f"v{i}.npy", np.array([trap], dtype=object), allow_pickle=True)
+    file = write_rows(tmp_path / "a.csv", ["video", "caption"], [(f"v{i}", caption(i)) for i in range(20)])
+    flags = "--feature-dir", tmp_path / "f", "--image-encoder", "features", "--batch-size", 4
+    line = stopped(lambda: run(file, tmp_path, *flags, script=ncl), capfd)
+    assert "none of its first features can be read, first v0" in line and "it holds Python objects" in line
+    assert not trap.path.exists()
+
+
+# ----------------------------------------------- 6: doors -----------------------------------------------------------
+WATCHED = []  # names of files that were opened below a folder, and calls of the network, while a test looks
+
+
+def _hook(event, args):
+    if WATCHED and event in ("open", "os.listdir", "os.scandir", "socket.getaddrinfo", "socket.connect"):
+        text = str(args[0] if event != "socket.connect" else args[1])
+        if event.startswith("socket") or text.startswith(WATCHED[0]):
+            WATCHED.append(f"{event} {text}")
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder that nothing may open: a model and its code."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    config = {"model_type": "vit", "architecture": "resnet18", "num_features": 512}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    if not getattr(_hook, "added", False):
+        sys.addaudithook(_hook)
+        _hook.added = True
+    WATCHED[:] = [str(folder)]
+    yield folder
+    WATCHED.clear()
+
+
+VIT = {"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+       "intermediate_size": 16, "patch_size": 8}
+SPECS = {
+    "folder": {"image_encoder": "ELSEWHERE"}, "timm folder": {"image_encoder": "local-dir:ELSEWHERE"},
+    "timm hub": {"image_encoder": "hf_hub:timm/resnet18"}, "timm hub 2": {"image_encoder": "hf-hub:timm/resnet18"},
+    "text folder": {"text_encoder": "ELSEWHERE"}, "text hub": {"text_encoder": "bert-base-uncased"},
+    "wrapped": {"image_encoder": "a/b", "vision_config": {"model_type": "timm_wrapper",
+                                                          "architecture": "local-dir:ELSEWHERE"}},
+    "code": {"image_encoder": "a/b", "vision_config": VIT | {"auto_map": {"AutoModel": "code.Model"}}},
+    "kernel": {"image_encoder": "a/b", "vision_config": VIT | {"attn_implementation": "kernels-community/flash"}},
+    "backbone": {"image_encoder": "a/b", "vision_config": VIT | {"backbone": "x", "use_pretrained_backbone": True}},
+    "no config": {"image_encoder": "a/b", "vision_config": [1]}, "numbers": {"embed_dim": 10**12},
+    "size": {"image_size": -1}, "std": {"stats": [[0, 0, 0], [0, 0, 0]]}, "words": {"text_length": "x"}}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_model_json_leads_nowhere_else(name, whole, elsewhere, tmp_path):
+    shutil.copytree(whole, tmp_path / "a")
+    spec = json.loads((whole / "model.json").read_text()) | SPECS[name]
+    (tmp_path / "a" / "model.json").write_text(json.dumps(spec).replace("ELSEWHERE", str(elsewhere)))
+    with pytest.raises(common.UserError, match="its model.json is damaged .*; --resume .* writes it anew"):
+        common.load_model(tmp_path / "a")
+    assert WATCHED == [str(elsewhere)]
+
+
+def test_a_tokenizer_leads_nowhere_else(whole, elsewhere, tmp_path):
+    shutil.copytree(whole, tmp_path / "a")
+    config = tmp_path / "a" / "tokenizer" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {
+        "tokenizer_file": str(elsewhere / "tokenizer.json"), "auto_map": {"AutoTokenizer": ["code.T", "code.T"]}}))
+    with contextlib.suppress(common.UserError):
+        ours, theirs = (common.load_model(folder)[1](["picture number 3"]) for folder in (tmp_path / "a", whole))
+        assert ours["input_ids"].equal(theirs["input_ids"])
+    assert WATCHED == [str(elsewhere)]
+
+
+def with_code(folder, kind):
+    """A transformers folder with Python code beside its config: of a new kind of model, a known one, a tokenizer."""
+    folder.mkdir()
+    (folder / "code.py").write_text(f"import os\nos.mkdir({str(folder / 'sprung')!r})\n")
+    config = {"model_type": "new" if kind == "new" else "bert", "hidden_size": 16, "num_hidden_layers": 1,
+              "vocab_size": 6, "num_attention_heads": 2, "intermediate_size": 16}
+    code = {"AutoConfig": "code.C", "AutoModel": "code.M", "AutoModelForSeq2SeqLM": "code.M"}
+    tokenizer = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["code.T", "code.T"]}}
+    (folder / "config.json").write_text(json.dumps(config if kind == "tokenizer" else config | {"auto_map": code}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        tokenizer if kind == "tokenizer" else {"tokenizer_class": "BertTokenizer"}))
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["new", "known", "tokenizer"])
+def test_code_beside_a_model_is_neither_run_nor_asked_about(kind, data, tmp_path, capfd, monkeypatch):
+    folder = with_code(tmp_path / "model", kind)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    monkeypatch.setattr("logging.raiseExceptions", False)  # transformers logs to the stderr of an earlier test
+    words = ["--dataset", str(data), "--out", f"{tmp_path}/p", "--model", str(folder), "--cpu"]
+    doors = [lambda: run(data, tmp_path / "1", "--text-encoder", folder, "--pretrained"),
+             lambda: run(data, tmp_path / "2", "--image-encoder", folder, "--no-pretrained"),
+             lambda: run(data, tmp_path / "3", "--text-expert", folder),
+             lambda: judge("--checkpoint", folder, "--datasets", data, "--output-dir", tmp_path / "e"),
+             lambda: paraphrase.main(words)]
+    for door in doors:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end, common.clean_exit():
+            door()
+        said = capfd.readouterr().err
+        assert end.value.code == 2 and str(folder) in said and "Traceback" not in said and "[y/N]" not in said
+    assert not (folder / "sprung").exists()
+
+
+CARDS = {
+    "list": "- config_name: default\n  data_files:\n  - split: train\n    path: PLACE",
+    "listed": "- config_name: default\n  data_files:\n  - split: train\n    path:\n    - train.parquet\n    - PLACE",
+    "dict": "- config_name: default\n  data_files: {train: 'PLACE'}",
+    "quoted": "- {config_name: a, data_files: \"PLACE\"}",
+    "block": "- config_name: default\n  data_files: >-\n    PLACE",
+    "escaped": "- config_name: default\n  data_files: \"\\u002fetc/*.parquet\"",
+    "anchor": "- config_name: &a PLACE\n  data_files: *a", "folder": "- config_name: default\n  data_dir: ../elsewhere",
+    "whole folder": "- config_name: default\n  data_dir: FOLDER", "home": "- config_name: a\n  data_files: ~/x.parquet",
+    "url": "- config_name: a\n  data_files: https://example.com/x.parquet",
+    "hub": "- config_name: a\n  data_files: hf://datasets/a/b/x.parquet",
+    "up": "- {config_name: a, data_files: a/../../b}",
+    "chained": "- config_name: a\n  data_files: zip://a::b.zip",
+    "second": "- config_name: default\n  data_files: train.parquet\n- config_name: b\n  data_files: PLACE"}
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+def test_a_card_of_data_leads_nowhere_else(file, elsewhere, tmp_path):
+    place, mine = elsewhere / "train.parquet", tmp_path / "mine"
+    WATCHED.clear()
+    write_parquet_images(place, range(30))
+    write_parquet_images(mine / "train.parquet", range(30))
+    WATCHED[:] = [str(elsewhere)]
+    for name, text in CARDS.items():
+        text = "configs:\n" + text.replace("PLACE", str(place)).replace("FOLDER", str(elsewhere))
+        for end in ("\n", "\r\n"):
+            card = f"---\n{text}\n---\n" if file == "README.md" else text
+            (mine / file).write_bytes(card.replace("\n", end).encode())
+            with pytest.raises(common.UserError, match=f"its {file} says that data lie outside the folder "):
+                common._own_data.cache_clear()
+                common.load_data(str(mine), "train")
+            assert WATCHED == [str(elsewhere)], name
+    for text, words in (("configs: [", "cannot be read"), ("configs: &a\n- *a", "config_name|outside")):
+        (mine / file).write_text(f"---\n{text}\n---\n" if file == "README.md" else text)
+        with pytest.raises(common.UserError, match=words):
+            common.load_data(str(mine), "train")
+    good = "license: cc\nhomepage: https://example.com/a\nconfigs:\n- config_name: default\n  data_files: train.parquet"
+    (mine / file).write_text(f"---\n{good}\n---\n" if file == "README.md" else good)
+    assert len(common.load_data(str(mine), "train"))
+
+
+def test_links_in_a_folder_of_data_are_the_users_own(data, tmp_path):
+    (tmp_path / "photos").mkdir()
+    for file in data.parent.iterdir():
+        (tmp_path / "photos" / file.name).symlink_to(file)
+    train = common.load_data(str(tmp_path / "photos"), "train")
+    assert train.read(0).shape == (3, 20, 24)
