@@ -579,7 +579,7 @@ def test_a_loader_worker_that_is_killed(when, data, tmp_path):
         run(data, tmp_path, "--workers", 2, "--eval-batch", 1, "--max-steps", 12)
     code = ended(forked(work, tmp_path / "log"), 60)
     line = the_line(code, (tmp_path / "log").read_text(errors="replace"))
-    start = "a loader worker died or hangs (DataLoader worker" if when == "training" else "evaluation failed: "
+    start = "a loader worker died or hangs (" if when == "training" else "evaluation failed: "
     assert line.startswith(start) and "try fewer --workers, or 0" in line
     assert (tmp_path / "a" / "summary.json").exists() == (when == "evaluation")
 
