@@ -125,6 +125,14 @@ def forked(work, log, **environment):
         os._exit(code)
 
 
+@pytest.fixture(autouse=True)
+def children_of_ours():
+    """torch's handler takes the end of a fork for that of a loader worker of an earlier test with the same number."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
 def ended(pid, seconds):
     """Exit code of a fork; it is killed, and the test fails, when it takes longer."""
     last = time.monotonic() + seconds
