@@ -1557,7 +1557,7 @@ def load_data(name, split, **options):
     data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
     if data.streamed and (options.get("unfold_captions") or options.get("feature_dir")):
         raise UserError("--streaming goes with neither --unfold-captions nor --feature-dir")
-    if options.get("max_pixels") and not data.streamed:
+    if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
     return data.unfold() if options.get("unfold_captions") and split == "train" else data
 

@@ -38,6 +38,7 @@ class Stream:
     note: str = ("streaming: disjoint shards, resume at the shard; "
                  "batches depend on the number of processes and workers")
     counts: dict = dataclasses.field(default_factory=dict)
+    max_pixels: int = common.MAX_PIXELS
     split: ClassVar = "train"
     streamed: ClassVar = True
     has_captions: ClassVar = True
@@ -169,7 +170,7 @@ class StreamViews(torch.utils.data.IterableDataset):
         options = self.stream.options
         source, captions, _ = tars.sample_parts(key, parts, parts.__getitem__, options, self.stream.name)
         if not any(parts.get(kind) is source for kind in common.VIDEO_TYPES):
-            return common.decode(source), captions
+            return common.decode(source, self.stream.max_pixels), captions
         clip = common.clip_options(options)
         draws = common.frame_draws(clip, self.seed, epoch, common.key_hash(key))  # (T,) or None
         return clip(source, draws=draws), captions
