@@ -3,6 +3,7 @@
 Every damage is done to the same tar of twenty samples, a jpg, a json and a txt each."""
 
 import bz2
+import dataclasses
 import gzip
 import io
 import json
@@ -450,3 +451,18 @@ def test_no_header_can_make_the_reader_go_round_or_fail(tar):
         header[148:156] = b"%06o\0 " % sum(header)
         front = damage.Front(io.BytesIO(put(content, start, bytes(header))), seeks=True)
         assert len(list(damage.walk(front, lambda name: True))) < 100
+
+
+@pytest.mark.parametrize("limit, read", [(0, True), (100, False)])
+def test_max_pixels_holds_in_a_stream(limit, read, tmp_path):
+    for k, split in enumerate(("train-0", "train-1", "val-0")):
+        write_tar(tmp_path / f"{split}.tar", tar_samples(range(k * 6, k * 6 + 6), "jpg", "txt"))
+    data = common.load_data(str(tmp_path), "train", streaming=True, max_pixels=limit)
+    data = dataclasses.replace(data, buffer=2)
+    transform = common.EvalTransform(16, (0.5,) * 3, (0.5,) * 3)
+    batches = common.Batches(data, [common.Augment(16)], transform, 4, 0, 0, 1, torch.device("cpu"), 0, 0.5)
+    if read:
+        assert len(next(iter(batches))["keys"]) == 4
+    else:
+        with pytest.raises(common.UserError, match="480 pixels, more than the 100"):
+            next(iter(batches))
