@@ -34,6 +34,7 @@ from helpers import (
     write_video,
 )
 from safetensors.torch import load_file, save_file
+from torch.utils.data._utils import signal_handling
 
 import eval as evaluation
 import ncl
@@ -108,6 +109,7 @@ def forked(work, log, **environment):
     if pid:
         return pid
     code = 1
+    signal_handling._SIGCHLD_handler_set = False  # the parent's loaders set a handler that this fork does not have
     try:
         os.environ.update(environment)
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
