@@ -1592,8 +1592,8 @@ def _known_set(name, split, options):
 
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
-              "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "caption_noise",
-              "streaming", "max_bad_fraction", "max_pixels")
+              "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "clip_law",
+              "caption_noise", "fold", "streaming", "max_bad_fraction", "max_pixels")
 
 
 def data_options(args, **more):
@@ -2924,7 +2924,7 @@ class Parser(OneLine):
     Args: file: the script's __file__, which names it.   texts: does the script train on captions?
     """
     FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
-             "text_length", "optimizer", "learnable_tau")  # cannot change in a resumed run
+             "text_length", "optimizer", "learnable_tau", "clip_law", "fold")  # cannot change in a resumed run
 
     def __init__(self, file, description, texts=True):
         super().__init__(Path(file).name, description)
@@ -2972,7 +2972,12 @@ class Parser(OneLine):
         g.add_argument("--workers", type=between(0, 1024, int), default=4,
                        help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend "
                             "on it")
+        g.add_argument("--clip-law", choices=["once", "zipf"], default="once",
+                       help="val and test of moving-emoji: once = each held-out pair in turn, none that training "
+                            "shows; zipf = further draws of the law of training (NCL's queue of training queries)")
         if texts:
+            g.add_argument("--fold", type=between(0, 9, int), default=0,
+                           help="of emoji: which tenth of the drawings is test, 0..9; the next one is val")
             g.add_argument("--caption-column", default="",
                            help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
             g.add_argument("--streaming", action=yesno, default=False,
@@ -3002,7 +3007,7 @@ class Parser(OneLine):
         defaults = recipes.get(chosen.dataset, recipes["own"]) | {"dataset": chosen.dataset} | own | saved
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
-        for name in self.FIXED if saved else ():
+        for name in (n for n in self.FIXED if n in saved):  # a run of an older version has not all of them
             was, now = saved.get(name), getattr(args, name, None)
             self.require(was == now, f"--resume {args.resume}: --{name.replace('_', '-')} was {was} in that run and "
                                      f"cannot become {now}; start a new run")
@@ -3028,6 +3033,11 @@ class Parser(OneLine):
                                              f"{local * processes or processes}")
         self.require(args.chunk_size <= local, f"--chunk-size {args.chunk_size}: larger than the {local} examples of "
                                                "--batch-size on each process")
+        law, fold = args.clip_law, getattr(args, "fold", 0)
+        self.require(law == "once" or args.dataset == "moving-emoji",
+                     f"--clip-law {law}: --dataset {args.dataset} has no such law, moving-emoji has")
+        self.require(not fold or args.dataset == "emoji",
+                     f"--fold {fold}: --dataset {args.dataset} has no folds, emoji has")
         for folder in getattr(args, "feature_dir", None) or []:
             self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
         for name in ("init_from", "data_dir", "video_dir", "index_file", "test_file", "val_file", "few_shot_file"):

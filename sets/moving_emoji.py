@@ -1,8 +1,9 @@
 """Moving emoji: drawings of sets/emoji.py put in motion by a deterministic renderer, for video methods without videos.
 
 Pairs of verb and noun follow Zipf's law (weight 1 / rank each). val and test hold pairs that no training clip shows, of
-verbs and nouns that training clips do show. Each clip has three captions and a question; a known part of the training
-clips can be given another clip's captions (`caption_noise`).
+verbs and nouns that training clips do show; or, with the law `zipf`, further draws of the law of training. Each clip
+has three captions, paraphrases of each other: all of them say its noun, its verb and its colour. It has a question too,
+and a known part of the training clips can be given another clip's captions (`caption_noise`).
 """
 
 import functools
@@ -26,6 +27,10 @@ COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 22
 NOUNS = 120  # drawings in motion; with 24 verbs 2,880 pairs, an eighth of them each for val and test
 NOUN_CLASSES = re.compile("animal|food|plant|transport|household|clothing|tool|music|sport|game|phone|computer|light|"
                           "office|sky|place")
+# what a clip is said to show, in other words and another order each time: every template states every fact
+TEMPLATES = ("the {noun} {verb} on a {colour} background", "against a {colour} background {a} {noun} {verb}",
+             "{a} {noun} that {verb}, with {colour} all around", "on {colour} ground one {noun} {verb}",
+             "a {colour} scene in which the {noun} {verb}", "one {noun} {verb}, the rest is {colour}")
 PI = np.pi
 # verb: (three phrases, pose at times t (T,) in 0..1). A pose moves x (right) and y (down) in half widths, turns `angle`
 # (radians), scales sx, sy, and sets alpha, bright, colour (1 = as drawn). The *set* of poses tells verbs apart, not
@@ -73,23 +78,29 @@ REST = {"x": 0.0, "y": 0.0, "angle": 0.0, "sx": 1.0, "sy": 1.0, "alpha": 1.0, "b
 def load(name, split, options):
     """One split of moving-emoji, (M, T, 3, H, W) in memory up to IN_MEMORY bytes, else drawn when asked for.
 
-    Options: frames (4), image_size (32 px), clips (train, val, test: 2000 300 300), caption_noise (0: the part of the
-    training clips that get another clip's captions). Columns: label = verb, noun, colour (classes), group (the pair of
-    verb and noun), noisy (bool), question, answer, choices (five), row.
+    Options: frames (4), image_size (32 px), clips (train, val, test: 2000 300 300), clip_law (of val and test: once,
+    each held-out pair in turn, in another colour each time round; zipf, the law of training), caption_noise (0: the
+    part of the training clips that get another clip's captions). Columns: label = verb, noun, colour (classes), group
+    (verb, noun and colour: rows whose captions say the same), noisy (bool), question, answer, choices (five), row.
     Raises: UserError where so few training clips leave val or test no pair.
     """
     frames, size = options.get("frames") or 4, options.get("image_size") or 32
     clips, noise = tuple(options.get("clips") or CLIPS), options.get("caption_noise") or 0.0
+    law = options.get("clip_law") or "once"
     names, verb_names, colour_names = sprites(size)[0], list(MOTIONS), list(COLOURS)
     noun_names = [n[0] for n in names]
-    pairs = _pairs(clips)[split]  # (M,)
+    pairs = _pairs(clips, law)[split]  # (M,)
     rows, verbs, nouns = np.arange(len(pairs)), pairs // NOUNS, pairs % NOUNS
     draws = common.uniforms(7, ("train", "val", "test").index(split), rows, 8)  # (M, 8)
     colours = (draws[:, 4] * len(COLOURS)).astype(int)  # (M,)
+    if split != "train" and law == "once":  # each time round the pairs take their next colours
+        again, first = np.divmod(rows, len(set(pairs)))
+        colours = (colours[first] + again) % len(COLOURS)
+    groups = pairs * len(COLOURS) + colours  # (M,)
     phrases = [motion[0] for motion in MOTIONS.values()]
     captions = [_captions(names[n], phrases[v], colour_names[c], u)
                 for n, v, c, u in zip(nouns, verbs, colours, draws, strict=True)]
-    captions, noisy = _mismatch(captions, pairs, noise if split == "train" else 0.0)
+    captions, noisy = _mismatch(captions, groups, noise if split == "train" else 0.0)
     questions = [_question(row, (noun_names, noun), (verb_names, verb), (colour_names, colour))
                  for row, noun, verb, colour in zip(rows.tolist(), nouns, verbs, colours, strict=True)]
     render = Renderer(verbs, nouns, colours, draws, frames, size)
@@ -97,10 +108,16 @@ def load(name, split, options):
     table = common.make_table(
         captions, [f"{split} {row}" for row in rows], sources=None if fits else [{"path": str(row)} for row in rows],
         classes={"label": verb_names, "verb": verb_names, "noun": noun_names, "colour": colour_names},
-        label=verbs, verb=verbs, noun=nouns, colour=colours, group=pairs, noisy=noisy, row=rows,
+        label=verbs, verb=verbs, noun=nouns, colour=colours, group=groups, noisy=noisy, row=rows,
         **{column: [q[column] for q in questions] for column in ("question", "answer", "choices")})
     note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs "
             f"and {len(set(nouns))} nouns")
+    if split == "train":
+        note += f"; val and test: law {law}"
+    else:
+        note += "; " + {"once": "each pair in turn, none that training shows", "zipf": "the law of training"}[law]
+        said = len(set(groups))
+        note += f"; {said} descriptions, clips of one are positives of each other" if said < len(groups) else ""
     if noisy.any():
         note += f"; {int(noisy.sum())} clips with another's captions"
     if fits:
@@ -117,8 +134,11 @@ def relevancy(data):
 
 
 # ---- what is shown, and what is said of it ----
-def _pairs(clips):
-    """{split: (M,) numbers of the pairs shown}, pair = verb * NOUNS + noun; one draw for all splits."""
+def _pairs(clips, law):
+    """{split: (M,) numbers of the pairs shown}, pair = verb * NOUNS + noun; one draw for all splits.
+
+    law: of val and test. The training clips are the same under both; zipf draws from the pairs that they are drawn
+    from, so most of its clips, not all, show a pair that training shows."""
     rng = np.random.default_rng([7, 1])
     weight = np.outer(1 / np.arange(1, len(MOTIONS) + 1), 1 / np.arange(1, NOUNS + 1)).flatten()  # (pairs,)
     part = rng.integers(8, size=len(weight))  # 0 val, 1 test, others train
@@ -127,6 +147,10 @@ def _pairs(clips):
     pairs, every = {"train": train}, np.arange(len(p))
     shown = np.isin(every // NOUNS, train // NOUNS) & np.isin(every % NOUNS, train % NOUNS)
     for number, split in enumerate(("val", "test")):
+        if law == "zipf":
+            p = np.where((part > 1) & shown, weight, 0)
+            pairs[split] = rng.choice(len(p), clips[number + 1], p=p / p.sum())
+            continue
         p = np.where((part == number) & shown, weight, 0)
         if not p.any():
             raise common.UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {split} "
@@ -137,16 +161,24 @@ def _pairs(clips):
 
 
 def _captions(names, phrases, colour, u):
-    """Three captions of one clip; u (8,) picks the wording."""
-    a, b, c = (phrases[int(u[5] * 3 + k) % 3] for k in range(3))
-    other = names[int(u[6] * len(names))]
-    article = "an" if other[0] in "aeiou" else "a"
-    return [f"the {names[0]} {a} on a {colour} background", f"{article} {other} {b}", f"one {names[0]} that {c}"]
+    """Three captions of one clip, which say the same in other words; u (8,) picks template, phrase and name.
+
+    names: of the noun.   phrases: three of the verb.
+    """
+    captions = []
+    for k in range(3):
+        template = TEMPLATES[(int(u[7] * len(TEMPLATES)) + k) % len(TEMPLATES)]
+        noun, verb = names[(int(u[6] * len(names)) + k) % len(names)], phrases[(int(u[5] * 3) + k) % 3]
+        article = "an" if noun[0] in "aeiou" else "a"
+        captions.append(template.format(a=article, noun=noun, verb=verb, colour=colour))
+    return captions
 
 
-def _mismatch(captions, pairs, part):
-    """A part of the clips get another clip's captions: (captions, noisy (M,) bool, where the pairs differ)."""
-    noisy = np.zeros(len(captions), bool)
+def _mismatch(captions, groups, part):
+    """A part of the clips get the captions of a clip of another pair: (captions, noisy (M,) bool, what is wrong now).
+
+    groups: (M,) pair and colour. Where no other pair is left to give, a clip may keep a caption that is true."""
+    noisy, pairs = np.zeros(len(captions), bool), groups // len(COLOURS)
     if not part:
         return captions, noisy
     chosen = np.random.default_rng([7, 2]).permutation(len(captions))[:round(part * len(captions))]
@@ -156,7 +188,7 @@ def _mismatch(captions, pairs, part):
         useful = (pairs[giver] != pairs[chosen[k]]) & (pairs[chosen] != pairs[giver[k]])
         for other in np.flatnonzero(useful)[:1]:
             giver[[k, other]] = giver[[other, k]]
-    noisy[chosen] = pairs[chosen] != pairs[giver]
+    noisy[chosen] = groups[chosen] != groups[giver]
     moved = dict(zip(chosen, giver, strict=True))
     return [captions[moved.get(i, i)] for i in range(len(captions))], noisy
 
@@ -205,7 +237,7 @@ def sprites(size):
         plain = len(captions[0].split()) <= 2 and captions[0].replace(" ", "").isalpha()
         if len(names) < NOUNS and NOUN_CLASSES.search(item["label"]) and plain and not seen & set(captions):
             seen |= set(captions)
-            names.append(captions)
+            names.append([c for c in captions if c.replace(" ", "").isalpha()])  # no tiger2, no man-juggling
             images.append(decode_image(str(item["path"]), mode=ImageReadMode.RGB_ALPHA))
     x = torch.stack(images).float() / 255  # (NOUNS, 4, 72, 72)
     x[:, :3] *= x[:, 3:]

@@ -289,6 +289,10 @@ def test_number_out_of_range(flag, capsys):
     (["--learnable-tau"], "--loss temo has no single temperature to learn"),
     (["--loss", "slip", "--tau", 1.5], "--tau-clamp"),
     (["--loss", "infonce", "--text-expert", "a/b"], "set the temperatures of --loss temo"),
+    (["--clip-law", "zipf"], "--clip-law zipf: --dataset emoji has no such law, moving-emoji has"),
+    (["--dataset", "moving-emoji", "--clip-law", "twice"], "--clip-law invalid choice: 'twice'"),
+    (["--dataset", "moving-emoji", "--fold", 3], "--fold 3: --dataset moving-emoji has no folds, emoji has"),
+    (["--fold", 10], "--fold 10: must be between 0 and 9"),
     (["--max-step", 2], "unrecognized arguments: --max-step"), (["--batch", 8], "unrecognized arguments: --batch"),
     (["--pretrained", "false"], "unrecognized arguments: false"),
 ], ids=lambda v: " ".join(map(str, v)) if isinstance(v, list) else "")
@@ -332,7 +336,8 @@ def test_resume_a_run_whose_flags_are_broken(tmp_path, capsys):
 
 
 CHANGED = [("--embed-dim", "16", "32"), ("--image-encoder", "small", "resnet18"), ("--image-size", "16", "32"),
-           ("--batch-size", "8", "4"), ("--loss", "temo", "infonce"), ("--seed", "42", "1"), ("--dataset", "", "emoji")]
+           ("--batch-size", "8", "4"), ("--loss", "temo", "infonce"), ("--seed", "42", "1"), ("--dataset", "", "emoji"),
+           ("--fold", "0", "3"), ("--clip-law", "once", "zipf")]
 
 
 @pytest.mark.parametrize("flag, was, now", CHANGED)

@@ -41,6 +41,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as V
 
 import temo
+from sets import emoji as emoji_set
 from sets import stream as streams
 from sets import tars as tars_of
 from tools import paraphrase
@@ -533,6 +534,28 @@ def test_identical_emoji_are_positives_of_each_other(emoji):
             groups[g].add(d)
         assert all(len(v) == 1 for v in groups.values())
     assert len(set(emoji["test"].groups.tolist())) == 166
+
+
+def test_emoji_folds_test_every_drawing_once_and_part_no_twins(emoji):
+    """Each of the ten folds: twins on one side; over all of them each drawing is test once and val once."""
+    cluster = {i["key"]: i["cluster"] for i in emoji_set.drawings()}
+    held = {"val": Counter(), "test": Counter()}
+    for fold in range(10):
+        data = {s: common.load_data("emoji", s, fold=fold) for s in SPLITS}
+        base = {s: [k.split()[0] for k in d.column("key")] for s, d in data.items()}
+        sides = [{cluster[k] for k in base[s]} for s in SPLITS]
+        assert set.union(*sides) == set(cluster.values()) and sum(map(len, sides)) == len(set.union(*sides))
+        pixels = [{x.numpy().tobytes() for x in data[s].pixels} for s in SPLITS]
+        assert not pixels[0] & pixels[1] and not pixels[0] & pixels[2] and not pixels[1] & pixels[2]
+        for s in held:
+            assert len(base[s]) > 100
+            held[s].update(base[s])
+        for s, d in data.items():
+            assert d.note == ("" if fold == 0 else f"fold {fold} of 10")
+            if fold == 0:  # the split that the set has always had
+                assert d.column("key") == emoji[s].column("key") and torch.equal(d.pixels, emoji[s].pixels)
+                assert d.column("captions") == emoji[s].column("captions")
+    assert all(set(held[s]) == set(cluster) and set(held[s].values()) == {1} for s in held) and len(cluster) == 1898
 
 
 # ---------------------------------------------------- batches --------------------------------------------------------

@@ -413,25 +413,28 @@ def shown_by(data, i):
     return list(moving_emoji.MOTIONS)[verb], moving_emoji.sprites(32)[0][noun][0], list(moving_emoji.COLOURS)[colour]
 
 
+# What a caption of moving emoji can be: every form has a verb, a noun and a colour.
+FORMS = ("the {n} {v} on a {c} background", "against a {c} background {a} {n} {v}",
+         "{a} {n} that {v}, with {c} all around", "on {c} ground one {n} {v}",
+         "a {c} scene in which the {n} {v}", "one {n} {v}, the rest is {c}")
+
+
+def facts(data, i):
+    """{true caption of clip i: its (form, phrase, name)}."""
+    verb, noun, colour = (data.column(c)[i] for c in ("verb", "noun", "colour"))
+    phrases = list(moving_emoji.MOTIONS.values())[verb][0]
+    return {form.format(n=n, v=v, c=list(moving_emoji.COLOURS)[colour], a="an" if n[0] in "aeiou" else "a"):
+            (form, v, n) for form in FORMS for v in phrases for n in moving_emoji.sprites(32)[0][noun]}
+
+
 def agree(data, i, captions):
-    """Which of these captions describe clip i: its verb, its noun, and its colour where they name one."""
-    verb, _, colour = shown_by(data, i)
-    phrases = moving_emoji.MOTIONS[verb][0]
-    said = set()
-    for n in moving_emoji.sprites(32)[0][data.column("noun")[i]]:
-        article = "an" if n[0] in "aeiou" else "a"
-        for start, that in (("the", ""), (article, ""), ("one", "that ")):
-            said |= {f"{start} {n} {that}{phrase}" for phrase in phrases}
-    out = []
-    for c in captions:
-        text, _, ground = c.partition(" on a ")
-        out.append(text in said and ground in ("", f"{colour} background"))
-    return out
+    """Which of these captions say what clip i shows: its verb, its noun and its colour."""
+    true = facts(data, i)
+    return [c in true for c in captions]
 
 
 def agrees(data, i):
-    captions = data.captions(i)
-    return agree(data, i, captions) == [True] * 3 and any(f" {shown_by(data, i)[2]} " in c for c in captions)
+    return agree(data, i, data.captions(i)) == [True] * 3
 
 
 def question(data, i):
@@ -496,13 +499,27 @@ def test_moving_emoji_moves_and_its_clips_differ(moving):
 def test_moving_emoji_colours_verbs_and_nouns_are_those_of_the_captions(moving):
     for d in moving.values():
         assert all(agrees(d, i) for i in range(len(d)))
-        pairs = both(d)
-        unlike = [i for i in range(len(d) - 1) if pairs[i] != pairs[i + 1]]
+        unlike = [i for i in range(len(d) - 1) if d.groups[i] != d.groups[i + 1]]
         assert not any(any(agree(d, i, d.captions(i + 1))) for i in unlike)
         corners = d.pixels[:, 0, :, 0, 0].numpy()  # the drawing seldom reaches a corner
         ground = np.array(list(moving_emoji.COLOURS.values()))[d.column("colour")]
         assert (np.abs(corners.astype(int) - ground).max(1) <= 1).mean() > 0.97
     assert len({tuple(moving["test"].captions(i)) for i in range(300)}) == 300
+
+
+def test_moving_emoji_captions_are_paraphrases(moving):
+    """Three of a clip: the same facts in other forms and phrases, and another name where the noun has two."""
+    assert all(f.count(word) == 1 for f in FORMS for word in ("{n}", "{v}", "{c}")) and len(set(FORMS)) == 6
+    forms, names = Counter(), moving_emoji.sprites(32)[0]
+    assert all(re.fullmatch("[a-z ]+", n) for of in names for n in of) and sum(len(of) > 1 for of in names) > 10
+    for d in moving.values():
+        for i in range(len(d)):
+            true = facts(d, i)
+            said = [true[c] for c in d.captions(i)]
+            assert [len({x[k] for x in said}) for k in (0, 1)] == [3, 3]
+            assert {x[2] for x in said} == set(names[d.column("noun")[i]][:3])
+            forms.update(x[0] for x in said)
+    assert len(forms) == 6 and min(forms.values()) > 0.14 * sum(forms.values())
 
 
 def test_moving_emoji_holds_out_pairs_but_neither_verbs_nor_nouns(moving):
@@ -512,8 +529,59 @@ def test_moving_emoji_holds_out_pairs_but_neither_verbs_nor_nouns(moving):
         for part in (0, 1):  # verbs, nouns
             assert {p[part] for p in pairs[s]} <= {p[part] for p in pairs["train"]}
         assert len(pairs[s]) == 300  # every clip another pair: no two test clips share their words
-    for s, d in moving.items():  # one pair is one group of positives
-        assert len(set(d.groups.tolist())) == len(pairs[s])
+    for s, d in moving.items():  # clips of one pair and colour are one group of positives
+        assert groups_are_facts(d)
+        law = "val and test: law once" if s == "train" else "each pair in turn, none that training shows"
+        assert d.note.endswith(law)
+
+
+def groups_are_facts(d):
+    """Is a group what captions say, verb, noun and colour?"""
+    said = list(zip(*(d.column(c).tolist() for c in ("verb", "noun", "colour")), strict=True))
+    return len(set(said)) == len(set(d.groups.tolist())) == len(set(zip(said, d.groups.tolist(), strict=True)))
+
+
+def drawn(d):
+    return {x.numpy().tobytes() for x in d.pixels}
+
+
+def test_moving_emoji_thousands_of_distinct_test_clips():
+    """Each pair in turn: a pair comes again in another colour, and only after all its colours in one it had."""
+    train, test = (small(s, clips=[4000, 30, 2000], image_size=16) for s in ("train", "test"))
+    assert len(drawn(test)) == len(test) == len(set(test.groups.tolist())) == 2000 and groups_are_facts(test)
+    times = Counter(both(test))
+    assert len(times) < 400 and max(times.values()) - min(times.values()) == 1 and max(times.values()) <= 6
+    assert not set(times) & set(both(train)) and not drawn(test) & drawn(train)
+    assert all(agrees(test, i) for i in range(0, 2000, 7)) and "descriptions" not in test.note
+    more = small("test", clips=[500, 30, 2200])
+    ids = Counter(more.groups.tolist())
+    assert len(more) == 2200 and max(ids.values()) > 1 and groups_are_facts(more)
+    assert f"{len(ids)} descriptions, clips of one are positives of each other" in more.note
+    positives = common.positives_table(more.groups, more.groups)
+    i = int(np.argmax([ids[g] for g in more.groups.tolist()]))
+    alike = [j for j in positives[i].tolist() if j >= 0]
+    assert len(alike) == max(ids.values()) and i in alike and {both(more)[j] for j in alike} == {both(more)[i]}
+    assert all(agree(more, i, more.captions(j)) == [True] * 3 for j in alike)
+
+
+def test_moving_emoji_by_the_law_of_training():
+    once = {s: small(s, clips=[2000, 300, 2000], image_size=16) for s in SPLITS}
+    zipf = {s: small(s, clips=[2000, 300, 2000], image_size=16, clip_law="zipf") for s in SPLITS}
+    assert torch.equal(once["train"].pixels, zipf["train"].pixels)  # the training set is the same
+    assert once["train"].column("captions") == zipf["train"].column("captions")
+    train, test = (Counter(both(zipf[s])) for s in ("train", "test"))
+    for s in ("val", "test"):
+        d = zipf[s]
+        assert groups_are_facts(d) and all(agrees(d, i) for i in range(0, len(d), 9))
+        assert "the law of training" in d.note and "positives of each other" in d.note
+        assert len(drawn(d)) == len(d) and not drawn(d) & drawn(zipf["train"])
+        assert not set(both(d)) & set(both(once["val"])) and not set(both(d)) & set(both(once["test"]))
+    assert "val and test: law zipf" in zipf["train"].note and not drawn(zipf["val"]) & drawn(zipf["test"])
+    often = [pair for pair, _ in train.most_common(30)]  # a third of all clips, as often in test as in train
+    shares = [sum(pairs[pair] for pair in often) / 2000 for pairs in (train, test)]
+    assert shares[0] > 0.25 and abs(shares[1] - shares[0]) < 0.05
+    seen = sum(n for pair, n in test.items() if pair in train) / 2000
+    assert 0.7 < seen < 0.95  # the tail is drawn anew
 
 
 def test_moving_emoji_tests_nothing_that_a_small_training_set_never_shows():
