@@ -48,6 +48,22 @@ def test_it_gives_the_numbers_of_the_run(run):
     assert (run / "eval" / "eval.json").exists() and (run / "eval" / "retrieval.png").exists()
 
 
+@pytest.mark.parametrize("name, flags, options", [
+    ("emoji", ["--fold", "3"], {"fold": 3}),
+    ("moving-emoji", ["--clip-law", "zipf", "--clips", "40", "8", "60"], {"clip_law": "zipf", "clips": [40, 8, 60]}),
+], ids=["fold", "law"])
+def test_a_run_keeps_its_fold_and_its_law(name, flags, options, tmp_path, capsys):
+    """The split that the flags name is the one that the run tests, and the one that eval.py opens again."""
+    small = ["--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "32", "--image-size", "16", "--eval-every",
+             "0", "--output-dir", tmp_path, "--run-name", "r"]
+    own = temo.main(temo.parse_args([*map(str, small), "--dataset", name, *flags]))["test"][name]
+    assert {"emoji": "fold 3 of 10", "moving-emoji": "val and test: law zipf"}[name] in capsys.readouterr().out
+    test, plain = (common.load_data(name, "test", **o) for o in (options, options | {"fold": 0, "clip_law": ""}))
+    assert own["images"] == len(test) and list(test.column("captions")) != list(plain.column("captions"))
+    got = evaluate("--checkpoint", tmp_path / "r")["datasets"][name]["metrics"]["retrieval"]
+    assert all(got[way] == own[way] for way in ("text_to_image", "image_to_text"))
+
+
 def test_all_tasks_on_several_sets(run, hub, capsys):  # noqa: F811
     sets = ["emoji", f"dtd={hub / 'dtd'}", f"coco={hub / 'coco'}", "/no/such/set"]
     tasks = ["retrieval", "zero-shot", "knn", "probe", "gap", "histograms"]
