@@ -89,13 +89,8 @@ def load(name, split, options):
     law = options.get("clip_law") or "once"
     names, verb_names, colour_names = sprites(size)[0], list(MOTIONS), list(COLOURS)
     noun_names = [n[0] for n in names]
-    pairs = _pairs(clips, law)[split]  # (M,)
+    pairs, colours, draws = _scenes(split, clips, law)  # (M,), (M,), (M, 8)
     rows, verbs, nouns = np.arange(len(pairs)), pairs // NOUNS, pairs % NOUNS
-    draws = common.uniforms(7, ("train", "val", "test").index(split), rows, 8)  # (M, 8)
-    colours = (draws[:, 4] * len(COLOURS)).astype(int)  # (M,)
-    if split != "train" and law == "once":  # each time round the pairs take their next colours
-        again, first = np.divmod(rows, len(set(pairs)))
-        colours = (colours[first] + again) % len(COLOURS)
     groups = pairs * len(COLOURS) + colours  # (M,)
     phrases = [motion[0] for motion in MOTIONS.values()]
     captions = [_captions(names[n], phrases[v], colour_names[c], u)
@@ -113,11 +108,11 @@ def load(name, split, options):
     note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs "
             f"and {len(set(nouns))} nouns")
     if split == "train":
-        note += f"; val and test: law {law}"
+        held = [len(set(zip(*_scenes(s, clips, law)[:2], strict=True))) for s in ("val", "test")]
+        note += f"; val and test: law {law}, {held[0]} and {held[1]} descriptions"
     else:
         note += "; " + {"once": "each pair in turn, none that training shows", "zipf": "the law of training"}[law]
-        said = len(set(groups))
-        note += f"; {said} descriptions, clips of one are positives of each other" if said < len(groups) else ""
+        note += f", {len(set(groups))} descriptions"
     if noisy.any():
         note += f"; {int(noisy.sum())} clips with another's captions"
     if fits:
@@ -134,6 +129,18 @@ def relevancy(data):
 
 
 # ---- what is shown, and what is said of it ----
+def _scenes(split, clips, law):
+    """What the clips of a split show: pairs (M,), colours (M,), draws (M, 8) in [0, 1) of all that varies."""
+    pairs = _pairs(clips, law)[split]
+    rows = np.arange(len(pairs))
+    draws = common.uniforms(7, ("train", "val", "test").index(split), rows, 8)
+    colours = (draws[:, 4] * len(COLOURS)).astype(int)
+    if split != "train" and law == "once":  # each time round the pairs take their next colours
+        again, first = np.divmod(rows, len(set(pairs)))
+        colours = (colours[first] + again) % len(COLOURS)
+    return pairs, colours, draws
+
+
 def _pairs(clips, law):
     """{split: (M,) numbers of the pairs shown}, pair = verb * NOUNS + noun; one draw for all splits.
 
