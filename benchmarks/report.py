@@ -1,0 +1,46 @@
+"""Puts the tables of benchmarks/results/ into the README, so that no number of a table is typed by hand.
+
+    python benchmarks/report.py            # fills the README
+    python benchmarks/report.py --check    # exit code 1 where README and files differ; a test calls it
+
+A block of the README begins with `<!-- results: NAME -->` and ends with `<!-- /results -->`; between them stands the
+first table of benchmarks/results/NAME.md, which the benchmarks write beside NAME.json.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+
+def first_table(name):
+    """The lines of a results file from the first that begins with | to the last of them."""
+    lines = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    end = next((i for i, line in enumerate(lines) if i > start and not line.startswith("|")), len(lines))
+    return "".join(f"{line}\n" for line in lines[start:end])
+
+
+def filled(text):
+    """The README with each block's table as its file has it."""
+    return BLOCK.sub(lambda block: block[1] + first_table(block[2]) + block[3], text)
+
+
+def main(argv=None):
+    """Fill the README, or say whether it is as the files are."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    p.add_argument("--check", action="store_true", help="change nothing; exit code 1 where a table differs")
+    args = p.parse_args(argv)
+    readme = ROOT / "README.md"
+    now = readme.read_text(encoding="utf8")
+    wanted = filled(now)
+    if args.check and now != wanted:
+        raise SystemExit("README.md: a table differs from benchmarks/results; python benchmarks/report.py fills it")
+    if now != wanted:
+        readme.write_text(wanted, encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
