@@ -6,9 +6,9 @@ Notation, used in every file of this project:
     tau  temperature, divides the cosine            sim  plain cosine matrix, rows = queries (anchors)
     shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
 
-Sections: errors | processes | losses on any card | random numbers | image views | text | encoders | data | batches |
-metrics | evaluation | flags | runs and checkpoints. What knows the layout of somebody's files stands in sets/, what
-runs beside training in tools/; both are opened where they are needed, and so are heavy libraries.
+Sections: errors | rooms | processes | losses on any card | random numbers | image views | text | encoders | data |
+batches | metrics | evaluation | flags | runs and checkpoints. What knows the layout of somebody's files stands in
+sets/, what runs beside training in tools/; both are opened where they are needed, and so are heavy libraries.
 """
 
 import argparse
@@ -156,6 +156,28 @@ def leave_processes():
     """Close the process group: left open, gloo's threads abort the interpreter now and then (exit code -6)."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+# ================================================== rooms ============================================================
+ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.expert": ("Expert",),
+         "tools.paraphrase": ("Paraphrases",),
+         "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "linear_probe")}
+
+
+def __getattr__(name):
+    """Names of this module that stand in a room of their own, which opens when one is asked for."""
+    room = next((room for room, names in ROOMS.items() if name in names), None)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not has_room(room):
+        raise UserError(f"{room.replace('.', '/')}.py is not beside common.py: no {name}")
+    return getattr(importlib.import_module(room), name)
+
+
+def has_room(room):
+    """Is the file of a room ("tools.check") there? A method file and common.py train alone, without pictures and
+    checks."""
+    return (Path(__file__).parent / f"{room.replace('.', '/')}.py").is_file()
 
 
 # ================================================== processes ========================================================
@@ -854,37 +876,6 @@ def drop_and_swap(text, u, drop=0.1, swap=0.1):
     return " ".join(kept)
 
 
-class Paraphrases:
-    """Paraphrases by caption, from a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}, memory-mapped.
-
-    `get(captions)` returns a list of lists ([] where the file has none). Memory: 16 bytes per caption."""
-
-    def __init__(self, path):
-        import datasets
-        try:
-            self.table = datasets.load_dataset("json", data_files=str(path), split="train")
-            keys = self.table["caption"][:]
-            _ = self.table.features["paraphrases"]
-        except FileNotFoundError as error:
-            raise UserError(f"--paraphrases {path}: no such file") from error
-        except Exception as error:
-            expected = "expected JSON lines with 'caption' and 'paraphrases'"
-            raise UserError(f"--paraphrases {path}: {expected} ({first_line(error)})") from error
-        hashes = np.array([key_hash(k) for k in keys], dtype=np.int64)
-        self.order = np.argsort(hashes, kind="stable")
-        self.hashes = hashes[self.order]
-
-    def __len__(self):
-        return len(self.hashes)
-
-    def get(self, captions):
-        wanted = np.array([key_hash(c) for c in captions], dtype=np.int64)
-        at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
-        found = self.hashes[at] == wanted
-        lists = self.table[self.order[at]]["paraphrases"]
-        return [[p for p in texts if p] if ok else [] for texts, ok in zip(lists, found)]
-
-
 def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, second=True):
     """Pick T and its other view T~ for a batch.
 
@@ -1221,39 +1212,6 @@ def init_from(model, path):
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
 
 
-class Expert:
-    """A frozen model whose similarities stand in for the encoders' own: (B, ...) inputs -> (B, width) unit features.
-
-    image: transformers id or folder, mean of the patch features (DINOv2), of a clip over its frames; text: mean over
-    the tokens."""
-
-    def __init__(self, name, kind, transform, device):
-        self.kind, self.transform, self.device = kind, transform, device
-        self.model, _, _, self.config = _hub_encoder(name, "vision" if kind == "image" else "text", True, None)
-        self.model = self.model.to(device).eval().requires_grad_(False)
-        self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
-
-    @torch.no_grad()
-    def __call__(self, inputs, batch=256):
-        return normalize(torch.cat([self._features(inputs[i:i + batch]) for i in range(0, len(inputs), batch)]))
-
-    def _features(self, inputs):
-        if self.kind == "text":
-            tokens = {k: v.to(self.device) for k, v in self.tokenizer(inputs).items()}
-            keep = tokens["attention_mask"][..., None].float()  # (b, L, 1)
-            return (self.model(**tokens).last_hidden_state * keep).sum(1) / keep.sum(1)
-        own = self.transform.mean, self.transform.std
-        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in own)  # (3, 1, 1)
-        side = self.config.get("image_size") or 224
-        side = side if side <= 256 else 224
-        frames = inputs.flatten(0, 1) if inputs.ndim == 5 else inputs  # (b, 3, S, S) or (b * T, 3, S, S)
-        pixels = F.interpolate(frames * std + mean, size=(side, side), mode="bilinear", antialias=True)
-        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in STATS["imagenet"])
-        tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + patches, width)
-        features = tokens[:, 1:].mean(1)  # without the class token
-        return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)
-
-
 def decay_groups(modules, weight_decay):
     """Parameter groups for an optimiser: weight decay for matrices and kernels, none for biases, norms and scalars."""
     params = [p for m in modules for p in m.parameters() if p.requires_grad]
@@ -1507,12 +1465,6 @@ def clip_options(options):
     """How videos become frames, from the options of load_data."""
     from sets import video
     return video.clip_options(options)
-
-
-def read_frames(source, n, start=None, end=None, **more):
-    """n frames of a clip in the order of time, (n, H, W, 3) uint8; see sets/video.py."""
-    from sets import video
-    return video.read_frames(source, n, start, end, **more)
 
 
 def set_rooms():
@@ -1796,21 +1748,6 @@ def _refuse_full_cache(name, error):
         reason = error.strerror or first_line(error).split(".")[0]
         raise UserError(f"--dataset {name}: the cache of `datasets` in {place} cannot be written: {reason}; "
                         "HF_DATASETS_CACHE names another folder") from error
-
-
-def hub_call(name, repo, call):
-    """call(huggingface_hub) with the reasons a user meets turned into one line."""
-    import huggingface_hub
-    from huggingface_hub import errors
-    try:
-        return call(huggingface_hub)
-    except errors.GatedRepoError as error:
-        raise UserError(gated_message(name, repo)) from error
-    except UserError:
-        raise
-    except Exception as error:
-        reason = hub_reason(error)
-        raise UserError(f"{name}: {repo} cannot be reached ({reason}); --data-dir names a local copy") from error
 
 
 def gated_message(name, repo):
@@ -2432,39 +2369,16 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
         votes = torch.zeros(len(near), classes, device=train.device)  # (c, classes)
         votes.scatter_add_(1, train_labels[near], ballots)
         hits.append(votes.argmax(1) == test_labels[i:i + chunk])
-    result = _class_accuracy(torch.cat(hits), test_labels)
+    result = class_accuracy(torch.cat(hits), test_labels)
     return result if per_class else {k: v for k, v in result.items() if k != "per_class"}
 
 
-def _class_accuracy(hits, labels):
+def class_accuracy(hits, labels):
     """{top1, mean_per_class, per_class} in percent of hits (Q,) bool."""
     hits = hits.double()
     per_class = {int(c): 100 * hits[labels == c].mean().item() for c in labels.unique()}
     mean = float(np.mean(list(per_class.values())))
     return {"top1": 100 * hits.mean().item(), "mean_per_class": mean, "per_class": per_class}
-
-
-def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42, per_class=False):
-    """The probe of the TS authors: scikit-learn's LinearSVC (C = 1, one-vs-rest, random_state 42) on unit features.
-
-    Args: train (M, D), test (Q, D), labels long; few_shot: images per class, drawn with `seed` (None = all).
-    Returns: {top1, mean_per_class} in percent, with per_class=True also per_class.
-    Raises: ValueError on non-finite features or a class smaller than few_shot.
-    """
-    from sklearn.svm import LinearSVC
-    x, y = normalize(train).cpu().numpy(), train_labels.cpu().numpy()
-    q, truth = normalize(test).cpu().numpy(), test_labels.cpu()
-    if not (np.isfinite(x).all() and np.isfinite(q).all()):
-        raise NotFinite("features hold non-finite values")
-    if few_shot:
-        order = np.random.RandomState(seed).permutation(len(y))
-        rows = [order[y[order] == c][:few_shot] for c in np.unique(y)]
-        if min(map(len, rows)) < few_shot:
-            raise ValueError(f"few_shot = {few_shot}: the smallest class has {min(map(len, rows))} images")
-        x, y = x[np.concatenate(rows)], y[np.concatenate(rows)]
-    predicted = LinearSVC(random_state=42).fit(x, y).predict(q)
-    result = _class_accuracy(torch.from_numpy(predicted) == truth, truth)
-    return result if per_class else {k: result[k] for k in ("top1", "mean_per_class")}
 
 
 def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
@@ -2700,117 +2614,6 @@ def metrics_table(title, metrics, chance):
     gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
     lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
     return "\n".join(lines)
-
-
-def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, few=None, limits=None):
-    """kNN@1, kNN@10 and, with probes, the few-shot (smallest class's size) and the all-images probe of features.
-
-    Args: train (M, width), test (Q, width), labels numpy; few: (features, labels) that the few-shot probe learns from
-        instead; limits: of head_mid_tail.
-    Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in percent, and the per-class kNN@1.
-    """
-    y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
-    classes, data = np.unique(train_labels), (train, y, test, truth)
-    smallest = int(np.bincount(train_labels)[classes].min())
-    results = {f"knn@{k}": knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
-    if probes:
-        source, shots = ((few[0], torch.from_numpy(few[1])), None) if few else ((train, y), smallest)
-        results["few-shot"] = linear_probe(*source, test, truth, few_shot=shots, seed=seed, per_class=True)
-        results["all"] = linear_probe(*data, seed=seed, per_class=True)
-    metrics, chance = {}, {}
-    for name, result in results.items():
-        overall = {k: v for k, v in result.items() if k != "per_class"}
-        metrics[name] = overall | head_mid_tail(train_labels, result["per_class"], limits)
-        uniform = {"top1": 100 / len(classes), "mean_per_class": 100 / len(classes)}
-        chance[name] = knn_chance(train_labels, test_labels) if name.startswith("knn") else uniform
-    return metrics, chance, results["knn@1"]["per_class"]
-
-
-def head_mid_tail(train_labels, per_class, limits=None):
-    """Mean accuracy over the thirds of the classes by training size, largest first: {head, mid, tail}.
-
-    limits: (a, b): head classes have more than a training images, tail classes fewer than b; (0, 0) = thirds."""
-    classes = np.array(sorted(per_class))
-    sizes = np.bincount(train_labels, minlength=classes.max() + 1)[classes]
-    if sizes.max() == sizes.min():
-        return {}
-    parts = np.array_split(classes[np.argsort(-sizes, kind="stable")], 3)
-    if limits and any(limits):
-        head, tail = sizes > limits[0], sizes < limits[1]
-        parts = [classes[head], classes[~head & ~tail], classes[tail]]
-    named = zip(("head", "mid", "tail"), parts)
-    return {name: float(np.mean([per_class[int(c)] for c in part])) for name, part in named if len(part)}
-
-
-def class_table(title, metrics, chance):
-    """class_metrics as lines of text, each number beside its chance level."""
-    header = f"{'':<12}{'top-1 (chance)':>20}{'mean per class':>20}{'head':>8}{'mid':>8}{'tail':>8}"
-    lines = [f"{title}: {metrics['images']} images", header]
-    for name in chance:
-        m, c = metrics[name], chance[name]
-        parts = "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail"))
-        lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} "
-                     f"({c['mean_per_class']:5.1f}){parts}")
-    return "\n".join(lines)
-
-
-class ClassEvaluator:
-    """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set; {} where it
-    fails, which is reported in .errors. Where the set has no such split: the training features alone. Collective.
-
-    train_features 'augmented': the training images after one crop with 4 pixels of padding and a flip (the TS authors'
-    notebook). sets: of labelled_sets; its split few-shot is what the few-shot probe learns from."""
-
-    def __init__(self, model, transform, sets, device, args):
-        self.model, self.transform, self.sets, self.device, self.args = model, transform, sets, device, args
-        self.train, self.errors = sets["train"], {}
-        if getattr(args, "train_features", "clean") == "augmented":
-            self.train = padded_and_flipped(self.train, args.seed)
-
-    def check(self):
-        """Nothing to open here: the sets are open."""
-
-    def __call__(self, split):
-        name = self.args.dataset
-        try:
-            return tuple({name: part} for part in self._evaluate(split))
-        except (UserError, ValueError, RuntimeError, OSError) as error:
-            self.errors[f"{name}/{split}"] = first_line(error)
-            say(f"evaluation of {name} ({split}) failed and is left out: {first_line(error)}")
-            return {}, {}, {}
-
-    def _evaluate(self, split):
-        args, few = self.args, None
-        how = self.transform, self.device, args.eval_batch, args.workers
-        rows, _, known, _ = encode_images(self.model, self.train, *how)
-        train_labels = np.asarray(self.train.labels)[rows]
-        pieces = {"train_features": known, "train_labels": train_labels}
-        if split not in self.sets:
-            return {}, {}, pieces
-        data = self.sets[split]
-        index, _, features, bad = encode_images(self.model, data, *how)
-        labels = np.asarray(data.labels)[index]
-        if "few-shot" in self.sets:
-            shots, _, some, _ = encode_images(self.model, self.sets["few-shot"], *how)
-            few = some, np.asarray(self.sets["few-shot"].labels)[shots]
-        metrics, chance, per_class = class_metrics(known, train_labels, features, labels, few=few,
-                                                   limits=getattr(args, "shot_limits", None))
-        metrics |= {"images": len(index), "unreadable": len(bad)}
-        pieces |= {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class}
-        return metrics, chance, pieces
-
-
-def padded_and_flipped(data, seed):
-    """The images after one crop with 4 pixels of padding and a flip with probability 1/2, drawn once."""
-    if data.pixels is None:
-        raise UserError("--train-features augmented: for small images in memory (CIFAR); use clean")
-    u = torch.from_numpy(uniforms(seed, 0, np.arange(len(data)), 3, stream=9))  # (M, 3)
-    H, W = data.pixels.shape[-2:]
-    padded = F.pad(data.pixels, (4, 4, 4, 4))  # (M, 3, H + 8, W + 8)
-    tops, lefts = (u[:, :2] * 9).long().unbind(1)  # (M,) each
-    crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
-    views = [c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())]
-    return dataclasses.replace(data, pixels=torch.stack(views))
 
 
 class Evaluator:
@@ -3090,7 +2893,7 @@ class Run:
         resumed run leaves out what it left out at first. Collective.   Raises: UserError when there is too much."""
         splits = {("", "train"): self.train} | {(n, s): data for n, of in self.evals.items() for s, data in of.items()}
         splits = {f"{n} {s}".strip(): (n, s, data) for (n, s), data in splits.items()}
-        if self.train.streamed or not has_tool("check"):
+        if self.train.streamed or not has_room("tools.check"):
             raise UserError("--verify-images: " + ("a stream cannot be read beforehand" if self.train.streamed else
                                                    "tools/check.py is not there"))
         known = gather_objects(read_json(self.folder / "unreadable.json"))[0]  # the main process decides
@@ -3118,7 +2921,7 @@ class Run:
     def _compare_data(self):
         """Words about test images that are in train as well; a resumed run wants the data it began with. Collective."""
         words, error = "", None
-        if rank() == 0 and has_tool("check"):
+        if rank() == 0 and has_room("tools.check"):
             from tools import check
             try:
                 words = check.compare(self.folder, self.train, self.evals, self.args.resume)
@@ -3141,7 +2944,8 @@ class Run:
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, lambda: self.train.first_captions(200_000),
                                         self.folder / "tokenizer", args.clean_captions, keep=bool(args.resume))
         if args.image_encoder == "features":
-            self.spec["features"] = feature_shape(self.train)
+            from sets import video
+            self.spec["features"] = video.feature_shape(self.train)
         weights = "" if args.resume else args.init_from
         self.tower, transform = build_model(self.spec, tokenizer, args.pretrained, weights)
         self.tower.to(self.device)
@@ -3193,8 +2997,8 @@ class Run:
         pieces = {}
         if self.step in (0, self.last):
             pieces = self.evaluate_val()
-        if self.step == 0 and rank() == 0 and self.tokenizer and has_tool("figures"):
-            before = {name: similarity_histograms(p) for name, p in pieces.items()}
+        if self.step == 0 and rank() == 0 and self.tokenizer and has_room("tools.figures"):
+            before = {name: figures().similarity_histograms(p) for name, p in pieces.items()}
             write_json(self.folder / "similarity_before.json", before)
         tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
@@ -3360,7 +3164,7 @@ class Run:
                 write_json(self.folder / "summary.json", summary)
             except UserError as error:  # the numbers are printed below all the same
                 problems.append(str(error))
-            if has_tool("figures"):
+            if has_room("tools.figures"):
                 draw(self)
             else:
                 say("tools/figures.py is not there: the pictures are left out")
@@ -3428,26 +3232,10 @@ def unreadable_of_all(data):
     return {key: found[key] for key in data.keys() if key in found}
 
 
-def has_tool(name):
-    """Is tools/NAME.py beside this file? A method file and this one train alone, without pictures and checks."""
-    return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
-
-
 def figures():
     """tools/figures.py, opened when the first picture is drawn."""
     from tools import figures
     return figures
-
-
-def similarity_histograms(pieces):
-    """Densities of the cosines of positive and negative pairs; see tools/figures.py."""
-    return figures().similarity_histograms(pieces)
-
-
-def feature_shape(data):
-    """(T, F) of a data set of precomputed features."""
-    from sets import video
-    return video.feature_shape(data)
 
 
 def millions(module):

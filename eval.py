@@ -281,7 +281,7 @@ def changes(subject, name, split, data):
     """What this split is no more since the run was trained, by the fingerprints in its folder: a list of lines, said
     aloud. The main process looks."""
     lines, path = [], Path(subject.args.checkpoint) / "data.json"
-    if common.rank() or not subject.own or not common.has_tool("check"):
+    if common.rank() or not subject.own or not common.has_room("tools.check"):
         return lines
     from tools import check
     try:
@@ -355,7 +355,7 @@ def gap(case):
 
 def histograms(case):
     """Densities of the cosines, drawn."""
-    case.metrics["histograms"] = common.similarity_histograms(case.pieces)
+    case.metrics["histograms"] = common.figures().similarity_histograms(case.pieces)
     if common.rank() == 0:
         stages = {case.args.checkpoint or "model": case.metrics["histograms"]}
         title = f"{case.name} ({case.args.split}): image-text cosines"

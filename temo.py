@@ -636,7 +636,7 @@ def draw(run):
             ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
             ("kNN@1 of images, val (Fig. 3)", "%", knn)], x="samples_seen")
         stages = {"before training": before[name]} if name in before else {}
-        stages[f"after {args.loss}"] = common.similarity_histograms(pieces)
+        stages[f"after {args.loss}"] = figures.similarity_histograms(pieces)
         run.picture(f"similarities{suffix}.png", figures.draw_histograms, stages,
                     title=f"{name} ({pieces['data'].split}): image-text cosines (Fig. 4)")
         run.picture(f"positive_pairs{suffix}.png", figures.draw_pairs, pieces)
