@@ -175,8 +175,7 @@ def __getattr__(name):
 
 
 def has_room(room):
-    """Is the file of a room ("tools.check") there? A method file and common.py train alone, without pictures and
-    checks."""
+    """Is the file of a room ("tools.check") there? A method file and common.py train alone, without pictures."""
     return (Path(__file__).parent / f"{room.replace('.', '/')}.py").is_file()
 
 
@@ -245,6 +244,20 @@ def gather_objects(value):
     return values
 
 
+def on_main(work, *args):
+    """What work(*args) of the main process returns, on all processes. Collective.   Raises: its UserError, on all."""
+    answer = None
+    if rank() == 0:
+        try:
+            answer = work(*args)
+        except UserError as error:
+            answer = error
+    answer = gather_objects(answer)[0]
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
 def average_gradients(parameters):
     """Mean over processes of .grad, for parameters of the loss, which are outside DDP (a learnable tau, a head)."""
     for p in parameters:
@@ -282,6 +295,8 @@ def set_threads(args):
 
 def set_up(args):
     """Threads, seeds and the Accelerator."""
+    from importlib.util import find_spec
+
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedDataParallelKwargs
@@ -290,7 +305,7 @@ def set_up(args):
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    if args.tracker and not _importable(args.tracker):
+    if args.tracker and not find_spec(args.tracker):
         raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     join_processes(args)
@@ -303,12 +318,11 @@ def set_up(args):
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
 
 
-RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # after which a process gives up the others
+RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # after which a process gives up the others: at start, in a step
 
 
 def join_processes(args):
-    """Under a launcher: the process group. A rendezvous that others do not reach is given up, and so is a collective
-    operation.   Raises: UserError."""
+    """Under a launcher: the process group, with limits to how long others are waited for.   Raises: UserError."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return
     from torch.distributed.rendezvous import rendezvous
@@ -339,23 +353,6 @@ def native_words_dropped():
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
-
-
-def set_up_evaluation(args):
-    """Threads and, under a launcher, the process group; no accelerate."""
-    set_threads(args)
-    join_processes(args)
-
-
-def end_run(accelerator):
-    """Close trackers and the process group, all processes together."""
-    barrier()
-    accelerator.end_training()
-
-
-def _importable(name):
-    from importlib.util import find_spec
-    return find_spec(name) is not None
 
 
 # ================================================== losses on any card ===============================================
@@ -399,8 +396,7 @@ class Chunks:
 
     Gradient caching: `encode` runs the chunks without a graph; the script computes its loss from the embeddings;
     `backward` takes the loss's gradient at the embeddings, encodes each chunk again with the random state of the first
-    pass, and pushes the gradient through. Processes synchronise in the last chunk only. With chunk = 0 it is the plain
-    forward and backward.
+    pass, and pushes the gradient through. Processes synchronise in the last chunk only. chunk = 0: plain, all at once.
 
     Args:
         encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
@@ -483,8 +479,7 @@ def _mix(x):
 
 
 def uniforms(seed, epoch, keys, n, stream=0):
-    """(len(keys), n) float32 numbers in [0, 1): a function of (seed, epoch, key, stream), so of no process, worker or
-    order.
+    """(len(keys), n) float32 numbers in [0, 1): a function of (seed, epoch, key, stream) and of nothing else.
 
     keys: integers (the sample's index, or `key_hash` of its name).   stream: one per view: views are independent.
     """
@@ -512,8 +507,7 @@ GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
 
 
 class Augment:
-    """One random image view: crop and RandAugment (per sample), then flip, colour, grey and blur (batched, on the
-    device).
+    """One random image view: crop and RandAugment per sample, then flip, colour, grey and blur in batch, on the device.
 
     Every decision is read from a row of `uniforms`, never from a global generator.
 
@@ -880,8 +874,8 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
     """Pick T and its other view T~ for a batch.
 
     Args: captions: B lists of str; u (B, 32) draws; paraphrases: a Paraphrases or None; templates: formats such as
-        "a drawing of {}". T~ is, in this order: a paraphrase of T from the file, a template around any caption, another
-        caption, word dropout and swap.
+        "a drawing of {}". T~ is a paraphrase from the file, else a template around any caption, else another caption,
+        else word dropout and swap.
     Returns: two lists of B str (the second is empty when `second` is False).
     """
     first = [c[int(r[0] * len(c))] for c, r in zip(captions, u)]
@@ -963,8 +957,7 @@ class FeatureEncoder(SmallText):
 
 
 class VisionEncoder(nn.Module):
-    """Images (B, 3, S, S) or clips (B, T, 3, S, S) -> features (B, width) and embeddings (B, D); frames are
-    mean-pooled.
+    """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
     name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; a
     transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own projection when D agrees;
@@ -1097,8 +1090,7 @@ def _hub_encoder(name, tower, pretrained, config):
 
 
 class TwoTower(nn.Module):
-    """An image encoder and a text encoder into one space. One forward for everything a step encodes, so that DDP sees
-    one call.
+    """An image encoder and a text encoder into one space; DDP wants one forward for everything that a step encodes.
 
     forward(pixels, tokens) -> image (B, D), text (B, D), features (B, width); embeddings are not normalised.
     """
@@ -1173,9 +1165,8 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
 def init_from(model, path):
     """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
 
-    Names may be those of the whole model, of one tower's body (a timm or transformers file), or, where no name fits,
-    the tensors of the image body in the same order with the same shapes (other code bases' names for the same network;
-    a classifier at the end is left out).
+    Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
+    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out.
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
@@ -1435,9 +1426,8 @@ def make_table(captions, keys, sources=None, classes=None, **columns):
 def from_rows(name, split, rows, options, classes=None, **attributes):
     """`Data` of rows that somebody's annotation files give.
 
-    Args: rows: dicts with source (a path, or a dict as in the column `source`), captions (list of str), key, and
-        optional
-        further columns; rows without a caption are left out and counted in the note. classes: {column: class names}.
+    Args: rows: dicts with source (a path, or a dict as in the column `source`), captions (list of str), key and further
+        columns; rows without a caption are left out and counted in the note. classes: {column: class names}.
     """
     rows = [r | {"captions": clean_list(r["captions"])} for r in rows]
     kept = [r for r in rows if r["captions"]]
@@ -1489,15 +1479,13 @@ def load_data(name, split, **options):
     """Open one split of a data set.
 
     Args:
-        name: a name that a file of sets/ knows; a folder (class folders, images or videos with
-        metadata.csv/jsonl/parquet,
-            tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id such as
-            'org/name'.   split: train, val or test.
+        name: a name that a file of sets/ knows; a folder (class folders, images or videos with metadata.csv, .jsonl or
+            .parquet, tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id
+            such as 'org/name'.   split: train, val or test.
         options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
-        label_column,
-            streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
-            feature_dir; max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
-            and what a file of sets/ asks for.
+            label_column, streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache,
+            image_size, feature_dir; max_pixels of an image; max_bad_fraction of the samples of tars that damage may
+            have lost; and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
@@ -1860,9 +1848,8 @@ def with_notes(data, silent):
 
 
 def caption_file(name, split, file, root, options):
-    """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; rows of one
-    image,
-    or of one window of a video, become its K captions."""
+    """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; the rows of an
+    image, or of a window of a video, become its K captions."""
     table = _read_caption_file(file)
     columns = table.column_names
     usual = IMAGE_COLUMNS + VIDEO_COLUMNS
@@ -2107,8 +2094,7 @@ class _Views(torch.utils.data.Dataset):
 
 
 def no_fault_of_a_sample(error):
-    """Would any other sample fail like this one? A full frame cache, no memory, too many open files: then it is not
-    replaced or left out, the run stops."""
+    """Would any other sample fail like this one (a full frame cache, no memory, too many files)? Then the run stops."""
     return bool(_plain_words(error))
 
 
@@ -2196,14 +2182,12 @@ def _place_worker(_):
 
 
 class Batches:
-    """Training batches of this process, from step `first` to `last`: the same samples and views on any number of
-    processes and workers.
+    """Training batches of this process, steps `first` to `last`: the same on any number of processes and workers.
 
     Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists
     of str), keys (B), index (B), draws (B, 32) for the text views, epoch, seconds waited for data. Sets that live in
     memory are cropped on the device in batch, files by DataLoader workers. Bad samples are counted over processes,
-    listed in bad_samples.txt, and above max_bad_fraction (of the samples tried, or of the first 1,000) all processes
-    stop together.
+    listed in bad_samples.txt, and above max_bad_fraction (of those tried, or of the first 1,000) all processes stop.
     """
 
     def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0,
@@ -2336,10 +2320,8 @@ def retrieval_chance(positives, gallery):
 
 
 def normalization_error(sim, gamma):
-    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5; n = m
-    there).
-
-    0 = every item gets its share.
+    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5, where
+    n = m). 0 = every item gets its share.
 
     Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
     exact = sim.dtype if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
@@ -2460,8 +2442,7 @@ def frames_of(data):
 
 @torch.no_grad()
 def encode_images(model, data, transform, device, batch=256, workers=0, rows=None):
-    """Embeddings of a data set's images or clips, each item once over all processes; batch counts images, or frames of
-    clips.
+    """Embeddings of a data set's images or clips, each item once over all processes; batch: images, or frames of clips.
 
     Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, {key: reason} of what could not be read."""
     rows = np.arange(len(data)) if rows is None else np.asarray(rows)
@@ -2547,8 +2528,7 @@ def retrieval_pieces(model, tokenizer, data, index, image, device):
 
 
 def retrieval_both_ways(pieces, image_bias=None, text_bias=None):
-    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: mean of R@1/5/10 both ways (TeMo, Table
-    4).
+    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: R@1/5/10 both ways (TeMo, Table 4).
 
     image_bias (M,), text_bias (C,): added to the cosines of the items that are ranked (NCL); grouped sets take the
     maximum over the captions of a clip after that."""
@@ -2870,8 +2850,7 @@ class Run:
     Run(...), towers(), prepare(...), batches(...), begin(...), done(...) after each step, finish(...).
 
     Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
-    device, folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val (the latest
-    evaluation on val).
+    device, folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val (the latest result).
     """
 
     def __init__(self, file, args, train, evals, recipes=None):
@@ -2883,54 +2862,25 @@ class Run:
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
         self.folder, self.lock = start_run(args, self.script)
-        self.unreadable = self._verify() if args.verify_images else {}
-        self.twins = self._compare_data()
+        self.unreadable, self.twins = {}, ""
+        if args.verify_images:
+            self._verify()
+        if has_room("tools.check"):
+            from tools import check
+            self.twins = on_main(check.compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def _verify(self):
-        """Read all images once, strictly, and leave out what cannot be read; returns it as {split: {key: reason}}. A
-        resumed run leaves out what it left out at first. Collective.   Raises: UserError when there is too much."""
-        splits = {("", "train"): self.train} | {(n, s): data for n, of in self.evals.items() for s, data in of.items()}
-        splits = {f"{n} {s}".strip(): (n, s, data) for (n, s), data in splits.items()}
+        """Leave out what tools/check.py, reading every image once, cannot read. Collective.   Raises: UserError."""
         if self.train.streamed or not has_room("tools.check"):
             raise UserError("--verify-images: " + ("a stream cannot be read beforehand" if self.train.streamed else
                                                    "tools/check.py is not there"))
-        known = gather_objects(read_json(self.folder / "unreadable.json"))[0]  # the main process decides
-        found = known or {split: unreadable_of_all(data) for split, (*_, data) in splits.items()}
-        bad = {key: why for part in found.values() for key, why in part.items()}
-        total = sum(len(data) for *_, data in splits.values())
-        if known is None and rank() == 0:
-            list_bad_samples(self.folder, bad)
-        if len(bad) > self.args.max_bad_fraction * total:
-            key, why = next(iter(bad.items()))
-            raise UserError(f"--verify-images: {len(bad):,} of {total:,} images cannot be read, above "
-                            f"--max-bad-fraction {self.args.max_bad_fraction}; the first: {key}: {why} (all in "
-                            f"{self.folder}/bad_samples.txt); mend them, or raise the limit")
-        if known is None and rank() == 0:
-            write_json(self.folder / "unreadable.json", found)
-        for split, (name, word, data) in splits.items():
-            if name:
-                self.evals[name][word] = leave_out(data, found.get(split))
-            else:
-                self.train = leave_out(data, found.get(split))
+        from tools import check
+        limit = self.args.max_bad_fraction
+        self.train, self.evals, self.unreadable = check.verify(self.folder, self.train, self.evals, limit)
         self.per_epoch = epoch_length(self.train, self.args.batch_size)
         self.total = self.last = self.args.max_steps or max(1, round(self.args.epochs * self.per_epoch))
-        return found
-
-    def _compare_data(self):
-        """Words about test images that are in train as well; a resumed run wants the data it began with. Collective."""
-        words, error = "", None
-        if rank() == 0 and has_room("tools.check"):
-            from tools import check
-            try:
-                words = check.compare(self.folder, self.train, self.evals, self.args.resume)
-            except UserError as refusal:
-                error = refusal
-        error = gather_objects(error)[0]
-        if error:
-            raise error
-        return words
 
     def towers(self):
         """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe."""
@@ -2953,8 +2903,7 @@ class Run:
         return self.tower, tokenizer, transform
 
     def prepare(self, trained, own, optimizer):
-        """(model, optimizer) as a step uses them: BatchNorm, compile, DDP; with --resume, what the last checkpoint
-        holds.
+        """(model, optimizer) as a step uses them: BatchNorm, compile, DDP; with --resume, of the last checkpoint.
 
         Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP."""
         args = self.args
@@ -2962,7 +2911,7 @@ class Run:
         torch.manual_seed(args.seed + rank())  # the weights are the same on all processes; dropout should not be
         model = torch.compile(trained) if args.compile else trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        checkpoint = whole_checkpoint(self.folder) if args.resume else None
+        checkpoint = on_main(whole_checkpoint, self.folder) if args.resume else None
         if checkpoint:
             inside = self.optimizer.optimizer, self.accelerator.scaler
             state, self.tensors, self.positions = load_checkpoint(checkpoint, trained, own, *inside)
@@ -3169,7 +3118,8 @@ class Run:
             else:
                 say("tools/figures.py is not there: the pictures are left out")
         say(report(summary, self.folder, table) + (more(test) if more else ""))
-        end_run(self.accelerator)
+        barrier()
+        self.accelerator.end_training()  # trackers and the process group are closed
         if self.lock:
             self.lock.close()
         if summary["errors"]:
@@ -3216,22 +3166,6 @@ def leave_out(data, keys):
     return dataclasses.replace(data.select(left), note=join_notes(data.note, lost))
 
 
-def unreadable_of_all(data):
-    """tools.check.unreadable of a data set, each process reading its share: {key: reason}, in order. Collective."""
-    from tools import check
-    rows = np.arange(len(data))
-    found, failure = {}, None
-    try:
-        found = check.unreadable(data.select(rows[rank()::world()]))
-    except UserError as error:  # a full disk under the frame cache; no process may wait for one that failed
-        failure = str(error)
-    parts = gather_objects((found, failure))
-    if any(words for _, words in parts):
-        raise UserError(next(words for _, words in parts if words))
-    found = {key: why for part, _ in parts for key, why in part.items()}
-    return {key: found[key] for key in data.keys() if key in found}
-
-
 def figures():
     """tools/figures.py, opened when the first picture is drawn."""
     from tools import figures
@@ -3262,16 +3196,6 @@ def batchnorm_policy(model, args):
     if world() > 1:
         say("BatchNorm on several CPU processes: statistics are per process, so the run differs from one process")
     return model
-
-
-def text_view_note(train, paraphrases):
-    """Where the second texts come from, for the banner."""
-    if paraphrases:
-        return f"paraphrases of {len(paraphrases):,} captions, else as below where one is missing"
-    if train.templates:
-        return "templates around the captions (not the paper's paraphrases)"
-    return ("another caption of the example, else word dropout and swap (not the paper's paraphrases; see "
-            "tools/paraphrase.py)")
 
 
 def log_row(step, batch, loss, lr, tau, args, seconds):
@@ -3311,15 +3235,12 @@ def read_json(path, default=None):
 
 def make_folder(folder, flag):
     """mkdir -p on the main process; all processes raise together when it cannot be."""
-    error = None
-    if rank() == 0:
+    def make():
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            error = f"{flag} {folder}: cannot be written ({e.strerror or e})"
-    error = gather_objects(error)[0]
-    if error:
-        raise UserError(error)
+        except OSError as error:
+            raise UserError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from error
+    on_main(make)
 
 
 def slug(name):
@@ -3329,18 +3250,16 @@ def slug(name):
 
 def start_run(args, script):
     """(path of the run folder, its lock): made or reopened by the main process; all processes raise together."""
-    answer, lock = None, None
-    if rank() == 0:
+    locks = []  # an open file stays in its process
+    def open_it():
         try:
-            answer, lock = _open_folder(args, script)
-        except UserError as error:
-            answer = error
+            folder, lock = _open_folder(args, script)
         except OSError as error:
-            answer = UserError(f"--output-dir {args.output_dir}: cannot be written ({error.strerror or error})")
-    answer = gather_objects(answer)[0]
-    if isinstance(answer, UserError):
-        raise answer
-    return answer, lock
+            reason = error.strerror or error
+            raise UserError(f"--output-dir {args.output_dir}: cannot be written ({reason})") from error
+        locks.append(lock)
+        return folder
+    return on_main(open_it), next(iter(locks), None)
 
 
 def _open_folder(args, script):
@@ -3579,21 +3498,18 @@ def damaged_files(folder):
 
 
 def whole_checkpoint(folder):
-    """The newest checkpoint whose files are as they were written, or None where there is none at all. Collective.
+    """The newest checkpoint whose files are as they were written, or None where there is none at all.
 
     A damaged one is named and the one before it taken.   Raises: UserError when all are damaged."""
-    answer = None
-    for path in checkpoints_of(folder) if rank() == 0 else []:
+    damaged = []
+    for path in checkpoints_of(folder):
         damaged = damaged_files(path)
-        answer = UserError(f"--resume {folder}: no checkpoint is whole; damaged: {path.name}: {', '.join(damaged)}")
         if not damaged:
-            answer = path
-            break
+            return path
         say(f"--resume: {path}: damaged: {', '.join(damaged)}; the checkpoint before it is taken")
-    answer = gather_objects(answer)[0]
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
+    if damaged:
+        raise UserError(f"--resume {folder}: no checkpoint is whole; damaged: {path.name}: {', '.join(damaged)}")
+    return None
 
 
 def _pack_optimizer(optimizer):
@@ -3652,8 +3568,7 @@ def save_model(folder, model, tokenizer, spec):
 
 
 def load_model(run_dir):
-    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode; no accelerate, no hub. tokenizer: None
-    without texts.
+    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
 
     model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
     Raises: UserError when the folder holds no model, or a damaged one.
