@@ -169,14 +169,12 @@ def __getattr__(name):
     room = next((room for room, names in ROOMS.items() if name in names), None)
     if room is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not has_room(room):
-        raise UserError(f"{room.replace('.', '/')}.py is not beside common.py: no {name}")
-    return getattr(importlib.import_module(room), name)
-
-
-def has_room(room):
-    """Is the file of a room ("tools.check") there? A method file and common.py train alone, without pictures."""
-    return (Path(__file__).parent / f"{room.replace('.', '/')}.py").is_file()
+    try:
+        return getattr(importlib.import_module(room), name)
+    except ModuleNotFoundError as error:
+        if error.name not in (room, room.split(".")[0]):
+            raise
+        raise UserError(f"{room.replace('.', '/')}.py is not beside common.py: no {name}") from error
 
 
 # ================================================== processes ========================================================
@@ -2865,7 +2863,7 @@ class Run:
         self.unreadable, self.twins = {}, ""
         if args.verify_images:
             self._verify()
-        if has_room("tools.check"):
+        if has_tool("check"):
             from tools import check
             self.twins = on_main(check.compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
@@ -2873,7 +2871,7 @@ class Run:
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def _verify(self):
         """Leave out what tools/check.py, reading every image once, cannot read. Collective.   Raises: UserError."""
-        if self.train.streamed or not has_room("tools.check"):
+        if self.train.streamed or not has_tool("check"):
             raise UserError("--verify-images: " + ("a stream cannot be read beforehand" if self.train.streamed else
                                                    "tools/check.py is not there"))
         from tools import check
@@ -2946,7 +2944,7 @@ class Run:
         pieces = {}
         if self.step in (0, self.last):
             pieces = self.evaluate_val()
-        if self.step == 0 and rank() == 0 and self.tokenizer and has_room("tools.figures"):
+        if self.step == 0 and rank() == 0 and self.tokenizer and has_tool("figures"):
             before = {name: figures().similarity_histograms(p) for name, p in pieces.items()}
             write_json(self.folder / "similarity_before.json", before)
         tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
@@ -3113,7 +3111,7 @@ class Run:
                 write_json(self.folder / "summary.json", summary)
             except UserError as error:  # the numbers are printed below all the same
                 problems.append(str(error))
-            if has_room("tools.figures"):
+            if has_tool("figures"):
                 draw(self)
             else:
                 say("tools/figures.py is not there: the pictures are left out")
@@ -3164,6 +3162,11 @@ def leave_out(data, keys):
         return data
     lost = f"{len(data) - len(left):,} that cannot be read left out"
     return dataclasses.replace(data.select(left), note=join_notes(data.note, lost))
+
+
+def has_tool(name):
+    """Is tools/NAME.py beside this file? A method file and this one train alone, without pictures and checks."""
+    return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
 
 
 def figures():

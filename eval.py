@@ -281,7 +281,7 @@ def changes(subject, name, split, data):
     """What this split is no more since the run was trained, by the fingerprints in its folder: a list of lines, said
     aloud. The main process looks."""
     lines, path = [], Path(subject.args.checkpoint) / "data.json"
-    if common.rank() or not subject.own or not common.has_room("tools.check"):
+    if common.rank() or not subject.own or not common.has_tool("check"):
         return lines
     from tools import check
     try:
