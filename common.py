@@ -1477,13 +1477,15 @@ def load_data(name, split, **options):
     """Open one split of a data set.
 
     Args:
-        name: a name that a file of sets/ knows; a folder (class folders, images or videos with metadata.csv, .jsonl or
-            .parquet, tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id
-            such as 'org/name'.   split: train, val or test.
+        name: a name that a file of sets/ knows; a folder (class folders, images or videos with
+        metadata.csv/jsonl/parquet,
+            tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id such as
+            'org/name'.   split: train, val or test.
         options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
-            label_column, streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache,
-            image_size, feature_dir; max_pixels of an image; max_bad_fraction of the samples of tars that damage may
-            have lost; and what a file of sets/ asks for.
+        label_column,
+            streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
+            feature_dir; max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
+            and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
@@ -2901,7 +2903,8 @@ class Run:
         return self.tower, tokenizer, transform
 
     def prepare(self, trained, own, optimizer):
-        """(model, optimizer) as a step uses them: BatchNorm, compile, DDP; with --resume, of the last checkpoint.
+        """(model, optimizer) as a step uses them: BatchNorm, compile, DDP; with --resume, what the last checkpoint
+        holds.
 
         Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP."""
         args = self.args

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ["common", "temo", "temperature_schedules", "ncl", "eval", "accelerate", "transformers", "datasets",
-         "tokenizers", "sklearn.svm", "matplotlib", "psutil", "torchvision.transforms.v2", "warm"]
+HEAVY = ["common", "temo", "temperature_schedules", "ncl", "accelerate", "transformers", "datasets", "tokenizers",
+         "sklearn.svm", "matplotlib", "psutil", "torchvision.transforms.v2"]
 
 
 def server():
@@ -17,7 +17,7 @@ def server():
     context = multiprocessing.get_context("forkserver")
     path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
-    context.set_forkserver_preload(HEAVY)
+    context.set_forkserver_preload([*HEAVY, "eval", "warm"])
     return context
 
 
