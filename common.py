@@ -6,9 +6,9 @@ Notation, used in every file of this project:
     tau  temperature, divides the cosine            sim  plain cosine matrix, rows = queries (anchors)
     shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
 
-Sections: errors | processes | losses on any card | random numbers | image views | text | encoders | data | batches |
-metrics | evaluation | flags | runs and checkpoints. What knows the layout of somebody's files stands in sets/, what
-runs beside training in tools/; both are opened where they are needed, and so are heavy libraries.
+Sections: errors | rooms | processes | losses on any card | random numbers | image views | text | encoders | data |
+batches | metrics | evaluation | flags | runs and checkpoints. What knows the layout of somebody's files stands in
+sets/, what runs beside training in tools/; both are opened where they are needed, and so are heavy libraries.
 """
 
 import argparse
@@ -158,6 +158,25 @@ def leave_processes():
         dist.destroy_process_group()
 
 
+# ================================================== rooms ============================================================
+ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.expert": ("Expert",),
+         "tools.paraphrase": ("Paraphrases",),
+         "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "linear_probe")}
+
+
+def __getattr__(name):
+    """Names of this module that stand in a room of their own, which opens when one is asked for."""
+    room = next((room for room, names in ROOMS.items() if name in names), None)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(room), name)
+    except ModuleNotFoundError as error:
+        if error.name not in (room, room.split(".")[0]):
+            raise
+        raise UserError(f"{room.replace('.', '/')}.py is not beside common.py: no {name}") from error
+
+
 # ================================================== processes ========================================================
 def world():
     """Number of processes W (1 when not distributed)."""
@@ -223,6 +242,20 @@ def gather_objects(value):
     return values
 
 
+def on_main(work, *args):
+    """What work(*args) of the main process returns, on all processes. Collective.   Raises: its UserError, on all."""
+    answer = None
+    if rank() == 0:
+        try:
+            answer = work(*args)
+        except UserError as error:
+            answer = error
+    answer = gather_objects(answer)[0]
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
 def average_gradients(parameters):
     """Mean over processes of .grad, for parameters of the loss, which are outside DDP (a learnable tau, a head)."""
     for p in parameters:
@@ -260,6 +293,8 @@ def set_threads(args):
 
 def set_up(args):
     """Threads, seeds and the Accelerator."""
+    from importlib.util import find_spec
+
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedDataParallelKwargs
@@ -268,7 +303,7 @@ def set_up(args):
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    if args.tracker and not _importable(args.tracker):
+    if args.tracker and not find_spec(args.tracker):
         raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     join_processes(args)
@@ -281,12 +316,11 @@ def set_up(args):
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
 
 
-RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # after which a process gives up the others
+RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # after which a process gives up the others: at start, in a step
 
 
 def join_processes(args):
-    """Under a launcher: the process group. A rendezvous that others do not reach is given up, and so is a collective
-    operation.   Raises: UserError."""
+    """Under a launcher: the process group, with limits to how long others are waited for.   Raises: UserError."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return
     from torch.distributed.rendezvous import rendezvous
@@ -317,23 +351,6 @@ def native_words_dropped():
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
-
-
-def set_up_evaluation(args):
-    """Threads and, under a launcher, the process group; no accelerate."""
-    set_threads(args)
-    join_processes(args)
-
-
-def end_run(accelerator):
-    """Close trackers and the process group, all processes together."""
-    barrier()
-    accelerator.end_training()
-
-
-def _importable(name):
-    from importlib.util import find_spec
-    return find_spec(name) is not None
 
 
 # ================================================== losses on any card ===============================================
@@ -377,8 +394,7 @@ class Chunks:
 
     Gradient caching: `encode` runs the chunks without a graph; the script computes its loss from the embeddings;
     `backward` takes the loss's gradient at the embeddings, encodes each chunk again with the random state of the first
-    pass, and pushes the gradient through. Processes synchronise in the last chunk only. With chunk = 0 it is the plain
-    forward and backward.
+    pass, and pushes the gradient through. Processes synchronise in the last chunk only. chunk = 0: plain, all at once.
 
     Args:
         encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
@@ -461,8 +477,7 @@ def _mix(x):
 
 
 def uniforms(seed, epoch, keys, n, stream=0):
-    """(len(keys), n) float32 numbers in [0, 1): a function of (seed, epoch, key, stream), so of no process, worker or
-    order.
+    """(len(keys), n) float32 numbers in [0, 1): a function of (seed, epoch, key, stream) and of nothing else.
 
     keys: integers (the sample's index, or `key_hash` of its name).   stream: one per view: views are independent.
     """
@@ -490,8 +505,7 @@ GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
 
 
 class Augment:
-    """One random image view: crop and RandAugment (per sample), then flip, colour, grey and blur (batched, on the
-    device).
+    """One random image view: crop and RandAugment per sample, then flip, colour, grey and blur in batch, on the device.
 
     Every decision is read from a row of `uniforms`, never from a global generator.
 
@@ -854,43 +868,12 @@ def drop_and_swap(text, u, drop=0.1, swap=0.1):
     return " ".join(kept)
 
 
-class Paraphrases:
-    """Paraphrases by caption, from a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}, memory-mapped.
-
-    `get(captions)` returns a list of lists ([] where the file has none). Memory: 16 bytes per caption."""
-
-    def __init__(self, path):
-        import datasets
-        try:
-            self.table = datasets.load_dataset("json", data_files=str(path), split="train")
-            keys = self.table["caption"][:]
-            _ = self.table.features["paraphrases"]
-        except FileNotFoundError as error:
-            raise UserError(f"--paraphrases {path}: no such file") from error
-        except Exception as error:
-            expected = "expected JSON lines with 'caption' and 'paraphrases'"
-            raise UserError(f"--paraphrases {path}: {expected} ({first_line(error)})") from error
-        hashes = np.array([key_hash(k) for k in keys], dtype=np.int64)
-        self.order = np.argsort(hashes, kind="stable")
-        self.hashes = hashes[self.order]
-
-    def __len__(self):
-        return len(self.hashes)
-
-    def get(self, captions):
-        wanted = np.array([key_hash(c) for c in captions], dtype=np.int64)
-        at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
-        found = self.hashes[at] == wanted
-        lists = self.table[self.order[at]]["paraphrases"]
-        return [[p for p in texts if p] if ok else [] for texts, ok in zip(lists, found)]
-
-
 def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, second=True):
     """Pick T and its other view T~ for a batch.
 
     Args: captions: B lists of str; u (B, 32) draws; paraphrases: a Paraphrases or None; templates: formats such as
-        "a drawing of {}". T~ is, in this order: a paraphrase of T from the file, a template around any caption, another
-        caption, word dropout and swap.
+        "a drawing of {}". T~ is a paraphrase from the file, else a template around any caption, else another caption,
+        else word dropout and swap.
     Returns: two lists of B str (the second is empty when `second` is False).
     """
     first = [c[int(r[0] * len(c))] for c, r in zip(captions, u)]
@@ -972,8 +955,7 @@ class FeatureEncoder(SmallText):
 
 
 class VisionEncoder(nn.Module):
-    """Images (B, 3, S, S) or clips (B, T, 3, S, S) -> features (B, width) and embeddings (B, D); frames are
-    mean-pooled.
+    """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
     name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; a
     transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own projection when D agrees;
@@ -1106,8 +1088,7 @@ def _hub_encoder(name, tower, pretrained, config):
 
 
 class TwoTower(nn.Module):
-    """An image encoder and a text encoder into one space. One forward for everything a step encodes, so that DDP sees
-    one call.
+    """An image encoder and a text encoder into one space; DDP wants one forward for everything that a step encodes.
 
     forward(pixels, tokens) -> image (B, D), text (B, D), features (B, width); embeddings are not normalised.
     """
@@ -1182,9 +1163,8 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
 def init_from(model, path):
     """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
 
-    Names may be those of the whole model, of one tower's body (a timm or transformers file), or, where no name fits,
-    the tensors of the image body in the same order with the same shapes (other code bases' names for the same network;
-    a classifier at the end is left out).
+    Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
+    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out.
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
@@ -1219,39 +1199,6 @@ def init_from(model, path):
                         f"{list(weights)[:3]}, the model {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
-
-
-class Expert:
-    """A frozen model whose similarities stand in for the encoders' own: (B, ...) inputs -> (B, width) unit features.
-
-    image: transformers id or folder, mean of the patch features (DINOv2), of a clip over its frames; text: mean over
-    the tokens."""
-
-    def __init__(self, name, kind, transform, device):
-        self.kind, self.transform, self.device = kind, transform, device
-        self.model, _, _, self.config = _hub_encoder(name, "vision" if kind == "image" else "text", True, None)
-        self.model = self.model.to(device).eval().requires_grad_(False)
-        self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
-
-    @torch.no_grad()
-    def __call__(self, inputs, batch=256):
-        return normalize(torch.cat([self._features(inputs[i:i + batch]) for i in range(0, len(inputs), batch)]))
-
-    def _features(self, inputs):
-        if self.kind == "text":
-            tokens = {k: v.to(self.device) for k, v in self.tokenizer(inputs).items()}
-            keep = tokens["attention_mask"][..., None].float()  # (b, L, 1)
-            return (self.model(**tokens).last_hidden_state * keep).sum(1) / keep.sum(1)
-        own = self.transform.mean, self.transform.std
-        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in own)  # (3, 1, 1)
-        side = self.config.get("image_size") or 224
-        side = side if side <= 256 else 224
-        frames = inputs.flatten(0, 1) if inputs.ndim == 5 else inputs  # (b, 3, S, S) or (b * T, 3, S, S)
-        pixels = F.interpolate(frames * std + mean, size=(side, side), mode="bilinear", antialias=True)
-        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in STATS["imagenet"])
-        tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + patches, width)
-        features = tokens[:, 1:].mean(1)  # without the class token
-        return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)
 
 
 def decay_groups(modules, weight_decay):
@@ -1477,9 +1424,8 @@ def make_table(captions, keys, sources=None, classes=None, **columns):
 def from_rows(name, split, rows, options, classes=None, **attributes):
     """`Data` of rows that somebody's annotation files give.
 
-    Args: rows: dicts with source (a path, or a dict as in the column `source`), captions (list of str), key, and
-        optional
-        further columns; rows without a caption are left out and counted in the note. classes: {column: class names}.
+    Args: rows: dicts with source (a path, or a dict as in the column `source`), captions (list of str), key and further
+        columns; rows without a caption are left out and counted in the note. classes: {column: class names}.
     """
     rows = [r | {"captions": clean_list(r["captions"])} for r in rows]
     kept = [r for r in rows if r["captions"]]
@@ -1507,12 +1453,6 @@ def clip_options(options):
     """How videos become frames, from the options of load_data."""
     from sets import video
     return video.clip_options(options)
-
-
-def read_frames(source, n, start=None, end=None, **more):
-    """n frames of a clip in the order of time, (n, H, W, 3) uint8; see sets/video.py."""
-    from sets import video
-    return video.read_frames(source, n, start, end, **more)
 
 
 def set_rooms():
@@ -1798,21 +1738,6 @@ def _refuse_full_cache(name, error):
                         "HF_DATASETS_CACHE names another folder") from error
 
 
-def hub_call(name, repo, call):
-    """call(huggingface_hub) with the reasons a user meets turned into one line."""
-    import huggingface_hub
-    from huggingface_hub import errors
-    try:
-        return call(huggingface_hub)
-    except errors.GatedRepoError as error:
-        raise UserError(gated_message(name, repo)) from error
-    except UserError:
-        raise
-    except Exception as error:
-        reason = hub_reason(error)
-        raise UserError(f"{name}: {repo} cannot be reached ({reason}); --data-dir names a local copy") from error
-
-
 def gated_message(name, repo):
     """How to get into a gated data set."""
     return (f"{name}: {repo} is gated: accept its terms on https://huggingface.co/datasets/{repo} and run `hf auth "
@@ -1923,9 +1848,8 @@ def with_notes(data, silent):
 
 
 def caption_file(name, split, file, root, options):
-    """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; rows of one
-    image,
-    or of one window of a video, become its K captions."""
+    """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; the rows of an
+    image, or of a window of a video, become its K captions."""
     table = _read_caption_file(file)
     columns = table.column_names
     usual = IMAGE_COLUMNS + VIDEO_COLUMNS
@@ -2170,8 +2094,7 @@ class _Views(torch.utils.data.Dataset):
 
 
 def no_fault_of_a_sample(error):
-    """Would any other sample fail like this one? A full frame cache, no memory, too many open files: then it is not
-    replaced or left out, the run stops."""
+    """Would any other sample fail like this one (a full frame cache, no memory, too many files)? Then the run stops."""
     return bool(_plain_words(error))
 
 
@@ -2259,14 +2182,12 @@ def _place_worker(_):
 
 
 class Batches:
-    """Training batches of this process, from step `first` to `last`: the same samples and views on any number of
-    processes and workers.
+    """Training batches of this process, steps `first` to `last`: the same on any number of processes and workers.
 
     Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists
     of str), keys (B), index (B), draws (B, 32) for the text views, epoch, seconds waited for data. Sets that live in
     memory are cropped on the device in batch, files by DataLoader workers. Bad samples are counted over processes,
-    listed in bad_samples.txt, and above max_bad_fraction (of the samples tried, or of the first 1,000) all processes
-    stop together.
+    listed in bad_samples.txt, and above max_bad_fraction (of those tried, or of the first 1,000) all processes stop.
     """
 
     def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0,
@@ -2399,10 +2320,8 @@ def retrieval_chance(positives, gallery):
 
 
 def normalization_error(sim, gamma):
-    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5; n = m
-    there).
-
-    0 = every item gets its share.
+    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5, where
+    n = m). 0 = every item gets its share.
 
     Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
     exact = sim.dtype if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
@@ -2432,39 +2351,16 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
         votes = torch.zeros(len(near), classes, device=train.device)  # (c, classes)
         votes.scatter_add_(1, train_labels[near], ballots)
         hits.append(votes.argmax(1) == test_labels[i:i + chunk])
-    result = _class_accuracy(torch.cat(hits), test_labels)
+    result = class_accuracy(torch.cat(hits), test_labels)
     return result if per_class else {k: v for k, v in result.items() if k != "per_class"}
 
 
-def _class_accuracy(hits, labels):
+def class_accuracy(hits, labels):
     """{top1, mean_per_class, per_class} in percent of hits (Q,) bool."""
     hits = hits.double()
     per_class = {int(c): 100 * hits[labels == c].mean().item() for c in labels.unique()}
     mean = float(np.mean(list(per_class.values())))
     return {"top1": 100 * hits.mean().item(), "mean_per_class": mean, "per_class": per_class}
-
-
-def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42, per_class=False):
-    """The probe of the TS authors: scikit-learn's LinearSVC (C = 1, one-vs-rest, random_state 42) on unit features.
-
-    Args: train (M, D), test (Q, D), labels long; few_shot: images per class, drawn with `seed` (None = all).
-    Returns: {top1, mean_per_class} in percent, with per_class=True also per_class.
-    Raises: ValueError on non-finite features or a class smaller than few_shot.
-    """
-    from sklearn.svm import LinearSVC
-    x, y = normalize(train).cpu().numpy(), train_labels.cpu().numpy()
-    q, truth = normalize(test).cpu().numpy(), test_labels.cpu()
-    if not (np.isfinite(x).all() and np.isfinite(q).all()):
-        raise NotFinite("features hold non-finite values")
-    if few_shot:
-        order = np.random.RandomState(seed).permutation(len(y))
-        rows = [order[y[order] == c][:few_shot] for c in np.unique(y)]
-        if min(map(len, rows)) < few_shot:
-            raise ValueError(f"few_shot = {few_shot}: the smallest class has {min(map(len, rows))} images")
-        x, y = x[np.concatenate(rows)], y[np.concatenate(rows)]
-    predicted = LinearSVC(random_state=42).fit(x, y).predict(q)
-    result = _class_accuracy(torch.from_numpy(predicted) == truth, truth)
-    return result if per_class else {k: result[k] for k in ("top1", "mean_per_class")}
 
 
 def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
@@ -2546,8 +2442,7 @@ def frames_of(data):
 
 @torch.no_grad()
 def encode_images(model, data, transform, device, batch=256, workers=0, rows=None):
-    """Embeddings of a data set's images or clips, each item once over all processes; batch counts images, or frames of
-    clips.
+    """Embeddings of a data set's images or clips, each item once over all processes; batch: images, or frames of clips.
 
     Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, {key: reason} of what could not be read."""
     rows = np.arange(len(data)) if rows is None else np.asarray(rows)
@@ -2633,8 +2528,7 @@ def retrieval_pieces(model, tokenizer, data, index, image, device):
 
 
 def retrieval_both_ways(pieces, image_bias=None, text_bias=None):
-    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: mean of R@1/5/10 both ways (TeMo, Table
-    4).
+    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: R@1/5/10 both ways (TeMo, Table 4).
 
     image_bias (M,), text_bias (C,): added to the cosines of the items that are ranked (NCL); grouped sets take the
     maximum over the captions of a clip after that."""
@@ -2700,117 +2594,6 @@ def metrics_table(title, metrics, chance):
     gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
     lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
     return "\n".join(lines)
-
-
-def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, few=None, limits=None):
-    """kNN@1, kNN@10 and, with probes, the few-shot (smallest class's size) and the all-images probe of features.
-
-    Args: train (M, width), test (Q, width), labels numpy; few: (features, labels) that the few-shot probe learns from
-        instead; limits: of head_mid_tail.
-    Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in percent, and the per-class kNN@1.
-    """
-    y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
-    classes, data = np.unique(train_labels), (train, y, test, truth)
-    smallest = int(np.bincount(train_labels)[classes].min())
-    results = {f"knn@{k}": knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
-    if probes:
-        source, shots = ((few[0], torch.from_numpy(few[1])), None) if few else ((train, y), smallest)
-        results["few-shot"] = linear_probe(*source, test, truth, few_shot=shots, seed=seed, per_class=True)
-        results["all"] = linear_probe(*data, seed=seed, per_class=True)
-    metrics, chance = {}, {}
-    for name, result in results.items():
-        overall = {k: v for k, v in result.items() if k != "per_class"}
-        metrics[name] = overall | head_mid_tail(train_labels, result["per_class"], limits)
-        uniform = {"top1": 100 / len(classes), "mean_per_class": 100 / len(classes)}
-        chance[name] = knn_chance(train_labels, test_labels) if name.startswith("knn") else uniform
-    return metrics, chance, results["knn@1"]["per_class"]
-
-
-def head_mid_tail(train_labels, per_class, limits=None):
-    """Mean accuracy over the thirds of the classes by training size, largest first: {head, mid, tail}.
-
-    limits: (a, b): head classes have more than a training images, tail classes fewer than b; (0, 0) = thirds."""
-    classes = np.array(sorted(per_class))
-    sizes = np.bincount(train_labels, minlength=classes.max() + 1)[classes]
-    if sizes.max() == sizes.min():
-        return {}
-    parts = np.array_split(classes[np.argsort(-sizes, kind="stable")], 3)
-    if limits and any(limits):
-        head, tail = sizes > limits[0], sizes < limits[1]
-        parts = [classes[head], classes[~head & ~tail], classes[tail]]
-    named = zip(("head", "mid", "tail"), parts)
-    return {name: float(np.mean([per_class[int(c)] for c in part])) for name, part in named if len(part)}
-
-
-def class_table(title, metrics, chance):
-    """class_metrics as lines of text, each number beside its chance level."""
-    header = f"{'':<12}{'top-1 (chance)':>20}{'mean per class':>20}{'head':>8}{'mid':>8}{'tail':>8}"
-    lines = [f"{title}: {metrics['images']} images", header]
-    for name in chance:
-        m, c = metrics[name], chance[name]
-        parts = "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail"))
-        lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} "
-                     f"({c['mean_per_class']:5.1f}){parts}")
-    return "\n".join(lines)
-
-
-class ClassEvaluator:
-    """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set; {} where it
-    fails, which is reported in .errors. Where the set has no such split: the training features alone. Collective.
-
-    train_features 'augmented': the training images after one crop with 4 pixels of padding and a flip (the TS authors'
-    notebook). sets: of labelled_sets; its split few-shot is what the few-shot probe learns from."""
-
-    def __init__(self, model, transform, sets, device, args):
-        self.model, self.transform, self.sets, self.device, self.args = model, transform, sets, device, args
-        self.train, self.errors = sets["train"], {}
-        if getattr(args, "train_features", "clean") == "augmented":
-            self.train = padded_and_flipped(self.train, args.seed)
-
-    def check(self):
-        """Nothing to open here: the sets are open."""
-
-    def __call__(self, split):
-        name = self.args.dataset
-        try:
-            return tuple({name: part} for part in self._evaluate(split))
-        except (UserError, ValueError, RuntimeError, OSError) as error:
-            self.errors[f"{name}/{split}"] = first_line(error)
-            say(f"evaluation of {name} ({split}) failed and is left out: {first_line(error)}")
-            return {}, {}, {}
-
-    def _evaluate(self, split):
-        args, few = self.args, None
-        how = self.transform, self.device, args.eval_batch, args.workers
-        rows, _, known, _ = encode_images(self.model, self.train, *how)
-        train_labels = np.asarray(self.train.labels)[rows]
-        pieces = {"train_features": known, "train_labels": train_labels}
-        if split not in self.sets:
-            return {}, {}, pieces
-        data = self.sets[split]
-        index, _, features, bad = encode_images(self.model, data, *how)
-        labels = np.asarray(data.labels)[index]
-        if "few-shot" in self.sets:
-            shots, _, some, _ = encode_images(self.model, self.sets["few-shot"], *how)
-            few = some, np.asarray(self.sets["few-shot"].labels)[shots]
-        metrics, chance, per_class = class_metrics(known, train_labels, features, labels, few=few,
-                                                   limits=getattr(args, "shot_limits", None))
-        metrics |= {"images": len(index), "unreadable": len(bad)}
-        pieces |= {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class}
-        return metrics, chance, pieces
-
-
-def padded_and_flipped(data, seed):
-    """The images after one crop with 4 pixels of padding and a flip with probability 1/2, drawn once."""
-    if data.pixels is None:
-        raise UserError("--train-features augmented: for small images in memory (CIFAR); use clean")
-    u = torch.from_numpy(uniforms(seed, 0, np.arange(len(data)), 3, stream=9))  # (M, 3)
-    H, W = data.pixels.shape[-2:]
-    padded = F.pad(data.pixels, (4, 4, 4, 4))  # (M, 3, H + 8, W + 8)
-    tops, lefts = (u[:, :2] * 9).long().unbind(1)  # (M,) each
-    crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
-    views = [c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())]
-    return dataclasses.replace(data, pixels=torch.stack(views))
 
 
 class Evaluator:
@@ -3077,8 +2860,7 @@ class Run:
     Run(...), towers(), prepare(...), batches(...), begin(...), done(...) after each step, finish(...).
 
     Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
-    device, folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val (the latest
-    evaluation on val).
+    device, folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val (the latest result).
     """
 
     def __init__(self, file, args, train, evals, recipes=None):
@@ -3090,54 +2872,25 @@ class Run:
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
         self.folder, self.lock = start_run(args, self.script)
-        self.unreadable = self._verify() if args.verify_images else {}
-        self.twins = self._compare_data()
+        self.unreadable, self.twins = {}, ""
+        if args.verify_images:
+            self._verify()
+        if has_tool("check"):
+            from tools import check
+            self.twins = on_main(check.compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def _verify(self):
-        """Read all images once, strictly, and leave out what cannot be read; returns it as {split: {key: reason}}. A
-        resumed run leaves out what it left out at first. Collective.   Raises: UserError when there is too much."""
-        splits = {("", "train"): self.train} | {(n, s): data for n, of in self.evals.items() for s, data in of.items()}
-        splits = {f"{n} {s}".strip(): (n, s, data) for (n, s), data in splits.items()}
+        """Leave out what tools/check.py, reading every image once, cannot read. Collective.   Raises: UserError."""
         if self.train.streamed or not has_tool("check"):
             raise UserError("--verify-images: " + ("a stream cannot be read beforehand" if self.train.streamed else
                                                    "tools/check.py is not there"))
-        known = gather_objects(read_json(self.folder / "unreadable.json"))[0]  # the main process decides
-        found = known or {split: unreadable_of_all(data) for split, (*_, data) in splits.items()}
-        bad = {key: why for part in found.values() for key, why in part.items()}
-        total = sum(len(data) for *_, data in splits.values())
-        if known is None and rank() == 0:
-            list_bad_samples(self.folder, bad)
-        if len(bad) > self.args.max_bad_fraction * total:
-            key, why = next(iter(bad.items()))
-            raise UserError(f"--verify-images: {len(bad):,} of {total:,} images cannot be read, above "
-                            f"--max-bad-fraction {self.args.max_bad_fraction}; the first: {key}: {why} (all in "
-                            f"{self.folder}/bad_samples.txt); mend them, or raise the limit")
-        if known is None and rank() == 0:
-            write_json(self.folder / "unreadable.json", found)
-        for split, (name, word, data) in splits.items():
-            if name:
-                self.evals[name][word] = leave_out(data, found.get(split))
-            else:
-                self.train = leave_out(data, found.get(split))
+        from tools import check
+        limit = self.args.max_bad_fraction
+        self.train, self.evals, self.unreadable = check.verify(self.folder, self.train, self.evals, limit)
         self.per_epoch = epoch_length(self.train, self.args.batch_size)
         self.total = self.last = self.args.max_steps or max(1, round(self.args.epochs * self.per_epoch))
-        return found
-
-    def _compare_data(self):
-        """Words about test images that are in train as well; a resumed run wants the data it began with. Collective."""
-        words, error = "", None
-        if rank() == 0 and has_tool("check"):
-            from tools import check
-            try:
-                words = check.compare(self.folder, self.train, self.evals, self.args.resume)
-            except UserError as refusal:
-                error = refusal
-        error = gather_objects(error)[0]
-        if error:
-            raise error
-        return words
 
     def towers(self):
         """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe."""
@@ -3151,7 +2904,8 @@ class Run:
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, lambda: self.train.first_captions(200_000),
                                         self.folder / "tokenizer", args.clean_captions, keep=bool(args.resume))
         if args.image_encoder == "features":
-            self.spec["features"] = feature_shape(self.train)
+            from sets import video
+            self.spec["features"] = video.feature_shape(self.train)
         weights = "" if args.resume else args.init_from
         self.tower, transform = build_model(self.spec, tokenizer, args.pretrained, weights)
         self.tower.to(self.device)
@@ -3168,7 +2922,7 @@ class Run:
         torch.manual_seed(args.seed + rank())  # the weights are the same on all processes; dropout should not be
         model = torch.compile(trained) if args.compile else trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        checkpoint = whole_checkpoint(self.folder) if args.resume else None
+        checkpoint = on_main(whole_checkpoint, self.folder) if args.resume else None
         if checkpoint:
             inside = self.optimizer.optimizer, self.accelerator.scaler
             state, self.tensors, self.positions = load_checkpoint(checkpoint, trained, own, *inside)
@@ -3204,7 +2958,7 @@ class Run:
         if self.step in (0, self.last):
             pieces = self.evaluate_val()
         if self.step == 0 and rank() == 0 and self.tokenizer and has_tool("figures"):
-            before = {name: similarity_histograms(p) for name, p in pieces.items()}
+            before = {name: figures().similarity_histograms(p) for name, p in pieces.items()}
             write_json(self.folder / "similarity_before.json", before)
         tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
@@ -3375,7 +3129,8 @@ class Run:
             else:
                 say("tools/figures.py is not there: the pictures are left out")
         say(report(summary, self.folder, table) + (more(test) if more else ""))
-        end_run(self.accelerator)
+        barrier()
+        self.accelerator.end_training()  # trackers and the process group are closed
         if self.lock:
             self.lock.close()
         if summary["errors"]:
@@ -3422,22 +3177,6 @@ def leave_out(data, keys):
     return dataclasses.replace(data.select(left), note=join_notes(data.note, lost))
 
 
-def unreadable_of_all(data):
-    """tools.check.unreadable of a data set, each process reading its share: {key: reason}, in order. Collective."""
-    from tools import check
-    rows = np.arange(len(data))
-    found, failure = {}, None
-    try:
-        found = check.unreadable(data.select(rows[rank()::world()]))
-    except UserError as error:  # a full disk under the frame cache; no process may wait for one that failed
-        failure = str(error)
-    parts = gather_objects((found, failure))
-    if any(words for _, words in parts):
-        raise UserError(next(words for _, words in parts if words))
-    found = {key: why for part, _ in parts for key, why in part.items()}
-    return {key: found[key] for key in data.keys() if key in found}
-
-
 def has_tool(name):
     """Is tools/NAME.py beside this file? A method file and this one train alone, without pictures and checks."""
     return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
@@ -3447,17 +3186,6 @@ def figures():
     """tools/figures.py, opened when the first picture is drawn."""
     from tools import figures
     return figures
-
-
-def similarity_histograms(pieces):
-    """Densities of the cosines of positive and negative pairs; see tools/figures.py."""
-    return figures().similarity_histograms(pieces)
-
-
-def feature_shape(data):
-    """(T, F) of a data set of precomputed features."""
-    from sets import video
-    return video.feature_shape(data)
 
 
 def millions(module):
@@ -3484,16 +3212,6 @@ def batchnorm_policy(model, args):
     if world() > 1:
         say("BatchNorm on several CPU processes: statistics are per process, so the run differs from one process")
     return model
-
-
-def text_view_note(train, paraphrases):
-    """Where the second texts come from, for the banner."""
-    if paraphrases:
-        return f"paraphrases of {len(paraphrases):,} captions, else as below where one is missing"
-    if train.templates:
-        return "templates around the captions (not the paper's paraphrases)"
-    return ("another caption of the example, else word dropout and swap (not the paper's paraphrases; see "
-            "tools/paraphrase.py)")
 
 
 def log_row(step, batch, loss, lr, tau, args, seconds):
@@ -3533,15 +3251,12 @@ def read_json(path, default=None):
 
 def make_folder(folder, flag):
     """mkdir -p on the main process; all processes raise together when it cannot be."""
-    error = None
-    if rank() == 0:
+    def make():
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            error = f"{flag} {folder}: cannot be written ({e.strerror or e})"
-    error = gather_objects(error)[0]
-    if error:
-        raise UserError(error)
+        except OSError as error:
+            raise UserError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from error
+    on_main(make)
 
 
 def slug(name):
@@ -3551,18 +3266,16 @@ def slug(name):
 
 def start_run(args, script):
     """(path of the run folder, its lock): made or reopened by the main process; all processes raise together."""
-    answer, lock = None, None
-    if rank() == 0:
+    locks = []  # an open file stays in its process
+    def open_it():
         try:
-            answer, lock = _open_folder(args, script)
-        except UserError as error:
-            answer = error
+            folder, lock = _open_folder(args, script)
         except OSError as error:
-            answer = UserError(f"--output-dir {args.output_dir}: cannot be written ({error.strerror or error})")
-    answer = gather_objects(answer)[0]
-    if isinstance(answer, UserError):
-        raise answer
-    return answer, lock
+            reason = error.strerror or error
+            raise UserError(f"--output-dir {args.output_dir}: cannot be written ({reason})") from error
+        locks.append(lock)
+        return folder
+    return on_main(open_it), next(iter(locks), None)
 
 
 def _open_folder(args, script):
@@ -3801,21 +3514,18 @@ def damaged_files(folder):
 
 
 def whole_checkpoint(folder):
-    """The newest checkpoint whose files are as they were written, or None where there is none at all. Collective.
+    """The newest checkpoint whose files are as they were written, or None where there is none at all.
 
     A damaged one is named and the one before it taken.   Raises: UserError when all are damaged."""
-    answer = None
-    for path in checkpoints_of(folder) if rank() == 0 else []:
+    damaged = []
+    for path in checkpoints_of(folder):
         damaged = damaged_files(path)
-        answer = UserError(f"--resume {folder}: no checkpoint is whole; damaged: {path.name}: {', '.join(damaged)}")
         if not damaged:
-            answer = path
-            break
+            return path
         say(f"--resume: {path}: damaged: {', '.join(damaged)}; the checkpoint before it is taken")
-    answer = gather_objects(answer)[0]
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
+    if damaged:
+        raise UserError(f"--resume {folder}: no checkpoint is whole; damaged: {path.name}: {', '.join(damaged)}")
+    return None
 
 
 def _pack_optimizer(optimizer):
@@ -3874,8 +3584,7 @@ def save_model(folder, model, tokenizer, spec):
 
 
 def load_model(run_dir):
-    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode; no accelerate, no hub. tokenizer: None
-    without texts.
+    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
 
     model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
     Raises: UserError when the folder holds no model, or a damaged one.

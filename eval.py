@@ -355,7 +355,7 @@ def gap(case):
 
 def histograms(case):
     """Densities of the cosines, drawn."""
-    case.metrics["histograms"] = common.similarity_histograms(case.pieces)
+    case.metrics["histograms"] = common.figures().similarity_histograms(case.pieces)
     if common.rank() == 0:
         stages = {case.args.checkpoint or "model": case.metrics["histograms"]}
         title = f"{case.name} ({case.args.split}): image-text cosines"
@@ -500,7 +500,8 @@ def evaluate_all(subject):
 
 def main(args):
     """Evaluate, print, write eval.json; returns its content."""
-    common.set_up_evaluation(args)
+    common.set_threads(args)
+    common.join_processes(args)
     subject = Subject(args)
     result = {"command": " ".join([Path(sys.executable).name] + sys.argv),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,

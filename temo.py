@@ -565,10 +565,15 @@ def main(args):
 
 def second_texts(train, paraphrases, dataset):
     """Where T~ comes from, for the banner: a warning where a recipe of the paper runs without its paraphrases."""
-    note = common.text_view_note(train, paraphrases)
-    paper = RECIPES.get(dataset, OWN)["recipe"].startswith("paper")
+    if paraphrases:
+        return f"paraphrases of {len(paraphrases):,} captions, else as below where one is missing"
+    if train.templates:
+        note = "templates around the captions (not the paper's paraphrases)"
+    else:
+        note = ("another caption of the example, else word dropout and swap (not the paper's paraphrases; see "
+                "tools/paraphrase.py)")
     warning = "WARNING: NOT THE PAPER'S T~, which are paraphrases by PEGASUS; give --paraphrases FILE. Now: "
-    return warning + note if paper and not paraphrases else note
+    return warning + note if RECIPES.get(dataset, OWN)["recipe"].startswith("paper") else note
 
 
 def zero_shot(tower, tokenizer, device, pieces):
@@ -636,7 +641,7 @@ def draw(run):
             ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
             ("kNN@1 of images, val (Fig. 3)", "%", knn)], x="samples_seen")
         stages = {"before training": before[name]} if name in before else {}
-        stages[f"after {args.loss}"] = common.similarity_histograms(pieces)
+        stages[f"after {args.loss}"] = figures.similarity_histograms(pieces)
         run.picture(f"similarities{suffix}.png", figures.draw_histograms, stages,
                     title=f"{name} ({pieces['data'].split}): image-text cosines (Fig. 4)")
         run.picture(f"positive_pairs{suffix}.png", figures.draw_pairs, pieces)

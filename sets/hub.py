@@ -196,7 +196,7 @@ def _stream(name, folder, given, options):
     if folder:
         urls = sorted(map(str, folder.rglob(Path(files).name)))
     else:
-        paths = common.hub_call(name, repo, lambda hub: hub.HfFileSystem().glob(f"datasets/{repo}/{files}"))
+        paths = hub_call(name, repo, lambda hub: hub.HfFileSystem().glob(f"datasets/{repo}/{files}"))
         urls = sorted(f"hf://{path}" for path in paths)
     urls = [u for u in urls if not _is_held(u, facts)]
     if not urls:
@@ -204,7 +204,22 @@ def _stream(name, folder, given, options):
     return Stream(name, urls, options, facts["splits"]["train"])
 
 
-# ---- the hub's cache ----
+# ---- the hub and its cache ----
+def hub_call(name, repo, call):
+    """call(huggingface_hub) with the reasons a user meets turned into one line."""
+    import huggingface_hub
+    from huggingface_hub import errors
+    try:
+        return call(huggingface_hub)
+    except errors.GatedRepoError as error:
+        raise common.UserError(common.gated_message(name, repo)) from error
+    except common.UserError:
+        raise
+    except Exception as error:
+        reason = common.hub_reason(error)
+        raise common.UserError(f"{name}: {repo} cannot be reached ({reason}); --data-dir names a local copy") from error
+
+
 def download(name, repo, patterns, streams=False):
     """The folder of a data set's files in the hub's cache, downloaded first where they are missing (resumable).
 
@@ -227,7 +242,7 @@ def download(name, repo, patterns, streams=False):
     def snapshot(hub):
         return hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)
 
-    return Path(common.hub_call(name, repo, snapshot))
+    return Path(hub_call(name, repo, snapshot))
 
 
 def _sizes(name, repo, patterns):
@@ -240,7 +255,7 @@ def _sizes(name, repo, patterns):
         return hub.HfApi().dataset_info(repo, files_metadata=True, timeout=HF_HUB_ETAG_TIMEOUT)
 
     try:
-        info = common.hub_call(name, repo, ask)
+        info = hub_call(name, repo, ask)
     except common.UserError:
         return 0, 0
     missing = whole = 0

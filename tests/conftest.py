@@ -11,9 +11,29 @@ CACHE = tempfile.mkdtemp(prefix="contrastive-tests-")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=CACHE, HF_DATASETS_CACHE=f"{CACHE}/datasets", OMP_NUM_THREADS="1",
                   OMP_WAIT_POLICY="PASSIVE", MPLCONFIGDIR=f"{CACHE}/matplotlib")
 
+import pytest  # noqa: E402
 import torch  # noqa: E402  (the variables above are read at import)
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_pictures(request):
+    """Runs draw nothing, which takes them four seconds, but in a module that says DRAWS = True and in tests that ask
+    for the fixture `pictures`: {script: its draw}."""
+    scripts = [sys.modules[name] for name in ("temo", "temperature_schedules", "ncl") if name in sys.modules]
+    with pytest.MonkeyPatch.context() as patch:
+        draws = {script: script.draw for script in scripts}
+        for script in scripts if not getattr(request.module, "DRAWS", False) else ():
+            patch.setattr(script, "draw", lambda *_: None)
+        yield draws
+
+
+@pytest.fixture
+def pictures(without_pictures, monkeypatch):
+    """The runs of this test draw."""
+    for script, draw in without_pictures.items():
+        monkeypatch.setattr(script, "draw", draw)
 
 
 def pytest_sessionfinish():

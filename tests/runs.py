@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -16,34 +17,59 @@ def server():
     context = multiprocessing.get_context("forkserver")
     path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
-    context.set_forkserver_preload(HEAVY)
+    context.set_forkserver_preload([*HEAVY, "eval", "warm"])
     return context
 
 
+def spawn(function, arguments, processes, join=True):
+    """As torch.multiprocessing.spawn: function(rank, *arguments), pickled, in so many processes."""
+    import torch.multiprocessing
+    server()
+    return torch.multiprocessing.start_processes(function, arguments, processes, join, start_method="forkserver")
+
+
 def start(script, flags, log, **environment):
-    """`python SCRIPT.py FLAGS` without its pictures, its words in the file `log`; a process that can be killed."""
+    """`python SCRIPT.py FLAGS` without its pictures, its words in the file `log`; a process that can be killed.
+
+    script: a name, or the path of a fork that lies elsewhere."""
+    Path(log).write_text("")
     process = server().Process(target=_run, args=(script, [str(f) for f in flags], str(log), environment))
     process.start()
     return process
 
 
-def finish(script, flags, log, **environment):
+def start_all(script, flags, log, processes):
+    """The same as so many processes of one run, with what torchrun tells each of them: a list of processes."""
+    if processes == 1:
+        return [start(script, flags, log)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes),
+             "LOCAL_WORLD_SIZE": str(processes)}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return [start(script, flags, log, **place, **rank) for rank in ranks]
+
+
+def finish(script, flags, log, processes=1):
     """The same, to its end; it must end well."""
-    process = start(script, flags, log, **environment)
-    process.join(300)
-    assert process.exitcode == 0, (process.exitcode, Path(log).read_text()[-3000:])
+    for process in start_all(script, flags, log, processes):
+        process.join(300)
+        assert process.exitcode == 0, (process.exitcode, Path(log).read_text()[-3000:])
 
 
 def _run(script, flags, log, environment):
     os.setsid()
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     os.environ.update(environment)
-    sys.argv = [f"{script}.py", *flags]
+    path = Path(script)
+    sys.argv = [f"{path.stem}.py", *flags]
+    sys.path.insert(0, str(path.parent))
     import common
-    module = importlib.import_module(script)
+    module = importlib.import_module(path.stem)
     module.draw = lambda *_: None  # the pictures take longer than these runs
     with common.clean_exit():
         module.main(module.parse_args(flags))

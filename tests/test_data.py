@@ -18,6 +18,7 @@ import common
 
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.distributed as dist
 from helpers import (
@@ -708,7 +709,7 @@ def one_of_two(process, data, others, meeting, out):
 
 
 def test_two_processes_get_the_batches_of_one(tmp_path, ten):
-    """And the Data that are pickled for these spawned processes arrive whole."""
+    """And the Data that are pickled for these processes arrive whole."""
     csv = write_captions(tmp_path, 39)
     data = common.load_data(str(csv), "train")
     bad = data.key(11)
@@ -717,7 +718,7 @@ def test_two_processes_get_the_batches_of_one(tmp_path, ten):
     others = [ten, ten.select([4, 1]).unfold(), common.load_data(str(indexed), "train"),
               common.load_data(str(write_parquet_images(tmp_path / "p" / "train.parquet", range(30)).parent), "val")]
     arguments = data, others, str(tmp_path / "meeting"), str(tmp_path)
-    torch.multiprocessing.spawn(one_of_two, arguments, nprocs=2)
+    runs.spawn(one_of_two, arguments, 2)
     saved = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
     (left, bad_left, there), (right, bad_right, _) = saved
     for (rows, *more), other in zip(there, others, strict=True):

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,9 +11,9 @@ import common
 
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -24,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ncl
 import temo
 
-ROOT = Path(__file__).resolve().parents[1]
 N, WIDTH, D = 16, 12, 8  # global batch, input width, embedding width
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -157,7 +154,7 @@ def compare(rank, folder):
 def differences(tmp_path_factory):
     """{processes: [what `compare` wrote on each rank]}"""
     folder = tmp_path_factory.mktemp("processes")
-    mp.spawn(compare, (str(folder),), nprocs=4)
+    runs.spawn(compare, (str(folder),), 4)
     files = {world: [folder / f"{world}_{rank}.json" for rank in range(world)] for world in (2, 4)}
     return {world: [json.loads(f.read_text()) for f in of_ranks] for world, of_ranks in files.items()}
 
@@ -262,20 +259,22 @@ def test_evaluation_takes_each_item_once(differences, world, n):
 
 
 # ----------------------------------------------- a broken loss stops everyone ----------------------------------------
-def broken(rank, world, init):
+def broken(rank, world, init, log):
+    with open(log, "a") as err:
+        os.dup2(err.fileno(), 2)
     with group(rank, world, init), common.clean_exit():
         e = torch.full((2, D), float("nan") if rank == 1 else 1.0)
         common.check_finite(e.sum(), 7, 0.05, [e], [f"key{rank}a", f"key{rank}b"])
         time.sleep(60)
 
 
-def test_non_finite_loss_on_one_rank_stops_all_with_one_message(tmp_path, capfd):
+def test_non_finite_loss_on_one_rank_stops_all_with_one_message(tmp_path):
     began = time.time()
-    processes = mp.spawn(broken, (2, f"file://{tmp_path}/init"), nprocs=2, join=False).processes
+    processes = runs.spawn(broken, (2, f"file://{tmp_path}/init", tmp_path / "log"), 2, join=False).processes
     for p in processes:
         p.join(60)
     assert [p.exitcode for p in processes] == [2, 2] and time.time() - began < 30
-    err = capfd.readouterr().err
+    err = (tmp_path / "log").read_text()
     message, = [line for line in err.splitlines() if line.startswith("error: ")]
     assert re.search(r"step 7 \(tau 0.05\).*process 1.*key1a", message)
     assert "key0a" not in message and "Traceback" not in err
@@ -309,11 +308,8 @@ def emoji_runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emoji")
     run_here(folder / "one")
     for name, flags in (("two", []), ("chunks", ["--chunk-size", "8"])):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "temo.py",
-                   *SMALL, "--output-dir", str(folder), "--run-name", name, *flags]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+        where = ["--output-dir", folder, "--run-name", name]
+        runs.finish("temo", [*SMALL, *where, *flags], folder / f"{name}.txt", processes=2)
     return folder
 
 

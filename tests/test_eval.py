@@ -2,17 +2,14 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import common
 
 import datasets
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.nn.functional as F
 from helpers import TEXT, tar_samples, write_captions, write_images, write_tar
@@ -22,8 +19,6 @@ from test_models import tiny_clip, tokenizer  # noqa: F401
 
 import eval as evaluation
 import temo
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +103,11 @@ def test_clip_by_folder(tmp_path, tokenizer):  # noqa: F811
 
 def test_two_processes_count_each_item_once(run, tmp_path):
     flags = ["--checkpoint", str(run), "--cpu", "--tasks", "retrieval", "zero-shot", "knn", "gap", "--output-dir"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     evaluation.main(evaluation.parse_args([*flags, str(tmp_path / "1")]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "eval.py"]
-    two = subprocess.run([*command, *flags, str(tmp_path / "2")], cwd=ROOT, env=environment, capture_output=True,
-                         text=True)
-    assert two.returncode == 0, two.stderr
+    runs.finish("eval", [*flags, tmp_path / "2"], tmp_path / "log", processes=2)
     a, b = (common.flatten(json.loads((tmp_path / n / "eval.json").read_text())["datasets"]) for n in "12")
     assert a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-4) for k in a)
-    assert two.stdout.count("written to") == 1
+    assert (tmp_path / "log").read_text().count("written to") == 1
 
 
 @pytest.mark.parametrize("flags,message", [

@@ -42,6 +42,7 @@ import temo
 import temperature_schedules as ts
 from tools import check, figures, paraphrase
 
+DRAWS = True  # where a test asks for it, see `run`
 TINY = ["--cpu", "--threads", "1", "--workers", "0", "--image-size", "16", "--embed-dim", "16", "--batch-size", "16",
         "--log-every", "1", "--save-every", "1", "--max-steps", "2", "--eval-batch", "64", "--run-name", "a"]
 

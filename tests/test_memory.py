@@ -74,33 +74,40 @@ torch.set_num_threads(1)
 def status(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024  # MiB
 
-def peak(n):
+def peak(which, n):
     e = [torch.randn(n, 64).requires_grad_() for _ in range(4)]
     open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
     before = status("VmRSS")
-    block = n if sys.argv[2] == "literal" else 128
-    loss = temo.temo_loss(*e, 0.3, block=block) if sys.argv[1] == "temo" else temo.cwcl_loss(e[0], e[1], 0.05, block)
+    block = n if sys.argv[1] == "literal" else 128
+    loss = temo.temo_loss(*e, 0.3, block=block) if which == "temo" else temo.cwcl_loss(e[0], e[1], 0.05, block)
     loss.backward()
     return status("VmHWM") - before
 
-peak(256)  # libraries and thread pools come in
-print(*(peak(n) for n in (2048, 4096)))
+for which in ("temo", "cwcl"):
+    peak(which, 256)  # libraries and thread pools come in
+    print(*(peak(which, n) for n in (2048, 4096)))
 """
+
+
+@pytest.fixture(scope="module")
+def peaks():
+    """{"blocks" or "literal": [MiB at 2048 and 4096 pairs, of temo, then of cwcl]}"""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+
+    def measure(form):
+        command = [sys.executable, "-c", PEAK, form]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return [[float(x) for x in line.split()] for line in done.stdout.splitlines()]
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(["blocks", "literal"], pool.map(measure, ["blocks", "literal"])))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("loss", ["temo", "cwcl"])
-def test_memory_of_blocks_is_linear(loss):
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-
-    def measure(form):
-        command = [sys.executable, "-c", PEAK, loss, form]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return [float(x) for x in done.stdout.split()]
-
-    with ThreadPoolExecutor(2) as pool:
-        blocks, literal = pool.map(measure, ["blocks", "literal"])
+def test_memory_of_blocks_is_linear(peaks, loss):
+    blocks, literal = (peaks[form][loss == "cwcl"] for form in ("blocks", "literal"))
     print(f"{loss}: peak MiB at 2048 and 4096: blocks {blocks}, literal {literal}")
     assert blocks[1] / blocks[0] <= 2.5
     assert literal[1] / literal[0] > 3

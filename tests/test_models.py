@@ -11,6 +11,7 @@ from pathlib import Path
 import common
 
 import pytest
+import runs as runs_of_scripts
 import torch
 from safetensors.torch import save_file
 from transformers import (
@@ -195,10 +196,7 @@ def test_experts(tmp_path, tokenizer, runs):
     # the runs of Tables 9 and 10, without I~ and T~: on one process, and on two in row blocks, the same curve
     flags += ["--unimodal", "none", "--blend", "fixed", "--lr", "3e-4", "--run-name"]
     temo.main(temo.parse_args([*flags, "one"]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", temo.__file__]
-    done = subprocess.run([*command, *flags, "two", "--loss-block", "3"], capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    runs_of_scripts.finish("temo", [*flags, "two", "--loss-block", "3"], tmp_path / "log", processes=2)
     one, two = ([r for r in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
                  if "loss" in r] for name in ("one", "two"))
     for name in ("loss", "L_MM", "L_M-MM", "tau_pos", "tau_neg"):

@@ -3,9 +3,6 @@ processes, eval.py, bad input."""
 
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +11,7 @@ import common
 
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.nn.functional as F
 from helpers import write_rows
@@ -26,6 +24,7 @@ import temo
 ROOT = Path(__file__).resolve().parents[1]
 N, D = 12, 6
 SHAPES = [(16, 16), (40, 17), (5, 60)]
+DRAWS = True  # where a test asks for it, see `main`
 BASE = ["--cpu", "--threads", "1"]
 SMALL = [*BASE, "--clips", "64", "16", "16", "--batch-size", "16", "--max-steps", "4", "--log-every", "1"]
 SMALL += ["--eval-every", "0"]
@@ -606,46 +605,29 @@ def test_image_sets_work_too(tmp_path):
 
 
 # ---------------------------------------------------- resume and several processes -----------------------------------
-QUICK = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
-import common, ncl
-ncl.draw = lambda *args: None  # the pictures take longer than these runs
-if __name__ == "__main__":
-    with common.clean_exit():
-        ncl.main(ncl.parse_args())
-"""
 LONG = [*BASE, "--clips", "160", "16", "16", "--batch-size", "64", "--max-steps", "12", "--save-every", "4"]
 LONG += ["--log-every", "1", "--eval-every", "0", "--queue-size", "100"]
 LONG += ["--lr", "1e-4"]  # AdamW lets rounding grow: 6e-8 at step 1 becomes 5e-7 at step 12, with 3e-4 it becomes 1e-4
-
-
-def start(script, launcher, folder, log):
-    command = [*launcher, str(script), *LONG, "--output-dir", str(folder.parent), "--run-name", folder.name]
-    return subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="module")
 def long_runs(tmp_path_factory):
     """{name: (folder, summary)}: whole; killed (SIGKILL after step 5 or so) and resumed; two processes."""
     root = tmp_path_factory.mktemp("long")
-    script = root / "quick.py"
-    script.write_text(QUICK)
-    with open(root / "killed.txt", "w") as log, open(root / "two.txt", "w") as two_log:
-        killed = start(script, [], root / "killed", log)
-        while not any(r["step"] >= 5 and "loss" in r for r in rows(root / "killed")):
-            assert killed.poll() is None, (root / "killed.txt").read_text()[-3000:]
-            time.sleep(0.005)
-        killed.kill()
-        killed.wait(60)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        two = start(script, torchrun, root / "two", two_log)
-        whole = main(root / "whole", base=LONG)
-        last = common.latest_checkpoint(root / "killed")
-        assert last and last.name != "step_12", "killed too early or too late"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ncl, "draw", lambda *args: None)
-            resumed = ncl.main(ncl.parse_args(["--resume", str(root / "killed")]))
-        assert two.wait(300) == 0, (root / "two.txt").read_text()[-3000:]
+    flags = [*LONG, "--output-dir", root, "--run-name"]
+    killed = runs.start("ncl", [*flags, "killed"], root / "killed.txt")
+    while not any(r["step"] >= 5 and "loss" in r for r in rows(root / "killed")):
+        assert killed.is_alive(), (root / "killed.txt").read_text()[-3000:]
+        time.sleep(0.005)
+    killed.kill()
+    killed.join(60)
+    whole = main(root / "whole", base=LONG)
+    last = common.latest_checkpoint(root / "killed")
+    assert last and last.name != "step_12", "killed too early or too late"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ncl, "draw", lambda *args: None)
+        resumed = ncl.main(ncl.parse_args(["--resume", str(root / "killed")]))
+    runs.finish("ncl", [*flags, "two"], root / "two.txt", processes=2)
     summaries = {"whole": whole, "killed": resumed, "two": common.read_json(root / "two" / "summary.json")}
     return {name: (root / name, summary) for name, summary in summaries.items()}
 

@@ -62,7 +62,7 @@ def test_command(command, place):
             module.parse_args(arguments)
         return
     words[script] = str(ROOT / words[script])
-    words += ["--max-steps", "2", "--eval-batch", "512"]
+    words += ["--max-steps", "2", "--eval-batch", "512", "--image-size", "16"]
     result = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     assert "run folder:" in result.stdout and "(chance)" in result.stdout

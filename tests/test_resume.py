@@ -71,27 +71,24 @@ def write_fork(path):
 
 
 def start(script, processes, flags, log):
-    """A script as a user starts it: forked with all imports done, or, a fork and two processes, by the command line."""
-    if processes == 1 and script != "mine":
-        return runs_of_scripts.start(script, flags, log)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = command if processes > 1 else [sys.executable]
-    path = log.parent / f"{script}.py"
-    with open(log, "w") as out:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen([*command, str(path), *flags], stdout=out, stderr=subprocess.STDOUT, env=environment)
-
-
-def exit_code(run, seconds=None):
-    """Of a forked process or a command; None while it runs (seconds: how long to wait for its end)."""
-    if isinstance(run, subprocess.Popen):
-        return run.wait(seconds) if seconds else run.poll()
-    run.join(seconds or 0)
-    return run.exitcode
+    """The processes of a run, forked with all imports done."""
+    script = log.parent / "mine.py" if script == "mine" else script
+    return runs_of_scripts.start_all(str(script), flags, log, processes)
 
 
 def finish(script, processes, flags, log):
-    assert exit_code(start(script, processes, flags, log), 300) == 0, log.read_text()[-3000:]
+    for process in start(script, processes, flags, log):
+        process.join(300)
+        assert process.exitcode == 0, log.read_text()[-3000:]
+
+
+def finish_by_command(script, flags, log):
+    """As a user runs it, and with its pictures."""
+    with open(log, "w") as out:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(log.parent / f"{script}.py"), *flags]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, timeout=300)
+    assert done.returncode == 0, log.read_text()[-3000:]
 
 
 def rows(folder):
@@ -106,17 +103,17 @@ def kinds(folder):
 
 
 def kill_at(step, folder, script, processes, flags, log):
-    """Start a run and SIGKILL all its processes (launcher, ranks, loader workers) once `step` is logged."""
+    """Start a run and SIGKILL all its processes (ranks, loader workers) once `step` is logged."""
     run = start(script, processes, flags, log)
     while not any(r["step"] >= step and "loss" in r for r in rows(folder)):
-        assert exit_code(run) is None, log.read_text()[-3000:]
+        assert all(p.is_alive() for p in run), log.read_text()[-3000:]
         time.sleep(0.01)
-    parent = psutil.Process(run.pid)
-    family = [parent, *parent.children(recursive=True)]
+    family = [p for parent in run for p in (psutil.Process(parent.pid), *psutil.Process(parent.pid).children(True))]
     for p in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             p.kill()
-    exit_code(run, 60)
+    for p in run:
+        p.join(60)
     psutil.wait_procs(family, timeout=60)
 
 
@@ -125,8 +122,6 @@ def runs(tmp_path_factory):
     """Every run below, two at a time: {("whole" or "killed", name): folder}. Killed ones have been resumed."""
     root = tmp_path_factory.mktemp("runs")
     write_folder(root / "set")
-    quick = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import common, temo; temo.draw = lambda *_: None\n"
-    (root / "temo.py").write_text(quick + "with common.clean_exit(): temo.main(temo.parse_args())\n")
     write_fork(root / "mine.py")
 
     def flags(kind, name, extra):
@@ -135,7 +130,11 @@ def runs(tmp_path_factory):
 
     def whole(name):
         script, processes, extra = WHOLE[name]
-        finish(script, processes, flags("whole", name, extra), root / f"whole {name}.txt")
+        log, own = root / f"whole {name}.txt", flags("whole", name, extra)
+        if script == "mine":
+            finish_by_command(script, own, log)
+        else:
+            finish(script, processes, own, log)
 
     def killed(name):
         _, script, processes, extra = KILLED[name]

@@ -277,7 +277,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of():
     assert not any("WARNING" in temo.second_texts(train, None, d) for d in ("emoji", "captions.csv"))
 
 
-def test_zero_shot_along_training(tmp_path, monkeypatch):
+def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
     """Fig. 7: a set with classes and no captions gives top-1 by class names in the log, the summary and the picture."""
     for split, numbers in (("train", range(12)), ("val", range(12, 21)), ("test", range(21, 30))):
         for c, name in enumerate(("apple", "pear_tree", "zebra")):

