@@ -2341,13 +2341,14 @@ def list_bad_samples(folder, bad):
 
 # ================================================== metrics ==========================================================
 RECALLS = (1, 5, 10, 50)
+MIR = ("mAP", "nDCG", "mAP_binary")
 
 
 class NotFinite(ValueError):
     """Embeddings or features that hold NaN or infinity: the model is broken, not the data."""
 
 
-def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4096):
+def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4096, ranks=False):
     """Exact retrieval ranks of the best positive, by cosine, in chunks of queries.
 
     Args:
@@ -2355,6 +2356,7 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         positives (Q, P) long: indices into the gallery (into the groups when groups are given), padded with -1.
         bias (G,): added to each gallery item's cosine.   chunk: queries at a time, at most.
         groups (G,) long: items of a group count as one, by their maximum, and groups are ranked.
+        ranks: give the ranks (Q,) themselves, numpy, from 1 (for recall_by_frequency).
     Returns: dict of R@1 R@5 R@10 R@50 in percent, MdR and MnR (ranks from 1). Ties count against the model.
     Raises: ValueError on non-finite input, or on a query without positives.
     """
@@ -2368,7 +2370,7 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         raise ValueError(f"query {int((~known.any(1)).nonzero()[0])} has no positive")
     first = positives.gather(1, known.long().argmax(1, keepdim=True))  # (Q, 1)
     positives = torch.where(known, positives, first)  # padding repeats a positive: no effect on a maximum or a mask
-    ranks = []
+    found = []
     for i in range(0, len(query), rows):
         sim = normalize(query[i:i + rows]) @ gallery.T  # (c, G)
         if bias is not None:
@@ -2380,8 +2382,13 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         own = positives[i:i + rows]
         best = sim.gather(1, own).amax(1, keepdim=True)  # (c, 1)
         sim.scatter_(1, own, -math.inf)  # the other positives are not mistakes
-        ranks.append(1 + (sim >= best).sum(1))
-    ranks = torch.cat(ranks).cpu().numpy()
+        found.append(1 + (sim >= best).sum(1))
+    found = torch.cat(found).cpu().numpy()  # (Q,)
+    return found if ranks else _recalls(found)
+
+
+def _recalls(ranks):
+    """R@1 R@5 R@10 R@50 in percent, MdR and MnR of ranks (Q,) from 1."""
     recalls = {f"R@{k}": float(100 * (ranks <= k).mean()) for k in RECALLS}
     return recalls | {"MdR": float(np.median(ranks)), "MnR": float(ranks.mean())}
 
@@ -2396,6 +2403,116 @@ def retrieval_chance(positives, gallery):
         found += (1 - miss) * share / len(count)
     out = {f"R@{k}": float(100 * found[min(k, gallery) - 1]) for k in RECALLS}
     return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
+
+
+def mir_metrics(sim, relevancy, chunk=1024):
+    """Multi-instance retrieval as EPIC-KITCHENS-100 scores it, both ways, in percent.
+
+    mAP: the items of relevancy exactly 1 are counted, and the precision at each sums the relevancies of all items up to
+    it, the partly relevant ones too: what the EPIC-KITCHENS code computes and every paper reports. mAP_binary is the
+    textbook's, with ones alone in that sum: never higher. nDCG: over the first k ranks, k = the number of the query's
+    items with relevancy > 0, gain linear in the relevancy.
+
+    Args:
+        sim (R, C): similarities, rows = queries (clips), columns = items (sentences).
+        relevancy (R, C): 0..1, tensor or array.   chunk: queries at a time, at most.
+    Returns: {rows, columns, mAP, nDCG, mAP_binary}. rows and columns: {mAP, nDCG, mAP_binary, queries, no_match,
+        unrelated}, columns with the columns as queries; the last three are the means of both. A query without an item
+        of relevancy 1 counts for no mAP (no_match tells how many), one without any above 0 for no nDCG (unrelated).
+        Ties: of equal similarities the less relevant item stands first.
+    Raises: ValueError where nothing is left to average, on shapes that differ or a relevancy outside 0..1; NotFinite.
+    """
+    relevancy = torch.as_tensor(relevancy, device=sim.device)
+    if sim.ndim != 2 or sim.shape != relevancy.shape:
+        raise ValueError(f"similarities {tuple(sim.shape)} and relevancies {tuple(relevancy.shape)} differ in shape")
+    if not all(torch.isfinite(part).all() for part in sim.split(chunk)):
+        raise NotFinite("similarities hold non-finite values")
+    if not all(((part >= 0) & (part <= 1)).all() for part in relevancy.split(chunk)):
+        raise ValueError("relevancies must lie between 0 and 1")
+    ways = {"rows": _mir_one_way(sim, relevancy, chunk), "columns": _mir_one_way(sim.T, relevancy.T, chunk)}
+    return ways | {k: (ways["rows"][k] + ways["columns"][k]) / 2 for k in MIR}
+
+
+def _mir_one_way(sim, relevancy, chunk):
+    """mir_metrics of the rows as queries."""
+    exact = torch.float32 if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    R, C = sim.shape
+    rank = torch.arange(1, C + 1, device=sim.device, dtype=exact)  # (C,)
+    discount = 1 / torch.log2(rank + 1)  # (C,)
+    rows, sums = max(1, min(chunk, 2**20 // C)), {k: 0.0 for k in MIR}
+    matched = related = 0
+    for i in range(0, R, rows):
+        rel, up = relevancy[i:i + rows].sort(dim=1, stable=True)  # (c, C) each, least relevant first: for ties
+        order = sim[i:i + rows].gather(1, up).sort(dim=1, descending=True, stable=True).indices  # (c, C)
+        found, ideal = rel.gather(1, order).to(exact), rel.flip(1)  # (c, C) each: as ranked, and in the best order
+        ones, above = (found == 1).sum(1), (found > 0).sum(1)  # (c,) each
+        hit, top = found == 1, rank <= above[:, None]  # (c, C) each
+        dcg, best = (found * discount * top).sum(1), (ideal * discount).sum(1)  # (c,) each
+        soft = (found.cumsum(1) / rank * hit).sum(1)  # (c,)
+        binary = (hit.cumsum(1) / rank * hit).sum(1)  # (c,)
+        has, any_above = ones > 0, above > 0  # (c,) each
+        sums["mAP"] += (soft[has] / ones[has]).sum().item()
+        sums["mAP_binary"] += (binary[has] / ones[has]).sum().item()
+        sums["nDCG"] += (dcg[any_above] / best[any_above]).sum().item()
+        matched, related = matched + int(has.sum()), related + int(any_above.sum())
+    if not matched:
+        raise ValueError(f"none of {R} queries has an item of relevancy 1: no mAP")
+    out = {k: 100 * v / (related if k == "nDCG" else matched) for k, v in sums.items()}
+    return out | {"queries": R, "no_match": R - matched, "unrelated": R - related}
+
+
+def mir_chance(relevancy):
+    """{rows, columns, mAP, nDCG, mAP_binary} that a random order has on average, in percent; relevancy (R, C)."""
+    relevancy = torch.as_tensor(relevancy)
+    ways = {"rows": _mir_chance_one_way(relevancy), "columns": _mir_chance_one_way(relevancy.T)}
+    return ways | {k: (ways["rows"][k] + ways["columns"][k]) / 2 for k in MIR}
+
+
+def _mir_chance_one_way(relevancy):
+    """An item of relevancy 1 stands at each rank r alike; before it the others have their mean relevancy, r - 1
+    times."""
+    C = relevancy.shape[1]
+    rank = torch.arange(1, C + 1, dtype=torch.float64)  # (C,)
+    harmonic, discount = (1 / rank).sum(), 1 / torch.log2(rank + 1)  # (), (C,)
+    out = {k: [] for k in MIR}
+    for part in relevancy.split(1024):
+        rel = part.sort(dim=1, descending=True).values.double().cpu()  # (c, C)
+        ones, above, total = (rel == 1).sum(1), (rel > 0).sum(1), rel.sum(1)  # (c,) each
+        has, some = ones > 0, above > 0  # (c,) each
+        for name, mass in (("mAP", total), ("mAP_binary", ones.double())):
+            others = (mass - 1) / max(1, C - 1)  # (c,) mean relevancy of the other items
+            out[name].append(((harmonic + (C - harmonic) * others) / C)[has])
+        gain = total / C * discount.cumsum(0)[(above - 1).clamp(min=0)]  # (c,) of the first k ranks
+        out["nDCG"].append((gain / (rel * discount).sum(1))[some])
+    return {k: 100 * torch.cat(v).mean().item() for k, v in out.items()}
+
+
+def recall_by_frequency(ranks, frequency):
+    """R@1 R@5 R@10 R@50 (percent), MdR and MnR apart for queries of frequent and of rare clusters.
+
+    Args: ranks (Q,): rank of each query's best positive, from 1 (retrieval_metrics(..., ranks=True) gives them).
+        frequency (Q,): size of the query's training cluster or class.
+    Returns: {head, mid, tail}, each with these keys, queries, and from, to (its frequencies): thirds of the queries,
+        the most frequent first. Queries of one frequency stay together, in the third where their middle falls, so the
+        thirds are not always equal, and one may be missing; {} where all have one frequency.
+    Raises: ValueError on lengths that differ.
+    """
+    ranks, frequency = np.asarray(ranks), np.asarray(frequency)
+    if ranks.shape != frequency.shape or ranks.ndim != 1:
+        raise ValueError(f"ranks {ranks.shape} and frequencies {frequency.shape} must be (Q,) both")
+    sizes, where, count = np.unique(-frequency, return_inverse=True, return_counts=True)  # most frequent first
+    if len(sizes) < 2:
+        return {}
+    middle = (count.cumsum() - count / 2) / len(ranks)  # of each frequency, as a part of the queries
+    third = np.minimum((3 * middle).astype(int), 2)[where]  # (Q,)
+    out = {}
+    for number, name in enumerate(("head", "mid", "tail")):
+        part = third == number  # (Q,)
+        if part.any():
+            own = frequency[part]
+            span = {"queries": int(part.sum()), "from": own.min().item(), "to": own.max().item()}
+            out[name] = _recalls(ranks[part]) | span
+    return out
 
 
 def normalization_error(sim, gamma):
