@@ -1308,6 +1308,8 @@ class Data:
     shards: np.ndarray = None         # (M,) number of the tar of each row
     rows: np.ndarray = None           # (M,) row numbers in the table that was opened first
     which: np.ndarray = None          # (M,) number of the one caption of each row, after unfold()
+    sentences: object = None          # what multi-instance retrieval ranks, with relevancies (sets/epic.py)
+    caption_relevancy: float = 0.0    # training draws among the sentences above this relevancy; 0 = own captions
     streamed = False                  # sets/stream.py answers True
 
     def __post_init__(self):
@@ -1368,6 +1370,14 @@ class Data:
         """The captions of row i, without a look at its pixels."""
         captions = self._cell("captions", i)
         return captions if self.which is None else [captions[self.which[i]]]
+
+    def training_captions(self, i, seed, epoch, number):
+        """The captions of row i; with caption_relevancy one sentence that is relevant to it, drawn for sample `number`
+        of the epoch."""
+        if not self.caption_relevancy:
+            return self.captions(i)
+        u = uniforms(seed, epoch, [number], 1, stream=98)[0, 0]
+        return [self.sentences.draw(int(self.rows[i]), self.caption_relevancy, u)]
 
     def key(self, i):
         """The name of row i: it does not change with the split or with other rows."""
@@ -1448,7 +1458,8 @@ class Data:
             x = pixels[torch.from_numpy(index).to(batches.device)]  # (B, [T,] 3, H, W)
             views = [a.crop_batch(x, uniforms(batches.seed, epoch, index, a.DRAWS, stream=v + 1))
                      for v, a in enumerate(batches.augments)]
-            yield {"views": views, "captions": [self.captions(i) for i in index], "index": index, "bad": [],
+            captions = [self.training_captions(i, batches.seed, epoch, i) for i in index]
+            yield {"views": views, "captions": captions, "index": index, "bad": [],
                    "keys": [self.key(i) for i in index], "epochs": np.full(len(index), epoch), "positions": {}}
 
 
@@ -1544,7 +1555,8 @@ def load_data(name, split, **options):
         options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
         label_column,
             streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
-            feature_dir; max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
+            feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
+            max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
             and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
@@ -1559,6 +1571,13 @@ def load_data(name, split, **options):
         raise UserError("--streaming goes with neither --unfold-captions nor --feature-dir")
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
+    if options.get("caption_relevancy") and split == "train":
+        if getattr(data, "sentences", None) is None:
+            raise UserError(f"--caption-relevancy: {name} has no sentences with relevancies (epic-kitchens-100 has); "
+                            "set it to 0")
+        if options.get("unfold_captions"):
+            raise UserError("--caption-relevancy draws a sentence for each clip; it goes not with --unfold-captions")
+        data = dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
     return data.unfold() if options.get("unfold_captions") and split == "train" else data
 
 
@@ -1593,7 +1612,7 @@ def _known_set(name, split, options):
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "caption_noise",
-              "streaming", "max_bad_fraction", "max_pixels")
+              "streaming", "max_bad_fraction", "max_pixels", "caption_relevancy")
 
 
 def data_options(args, **more):
@@ -2165,7 +2184,8 @@ class _Views(torch.utils.data.Dataset):
                     return item | {"fatal": _plain_words(error)}
                 continue
             views = crop_views(image, self.augments, self.seed, epoch, index)
-            return item | {"views": views, "captions": self.data.captions(i), "key": self.data.key(i)}
+            captions = self.data.training_captions(i, self.seed, epoch, index)
+            return item | {"views": views, "captions": captions, "key": self.data.key(i)}
         return item
 
 
@@ -2476,7 +2496,7 @@ def _mir_chance_one_way(relevancy):
     harmonic, discount = (1 / rank).sum(), 1 / torch.log2(rank + 1)  # (), (C,)
     out = {k: [] for k in MIR}
     for part in relevancy.split(1024):
-        rel = part.sort(dim=1, descending=True).values.double().cpu()  # (c, C)
+        rel = torch.from_numpy(np.sort(part.cpu().numpy(), axis=1)).flip(1).double()  # (c, C), numpy's sort is faster
         ones, above, total = (rel == 1).sum(1), (rel > 0).sum(1), rel.sum(1)  # (c,) each
         has, some = ones > 0, above > 0  # (c,) each
         for name, mass in (("mAP", total), ("mAP_binary", ones.double())):
@@ -2485,6 +2505,29 @@ def _mir_chance_one_way(relevancy):
         gain = total / C * discount.cumsum(0)[(above - 1).clamp(min=0)]  # (c,) of the first k ranks
         out["nDCG"].append((gain / (rel * discount).sum(1))[some])
     return {k: 100 * torch.cat(v).mean().item() for k, v in out.items()}
+
+
+def class_relevancy(verbs, nouns, other_verbs, other_nouns, dtype=torch.float32):
+    """(R, C) relevancies as EPIC-KITCHENS-100 has them: 1/2 [verbs equal + |N ^ N'| / |N u N'|], N a set of nouns.
+
+    Args: verbs (R,), other_verbs (C,): class numbers.   nouns (R, K), other_nouns (C, K): 1 where a noun class is in
+        the set, of multi_hot; at least one in each row.   dtype: float64 where 0.1 must not become more than 0.1.
+    """
+    verbs, other_verbs = torch.as_tensor(verbs), torch.as_tensor(other_verbs)
+    out = []
+    for v, n in zip(verbs.split(1024), nouns.split(1024)):
+        both = n @ other_nouns.T  # (c, C), exact: counts
+        either = n.sum(1, keepdim=True) + other_nouns.sum(1) - both  # (c, C)
+        out.append(((v[:, None] == other_verbs).to(dtype) + both.to(dtype) / either.to(dtype)) / 2)
+    return torch.cat(out)
+
+
+def multi_hot(lists, classes):
+    """(len(lists), classes) float32: 1 where the class number is in the list."""
+    out = torch.zeros(len(lists), classes)
+    for row, numbers in enumerate(lists):
+        out[row, list(numbers)] = 1
+    return out
 
 
 def recall_by_frequency(ranks, frequency):
@@ -2654,6 +2697,11 @@ def _collate_eval(items):
     return [i for i, _ in good], pixels, [(i, why) for i, x, why in items if x is None]
 
 
+def has_clips(data):
+    """Are its examples clips? Tables then say video."""
+    return bool(data.clip) or data.pixels is not None and data.pixels.ndim == 5
+
+
 def frames_of(data):
     """T of a clip; 1 for images."""
     if data.pixels is not None and data.pixels.ndim == 5:
@@ -2769,6 +2817,36 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None):
     return metrics, chance
 
 
+def mir_of(model, tokenizer, pieces, device):
+    """({image_to_text, text_to_image, mAP, nDCG, mAP_binary}, the same for chance) of mir_metrics; ({}, {}) where the
+    set has no relevancies. Collective.
+
+    The texts are the set's own sentences (EPIC-KITCHENS), else the different captions; relevancies then come from the
+    columns verb and noun, or nouns."""
+    data, index, text = pieces["data"], pieces["index"], pieces["text"]
+    if data.sentences is not None:
+        text = encode_texts(model, tokenizer, data.sentences.texts, device)  # (C, D)
+        relevancy = data.sentences.relevancy(data.rows[index])  # (M, C)
+    elif data.column("verb") is not None and data.column("noun") is not None:
+        verb, single = data.column("verb")[index], data.column("noun")[index]  # (M,) each
+        several = data.column("nouns")
+        lists = [[n] for n in single] if several is None else [several[i] for i in index]
+        nouns = multi_hot(lists, 1 + max(max(n) for n in lists))  # (M, K)
+        owner, first = pieces["owner"], {}  # owner (C,)
+        for c, t in enumerate(pieces["texts"]):
+            first.setdefault((t, verb[owner[c]], tuple(sorted(lists[owner[c]]))), c)
+        columns = list(first.values())
+        text, said = text[columns], owner[columns]
+        relevancy = class_relevancy(verb, nouns, verb[said], nouns[said])  # (M, C)
+    else:
+        return {}, {}
+    sim = normalize(pieces["image"]) @ normalize(text).T  # (M, C)
+    names = {"rows": "image_to_text", "columns": "text_to_image"}
+    both = mir_metrics(sim, relevancy), mir_chance(relevancy)
+    metrics, chance = ({names.get(k, k): v for k, v in m.items()} for m in both)
+    return metrics, chance
+
+
 def say_unreadable(data, bad):
     """How many images an evaluation has left out; bad: {key: reason}."""
     if bad:
@@ -2777,7 +2855,8 @@ def say_unreadable(data, bad):
 
 
 def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0):
-    """Retrieval both ways, modality gap, and kNN@1 where there are labels and a training set.
+    """Retrieval both ways, modality gap, multi-instance retrieval where there are relevancies, and kNN@1 where there
+    are labels and a training set.
 
     Returns: metrics, the same keys for chance, and the pieces pictures are drawn from.
     """
@@ -2787,13 +2866,19 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     metrics, chance = retrieval_both_ways(pieces)
     metrics["modality_gap"] = modality_gap(image, pieces["text"])
     chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
+    by_relevancy, by_chance = mir_of(model, tokenizer, pieces, device)
+    if by_relevancy:
+        metrics["mir"], chance["mir"] = by_relevancy, by_chance
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
         (mine, theirs), (known, features) = with_class((train.labels[rows], data.labels[index]), (known, features))
         metrics["knn@1"] = knn_accuracy(known, torch.from_numpy(mine), features, torch.from_numpy(theirs))
         chance["knn@1"] = knn_chance(mine, theirs)
-    return metrics | {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}, chance, pieces
+    counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
+    if has_clips(data):
+        counts["clips"] = len(image)
+    return metrics | counts, chance, pieces
 
 
 def with_class(labels, features):
@@ -2804,15 +2889,27 @@ def with_class(labels, features):
 
 def metrics_table(title, metrics, chance):
     """The result as lines of text, each number beside its chance level."""
-    keys = ["R@1", "R@5", "R@10", "MdR"]
-    lines = [f"{title}: {metrics['images']} images, {metrics['captions']} captions",
+    keys, it = ["R@1", "R@5", "R@10", "MdR"], "video" if "clips" in metrics else "image"
+    number = f"{metrics['clips']} clips" if "clips" in metrics else f"{metrics['images']} images"
+    lines = [f"{title}: {number}, {metrics['captions']} captions",
              f"{'':<22}" + "".join(f"{k:>8} (chance)" for k in keys)]
-    for name, label in (("text_to_image", "text -> image"), ("image_to_text", "image -> text")):
+    ways = (("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))
+    for name, label in ways:
         cells = [f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys]
         lines.append(f"{label:<22}" + "".join(cells))
+    if "R-Mean" in metrics:
+        lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
+    if "mir" in metrics:
+        m, c = metrics["mir"], chance["mir"]
+        for label, a, b in (*((label, m[name], c[name]) for name, label in ways), ("both", m, c)):
+            cells = "".join(f"{k:>7}{a[k]:6.1f} ({b[k]:4.1f})" for k in MIR)
+            lines.append(f"{'MIR ' + label:<22}{cells}")
+        left_out = m["image_to_text"]["no_match"] + m["text_to_image"]["no_match"]
+        if left_out:
+            lines.append(f"{'':<22}without {left_out} queries that have no item of relevancy 1")
     if "knn@1" in metrics:
         m, c = metrics["knn@1"], chance["knn@1"]
-        lines.append(f"{'kNN@1 (image)':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "
+        lines.append(f"{f'kNN@1 ({it})':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "
                      f"{m['mean_per_class']:.1f} ({c['mean_per_class']:.1f})")
     gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
     lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
