@@ -1377,7 +1377,8 @@ class Data:
         if not self.caption_relevancy:
             return self.captions(i)
         u = uniforms(seed, epoch, [number], 1, stream=98)[0, 0]
-        return [self.sentences.draw(int(self.rows[i]), self.caption_relevancy, u)]
+        drawn = self.sentences.draw(int(self.rows[i]), self.caption_relevancy, u)
+        return self.captions(i) if drawn is None else [drawn]
 
     def key(self, i):
         """The name of row i: it does not change with the split or with other rows."""

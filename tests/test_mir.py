@@ -1,10 +1,17 @@
 """Multi-instance retrieval: the metrics against plain loops, relevancies, and the sets that have them."""
 
+import json
+import pickle
+
 import common
 
 import numpy as np
 import pytest
 import torch
+from helpers import frame_number, write_rows, write_video
+
+from sets import epic as sets_epic
+from sets import moving_emoji, ssv2
 
 
 def loop(sim, rel):
@@ -112,3 +119,266 @@ def test_ranks_themselves():
     own = sim.gather(1, positives)
     assert ranks.tolist() == (sim >= own).sum(1).tolist()
     assert common.retrieval_metrics(query, gallery, positives)["MnR"] == pytest.approx(ranks.mean())
+
+
+# ---- relevancies ----
+def test_relevancy_of_classes():
+    nouns = common.multi_hot([[1], [1, 2], [0, 1, 2, 3, 4]], 6)
+    got = common.class_relevancy([3, 3, 5], nouns, [3, 5], common.multi_hot([[1], [0]], 6), torch.float64)
+    assert got.tolist() == [[1, 0], [0.75, 0], [0.1, 0.6]]  # (1 + 1)/2, (1 + 1/2)/2, (0 + 1/5)/2, (1 + 1/5)/2
+
+
+def test_moving_emoji_is_scored_by_its_own_relevancy():
+    """A model that knows the classes is perfect, one that knows nothing is at chance; clips and captions of one pair
+    have relevancy 1."""
+    data = common.load_data("moving-emoji", "val", clips=[300, 40, 40])
+    index, texts = np.arange(0, 40, 2), [data.captions(i) for i in range(0, 40, 2)]
+    whole = moving_emoji.relevancy(data)
+    eye = torch.eye(int(data.column("group").max()) + 1)
+    image = eye[data.column("group")[index]]
+    owner = np.repeat(np.arange(20), 3)
+    pieces = {"data": data, "index": index, "image": image, "text": image[owner], "owner": owner,
+              "texts": [t for c in texts for t in c]}
+    metrics, chance = common.mir_of(None, None, pieces, torch.device("cpu"))
+    assert metrics["mAP_binary"] == pytest.approx(100) and metrics["nDCG"] < 100  # it knows no half relevancy
+    unique = {t: i for t, i in zip(reversed(pieces["texts"]), reversed(owner))}
+    assert metrics["text_to_image"]["queries"] == len(unique)
+    columns = [owner[pieces["texts"].index(t)] for t in dict.fromkeys(pieces["texts"])]
+    want = common.mir_chance(whole[index][:, index][:, columns])
+    assert chance["mAP"] == pytest.approx(want["mAP"]) and chance["nDCG"] == pytest.approx(want["nDCG"])
+
+
+# ---- EPIC-KITCHENS-100 ----
+HEADER = ["narration_id", "participant_id", "video_id", "narration_timestamp", "start_timestamp", "stop_timestamp",
+          "start_frame", "stop_frame", "narration", "verb", "verb_class", "noun", "noun_class", "all_nouns",
+          "all_noun_classes"]
+# id: (video, start, stop, narration, verb, nouns)
+CLIPS = {"P01_01_0": ("P01_01", 1, 5, "take plate", 0, [2]), "P01_01_1": ("P01_01", 13, 17, "put plate down", 1, [2]),
+         "P01_01_2": ("P01_01", 28, 44, "take plate and cup", 0, [2, 13]),
+         "P01_01_3": ("P01_01", 40, 44, "stir", 10, [94]),
+         "P02_03_0": ("P02_03", 0, 4, "take plate", 0, [2]),
+         "P02_03_1": ("P02_03", 2, 6, "move a b c d e", 11, [2, 3, 4, 5, 6]),
+         "P09_09_0": ("P09_09", 0, 1, "wash pan", 2, [5])}
+SENTENCES = ["P01_01_0", "P01_01_1", "P01_01_2", "P01_01_3", "P02_03_1", "P09_09_0"]  # no narration twice
+
+
+def stamp(t):
+    return f"00:{t // 60:02}:{t % 60:05.2f}"
+
+
+def write_annotations(root, split, uid=False, clips=CLIPS, sentences=SENTENCES):
+    """retrieval_annotations as they are published; uid: an older copy."""
+    rows = [[i, v[:3], v, stamp(a) + "0", stamp(a), stamp(b), 60 * a, 60 * b, text, text.split()[0], verb, "n",
+             nouns[0], str(["n"] * len(nouns)), str(nouns)] for i, (v, a, b, text, verb, nouns) in clips.items()]
+    folder, head, more = root / "retrieval_annotations", HEADER, ["narration_id", "narration"]
+    if uid:
+        head, rows = ["uid", *HEADER], [[k, *r] for k, r in enumerate(rows)]
+        more = ["index", "narration", "verb_class", "noun_classes", "verb", "nouns"]
+    write_rows(folder / f"EPIC_100_retrieval_{split}.csv", head, rows)
+    lines = [[i, clips[i][3], clips[i][4], clips[i][5], "v", "n"][:len(more)] for i in sentences]
+    return write_rows(folder / f"EPIC_100_retrieval_{split}_sentence.csv", more, lines).parent
+
+
+@pytest.fixture(scope="module")
+def kitchen(tmp_path_factory):
+    """A replica: P01_01 of 45 s at 5 frames a second, whole and in chunks of 15 s, P02_03 of 6 s."""
+    root = tmp_path_factory.mktemp("epic")
+    for split in ("train", "test"):
+        write_annotations(root, split)
+    write_rows(root / "EPIC_100_verb_classes.csv", ["id", "key"], [[0, "take"], [1, "put"]])
+    for kind in ("whole", "chunks"):
+        write_video(root / kind / "P02" / "videos" / "P02_03.MP4", range(30), fps=5)
+    write_video(root / "whole" / "P01" / "videos" / "P01_01.MP4", range(225), fps=5)
+    for k in range(3):
+        write_video(root / "chunks" / "P01" / "P01_01.MP4" / f"{15 * k}.MP4", range(75 * k, 75 * k + 75), fps=5)
+    return root
+
+
+def kitchens(root, split="test", videos="chunks", **options):
+    usual = {"video_dir": str(root / videos), "frames": 8, "frame_sampling": "random"}
+    return common.load_data("epic-kitchens-100", split, data_dir=str(root), **(usual | options))
+
+
+def shown(clip):
+    return [frame_number(x) for x in clip.permute(0, 2, 3, 1).numpy()]
+
+
+def test_clips_of_whole_videos_and_of_chunks_are_the_middles_of_their_parts(kitchen):
+    whole, chunks = (kitchens(kitchen, videos=v) for v in ("whole", "chunks"))
+    assert list(whole.keys()) == list(chunks.keys()) == list(CLIPS)[:6]
+    for i, (_, start, end, *_) in enumerate(list(CLIPS.values())[:6]):
+        want = [int(5 * (start + (k + 0.5) / 8 * (end - start)) + 1e-6) for k in range(8)]
+        assert shown(chunks.read(i)) == want, i
+        assert np.abs(np.subtract(shown(whole.read(i)), want)).max() <= 1, i  # the window's own ends are frames there
+    draws = np.linspace(0, 0.99, 8)
+    assert shown(chunks.read(1, draws)) == [int(5 * (13 + (k + u) / 2) + 1e-6) for k, u in enumerate(draws)]
+    assert shown(chunks.read(1, draws)) != shown(chunks.read(1)) == shown(chunks.read(1))
+    assert shown(kitchens(kitchen, frames=16).read(2))[-1] > 215  # the last of three chunks
+    late = chunks.clip(str(kitchen / "chunks" / "P01" / "P01_01.MP4"), 43, 60)  # the video ends after 45 seconds
+    assert shown(late) == [int(5 * (43 + (k + 0.5) / 4) + 1e-6) for k in range(8)]
+
+
+def test_the_table_of_a_split(kitchen, capsys):
+    data = kitchens(kitchen, frames=5)
+    assert data.column("verb").tolist() == [0, 1, 0, 10, 0, 11] and data.names("verb")[:3] == ["take", "put", "2"]
+    assert data.column("noun").tolist() == [2, 2, 2, 94, 2, 2] and data.column("nouns")[2] == [2, 13]
+    assert data.captions(2) == ["take plate and cup"] and data.groups[0] == data.groups[4] != data.groups[1]
+    assert "1 clips of 1 videos are not in" in data.note and "first P09_09" in data.note
+    assert "6 sentences, relevancies from the classes" in data.note and "9,668 expected" in data.note
+    assert "has 6 examples, 9,668 are expected" in capsys.readouterr().out
+    counts = sets_epic.SETS["epic-kitchens-100"]["splits"]
+    assert counts == {"train": 67_217, "test": 9_668}
+
+
+def test_older_annotation_files_give_the_same(kitchen, tmp_path):
+    write_annotations(tmp_path, "test", uid=True)
+    old = common.load_data("epic-kitchens-100", "test", data_dir=str(tmp_path), video_dir=str(kitchen / "whole"))
+    new = kitchens(kitchen, videos="whole")
+    assert old.table["captions"][:] == new.table["captions"][:] and old.sentences.texts == new.sentences.texts
+    assert torch.equal(old.sentences.relevancy(np.arange(6)), new.sentences.relevancy(np.arange(6)))
+
+
+def plain_relevancy(a, b):
+    (*_, verb, nouns), (*_, other, others) = CLIPS[a], CLIPS[b]
+    return ((verb == other) + len(set(nouns) & set(others)) / len(set(nouns) | set(others))) / 2
+
+
+def test_the_published_relevancies_and_those_of_the_classes_are_equal(kitchen, tmp_path, capsys):
+    matrix = np.array([[plain_relevancy(a, b) for b in SENTENCES] for a in CLIPS])
+    computed = kitchens(kitchen).sentences.relevancy(np.array([5, 0]))
+    assert np.allclose(computed, matrix[[5, 0]]) and computed.dtype == torch.float32
+    annotations = write_annotations(tmp_path, "test")
+    file = annotations / "relevancy" / "caption_relevancy_EPIC_100_retrieval_test.pkl"
+    file.parent.mkdir()
+    read = lambda: kitchens(tmp_path, video_dir=str(kitchen / "chunks"), frames=4)
+    for lie in (0, 0.25):
+        published = matrix.copy()
+        published[2, 1] += lie
+        file.write_bytes(pickle.dumps(published))
+        common._known_set.cache_clear()
+        data = read()
+        assert file.name in data.note
+        got = data.sentences.relevancy(np.arange(6))
+        assert np.allclose(got, published[:6])
+        assert ("1 of 36 relevancies are not those" in capsys.readouterr().out) == bool(lie)
+    file.write_bytes(pickle.dumps(matrix[:, :4]))
+    with pytest.raises(common.UserError, match=r"holds \(7, 4\) float64, expected \(7, 6\)"):
+        data.sentences.relevancy(np.arange(6))
+
+
+def test_training_captions_are_the_relevant_sentences(kitchen):
+    """Uniform over the sentences with relevancy > 0.1, strictly; the same on any number of workers; each epoch anew."""
+    own, data = kitchens(kitchen, "train"), kitchens(kitchen, "train", caption_relevancy=0.1)
+    for i, key in enumerate(data.keys()):
+        relevant = {CLIPS[s][3] for s in SENTENCES if plain_relevancy(key, s) > 0.1}
+        drawn = [data.training_captions(i, 0, epoch, i)[0] for epoch in range(300)]
+        assert set(drawn) == relevant
+        assert min(drawn.count(t) for t in relevant) > 0.6 * 300 / len(relevant)
+        assert own.training_captions(i, 0, 0, i) == own.captions(i) == data.captions(i) == [CLIPS[key][3]]
+    assert plain_relevancy("P02_03_1", "P01_01_0") == 0.1  # one noun of five, and strictly above counts
+    assert "take plate" not in {data.training_captions(5, 0, e, 5)[0] for e in range(50)}
+    runs = []
+    for workers in (0, 2):
+        batches = common.Batches(data, [common.Augment(16)], common.EvalTransform(16, [0] * 3, [1] * 3), 3, 0, 0, 4,
+                                 torch.device("cpu"), workers)
+        runs.append([(b["keys"], b["captions"]) for b in batches])
+    assert runs[0] == runs[1] and any(c != [CLIPS[k][3]] for keys, cs in runs[0] for k, c in zip(keys, cs))
+
+
+def test_sentences_of_missing_clips_are_ranked_and_unreadable_clips_leave_theirs(kitchen):
+    data = kitchens(kitchen)
+    eye = torch.eye(len(SENTENCES))
+
+    class Model(torch.nn.Module):
+        def forward(self, pixels=None, tokens=None):
+            return None, eye[tokens["i"]], None
+    tokenizer = lambda texts: {"i": torch.tensor([data.sentences.texts.index(t) for t in texts])}
+    index = np.array([0, 1, 3, 4, 5])  # clip 2 could not be read
+    image = eye[[SENTENCES.index(k) if k in SENTENCES else 0 for k in np.array(list(CLIPS))[index]]]
+    pieces = {"data": data, "index": index, "image": image, "text": None, "owner": None, "texts": None}
+    metrics, chance = common.mir_of(Model(), tokenizer, pieces, torch.device("cpu"))
+    assert metrics["image_to_text"]["queries"] == 5 and metrics["text_to_image"]["queries"] == 6
+    assert metrics["image_to_text"]["mAP_binary"] == 100 and 0 < chance["mAP"] < 100
+    assert metrics["text_to_image"]["no_match"] == 2  # of the clips that are not there
+
+
+TABLE = "retrieval_annotations/EPIC_100_retrieval_test.csv"
+SENTENCE_TABLE = "retrieval_annotations/EPIC_100_retrieval_test_sentence.csv"
+
+
+@pytest.mark.parametrize("change,words", [
+    (lambda root: (root / TABLE).unlink(), "no EPIC_100_retrieval_test.csv in"),
+    (lambda root: (root / SENTENCE_TABLE).unlink(), "not there"),
+    (lambda root: write_annotations(root, "test", clips=CLIPS | {"P01_01_0": ("P01_01", 0, 1, "x", 97, [1])}),
+     "test.csv, line 2: verbs are 0..96"),
+    (lambda root: write_annotations(root, "test", clips=CLIPS | {"P01_01_0": ("P01_01", 5, 1, "x", 1, [1])}),
+     "line 2: no narration, or an end before"),
+    (lambda root: write_rows(root / SENTENCE_TABLE, ["a", "b"], [["P77_1_0", "x"]]),
+     "1 of its ids are not in .*first P77_1_0"),
+    (lambda root: write_rows(root / TABLE, ["a", "b"], [["1", "2"]]), "has no column narration_id")])
+def test_annotations_that_are_not_right(change, words, kitchen, tmp_path):
+    write_annotations(tmp_path, "test")
+    change(tmp_path)
+    with pytest.raises(common.UserError, match=words):
+        kitchens(tmp_path, video_dir=str(kitchen / "whole"))
+
+
+def test_what_epic_kitchens_refuses(kitchen, tmp_path):
+    with pytest.raises(common.UserError, match="needs --data-dir"):
+        common.load_data("epic-kitchens-100", "train")
+    with pytest.raises(common.UserError, match="has no val split; it has: train, test"):
+        kitchens(kitchen, "val")
+    with pytest.raises(common.UserError, match="none of 3 videos is below .*looked for P01_01"):
+        kitchens(kitchen, video_dir=str(tmp_path))
+    with pytest.raises(common.UserError, match="several windows"):
+        kitchens(kitchen, feature_dir=(str(tmp_path),))
+    with pytest.raises(common.UserError, match="--caption-relevancy: moving-emoji has no sentences"):
+        common.load_data("moving-emoji", "train", clips=[30, 4, 4], caption_relevancy=0.1)
+    chunks = tmp_path / "cut" / "P01" / "P01_01.MP4"
+    chunks.mkdir(parents=True)
+    for k in (0, 30):  # 15.MP4 is not there
+        (chunks / f"{k}.MP4").symlink_to(kitchen / "chunks" / "P01" / "P01_01.MP4" / f"{k}.MP4")
+    (chunks / "45.MP4").symlink_to(kitchen / "chunks" / "P01" / "P01_01.MP4" / "30.MP4")
+    with pytest.raises(ValueError, match="no chunk of .*P01_01.MP4 has second 16"):
+        kitchens(kitchen, video_dir=str(tmp_path / "cut")).read(1)
+
+
+# ---- Something-Something v2, long tail ----
+def write_ssv2(root, split, ids, listed):
+    word = {"train": "train", "val": "validation"}[split]
+    rows = [{"id": str(i), "label": f"holding thing {i}", "placeholders": [f"thing {i}"],
+             "template": "Holding [something]" if i % 3 else "Moving [something] up"} for i in ids]
+    root.mkdir(exist_ok=True)
+    (root / f"something-something-v2-{word}.json").write_text(json.dumps(rows))
+    lines = [f'{i} {k} {f} {i}/{i}_{f:06}.jpg ""' for k, i in enumerate(listed) for f in range(3)]
+    (root / f"{split}.csv").write_text("\n".join(["original_vido_id video_id frame_id path labels", *lines]) + "\n")
+
+
+def test_ssv2_lt(tmp_path):
+    write_ssv2(tmp_path / "labels", "train", range(100, 106), [105, 101, 102, 999])
+    write_ssv2(tmp_path / "labels", "val", [200, 201, 202], [201])
+    for i in (101, 105, 201):
+        write_video(tmp_path / "20bn-something-something-v2" / f"{i}.webm", range(i, i + 6), "libvpx-vp9", 12)
+    read = lambda split: common.load_data("ssv2-lt", split, data_dir=str(tmp_path / "labels"), frames=3,
+                                          video_dir=str(tmp_path / "20bn-something-something-v2"))
+    train, test = read("train"), read("test")
+    assert list(train.keys()) == ["101", "105"] and train.captions(1) == ["holding thing 105"]
+    assert train.label_names == ["Holding something", "Moving something up"] and train.labels.tolist() == [0, 1]
+    assert "1 videos are not in" in train.note and "1 clips of train.csv are not in" in train.note
+    assert list(test.keys()) == ["201"] and shown(test.read(0)) == [201, 203, 206]
+    with pytest.raises(common.UserError, match="has no val split"):
+        read("val")
+    (tmp_path / "labels" / "train.csv").write_text("105 0 0 a.jpg\n")
+    common._known_set.cache_clear()
+    with pytest.raises(common.UserError, match="its first line is no header"):
+        read("train")
+    (tmp_path / "labels" / "train.csv").unlink()
+    with pytest.raises(common.UserError, match="train.csv is not in --data-dir .*lmr-release"):
+        read("train")
+
+
+def test_the_list_of_the_whole_set_is_no_long_tail(tmp_path, monkeypatch):
+    write_ssv2(tmp_path, "train", range(3), range(3))
+    monkeypatch.setitem(ssv2.WHOLE, "train", 3)
+    with pytest.raises(common.UserError, match="names 3 clips, the whole of Something-Something v2"):
+        common.load_data("ssv2-lt", "train", data_dir=str(tmp_path), video_dir=str(tmp_path))
