@@ -2903,11 +2903,11 @@ def metrics_table(title, metrics, chance):
     if "mir" in metrics:
         m, c = metrics["mir"], chance["mir"]
         for label, a, b in (*((label, m[name], c[name]) for name, label in ways), ("both", m, c)):
-            cells = "".join(f"{k:>7}{a[k]:6.1f} ({b[k]:4.1f})" for k in MIR)
-            lines.append(f"{'MIR ' + label:<22}{cells}")
+            cells = [f"{k} {a[k]:5.1f} ({b[k]:5.1f})" for k in MIR]
+            lines.append(f"{'MIR ' + label:<22}   {'   '.join(cells)}")
         left_out = m["image_to_text"]["no_match"] + m["text_to_image"]["no_match"]
         if left_out:
-            lines.append(f"{'':<22}without {left_out} queries that have no item of relevancy 1")
+            lines.append(f"{'':<22}   queries without an item of relevancy 1, in no mAP: {left_out}")
     if "knn@1" in metrics:
         m, c = metrics["knn@1"], chance["knn@1"]
         lines.append(f"{f'kNN@1 ({it})':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "

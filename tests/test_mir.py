@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers import frame_number, write_rows, write_video
 
+import eval as evaluation
+import temo
 from sets import epic as sets_epic
 from sets import moving_emoji, ssv2
 
@@ -382,3 +384,29 @@ def test_the_list_of_the_whole_set_is_no_long_tail(tmp_path, monkeypatch):
     monkeypatch.setitem(ssv2.WHOLE, "train", 3)
     with pytest.raises(common.UserError, match="names 3 clips, the whole of Something-Something v2"):
         common.load_data("ssv2-lt", "train", data_dir=str(tmp_path), video_dir=str(tmp_path))
+
+
+# ---- a run and eval.py ----
+def test_a_run_and_eval_report_the_same_numbers(kitchen, tmp_path, capsys, monkeypatch):
+    """Any script, any checkpoint: MIR of EPIC-KITCHENS from its sentences, of moving-emoji from its captions."""
+    monkeypatch.setattr(temo, "draw", lambda run: None)
+    flags = ["--dataset", "epic-kitchens-100", "--data-dir", kitchen, "--video-dir", kitchen / "chunks", "--cpu",
+             "--frames", 2, "--frame-sampling", "random", "--image-size", 16, "--text-length", 8, "--batch-size", 3,
+             "--max-steps", 2, "--workers", 0, "--threads", 1, "--output-dir", tmp_path, "--run-name", "r"]
+    summary = temo.main(temo.parse_args([str(f) for f in flags]))
+    out = capsys.readouterr().out
+    assert "6 clips, 6 captions" in out and "text -> video" in out and "video -> text" in out and "R-Mean" in out
+    assert "MIR both" in out and "-> image" not in out and "without an item of relevancy 1, in no mAP: 1\n" in out
+    own, chance = (summary[k]["epic-kitchens-100"] for k in ("test", "chance"))
+    assert own["mir"]["text_to_image"]["queries"] == 6 and own["mir"].keys() == chance["mir"].keys()
+
+    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu", "--threads", "1",
+                                                    "--workers", "0", "--tasks", "mir", "retrieval"]))
+    got = result["datasets"]["epic-kitchens-100"]
+    assert got["metrics"]["mir"] == own["mir"] and got["chance"]["mir"] == chance["mir"]
+    assert "mir video to text" in capsys.readouterr().out
+    others = ["--datasets", "moving-emoji", "emoji", "--tasks", "mir", "--limit", "40", "--split", "val"]
+    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu", "--threads", "1",
+                                                    "--workers", "0", *others]))["datasets"]
+    assert 0 < result["moving-emoji"]["metrics"]["mir"]["mAP"] < 100
+    assert result["emoji"]["left_out"]["mir"] == "the set has no relevancies (no verb and noun classes)"
