@@ -908,6 +908,9 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
 
 
 # ================================================== encoders =========================================================
+VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
+
+
 class _Block(nn.Module):
     """Two 3x3 convolutions with a skip; starts as the identity."""
 
@@ -971,16 +974,44 @@ class FeatureEncoder(SmallText):
         return super().forward(x, torch.ones(x.shape[:2], dtype=torch.long, device=x.device))
 
 
+class VideoViT(nn.Module):
+    """A timm ViT over the patches of all frames at once, in the manner of AVION: clips (B, T, 3, S, S) -> (B, width).
+
+    A patch has the embedding of its place, as in an image, and that of its frame (`temporal`, zeros at the start); one
+    class token sees all T * P patches in every layer and is the feature. Other than AVION's: no patch dropout and no
+    checkpointing of layers (--chunk-size saves more memory), and positions have weight decay like other matrices.
+    """
+
+    def __init__(self, vit, frames):
+        super().__init__()
+        self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
+        for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
+            norm.eps = 1e-6  # AVION's; CLIP has 1e-5
+
+    def forward(self, clips):
+        if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
+            given = f"clips of {clips.shape[1]}" if clips.ndim == 5 else "images"
+            made = f"made for clips of {len(self.temporal)} frames"
+            raise UserError(f"--image-encoder {VIDEO}...: {made}, not for {given}")
+        x = self.vit.patch_embed(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])  # (B, T, P, width)
+        first, place = self.vit.pos_embed[0, :1], self.vit.pos_embed[0, 1:]  # (1, width), (P, width)
+        x = (x + place + self.temporal[:, None]).flatten(1, 2)  # (B, T * P, width)
+        token = (self.vit.cls_token + first).expand(len(x), -1, -1)  # (B, 1, width)
+        x = self.vit.blocks(self.vit.norm_pre(torch.cat([token, x], 1)))  # (B, 1 + T * P, width)
+        return self.vit.norm(x[:, 0])
+
+
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S) -> features (B, width) and embeddings (B, D); frames are
     mean-pooled.
 
-    name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; a
-    transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own projection when D agrees;
-    others give the class token). embed_dim 0: features alone.
+    name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_'
+    and a timm ViT (a VideoViT of `frames` frames, no mean over them); a transformers id or folder with a '/' (a CLIP
+    gives its vision tower and keeps its own projection when D agrees; others give the class token). embed_dim 0:
+    features alone.
     """
 
-    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0)):
+    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
         super().__init__()
         self.name, self.config, self.stats, projection = name, None, STATS["half"], None
         if name == "features":
@@ -993,7 +1024,9 @@ class VisionEncoder(nn.Module):
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
         else:
-            self.body, self.width, self.stats = _timm_encoder(name, pretrained, image_size)
+            self.body, self.width, self.stats = _timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
+            if name.startswith(VIDEO):
+                self.body = _video_vit(name, self.body, frames)
         keep = projection is not None and projection.out_features == embed_dim
         if projection is not None and not keep and pretrained:
             say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
@@ -1006,6 +1039,9 @@ class VisionEncoder(nn.Module):
         if (self.name == "features") != (pixels.ndim == 3):
             raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
                             "alone")
+        if isinstance(self.body, VideoViT):
+            features = self.body(pixels)  # (B, width)
+            return features, self.projection(features)
         if self.name == "small":
             frames = frames.contiguous(memory_format=torch.channels_last)
         features = self.body(frames) if self.config is None else self.body(pixel_values=frames)
@@ -1078,6 +1114,16 @@ def _timm_encoder(name, pretrained, image_size):
     return body, body.num_features, stats
 
 
+def _video_vit(name, vit, frames):
+    """A VideoViT of this timm model. Raises: UserError where it is no ViT with a class token, or the data no clips."""
+    if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
+        raise UserError(f"--image-encoder {name}: after {VIDEO} stands a timm ViT that reads its class token, such as "
+                        "vit_base_patch16_clip_224.openai")
+    if not frames:
+        raise UserError(f"--image-encoder {name}: is for clips, and this data set has images")
+    return VideoViT(vit, frames)
+
+
 def _hub_encoder(name, tower, pretrained, config):
     """A transformers model, its width, its CLIP projection (or None) and its config as a dict."""
     import transformers
@@ -1127,7 +1173,8 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     weights: a file for init_from; a timm image encoder is then not downloaded."""
     hub_id = "/" in spec["image_encoder"]
     vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained and (hub_id or not weights),
-                           spec["image_size"], spec.get("vision_config"), spec.get("features", (0, 0)))
+                           spec["image_size"], spec.get("vision_config"), spec.get("features", (0, 0)),
+                           spec.get("frames", 0))
     text = None
     if spec["text_encoder"]:
         vocabulary = len(tokenizer.tokenizer) if tokenizer else 0
@@ -1148,6 +1195,7 @@ def freeze_unused(model, tokenizer, spec):
     """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
     model.eval()
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
+    shape = (spec["frames"], *shape) if isinstance(model.vision.body, VideoViT) else shape
     try:
         with torch.enable_grad():
             image, text, _ = model(torch.zeros(1, *shape), tokenizer(["a"]) if tokenizer else None)  # (1, D) each
@@ -1184,7 +1232,8 @@ def init_from(model, path):
 
     Names may be those of the whole model, of one tower's body (a timm or transformers file), or, where no name fits,
     the tensors of the image body in the same order with the same shapes (other code bases' names for the same network;
-    a classifier at the end is left out).
+    a classifier at the end is left out). AVION's files (LaViLa's training of its video ViT) go into a VideoViT and a
+    CLIP text encoder.
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
@@ -1203,6 +1252,14 @@ def init_from(model, path):
         raise UserError(f"--init-from {path}: cannot be read ({first_line(reason)})") from error
     own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
     weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
+    if any("timeattn" in k for k in weights):
+        raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
+                        f"time; --image-encoder {VIDEO}vit_base_patch16_clip_224 takes AVION's training of LaViLa")
+    if "visual.temporal_embedding" in weights:
+        fit = avion_weights(model, weights, path)
+        model.load_state_dict(fit, strict=False)
+        say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by AVION's names")
+        return
     fit, how = {}, "by name"
     for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
         named = {prefix + k: v for k, v in weights.items()}
@@ -1219,6 +1276,69 @@ def init_from(model, path):
                         f"{list(weights)[:3]}, the model {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
+
+
+# AVION's names -> ours; with flash attention its layers are called as after the bar
+AVION_VISION = {"class_embedding": "cls_token", "positional_embedding": "pos_embed", "conv1": "patch_embed.proj",
+                "ln_pre": "norm_pre", "ln_post": "norm", "transformer.resblocks": "blocks", "ln_1": "norm1",
+                "ln_2": "norm2", r"attn\.(in_proj_|Wqkv\.)": "attn.qkv.", "attn.out_proj": "attn.proj",
+                "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
+AVION_TEXT = {"token_embedding": "embeddings.token_embedding",
+              "positional_embedding": "embeddings.position_embedding.weight", "ln_final": "final_layer_norm",
+              "transformer.resblocks": "encoder.layers", "ln_1": "layer_norm1", "ln_2": "layer_norm2",
+              "attn.out_proj": "self_attn.out_proj", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
+
+
+def avion_weights(model, weights, path):
+    """{our name: tensor} of AVION's state dict for a VideoViT and, where the text encoder is a CLIP's, for that too.
+
+    Other shapes for the same: a first layer stored as a matrix, one tensor for q, k and v, projections (width, D), and
+    `temporal`, stretched linearly to the frames of the model.
+    Raises: UserError where a tower or a shape is another, or the text encoder has not GELU, which AVION trained with.
+    """
+    own, out, body = model.state_dict(), {}, model.vision.body
+    if not isinstance(body, VideoViT):
+        raise UserError(f"--init-from {path}: AVION's video tower; it goes into --image-encoder "
+                        f"{VIDEO}vit_base_patch16_clip_224")
+    texts = model.text is not None and (model.text.config or {}).get("model_type", "").startswith("clip")
+    if texts and model.text.body.config.hidden_act != "gelu":
+        raise UserError(f"--init-from {path}: AVION's text tower has GELU, --text-encoder {model.text.name} has "
+                        f"{model.text.body.config.hidden_act}; give a CLIP with hidden_act gelu in its config.json "
+                        "(LAION's have it)")
+    for name, x in weights.items():
+        tower, _, rest = name.partition(".")
+        if name == "visual.temporal_embedding":
+            stretched = F.interpolate(x[None, None].float(), (len(body.temporal), x.shape[1]), mode="bilinear")
+            out["vision.body.temporal"] = stretched[0, 0]  # (T, width)
+        elif rest in ("image_projection", "text_projection"):
+            where = {"visual": "vision", "textual": "text"}[tower]
+            out |= {f"{where}.projection.weight": x.T} if where == "vision" or texts else {}
+        elif tower == "visual":
+            ours = "vision.body.vit." + _renamed(rest, AVION_VISION)
+            out[ours] = x.reshape(own[ours].shape) if ours in own and x.numel() == own[ours].numel() else x
+        elif tower == "textual" and texts:
+            whole = re.fullmatch(r"(transformer\.resblocks\.\d+)\.attn\.in_proj_(weight|bias)", rest)
+            parts = {rest: x}
+            if whole:
+                layer, kind = whole.groups()
+                parts = {f"{layer}.self_attn.{k}_proj.{kind}": part for k, part in zip("qkv", x.chunk(3))}
+            out |= {"text.body." + _renamed(k, AVION_TEXT): v for k, v in parts.items()}
+    wrong = [k for k, v in out.items() if k not in own or own[k].shape != v.shape]
+    lacking = [k for k in own if k not in out and k.startswith(("vision.", "text.") if texts else "vision.")]
+    if wrong or lacking:
+        what = f"{wrong[0]} {tuple(out[wrong[0]].shape)} fits nowhere" if wrong else f"there is none for {lacking[0]}"
+        raise UserError(f"--init-from {path}: AVION's names, but {what}; its ViT-B has --image-size 224, "
+                        "--embed-dim 256 and --text-length 77")
+    if not texts:
+        say(f"--init-from {path}: the text encoder is no CLIP and keeps its own weights")
+    return out
+
+
+def _renamed(name, table):
+    """A name with each pattern of a table replaced."""
+    for theirs, ours in table.items():
+        name = re.sub(rf"(^|(?<=\.)){theirs}(?=\.|$|weight|bias)", ours, name)
+    return name
 
 
 class Expert:
@@ -3357,6 +3477,8 @@ class Run:
                                         self.folder / "tokenizer", args.clean_captions, keep=bool(args.resume))
         if args.image_encoder == "features":
             self.spec["features"] = feature_shape(self.train)
+        if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
+            self.spec["frames"] = frames_of(self.train)
         weights = "" if args.resume else args.init_from
         self.tower, transform = build_model(self.spec, tokenizer, args.pretrained, weights)
         self.tower.to(self.device)
@@ -4115,7 +4237,8 @@ def _check_spec(spec):
     """Raises: KeyError, TypeError or ValueError where model.json says what no run writes, or leads out of its folder:
     an encoder that would be downloaded or opened elsewhere."""
     import timm
-    for name, low, high in (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6)):
+    whole = (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6), ("frames", 1, 10**4))
+    for name, low, high in whole:
         if not isinstance(spec.get(name, low), int) or not low <= spec.get(name, low) <= high:
             raise ValueError(f"{name} {spec[name]}")
     if spec["eval_resize"] not in ("crop", "squash"):
@@ -4126,7 +4249,8 @@ def _check_spec(spec):
     ours = {"image_encoder": ("small", "features", "resnet18-cifar"), "text_encoder": ("small", "")}
     for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
         name = spec[kind]
-        by_timm = kind == "image_encoder" and timm.is_model(name) and not re.search(r"[:/\\]", name)
+        by_timm = kind == "image_encoder" and timm.is_model(name.removeprefix(VIDEO))
+        by_timm = by_timm and not re.search(r"[:/\\]", name)
         if name not in ours[kind] and not by_timm and not spec.get(config):
             raise ValueError(f"{kind} {name}, of another place, without its config")
         _refuse_places(spec.get(config) or {})

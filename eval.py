@@ -162,7 +162,8 @@ def open_model(args):
                         "RUN_DIR")
     width, tokenizer = _clip_width(image), common.build_tokenizer(text, 77)
     spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
-                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop")
+                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
+                frames=args.frames or 12)
     torch.manual_seed(args.seed)
     model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
     if not width:
