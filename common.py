@@ -891,6 +891,9 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
 
 
 # ================================================== encoders =========================================================
+VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
+
+
 class _Block(nn.Module):
     """Two 3x3 convolutions with a skip; starts as the identity."""
 
@@ -954,15 +957,43 @@ class FeatureEncoder(SmallText):
         return super().forward(x, torch.ones(x.shape[:2], dtype=torch.long, device=x.device))
 
 
+class VideoViT(nn.Module):
+    """A timm ViT over the patches of all frames at once, in the manner of AVION: clips (B, T, 3, S, S) -> (B, width).
+
+    A patch has the embedding of its place, as in an image, and that of its frame (`temporal`, zeros at the start); one
+    class token sees all T * P patches in every layer and is the feature. Other than AVION's: no patch dropout and no
+    checkpointing of layers (--chunk-size saves more memory), and positions have weight decay like other matrices.
+    """
+
+    def __init__(self, vit, frames):
+        super().__init__()
+        self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
+        for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
+            norm.eps = 1e-6  # AVION's; CLIP has 1e-5
+
+    def forward(self, clips):
+        if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
+            given = f"clips of {clips.shape[1]}" if clips.ndim == 5 else "images"
+            made = f"made for clips of {len(self.temporal)} frames"
+            raise UserError(f"--image-encoder {VIDEO}...: {made}, not for {given}")
+        x = self.vit.patch_embed(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])  # (B, T, P, width)
+        first, place = self.vit.pos_embed[0, :1], self.vit.pos_embed[0, 1:]  # (1, width), (P, width)
+        x = (x + place + self.temporal[:, None]).flatten(1, 2)  # (B, T * P, width)
+        token = (self.vit.cls_token + first).expand(len(x), -1, -1)  # (B, 1, width)
+        x = self.vit.blocks(self.vit.norm_pre(torch.cat([token, x], 1)))  # (B, 1 + T * P, width)
+        return self.vit.norm(x[:, 0])
+
+
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
-    name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; a
-    transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own projection when D agrees;
-    others give the class token). embed_dim 0: features alone.
+    name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_'
+    and a timm ViT (a VideoViT of `frames` frames, no mean over them); a transformers id or folder with a '/' (a CLIP
+    gives its vision tower and keeps its own projection when D agrees; others give the class token). embed_dim 0:
+    features alone.
     """
 
-    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0)):
+    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
         super().__init__()
         self.name, self.config, self.stats, projection = name, None, STATS["half"], None
         if name == "features":
@@ -975,7 +1006,9 @@ class VisionEncoder(nn.Module):
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
         else:
-            self.body, self.width, self.stats = _timm_encoder(name, pretrained, image_size)
+            self.body, self.width, self.stats = _timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
+            if name.startswith(VIDEO):
+                self.body = _video_vit(name, self.body, frames)
         keep = projection is not None and projection.out_features == embed_dim
         if projection is not None and not keep and pretrained:
             say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
@@ -988,6 +1021,9 @@ class VisionEncoder(nn.Module):
         if (self.name == "features") != (pixels.ndim == 3):
             raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
                             "alone")
+        if isinstance(self.body, VideoViT):
+            features = self.body(pixels)  # (B, width)
+            return features, self.projection(features)
         if self.name == "small":
             frames = frames.contiguous(memory_format=torch.channels_last)
         features = self.body(frames) if self.config is None else self.body(pixel_values=frames)
@@ -1060,6 +1096,16 @@ def _timm_encoder(name, pretrained, image_size):
     return body, body.num_features, stats
 
 
+def _video_vit(name, vit, frames):
+    """A VideoViT of this timm model. Raises: UserError where it is no ViT with a class token, or the data no clips."""
+    if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
+        raise UserError(f"--image-encoder {name}: after {VIDEO} stands a timm ViT that reads its class token, such as "
+                        "vit_base_patch16_clip_224.openai")
+    if not frames:
+        raise UserError(f"--image-encoder {name}: is for clips, and this data set has images")
+    return VideoViT(vit, frames)
+
+
 def _hub_encoder(name, tower, pretrained, config):
     """A transformers model, its width, its CLIP projection (or None) and its config as a dict."""
     import transformers
@@ -1108,7 +1154,8 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     weights: a file for init_from; a timm image encoder is then not downloaded."""
     hub_id = "/" in spec["image_encoder"]
     vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained and (hub_id or not weights),
-                           spec["image_size"], spec.get("vision_config"), spec.get("features", (0, 0)))
+                           spec["image_size"], spec.get("vision_config"), spec.get("features", (0, 0)),
+                           spec.get("frames", 0))
     text = None
     if spec["text_encoder"]:
         vocabulary = len(tokenizer.tokenizer) if tokenizer else 0
@@ -1129,6 +1176,7 @@ def freeze_unused(model, tokenizer, spec):
     """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
     model.eval()
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
+    shape = (spec["frames"], *shape) if isinstance(model.vision.body, VideoViT) else shape
     try:
         with torch.enable_grad():
             image, text, _ = model(torch.zeros(1, *shape), tokenizer(["a"]) if tokenizer else None)  # (1, D) each
@@ -1164,7 +1212,8 @@ def init_from(model, path):
     """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
 
     Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
-    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out.
+    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out. AVION's files
+    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder.
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
@@ -1183,6 +1232,14 @@ def init_from(model, path):
         raise UserError(f"--init-from {path}: cannot be read ({first_line(reason)})") from error
     own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
     weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
+    if any("timeattn" in k for k in weights):
+        raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
+                        f"time; --image-encoder {VIDEO}vit_base_patch16_clip_224 takes AVION's training of LaViLa")
+    if "visual.temporal_embedding" in weights:
+        fit = avion_weights(model, weights, path)
+        model.load_state_dict(fit, strict=False)
+        say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by AVION's names")
+        return
     fit, how = {}, "by name"
     for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
         named = {prefix + k: v for k, v in weights.items()}
@@ -1199,6 +1256,69 @@ def init_from(model, path):
                         f"{list(weights)[:3]}, the model {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
+
+
+# AVION's names -> ours; with flash attention its layers are called as after the bar
+AVION_VISION = {"class_embedding": "cls_token", "positional_embedding": "pos_embed", "conv1": "patch_embed.proj",
+                "ln_pre": "norm_pre", "ln_post": "norm", "transformer.resblocks": "blocks", "ln_1": "norm1",
+                "ln_2": "norm2", r"attn\.(in_proj_|Wqkv\.)": "attn.qkv.", "attn.out_proj": "attn.proj",
+                "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
+AVION_TEXT = {"token_embedding": "embeddings.token_embedding",
+              "positional_embedding": "embeddings.position_embedding.weight", "ln_final": "final_layer_norm",
+              "transformer.resblocks": "encoder.layers", "ln_1": "layer_norm1", "ln_2": "layer_norm2",
+              "attn.out_proj": "self_attn.out_proj", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
+
+
+def avion_weights(model, weights, path):
+    """{our name: tensor} of AVION's state dict for a VideoViT and, where the text encoder is a CLIP's, for that too.
+
+    Other shapes for the same: a first layer stored as a matrix, one tensor for q, k and v, projections (width, D), and
+    `temporal`, stretched linearly to the frames of the model.
+    Raises: UserError where a tower or a shape is another, or the text encoder has not GELU, which AVION trained with.
+    """
+    own, out, body = model.state_dict(), {}, model.vision.body
+    if not isinstance(body, VideoViT):
+        raise UserError(f"--init-from {path}: AVION's video tower; it goes into --image-encoder "
+                        f"{VIDEO}vit_base_patch16_clip_224")
+    texts = model.text is not None and (model.text.config or {}).get("model_type", "").startswith("clip")
+    if texts and model.text.body.config.hidden_act != "gelu":
+        raise UserError(f"--init-from {path}: AVION's text tower has GELU, --text-encoder {model.text.name} has "
+                        f"{model.text.body.config.hidden_act}; give a CLIP with hidden_act gelu in its config.json "
+                        "(LAION's have it)")
+    for name, x in weights.items():
+        tower, _, rest = name.partition(".")
+        if name == "visual.temporal_embedding":
+            stretched = F.interpolate(x[None, None].float(), (len(body.temporal), x.shape[1]), mode="bilinear")
+            out["vision.body.temporal"] = stretched[0, 0]  # (T, width)
+        elif rest in ("image_projection", "text_projection"):
+            where = {"visual": "vision", "textual": "text"}[tower]
+            out |= {f"{where}.projection.weight": x.T} if where == "vision" or texts else {}
+        elif tower == "visual":
+            ours = "vision.body.vit." + _renamed(rest, AVION_VISION)
+            out[ours] = x.reshape(own[ours].shape) if ours in own and x.numel() == own[ours].numel() else x
+        elif tower == "textual" and texts:
+            whole = re.fullmatch(r"(transformer\.resblocks\.\d+)\.attn\.in_proj_(weight|bias)", rest)
+            parts = {rest: x}
+            if whole:
+                layer, kind = whole.groups()
+                parts = {f"{layer}.self_attn.{k}_proj.{kind}": part for k, part in zip("qkv", x.chunk(3))}
+            out |= {"text.body." + _renamed(k, AVION_TEXT): v for k, v in parts.items()}
+    wrong = [k for k, v in out.items() if k not in own or own[k].shape != v.shape]
+    lacking = [k for k in own if k not in out and k.startswith(("vision.", "text.") if texts else "vision.")]
+    if wrong or lacking:
+        what = f"{wrong[0]} {tuple(out[wrong[0]].shape)} fits nowhere" if wrong else f"there is none for {lacking[0]}"
+        raise UserError(f"--init-from {path}: AVION's names, but {what}; its ViT-B has --image-size 224, "
+                        "--embed-dim 256 and --text-length 77")
+    if not texts:
+        say(f"--init-from {path}: the text encoder is no CLIP and keeps its own weights")
+    return out
+
+
+def _renamed(name, table):
+    """A name with each pattern of a table replaced."""
+    for theirs, ours in table.items():
+        name = re.sub(rf"(^|(?<=\.)){theirs}(?=\.|$|weight|bias)", ours, name)
+    return name
 
 
 def decay_groups(modules, weight_decay):
@@ -1255,6 +1375,8 @@ class Data:
     shards: np.ndarray = None         # (M,) number of the tar of each row
     rows: np.ndarray = None           # (M,) row numbers in the table that was opened first
     which: np.ndarray = None          # (M,) number of the one caption of each row, after unfold()
+    sentences: object = None          # what multi-instance retrieval ranks, with relevancies (sets/epic.py)
+    caption_relevancy: float = 0.0    # training draws among the sentences above this relevancy; 0 = own captions
     streamed = False                  # sets/stream.py answers True
 
     def __post_init__(self):
@@ -1315,6 +1437,15 @@ class Data:
         """The captions of row i, without a look at its pixels."""
         captions = self._cell("captions", i)
         return captions if self.which is None else [captions[self.which[i]]]
+
+    def training_captions(self, i, seed, epoch, number):
+        """The captions of row i; with caption_relevancy one sentence that is relevant to it, drawn for sample `number`
+        of the epoch."""
+        if not self.caption_relevancy:
+            return self.captions(i)
+        u = uniforms(seed, epoch, [number], 1, stream=98)[0, 0]
+        drawn = self.sentences.draw(int(self.rows[i]), self.caption_relevancy, u)
+        return self.captions(i) if drawn is None else [drawn]
 
     def key(self, i):
         """The name of row i: it does not change with the split or with other rows."""
@@ -1395,7 +1526,8 @@ class Data:
             x = pixels[torch.from_numpy(index).to(batches.device)]  # (B, [T,] 3, H, W)
             views = [a.crop_batch(x, uniforms(batches.seed, epoch, index, a.DRAWS, stream=v + 1))
                      for v, a in enumerate(batches.augments)]
-            yield {"views": views, "captions": [self.captions(i) for i in index], "index": index, "bad": [],
+            captions = [self.training_captions(i, batches.seed, epoch, i) for i in index]
+            yield {"views": views, "captions": captions, "index": index, "bad": [],
                    "keys": [self.key(i) for i in index], "epochs": np.full(len(index), epoch), "positions": {}}
 
 
@@ -1484,7 +1616,8 @@ def load_data(name, split, **options):
         options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
         label_column,
             streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
-            feature_dir; max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
+            feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
+            max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
             and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
@@ -1499,6 +1632,13 @@ def load_data(name, split, **options):
         raise UserError("--streaming goes with neither --unfold-captions nor --feature-dir")
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
+    if options.get("caption_relevancy") and split == "train":
+        if getattr(data, "sentences", None) is None:
+            raise UserError(f"--caption-relevancy: {name} has no sentences with relevancies (epic-kitchens-100 has); "
+                            "set it to 0")
+        if options.get("unfold_captions"):
+            raise UserError("--caption-relevancy draws a sentence for each clip; it goes not with --unfold-captions")
+        data = dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
     return data.unfold() if options.get("unfold_captions") and split == "train" else data
 
 
@@ -1533,7 +1673,7 @@ def _known_set(name, split, options):
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "clip_law",
-              "caption_noise", "fold", "streaming", "max_bad_fraction", "max_pixels")
+              "caption_noise", "fold", "streaming", "max_bad_fraction", "max_pixels", "caption_relevancy")
 
 
 def data_options(args, **more):
@@ -2089,7 +2229,8 @@ class _Views(torch.utils.data.Dataset):
                     return item | {"fatal": _plain_words(error)}
                 continue
             views = crop_views(image, self.augments, self.seed, epoch, index)
-            return item | {"views": views, "captions": self.data.captions(i), "key": self.data.key(i)}
+            captions = self.data.training_captions(i, self.seed, epoch, index)
+            return item | {"views": views, "captions": captions, "key": self.data.key(i)}
         return item
 
 
@@ -2262,13 +2403,14 @@ def list_bad_samples(folder, bad):
 
 # ================================================== metrics ==========================================================
 RECALLS = (1, 5, 10, 50)
+MIR = ("mAP", "nDCG", "mAP_binary")
 
 
 class NotFinite(ValueError):
     """Embeddings or features that hold NaN or infinity: the model is broken, not the data."""
 
 
-def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4096):
+def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4096, ranks=False):
     """Exact retrieval ranks of the best positive, by cosine, in chunks of queries.
 
     Args:
@@ -2276,6 +2418,7 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         positives (Q, P) long: indices into the gallery (into the groups when groups are given), padded with -1.
         bias (G,): added to each gallery item's cosine.   chunk: queries at a time, at most.
         groups (G,) long: items of a group count as one, by their maximum, and groups are ranked.
+        ranks: give the ranks (Q,) themselves, numpy, from 1 (for recall_by_frequency).
     Returns: dict of R@1 R@5 R@10 R@50 in percent, MdR and MnR (ranks from 1). Ties count against the model.
     Raises: ValueError on non-finite input, or on a query without positives.
     """
@@ -2289,7 +2432,7 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         raise ValueError(f"query {int((~known.any(1)).nonzero()[0])} has no positive")
     first = positives.gather(1, known.long().argmax(1, keepdim=True))  # (Q, 1)
     positives = torch.where(known, positives, first)  # padding repeats a positive: no effect on a maximum or a mask
-    ranks = []
+    found = []
     for i in range(0, len(query), rows):
         sim = normalize(query[i:i + rows]) @ gallery.T  # (c, G)
         if bias is not None:
@@ -2301,8 +2444,13 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         own = positives[i:i + rows]
         best = sim.gather(1, own).amax(1, keepdim=True)  # (c, 1)
         sim.scatter_(1, own, -math.inf)  # the other positives are not mistakes
-        ranks.append(1 + (sim >= best).sum(1))
-    ranks = torch.cat(ranks).cpu().numpy()
+        found.append(1 + (sim >= best).sum(1))
+    found = torch.cat(found).cpu().numpy()  # (Q,)
+    return found if ranks else _recalls(found)
+
+
+def _recalls(ranks):
+    """R@1 R@5 R@10 R@50 in percent, MdR and MnR of ranks (Q,) from 1."""
     recalls = {f"R@{k}": float(100 * (ranks <= k).mean()) for k in RECALLS}
     return recalls | {"MdR": float(np.median(ranks)), "MnR": float(ranks.mean())}
 
@@ -2317,6 +2465,139 @@ def retrieval_chance(positives, gallery):
         found += (1 - miss) * share / len(count)
     out = {f"R@{k}": float(100 * found[min(k, gallery) - 1]) for k in RECALLS}
     return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
+
+
+def mir_metrics(sim, relevancy, chunk=1024):
+    """Multi-instance retrieval as EPIC-KITCHENS-100 scores it, both ways, in percent.
+
+    mAP: the items of relevancy exactly 1 are counted, and the precision at each sums the relevancies of all items up to
+    it, the partly relevant ones too: what the EPIC-KITCHENS code computes and every paper reports. mAP_binary is the
+    textbook's, with ones alone in that sum: never higher. nDCG: over the first k ranks, k = the number of the query's
+    items with relevancy > 0, gain linear in the relevancy.
+
+    Args:
+        sim (R, C): similarities, rows = queries (clips), columns = items (sentences).
+        relevancy (R, C): 0..1, tensor or array.   chunk: queries at a time, at most.
+    Returns: {rows, columns, mAP, nDCG, mAP_binary}. rows and columns: {mAP, nDCG, mAP_binary, queries, no_match,
+        unrelated}, columns with the columns as queries; the last three are the means of both. A query without an item
+        of relevancy 1 counts for no mAP (no_match tells how many), one without any above 0 for no nDCG (unrelated).
+        Ties: of equal similarities the less relevant item stands first.
+    Raises: ValueError where nothing is left to average, on shapes that differ or a relevancy outside 0..1; NotFinite.
+    """
+    relevancy = torch.as_tensor(relevancy, device=sim.device)
+    if sim.ndim != 2 or sim.shape != relevancy.shape:
+        raise ValueError(f"similarities {tuple(sim.shape)} and relevancies {tuple(relevancy.shape)} differ in shape")
+    if not all(torch.isfinite(part).all() for part in sim.split(chunk)):
+        raise NotFinite("similarities hold non-finite values")
+    if not all(((part >= 0) & (part <= 1)).all() for part in relevancy.split(chunk)):
+        raise ValueError("relevancies must lie between 0 and 1")
+    ways = {"rows": _mir_one_way(sim, relevancy, chunk), "columns": _mir_one_way(sim.T, relevancy.T, chunk)}
+    return ways | {k: (ways["rows"][k] + ways["columns"][k]) / 2 for k in MIR}
+
+
+def _mir_one_way(sim, relevancy, chunk):
+    """mir_metrics of the rows as queries."""
+    exact = torch.float32 if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    R, C = sim.shape
+    rank = torch.arange(1, C + 1, device=sim.device, dtype=exact)  # (C,)
+    discount = 1 / torch.log2(rank + 1)  # (C,)
+    rows, sums = max(1, min(chunk, 2**20 // C)), {k: 0.0 for k in MIR}
+    matched = related = 0
+    for i in range(0, R, rows):
+        rel, up = relevancy[i:i + rows].sort(dim=1, stable=True)  # (c, C) each, least relevant first: for ties
+        order = sim[i:i + rows].gather(1, up).sort(dim=1, descending=True, stable=True).indices  # (c, C)
+        found, ideal = rel.gather(1, order).to(exact), rel.flip(1)  # (c, C) each: as ranked, and in the best order
+        ones, above = (found == 1).sum(1), (found > 0).sum(1)  # (c,) each
+        hit, top = found == 1, rank <= above[:, None]  # (c, C) each
+        dcg, best = (found * discount * top).sum(1), (ideal * discount).sum(1)  # (c,) each
+        soft = (found.cumsum(1) / rank * hit).sum(1)  # (c,)
+        binary = (hit.cumsum(1) / rank * hit).sum(1)  # (c,)
+        has, any_above = ones > 0, above > 0  # (c,) each
+        sums["mAP"] += (soft[has] / ones[has]).sum().item()
+        sums["mAP_binary"] += (binary[has] / ones[has]).sum().item()
+        sums["nDCG"] += (dcg[any_above] / best[any_above]).sum().item()
+        matched, related = matched + int(has.sum()), related + int(any_above.sum())
+    if not matched:
+        raise ValueError(f"none of {R} queries has an item of relevancy 1: no mAP")
+    out = {k: 100 * v / (related if k == "nDCG" else matched) for k, v in sums.items()}
+    return out | {"queries": R, "no_match": R - matched, "unrelated": R - related}
+
+
+def mir_chance(relevancy):
+    """{rows, columns, mAP, nDCG, mAP_binary} that a random order has on average, in percent; relevancy (R, C)."""
+    relevancy = torch.as_tensor(relevancy)
+    ways = {"rows": _mir_chance_one_way(relevancy), "columns": _mir_chance_one_way(relevancy.T)}
+    return ways | {k: (ways["rows"][k] + ways["columns"][k]) / 2 for k in MIR}
+
+
+def _mir_chance_one_way(relevancy):
+    """An item of relevancy 1 stands at each rank r alike; before it the others have their mean relevancy, r - 1
+    times."""
+    C = relevancy.shape[1]
+    rank = torch.arange(1, C + 1, dtype=torch.float64)  # (C,)
+    harmonic, discount = (1 / rank).sum(), 1 / torch.log2(rank + 1)  # (), (C,)
+    out = {k: [] for k in MIR}
+    for part in relevancy.split(1024):
+        rel = torch.from_numpy(np.sort(part.cpu().numpy(), axis=1)).flip(1).double()  # (c, C), numpy's sort is faster
+        ones, above, total = (rel == 1).sum(1), (rel > 0).sum(1), rel.sum(1)  # (c,) each
+        has, some = ones > 0, above > 0  # (c,) each
+        for name, mass in (("mAP", total), ("mAP_binary", ones.double())):
+            others = (mass - 1) / max(1, C - 1)  # (c,) mean relevancy of the other items
+            out[name].append(((harmonic + (C - harmonic) * others) / C)[has])
+        gain = total / C * discount.cumsum(0)[(above - 1).clamp(min=0)]  # (c,) of the first k ranks
+        out["nDCG"].append((gain / (rel * discount).sum(1))[some])
+    return {k: 100 * torch.cat(v).mean().item() for k, v in out.items()}
+
+
+def class_relevancy(verbs, nouns, other_verbs, other_nouns, dtype=torch.float32):
+    """(R, C) relevancies as EPIC-KITCHENS-100 has them: 1/2 [verbs equal + |N ^ N'| / |N u N'|], N a set of nouns.
+
+    Args: verbs (R,), other_verbs (C,): class numbers.   nouns (R, K), other_nouns (C, K): 1 where a noun class is in
+        the set, of multi_hot; at least one in each row.   dtype: float64 where 0.1 must not become more than 0.1.
+    """
+    verbs, other_verbs = torch.as_tensor(verbs), torch.as_tensor(other_verbs)
+    out = []
+    for v, n in zip(verbs.split(1024), nouns.split(1024)):
+        both = n @ other_nouns.T  # (c, C), exact: counts
+        either = n.sum(1, keepdim=True) + other_nouns.sum(1) - both  # (c, C)
+        out.append(((v[:, None] == other_verbs).to(dtype) + both.to(dtype) / either.to(dtype)) / 2)
+    return torch.cat(out)
+
+
+def multi_hot(lists, classes):
+    """(len(lists), classes) float32: 1 where the class number is in the list."""
+    out = torch.zeros(len(lists), classes)
+    for row, numbers in enumerate(lists):
+        out[row, list(numbers)] = 1
+    return out
+
+
+def recall_by_frequency(ranks, frequency):
+    """R@1 R@5 R@10 R@50 (percent), MdR and MnR apart for queries of frequent and of rare clusters.
+
+    Args: ranks (Q,): rank of each query's best positive, from 1 (retrieval_metrics(..., ranks=True) gives them).
+        frequency (Q,): size of the query's training cluster or class.
+    Returns: {head, mid, tail}, each with these keys, queries, and from, to (its frequencies): thirds of the queries,
+        the most frequent first. Queries of one frequency stay together, in the third where their middle falls, so the
+        thirds are not always equal, and one may be missing; {} where all have one frequency.
+    Raises: ValueError on lengths that differ.
+    """
+    ranks, frequency = np.asarray(ranks), np.asarray(frequency)
+    if ranks.shape != frequency.shape or ranks.ndim != 1:
+        raise ValueError(f"ranks {ranks.shape} and frequencies {frequency.shape} must be (Q,) both")
+    sizes, where, count = np.unique(-frequency, return_inverse=True, return_counts=True)  # most frequent first
+    if len(sizes) < 2:
+        return {}
+    middle = (count.cumsum() - count / 2) / len(ranks)  # of each frequency, as a part of the queries
+    third = np.minimum((3 * middle).astype(int), 2)[where]  # (Q,)
+    out = {}
+    for number, name in enumerate(("head", "mid", "tail")):
+        part = third == number  # (Q,)
+        if part.any():
+            own = frequency[part]
+            span = {"queries": int(part.sum()), "from": own.min().item(), "to": own.max().item()}
+            out[name] = _recalls(ranks[part]) | span
+    return out
 
 
 def normalization_error(sim, gamma):
@@ -2433,6 +2714,11 @@ def _collate_eval(items):
     return [i for i, _ in good], pixels, [(i, why) for i, x, why in items if x is None]
 
 
+def has_clips(data):
+    """Are its examples clips? Tables then say video."""
+    return bool(data.clip) or data.pixels is not None and data.pixels.ndim == 5
+
+
 def frames_of(data):
     """T of a clip; 1 for images."""
     if data.pixels is not None and data.pixels.ndim == 5:
@@ -2546,6 +2832,36 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None):
     return metrics, chance
 
 
+def mir_of(model, tokenizer, pieces, device):
+    """({image_to_text, text_to_image, mAP, nDCG, mAP_binary}, the same for chance) of mir_metrics; ({}, {}) where the
+    set has no relevancies. Collective.
+
+    The texts are the set's own sentences (EPIC-KITCHENS), else the different captions; relevancies then come from the
+    columns verb and noun, or nouns."""
+    data, index, text = pieces["data"], pieces["index"], pieces["text"]
+    if data.sentences is not None:
+        text = encode_texts(model, tokenizer, data.sentences.texts, device)  # (C, D)
+        relevancy = data.sentences.relevancy(data.rows[index])  # (M, C)
+    elif data.column("verb") is not None and data.column("noun") is not None:
+        verb, single = data.column("verb")[index], data.column("noun")[index]  # (M,) each
+        several = data.column("nouns")
+        lists = [[n] for n in single] if several is None else [several[i] for i in index]
+        nouns = multi_hot(lists, 1 + max(max(n) for n in lists))  # (M, K)
+        owner, first = pieces["owner"], {}  # owner (C,)
+        for c, t in enumerate(pieces["texts"]):
+            first.setdefault((t, verb[owner[c]], tuple(sorted(lists[owner[c]]))), c)
+        columns = list(first.values())
+        text, said = text[columns], owner[columns]
+        relevancy = class_relevancy(verb, nouns, verb[said], nouns[said])  # (M, C)
+    else:
+        return {}, {}
+    sim = normalize(pieces["image"]) @ normalize(text).T  # (M, C)
+    names = {"rows": "image_to_text", "columns": "text_to_image"}
+    both = mir_metrics(sim, relevancy), mir_chance(relevancy)
+    metrics, chance = ({names.get(k, k): v for k, v in m.items()} for m in both)
+    return metrics, chance
+
+
 def say_unreadable(data, bad):
     """How many images an evaluation has left out; bad: {key: reason}."""
     if bad:
@@ -2554,7 +2870,8 @@ def say_unreadable(data, bad):
 
 
 def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0):
-    """Retrieval both ways, modality gap, and kNN@1 where there are labels and a training set.
+    """Retrieval both ways, modality gap, multi-instance retrieval where there are relevancies, and kNN@1 where there
+    are labels and a training set.
 
     Returns: metrics, the same keys for chance, and the pieces pictures are drawn from.
     """
@@ -2564,13 +2881,19 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     metrics, chance = retrieval_both_ways(pieces)
     metrics["modality_gap"] = modality_gap(image, pieces["text"])
     chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
+    by_relevancy, by_chance = mir_of(model, tokenizer, pieces, device)
+    if by_relevancy:
+        metrics["mir"], chance["mir"] = by_relevancy, by_chance
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
         (mine, theirs), (known, features) = with_class((train.labels[rows], data.labels[index]), (known, features))
         metrics["knn@1"] = knn_accuracy(known, torch.from_numpy(mine), features, torch.from_numpy(theirs))
         chance["knn@1"] = knn_chance(mine, theirs)
-    return metrics | {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}, chance, pieces
+    counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
+    if has_clips(data):
+        counts["clips"] = len(image)
+    return metrics | counts, chance, pieces
 
 
 def with_class(labels, features):
@@ -2581,15 +2904,27 @@ def with_class(labels, features):
 
 def metrics_table(title, metrics, chance):
     """The result as lines of text, each number beside its chance level."""
-    keys = ["R@1", "R@5", "R@10", "MdR"]
-    lines = [f"{title}: {metrics['images']} images, {metrics['captions']} captions",
+    keys, it = ["R@1", "R@5", "R@10", "MdR"], "video" if "clips" in metrics else "image"
+    number = f"{metrics['clips']} clips" if "clips" in metrics else f"{metrics['images']} images"
+    lines = [f"{title}: {number}, {metrics['captions']} captions",
              f"{'':<22}" + "".join(f"{k:>8} (chance)" for k in keys)]
-    for name, label in (("text_to_image", "text -> image"), ("image_to_text", "image -> text")):
+    ways = (("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))
+    for name, label in ways:
         cells = [f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys]
         lines.append(f"{label:<22}" + "".join(cells))
+    if "R-Mean" in metrics:
+        lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
+    if "mir" in metrics:
+        m, c = metrics["mir"], chance["mir"]
+        for label, a, b in (*((label, m[name], c[name]) for name, label in ways), ("both", m, c)):
+            cells = [f"{k} {a[k]:5.1f} ({b[k]:5.1f})" for k in MIR]
+            lines.append(f"{'MIR ' + label:<22}   {'   '.join(cells)}")
+        left_out = m["image_to_text"]["no_match"] + m["text_to_image"]["no_match"]
+        if left_out:
+            lines.append(f"{'':<22}   queries without an item of relevancy 1, in no mAP: {left_out}")
     if "knn@1" in metrics:
         m, c = metrics["knn@1"], chance["knn@1"]
-        lines.append(f"{'kNN@1 (image)':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "
+        lines.append(f"{f'kNN@1 ({it})':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "
                      f"{m['mean_per_class']:.1f} ({c['mean_per_class']:.1f})")
     gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
     lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
@@ -2906,6 +3241,8 @@ class Run:
         if args.image_encoder == "features":
             from sets import video
             self.spec["features"] = video.feature_shape(self.train)
+        if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
+            self.spec["frames"] = frames_of(self.train)
         weights = "" if args.resume else args.init_from
         self.tower, transform = build_model(self.spec, tokenizer, args.pretrained, weights)
         self.tower.to(self.device)
@@ -3619,7 +3956,8 @@ def _check_spec(spec):
     """Raises: KeyError, TypeError or ValueError where model.json says what no run writes, or leads out of its folder:
     an encoder that would be downloaded or opened elsewhere."""
     import timm
-    for name, low, high in (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6)):
+    whole = (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6), ("frames", 1, 10**4))
+    for name, low, high in whole:
         if not isinstance(spec.get(name, low), int) or not low <= spec.get(name, low) <= high:
             raise ValueError(f"{name} {spec[name]}")
     if spec["eval_resize"] not in ("crop", "squash"):
@@ -3630,7 +3968,8 @@ def _check_spec(spec):
     ours = {"image_encoder": ("small", "features", "resnet18-cifar"), "text_encoder": ("small", "")}
     for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
         name = spec[kind]
-        by_timm = kind == "image_encoder" and timm.is_model(name) and not re.search(r"[:/\\]", name)
+        by_timm = kind == "image_encoder" and timm.is_model(name.removeprefix(VIDEO))
+        by_timm = by_timm and not re.search(r"[:/\\]", name)
         if name not in ours[kind] and not by_timm and not spec.get(config):
             raise ValueError(f"{kind} {name}, of another place, without its config")
         _refuse_places(spec.get(config) or {})

@@ -15,6 +15,8 @@ Tasks
     retrieval   R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean = mean of R@1/5/10 both ways (TeMo,
                 Table 4); --normalize adds NCL's biases and shows the result without, with a queue of training queries
                 and with the test queries themselves
+    mir         multi-instance retrieval where a set has relevancies (EPIC-KITCHENS, moving-emoji): mAP as the EPIC
+                code computes it, the textbook's binary one, and nDCG; both ways and their mean
     zero-shot   top-1/3/5 of the class names (--prompts names, as TeMo) or of the mean of normalised template embeddings
     knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail
     probe       LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the
@@ -160,7 +162,8 @@ def open_model(args):
                         "RUN_DIR")
     width, tokenizer = _clip_width(image), common.build_tokenizer(text, 77)
     spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
-                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop")
+                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
+                frames=args.frames or 12)
     torch.manual_seed(args.seed)
     model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
     if not width:
@@ -206,7 +209,9 @@ class Case:
         common.say_unreadable(data, bad)
         self.labels = None if data.labels is None else torch.from_numpy(np.asarray(data.labels)[self.index])
         self.metrics, self.chance = {"images": len(self.image), "unreadable": len(bad)}, {}
-        if {"retrieval", "gap", "histograms"} & set(args.tasks) and data.has_captions and subject.tokenizer:
+        if common.has_clips(data):
+            self.metrics["clips"] = len(self.image)
+        if {"retrieval", "gap", "histograms", "mir"} & set(args.tasks) and data.has_captions and subject.tokenizer:
             towers = subject.model, subject.tokenizer
             self.pieces = common.retrieval_pieces(*towers, data, self.index, self.image, subject.device)
             self.metrics["captions"] = len(self.pieces["text"])
@@ -220,7 +225,7 @@ class Case:
     def check(self, task):
         """Raises: UserError that says why the set cannot have this task; common.NotFinite where its numbers mean
         nothing."""
-        if task in ("retrieval", "gap", "histograms") and not self.data.has_captions:
+        if task in ("retrieval", "gap", "histograms", "mir") and not self.data.has_captions:
             raise UserError("the set has no captions")
         if task in ("zero-shot", "knn", "probe") and self.labels is None:
             raise UserError("the set has no labels")
@@ -298,6 +303,15 @@ def changes(subject, name, split, data):
 def retrieval(case):
     """Ranks both ways, without normalisation."""
     case.metrics["retrieval"], case.chance["retrieval"] = common.retrieval_both_ways(case.pieces)
+
+
+def mir(case):
+    """Multi-instance retrieval, by the set's relevancies."""
+    subject = case.subject
+    metrics, chance = common.mir_of(subject.model, subject.tokenizer, case.pieces, subject.device)
+    if not metrics:
+        raise UserError("the set has no relevancies (no verb and noun classes)")
+    case.metrics["mir"], case.chance["mir"] = metrics, chance
 
 
 def normalize(case):
@@ -400,7 +414,7 @@ def probe(case):
     case.chance["probe"] = {k: {"top1": 100 / len(classes)} for k in case.metrics["probe"]}
 
 
-TASKS = {"retrieval": retrieval, "zero-shot": zero_shot, "knn": knn, "probe": probe, "gap": gap,
+TASKS = {"retrieval": retrieval, "mir": mir, "zero-shot": zero_shot, "knn": knn, "probe": probe, "gap": gap,
          "histograms": histograms}
 
 
@@ -438,7 +452,9 @@ def table(name, metrics, chance):
     """One data set's result as lines, every number beside its chance level where it has one."""
     by_chance = common.flatten(chance)
     captions = f", {metrics['captions']} captions" if "captions" in metrics else ""
-    lines = [f"\n{name}: {metrics['images']} images{captions}"]
+    clips = "clips" in metrics
+    number = f"{metrics['clips']} clips" if clips else f"{metrics['images']} images"
+    lines = [f"\n{name}: {number}{captions}"]
     for task in TASKS:
         groups = {}
         for key, value in common.flatten(metrics.get(task, {})).items() if task != "histograms" else ():
@@ -446,6 +462,7 @@ def table(name, metrics, chance):
             groups.setdefault(group, []).append(_cell(last, value, by_chance.get(f"{task}/{key}")))
         for group, cells in groups.items():
             label = f"{task} {group.replace('_', ' ')}".strip()
+            label = label.replace("image", "video") if clips else label
             lines.append(f"  {label:<26} {'  '.join(cells)}")
     return "\n".join(lines)
 

@@ -32,7 +32,7 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
         source: path or bytes of mp4, webm, mkv, avi, gif, ... (whatever FFmpeg reads).
         start, end: window in seconds; None = the clip's own ends.
         sampling: times of the frames: 'uniform' from the first to the last frame; 'middle' of n equal segments;
-            'random' inside each segment, by draws (n,) in 0..1.
+            'random' inside each segment, by draws (n,) in 0..1; 'at' these seconds: draws (n,), ascending.
         short: scale to this short side in pixels while decoding, when the clip is larger; 0 = never.
     Times count, not frame numbers, so a variable frame rate is sampled evenly. Two passes: over the packets, which
     tell the time of every frame without decoding it, then over the frames up to the last one wanted; only wanted ones
@@ -65,6 +65,15 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
     if len(pictures) < 0.9 * n:
         raise ValueError(f"only {len(pictures)} of {n} frames can be decoded")
     return np.stack(pictures + pictures[-1:] * (n - len(pictures)))  # (n, H, W, 3)
+
+
+@functools.lru_cache(maxsize=1024)
+def duration(path):
+    """Seconds of a video file, by its packets. Raises as read_frames."""
+    import av
+    with av.open(path, metadata_errors="ignore") as container:
+        times = _times(container, container.streams.video[0], None, None)
+        return times.seconds[-1] + times.tail
 
 
 class _Times(NamedTuple):
@@ -155,7 +164,7 @@ def _place_frames(times, n, start, end, sampling, draws):
     if inside[-1] == len(seconds) - 1:
         stop = min(own[-1] + times.tail, max(end, stop))
     part = 0.5 if sampling == "middle" else np.asarray(draws)[:n]  # of each segment
-    at = own[0] + (np.arange(n) + part) / n * (stop - own[0])  # (n,)
+    at = part if sampling == "at" else own[0] + (np.arange(n) + part) / n * (stop - own[0])  # (n,)
     return inside[np.searchsorted(own, at + 1e-6, side="right").clip(min=1) - 1]  # the frame on show at that time
 
 
@@ -196,6 +205,8 @@ class Clips:
     The cache holds one JPEG per clip, its frames one below the other (three for each wanted one with random
     sampling): decoded once, 4:4:4."""
 
+    at_rest = "uniform"  # how random frames are placed in evaluation
+
     def __init__(self, frames=12, sampling="uniform", short=256, cache=""):
         self.frames, self.sampling, self.short, self.cache = frames, sampling, short, cache
 
@@ -203,8 +214,12 @@ class Clips:
         """(T, 3, H, W) uint8; draws (T,) in 0..1 place random frames, None = evaluation. Raises as read_frames."""
         if self.cache:
             return self._cached(source, start, end, draws)
-        sampling = "uniform" if self.sampling == "random" and draws is None else self.sampling
-        return _channels_first(read_frames(source, self.frames, start, end, sampling, draws, self.short))
+        sampling = self.at_rest if self.sampling == "random" and draws is None else self.sampling
+        return _channels_first(self.decode(source, self.frames, start, end, sampling, draws))
+
+    def decode(self, source, n, start, end, sampling, draws):
+        """(n, H, W, 3) uint8 frames of one source, as read_frames."""
+        return read_frames(source, n, start, end, sampling, draws, self.short)
 
     def _cached(self, source, start, end, draws):
         spare = self.sampling == "random"  # three frames to choose from
@@ -213,7 +228,7 @@ class Clips:
         try:
             x = common.decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (keep, 3, H, W)
         except (OSError, ValueError, RuntimeError):  # not there yet, or cut by a crash
-            x = self._fill(file, read_frames(source, keep, start, end, spread, None, self.short))  # (keep, 3, H, W)
+            x = self._fill(file, self.decode(source, keep, start, end, spread, None))  # (keep, 3, H, W)
         if not spare:
             return x
         choice = 1  # the middle one of three
@@ -290,13 +305,13 @@ def feature_shape(data):
     raise UserError(f"{data.name}: none of its first features can be read, first {reasons[0]}")
 
 
-def clip_options(options):
-    """Clips, or Features with --feature-dir, from the options of load_data."""
+def clip_options(options, kind=Clips):
+    """Clips (or another kind of them), or Features with --feature-dir, from the options of load_data."""
     frames = options.get("frames") or 12
     if options.get("feature_dir"):
         return Features(options["feature_dir"], frames)
     short = round((options.get("image_size") or 224) * 8 / 7)
-    return Clips(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "")
+    return kind(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "")
 
 
 # ---- where videos are ----

@@ -1,0 +1,244 @@
+"""EPIC-KITCHENS-100, multi-instance retrieval: clips of cooking, narrated in a few words, with verb and noun classes.
+
+--data-dir holds the annotations as they are published (retrieval_annotations/EPIC_100_retrieval_train.csv, _test.csv
+and each with _sentence.csv), --video-dir the videos, whole (P01_01.MP4) or in AVION's chunks: a folder P01_01.MP4 of
+0.MP4, 15.MP4, ..., each named by its first second. A clip is a window of a video. The relevancy of a sentence to a
+clip is 1/2 [same verb + |N ^ N'| / |N u N'|], N = the set of all noun classes: from relevancy/caption_relevancy_*.pkl
+for the test clips where that file is there, else, and for training, from the classes.
+"""
+
+import ast
+import csv
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import common
+from common import UserError
+
+import numpy as np
+import torch
+
+from sets import video, videos
+
+VERBS, NOUNS = 97, 300
+NEEDED = ("narration_id", "video_id", "start_timestamp", "stop_timestamp", "narration", "verb_class", "noun_class",
+          "all_noun_classes")
+SETS = {"epic-kitchens-100": {
+    "splits": {"train": 67_217, "test": 9_668}, "licence": "CC BY-NC 4.0, research only; test = the papers' test",
+    "where": "github.com/epic-kitchens/epic-kitchens-100-annotations, retrieval_annotations/"}}
+
+
+def load(name, split, options):
+    """Data of one split: a row a clip, its narration the caption; columns verb, noun, nouns, and group (clips of one
+    narration are positives of each other). Data.sentences: the sentences of the split with their relevancies.
+
+    Clips whose video is not there are left out and counted; their sentences are still ranked.
+    Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
+    """
+    facts = SETS[name]
+    if split not in facts["splits"]:
+        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}")
+    if not options.get("data_dir"):
+        needs = "--data-dir (its annotations: EPIC_100_retrieval_train.csv and so on) and --video-dir (its videos)"
+        raise UserError(f"--dataset {name} needs {needs}")
+    if options.get("feature_dir"):
+        raise UserError(f"{name}: several windows of one video, but --feature-dir has one file for a video")
+    file = _annotations(name, split, Path(options["data_dir"]).expanduser())
+    clips = _read_csv(file)
+    sentences = Sentences(file, clips)
+    folder = Path(options.get("video_dir") or options["data_dir"]).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"--video-dir {folder}: no such folder")
+    places = _places(str(folder))
+    there = [i for i, c in enumerate(clips) if c["video_id"] in places]
+    if not there:
+        looked = f"none of {len({c['video_id'] for c in clips}):,} videos is below {folder}"
+        raise UserError(f"{name} ({split}): {looked} (looked for {clips[0]['video_id']}); --video-dir names the folder "
+                        "of the videos")
+    sentences.clips = np.array(there)
+    kept, number = [clips[i] for i in there], {}
+    columns = {"verb": [c["verb"] for c in kept], "noun": [c["noun"] for c in kept],
+               "nouns": [c["nouns"] for c in kept],
+               "group": [number.setdefault(c["narration"], len(number)) for c in kept]}
+    sources = [{"path": places[c["video_id"]], "start": c["start"], "end": c["end"]} for c in kept]
+    names = {"verb": _names(file, "verb", VERBS), "noun": _names(file, "noun", NOUNS)}
+    table = common.make_table([[c["narration"]] for c in kept], [c["id"] for c in kept], sources, names, **columns)
+    lacking = sorted({c["video_id"] for c in clips} - places.keys())
+    notes = [f"{len(clips) - len(kept):,} clips of {len(lacking):,} videos are not in {folder}, first {lacking[0]}"
+             if lacking else "", sentences.note]
+    count = facts["splits"][split]
+    if len(kept) != count:
+        notes.append(f"WARNING: {len(kept):,} examples, {count:,} expected")
+        common.say(f"WARNING: {name} ({split}) has {len(kept):,} examples, {count:,} are expected: "
+                   "the numbers are not comparable with the papers'")
+    data = common.Data(name, split, table, clip=video.clip_options(options, Chunks), note=common.join_notes(*notes))
+    return dataclasses.replace(data, sentences=sentences)
+
+
+# ---- sentences and relevancies ----
+class Sentences:
+    """What multi-instance retrieval ranks: the texts of the *_sentence.csv, each the narration of the clip it names.
+
+    JPoSE's code, which wrote that file, gives some sentences of rare actions another action's words; AVION's evaluation
+    takes the clip's, so do we. clips (M,): the csv's row of each row of the data.
+    """
+
+    def __init__(self, file, clips):
+        row = {c["id"]: i for i, c in enumerate(clips)}
+        self.file, ids = file.with_name(f"{file.stem}_sentence.csv"), []
+        if not self.file.is_file():
+            raise UserError(f"{self.file}: not there; it lists the sentences that are ranked")
+        with _opened(self.file) as f:
+            ids = [line[0] for line in csv.reader(f) if line][1:]
+        unknown = [i for i in ids if i not in row]
+        if unknown or not ids:
+            why = f"{len(unknown):,} of its ids are not in {file.name}, first {unknown[0]}" if ids else "it is empty"
+            raise UserError(f"{self.file}: {why}; both must be of one version")
+        said = [clips[row[i]] for i in ids]
+        self.texts, self.verbs = [c["narration"] for c in said], torch.tensor([c["verb"] for c in said])  # (C,) each
+        self.nouns = common.multi_hot([c["nouns"] for c in said], NOUNS)  # (C, NOUNS)
+        self.clip_verbs, self.clip_nouns = [c["verb"] for c in clips], [c["nouns"] for c in clips]
+        self.clips, self.shape = np.arange(len(clips)), (len(clips), len(ids))
+        pickle = file.parent / "relevancy" / f"caption_relevancy_{file.stem}.pkl"
+        self.pickle = pickle if pickle.is_file() and "test" in file.stem else None
+        self.note = f"{len(ids):,} sentences, relevancies from {self.pickle or 'the classes'}"
+
+    def by_classes(self, rows, dtype=torch.float32):
+        """(len(rows), C) relevancies of these rows of the csv, from the classes."""
+        verbs, nouns = ([x[i] for i in rows] for x in (self.clip_verbs, self.clip_nouns))
+        return common.class_relevancy(verbs, common.multi_hot(nouns, NOUNS), self.verbs, self.nouns, dtype)
+
+    def relevancy(self, rows):
+        """(len(rows), C) float32 relevancies of these rows of the data, of the pickle where there is one.
+
+        Raises: UserError where the pickle is of another version of the csv."""
+        rows = self.clips[rows]
+        if not self.pickle:
+            return self.by_classes(rows)
+        matrix = np.asarray(videos.load_plain_pickle(self.pickle))
+        if matrix.shape != self.shape or matrix.dtype.kind != "f":
+            raise UserError(f"{self.pickle}: holds {matrix.shape} {matrix.dtype}, expected {self.shape} relevancies")
+        found, by_classes = torch.from_numpy(matrix[rows].astype(np.float32)), self.by_classes(rows)
+        other = int(((found - by_classes).abs() > 1e-4).sum())
+        if other:
+            common.say(f"WARNING: {self.pickle.name}: {other:,} of {found.numel():,} relevancies are not those of the "
+                       "classes; the file's are used")
+        return found
+
+    def draw(self, row, above, u):
+        """One of the texts with relevancy > above to this row of the data, alike likely, or None; u in 0..1."""
+        relevancy = self.by_classes([self.clips[row]], torch.float64)[0]  # (C,), where 0.1 is not more than 0.1
+        good = (relevancy > above).nonzero()[:, 0]
+        return self.texts[good[int(u * len(good))]] if len(good) else None
+
+
+# ---- annotation files ----
+def _annotations(name, split, root):
+    """The csv of a split, below --data-dir."""
+    wanted = f"EPIC_100_retrieval_{split}.csv"
+    file = next((f for f in sorted(root.rglob(wanted)) if f.is_file()), None)
+    if file is None:
+        raise UserError(f"{name} ({split}): no {wanted} in {root}; --data-dir names the folder of the annotation files")
+    return file
+
+
+def _opened(file):
+    return open(file, newline="", encoding="utf8")
+
+
+def _read_csv(file):
+    """Rows {id, video_id, start, end, narration, verb, noun, nouns}; columns are found by name (some copies begin with
+    uid). Raises: UserError naming file and line."""
+    out = []
+    with _opened(file) as f:
+        reader = csv.DictReader(f)
+        missing = [c for c in NEEDED if c not in (reader.fieldnames or ())]
+        if missing:
+            raise UserError(f"{file}: has no column {', '.join(missing)}")
+        for row in reader:
+            try:
+                nouns = sorted({int(n) for n in ast.literal_eval(row["all_noun_classes"])} or {int(row["noun_class"])})
+                found = {"id": row["narration_id"], "video_id": row["video_id"], "narration": row["narration"].strip(),
+                         "start": seconds(row["start_timestamp"]), "end": seconds(row["stop_timestamp"]),
+                         "verb": int(row["verb_class"]), "noun": int(row["noun_class"]), "nouns": nouns}
+                if not (0 <= found["verb"] < VERBS and all(0 <= n < NOUNS for n in [*nouns, found["noun"]])):
+                    raise ValueError(f"verbs are 0..{VERBS - 1}, nouns 0..{NOUNS - 1}")
+                if not found["narration"] or found["end"] < found["start"]:
+                    raise ValueError("no narration, or an end before the start")
+            except (ValueError, SyntaxError, TypeError, AttributeError) as error:
+                raise UserError(f"{file}, line {reader.line_num}: {common.first_line(error)}") from error
+            out.append(found)
+    if not out:
+        raise UserError(f"{file}: has no rows")
+    return out
+
+
+def seconds(text):
+    """'00:01:02.50' -> 62.5. Raises ValueError."""
+    hours, minutes, rest = text.split(":")
+    return int(hours) * 3600 + int(minutes) * 60 + float(rest)
+
+
+def _names(file, kind, n):
+    """Names of the classes from EPIC_100_verb_classes.csv and the like, beside or above the csv; else their numbers."""
+    names = [str(i) for i in range(n)]
+    patterns = (f"EPIC_100_{kind}_classes*.csv", f"{kind}_classes.csv")
+    found = [f for folder in (file.parent, file.parent.parent) for p in patterns for f in sorted(folder.glob(p))]
+    if found:
+        with _opened(found[0]) as f:
+            for row in csv.DictReader(f):
+                number, word = row.get("id", ""), row.get("key") or row.get("class_key") or ""
+                if number.isdigit() and int(number) < n and word and word not in names:
+                    names[int(number)] = word
+    return names
+
+
+# ---- videos, whole or in chunks ----
+def _places(folder):
+    """{video id: path of the video, or of the folder of its chunks} below a folder."""
+    out = {}
+    for paths in video.video_index(folder).values():
+        for path in map(Path, paths):
+            if path.stem.isdigit() and re.fullmatch(r"P\d+_\d+(\.\w+)?", path.parent.name):
+                out[path.parent.name.split(".")[0]] = str(path.parent)
+            else:
+                out.setdefault(path.stem, str(path))
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _chunks(folder):
+    """[(first second, path)] of a folder of chunks, in order."""
+    return sorted((int(f.stem), str(f)) for f in Path(folder).iterdir() if f.stem.isdigit())
+
+
+class Chunks(video.Clips):
+    """Clips of whole videos or of folders of chunks: the middles of T equal parts of the window, as AVION; with
+    --frame-sampling random they move inside their parts in training."""
+    at_rest = "middle"
+
+    def decode(self, source, n, start, end, sampling, draws):
+        """(n, H, W, 3) uint8; a window may lie in several chunks. Raises: ValueError where a chunk is not there."""
+        if not Path(source).is_dir():
+            return super().decode(source, n, start, end, sampling, draws)
+        chunks = _chunks(str(source))
+        firsts = np.array([first for first, _ in chunks])
+        if end > firsts[-1]:  # the end of the video may come before that of the window
+            end = max(start, min(end, firsts[-1] + video.duration(chunks[-1][1])))
+        if sampling == "uniform":
+            at = np.linspace(start, end, n)  # (n,) seconds of the whole video
+        else:
+            part = 0.5 if sampling == "middle" else np.asarray(draws)[:n]
+            at = start + (np.arange(n) + part) / n * (end - start)  # (n,)
+        number = np.searchsorted(firsts, at, side="right") - 1  # (n,) chunk of each
+        frames = []
+        for k in np.unique(number):
+            first, path = chunks[max(k, 0)]
+            own, length = at[number == k] - first, np.diff(firsts).min() if len(firsts) > 1 else np.inf
+            if own[0] < 0 or own[-1] > length + 0.5 and k + 1 < len(chunks):
+                raise ValueError(f"no chunk of {source} has second {at[number == k].max():g}")
+            # from a second before: the frame on show at a time began earlier
+            frames.append(video.read_frames(path, len(own), max(0.0, own[0] - 1), None, "at", own, self.short))
+        return np.concatenate(frames)

@@ -1,0 +1,73 @@
+"""Something-Something v2 with a long tail (SSv2-LT): short clips of hands and things, 174 classes.
+
+--data-dir holds the published labels (something-something-v2-train.json, -validation.json, or Qualcomm's newer names
+train.json, validation.json) and the lists of LMR's authors (train.csv, val.csv: a line for each frame, first the clip's
+id), which say what belongs to the long tail; --video-dir the clips (20bn-something-something-v2/ID.webm). The caption
+is the sentence of a clip ("holding a potato"), its class the template ("Holding something").
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import common
+from common import UserError
+
+from sets import video
+
+LISTS = "github.com/tobyperrett/lmr-release, 'Link to splits'"
+SETS = {"ssv2-lt": {"splits": {"train": None, "test": None}, "licence": "research only; test = val, the papers' split",
+                    "where": f"labels: Qualcomm's Something-Something v2; lists: {LISTS}"}}
+WHOLE = {"train": 168_913, "test": 24_777}  # clips of the set without a long tail, whose lists have the same names
+FILES = {"train": ("train.csv", ("something-something-v2-train.json", "train.json")),
+         "test": ("val.csv", ("something-something-v2-validation.json", "validation.json"))}
+
+
+def load(name, split, options):
+    """Data of one split: the clips of its list, in the order of the labels' file.
+
+    Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
+    """
+    if split not in FILES:
+        raise UserError(f"{name} has no {split} split; it has: {', '.join(FILES)}")
+    if not options.get("data_dir"):
+        raise UserError(f"--dataset {name} needs --data-dir (labels and the lists train.csv, val.csv: {LISTS}) and "
+                        "--video-dir (the folder of ID.webm)")
+    root, (members, labels) = Path(options["data_dir"]).expanduser(), FILES[split]
+    wanted = _ids(_file(name, root, members))
+    if len(wanted) >= WHOLE[split]:
+        raise UserError(f"{name} ({split}): {members} names {len(wanted):,} clips, the whole of Something-Something v2 "
+                        f"and not its long tail; the long tail's list is at {LISTS}")
+    file = _file(name, root, *labels)
+    try:
+        rows = [r for r in json.loads(file.read_text(encoding="utf8")) if str(r["id"]) in wanted]
+        annotations = {(str(r["id"]), None, None): r["label"] for r in rows}
+        classes = {(str(r["id"]), None, None): r["template"].replace("[", "").replace("]", "") for r in rows}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {common.first_line(error)}"
+        raise UserError(f"{name}: {file} has another layout than expected ({why})") from error
+    if not rows:
+        raise UserError(f"{name} ({split}): none of the {len(wanted):,} clips of {members} is in {file}")
+    data = video.clips_of(name, split, annotations, options, root, classes)
+    unknown = len(wanted) - len(annotations)
+    note = f"{unknown:,} clips of {members} are not in {file.name}" if unknown else ""
+    return dataclasses.replace(data, note=common.join_notes(data.note, note))
+
+
+def _file(name, root, *names):
+    """The first file of these names below a folder."""
+    for wanted in names:
+        for file in sorted(root.rglob(wanted)):
+            if file.is_file():
+                return file
+    raise UserError(f"{name}: {' or '.join(names)} is not in --data-dir {root}"
+                    + (f"; the lists are at {LISTS}" if names[0].endswith(".csv") else ""))
+
+
+def _ids(file):
+    """Ids of the clips of a list of frames: 'original_vido_id video_id frame_id path labels', a line for each frame."""
+    with open(file, encoding="utf8") as f:
+        header = next(f, "").split()
+        if not header or not header[0].startswith("original_vid"):
+            raise UserError(f"{file}: its first line is no header 'original_vido_id video_id frame_id path labels'")
+        return {line.split()[0] for line in f if line.strip()}
