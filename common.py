@@ -483,7 +483,6 @@ def key_hash(key):
 STATS = {  # mean and standard deviation of the pixels, by the weights or the code that they come from
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5,) * 3, (0.5,) * 3),
-    "cifar": ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
 MAX_PIXELS = 178_956_970  # of one image: Pillow's limit against decompression bombs
 GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
@@ -1527,10 +1526,11 @@ def find_set(name):
     return next((room for room in set_rooms() if name in room.SETS), None)
 
 
-def splits_of(name):
-    """The splits a data set can give without holding anything out of a downloaded train split."""
+def splits_of(name, hold_out_val=False):
+    """The splits a data set can give; a set by name without val has one only where that is held out of train."""
     room = find_set(name)
-    return tuple(room.SETS[name]["splits"]) if room else tuple(SPLIT_NAMES)
+    own = tuple(room.SETS[name]["splits"]) if room else tuple(SPLIT_NAMES)
+    return (*own, "val") if hold_out_val and "train" in own and "val" not in own else own
 
 
 def load_data(name, split, **options):
@@ -1545,6 +1545,7 @@ def load_data(name, split, **options):
         label_column,
             streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
             feature_dir; max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
+            hold_out_val: a set by name that has no val gives a part of train, and trains on the rest;
             and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
@@ -1587,13 +1588,23 @@ def nothing_held_out(name, split):
 
 @functools.lru_cache(maxsize=32)
 def _known_set(name, split, options):
-    return find_set(name).load(name, split, dict(options))
+    options, room = dict(options), find_set(name)
+    held = options.pop("hold_out_val", False) and "val" not in room.SETS[name]["splits"]
+    if not held or split == "test":
+        return room.load(name, split, options)
+    train = room.load(name, "train", options)
+    if train.streamed:
+        raise UserError(f"--hold-out-val: {name} is a stream here, of which nothing can be held out")
+    part = hold_out({"train": train, "test": ()})[split]
+    if not len(part):
+        raise EmptySplit(nothing_held_out(name, split))
+    return part
 
 
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "caption_noise",
-              "streaming", "max_bad_fraction", "max_pixels")
+              "streaming", "max_bad_fraction", "max_pixels", "hold_out_val")
 
 
 def data_options(args, **more):
@@ -2093,8 +2104,18 @@ def labelled_sets(args):
 
 
 def open_data(args):
-    """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick."""
-    return load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
+    """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick.
+
+    Raises: UserError where --eval-every would find no val split to evaluate."""
+    train, sets = load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
+    without = ", ".join(name for name, splits in sets.items() if "val" not in splits)
+    if args.eval_every and not any("val" in splits for splits in sets.values()):
+        raise UserError(f"--eval-every {args.eval_every}: {without} without a val split, which is what it evaluates; "
+                        "--hold-out-val takes one out of the training images of a set by name, --eval-every 0 "
+                        "evaluates at the end alone")
+    if args.eval_every and without:
+        say(f"WARNING: --eval-every: {without} without a val split (see --hold-out-val): read once, at the end")
+    return train, sets
 
 
 def evaluation_sets(args):
@@ -2102,12 +2123,13 @@ def evaluation_sets(args):
     sets = {}
     for word in args.eval_datasets or [args.dataset]:
         name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
-        same = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels")}
+        same = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels",
+                                              "hold_out_val")}
         options = {"data_dir": folder, "video_dir": folder or args.video_dir} | same
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder} if folder else {}))
         sets[name] = {}
-        for split in (s for s in ("val", "test") if s in splits_of(name)):
+        for split in (s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)):
             try:
                 sets[name][split] = load_data(name, split, **options)
             except EmptySplit as error:
@@ -2980,6 +3002,10 @@ class Parser(OneLine):
                                 "so")
         g = self.add_argument_group("evaluation")
         g.add_argument("--eval-batch", type=count, default=256, help="images, or frames of clips, at a time")
+        g.add_argument("--hold-out-val", action=yesno, default=False,
+                       help=f"a set by name that has no val split (MSR-VTT, ActivityNet, COCO, CIFAR) gives "
+                            f"{HELD_OUT:.0%} of train as val and trains on the rest: then --eval-every has something "
+                            "to look at".replace("%", "%%"))
         if texts:
             g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
                            help="data sets of the evaluation (val and test splits), each with an optional local copy "

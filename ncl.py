@@ -403,7 +403,7 @@ def main(args):
     evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                                  also=functools.partial(evaluate_normalized, own=own, args=args))
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
-    before = run.begin(evaluator, (guess, guess), banner_lines(train, args))
+    before = run.begin(evaluator, (guess, guess), banner_lines(train, evals, args))
     if run.step == 0 and common.rank() == 0:                               # Figs. 7 and 8 compare with the start
         start = {f"{name}/{k}": p[k][:500] for name, p in before.items() for k in ("text", "image")}
         common.write_tensors(run.folder / "embeddings_before.safetensors", start)
@@ -467,8 +467,8 @@ def gamma_of(own, args):
     return own["tau"]["log_tau"].exp().item() if args.learnable_tau else args.tau
 
 
-def banner_lines(train, args):
-    """What the banner says of the method."""
+def banner_lines(train, evals, args):
+    """What the banner says of the method; evals: {name: splits} of the evaluation sets."""
     size, epochs = args.batch_size, args.queue_size / train.examples
     rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
@@ -476,6 +476,10 @@ def banner_lines(train, args):
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
     lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": f"gamma {args.tau:g}{limits}",
              "test time": f"--normalize {args.normalize}, {queues}"}
+    others = [name for name in evals if name != args.dataset]
+    if args.normalize == "queue" and others:
+        lines["test time"] += (f"; WARNING: none for {', '.join(others)}: not trained on, so reported as they are; "
+                               "eval.py --normalize queue fills a queue from their training splits")
     if args.image_encoder == "features":
         lines["features"] = "SSB's gamma and factor, the towers ours"
     return lines
@@ -490,8 +494,8 @@ def evaluate_normalized(pieces, own, args):
     if pieces["data"].name == args.dataset:
         queues = own["texts"].get().cpu(), own["videos"].get().cpu()       # (K, D) each
     results, pieces["biases"] = normalized_retrieval(pieces, gamma_of(own, args), args.iterations, *queues)
-    chosen = results.get(args.normalize, results["none"])                  # before the first step there is no queue
-    return {k: v for k, v in chosen.items() if k != "error"} | {"normalize": results}
+    mode = args.normalize if args.normalize in results else "none"         # before the first step there is no queue
+    return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
 
 
 def normalization_table(metrics):
@@ -499,7 +503,7 @@ def normalization_table(metrics):
     head = f"{'normalisation':<22}{'t->v R@1':>10}{'R@10':>8}{'v->t R@1':>10}{'R@10':>8}{'error t->v':>12}{'v->t':>8}"
     lines = [""]
     for name, m in metrics.items():
-        lines += [f"\n{name}", head]
+        lines += [f"\n{name} (reported: {m['normalized_by']})", head]
         for mode, r in m["normalize"].items():
             t, v, e = r["text_to_image"], r["image_to_text"], r["error"]
             recalls = f"{t['R@1']:10.1f}{t['R@10']:8.1f}{v['R@1']:10.1f}{v['R@10']:8.1f}"
