@@ -932,11 +932,12 @@ def small_cnn(width=32):
 
 
 class SmallText(nn.Module):
-    """A pre-norm transformer over WordPiece ids without dropout; mean over the tokens: (B, L) -> (B, width)."""
+    """A pre-norm transformer over WordPiece ids; mean over the tokens: (B, L) -> (B, width). dropout is 0, see
+    set_dropout."""
 
     def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
         super().__init__()
-        self.width = width
+        self.width, self.dropout = width, 0.0
         self.token = nn.Embedding(vocabulary, width, padding_idx=0)
         self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
         nn.init.normal_(self.token.weight, std=0.02)
@@ -949,14 +950,18 @@ class SmallText(nn.Module):
     def forward(self, input_ids, attention_mask):
         B, L = input_ids.shape[:2]
         keep = attention_mask.bool()  # (B, L)
-        x = self.token(input_ids) + self.position[:L]  # (B, L, width)
+        x = self._drop(self.token(input_ids) + self.position[:L])  # (B, L, width)
         for b in self.blocks:
             qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
             q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
-            x = x + b["out"](y.transpose(1, 2).reshape(B, L, -1))
-            x = x + b["fc2"](F.gelu(b["fc1"](b["norm2"](x))))
+            x = x + self._drop(b["out"](y.transpose(1, 2).reshape(B, L, -1)))
+            x = x + self._drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
         return (self.norm(x) * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)  # (B, width)
+
+
+    def _drop(self, x):
+        return F.dropout(x, self.dropout, self.training)
 
 
 class FeatureEncoder(SmallText):
@@ -1158,6 +1163,17 @@ def freeze_unused(model, tokenizer, spec):
         p.requires_grad_(p.requires_grad and p.grad is not None)
     model.zero_grad(set_to_none=True)
     model.train()
+
+
+def set_dropout(model, features, text=True):
+    """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features, after its projection
+    and after attention and MLP; text False: none in a transformers text encoder, which else keeps its own."""
+    if isinstance(model.vision.body, FeatureEncoder):
+        model.vision.body.dropout = features
+    for module in model.text.modules() if not text else ():
+        for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
+            if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
+                setattr(module, name, 0.0)
 
 
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False):

@@ -902,6 +902,23 @@ def test_the_commands_of_ssb(tmp_path):
     args = ncl.parse_args([*flags, "--loss", "max-margin"])  # as in the docstring
     assert (args.learnable_tau, args.loss_scale, args.margin) == (False, 1, 0.2)
     assert not ncl.parse_args(["--dataset", "msrvtt", "--loss", "max-margin"]).learnable_tau
+    for name, dropout in (("msrvtt", 0.1), ("msvd", 0.1), ("activitynet", 0), ("clips.csv", 0)):  # App. C
+        args = ncl.parse_args(["--dataset", name, *flags[2:]])
+        assert args.dropout == dropout and args.text_dropout
+    assert ncl.parse_args(["--dataset", "msrvtt"]).dropout == 0
+
+
+def test_dropout_of_the_feature_tower_acts(features, tmp_path, capsys):
+    root, csv = features
+    flags = ["--dataset", csv, "--image-encoder", "features", "--feature-dir", root / "motion", "--lr", 0]
+    base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "2", "--log-every", "1"]
+    found = {}
+    for name, more in {"0": [], "again": [], "0.5": ["--dropout", 0.5]}.items():
+        summary = main(tmp_path / name, *flags, *more, base=base)
+        found[name] = losses(tmp_path / name), summary["test"][str(csv)]["R-Mean"]
+    assert found["0"] == found["again"]
+    assert found["0.5"][0] != found["0"][0] and found["0.5"][1] == found["0"][1]  # none in evaluation, and no lr
+    assert "without its captioning loss; dropout 0.5, small keeps its own" in capsys.readouterr().out
 
 
 BAD = {
@@ -924,6 +941,8 @@ BAD = {
     "--feature-dir /no/such": "--feature-dir /no/such: no such folder",
     "--image-encoder features": "--feature-dir",
     "--feature-dir .": "--image-encoder features",
+    "--dropout 0.1": "--dropout 0.1: of the tower of --image-encoder features",
+    "--dropout 2": "--dropout 2: must be between 0 and 1",
     "--loss triplet": "--loss invalid choice: 'triplet'",
     "--normalize test": "--normalize invalid choice: 'test'",
     "--video-dir /no/such": "--video-dir /no/such: no such path",
