@@ -2723,6 +2723,15 @@ def with_class(labels, features):
     return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
 
 
+FEW_QUERIES = 50  # below, a single query moves the numbers
+
+
+def few_queries(**counts):
+    """What one query is worth where there are few, for under a table: {what it is: how many} -> text or ""."""
+    few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items() if 0 < n < FEW_QUERIES]
+    return "FEW QUERIES: " + ", ".join(few) if few else ""
+
+
 def metrics_table(title, metrics, chance):
     """The result as lines of text, each number beside its chance level."""
     keys = ["R@1", "R@5", "R@10", "MdR"]
@@ -2737,7 +2746,8 @@ def metrics_table(title, metrics, chance):
                      f"{m['mean_per_class']:.1f} ({c['mean_per_class']:.1f})")
     gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
     lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
-    return "\n".join(lines)
+    lines.append(few_queries(texts=metrics["captions"], images=metrics["images"]))
+    return "\n".join(line for line in lines if line)
 
 
 def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, few=None, limits=None):
@@ -2789,7 +2799,8 @@ def class_table(title, metrics, chance):
         parts = "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail"))
         lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} "
                      f"({c['mean_per_class']:5.1f}){parts}")
-    return "\n".join(lines)
+    lines.append(few_queries(images=metrics["images"]))
+    return "\n".join(line for line in lines if line)
 
 
 class ClassEvaluator:
@@ -2984,9 +2995,14 @@ class Parser(OneLine):
                        help="optimiser steps between evaluations on the val split; 0 = only at the end")
         g.add_argument("--log-every", type=whole, default=10,
                        help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
+        g.add_argument("--figures", choices=["png", "pdf"], default="png",
+                       help="form of the pictures; pdf for papers: lines and letters stay what they are")
         g.add_argument("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",
                        help="log there as well as to metrics.jsonl")
         g = self.add_argument_group("data")
+        g.add_argument("--fit-batch", action=yesno, default=False,
+                       help="where the training set is smaller than --batch-size, lower it to what fits, and say so; "
+                            "on by itself for own data without --batch-size")
         g.add_argument("--dataset",
                        help="a name that a file of sets/ knows; or a folder, csv, tsv, jsonl, parquet, tar, or hub id "
                             "(org/name)")
@@ -3042,6 +3058,9 @@ class Parser(OneLine):
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
         saved = self._saved(chosen.resume) if chosen.resume else {}
         defaults = recipes.get(chosen.dataset, recipes["own"]) | {"dataset": chosen.dataset} | own | saved
+        words = sys.argv[1:] if argv is None else argv
+        given = any(str(word).partition("=")[0] == "--batch-size" for word in words)
+        defaults = {"fit_batch": chosen.dataset not in recipes and not given} | defaults
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
         for name in self.FIXED if saved else ():
@@ -3116,6 +3135,7 @@ class Run:
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem
         self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
+        self.fitted = fit_batch(args, train)
         self.per_epoch = epoch_length(train, args.batch_size)
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
         self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
@@ -3153,6 +3173,7 @@ class Run:
                 self.evals[name][word] = leave_out(data, found.get(split))
             else:
                 self.train = leave_out(data, found.get(split))
+        self.fitted = fit_batch(self.args, self.train) or self.fitted
         self.per_epoch = epoch_length(self.train, self.args.batch_size)
         self.total = self.last = self.args.max_steps or max(1, round(self.args.epochs * self.per_epoch))
         return found
@@ -3273,7 +3294,7 @@ class Run:
             "random guess": f"loss {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else ""),
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
                      f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}",
-            **lines, "run": self.folder}
+            **lines, **({"LOWERED": self.fitted} if self.fitted else {}), "run": self.folder}
         say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
 
     # ---------------------------------------- in the loop -------------------------------------------------------------
@@ -3418,8 +3439,9 @@ class Run:
         return summary
 
     def picture(self, name, function, *args, **options):
-        """Draw one picture into the run folder, function(*args, path, **options); one that fails is left out, named."""
-        picture(self.folder / name, function, *args, **options)
+        """Draw one picture into the run folder, function(*args, path, **options), in the form of --figures; one that
+        fails is left out, named."""
+        picture((self.folder / name).with_suffix(f".{self.args.figures}"), function, *args, **options)
 
     def summarize(self, test, chance):
         """The content of summary.json. Collective."""
@@ -3497,10 +3519,30 @@ def millions(module):
     return sum(p.numel() for p in module.parameters()) / 1e6
 
 
+def largest_batch(data):
+    """The largest global batch that a data set fills and that the processes can share; 0 where there is none."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # asked before there is a process group
+    fits = data.examples // processes * processes
+    return fits if fits > 1 else 0
+
+
+def fit_batch(args, data):
+    """With --fit-batch: --batch-size becomes what the data hold, where it is more. Returns: what the banner says."""
+    fits = largest_batch(data)
+    if not args.fit_batch or not fits or data.examples >= args.batch_size:
+        return ""
+    words = f"--batch-size {args.batch_size} -> {fits}: the training set has {data.examples} examples"
+    args.batch_size = fits
+    return words
+
+
 def epoch_length(data, batch_size):
     """Optimiser steps of one epoch. Raises UserError when the batch is larger than the data."""
     if data.examples < batch_size:
-        raise UserError(f"--batch-size {batch_size}: larger than the {data.examples} training examples of {data.name}")
+        fits = largest_batch(data)
+        hint = f"; --batch-size {fits} fits, and --fit-batch takes it by itself" if fits else "; give more data"
+        raise UserError(f"--batch-size {batch_size}: larger than the {data.examples} training examples of "
+                        f"{data.name}{hint}")
     return data.examples // batch_size
 
 

@@ -109,6 +109,7 @@ def parse_args(argv=None):
     g.add_argument("--top", type=count, default=5, help="hits of a query")
     g = p.add_argument_group("run")
     g.add_argument("--output-dir", default="", help="of eval.json and the pictures; empty = RUN_DIR/eval or runs/eval")
+    g.add_argument("--figures", choices=["png", "pdf"], default="png", help="form of the pictures; pdf for papers")
     g.add_argument("--eval-batch", type=count, default=256, help="images at a time")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
     g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU")
@@ -315,14 +316,14 @@ class Case:
 
     def picture(self, kind):
         """Path of a picture of this set."""
-        return self.subject.folder / f"{kind}_{common.slug(self.name)}.png"
+        return self.subject.folder / f"{kind}_{common.slug(self.name)}.{self.args.figures}"
 
 
 def evaluate(subject, name, options, first=True):
     """All tasks of one data set -> ({metrics, chance, left_out: {task: why the set has it not}, changed: what its data
     are no more}, {task: why it failed}); pictures go to the folder.
 
-    Args: options: of common.load_data; first: the set's name is left out of retrieval.png. Collective."""
+    Args: options: of common.load_data; first: retrieval.png does not name the set. Collective."""
     args, case, left_out, failed = subject.args, Case(subject, name, options), {}, {}
     for task in args.tasks:
         step = task                                                        # what is left out if it fails
@@ -341,7 +342,7 @@ def evaluate(subject, name, options, first=True):
             say(f"WARNING: {name}: --normalize {args.normalize} is not possible: the retrieval numbers are those "
                 "without normalisation")
     if common.rank() == 0 and "retrieval" in case.metrics:
-        path = subject.folder / "retrieval.png" if first else case.picture("retrieval")
+        path = subject.folder / f"retrieval.{args.figures}" if first else case.picture("retrieval")
         bias, *_ = case.pieces.get("biases", {}).get(case.metrics.get("normalized_by"), [None])
         common.picture(path, functools.partial(common.figures().draw_retrieval, bias=bias), case.pieces)
     found = {"metrics": case.metrics, "chance": case.chance, "left_out": left_out}
@@ -508,8 +509,8 @@ def search(subject):
     rows = [int(index[j]) for j in best.indices.tolist()]
     hits = [{"key": data.key(i), "cosine": round(c, 4)} for i, c in zip(rows, best.values.tolist())]
     if common.rank() == 0:
-        common.picture(subject.folder / "query.png", draw_hits, figures, f'"{args.query}", {len(sim)} images', data,
-                       rows, hits)
+        title = f'"{args.query}", {len(sim)} images'
+        common.picture(subject.folder / f"query.{args.figures}", draw_hits, figures, title, data, rows, hits)
     say("\n".join(f"{h['cosine']:.4f}  {h['key']}" for h in hits))
     return {"query": args.query, "dataset": args.dataset, "images": len(sim), "unreadable": len(bad), "hits": hits}
 
@@ -543,7 +544,8 @@ def table(name, metrics, chance):
         for group, cells in groups.items():
             label = f"{task} {group.replace('_', ' ')}".strip()
             lines.append(f"  {label:<26} {'  '.join(cells)}")
-    return "\n".join(lines)
+    few = common.few_queries(texts=metrics.get("captions", 0), images=metrics["images"])
+    return "\n".join(lines + ([f"  {few}"] if few else []))
 
 
 def _cell(name, value, chance):

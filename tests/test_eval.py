@@ -207,6 +207,27 @@ def test_bad_flags(flags, message, capsys):
     assert stop.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
+PDF_END = b"%%EOF"
+
+
+def test_figures_as_pdf(run, tmp_path):
+    """All pictures of a run and of eval.py, in vectors: words are searchable, letters are no Type 3."""
+    flags = ["--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "64", "--image-size", "24", "--figures"]
+    temo.main(temo.parse_args([*flags, "pdf", "--output-dir", str(tmp_path), "--run-name", "r"]))
+    evaluate("--checkpoint", tmp_path / "r", "--tasks", "retrieval", "histograms", "--figures", "pdf")
+    evaluate("--checkpoint", tmp_path / "r", "--query", "red apple", "--dataset", "emoji", "--figures", "pdf")
+    made = sorted((tmp_path / "r").rglob("*.pdf"))
+    assert {p.name for p in made} == {"curves.pdf", "evaluation.pdf", "similarities.pdf", "positive_pairs.pdf",
+                                      "retrieval.pdf", "similarities_emoji.pdf", "query.pdf"}
+    for path in made:
+        content = path.read_bytes()
+        assert content.startswith(b"%PDF-1.") and content.rstrip().endswith(PDF_END) and b"/Type3" not in content
+    assert b"/TrueType" in made[0].read_bytes() or b"/Type0" in made[0].read_bytes()
+    assert not list((tmp_path / "r").rglob("*.png")) and not list(run.glob("*.pdf"))
+    for path in run.glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_bad_checkpoints(tmp_path, run):
     with pytest.raises(common.UserError, match="neither a run folder nor a model"):
         evaluate("--checkpoint", tmp_path)
