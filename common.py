@@ -20,6 +20,7 @@ import functools
 import glob
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -876,6 +877,11 @@ class Paraphrases:
     def __len__(self):
         return len(self.hashes)
 
+    def missing(self, captions):
+        """How many of these captions have no paraphrase here."""
+        captions = list(captions)
+        return sum(not p for i in range(0, len(captions), 1000) for p in self.get(captions[i:i + 1000]))
+
     def get(self, captions):
         wanted = np.array([key_hash(c) for c in captions], dtype=np.int64)
         at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
@@ -1410,7 +1416,7 @@ class Data:
 
     def select(self, rows, split=None):
         """The same data set with only these rows, in this order; a row may come twice."""
-        rows = np.asarray(rows)
+        rows = np.asarray(rows, dtype=None if len(rows) else np.int64)  # an empty list is no list of floats
         cut = {k: v[rows] for k in ("rows", "which", "shards") if (v := getattr(self, k)) is not None}
         pixels = None if self.pixels is None else self.pixels[torch.from_numpy(rows)]
         return dataclasses.replace(self, split=split or self.split, table=self.table.select(rows), pixels=pixels, **cut)
@@ -2024,10 +2030,27 @@ def _csv_header(file, separator):
         begin, end = 1, rows.line_num
         for row in rows:
             begin, end = end + 1, rows.line_num
+            _refuse_swallowed_rows(file, row, separator, begin)
             if len(row) > len(header):  # the reader would take the first column for an index, and shift the others
                 raise UserError(f"--dataset {file}: line {end} has more fields than the header's {len(header)}; put "
                                 "captions that hold a comma in quotes")
     return [c or f"Unnamed: {i}" for i, c in enumerate(header)], begin  # the nameless column is an index
+
+
+def _refuse_swallowed_rows(file, row, separator, begin):
+    """Raises: UserError where a caption over several lines holds lines that look like rows of their own: what they
+    begin or end with is a file as in this row, or called alike but for numbers. A quote was opened and not closed."""
+    def kind(name):
+        ending = Path(name).suffix.lower().lstrip(".")
+        return ending if ending in IMAGE_TYPES + VIDEO_TYPES else re.sub(r"[0-9]+", "0", name)
+    for field in (f for f in row if "\n" in f):
+        for number, line in enumerate(field.split("\n")[1:], start=1):
+            ends = {line.partition(separator)[0]: row[0], line.rpartition(separator)[2]: row[-1]}
+            alike = [name for name, own in ends.items() if own != field and kind(name.strip()) == kind(own)]
+            if separator in line and alike and kind(alike[0]) not in ("", "0"):  # a number begins many a line
+                raise UserError(f"--dataset {file}: a quote that opens in line {begin} swallows the rows after it, "
+                                f"{alike[0]} in line {begin + number} is the first; close it, and write a quote inside "
+                                'a caption as ""')
 
 
 TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
@@ -3560,14 +3583,26 @@ def batchnorm_policy(model, args):
     return model
 
 
+PARAPHRASES_LOOKED_AT = 20_000  # training captions, for the banner
+
+
 def text_view_note(train, paraphrases):
     """Where the second texts come from, for the banner."""
-    if paraphrases:
-        return f"paraphrases of {len(paraphrases):,} captions, else as below where one is missing"
+    other = ("another caption of the example, else word dropout and swap (not the paper's paraphrases; see "
+             "tools/paraphrase.py)")
     if train.templates:
-        return "templates around the captions (not the paper's paraphrases)"
-    return ("another caption of the example, else word dropout and swap (not the paper's paraphrases; see "
-            "tools/paraphrase.py)")
+        other = "templates around the captions (not the paper's paraphrases)"
+    if not paraphrases:
+        return other
+    note = f"paraphrases of {len(paraphrases):,} captions"
+    if train.streamed:
+        return f"{note}; whether these are all captions of a stream is not known: where one is missing, {other}"
+    some = list(itertools.islice(train.first_captions(PARAPHRASES_LOOKED_AT), PARAPHRASES_LOOKED_AT))
+    missing = paraphrases.missing(some)
+    if not missing:
+        return note
+    return (f"WARNING: {note}, but {missing:,} of the first {len(some):,} training captions have none: for these "
+            f"{other}")
 
 
 def log_row(step, batch, loss, lr, tau, args, seconds):
@@ -3939,9 +3974,11 @@ def load_checkpoint(path, model, extra, optimizer, scaler=None):
 
 
 def save_model(folder, model, tokenizer, spec):
-    """The encoders alone: model.safetensors, model.json, tokenizer/. Main process only; reads back with load_model."""
-    write_tensors(Path(folder) / "model.safetensors", model.state_dict())
-    write_json(Path(folder) / "model.json", spec)
+    """The encoders alone: model.safetensors, model.json (with its checksum), tokenizer/. Main process only; reads back
+    with load_model."""
+    weights = Path(folder) / "model.safetensors"
+    write_tensors(weights, model.state_dict())
+    write_json(Path(folder) / "model.json", spec | {"sha256": checksum(weights)})
     if tokenizer:
         with writing(Path(folder) / "tokenizer"):
             tokenizer.save(Path(folder) / "tokenizer")
@@ -3973,7 +4010,10 @@ def load_model(run_dir):
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{run_dir}: its model.json is damaged ({reason}){again}") from error
     try:
-        model.load_state_dict(load_file(run_dir / "model.safetensors"))
+        weights = run_dir / "model.safetensors"
+        if spec.get("sha256") not in (None, checksum(weights)):
+            raise OSError("not the bytes that the run wrote; if they are meant, take sha256 out of model.json")
+        model.load_state_dict(load_file(weights))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = first_line(error)
         raise UserError(f"{run_dir}: its model.safetensors is damaged or of another model ({reason}){again}") from error
