@@ -20,6 +20,7 @@ import functools
 import glob
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -498,7 +499,6 @@ def key_hash(key):
 STATS = {  # mean and standard deviation of the pixels, by the weights or the code that they come from
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5,) * 3, (0.5,) * 3),
-    "cifar": ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
 MAX_PIXELS = 178_956_970  # of one image: Pillow's limit against decompression bombs
 GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
@@ -919,11 +919,12 @@ def small_cnn(width=32):
 
 
 class SmallText(nn.Module):
-    """A pre-norm transformer over WordPiece ids without dropout; mean over the tokens: (B, L) -> (B, width)."""
+    """A pre-norm transformer over WordPiece ids; mean over the tokens: (B, L) -> (B, width). dropout is 0, see
+    set_dropout."""
 
     def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
         super().__init__()
-        self.width = width
+        self.width, self.dropout = width, 0.0
         self.token = nn.Embedding(vocabulary, width, padding_idx=0)
         self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
         nn.init.normal_(self.token.weight, std=0.02)
@@ -936,14 +937,18 @@ class SmallText(nn.Module):
     def forward(self, input_ids, attention_mask):
         B, L = input_ids.shape[:2]
         keep = attention_mask.bool()  # (B, L)
-        x = self.token(input_ids) + self.position[:L]  # (B, L, width)
+        x = self._drop(self.token(input_ids) + self.position[:L])  # (B, L, width)
         for b in self.blocks:
             qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
             q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
-            x = x + b["out"](y.transpose(1, 2).reshape(B, L, -1))
-            x = x + b["fc2"](F.gelu(b["fc1"](b["norm2"](x))))
+            x = x + self._drop(b["out"](y.transpose(1, 2).reshape(B, L, -1)))
+            x = x + self._drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
         return (self.norm(x) * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)  # (B, width)
+
+
+    def _drop(self, x):
+        return F.dropout(x, self.dropout, self.training)
 
 
 class FeatureEncoder(SmallText):
@@ -1188,6 +1193,17 @@ def freeze_unused(model, tokenizer, spec):
         p.requires_grad_(p.requires_grad and p.grad is not None)
     model.zero_grad(set_to_none=True)
     model.train()
+
+
+def set_dropout(model, features, text=True):
+    """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features, after its projection
+    and after attention and MLP; text False: none in a transformers text encoder, which else keeps its own."""
+    if isinstance(model.vision.body, FeatureEncoder):
+        model.vision.body.dropout = features
+    for module in model.text.modules() if not text else ():
+        for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
+            if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
+                setattr(module, name, 0.0)
 
 
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False):
@@ -1473,7 +1489,7 @@ class Data:
 
     def select(self, rows, split=None):
         """The same data set with only these rows, in this order; a row may come twice."""
-        rows = np.asarray(rows)
+        rows = np.asarray(rows, dtype=None if len(rows) else np.int64)  # an empty list is no list of floats
         cut = {k: v[rows] for k in ("rows", "which", "shards") if (v := getattr(self, k)) is not None}
         pixels = None if self.pixels is None else self.pixels[torch.from_numpy(rows)]
         return dataclasses.replace(self, split=split or self.split, table=self.table.select(rows), pixels=pixels, **cut)
@@ -1599,10 +1615,11 @@ def find_set(name):
     return next((room for room in set_rooms() if name in room.SETS), None)
 
 
-def splits_of(name):
-    """The splits a data set can give without holding anything out of a downloaded train split."""
+def splits_of(name, hold_out_val=False):
+    """The splits a data set can give; a set by name without val has one only where that is held out of train."""
     room = find_set(name)
-    return tuple(room.SETS[name]["splits"]) if room else tuple(SPLIT_NAMES)
+    own = tuple(room.SETS[name]["splits"]) if room else tuple(SPLIT_NAMES)
+    return (*own, "val") if hold_out_val and "train" in own and "val" not in own else own
 
 
 def load_data(name, split, **options):
@@ -1617,6 +1634,7 @@ def load_data(name, split, **options):
         label_column,
             streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
             feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
+            hold_out_val: a set by name that has no val gives a part of train, and trains on the rest;
             max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
             and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
@@ -1667,13 +1685,24 @@ def nothing_held_out(name, split):
 
 @functools.lru_cache(maxsize=32)
 def _known_set(name, split, options):
-    return find_set(name).load(name, split, dict(options))
+    options, room = dict(options), find_set(name)
+    held = options.pop("hold_out_val", False) and "val" not in room.SETS[name]["splits"]
+    if not held or split == "test":
+        return room.load(name, split, options)
+    train = room.load(name, "train", options)
+    if train.streamed:
+        raise UserError(f"--hold-out-val: {name} is a stream here, of which nothing can be held out")
+    part = hold_out({"train": train, "test": ()})[split]
+    if not len(part):
+        raise EmptySplit(nothing_held_out(name, split))
+    return part
 
 
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "clip_law",
-              "caption_noise", "fold", "streaming", "max_bad_fraction", "max_pixels", "caption_relevancy")
+              "caption_noise", "fold", "streaming", "max_bad_fraction", "max_pixels", "caption_relevancy",
+              "hold_out_val")
 
 
 def data_options(args, **more):
@@ -2061,10 +2090,27 @@ def _csv_header(file, separator):
         begin, end = 1, rows.line_num
         for row in rows:
             begin, end = end + 1, rows.line_num
+            _refuse_swallowed_rows(file, row, separator, begin)
             if len(row) > len(header):  # the reader would take the first column for an index, and shift the others
                 raise UserError(f"--dataset {file}: line {end} has more fields than the header's {len(header)}; put "
                                 "captions that hold a comma in quotes")
     return [c or f"Unnamed: {i}" for i, c in enumerate(header)], begin  # the nameless column is an index
+
+
+def _refuse_swallowed_rows(file, row, separator, begin):
+    """Raises: UserError where a caption over several lines holds lines that look like rows of their own: what they
+    begin or end with is a file as in this row, or called alike but for numbers. A quote was opened and not closed."""
+    def kind(name):
+        ending = Path(name).suffix.lower().lstrip(".")
+        return ending if ending in IMAGE_TYPES + VIDEO_TYPES else re.sub(r"[0-9]+", "0", name)
+    for field in (f for f in row if "\n" in f):
+        for number, line in enumerate(field.split("\n")[1:], start=1):
+            ends = {line.partition(separator)[0]: row[0], line.rpartition(separator)[2]: row[-1]}
+            alike = [name for name, own in ends.items() if own != field and kind(name.strip()) == kind(own)]
+            if separator in line and alike and kind(alike[0]) not in ("", "0"):  # a number begins many a line
+                raise UserError(f"--dataset {file}: a quote that opens in line {begin} swallows the rows after it, "
+                                f"{alike[0]} in line {begin + number} is the first; close it, and write a quote inside "
+                                'a caption as ""')
 
 
 TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
@@ -2157,8 +2203,18 @@ def labelled_sets(args):
 
 
 def open_data(args):
-    """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick."""
-    return load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
+    """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick.
+
+    Raises: UserError where --eval-every would find no val split to evaluate."""
+    train, sets = load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
+    without = ", ".join(name for name, splits in sets.items() if "val" not in splits)
+    if args.eval_every and not any("val" in splits for splits in sets.values()):
+        raise UserError(f"--eval-every {args.eval_every}: {without} without a val split, which is what it evaluates; "
+                        "--hold-out-val takes one out of the training images of a set by name, --eval-every 0 "
+                        "evaluates at the end alone")
+    if args.eval_every and without:
+        say(f"WARNING: --eval-every: {without} without a val split (see --hold-out-val): read once, at the end")
+    return train, sets
 
 
 def evaluation_sets(args):
@@ -2166,12 +2222,13 @@ def evaluation_sets(args):
     sets = {}
     for word in args.eval_datasets or [args.dataset]:
         name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
-        same = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels")}
+        same = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels",
+                                              "hold_out_val")}
         options = {"data_dir": folder, "video_dir": folder or args.video_dir} | same
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder} if folder else {}))
         sets[name] = {}
-        for split in (s for s in ("val", "test") if s in splits_of(name)):
+        for split in (s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)):
             try:
                 sets[name][split] = load_data(name, split, **options)
             except EmptySplit as error:
@@ -2902,6 +2959,15 @@ def with_class(labels, features):
     return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
 
 
+FEW_QUERIES = 50  # below, a single query moves the numbers
+
+
+def few_queries(**counts):
+    """What one query is worth where there are few, for under a table: {what it is: how many} -> text or ""."""
+    few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items() if 0 < n < FEW_QUERIES]
+    return "FEW QUERIES: " + ", ".join(few) if few else ""
+
+
 def metrics_table(title, metrics, chance):
     """The result as lines of text, each number beside its chance level."""
     keys, it = ["R@1", "R@5", "R@10", "MdR"], "video" if "clips" in metrics else "image"
@@ -2928,7 +2994,8 @@ def metrics_table(title, metrics, chance):
                      f"{m['mean_per_class']:.1f} ({c['mean_per_class']:.1f})")
     gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
     lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
-    return "\n".join(lines)
+    lines.append(few_queries(texts=metrics["captions"], images=metrics["images"]))
+    return "\n".join(line for line in lines if line)
 
 
 class Evaluator:
@@ -3064,9 +3131,14 @@ class Parser(OneLine):
                        help="optimiser steps between evaluations on the val split; 0 = only at the end")
         g.add_argument("--log-every", type=whole, default=10,
                        help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
+        g.add_argument("--figures", choices=["png", "pdf"], default="png",
+                       help="form of the pictures; pdf for papers: lines and letters stay what they are")
         g.add_argument("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",
                        help="log there as well as to metrics.jsonl")
         g = self.add_argument_group("data")
+        g.add_argument("--fit-batch", action=yesno, default=False,
+                       help="where the training set is smaller than --batch-size, lower it to what fits, and say so; "
+                            "on by itself for own data without --batch-size")
         g.add_argument("--dataset",
                        help="a name that a file of sets/ knows; or a folder, csv, tsv, jsonl, parquet, tar, or hub id "
                             "(org/name)")
@@ -3103,6 +3175,10 @@ class Parser(OneLine):
                                 "so")
         g = self.add_argument_group("evaluation")
         g.add_argument("--eval-batch", type=count, default=256, help="images, or frames of clips, at a time")
+        g.add_argument("--hold-out-val", action=yesno, default=False,
+                       help=f"a set by name that has no val split (MSR-VTT, ActivityNet, COCO, CIFAR) gives "
+                            f"{HELD_OUT:.0%} of train as val and trains on the rest: then --eval-every has something "
+                            "to look at".replace("%", "%%"))
         if texts:
             g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
                            help="data sets of the evaluation (val and test splits), each with an optional local copy "
@@ -3123,6 +3199,9 @@ class Parser(OneLine):
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
         saved = self._saved(chosen.resume) if chosen.resume else {}
         defaults = recipes.get(chosen.dataset, recipes["own"]) | {"dataset": chosen.dataset} | own | saved
+        words = sys.argv[1:] if argv is None else argv
+        given = any(str(word).partition("=")[0] == "--batch-size" for word in words)
+        defaults = {"fit_batch": chosen.dataset not in recipes and not given} | defaults
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
         for name in (n for n in self.FIXED if n in saved):  # a run of an older version has not all of them
@@ -3201,6 +3280,7 @@ class Run:
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem
         self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
+        self.fitted = fit_batch(args, train)
         self.per_epoch = epoch_length(train, args.batch_size)
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
         self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
@@ -3224,6 +3304,7 @@ class Run:
         from tools import check
         limit = self.args.max_bad_fraction
         self.train, self.evals, self.unreadable = check.verify(self.folder, self.train, self.evals, limit)
+        self.fitted = fit_batch(self.args, self.train) or self.fitted
         self.per_epoch = epoch_length(self.train, self.args.batch_size)
         self.total = self.last = self.args.max_steps or max(1, round(self.args.epochs * self.per_epoch))
 
@@ -3332,7 +3413,7 @@ class Run:
             "random guess": f"loss {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else ""),
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
                      f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}",
-            **lines, "run": self.folder}
+            **lines, **({"LOWERED": self.fitted} if self.fitted else {}), "run": self.folder}
         say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
 
     # ---------------------------------------- in the loop -------------------------------------------------------------
@@ -3478,8 +3559,9 @@ class Run:
         return summary
 
     def picture(self, name, function, *args, **options):
-        """Draw one picture into the run folder, function(*args, path, **options); one that fails is left out, named."""
-        picture(self.folder / name, function, *args, **options)
+        """Draw one picture into the run folder, function(*args, path, **options), in the form of --figures; one that
+        fails is left out, named."""
+        picture((self.folder / name).with_suffix(f".{self.args.figures}"), function, *args, **options)
 
     def summarize(self, test, chance):
         """The content of summary.json. Collective."""
@@ -3530,10 +3612,30 @@ def millions(module):
     return sum(p.numel() for p in module.parameters()) / 1e6
 
 
+def largest_batch(data):
+    """The largest global batch that a data set fills and that the processes can share; 0 where there is none."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # asked before there is a process group
+    fits = data.examples // processes * processes
+    return fits if fits > 1 else 0
+
+
+def fit_batch(args, data):
+    """With --fit-batch: --batch-size becomes what the data hold, where it is more. Returns: what the banner says."""
+    fits = largest_batch(data)
+    if not args.fit_batch or not fits or data.examples >= args.batch_size:
+        return ""
+    words = f"--batch-size {args.batch_size} -> {fits}: the training set has {data.examples} examples"
+    args.batch_size = fits
+    return words
+
+
 def epoch_length(data, batch_size):
     """Optimiser steps of one epoch. Raises UserError when the batch is larger than the data."""
     if data.examples < batch_size:
-        raise UserError(f"--batch-size {batch_size}: larger than the {data.examples} training examples of {data.name}")
+        fits = largest_batch(data)
+        hint = f"; --batch-size {fits} fits, and --fit-batch takes it by itself" if fits else "; give more data"
+        raise UserError(f"--batch-size {batch_size}: larger than the {data.examples} training examples of "
+                        f"{data.name}{hint}")
     return data.examples // batch_size
 
 
@@ -3912,9 +4014,11 @@ def load_checkpoint(path, model, extra, optimizer, scaler=None):
 
 
 def save_model(folder, model, tokenizer, spec):
-    """The encoders alone: model.safetensors, model.json, tokenizer/. Main process only; reads back with load_model."""
-    write_tensors(Path(folder) / "model.safetensors", model.state_dict())
-    write_json(Path(folder) / "model.json", spec)
+    """The encoders alone: model.safetensors, model.json (with its checksum), tokenizer/. Main process only; reads back
+    with load_model."""
+    weights = Path(folder) / "model.safetensors"
+    write_tensors(weights, model.state_dict())
+    write_json(Path(folder) / "model.json", spec | {"sha256": checksum(weights)})
     if tokenizer:
         with writing(Path(folder) / "tokenizer"):
             tokenizer.save(Path(folder) / "tokenizer")
@@ -3945,7 +4049,10 @@ def load_model(run_dir):
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{run_dir}: its model.json is damaged ({reason}){again}") from error
     try:
-        model.load_state_dict(load_file(run_dir / "model.safetensors"))
+        weights = run_dir / "model.safetensors"
+        if spec.get("sha256") not in (None, checksum(weights)):
+            raise OSError("not the bytes that the run wrote; if they are meant, take sha256 out of model.json")
+        model.load_state_dict(load_file(weights))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = first_line(error)
         raise UserError(f"{run_dir}: its model.safetensors is damaged or of another model ({reason}){again}") from error

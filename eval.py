@@ -3,6 +3,7 @@
     python eval.py --checkpoint runs/NAME                                # retrieval, kNN and the gap on its own data
     python eval.py --checkpoint runs/NAME --datasets coco flickr30k      # the papers' retrieval tables
     python eval.py --checkpoint runs/NAME --datasets cifar10 cifar100 --tasks zero-shot knn probe
+    python eval.py --checkpoint runs/NAME --datasets temo-17             # zero-shot on the 17 sets of TeMo's Table 7
     python eval.py --checkpoint openai/clip-vit-base-patch32 --datasets coco       # any CLIP, by id or folder
     python eval.py --image-encoder tf_efficientnet_lite0 --text-encoder FOLDER ... # any pair: knn and probe only, its
                                                                                    # projections are random
@@ -17,11 +18,13 @@ Tasks
                 and with the test queries themselves
     mir         multi-instance retrieval where a set has relevancies (EPIC-KITCHENS, moving-emoji): mAP as the EPIC
                 code computes it, the textbook's binary one, and nDCG; both ways and their mean
-    zero-shot   top-1/3/5 of the class names (--prompts names, as TeMo) or of the mean of normalised template embeddings
+    zero-shot   top-1/3/5 of the mean of normalised template embeddings (templates) and of the class names alone (names)
     knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail
     probe       LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the
                 smallest class's size) and all
     gap         modality gap, alignment, uniformity        histograms   densities of positive and negative cosines
+Images are seen as in training, but where a run squashes them (the CC3M trainer's recipe): of other sets than its own
+zero-shot, knn and probe resize and cut the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
 The result is a table, eval.json, and pictures in --output-dir.
 """
 
@@ -41,6 +44,10 @@ import torch
 from safetensors.torch import load_file
 
 import ncl
+from sets.hub import CIFAR_STATS, TEMO_17
+
+SEVENTEEN = "temo-17"
+BY_CLASS = ("zero-shot", "knn", "probe")                                   # tasks that want labels
 
 
 def parse_args(argv=None):
@@ -56,12 +63,17 @@ def parse_args(argv=None):
     g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls", help="of that text encoder")
     g.add_argument("--image-size", type=whole, default=0,
                    help="pixels of a side; 0 = the checkpoint's own, 224 for a model by name")
-    g.add_argument("--image-stats", choices=["own", "imagenet", "clip", "half", "cifar"], default="own",
-                   help="mean and std of the pixels: own = as trained; cifar = CIFAR's (the CC3M trainer's habit, "
-                        "worth several points either way)")
+    g.add_argument("--eval-resize", choices=["auto", "own", "crop", "squash"], default="auto",
+                   help="evaluation view: short side and centre crop, both sides, or own = as trained; auto = own, but "
+                        "crop for the classes of other sets where the run squashes (CC3M trainer)")
+    g.add_argument("--image-stats", choices=["auto", "own", "imagenet", "clip", "half", "cifar"], default="auto",
+                   help="mean and std of the pixels: own = as trained; cifar = CIFAR-10's or CIFAR-100's of the CC3M "
+                        "trainer (worth several points either way); auto = own, but for the classes of other sets "
+                        "where the run squashes cifar or imagenet, by the set")
     g = p.add_argument_group("data")
     g.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
-                   help="sets by name or path, each with an optional local copy; none = the run's own")
+                   help="sets by name or path, each with an optional local copy; temo-17 = those of TeMo's Table 7 "
+                        "(DIR: the folder of their folders); none = the run's own")
     g.add_argument("--split", choices=["test", "val", "train"], default="test", help="split that is evaluated")
     g.add_argument("--image-column", default="", help="as in training")
     g.add_argument("--caption-column", default="", help="as in training")
@@ -70,15 +82,15 @@ def parse_args(argv=None):
     g.add_argument("--frame-cache", default="", metavar="DIR", help="as in training")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
     g.add_argument("--label-column", default="", help="as in training")
+    g.add_argument("--hold-out-val", action=yesno, default=False, help="as in training")
     g.add_argument("--max-pixels", type=whole, default=0, help="a larger image is not read; 0 = as in training")
     g.add_argument("--max-captions", type=whole, default=0,
                    help="captions used of an image; 5 = the 25,000 of COCO's usual protocol; 0 = all")
     g.add_argument("--limit", type=whole, default=0, help="examples used, the first; 0 = all")
     g = p.add_argument_group("tasks")
-    g.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["retrieval", "knn", "gap"],
-                   help="what to measure; a task that a set cannot have is named and left out")
-    g.add_argument("--prompts", choices=["names", "templates"], default="templates",
-                   help="zero-shot class texts: names alone (TeMo) or the set's templates")
+    g.add_argument("--tasks", nargs="+", choices=list(TASKS), default=[],
+                   help="what to measure; a task that a set cannot have is named and left out; none = retrieval, knn "
+                        "and gap, of temo-17 zero-shot")
     g.add_argument("--knn-k", type=count, nargs="+", default=[1, 10], help="neighbours")
     g.add_argument("--few-shot", type=whole, default=0, help="images a class, few-shot probe; 0 = the smallest class")
     g.add_argument("--seed", type=int, default=42, help="of the few-shot draw; TS authors: 42")
@@ -99,6 +111,7 @@ def parse_args(argv=None):
     g.add_argument("--top", type=count, default=5, help="hits of a query")
     g = p.add_argument_group("run")
     g.add_argument("--output-dir", default="", help="of eval.json and the pictures; empty = RUN_DIR/eval or runs/eval")
+    g.add_argument("--figures", choices=["png", "pdf"], default="png", help="form of the pictures; pdf for papers")
     g.add_argument("--eval-batch", type=count, default=256, help="images at a time")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
     g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU")
@@ -111,6 +124,10 @@ def parse_args(argv=None):
     p.require(args.normalize != "queue" or args.queue_split != args.split,
               f"--queue-split {args.queue_split}: these are the queries of --split {args.split} themselves; that is "
               "--normalize oracle")
+    p.require(args.normalize != "queue" or args.queue_split != "run" or args.split != "train",
+              "--split train: the queue holds its own queries; that is --normalize oracle")
+    seventeen = any(word.partition("=")[0] == SEVENTEEN for word in args.datasets)
+    args.tasks = args.tasks or (["zero-shot"] if seventeen else ["retrieval", "knn", "gap"])
     return args
 
 
@@ -126,17 +143,33 @@ class Subject:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         model, self.tokenizer, self.transform, self.own = open_model(args)
         self.model = model.to(self.device)
-        if args.image_stats != "own":
-            self.transform.mean, self.transform.std = common.STATS[args.image_stats]
         self.unreadable = common.read_json(run / "unreadable.json", {}) if self.own else {}
         beside = run / "eval" if (run / "model.json").is_file() else "runs/eval"
         self.folder = Path(args.output_dir or beside)
         common.make_folder(self.folder, "--output-dir")
 
-    def images(self, data, rows=None):
+    def images(self, data, view=("own", "own"), rows=None):
         """As common.encode_images: index (M,), image (M, D), features (M, width), {key: reason}. Collective."""
         batch, workers = self.args.eval_batch, self.args.workers
-        return common.encode_images(self.model, data, self.transform, self.device, batch, workers, rows)
+        return common.encode_images(self.model, data, self._transform(*view), self.device, batch, workers, rows)
+
+    def view(self, task, name):
+        """(resize, name of the statistics) in which a task sees the images of a set; 'own' = as trained."""
+        resize, stats, cifar = self.args.eval_resize, self.args.image_stats, "cifar10"
+        trainer = self.transform.resize == "squash" and task in BY_CLASS and name != self.own.get("dataset")
+        if name.startswith("cifar100"):
+            cifar = "cifar100"
+        if stats == "auto" and trainer:
+            stats = "cifar" if name.startswith("cifar") else "imagenet"
+        if resize == "auto":
+            resize = "crop" if trainer else "own"
+        return resize, {"auto": "own", "cifar": cifar}.get(stats, stats)
+
+    def _transform(self, resize, stats):
+        own = self.transform
+        mean, std = (own.mean, own.std) if stats == "own" else (common.STATS | CIFAR_STATS)[stats]
+        return common.EvalTransform(own.size, mean, std, own.resize if resize == "own" else resize,
+                                    own.size / own.short)
 
     def texts(self, texts):
         """Embeddings (len(texts), D). Collective."""
@@ -188,12 +221,12 @@ def _clip_width(name):
 class Case:
     """One data set under evaluation: what its tasks share, and their numbers. Collective.
 
-    Attributes: data; index (M,) rows that could be read; image (M, D), features (M, width), labels (M,) or None;
-    pieces: of common.retrieval_pieces, or None; metrics, chance: {task: numbers}."""
+    Attributes: data; metrics, chance: {task: numbers}."""
 
     def __init__(self, subject, name, options):
         self.subject, self.args, self.name, self.options = subject, subject.args, name, options
-        self.sets = self.pieces = self.known = None
+        self.sets = None
+        self.metrics, self.chance, self.encoded, self.known = {}, {}, {}, {}
         args, own = subject.args, subject.own
         if "imbalance_ratio" in own and name == own["dataset"]:
             # temperature_schedules.py or its fork: the run's long tail, its held-out images, the classes it counts
@@ -205,16 +238,7 @@ class Case:
         if args.limit:
             data = data.select(np.arange(min(args.limit, len(data))), args.split)
         self.data = data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
-        self.index, self.image, self.features, bad = subject.images(data)
-        common.say_unreadable(data, bad)
-        self.labels = None if data.labels is None else torch.from_numpy(np.asarray(data.labels)[self.index])
-        self.metrics, self.chance = {"images": len(self.image), "unreadable": len(bad)}, {}
-        if common.has_clips(data):
-            self.metrics["clips"] = len(self.image)
-        if {"retrieval", "gap", "histograms", "mir"} & set(args.tasks) and data.has_captions and subject.tokenizer:
-            towers = subject.model, subject.tokenizer
-            self.pieces = common.retrieval_pieces(*towers, data, self.index, self.image, subject.device)
-            self.metrics["captions"] = len(self.pieces["text"])
+        self.images(args.tasks[0])
 
     def open(self, split):
         """That split of the data set, as the run had it: without what its --verify-images left out."""
@@ -222,40 +246,88 @@ class Case:
         bad = self.subject.unreadable.get(key_of(self.subject, self.name, split))
         return common.leave_out(data, bad) if bad else data
 
+    def images(self, task):
+        """index (M,) of the rows that could be read, image (M, D), features (M, width), as this task sees them."""
+        view = self.subject.view(task, self.name)
+        if view not in self.encoded:
+            *found, bad = self.subject.images(self.data, view)
+            if not self.encoded:
+                common.say_unreadable(self.data, bad)
+                self.metrics |= {"images": len(found[0]), "unreadable": len(bad)}
+                self.metrics |= {"clips": len(found[0])} if common.has_clips(self.data) else {}
+            self.encoded[view] = found
+        if view != ("own", "own"):
+            self.metrics.setdefault("views", {})[task] = dict(zip(("resize", "stats"), view))
+        return self.encoded[view]
+
+    def labelled(self, task):
+        """image (M, D), features (M, width), labels (M,) of the images that have a class."""
+        index, image, features = self.images(task)
+        labels = np.asarray(self.data.labels)[index]
+        known = torch.from_numpy(labels >= 0)
+        if not known.all():
+            self.metrics["without_class"] = int((~known).sum())
+        return image[known], features[known], torch.from_numpy(labels)[known]
+
+    @functools.cached_property
+    def pieces(self):
+        """common.retrieval_pieces of the set: images and all their captions."""
+        subject, (index, image, _) = self.subject, self.images("retrieval")
+        towers = subject.model, subject.tokenizer
+        pieces = common.retrieval_pieces(*towers, self.data, index, image, subject.device)
+        self.metrics["captions"] = len(pieces["text"])
+        return pieces
+
     def check(self, task):
         """Raises: UserError that says why the set cannot have this task; common.NotFinite where its numbers mean
         nothing."""
         if task in ("retrieval", "gap", "histograms", "mir") and not self.data.has_captions:
             raise UserError("the set has no captions")
-        if task in ("zero-shot", "knn", "probe") and self.labels is None:
+        if task in BY_CLASS and self.data.labels is None:
             raise UserError("the set has no labels")
+        if task in BY_CLASS and not len(self.labelled(task)[2]):
+            raise UserError("none of its images has a class")
         if task not in ("knn", "probe") and not self.subject.tokenizer:
             raise UserError("the model has no text encoder")
         if task in ("gap", "histograms") and not all(self.pieces[k].isfinite().all() for k in ("image", "text")):
             raise common.NotFinite("embeddings hold non-finite values")
 
-    def train(self):
-        """Features (K, width) and labels (K,) of the training set, encoded once. Raises: UserError without one."""
-        if self.known is None:
+    def train(self, task):
+        """Features (K, width) and labels (K,) of the training images that have a class, encoded once in each view, as
+        the run itself sees them (--train-features). Raises: UserError without a training set."""
+        view = self.subject.view(task, self.name)
+        if view not in self.known:
             train = self.open("train")
             if train.streamed:
                 raise UserError("the training set is a stream: no kNN or probe")
             if train.label_names != self.data.label_names:
                 raise UserError("train and test name different classes")
-            rows, _, features, _ = self.subject.images(train)
-            self.known = features, torch.from_numpy(np.asarray(train.labels)[rows])
-        return self.known
+            if self.sets and self.subject.own.get("train_features") == "augmented":
+                train = common.padded_and_flipped(train, self.subject.own["seed"])
+            self.known[view] = self._features(train, view)
+        return self.known[view]
+
+    def few_shot(self, task):
+        """The same of the images that the run's few-shot probe learns from (--few-shot-file), or None."""
+        listed = self.sets and "few-shot" in self.sets and not self.args.few_shot
+        return self._features(self.sets["few-shot"], self.subject.view(task, self.name)) if listed else None
+
+    def _features(self, data, view):
+        rows, _, features, _ = self.subject.images(data, view)
+        labels = np.asarray(data.labels)[rows]
+        (labels,), (features,) = common.with_class((labels,), (features,))
+        return features, torch.from_numpy(labels)
 
     def picture(self, kind):
         """Path of a picture of this set."""
-        return self.subject.folder / f"{kind}_{common.slug(self.name)}.png"
+        return self.subject.folder / f"{kind}_{common.slug(self.name)}.{self.args.figures}"
 
 
 def evaluate(subject, name, options, first=True):
     """All tasks of one data set -> ({metrics, chance, left_out: {task: why the set has it not}, changed: what its data
     are no more}, {task: why it failed}); pictures go to the folder.
 
-    Args: options: of common.load_data; first: the set's name is left out of retrieval.png. Collective."""
+    Args: options: of common.load_data; first: retrieval.png does not name the set. Collective."""
     args, case, left_out, failed = subject.args, Case(subject, name, options), {}, {}
     for task in args.tasks:
         step = task                                                        # what is left out if it fails
@@ -269,9 +341,13 @@ def evaluate(subject, name, options, first=True):
             failed[step] = str(error)
         except (UserError, ValueError) as error:
             left_out[step] = common.first_line(error)
+        if step == "normalize" and step in failed | left_out:
+            case.metrics["normalized_by"] = "none"
+            say(f"WARNING: {name}: --normalize {args.normalize} is not possible: the retrieval numbers are those "
+                "without normalisation")
     if common.rank() == 0 and "retrieval" in case.metrics:
-        path = subject.folder / "retrieval.png" if first else case.picture("retrieval")
-        bias, *_ = case.pieces.get("biases", {}).get(args.normalize, [None])
+        path = subject.folder / f"retrieval.{args.figures}" if first else case.picture("retrieval")
+        bias, *_ = case.pieces.get("biases", {}).get(case.metrics.get("normalized_by"), [None])
         common.picture(path, functools.partial(common.figures().draw_retrieval, bias=bias), case.pieces)
     found = {"metrics": case.metrics, "chance": case.chance, "left_out": left_out}
     return found | ({"changed": case.changed} if case.changed else {}), failed
@@ -320,7 +396,7 @@ def normalize(case):
     texts, videos, gamma = stand_ins(case)
     results, case.pieces["biases"] = ncl.normalized_retrieval(case.pieces, gamma, iterations, texts, videos)
     case.metrics["retrieval"] = {k: v for k, v in results[case.args.normalize].items() if k != "error"}
-    case.metrics["normalize"] = results
+    case.metrics |= {"normalize": results, "normalized_by": case.args.normalize}
     if common.rank() == 0:
         queues = {"texts": [] if texts is None else texts, "videos": videos}
         common.picture(case.picture("normalization"), ncl.draw_normalization, case.pieces, gamma, iterations, queues)
@@ -328,22 +404,31 @@ def normalize(case):
 
 def stand_ins(case):
     """(texts (K, D), videos (K, D), gamma) for --normalize: the queues of an NCL run, else embeddings of training
-    examples and of their captions, drawn once; (None, None, gamma) where the test queries alone are asked for."""
+    examples and of their captions, drawn once; (None, None, gamma) where the test queries alone are asked for.
+
+    Raises: UserError where there are no such queries."""
     subject, args = case.subject, case.args
     gamma, file = args.gamma or _gamma(subject), Path(args.checkpoint) / "queues.safetensors"
-    if args.checkpoint and file.is_file():
-        queues = load_file(file)
-        gamma = args.gamma or queues["gamma"].item()
-        if case.name == subject.own.get("dataset") and args.queue_split == "run":  # other sets have their own queries
-            return queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:], gamma
+    has_queue = bool(args.checkpoint) and file.is_file()
+    queues = load_file(file) if has_queue else {}
+    gamma = args.gamma or (queues["gamma"].item() if queues else gamma)
     if args.normalize == "oracle":
         return None, None, gamma
-    train = common.load_data(case.name, "val" if args.queue_split == "val" else "train", **case.options)
-    if train.streamed:
-        raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
-    index, videos, _, _ = subject.images(train, _some(len(train), args))
-    texts = [c for i in index for c in train.captions(i)]
-    return subject.texts([texts[k] for k in _some(len(texts), args)]), videos, gamma
+    split = "train" if args.queue_split == "run" else args.queue_split
+    if has_queue and case.name == subject.own.get("dataset") and args.queue_split == "run":
+        texts, videos = queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:]
+        where = "the run's queue"
+    else:                                                                  # other sets have their own queries
+        train = case.open(split)
+        if train.streamed:
+            raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
+        index, videos, _, _ = subject.images(train, subject.view("retrieval", case.name), _some(len(train), args))
+        captions = [c for i in index for c in train.captions(i)]
+        texts, where = subject.texts([captions[k] for k in _some(len(captions), args)]), f"its {split} split"
+    if not len(texts):
+        raise UserError(f"--normalize queue: no queries in {where}")
+    say(f"{case.name}: --normalize queue: {len(texts):,} texts and {len(videos):,} items of {where}, gamma {gamma:.3g}")
+    return texts, videos, gamma
 
 
 def _gamma(subject):
@@ -360,8 +445,9 @@ def _some(n, args):
 
 def gap(case):
     """Distance of the modalities, and whether the space is alive."""
-    image, text = case.pieces["image"], case.pieces["text"]                # (M, D), (C, D)
-    health = common.embedding_health(image[case.pieces["owner"]], text, limit=4096)
+    pieces = case.pieces
+    image, text = pieces["image"], pieces["text"]                          # (M, D), (C, D)
+    health = common.embedding_health(image[pieces["owner"]], text, limit=4096)
     health.pop("gap")                                                      # of these pairs; here that of all items
     case.metrics["gap"] = {"modality_gap": common.modality_gap(image, text)} | health
     case.chance["gap"] = {"modality_gap": (1 / len(image) + 1 / len(text)) ** 0.5}
@@ -378,39 +464,45 @@ def histograms(case):
 
 
 def zero_shot(case):
-    """Top-1/3/5 against class embeddings: names alone, or the mean of normalised template embeddings (CLIP)."""
-    data = case.data
+    """Top-1/3/5 against class embeddings, both readings: the mean of normalised template embeddings, as CLIP and the
+    CC3M trainer (templates), and the class name alone (names)."""
+    data, (image, _, labels) = case.data, case.labelled("zero-shot")       # (M, D), (M,)
     if not data.label_names:
         raise UserError("the set has no class names")
-    templates = ["{c}"] if case.args.prompts == "names" else list(data.prompts or ["a photo of a {c}."])
     names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name carries a blank at its end
-    texts = [t.replace("{c}", n) for n in names for t in templates]
-    embeddings = common.normalize(case.subject.texts(texts)).view(len(names), len(templates), -1)  # (C, P, D)
-    result = common.zero_shot_accuracy(case.image, case.labels, embeddings.mean(1))
-    case.metrics["zero-shot"] = result | {"classes": len(names), "prompts": len(templates)}
-    case.chance["zero-shot"] = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
+    case.metrics["zero-shot"] = metrics = {"classes": len(names)}
+    by_chance = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
+    case.chance["zero-shot"] = {"templates": by_chance, "names": by_chance}
+    for reading, prompts in (("templates", data.prompts or ["a photo of a {c}."]), ("names", ["{c}"])):
+        texts = case.subject.texts([t.replace("{c}", n) for n in names for t in prompts])          # (C * P, D)
+        embeddings = common.normalize(texts).view(len(names), len(prompts), -1)                    # (C, P, D)
+        metrics[reading] = common.zero_shot_accuracy(image, labels, embeddings.mean(1)) | {"prompts": len(prompts)}
 
 
 def knn(case):
     """Nearest neighbours among the training images, for each k."""
-    (known, known_labels), metrics, chance = case.train(), {}, {}
-    case.metrics["knn"], case.chance["knn"] = metrics, chance              # a k that is too large leaves the others
+    (known, known_labels), (_, features, labels) = case.train("knn"), case.labelled("knn")
+    case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # a k that is too large leaves the others
     limits = case.subject.own.get("shot_limits")                           # the run's many, medium and few
     for k in case.args.knn_k:
-        result = common.knn_accuracy(known, known_labels, case.features, case.labels, k=k, per_class=True)
+        result = common.knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
         per_class = result.pop("per_class")
         metrics[f"k={k}"] = result | common.head_mid_tail(known_labels.numpy(), per_class, limits)
-        chance[f"k={k}"] = common.knn_chance(known_labels.numpy(), case.labels.numpy())
+        chance[f"k={k}"] = common.knn_chance(known_labels.numpy(), labels.numpy())
 
 
 def probe(case):
     """Linear classifiers of a few and of all training images."""
-    (known, known_labels), args = case.train(), case.args
+    (known, known_labels), (_, features, labels) = case.train("probe"), case.labelled("probe")
     classes, sizes = np.unique(known_labels.numpy(), return_counts=True)
-    shots = args.few_shot or int(sizes.min())
-    data = known, known_labels, case.features, case.labels
-    few = common.linear_probe(*data, few_shot=shots, seed=args.seed)
-    case.metrics["probe"] = {f"few-shot ({shots} a class)": few, "all": common.linear_probe(*data, seed=args.seed)}
+    shots, listed, args = case.args.few_shot or int(sizes.min()), case.few_shot("probe"), case.args
+    if listed:
+        name, few = "few-shot (the run's list)", common.linear_probe(*listed, features, labels, seed=args.seed)
+    else:
+        name = f"few-shot ({shots} a class)"
+        few = common.linear_probe(known, known_labels, features, labels, few_shot=shots, seed=args.seed)
+    everything = common.linear_probe(known, known_labels, features, labels, seed=args.seed)
+    case.metrics["probe"] = {name: few, "all": everything}
     case.chance["probe"] = {k: {"top1": 100 / len(classes)} for k in case.metrics["probe"]}
 
 
@@ -424,14 +516,14 @@ def search(subject):
     if not subject.tokenizer:
         raise UserError(f"--query: {args.checkpoint} has no text encoder")
     data = common.load_images(args.dataset, image_column=args.image_column)
-    index, image, _, bad = subject.images(data)
+    index, image, _, bad = subject.images(data, subject.view("retrieval", args.dataset))
     sim = (common.normalize(subject.texts([args.query])) @ common.normalize(image).T)[0]  # (M,)
     best = sim.topk(min(args.top, len(sim)))
     rows = [int(index[j]) for j in best.indices.tolist()]
     hits = [{"key": data.key(i), "cosine": round(c, 4)} for i, c in zip(rows, best.values.tolist())]
     if common.rank() == 0:
-        common.picture(subject.folder / "query.png", draw_hits, figures, f'"{args.query}", {len(sim)} images', data,
-                       rows, hits)
+        title = f'"{args.query}", {len(sim)} images'
+        common.picture(subject.folder / f"query.{args.figures}", draw_hits, figures, title, data, rows, hits)
     say("\n".join(f"{h['cosine']:.4f}  {h['key']}" for h in hits))
     return {"query": args.query, "dataset": args.dataset, "images": len(sim), "unreadable": len(bad), "hits": hits}
 
@@ -452,19 +544,24 @@ def table(name, metrics, chance):
     """One data set's result as lines, every number beside its chance level where it has one."""
     by_chance = common.flatten(chance)
     captions = f", {metrics['captions']} captions" if "captions" in metrics else ""
+    unknown = f", {metrics['without_class']} without a class" if "without_class" in metrics else ""
     clips = "clips" in metrics
     number = f"{metrics['clips']} clips" if clips else f"{metrics['images']} images"
-    lines = [f"\n{name}: {number}{captions}"]
+    lines = [f"\n{name}: {number}{captions}{unknown}"]
     for task in TASKS:
         groups = {}
         for key, value in common.flatten(metrics.get(task, {})).items() if task != "histograms" else ():
             group, _, last = key.rpartition("/")
             groups.setdefault(group, []).append(_cell(last, value, by_chance.get(f"{task}/{key}")))
+        view = metrics.get("views", {}).get(task)
+        if groups and view:
+            lines.append(f"  {task}: images seen as {view['resize']}, statistics {view['stats']}")
         for group, cells in groups.items():
             label = f"{task} {group.replace('_', ' ')}".strip()
             label = label.replace("image", "video") if clips else label
             lines.append(f"  {label:<26} {'  '.join(cells)}")
-    return "\n".join(lines)
+    few = common.few_queries(texts=metrics.get("captions", 0), images=metrics["images"])
+    return "\n".join(lines + ([f"  {few}"] if few else []))
 
 
 def _cell(name, value, chance):
@@ -475,20 +572,30 @@ def _cell(name, value, chance):
 def wanted_sets(args, own):
     """[(name, its local copy or '')] of --datasets, else of the run. Raises: UserError where there are none."""
     words = args.datasets or own.get("eval_datasets") or []
-    wanted = [(w, "") if Path(w).exists() else w.partition("=")[::2] for w in words]
+    wanted = [pair for w in words for pair in _pairs(w)]
     if not wanted and own.get("dataset"):
         wanted = [(own["dataset"], own.get("data_dir", ""))]
     if not wanted or not wanted[0][0]:
         raise UserError("--datasets is needed: this model has no data set of its own that is known")
     if args.datasets:
         return wanted
-    return [w for w in wanted if args.split in common.splits_of(w[0])] or wanted
+    return [w for w in wanted if args.split in common.splits_of(w[0], own.get("hold_out_val"))] or wanted
+
+
+def _pairs(word):
+    """NAME or NAME=DIR of --datasets -> [(name, local copy or '')]; temo-17 -> seventeen of them."""
+    if Path(word).exists():
+        return [(word, "")]
+    name, _, folder = word.partition("=")
+    if name != SEVENTEEN:
+        return [(name, folder)]
+    return [(n, str(Path(folder) / n) if folder else "") for n in TEMO_17]
 
 
 def data_options(subject, name, data_dir):
     """Options of common.load_data: as the run read its own set, changed by the flags."""
     own = subject.own
-    flags = common.DATA_FLAGS if name == own.get("dataset") else ("frames", "max_pixels")
+    flags = common.DATA_FLAGS if name == own.get("dataset") else ("frames", "max_pixels", "hold_out_val")
     saved = {k: own[k] for k in flags if own.get(k)}
     options = saved | common.data_options(subject.args) | {"image_size": subject.transform.size}
     return options | ({"data_dir": data_dir} if data_dir else {}) | {"unfold_captions": False, "caption_noise": 0.0}

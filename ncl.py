@@ -24,8 +24,9 @@ Commands:
     accelerate launch ncl.py                                     # moving emoji, two minutes on two CPU cores
     accelerate launch ncl.py --loss infonce                      # the CLIP4Clip baseline
     accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS      # the paper's; msvd, ...
-    accelerate launch ncl.py --dataset msrvtt ... --image-encoder features --feature-dir F   # NCL on SSB
-    accelerate launch ncl.py --dataset msrvtt ... --image-encoder features --feature-dir F --loss max-margin   # SSB
+    # feature towers in the manner of SSB, with NCL and with SSB's loss
+    accelerate launch ncl.py --dataset msrvtt ... --image-encoder features --feature-dir F
+    accelerate launch ncl.py --dataset msrvtt ... --image-encoder features --feature-dir F --loss max-margin
     accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS   # own data: columns video, caption[, start, end]
     python eval.py --checkpoint RUN --normalize queue            # test-time normalisation of any script's checkpoint
 
@@ -53,8 +54,11 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
  8. Batch size is not stated: CLIP4Clip's 128. On MSR-VTT and MSVD every caption is a training example
     (--unfold-captions), so a batch may hold a clip twice: an unmasked false negative, and uniform priors all the same,
     as in the base code.
- 9. SSB: one transformer layer over projected features with mean pooling, without its CNN, RNN and dropout; T5 text
-    (--text-encoder t5-base).
+ 9. Table 4 is on SSB (Patrick et al. 2021); here are feature towers in the manner of SSB: one transformer layer over
+    projected features with mean pooling, no CNN or RNN, T5 text (--text-encoder t5-base). SSB's second loss, which
+    generates the caption from the batch's other clips, is MISSING, so Table 4 is not reproduced. Dropout (App. C:
+    0.1 on MSVD and MSR-VTT, else 0) stands after the projection, the attention and the MLP of the feature tower;
+    whether T5 keeps its own 0.1 is not said: yes, --no-text-dropout for the other.
 """
 
 import argparse
@@ -248,8 +252,9 @@ def loss_defaults(chosen):
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
-    if chosen.image_encoder == "features":                                 # SSB (App. C)
-        defaults |= dict(tau=0.07, learnable_tau=False, loss_scale=15.0 if chosen.loss == "ncl" else 1.0)
+    if chosen.image_encoder == "features":                                 # in the manner of SSB (App. C)
+        defaults |= dict(tau=0.07, learnable_tau=False, loss_scale=15.0 if chosen.loss == "ncl" else 1.0,
+                         dropout=0.1 if chosen.dataset in ("msvd", "msrvtt") else 0.0)
         if RECIPES.get(chosen.dataset, OWN)["lr"] == CLIP4CLIP["lr"]:      # its towers; the rate of new ones is ours
             defaults |= dict(text_encoder="t5-base", text_pooling="mean", lr=1e-4)
     return defaults
@@ -261,7 +266,7 @@ def parse_args(argv=None):
     yesno = argparse.BooleanOptionalAction
     g = p.add_argument_group("method")
     g.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
-                   help="NCL; CLIP4Clip's loss; the hardest-negative margin loss of SSB")
+                   help="NCL; CLIP4Clip's loss; SSB's hardest-negative margin loss")
     g.add_argument("--tau", type=positive, default=0.01,
                    help="gamma, divides the cosine, > 0; CLIP's 0.01; SSB 0.07; where it starts when it is learnt")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn gamma, as CLIP's logit scale")
@@ -269,7 +274,7 @@ def parse_args(argv=None):
                    help="limits of a learnable gamma; CLIP: at least 0.01")
     g.add_argument("--iterations", type=count, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
     g.add_argument("--detach-biases", action=yesno, default=True, help="no gradient through the biases")
-    g.add_argument("--loss-scale", type=nonnegative, default=1.0, help="factor of the loss; SSB with NCL 15")
+    g.add_argument("--loss-scale", type=nonnegative, default=1.0, help="factor of the loss; NCL on SSB 15")
     g.add_argument("--margin", type=nonnegative, default=0.2, help="of --loss max-margin, in cosine units, >= 0")
     g.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
                    help="biases of the reported numbers: from the queue of training queries, from the test queries "
@@ -314,6 +319,10 @@ def parse_args(argv=None):
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
                    help="for --image-encoder features: folders of VIDEO.npy (time, width), motion and appearance say, "
                         "side by side")
+    g.add_argument("--dropout", type=part, default=0.0,
+                   help="of the feature tower, 0..1; App. C: 0.1 on msvd and msrvtt, else 0; other towers have none")
+    g.add_argument("--text-dropout", action=yesno, default=True,
+                   help="a transformers text encoder keeps its own dropout (T5, DistilBERT 0.1; CLIP 0)")
     # >>> shared: model
     g = p.add_argument_group("model")
     g.add_argument("--image-encoder", default="small",
@@ -364,6 +373,9 @@ def parse_args(argv=None):
               "--learnable-tau: --loss max-margin has no temperature")
     p.require((args.image_encoder == "features") == bool(args.feature_dir),
               "--image-encoder features and --feature-dir go together")
+    p.require(args.dropout == 0 or args.image_encoder == "features",
+              f"--dropout {args.dropout}: of the tower of --image-encoder features, which alone has dropout")
+    p.require(args.dropout < 1, "--dropout 1: nothing would be left")
     return args
 
 
@@ -377,6 +389,7 @@ def main(args):
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
+    common.set_dropout(tower, args.dropout, args.text_dropout)
     own = nn.ModuleDict()                                                  # gamma and the queues stay outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     own["texts"] = QueryQueue(args.queue_size, args.embed_dim)
@@ -403,7 +416,7 @@ def main(args):
     evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                                  also=functools.partial(evaluate_normalized, own=own, args=args))
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
-    before = run.begin(evaluator, (guess, guess), banner_lines(train, args))
+    before = run.begin(evaluator, (guess, guess), banner_lines(train, evals, args))
     if run.step == 0 and common.rank() == 0:                               # Figs. 7 and 8 compare with the start
         start = {f"{name}/{k}": p[k][:500] for name, p in before.items() for k in ("text", "image")}
         common.write_tensors(run.folder / "embeddings_before.safetensors", start)
@@ -467,8 +480,8 @@ def gamma_of(own, args):
     return own["tau"]["log_tau"].exp().item() if args.learnable_tau else args.tau
 
 
-def banner_lines(train, args):
-    """What the banner says of the method."""
+def banner_lines(train, evals, args):
+    """What the banner says of the method; evals: {name: splits} of the evaluation sets."""
     size, epochs = args.batch_size, args.queue_size / train.examples
     rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
@@ -476,8 +489,14 @@ def banner_lines(train, args):
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
     lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": f"gamma {args.tau:g}{limits}",
              "test time": f"--normalize {args.normalize}, {queues}"}
+    others = [name for name in evals if name != args.dataset]
+    if args.normalize == "queue" and others:
+        lines["test time"] += (f"; WARNING: none for {', '.join(others)}: not trained on, so reported as they are; "
+                               "eval.py --normalize queue fills a queue from their training splits")
     if args.image_encoder == "features":
-        lines["features"] = "SSB's gamma and factor, the towers ours"
+        own = "keeps its own" if args.text_dropout else "has none"
+        lines["features"] = (f"towers in the manner of SSB, without its captioning loss; dropout {args.dropout:g}, "
+                             f"{args.text_encoder} {own}")
     return lines
 
 
@@ -490,8 +509,8 @@ def evaluate_normalized(pieces, own, args):
     if pieces["data"].name == args.dataset:
         queues = own["texts"].get().cpu(), own["videos"].get().cpu()       # (K, D) each
     results, pieces["biases"] = normalized_retrieval(pieces, gamma_of(own, args), args.iterations, *queues)
-    chosen = results.get(args.normalize, results["none"])                  # before the first step there is no queue
-    return {k: v for k, v in chosen.items() if k != "error"} | {"normalize": results}
+    mode = args.normalize if args.normalize in results else "none"         # before the first step there is no queue
+    return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
 
 
 def normalization_table(metrics):
@@ -499,7 +518,7 @@ def normalization_table(metrics):
     head = f"{'normalisation':<22}{'t->v R@1':>10}{'R@10':>8}{'v->t R@1':>10}{'R@10':>8}{'error t->v':>12}{'v->t':>8}"
     lines = [""]
     for name, m in metrics.items():
-        lines += [f"\n{name}", head]
+        lines += [f"\n{name} (reported: {m['normalized_by']})", head]
         for mode, r in m["normalize"].items():
             t, v, e = r["text_to_image"], r["image_to_text"], r["error"]
             recalls = f"{t['R@1']:10.1f}{t['R@10']:8.1f}{v['R@1']:10.1f}{v['R@10']:8.1f}"

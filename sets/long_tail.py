@@ -52,6 +52,8 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
     splits = ("train", "val", "test")
     files = {"index": index_file, "val": val_file, "test": test_file, "few-shot": few_shot_file}
     used = () if name not in SETS else ("index", "val") if "base" in SETS[name] else tuple(files)
+    if name in SETS and options.pop("hold_out_val", False) and not ("base" in SETS[name] or val_file):
+        raise common.UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
     for kind in [k for k, file in files.items() if file and k not in used]:
         raise common.UserError(f"--{kind}-file {files[kind]}: --dataset {name} has no use for it")
     if name == "emoji":
@@ -61,7 +63,8 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
     elif name in SETS:
         sets = _with_tail(name, ratio, split_seed, index_file, val_file, options)
     else:
-        sets = {s: common.load_data(name, s, **options) for s in splits}
+        there = common.splits_of(name, options.get("hold_out_val"))
+        sets = {s: common.load_data(name, s, **options) for s in splits if s in there}
     if any(s.labels is None or not s.label_names for s in sets.values()):
         raise common.UserError(f"--dataset {name}: no classes; --label-column names them, or use a folder of class "
                                f"folders")

@@ -22,6 +22,8 @@ import torch
 
 ALPHA = ("bgra", "rgba", "argb", "abgr", "pal8", "yuva420p")  # pixel formats that may be transparent
 JPEG_ROWS = 65_500  # no jpeg can hold more
+COUNTED = ("avi", "mpeg", "mpegts", "mpegvideo")  # containers whose packets are not the frames: see _count_frames
+KEPT = 2**27  # bytes of decoded frames that are kept while they are counted; a larger clip is decoded twice
 
 
 # ---- frames ----
@@ -36,7 +38,7 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
         short: scale to this short side in pixels while decoding, when the clip is larger; 0 = never.
     Times count, not frame numbers, so a variable frame rate is sampled evenly. Two passes: over the packets, which
     tell the time of every frame without decoding it, then over the frames up to the last one wanted; only wanted ones
-    become RGB.
+    become RGB. Of avi and MPEG streams the frames themselves are counted, since a packet may hold none or two of them.
     Raises: OSError when the file cannot be opened; ValueError when it holds no video, no frame in the window, or
         clearly less than the length it announces (a cut download; a gif announces none).
     """
@@ -55,9 +57,16 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
                 raise ValueError("no decoder for its video stream")
             stream.codec_context.thread_count = torch.get_num_threads()
             stream.thread_type = "AUTO"
-            times = _times(container, stream, start, end)
+            kept = None
+            if container.format.name in COUNTED:
+                times, kept = _count_frames(container, stream, end)
+            else:
+                times = _times(container, stream, start, end)
             places = _place_frames(times, n, start or 0.0, math.inf if end is None else end, sampling, draws)  # (n,)
-            pictures = _decode_frames(container, stream, times, places, short)  # at most n of (H, W, 3)
+            if kept:
+                pictures = [_rgb(kept[k], short) for k in places]  # n of (H, W, 3)
+            else:
+                pictures = _decode_frames(container, stream, times, places, short)  # at most n of (H, W, 3)
     except av.FFmpegError as error:
         if isinstance(error, OSError):
             raise
@@ -100,15 +109,51 @@ def _times(container, stream, start, end):
     timed = all(time is not None for time, _ in packets)
     seconds = np.arange(len(packets)) / float(stream.average_rate or 25)  # (frames,)
     if timed:
-        first = packets[0][0] if form == "avi" else origin
-        seconds = np.sort(np.array([time for time, _ in packets], dtype=float) - first) * unit  # (frames,)
+        seconds = np.sort(np.array([time for time, _ in packets], dtype=float) - origin) * unit  # (frames,)
     pace = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
     tail = max(pace, max(packets)[1] * unit) if timed else pace
-    there = seconds[-1] + tail
-    if end is None and there < 0.9 * _announced(container, stream) - 0.1:
+    if end is None:
+        _refuse_cut(container, stream, seconds[-1] + tail)
+    return _Times(seconds, pace, tail, back, timed)
+
+
+def _refuse_cut(container, stream, there):
+    """Raises ValueError where clearly fewer seconds are there than the file announces."""
+    if there < 0.9 * _announced(container, stream) - 0.1:
         raise ValueError(f"truncated: {there:.1f} of {_announced(container, stream):.1f} s are there")
-    # avi numbers its packets in the order of decoding: good for times, not for telling frames apart
-    return _Times(seconds, pace, tail, back, timed and form != "avi")
+
+
+def _count_frames(container, stream, end):
+    """(_Times, the frames) of what a plain decode gives, up to `end` seconds; None for the frames where they are more
+    than KEPT bytes. The packets of these containers lie: one may hold two frames (packed B-frames) or none (a late
+    start, a repeated frame), and times may begin anew in the middle, or be missing.
+
+    A frame's time is its own where these only grow, else its number by the frame rate."""
+    unit, rate, avi = float(stream.time_base or 0), float(stream.average_rate or 25), container.format.name == "avi"
+    stamps, kept, size, told, first = [], [], 0, True, stream.start_time  # of avi a guess
+    for frame in container.decode(stream):
+        told = told and frame.pts is not None and (not stamps or frame.pts > stamps[-1])
+        stamps.append(frame.pts)
+        first = frame.pts if first is None or avi and len(stamps) == 1 else first
+        size += sum(plane.buffer_size for plane in frame.planes)
+        if kept is not None:
+            kept.append(frame)
+            kept = kept if size <= KEPT else None
+        now = (len(stamps) - 1) / rate
+        if end is not None and (min(now, (frame.pts - first) * unit) if told else now) > end:
+            break
+    if not stamps:
+        raise ValueError("no frame can be read")
+    seconds = np.arange(len(stamps)) / rate  # (frames,)
+    if told and avi:  # two steps more than frames are the delay of B-frames; more are frames that were left out
+        told = (stamps[-1] - first) * unit * rate > len(stamps) + 1.5
+    if told:
+        seconds = (np.array(stamps, dtype=float) - first) * unit  # (frames,)
+    pace = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
+    if end is None:
+        last = max([(pts - first) * unit for pts in stamps if pts is not None], default=0.0)
+        _refuse_cut(container, stream, max(seconds[-1], last) + pace)
+    return _Times(seconds, pace, pace, None, False), kept
 
 
 def _rewind(container, stream, back):
@@ -126,7 +171,7 @@ def _packets(container, stream, back, end):
         _rewind(container, stream, back)
     for packet in container.demux(stream):
         if packet.size and not packet.is_discard:
-            out.append((packet.dts if container.format.name == "avi" else packet.pts, packet.duration or 0))
+            out.append((packet.pts, packet.duration or 0))
             if end is not None and packet.dts is not None and (packet.dts - origin) * unit > end:
                 break
     return out

@@ -145,7 +145,8 @@ def load(name, split, options):
     """
     facts = SETS[name]
     if split not in facts["files"]:
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['files'])}")
+        hint = "; --hold-out-val takes one out of train" if split == "val" and "train" in facts["files"] else ""
+        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['files'])}{hint}")
     if not (options.get("video_dir") or options.get("data_dir")):
         patterns = ", ".join(pattern for files in facts["files"].values() for pattern, _ in files)
         needs = f"--video-dir (the folder of its videos) and --data-dir (its annotation files: {patterns})"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import common
 
@@ -308,7 +309,40 @@ def test_batch_not_divisible_by_the_processes(capsys, monkeypatch):
 
 
 def test_batch_larger_than_the_data(good, tmp_path):
-    assert "--batch-size 64: larger than the 23 training examples of " in stopped(good, tmp_path, "--batch-size", 64)
+    message = stopped(good, tmp_path, "--batch-size", 64)
+    assert "--batch-size 64: larger than the 23 training examples of " in message
+    assert "; --batch-size 23 fits, and --fit-batch takes it by itself" in message
+
+
+def test_the_batch_that_processes_can_share(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert [common.largest_batch(SimpleNamespace(examples=n)) for n in (23, 24, 3)] == [20, 24, 0]
+    with pytest.raises(common.UserError, match="larger than the 3 training examples of x; give more data"):
+        common.epoch_length(SimpleNamespace(examples=3, name="x"), 8)
+
+
+def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
+    """And say so; a resumed run keeps it. A set with a recipe, or a --batch-size, is left alone."""
+    flags = ["--dataset", good, *"--cpu --threads 1 --workers 0 --max-steps 1 --image-size 16".split()]
+    flags += ["--output-dir", tmp_path, "--run-name", "r"]
+    summary = temo.main(temo.parse_args(list(map(str, flags))))
+    out = capsys.readouterr().out
+    assert summary["batch"] == 23 and "LOWERED      --batch-size 256 -> 23: the training set has 23 examples" in out
+    assert "batch        23 = 1 x 23; 22 negatives per anchor" in out
+    assert "FEW QUERIES: of " in out and " images one is worth " in out
+    args = temo.parse_args(["--resume", str(tmp_path / "r")])
+    assert args.batch_size == 23 and json.loads((tmp_path / "r" / "args.json").read_text())["batch_size"] == 23
+    assert not temo.parse_args([]).fit_batch and not temo.parse_args(["--dataset", "x.csv", "--batch-size=8"]).fit_batch
+    assert temo.parse_args(["--dataset", "x.csv", "--batch-size", "512", "--fit-batch"]).fit_batch
+
+
+def test_few_queries():
+    assert common.few_queries(texts=80, images=16) == "FEW QUERIES: of 16 images one is worth 6.2 points"
+    assert common.few_queries(texts=50, images=50) == common.few_queries(texts=0, images=50) == ""
+    numbers = {"top1": 1.0, "mean_per_class": 1.0}
+    for images, said in ((49, True), (50, False)):
+        table = common.class_table("x (test)", {"images": images, "knn@1": numbers}, {"knn@1": numbers})
+        assert ("FEW QUERIES: of 49 images one is worth 2.0 points" in table) == said
 
 
 # ---------------------------------------------------- runs and folders ----------------------------------------------

@@ -1048,6 +1048,14 @@ def test_uniforms():
     assert len({common.key_hash(f"sample {i}") for i in range(2000)}) == 2000 and 0 <= common.key_hash("a") < 2**63
 
 
+def test_select_of_nothing():
+    data = common.load_data("emoji", "val")
+    for rows in ([], (), np.array([], np.int64)):
+        empty = data.select(rows)
+        assert len(empty) == 0 and empty.pixels.shape == (0, 3, 72, 72) and len(empty.rows) == 0
+    assert [data.select([3, 1]).key(i) for i in range(2)] == [data.key(3), data.key(1)]
+
+
 # ---------------------------------------------------- second texts ---------------------------------------------------
 def test_text_pair_takes_the_first_source_there_is(tmp_path):
     path = tmp_path / "p.jsonl"

@@ -12,10 +12,11 @@ import pytest
 import runs
 import torch
 import torch.nn.functional as F
-from helpers import TEXT, tar_samples, write_captions, write_images, write_tar
+from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar
 from sklearn.svm import LinearSVC
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
+from test_temperature_schedules import cifar  # noqa: F401
 
 import eval as evaluation
 import temo
@@ -68,7 +69,9 @@ def test_all_tasks_on_several_sets(run, hub, capsys):  # noqa: F811
     dtd, coco = result["datasets"]["dtd"], result["datasets"]["coco"]
     assert dtd["left_out"]["retrieval"] == "the set has no captions"
     assert coco["left_out"]["knn"] == "the set has no labels"
-    assert dtd["metrics"]["zero-shot"]["prompts"] == 2 and dtd["chance"]["zero-shot"]["top1"] == pytest.approx(100 / 3)
+    zero = dtd["metrics"]["zero-shot"]
+    assert zero["classes"] == 3 and (zero["templates"]["prompts"], zero["names"]["prompts"]) == (2, 1)
+    assert dtd["chance"]["zero-shot"]["templates"]["top1"] == pytest.approx(100 / 3)
     assert set(dtd["metrics"]["knn"]) == {"k=1", "k=3"} and "few-shot (6 a class)" in dtd["metrics"]["probe"]
     assert coco["metrics"]["captions"] == 12
     assert {"head", "mid", "tail"} <= set(result["datasets"]["emoji"]["metrics"]["knn"]["k=1"])
@@ -76,10 +79,97 @@ def test_all_tasks_on_several_sets(run, hub, capsys):  # noqa: F811
     assert "text to image" in out and "(" in out and "left out: the set has no labels" in out
 
 
-def test_zero_shot_prompts_and_stats(run, hub):  # noqa: F811
-    names = evaluate("--checkpoint", run, "--datasets", f"dtd={hub / 'dtd'}", "--tasks", "zero-shot",
-                     "--prompts", "names", "--image-stats", "cifar")
-    assert names["datasets"]["dtd"]["metrics"]["zero-shot"]["prompts"] == 1
+def test_zero_shot_reports_both_readings_of_the_prompts(run, hub, tmp_path):  # noqa: F811
+    """The mean of normalised template embeddings, and the class names alone, against a loop."""
+    name = f"dtd={hub / 'dtd'}"
+    flags = ["--checkpoint", run, "--datasets", name, "--tasks", "zero-shot", "--output-dir", tmp_path]
+    got = evaluate(*flags)["datasets"]["dtd"]["metrics"]["zero-shot"]
+    model, words, transform = common.load_model(run)
+    data, device = common.load_data("dtd", "test", data_dir=str(hub / "dtd")), torch.device("cpu")
+    _, image, _, _ = common.encode_images(model, data, transform, device)
+    for reading, prompts in (("templates", data.prompts), ("names", ["{c}"])):
+        classes = []
+        for c in ("apple", "pear tree", "zebra"):
+            texts = common.encode_texts(model, words, [t.replace("{c}", c) for t in prompts], device)
+            classes.append(F.normalize(texts, dim=1).mean(0))
+        near = (F.normalize(image, dim=1) @ F.normalize(torch.stack(classes), dim=1).T).argmax(1).numpy()
+        assert got[reading]["top1"] == pytest.approx(100 * (near == data.labels).mean())
+
+
+def test_temo_17_is_one_word_for_seventeen_sets(run, hub, tmp_path, capsys):  # noqa: F811
+    """Two of them are there; the others are named, and the rest runs; zero-shot is what is measured."""
+    for name in ("dtd", "cifar100"):
+        shutil.copytree(hub / name, tmp_path / "sets" / name)
+    flags = ["--checkpoint", run, "--datasets", f"temo-17={tmp_path / 'sets'}", "--output-dir", tmp_path / "out"]
+    result = evaluate(*flags)
+    from sets.hub import TEMO_17
+    assert list(result["datasets"]) == ["cifar100", "dtd"] and len(result["errors"]) == 15
+    assert set(result["datasets"]) | set(result["errors"]) == set(TEMO_17)
+    assert all({"zero-shot"} == set(d["metrics"]) & set(evaluation.TASKS) for d in result["datasets"].values())
+    assert "country211 is left out: country211: no such folder" in capsys.readouterr().out
+    with pytest.raises(common.UserError, match="evaluation failed: cifar10: .* no such folder"):
+        evaluation.complain(result)
+
+
+def squashing(run, folder):
+    """The same run as if the CC3M trainer's recipe had made it."""
+    shutil.copytree(run, folder)
+    spec = json.loads((folder / "model.json").read_text())
+    (folder / "model.json").write_text(json.dumps(spec | {"eval_resize": "squash"}))
+    return folder
+
+
+def test_the_views_of_the_cc3m_trainer(run, hub, tmp_path):  # noqa: F811
+    """Retrieval squashes; the classes of other sets are seen by a centre crop with their own statistics."""
+    folder = squashing(run, tmp_path / "r")
+    sets = [f"{n}={hub / n}" for n in ("dtd", "cifar100", "coco")]
+    tasks = ["--tasks", "retrieval", "zero-shot", "knn", "--knn-k", "1"]
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        encode = common.encode_images
+
+        def spy(model, data, transform, *more):
+            seen.append((data.name, data.split, transform.resize, transform.mean, transform.std))
+            return encode(model, data, transform, *more)
+        patch.setattr(common, "encode_images", spy)
+        result = evaluate("--checkpoint", folder, "--datasets", *sets, "emoji", *tasks)["datasets"]
+        automatic, seen[:] = set(seen), []
+        evaluate("--checkpoint", folder, "--datasets", *sets, *tasks, "--eval-resize", "own", "--image-stats", "own")
+        own, seen[:] = set(seen), []
+        evaluate("--checkpoint", run, "--datasets", *sets, *tasks, "--eval-resize", "squash", "--image-stats", "cifar")
+    half, imagenet = common.STATS["half"], common.STATS["imagenet"]
+    cifar100 = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
+    cifar10 = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+    both = ("train", "test")
+    # of dtd the first task has no captions, but its view is asked for
+    assert automatic == {*(("dtd", s, "crop", *imagenet) for s in both), ("dtd", "test", "squash", *half),
+                         *(("cifar100", s, "crop", *cifar100) for s in both), ("cifar100", "test", "squash", *half),
+                         ("coco", "test", "squash", *half), *(("emoji", s, "squash", *half) for s in both)}
+    assert {row[2:] for row in own} == {("squash", *half)}
+    assert {row[0]: row[2:] for row in seen} == {"dtd": ("squash", *cifar10), "coco": ("squash", *cifar10),
+                                                 "cifar100": ("squash", *cifar100)}
+    assert result["dtd"]["metrics"]["views"]["zero-shot"] == {"resize": "crop", "stats": "imagenet"}
+    assert "views" not in result["emoji"]["metrics"] and "views" not in result["coco"]["metrics"]
+
+
+def test_images_without_a_class_count_nowhere_among_classes(run, tmp_path):
+    rows = []
+    for i in range(12):
+        write_images(tmp_path / "data" / "train", [i])
+        write_images(tmp_path / "data" / "test", [i])
+        rows.append((f"{i:03}.png", f"picture {i}", "" if i % 4 == 3 else "abc"[i % 3]))
+    for split in ("train", "test"):
+        write_rows(tmp_path / "data" / split / "metadata.csv", ["file_name", "caption", "label"], rows)
+    tasks = ["--tasks", "retrieval", "zero-shot", "knn", "probe", "--knn-k", "1"]
+    result = evaluate("--checkpoint", run, "--datasets", tmp_path / "data", *tasks, "--output-dir", tmp_path / "out")
+    found = result["datasets"][str(tmp_path / "data")]
+    assert not found["left_out"] and not result["errors"]
+    metrics = found["metrics"]
+    assert metrics["images"] == 12 and metrics["without_class"] == 3
+    for numbers in (metrics["knn"]["k=1"], metrics["probe"]["all"]):  # test images are training images
+        assert numbers["top1"] == pytest.approx(100, abs=100 / 9 * 3.1)
+    assert metrics["knn"]["k=1"]["top1"] == 100
+    assert (metrics["zero-shot"]["names"]["top1"] * 9 / 100 + 0.5) % 1 == pytest.approx(0.5)  # of nine images
 
 
 def test_search_draws_the_hits(run, tmp_path):
@@ -122,6 +212,27 @@ def test_bad_flags(flags, message, capsys):
         evaluation.parse_args(flags)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+PDF_END = b"%%EOF"
+
+
+def test_figures_as_pdf(run, tmp_path):
+    """All pictures of a run and of eval.py, in vectors: words are searchable, letters are no Type 3."""
+    flags = ["--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "64", "--image-size", "24", "--figures"]
+    temo.main(temo.parse_args([*flags, "pdf", "--output-dir", str(tmp_path), "--run-name", "r"]))
+    evaluate("--checkpoint", tmp_path / "r", "--tasks", "retrieval", "histograms", "--figures", "pdf")
+    evaluate("--checkpoint", tmp_path / "r", "--query", "red apple", "--dataset", "emoji", "--figures", "pdf")
+    made = sorted((tmp_path / "r").rglob("*.pdf"))
+    assert {p.name for p in made} == {"curves.pdf", "evaluation.pdf", "similarities.pdf", "positive_pairs.pdf",
+                                      "retrieval.pdf", "similarities_emoji.pdf", "query.pdf"}
+    for path in made:
+        content = path.read_bytes()
+        assert content.startswith(b"%PDF-1.") and content.rstrip().endswith(PDF_END) and b"/Type3" not in content
+    assert b"/TrueType" in made[0].read_bytes() or b"/Type0" in made[0].read_bytes()
+    assert not list((tmp_path / "r").rglob("*.png")) and not list(run.glob("*.pdf"))
+    for path in run.glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bad_checkpoints(tmp_path, run):
@@ -167,11 +278,14 @@ def test_zero_shot_accuracy():
 
 
 @pytest.fixture(scope="module")
-def ts_runs(tmp_path_factory):
+def ts_runs(tmp_path_factory, cifar):  # noqa: F811
     """Runs of temperature_schedules.py, and the class metrics of their own evaluation: {set: (folder, metrics)}."""
     import temperature_schedules
     root, runs = tmp_path_factory.mktemp("ts"), {}
-    for name, more in (("emoji", []), ("moving-emoji", ["--clips", "120", "24", "24"])):
+    small = ["--image-encoder", "small", "--image-size", "32", "--imbalance-ratio", "9", "--epochs", "1"]
+    sets = {"emoji": [], "moving-emoji": ["--clips", "120", "24", "24"],
+            "cifar10-lt": ["--data-dir", str(cifar), *small, "--head-norm", "none"]}
+    for name, more in sets.items():
         flags = ["--dataset", name, *more, "--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "32",
                  "--output-dir", str(root), "--run-name", name]
         summary = temperature_schedules.main(temperature_schedules.parse_args(flags))
@@ -188,6 +302,20 @@ def test_a_run_of_temperature_schedules_keeps_its_classes(ts_runs, name):
     for k in (1, 10):
         assert metrics["knn"][f"k={k}"]["top1"] == pytest.approx(own[f"knn@{k}"]["top1"], abs=0.8)
     assert metrics["probe"]["all"]["top1"] == pytest.approx(own["all"]["top1"], abs=0.8)
+
+
+def test_augmented_training_features_are_those_of_the_run(ts_runs):
+    """The recipe of CIFAR-LT: kNN and probes learn from padded and flipped images, here as in the run."""
+    folder, own = ts_runs["cifar10-lt"]
+    assert json.loads((folder / "args.json").read_text())["train_features"] == "augmented"
+    metrics = evaluate("--checkpoint", folder, "--tasks", "knn", "probe")["datasets"]["cifar10-lt"]["metrics"]
+    assert metrics["images"] == own["images"] == 40
+    for k in (1, 10):
+        for name in ("top1", "mean_per_class", "head", "mid", "tail"):
+            assert metrics["knn"][f"k={k}"][name] == pytest.approx(own[f"knn@{k}"][name])
+    few = next(v for k, v in metrics["probe"].items() if k.startswith("few-shot"))
+    assert few["top1"] == pytest.approx(own["few-shot"]["top1"])
+    assert metrics["probe"]["all"]["top1"] == pytest.approx(own["all"]["top1"])
 
 
 def test_a_fork_of_temperature_schedules_and_a_model_without_texts(ts_runs, tmp_path):

@@ -216,6 +216,10 @@ def test_eval_of_broken_weights_fails_after_all_is_written(whole, tmp_path, capf
     shutil.copytree(whole, tmp_path / "a")
     weights = load_file(tmp_path / "a" / "model.safetensors")
     save_file({k: v * float("nan") for k, v in weights.items()}, tmp_path / "a" / "model.safetensors")
+    spec = json.loads((tmp_path / "a" / "model.json").read_text())
+    with pytest.raises(common.UserError, match="model.safetensors is damaged .* .not the bytes that the run wrote"):
+        common.load_model(tmp_path / "a")
+    (tmp_path / "a" / "model.json").write_text(json.dumps({k: v for k, v in spec.items() if k != "sha256"}))
     line = stopped(lambda: judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e"), capfd)
     assert re.match(r"evaluation failed: .*/retrieval: query holds non-finite values; .*/gap: embeddings hold", line)
     assert len(json.loads((tmp_path / "e" / "eval.json").read_text())["errors"]) == 2
@@ -333,12 +337,19 @@ def parquet(**columns):
 
 
 NAMES = [f"{i:03}.png" for i in range(80)]
+QUOTES = {10: '"a cat', 15: 'he said "hi"'}  # opened, and closed by another row's quote
 HEAD, DEEP = "image,caption\n", "nested too deeply"
 CAPTION_FILES = {
     "commas.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},a cat, a dog\n"), "line 2 has more fields than"),
     "comma.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},a cat{', a dog' * (i == 70)}\n"), "line 72 has more"),
     "quote.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},{chr(34) * (i == 40)}a\n"),
-                  "a quote in the row that begins at line 42 is never closed"),
+                  "a quote that opens in line 42 swallows the rows after it, 041.png in line 43 is the first"),
+    "numbers.csv": ("image,caption\n" + rows_of(range(80), lambda i, n: f"{n},{chr(34) * (i == 40)}a\n"),
+                    "a quote in the row that begins at line 42 is never closed"),
+    "swallowed.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},{QUOTES.get(i, 'a')}\n"),
+                      "a quote that opens in line 12 swallows the rows after it, 011.png in line 13 is the first"),
+    "last.csv": ("caption,image\n" + rows_of(NAMES, lambda i, n: f"{QUOTES.get(i, 'a')},{n}\n"),
+                 "a quote that opens in line 12 swallows the rows after it, 011.png in line 13 is the first"),
     "object.json": (json.dumps({"image": NAMES[0], "caption": "a"}), "1 readable examples are too few"),
     "inside.json": (json.dumps({"images": [{"image": n, "caption": "a"} for n in NAMES]}), "it has: images"),
     "deep.json": ("[" * 100_000 + "]" * 100_000, DEEP), "objects.json": ('{"a":' * 5000 + "1" + "}" * 5000, DEEP),
@@ -356,6 +367,15 @@ def test_a_file_of_captions_that_is_none(name, tmp_path, capfd):
     content, words = CAPTION_FILES[name]
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert words in stopped(lambda: run(tmp_path / name, tmp_path / "runs"), capfd)
+
+
+def test_captions_of_several_lines_are_captions(tmp_path):
+    write_images(tmp_path, range(20))
+    many = ["two lines:\nred, green and blue", "1, a cat\n2, a dog", 'a "cat",\n\nand more']
+    rows = [(n, many[i % 3]) for i, n in enumerate(NAMES[:20])]
+    file = write_rows(tmp_path / "a.csv", ["image", "caption"], rows)
+    train = common.load_data(str(file), "train")
+    assert {train.captions(i)[0] for i in range(len(train))} == set(many)
 
 
 def test_nan_is_no_caption_and_no_class(tmp_path):
@@ -416,6 +436,12 @@ def test_one_class_is_nothing_to_classify(data, tmp_path, capfd):
 
 
 # ---- damaged runs
+def one_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1  # of a weight: nothing else would notice
+    file.write_bytes(content)
+
+
 def cut(file):
     file.write_bytes(file.read_bytes()[:file.stat().st_size // 2])
 
@@ -434,6 +460,7 @@ def a_list(file):
 
 DAMAGED = {
     ("model.safetensors", cut): "its model.safetensors is damaged .*; --resume .* writes it anew",
+    ("model.safetensors", one_bit): "its model.safetensors is damaged .*not the bytes .*; --resume .* writes it anew",
     ("model.safetensors", empty): "its model.safetensors is damaged", ("model.safetensors", gone): "its model.safet",
     ("model.json", cut): "model.json: damaged", ("model.json", empty): "model.json: damaged",
     ("model.json", gone): "this run has not ended .no model.json.; continue it with --resume",

@@ -103,8 +103,12 @@ def test_parquet_tables(hub):
     assert len(data) == 6 and data.label_names == CLASSES and list(data.labels) == [i % 3 for i in range(20, 26)]
     assert torch.equal(data.read(0).permute(1, 2, 0), torch.from_numpy(picture(20)))
     assert data.prompts == hub_sets.CIFAR_PROMPTS and len(data.prompts) == 18
-    held, rest = (common.load_data("cifar100", s, data_dir=str(hub / "cifar100")) for s in ("val", "train"))
-    assert held.column("key") == ["33"] and len(rest) == 34  # images without names: the number of the row
+    where = {"data_dir": str(hub / "cifar100")}
+    held, rest = (common.load_data("cifar100", s, hold_out_val=True, **where) for s in ("val", "train"))
+    assert held.column("key") == ["33"] and len(rest) == 33  # images without names: the number of the row
+    assert "33" not in rest.column("key") and len(common.load_data("cifar100", "train", **where)) == 34
+    with pytest.raises(common.UserError, match="cifar100 has no val split; it has: train, test; --hold-out-val takes"):
+        common.load_data("cifar100", "val", **where)
     imagenet = common.load_data("imagenet", "test", data_dir=str(hub / "imagenet"))  # its test: the validation images
     assert len(imagenet) == 6 and imagenet.split == "test"
 

@@ -140,6 +140,34 @@ def test_init_from_runs_no_pickled_code(tmp_path, tokenizer):
     assert not (tmp_path / "owned").exists()
 
 
+@pytest.mark.parametrize("kind", ["t5", "distilbert", "bert"])
+def test_dropout_of_a_text_encoder_stays_or_goes(tmp_path, tokenizer, kind):
+    if kind == "t5":
+        from transformers import T5Config, T5EncoderModel
+        config = T5Config(vocab_size=len(tokenizer.tokenizer), d_model=24, d_kv=12, d_ff=32, num_layers=2, num_heads=2)
+        T5EncoderModel(config).save_pretrained(tmp_path)
+    else:
+        tiny_text(tmp_path, tokenizer, kind)
+    model = common.TwoTower(common.VisionEncoder("small", 16), common.TextEncoder(str(tmp_path), 16, pooling="mean"))
+    tokens = tokenizer(["red apple", "a blue bird on a tree"])
+
+    def differ(*modes):
+        a, b = (model.train(mode)(tokens=tokens)[1] for mode in modes)
+        return not torch.equal(a, b)
+    common.set_dropout(model, 0.0)
+    assert differ(True, True) and not differ(False, False)  # its own
+    common.set_dropout(model, 0.0, text=False)
+    assert not differ(True, False)
+
+
+def test_dropout_of_a_feature_tower():
+    model = common.TwoTower(common.VisionEncoder("features", 16, features=(3, 10)), None)
+    x = torch.randn(4, 3, 10, generator=torch.Generator().manual_seed(0))
+    plain = model.train()(x)[0]
+    common.set_dropout(model, 0.1, text=True)
+    assert not torch.equal(model(x)[0], model(x)[0]) and torch.equal(model.eval()(x)[0], plain)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tokenizer):
     """Two steps with small towers, and two with a tiny transformers text tower and a CLIP vision tower."""

@@ -14,7 +14,7 @@ import pytest
 import runs
 import torch
 import torch.nn.functional as F
-from helpers import write_rows
+from helpers import write_images, write_rows
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -807,6 +807,62 @@ def test_features_end_to_end(features, loss, tmp_path):
     assert same_numbers(got["normalize"], summary["test"][str(csv)]["normalize"])
 
 
+def test_val_held_out_of_a_set_that_has_none(tmp_path, capsys):
+    """MSR-VTT (here with features): --eval-every has nothing to look at and says so; --hold-out-val takes it out of
+    training, by the names of the videos, and eval.py finds the same val, training set and numbers."""
+    names, rng = [f"video{i}" for i in range(200)], np.random.default_rng(0)
+    held = {n for n in names if common.held_out_place(f"{n}.mp4") < common.HELD_OUT}
+    names = [n for n in names if n not in held][:20] + sorted(held)[:4]
+    held &= set(names)
+    (tmp_path / "motion").mkdir()
+    for name in [*names, "video999"]:
+        np.save(tmp_path / "motion" / f"{name}.npy", rng.normal(size=(3, 6)).astype(np.float32))
+    for part, some in (("train_9k", names), ("test_1k", ["video999"])):
+        rows_of = [{"video_id": n, "video": f"{n}.mp4", "caption": [f"{n} moves", f"here is {n}"]} for n in some]
+        (tmp_path / f"msrvtt_{part}.json").write_text(json.dumps(rows_of))
+    towers = "--text-encoder small --text-pooling mean --no-pretrained --embed-dim 16 --frames 3".split()
+    flags = ["--dataset", "msrvtt", "--data-dir", tmp_path, "--image-encoder", "features", "--feature-dir",
+             tmp_path / "motion", *towers, "--queue-size", 40, "--eval-every", 1]
+    base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "2"]
+    with pytest.raises(common.UserError, match="--eval-every 1: msrvtt without a val split.*; --hold-out-val takes"):
+        main(tmp_path / "no", *flags, base=base)
+    summary = main(tmp_path / "r", *flags, "--hold-out-val", base=base)
+    log = [r for r in rows(tmp_path / "r") if "eval" in r]
+    assert [r["step"] for r in log] == [0, 1, 2] and log[0]["eval"]["msrvtt"]["images"] == len(held) == 4
+    assert "data         40 training examples" in capsys.readouterr().out  # 20 videos of two captions, none of val
+    got = evaluate(tmp_path / "r", tmp_path / "eval", "--split", "val", "--normalize", "queue")
+    assert got["images"] == 4 and same_numbers(got["normalize"], summary["val"]["msrvtt"]["normalize"])
+    with pytest.raises(common.UserError, match="msrvtt has no val split; it has: train, test; --hold-out-val"):
+        common.load_data("msrvtt", "val", data_dir=str(tmp_path), feature_dir=[str(tmp_path / "motion")], frames=3)
+
+
+def test_sets_without_a_queue_are_not_normalised_in_silence(run, tmp_path, capsys):
+    """Training: the banner and the table say so. eval.py fills a queue from that set's training split, or says that it
+    cannot."""
+    folder = tmp_path / "r"
+    summary = main(folder, "--eval-datasets", "moving-emoji", "emoji")
+    out = capsys.readouterr().out
+    assert "WARNING: none for emoji: not trained on" in out
+    assert "moving-emoji (reported: queue)" in out and "\nemoji (reported: none)" in out
+    assert summary["test"]["emoji"]["normalized_by"] == "none"
+    assert summary["test"]["emoji"]["R-Mean"] == summary["test"]["emoji"]["normalize"]["none"]["R-Mean"]
+    got = evaluate(folder, tmp_path / "1", "--normalize", "queue", "--datasets", "emoji", "--queue-size", 50)
+    assert "emoji: --normalize queue: 50 texts and 50 items of its train split" in capsys.readouterr().out
+    assert got["normalized_by"] == "queue"
+    assert got["retrieval"]["text_to_image"] == got["normalize"]["queue"]["text_to_image"]
+    for i in range(4):
+        write_images(tmp_path / "photos" / "test", [i])
+    write_rows(tmp_path / "photos" / "test" / "metadata.csv", ["file_name", "caption"],
+               [(f"{i:03}.png", f"picture {i}") for i in range(4)])
+    got = evaluate(folder, tmp_path / "2", "--normalize", "queue", "--datasets", tmp_path / "photos")
+    out = capsys.readouterr().out
+    assert "--normalize queue is not possible: the retrieval numbers are those without normalisation" in out
+    assert "no train split" in out and got["normalized_by"] == "none" and "normalize" not in got
+    for flags in ("--split train", "--split train --queue-split train"):
+        with pytest.raises(SystemExit):
+            evaluation.parse_args(["--checkpoint", "x", "--normalize", "queue", *flags.split()])
+
+
 # ---------------------------------------------------- flags ---------------------------------------------------------
 def test_recipes_are_the_paper_s():
     """App. B: epochs 5, 3 and 10, warm-up over a tenth except on MSVD, 32 or 64 tokens, 12 or 64 frames, a queue of
@@ -828,6 +884,23 @@ def test_the_commands_of_ssb(tmp_path):
     args = ncl.parse_args([*flags, "--loss", "max-margin"])  # as in the docstring
     assert (args.learnable_tau, args.loss_scale, args.margin) == (False, 1, 0.2)
     assert not ncl.parse_args(["--dataset", "msrvtt", "--loss", "max-margin"]).learnable_tau
+    for name, dropout in (("msrvtt", 0.1), ("msvd", 0.1), ("activitynet", 0), ("clips.csv", 0)):  # App. C
+        args = ncl.parse_args(["--dataset", name, *flags[2:]])
+        assert args.dropout == dropout and args.text_dropout
+    assert ncl.parse_args(["--dataset", "msrvtt"]).dropout == 0
+
+
+def test_dropout_of_the_feature_tower_acts(features, tmp_path, capsys):
+    root, csv = features
+    flags = ["--dataset", csv, "--image-encoder", "features", "--feature-dir", root / "motion", "--lr", 0]
+    base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "2", "--log-every", "1"]
+    found = {}
+    for name, more in {"0": [], "again": [], "0.5": ["--dropout", 0.5]}.items():
+        summary = main(tmp_path / name, *flags, *more, base=base)
+        found[name] = losses(tmp_path / name), summary["test"][str(csv)]["R-Mean"]
+    assert found["0"] == found["again"]
+    assert found["0.5"][0] != found["0"][0] and found["0.5"][1] == found["0"][1]  # none in evaluation, and no lr
+    assert "without its captioning loss; dropout 0.5, small keeps its own" in capsys.readouterr().out
 
 
 BAD = {
@@ -850,6 +923,8 @@ BAD = {
     "--feature-dir /no/such": "--feature-dir /no/such: no such folder",
     "--image-encoder features": "--feature-dir",
     "--feature-dir .": "--image-encoder features",
+    "--dropout 0.1": "--dropout 0.1: of the tower of --image-encoder features",
+    "--dropout 2": "--dropout 2: must be between 0 and 1",
     "--loss triplet": "--loss invalid choice: 'triplet'",
     "--normalize test": "--normalize invalid choice: 'test'",
     "--video-dir /no/such": "--video-dir /no/such: no such path",

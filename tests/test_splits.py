@@ -267,7 +267,7 @@ def test_too_little_to_hold_out_is_said(tmp_path):
     write_parquet_images(tmp_path / "hub" / "test.parquet", range(20, 26))
     options = {"data_dir": str(tmp_path / "hub"), "image_column": "image", "label_column": "label"}
     with pytest.raises(common.EmptySplit, match="cifar10: none of its names .* held out for val"):
-        common.load_data("cifar10", "val", **options)
+        common.load_data("cifar10", "val", hold_out_val=True, **options)
 
 
 # ---------------------------------------------------- fingerprints and twins -----------------------------------------

@@ -1,5 +1,6 @@
 """TeMo's equations against loops written from the paper, in float64, the limiting cases, and its recipes."""
 
+import json
 import math
 import re
 import shlex
@@ -269,11 +270,17 @@ def test_the_commands_say_what_the_paper_did():
         assert words in temo.__doc__
 
 
-def test_the_paper_s_run_without_its_paraphrases_is_warned_of():
-    train = SimpleNamespace(templates=())
+def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
+    train = SimpleNamespace(templates=(), streamed=False, first_captions=lambda limit: ["a cat", "a dog", "a cow"])
+    lines = [json.dumps({"caption": c, "paraphrases": ["other words"]}) + "\n" for c in train.first_captions(3)]
+    for name, some in (("all", lines), ("two", lines[:2])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(some))
+    full, partial = (common.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
     for dataset in ("cc3m", "cc12m"):
         assert temo.second_texts(train, None, dataset).startswith("WARNING: NOT THE PAPER'S T~")
-        assert "WARNING" not in temo.second_texts(train, [1], dataset)
+        assert temo.second_texts(train, full, dataset) == "paraphrases of 3 captions"
+        said = temo.second_texts(train, partial, dataset)
+        assert said.startswith("WARNING: paraphrases of 2 captions, but 1 of the first 3 training captions have none")
     assert not any("WARNING" in temo.second_texts(train, None, d) for d in ("emoji", "captions.csv"))
 
 

@@ -84,7 +84,8 @@ def class_table(title, metrics, chance):
         parts = "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail"))
         lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} "
                      f"({c['mean_per_class']:5.1f}){parts}")
-    return "\n".join(lines)
+    lines.append(common.few_queries(images=metrics["images"]))
+    return "\n".join(line for line in lines if line)
 
 
 class ClassEvaluator:

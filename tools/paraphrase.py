@@ -6,6 +6,7 @@
 The file has one JSON object a line, {"caption": str, "paraphrases": [str, ...]}; a call that was stopped goes on.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import common
 import numpy as np
 
 MODEL = "tuner007/pegasus_paraphrase"
+LOOKED_AT = 20_000  # training captions, for the banner
 FLAGS = ("--paraphrase-model", "--write-paraphrases")  # as temo.py calls the model and the file, for messages
 
 
@@ -39,6 +41,23 @@ class Paraphrases:
 
     def __len__(self):
         return len(self.hashes)
+
+    def note(self, train, other):
+        """For the banner: how many there are, and loudly where training captions have none; then T~ is `other`."""
+        note = f"paraphrases of {len(self):,} captions"
+        if train.streamed:
+            return f"{note}; whether these are all captions of a stream is not known: where one is missing, {other}"
+        some = list(itertools.islice(train.first_captions(LOOKED_AT), LOOKED_AT))
+        missing = self.missing(some)
+        if not missing:
+            return note
+        return (f"WARNING: {note}, but {missing:,} of the first {len(some):,} training captions have none: for these "
+                f"{other}")
+
+    def missing(self, captions):
+        """How many of these captions have no paraphrase here."""
+        captions = list(captions)
+        return sum(not p for i in range(0, len(captions), 1000) for p in self.get(captions[i:i + 1000]))
 
     def get(self, captions):
         wanted = np.array([common.key_hash(c) for c in captions], dtype=np.int64)
