@@ -1545,20 +1545,23 @@ def load_data(name, split, **options):
         label_column,
             streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
             feature_dir; max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
-            and what a file of sets/ asks for.
+            extra_captions, a file of further captions for the train split; and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
     if split not in SPLIT_NAMES:
         raise ValueError(f"split must be one of {list(SPLIT_NAMES)}, not {split!r}")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
-             if (v or v == 0.0 and k == "max_bad_fraction") and k not in ("unfold_captions", "max_pixels")}
+             if (v or v == 0.0 and k == "max_bad_fraction")
+             and k not in ("unfold_captions", "max_pixels", "extra_captions")}
     key = tuple(sorted(given.items()))
     data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
     if data.streamed and (options.get("unfold_captions") or options.get("feature_dir")):
         raise UserError("--streaming goes with neither --unfold-captions nor --feature-dir")
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
+    if options.get("extra_captions") and split == "train":
+        data = add_captions(data, Path(options["extra_captions"]).expanduser())
     return data.unfold() if options.get("unfold_captions") and split == "train" else data
 
 
@@ -1593,7 +1596,7 @@ def _known_set(name, split, options):
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "caption_noise",
-              "streaming", "max_bad_fraction", "max_pixels")
+              "streaming", "max_bad_fraction", "max_pixels", "extra_captions")
 
 
 def data_options(args, **more):
@@ -1965,6 +1968,43 @@ def caption_file(name, split, file, root, options):
                   for row, k in zip(listed, rows)]
     data = from_rows(name, split, listed, options, {"label": names} if label else None)
     return dataclasses.replace(data, note=join_notes(data.note, lost))
+
+
+def add_captions(data, file):
+    """The data with further captions of its rows, from a file of video (or image) and caption, and start, end where the
+    rows are windows (tools/caption.py writes one); rows of the file that no row of the data matches are counted.
+
+    A clip is known by the name of its file without the ending, by the folders too where two have that name, and by its
+    window. Raises: UserError where nothing matches, and for data without files of their own."""
+    import datasets
+    if data.streamed or data.sources is None:
+        raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
+    extra, rows, captions, lost = _read_caption_file(file), {}, list(data.column("captions")), []
+    for i, source in enumerate(data.sources["source"][:]):
+        path = Path(data.key(i) if source.get("size") is not None or not source.get("path") else source["path"])
+        rows.setdefault((path.stem, source.get("start"), source.get("end")), []).append((i, path))
+    names, usual, new = extra.column_names, VIDEO_COLUMNS + IMAGE_COLUMNS, 0
+    image, caption = pick_column("", "", names, usual, file), pick_column("", "", names, CAPTION_COLUMNS, file)
+    for name, texts, window in zip(extra[image][:], extra[caption][:], _windows(extra)):
+        path = Path(str(name))
+        found = rows.get((path.stem, *window)) or rows.get((path.name, *window)) or []
+        if len(found) > 1:  # a.mp4 in two folders
+            whole = path.with_suffix("").parts
+            found = [(i, own) for i, own in found if own.with_suffix("").parts[-len(whole):] == whole]
+        found = found if len(found) == 1 else []
+        for i, _ in found:
+            texts = [t for t in clean_list(texts) if t not in captions[i]]
+            captions[i], new = [*captions[i], *texts], new + len(texts)
+        lost += [] if found else [str(name)]
+    if len(lost) == len(extra):
+        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows is of a clip of {data.name} (train), "
+                        f"first {lost[0]}; names and windows (start, end) must agree")
+    kind = datasets.Features({"captions": data.features["captions"]})
+    beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
+    table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
+    note = f"{new:,} captions added from {file.name}"
+    note += f", {len(lost):,} of its rows are of no training clip, first {lost[0]}" if lost else ""
+    return dataclasses.replace(data, table=table, note=join_notes(data.note, note))
 
 
 def _read_caption_file(file):
@@ -3014,6 +3054,9 @@ class Parser(OneLine):
         if texts:
             g.add_argument("--caption-column", default="",
                            help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
+            g.add_argument("--extra-captions", default="", metavar="FILE",
+                           help="csv, jsonl or parquet of video, start, end, caption: further captions of training "
+                                "clips, as tools/caption.py writes them")
             g.add_argument("--streaming", action=yesno, default=False,
                            help="read tars in order, nothing indexed or downloaded first; other layouts are not read "
                                 "so")
@@ -3069,7 +3112,8 @@ class Parser(OneLine):
                                                "--batch-size on each process")
         for folder in getattr(args, "feature_dir", None) or []:
             self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
-        for name in ("init_from", "data_dir", "video_dir", "index_file", "test_file", "val_file", "few_shot_file"):
+        for name in ("init_from", "data_dir", "video_dir", "extra_captions", "index_file", "test_file", "val_file",
+                     "few_shot_file"):
             path = getattr(args, name, "")
             if path and not (saved and name == "init_from"):
                 self.require(Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")

@@ -336,3 +336,45 @@ def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path, capsys)
     assert "was made with --model" in refused(model=models["blip-2"])
     (tmp_path / "other.csv").write_text("video,caption\n")
     assert "without other.csv.json" in refused(out=tmp_path / "other.csv")
+
+
+# ---------------------------------------------------- captions of others --------------------------------------------
+def test_extra_captions_of_training_clips(tmp_path, capsys):
+    """By name and window; in folders with equal names by the folders; what matches nothing is counted."""
+    for k, name in enumerate(["x/a", "y/a", "b", "c"]):
+        write_video(tmp_path / "videos" / f"{name}.mp4", [k, k + 1, k + 2])
+    (tmp_path / "msrvtt").mkdir()
+    rows = [("x/a.mp4", None, None, "one"), ("y/a.mp4", None, None, "two"), ("b", 0.0, 0.1, "three"),
+            ("b", 0.1, 0.3, "four"), ("c", None, None, "five")]
+    write_rows(tmp_path / "train_9k.json", ["video", "start", "end", "caption"], rows)
+    write_rows(tmp_path / "more.csv", ["video", "start", "end", "caption"], [
+        ("x/a.mp4", "", "", "first"), ("b.mp4", "0.1", "0.3", "second"), ("b.mp4", "0.1", "0.3", "four"),
+        ("b.mp4", "", "", "of no window"), ("d.mp4", "", "", "of no clip"),
+        ("a.mp4", "", "", "of which?"), ("c", "", "", "third, with a comma")])
+    options = {"data_dir": str(tmp_path), "video_dir": str(tmp_path / "videos"), "frames": 2}
+    data = common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "more.csv"), **options)
+    assert [data.captions(i) for i in range(5)] == [["one", "first"], ["two"], ["three"], ["four", "second"],
+                                                    ["five", "third, with a comma"]]
+    assert "3 captions added from more.csv, 3 of its rows are of no training clip, first b.mp4" in data.note
+    plain = common.load_data("msrvtt", "train", **options)
+    assert [plain.captions(i) for i in range(5)] == [["one"], ["two"], ["three"], ["four"], ["five"]]
+    assert torch.equal(data.read(3), plain.read(3)) and list(data.keys()) == list(plain.keys())
+    unfolded = common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "more.csv"), unfold_captions=True,
+                                **options)
+    assert len(unfolded) == 8 and unfolded.captions(1) == ["first"] and torch.equal(unfolded.read(1), plain.read(0))
+    write_rows(tmp_path / "none.csv", ["video", "caption"], [("d.mp4", "x")])
+    with pytest.raises(common.UserError, match="none of its 1 rows is of a clip of msrvtt"):
+        common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "none.csv"), **options)
+    with pytest.raises(common.UserError, match="moving-emoji has no files whose names"):
+        common.load_data("moving-emoji", "train", extra_captions=str(tmp_path / "none.csv"))
+
+
+def test_extra_captions_after_rows_were_held_out(models, videos, tmp_path):
+    """Own data: only training clips get them, and the file of the tool is one."""
+    own = write_rows(tmp_path / "own.csv", ["video", "start", "end", "caption"],
+                     [(name, k / 10, 1.0, "x") for name in FRAMES if name != "a" for k in range(3)])
+    run(own, tmp_path / "more.csv", models["llava"], "--video-dir", videos)
+    options = {"video_dir": str(videos), "frames": 2}
+    data = common.load_data(str(own), "train", extra_captions=str(tmp_path / "more.csv"), **options)
+    assert len(data) == 12 and sum(len(data.captions(i)) for i in range(len(data))) > len(data)
+    assert "of no training clip" not in data.note
