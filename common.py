@@ -1997,8 +1997,8 @@ def add_captions(data, file):
             captions[i], new = [*captions[i], *texts], new + len(texts)
         lost += [] if found else [str(name)]
     if len(lost) == len(extra):
-        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows is of a clip of {data.name} (train), "
-                        f"first {lost[0]}; names and windows (start, end) must agree")
+        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows is of a clip of {data.name} "
+                        f"(train), first {lost[0]}; names and windows (start, end) must agree")
     kind = datasets.Features({"captions": data.features["captions"]})
     beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
     table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
