@@ -14,7 +14,7 @@ import common
 import numpy as np
 import pytest
 import torch
-from helpers import TEXT, frame, frame_number, open_splits, write_rows, write_video
+from helpers import TEXT, frame, frame_number, open_splits, write_captions, write_rows, write_video
 
 import mama
 from tools import caption
@@ -326,7 +326,8 @@ def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path, capsys)
     assert "--template must say where" in refused("--template", "USER:")
     assert "there is no folder" in refused(out=tmp_path / "no" / "x.csv")
     assert "--model" in refused(model=tmp_path / "nothing")
-    assert "it has no video files" in refused(dataset="moving-emoji")
+    write_captions(tmp_path / "pictures", 12)
+    assert "it has no video files" in refused(dataset=tmp_path / "pictures")
     assert "it has no video files" in refused(dataset=tmp_path)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "z.mp4").write_bytes(TEXT)
@@ -365,8 +366,9 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("d.mp4", "x")])
     with pytest.raises(common.UserError, match="none of its 1 rows is of a clip of msrvtt"):
         common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "none.csv"), **options)
-    with pytest.raises(common.UserError, match="moving-emoji has no files whose names"):
-        common.load_data("moving-emoji", "train", clips=(200, 8, 8), extra_captions=str(tmp_path / "none.csv"))
+    drawn = common.Data("drawn", "train", common.make_table([["x"]], ["0"]), pixels=torch.zeros(1, 2, 3, 8, 8).byte())
+    with pytest.raises(common.UserError, match="drawn has no files whose names"):
+        common.add_captions(drawn, tmp_path / "none.csv")
 
 
 def test_extra_captions_after_rows_were_held_out(models, videos, tmp_path):
