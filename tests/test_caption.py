@@ -217,6 +217,15 @@ def test_a_csv_of_captions_that_the_scripts_read(kind, models, videos, tmp_path,
     assert splits["train"].read(0).shape[:2] == (2, 3)
 
 
+def test_a_csv_among_the_videos_is_not_taken_for_their_captions(models, tmp_path):
+    for k, name in enumerate("abc"):
+        write_video(tmp_path / f"{name}.mp4", [k, k + 50])
+    assert list(run(tmp_path, tmp_path / "captions.csv", models["llava"])) == ["a.mp4", "b.mp4", "c.mp4"]
+    write_video(tmp_path / "d.mp4", [1, 2])
+    rows = run(tmp_path, tmp_path / "captions.csv", models["llava"])  # one more than the last time
+    assert list(rows) == ["a.mp4", "b.mp4", "c.mp4", "d.mp4"]
+
+
 def test_windows_of_own_data_are_clips_of_their_own(models, videos, tmp_path):
     windows = [("d", 0, 1, "one"), ("d", 2, 3, "two"), ("d", 2, 3, "three"), *(("a", k / 9, 2, "x") for k in range(9))]
     own = write_rows(tmp_path / "own.csv", ["video", "start", "end", "caption"], windows)
@@ -328,8 +337,8 @@ def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path, capsys)
     assert "--model" in refused(model=tmp_path / "nothing")
     write_captions(tmp_path / "pictures", 12)
     assert "it has no video files" in refused(dataset=tmp_path / "pictures")
-    assert "it has no video files" in refused(dataset=tmp_path)
     (tmp_path / "bad").mkdir()
+    assert "it has no video files" in refused(dataset=tmp_path / "bad")
     (tmp_path / "bad" / "z.mp4").write_bytes(TEXT)
     assert "no clip got a caption, first z.mp4: not a" in refused(dataset=tmp_path / "bad", out=tmp_path / "bad.csv")
     run(videos, tmp_path / "x.csv", models["llava"])

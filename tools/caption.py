@@ -164,7 +164,8 @@ def clips_of(args):
 
     Raises: UserError where there are no video files (frames drawn in memory, images, clips inside tars)."""
     path, kinds = Path(args.dataset).expanduser(), ("metadata.*", "captions.csv", "*.tar", "*.parquet", "*.jsonl")
-    if path.is_dir() and not any(f for kind in kinds for f in path.rglob(kind)):  # videos alone, captions or not
+    described = {f.resolve() for kind in kinds for f in path.rglob(kind)} if path.is_dir() else set()
+    if path.is_dir() and not described - {Path(args.out).resolve()}:  # videos alone, captions or not
         files = sorted(str(f) for f in path.rglob("*") if common.is_video(f) or f.suffix.lower() == ".gif")
         found = [(f, None, None) for f in files]
     else:
