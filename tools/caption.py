@@ -97,14 +97,14 @@ def vision_language_model(args, device):
     load = {"trust_remote_code": False}
     with _loading("--model", args.model):
         processor = AutoProcessor.from_pretrained(args.model, **load)
+        processor.tokenizer.padding_side = "left"
         model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype, **load)
     model = model.to(device).eval()
-    processor.tokenizer.padding_side = "left"
     template = args.template or TEMPLATES.get(model.config.model_type, "{}")
 
     def asked(prompt):
         if args.template or not getattr(processor, "chat_template", None):
-            return template.format(prompt)
+            return template.replace("{}", prompt)
         content = [{"type": "image"}, {"type": "text", "text": prompt}]
         return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
 
@@ -216,8 +216,10 @@ def read_known(out):
                     records.append(json.loads(line))
     def seconds(value):
         return None if value in (None, "") else float(value)
-    return {(r["video"], seconds(r["start"]), seconds(r["end"])): {k: r[k] for k in ("caption", "error") if r.get(k)}
-            for r in records}
+    known = {}
+    for r in sorted(records, key=lambda r: bool(r.get("caption"))):  # a caption counts more than an earlier error
+        known[r["video"], seconds(r["start"]), seconds(r["end"])] = {k: r[k] for k in ("caption", "error") if r.get(k)}
+    return known
 
 
 def write_lines(file, records):
@@ -286,20 +288,21 @@ def work(args, batches):
     from tqdm import tqdm
     for batch in tqdm(batches, desc="captions", unit="batch", disable=common.rank() > 0):
         frames, records = {}, {}
-        for *clip, path in batch:
+        for video, start, end, path in batch:
             try:
-                candidates = read_candidates(path, *clip[1:], args.candidates, args.cell)
-                frames[tuple(clip)] = chosen_frames(candidates, features, args.neighbours, args.key_frames)
+                candidates = read_candidates(path, start, end, args.candidates, args.cell)
             except (OSError, ValueError) as error:
-                records[tuple(clip)] = {"error": common.first_line(error)}
-        torch.manual_seed(common.key_hash(f"{args.seed} {batch[0]}"))
+                records[video, start, end] = {"error": common.first_line(error)}
+                continue
+            frames[video, start, end] = chosen_frames(candidates, features, args.neighbours, args.key_frames)
+        torch.manual_seed(common.key_hash(f"{args.seed} {batch[0][:3]}"))
         if summaries is None:
             texts = answers([grid_picture(x, columns) for x in frames.values()], args.prompt) if frames else []
         else:
             texts = [[text for i in range(0, len(x), args.batch)
                       for text in answers([grid_picture(f[None], 1) for f in x[i:i + args.batch]], args.frame_prompt)]
                      for x in frames.values()]
-            texts = summaries([args.summary_prompt.format("\n".join(lines)) for lines in texts]) if texts else []
+            texts = summaries([args.summary_prompt.replace("{}", "\n".join(t)) for t in texts]) if texts else []
         for clip, text in zip(frames, texts, strict=True):
             records[clip] = {"caption": text} if text else {"error": "the model says nothing"}
         write_lines(file, records)
