@@ -20,7 +20,6 @@ import functools
 import glob
 import hashlib
 import importlib
-import itertools
 import json
 import math
 import os
@@ -1636,14 +1635,15 @@ def load_data(name, split, **options):
             feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
             hold_out_val: a set by name that has no val gives a part of train, and trains on the rest;
             max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
-            and what a file of sets/ asks for.
+            extra_captions, a file of further captions for the train split; and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
     if split not in SPLIT_NAMES:
         raise ValueError(f"split must be one of {list(SPLIT_NAMES)}, not {split!r}")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
-             if (v or v == 0.0 and k == "max_bad_fraction") and k not in ("unfold_captions", "max_pixels")}
+             if (v or v == 0.0 and k == "max_bad_fraction")
+             and k not in ("unfold_captions", "max_pixels", "extra_captions")}
     key = tuple(sorted(given.items()))
     data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
     if data.streamed and (options.get("unfold_captions") or options.get("feature_dir")):
@@ -1657,6 +1657,8 @@ def load_data(name, split, **options):
         if options.get("unfold_captions"):
             raise UserError("--caption-relevancy draws a sentence for each clip; it goes not with --unfold-captions")
         data = dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
+    if options.get("extra_captions") and split == "train":
+        data = add_captions(data, Path(options["extra_captions"]).expanduser())
     return data.unfold() if options.get("unfold_captions") and split == "train" else data
 
 
@@ -1702,7 +1704,7 @@ def _known_set(name, split, options):
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "clip_law",
               "caption_noise", "fold", "streaming", "max_bad_fraction", "max_pixels", "caption_relevancy",
-              "hold_out_val")
+              "hold_out_val", "extra_captions")
 
 
 def data_options(args, **more):
@@ -2058,6 +2060,43 @@ def caption_file(name, split, file, root, options):
                   for row, k in zip(listed, rows)]
     data = from_rows(name, split, listed, options, {"label": names} if label else None)
     return dataclasses.replace(data, note=join_notes(data.note, lost))
+
+
+def add_captions(data, file):
+    """The data with further captions of its rows, from a file of video (or image) and caption, and start, end where the
+    rows are windows (tools/caption.py writes one); rows of the file that no row of the data matches are counted.
+
+    A clip is known by the name of its file without the ending, by the folders too where two have that name, and by its
+    window. Raises: UserError where nothing matches, and for data without files of their own."""
+    import datasets
+    if data.streamed or data.sources is None:
+        raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
+    extra, rows, captions, lost = _read_caption_file(file), {}, list(data.column("captions")), []
+    for i, source in enumerate(data.sources["source"][:]):
+        path = Path(data.key(i) if source.get("size") is not None or not source.get("path") else source["path"])
+        rows.setdefault((path.stem, source.get("start"), source.get("end")), []).append((i, path))
+    names, usual, new = extra.column_names, VIDEO_COLUMNS + IMAGE_COLUMNS, 0
+    image, caption = pick_column("", "", names, usual, file), pick_column("", "", names, CAPTION_COLUMNS, file)
+    for name, texts, window in zip(extra[image][:], extra[caption][:], _windows(extra)):
+        path = Path(str(name))
+        found = rows.get((path.stem, *window)) or rows.get((path.name, *window)) or []
+        if len(found) > 1:  # a.mp4 in two folders
+            whole = path.with_suffix("").parts
+            found = [(i, own) for i, own in found if own.with_suffix("").parts[-len(whole):] == whole]
+        found = found if len(found) == 1 else []
+        for i, _ in found:
+            texts = [t for t in clean_list(texts) if t not in captions[i]]
+            captions[i], new = [*captions[i], *texts], new + len(texts)
+        lost += [] if found else [str(name)]
+    if len(lost) == len(extra):
+        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows is of a clip of {data.name} "
+                        f"(train), first {lost[0]}; names and windows (start, end) must agree")
+    kind = datasets.Features({"captions": data.features["captions"]})
+    beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
+    table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
+    note = f"{new:,} captions added from {file.name}"
+    note += f", {len(lost):,} of its rows are of no training clip, first {lost[0]}" if lost else ""
+    return dataclasses.replace(data, table=table, note=join_notes(data.note, note))
 
 
 def _read_caption_file(file):
@@ -2725,6 +2764,45 @@ def knn_chance(train_labels, test_labels):
     return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": mean}
 
 
+def answer_hits(scores, answers):
+    """Is the right answer's score above all others? (Q,) bool; ties count against the model.
+
+    Args: scores: (Q, A) of a vocabulary's answers or of the choices, -inf where a question has fewer choices;
+        answers: (Q,) long, the right one; -1 = the vocabulary lacks it: wrong, as the upper bound tells.
+    Raises: NotFinite for NaN or +inf."""
+    if torch.isnan(scores).any() or torch.isposinf(scores).any():
+        raise NotFinite("scores of answers hold NaN or infinity")
+    index = answers.clamp(min=0)[:, None]  # (Q, 1)
+    others = scores.scatter(1, index, -math.inf).amax(1)  # (Q,)
+    return (answers >= 0) & (scores.gather(1, index)[:, 0] > others)
+
+
+def question_metrics(hits, types=None, pairs=None, known=None):
+    """Accuracy of answers to questions, in percent: {accuracy[, upper_bound], accuracy TYPE for each type}.
+
+    Args:
+        hits: (Q,) right or wrong; or the chance of being right, 1 / choices, which gives what guessing gives.
+        types: Q words, or pairs of words whose first is a family with an accuracy of its own ("causal why").
+        pairs: (Q,) numbers; rows of one are one question, right when all are (Causal-VidQA's answer and reason), in
+            `accuracy` and for a family; a type of two words counts its own rows alone.
+        known: (Q,) is the answer in the vocabulary at all?
+    """
+    hits = np.asarray(hits, dtype=np.float64)
+    def percent(values, rows):
+        ids = np.arange(len(rows)) if pairs is None else np.unique(np.asarray(pairs)[rows], return_inverse=True)[1]
+        right = np.ones(ids.max() + 1)
+        np.multiply.at(right, ids, values[rows])  # a pair is right when both of its rows are
+        return float(100 * right.mean())
+
+    out = {"accuracy": percent(hits, np.arange(len(hits)))}
+    if known is not None:
+        out["upper_bound"] = percent(np.asarray(known, dtype=np.float64), np.arange(len(hits)))
+    types = np.asarray([] if types is None else types, dtype=object)
+    families = np.asarray([t.split()[0] for t in types], dtype=object)
+    named = {name: np.flatnonzero((types == name) | (families == name)) for name in {*types, *families}}
+    return out | {f"accuracy {name}": percent(hits, rows) for name, rows in sorted(named.items())}
+
+
 def modality_gap(a, b):
     """||mean a - mean b|| of unit rows, the distance between two modalities (Liang et al. 2022): a float, 0..2."""
     return (normalize(a).mean(0) - normalize(b).mean(0)).norm().item()
@@ -3170,6 +3248,9 @@ class Parser(OneLine):
                            help="of emoji: which tenth of the drawings is test, 0..9; the next one is val")
             g.add_argument("--caption-column", default="",
                            help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
+            g.add_argument("--extra-captions", default="", metavar="FILE",
+                           help="csv, jsonl or parquet of video, start, end, caption: further captions of training "
+                                "clips, as tools/caption.py writes them")
             g.add_argument("--streaming", action=yesno, default=False,
                            help="read tars in order, nothing indexed or downloaded first; other layouts are not read "
                                 "so")
@@ -3237,7 +3318,8 @@ class Parser(OneLine):
                      f"--fold {fold}: --dataset {args.dataset} has no folds, emoji has")
         for folder in getattr(args, "feature_dir", None) or []:
             self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
-        for name in ("init_from", "data_dir", "video_dir", "index_file", "test_file", "val_file", "few_shot_file"):
+        for name in ("init_from", "data_dir", "video_dir", "extra_captions", "index_file", "test_file", "val_file",
+                     "few_shot_file"):
             path = getattr(args, name, "")
             if path and not (saved and name == "init_from"):
                 self.require(Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")

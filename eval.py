@@ -598,7 +598,8 @@ def data_options(subject, name, data_dir):
     flags = common.DATA_FLAGS if name == own.get("dataset") else ("frames", "max_pixels", "hold_out_val")
     saved = {k: own[k] for k in flags if own.get(k)}
     options = saved | common.data_options(subject.args) | {"image_size": subject.transform.size}
-    return options | ({"data_dir": data_dir} if data_dir else {}) | {"unfold_captions": False, "caption_noise": 0.0}
+    return options | ({"data_dir": data_dir} if data_dir else {}) | {"unfold_captions": False, "caption_noise": 0.0,
+                                                                       "extra_captions": ""}
 
 
 def evaluate_all(subject):
