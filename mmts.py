@@ -61,6 +61,7 @@ Differences from the paper and from the authors' code (released for EPIC-KITCHEN
 import argparse
 import functools
 import math
+import warnings
 from pathlib import Path
 
 import common
@@ -160,6 +161,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     Raises: UserError on non-finite embeddings, or fewer than k.
     """
     from sklearn.cluster import KMeans, MiniBatchKMeans
+    from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits
     x = normalize(torch.as_tensor(embeddings)).numpy()                     # (M, D)
     broken = (~np.isfinite(x)).any(1).sum()
@@ -169,7 +171,8 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     if len(x) < k:
         raise common.UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered")
     kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
-    with threadpool_limits(1):                                             # sums in the same order on any machine
+    with threadpool_limits(1), warnings.catch_warnings():                  # one thread: the same sums on any machine
+        warnings.simplefilter("ignore", ConvergenceWarning)                # that points coincide: the banner says it
         found = kind(k, n_init=starts, random_state=seed).fit(x, sample_weight=counts).labels_               # (M,)
     labels = torch.from_numpy(np.unique(found, return_inverse=True)[1])    # (M,) without empty clusters
     weights = None if counts is None else torch.as_tensor(counts, dtype=torch.float64)

@@ -355,14 +355,15 @@ def draw_distribution(sizes, center, swing, path, title, label):
 
 
 def draw_map(embeddings, labels, path, title):
-    """Embeddings (n, D) in the plane by t-SNE; a colour for each of labels (n,): of one only so many are told apart."""
+    """Embeddings (n, D) in the plane by t-SNE, coloured by their clusters, labels (n,)."""
     from sklearn.manifold import TSNE
 
     fig, (ax,) = figure(1, width=5.5, height=5)
     plane = TSNE(perplexity=min(30, max(1, len(embeddings) // 4)), init="pca", random_state=0,
                  metric="cosine").fit_transform(np.asarray(embeddings, np.float64))  # (n, 2)
     ax.scatter(*plane.T, c=labels * 7 % 20, cmap="tab20", s=8)
-    ax.set(title=title, xticks=[], yticks=[], xlabel=f"{len(plane):,} of them; {len(set(labels.tolist()))} clusters")
+    below = f"{len(plane):,} points of {len(set(labels.tolist()))} clusters; a colour serves several"
+    ax.set(title=title, xticks=[], yticks=[], xlabel=below)
     save_figure(fig, path)
 
 
@@ -374,7 +375,7 @@ def draw_clusters(data, examples, path, title):
     shown = [e for e in shown if e["rows"]]
     columns = max(len(e["rows"]) for e in shown)
     width, height = _cell(data, shown[0]["rows"])
-    fig, axes = figure(columns, len(shown), width=width + 0.3, height=height + 0.75)
+    fig, axes = figure(columns, len(shown), width=width + 0.3, height=height + 0.55)
     axes = axes.reshape(len(shown), columns)
     for row, e in zip(axes, shown, strict=True):
         for k, ax in enumerate(row):
