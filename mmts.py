@@ -411,7 +411,8 @@ def main(args):
     tool.check(train, args.clusters)
     run = common.Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
-    clusters = tool.open_clusters(run.folder, args, train, run.device, cluster_captions)   # None with --clusters none
+    kmeans = functools.partial(cluster_captions, k=args.num_clusters, seed=args.seed, starts=args.cluster_starts)
+    clusters = tool.open_clusters(run.folder, args, train, run.device, kmeans)          # None with --clusters none
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()

@@ -8,6 +8,7 @@ the growth of the process's high-water mark over the call, in a process of its o
 
 import argparse
 import datetime
+import functools
 import io
 import json
 import os
@@ -210,7 +211,8 @@ def mmts_step(rounds):
     args = SimpleNamespace(clusters="captions", cluster_encoder="tf-idf", num_clusters=200, cluster_starts=1, seed=0,
                            dataset="moving-emoji")
     with tempfile.TemporaryDirectory() as folder:
-        known = clusters.open_clusters(Path(folder), args, train, torch.device("cpu"), mmts.cluster_captions)
+        kmeans = functools.partial(mmts.cluster_captions, k=200, seed=0)
+        known = clusters.open_clusters(Path(folder), args, train, torch.device("cpu"), kmeans)
     shifts = mmts.cluster_shift(known.sizes, 0.08, 0.12)                     # (K,)
 
     def step(scheduled):

@@ -44,6 +44,6 @@ def _run(script, flags, log, environment):
     sys.argv = [f"{script}.py", *flags]
     import common
     module = importlib.import_module(script)
-    module.draw = lambda *_: None  # the pictures take longer than these runs
+    module.draw = lambda *_, **__: None  # the pictures take longer than these runs
     with common.clean_exit():
         module.main(module.parse_args(flags))

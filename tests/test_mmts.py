@@ -1,5 +1,6 @@
 """MM-TS: losses, schedules and shifts against loops in float64, clusters and their look-up, whole runs, bad input."""
 
+import functools
 import json
 import math
 import os
@@ -243,7 +244,8 @@ def opened(folder, train, source, k=3, encoder="tf-idf", **more):
     args = SimpleNamespace(**{"clusters": str(source), "cluster_encoder": encoder, "num_clusters": k, "dataset": "made",
                               "cluster_starts": 3, "seed": 0, "image_size": 16, "eval_batch": 8, "workers": 0} | more)
     tool.check(train, args.clusters)
-    return tool.open_clusters(folder, args, train, torch.device("cpu"), mmts.cluster_captions)
+    kmeans = functools.partial(mmts.cluster_captions, k=k, seed=args.seed, starts=3)
+    return tool.open_clusters(folder, args, train, torch.device("cpu"), kmeans)
 
 
 KINDS = ["a red apple", "the green pear", "some blue birds"]

@@ -125,7 +125,7 @@ def check(train, source):
 def open_clusters(folder, args, train, device, kmeans):
     """The clusters of a run, made by the main process where it has none yet; None with --clusters none. Collective.
 
-    kmeans: function(embeddings, k, seed, starts, counts) -> labels, sizes.   Raises: UserError."""
+    kmeans: function(embeddings, counts=...) -> labels, sizes.   Raises: UserError."""
     if args.clusters == "none":
         return None
     path = folder / "clusters.json"
@@ -173,7 +173,7 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         by, entries, rows, found, without = read_clusters(source, train)
     tensors = {}
     if embeddings is not None:
-        found, _ = kmeans(embeddings, args.num_clusters, args.seed, args.cluster_starts, counts)  # (M,)
+        found, _ = kmeans(embeddings, counts=counts)  # (M,)
     labels, sizes, names = largest_first(found, counts)
     if embeddings is not None:
         some = np.random.default_rng(args.seed).permutation(len(labels))[:SAMPLE]
