@@ -8,6 +8,7 @@ sizes, five captions of the largest and the smallest clusters). No pickle; a res
 """
 
 import hashlib
+from pathlib import Path
 
 import common
 from common import UserError, normalize
@@ -100,7 +101,7 @@ class SentenceEncoder:
         """M texts -> (M, width) float32 on the CPU; bar: show how far it is."""
         from tqdm import tqdm
         out = []
-        for i in tqdm(range(0, len(texts), batch), desc=f"{self.name}: {len(texts):,} texts", disable=not bar):
+        for i in tqdm(range(0, len(texts), batch), desc=f"{Path(self.name).name}: {len(texts):,} texts", disable=not bar):
             some = texts[i:i + batch]
             if self.name == "tf-idf":
                 out.append(torch.from_numpy(self.model.transform(some).toarray()))  # (b, words)
