@@ -384,7 +384,7 @@ def parse_args(argv=None):
     p.require(not args.learnable_tau or infonce and plain,
               "--learnable-tau: of --loss infonce --no-schedule --no-shifts; the others have temperatures of their own")
     p.require(infonce or not args.label_smoothing, "--label-smoothing: --loss max-margin has no target to smooth")
-    p.require(args.clusters in SOURCES or Path(args.clusters).is_file(),
+    p.require(args.clusters in SOURCES or Path(args.clusters).is_file() or args.resume,
               f"--clusters {args.clusters}: not one of {', '.join(SOURCES)}, and no file")
     p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; or --no-shifts")
     p.require(args.clusters != "vision" or args.cluster_encoder != "tf-idf",
@@ -544,6 +544,7 @@ def banner_lines(clusters, shifts, period, args):
         lines["clusters"] = f"{len(sizes):,}, {how}; largest {sizes[0]:,}, smallest {sizes[-1]:,}"
         if by_words and len(sizes) < args.num_clusters:
             lines["clusters"] += f" (of {args.num_clusters} asked for)"
+        lines["clusters"] += "" if args.shifts else "; for the evaluation alone"
         if sizes[0] == sizes[-1] and args.shifts:
             lines["WARNING"] = f"all clusters are of one size: every shift is the smallest, {args.shift_min:g}"
         if clusters.meta["without"]:
@@ -593,8 +594,8 @@ def draw(run, clusters, shifts, period):
         ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
         ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
         ("speed", "samples per second", {"all processes": "samples_per_s"})])
-    for name in run.val_pieces or run.test_pieces:
-        suffix = "" if name == next(iter(run.val_pieces or run.test_pieces)) else f"_{common.slug(name)}"
+    for name in run.val_pieces:
+        suffix = "" if name == next(iter(run.val_pieces)) else f"_{common.slug(name)}"
         ways = {"text -> image": "text_to_image", "image -> text": "image_to_text"}
         recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
         thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}

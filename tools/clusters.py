@@ -100,8 +100,8 @@ class SentenceEncoder:
     def __call__(self, texts, batch=256, bar=False):
         """M texts -> (M, width) float32 on the CPU; bar: show how far it is."""
         from tqdm import tqdm
-        out = []
-        for i in tqdm(range(0, len(texts), batch), desc=f"{Path(self.name).name}: {len(texts):,} texts", disable=not bar):
+        out, title = [], f"{Path(self.name).name}: {len(texts):,} texts"
+        for i in tqdm(range(0, len(texts), batch), desc=title, disable=not bar):
             some = texts[i:i + batch]
             if self.name == "tf-idf":
                 out.append(torch.from_numpy(self.model.transform(some).toarray()))  # (b, words)
