@@ -167,7 +167,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     broken = (~np.isfinite(x)).any(1).sum()
     if broken:
         raise common.UserError(f"{broken:,} of {len(x):,} embeddings to be clustered are not finite; take another "
-                        "--cluster-encoder")
+                               "--cluster-encoder")
     if len(x) < k:
         raise common.UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered")
     kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
@@ -181,7 +181,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
 
 # ======================================================= flags =======================================================
 # Defaults by data set, one line a group. 'paper': Sections 4.3 and 7; what it does not say from its base (the CC3M
-# trainer, AVION, VAST); 'ours': tuned on the validation split. Flags override; other data sets take 'own'.
+# trainer, AVION, VAST); 'ours': of the small towers, not tuned for this loss. Flags override; other sets take 'own'.
 CC3M = dict(
     recipe="paper; optimiser, views and captions from the CC3M trainer",
     image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
@@ -238,8 +238,9 @@ SOURCES = ("captions", "vision", "label", "verb", "noun", "verb-noun", "none")
 
 def ranges_of(dataset, loss):
     """(alpha, sh-, sh+, where they come from) of a data set and a loss."""
-    row = "youcook2" if dataset == "ssv2-lt" else dataset if (dataset, loss) in RANGES else "own"
-    return RANGES[row, loss]
+    if dataset == "ssv2-lt":
+        return (*RANGES["youcook2", loss][:3], "ours: those of YouCook2; Tables 7 and 8 do not say which")
+    return RANGES.get((dataset, loss)) or RANGES["own", loss]
 
 
 def loss_defaults(chosen):

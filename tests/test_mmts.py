@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import write_captions, write_rows
+from helpers import write_captions, write_rows, write_video
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -532,6 +532,26 @@ def test_streams_cluster_their_first_captions(tmp_path):
     assert sum(json.loads((tmp_path / "a" / "clusters.json").read_text())["sizes"]) == 40  # of the shard not held out
     with pytest.raises(common.UserError, match="--clusters noun: a stream has captions alone"):
         main(tmp_path / "b", "--dataset", tmp_path / "set", "--streaming", "--clusters", "noun")
+
+
+def test_youcook2_with_real_clips(tmp_path, capsys):
+    """The annotation file as it is published and three mp4s, with small towers in the recipe's place."""
+    steps = ["add the red apple", "cut a green pear", "mix the salt", "fry the blue egg"]
+    database = {}
+    for number, (video, subset) in enumerate((("aa", "training"), ("bb", "training"), ("cc", "validation"))):
+        write_video(tmp_path / "videos" / f"{video}.mp4", [4 * number + k for k in range(12)], fps=4)
+        segments = [{"id": k, "segment": [k / 2, k / 2 + 1], "sentence": s} for k, s in enumerate(steps)]
+        database[video] = {"subset": subset, "duration": 3.0, "annotations": segments}
+    (tmp_path / "youcookii_annotations_trainval.json").write_text(json.dumps({"database": database}))
+    small = "--image-encoder small --text-encoder small --no-pretrained --image-stats half --mixed-precision no"
+    few = "--frames 2 --batch-size 8 --num-clusters 3 --cluster-encoder tf-idf --workers 0 --max-steps 2"
+    summary = main(tmp_path / "run", "--dataset", "youcook2", "--data-dir", tmp_path, "--video-dir",
+                   tmp_path / "videos", *small.split(), *few.split())
+    words = capsys.readouterr().out
+    assert "infonce, schedule and shifts (MM-TS), label smoothing 0.1" in words
+    assert "tau 0.03 .. 0.12 over the run: shifts 0.06 .. 0.09, +- alpha 0.06 / 2 (paper: VAST, CLIP)" in words
+    assert summary["test"]["youcook2"]["images"] == 4 and summary["bad_samples"] == 0
+    assert json.loads((tmp_path / "run" / "clusters.json").read_text())["sizes"] == [4, 2, 2]
 
 
 def test_no_column_and_no_group(tmp_path):
