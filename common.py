@@ -1045,7 +1045,8 @@ class VisionEncoder(nn.Module):
 class TextEncoder(nn.Module):
     """Token ids (B, L) -> embeddings (B, D).
 
-    name: 'small' or a transformers id or folder; pooling: 'cls' or 'mean' (CLIP: its own)."""
+    name: 'small' or a transformers id or folder; pooling: 'cls' or 'mean' (CLIP: its own).
+    embed_dim 0: its own projection, or none where it has none."""
 
     def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, pooling="cls", config=None):
         super().__init__()
@@ -1055,8 +1056,9 @@ class TextEncoder(nn.Module):
             self.width = self.body.width
         else:
             self.body, self.width, projection, self.config = _hub_encoder(name, "text", pretrained, config)
-        keep = projection is not None and projection.out_features == embed_dim
-        self.projection = projection if keep else nn.Linear(self.width, embed_dim, bias=False)
+        keep = projection is not None and embed_dim in (0, projection.out_features)
+        new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
+        self.projection = projection if keep else new
 
     def forward(self, input_ids, attention_mask):
         out = self.body(input_ids=input_ids, attention_mask=attention_mask)
@@ -3340,6 +3342,26 @@ def barrier():
         dist.barrier()
 
 
+def main_first(work, done):
+    """Long work of the main process alone that leaves the file `done`. The others wait for the file: in a collective
+    operation they would be given up after COLLECTIVE_MINUTES. Collective.   Raises: UserError on all processes."""
+    failed = Path(done).with_suffix(".failed")
+    if rank() == 0:
+        failed.unlink(missing_ok=True)
+    barrier()
+    if rank() == 0:
+        try:
+            work()
+        except Exception as error:
+            failed.write_text(own_words(error), encoding="utf8")
+            raise
+    while rank() and not Path(done).exists():
+        if failed.exists():
+            raise UserError(failed.read_text(encoding="utf8"))
+        time.sleep(0.2)
+    barrier()
+
+
 def write_json(path, value):
     """Atomic: to a temporary name, then renamed."""
     path = Path(path)
@@ -3687,6 +3709,14 @@ def figures():
     """tools/figures.py, opened when the first picture is drawn."""
     from tools import figures
     return figures
+
+
+def clusters():
+    """tools/clusters.py, opened by a script that counts kinds of captions. Raises: UserError where it is not there."""
+    if not has_tool("clusters"):
+        raise UserError("tools/clusters.py is not there: it must lie beside common.py, as in the repository")
+    from tools import clusters
+    return clusters
 
 
 def millions(module):

@@ -1,6 +1,6 @@
 """Ratios of speed and memory against the plain product or a plain pipeline, in one run.
 
-    python benchmarks/speed.py [--only ranks knn jpeg views ncl_step sinkhorn]
+    python benchmarks/speed.py [--only ranks knn jpeg views ncl_step mmts_step sinkhorn]
 
 Timings are CPU seconds of one thread, the minimum of interleaved rounds; only the ratios mean anything. Peak memory is
 the growth of the process's high-water mark over the call, in a process of its own (Linux). Nothing here is a test.
@@ -8,11 +8,13 @@ the growth of the process's high-water mark over the call, in a process of its o
 
 import argparse
 import datetime
+import functools
 import io
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,6 +28,7 @@ import common  # noqa: E402
 
 from claims import machine  # noqa: E402
 
+import mmts  # noqa: E402
 import ncl  # noqa: E402
 
 
@@ -169,9 +172,9 @@ def views(rounds, n=256):
                      "goal": ">= 3 eager, >= 8 compiled"}
 
 
-def ncl_step(rounds):
-    """A whole step of NCL (encode, loss, backward) against one of InfoNCE, at the shapes of its default recipe."""
-    r = ncl.RECIPES["moving-emoji"]
+def towers_and_batch(recipe):
+    """The small towers of a recipe on clips, and a batch of its shapes: model, pixels, tokens."""
+    r = recipe
     batch, length, size = r["batch_size"], r["text_length"], r["image_size"]
     vision = common.VisionEncoder("small", r["embed_dim"], False, size)
     text = common.TextEncoder("small", r["embed_dim"], False, length, 1000, r["text_pooling"])
@@ -179,6 +182,13 @@ def ncl_step(rounds):
     pixels = torch.randn(batch, r["frames"], 3, size, size)
     tokens = {"input_ids": torch.randint(1, 1000, (batch, length)),
               "attention_mask": torch.ones(batch, length, dtype=torch.long)}
+    return model, pixels, tokens
+
+
+def ncl_step(rounds):
+    """A whole step of NCL (encode, loss, backward) against one of InfoNCE, at the shapes of its default recipe."""
+    r = ncl.RECIPES["moving-emoji"]
+    model, pixels, tokens = towers_and_batch(r)
 
     def step(iterations):
         video, text, _ = model(pixels, tokens)                               # (B, D), (B, D)
@@ -188,6 +198,32 @@ def ncl_step(rounds):
     step(4)
     t = cpu_seconds({"infonce": lambda: step(0), "ncl": lambda: step(4)}, 5 * rounds)  # the difference is small
     return {"infonce_s": t["infonce"], "ncl_s": t["ncl"], "ratio": t["ncl"] / t["infonce"], "goal": "<= 1.03"}
+
+
+def mmts_step(rounds):
+    """A whole step of MM-TS (look-up, encode, loss, backward) against one of InfoNCE, at its default recipe."""
+    from types import SimpleNamespace
+
+    from tools import clusters
+    r, train = mmts.RECIPES["moving-emoji"], common.load_data("moving-emoji", "train")
+    model, pixels, tokens = towers_and_batch(r)
+    keys, texts = zip(*((train.key(i), train.captions(i)[0]) for i in range(len(pixels))))
+    args = SimpleNamespace(clusters="captions", cluster_encoder="tf-idf", num_clusters=200, cluster_starts=1, seed=0,
+                           dataset="moving-emoji")
+    with tempfile.TemporaryDirectory() as folder:
+        kmeans = functools.partial(mmts.cluster_captions, k=200, seed=0)
+        known = clusters.open_clusters(Path(folder), args, train, torch.device("cpu"), kmeans)
+    shifts = mmts.cluster_shift(known.sizes, 0.08, 0.12)                     # (K,)
+
+    def step(scheduled):
+        tau = mmts.sample_temperature(3, shifts[known.look_up(keys, texts)[0]], 72, 0.08) if scheduled else 0.1
+        image, text, _ = model(pixels, tokens)                               # (B, D), (B, D)
+        mmts.clip_loss(image, text, tau).backward()
+        model.zero_grad()
+
+    step(True)
+    t = cpu_seconds({"infonce": lambda: step(False), "mmts": lambda: step(True)}, 5 * rounds)
+    return {"infonce_s": t["infonce"], "mmts_s": t["mmts"], "ratio": t["mmts"] / t["infonce"], "goal": "<= 1.03"}
 
 
 def sinkhorn(rounds):
@@ -220,7 +256,8 @@ def run(): ncl.sinkhorn_biases(sim, 0.01)""")
 
 def main():
     """Run the chosen benchmarks and update speed.json."""
-    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "ncl_step": ncl_step, "sinkhorn": sinkhorn}
+    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "ncl_step": ncl_step,
+                  "mmts_step": mmts_step, "sinkhorn": sinkhorn}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the minimum counts")

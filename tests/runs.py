@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ["common", "temo", "temperature_schedules", "ncl", "accelerate", "transformers", "datasets", "tokenizers",
-         "sklearn.svm", "matplotlib", "psutil", "torchvision.transforms.v2"]
+HEAVY = ["common", "temo", "temperature_schedules", "ncl", "mmts", "accelerate", "transformers", "datasets",
+         "tokenizers", "sklearn.svm", "matplotlib", "psutil", "torchvision.transforms.v2"]
 
 
 def server():
@@ -70,6 +70,6 @@ def _run(script, flags, log, environment):
     sys.path.insert(0, str(path.parent))
     import common
     module = importlib.import_module(path.stem)
-    module.draw = lambda *_: None  # the pictures take longer than these runs
+    module.draw = lambda *_, **__: None  # the pictures take longer than these runs
     with common.clean_exit():
         module.main(module.parse_args(flags))

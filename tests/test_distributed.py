@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 
+import mmts
 import ncl
 import temo
 
@@ -81,6 +82,11 @@ LOSSES = {  # (embeddings I, T, I~, T~ of these rows, learnable tau, rows) -> me
     "ncl with gradient, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, detach=False),
     "ncl without biases, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, 0),
     "max-margin": lambda e, tau, rows: ncl.max_margin_loss(e[1], e[0]),
+    "mmts": lambda e, tau, rows: mmts.clip_loss(*e[:2], per_anchor(e[0], rows)),
+    "mmts smoothed, in blocks": lambda e, tau, rows: mmts.clip_loss(*e[:2], per_anchor(e[0], rows), 0.1, block=3),
+    "mmts, learnable tau": lambda e, tau, rows: mmts.clip_loss(*e[:2], tau),
+    "mmts max-margin": lambda e, tau, rows: mmts.max_margin_loss(*e[:2], 4 * per_anchor(e[0], rows)),
+    "mmts max-margin in blocks": lambda e, tau, rows: mmts.max_margin_loss(*e[:2], 4 * per_anchor(e[0], rows), block=3),
 }
 
 
@@ -212,7 +218,7 @@ def chunked(loss, chunk, dtype=torch.float32, dropout=0.0):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 15])
-@pytest.mark.parametrize("loss", ["temo", "infonce, learnable tau", "cwcl", "simclr"])
+@pytest.mark.parametrize("loss", ["temo", "infonce, learnable tau", "cwcl", "simclr", "mmts", "mmts max-margin"])
 def test_chunks_have_the_gradient_of_the_full_batch(loss, chunk):
     full, parts = chunked(loss, 0), chunked(loss, chunk)
     assert parts[0] == pytest.approx(full[0], rel=1e-5)

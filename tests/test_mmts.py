@@ -1,0 +1,579 @@
+"""MM-TS: losses, schedules and shifts against loops in float64, clusters and their look-up, whole runs, bad input."""
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import common
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import write_captions, write_rows, write_video
+from safetensors.torch import load_file
+
+import eval as evaluation
+import mmts
+from tools import clusters as tool
+
+ROOT = Path(__file__).resolve().parents[1]
+N, D = 7, 5
+TINY = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "32", "--num-clusters", "12"]
+TINY += ["--image-size", "16", "--embed-dim", "16", "--max-steps", "4", "--log-every", "1", "--eval-every", "0"]
+
+
+def unit(*shape, seed=0):
+    return F.normalize(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def values(seed=3):
+    """(N,) between 0.05 and 0.25."""
+    return 0.05 + 0.2 * torch.rand(N, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------- losses ---------------------------------------------------------
+def loop_info_nce(anchor, candidates, tau, smoothing):
+    """Eqs. 10, 11 over Python floats: tau of the anchor i."""
+    total = 0.0
+    for i in range(len(anchor)):
+        logits = [float(anchor[i] @ c) / float(tau[i]) for c in candidates]
+        log_z = math.log(sum(math.exp(x) for x in logits))
+        losses = [log_z - x for x in logits]
+        total += (1 - smoothing) * losses[i] + smoothing * sum(losses) / len(losses)
+    return total / len(anchor)
+
+
+def loop_margin(image, text, margin):
+    """Eq. 3 over Python floats: mean over the 2 N (N - 1) pairs that are no positives."""
+    terms = []
+    for anchor, candidates in ((image, text), (text, image)):
+        for i in range(N):
+            s = [float(anchor[i] @ c) for c in candidates]
+            terms += [max(0.0, float(margin[i]) - (s[i] - s[j])) for j in range(N) if j != i]
+    assert len(terms) == 2 * N * (N - 1)
+    return sum(terms) / len(terms)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_clip_loss_is_a_loop_with_the_anchor_s_temperature_both_ways(smoothing):
+    image, text, tau = unit(N, D), unit(N, D, seed=1), values()
+    expected = (loop_info_nce(image, text, tau, smoothing) + loop_info_nce(text, image, tau, smoothing)) / 2
+    assert mmts.clip_loss(image, text, tau, smoothing).item() == pytest.approx(expected, rel=1e-9)
+    assert mmts.clip_loss(3 * image.float(), text.float() / 2, tau.float(), smoothing).item() == pytest.approx(
+        expected, rel=1e-4)
+    logits = image @ text.T / tau[:, None]  # its transpose has the temperatures of the candidates: another loss
+    wrong = F.cross_entropy(logits.T, torch.arange(N), label_smoothing=smoothing)
+    assert abs(wrong.item() - mmts.clip_terms(image, text, tau, smoothing)["L_t2v"].item()) > 1e-3
+
+
+def test_one_temperature_is_plain_clip():
+    image, text = unit(N, D), unit(N, D, seed=1)
+    logits = image @ text.T / 0.07
+    expected = (F.cross_entropy(logits, torch.arange(N)) + F.cross_entropy(logits.T, torch.arange(N))) / 2
+    for tau in (0.07, torch.tensor(0.07, dtype=torch.float64), torch.full((N,), 0.07, dtype=torch.float64)):
+        assert torch.isclose(mmts.clip_loss(image, text, tau), expected)
+    same = torch.ones(N, D)
+    assert mmts.clip_loss(same, same, values()).item() == pytest.approx(math.log(N), rel=1e-6)
+
+
+def test_max_margin_loss_is_a_loop():
+    image, text, margin = unit(N, D), unit(N, D, seed=1), values()
+    expected = loop_margin(image, text, margin)
+    assert mmts.max_margin_loss(image, text, margin).item() == pytest.approx(expected, rel=1e-9)
+    assert mmts.max_margin_loss(2 * image.float(), text.float(), margin.float()).item() == pytest.approx(expected, 1e-5)
+    assert mmts.max_margin_loss(image, text, 0.2).item() == pytest.approx(loop_margin(image, text, [0.2] * N))
+    same = torch.ones(N, D)
+    assert mmts.max_margin_loss(same, same, values()).item() == pytest.approx(values().mean().item(), rel=1e-5)
+    apart = torch.eye(N)
+    assert mmts.max_margin_loss(apart, apart, 0.9).item() == 0
+
+
+@pytest.mark.parametrize("loss", [mmts.clip_loss, mmts.max_margin_loss])
+def test_blocks_of_rows_change_nothing(loss):
+    results = []
+    for block in (0, 2, 100):
+        image, text = (unit(N, D, seed=s).requires_grad_() for s in (0, 1))
+        value = loss(image, text, values(), block=block)
+        results.append([value, *torch.autograd.grad(value, (image, text))])
+    for other in results[1:]:
+        assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(results[0], other))
+
+
+@pytest.mark.parametrize("loss", [mmts.clip_loss, mmts.max_margin_loss])
+def test_losses_are_float32_under_autocast(loss):
+    image, text = unit(N, D).float(), unit(N, D, seed=1).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(loss(image, text, values().float()), loss(image, text, values().float()))
+        inside = loss(image, text, values().float())
+    assert inside.dtype == torch.float32 and torch.equal(inside, loss(image, text, values().float()))
+
+
+# ---------------------------------------------------- schedule and shifts -------------------------------------------
+def test_schedule_at_its_turns():
+    assert [mmts.base_temperature(t, 100, 0.04) for t in (0, 50, 100)] == pytest.approx([0.02, -0.02, 0.02])
+    assert [mmts.base_temperature(t, 100, 0.04) for t in (25, 75)] == pytest.approx([0, 0], abs=1e-12)
+    assert mmts.base_temperature(3, 7.2, 0.0) == 0
+    shift = torch.tensor([0.05, 0.1])
+    assert mmts.sample_temperature(50, shift, 100, 0.04).tolist() == pytest.approx([0.03, 0.08])
+
+
+def test_shift_is_linear_in_the_size():
+    sizes = [69_669, 13_708, 2_904]  # Fig. 6
+    expected = [(k - 2_904) / (69_669 - 2_904) * (0.10 - 0.05) + 0.05 for k in sizes]
+    assert mmts.cluster_shift(torch.tensor(sizes), 0.05, 0.10).tolist() == pytest.approx(expected)
+    assert mmts.cluster_shift(sizes, 0.05, 0.10)[[0, 2]].tolist() == pytest.approx([0.10, 0.05])
+    assert mmts.cluster_shift([4, 4, 4], 0.05, 0.10).tolist() == pytest.approx([0.05] * 3)  # 0 / 0 in the equation
+
+
+# ---------------------------------------------------- flags ----------------------------------------------------------
+PAPER = {("cc3m", "infonce"): (0.04, 0.05, 0.10), ("epic-kitchens-100", "max-margin"): (0.20, 0.17, 0.30),
+         ("epic-kitchens-100", "infonce"): (0.08, 0.05, 0.20), ("youcook2", "max-margin"): (0.20, 0.10, 0.30),
+         ("youcook2", "infonce"): (0.06, 0.06, 0.09), ("ssv2-lt", "infonce"): (0.06, 0.06, 0.09)}
+
+
+@pytest.mark.parametrize("dataset, loss", PAPER)
+def test_ranges_follow_dataset_and_loss(dataset, loss):
+    args = mmts.parse_args(["--dataset", dataset, "--loss", loss])
+    assert (args.alpha, args.shift_min, args.shift_max) == PAPER[dataset, loss]
+    assert args.label_smoothing == (0.1 if (loss, dataset) in (("infonce", "youcook2"), ("infonce", "ssv2-lt")) else 0)
+
+
+def test_recipes_of_the_paper():
+    avion = mmts.parse_args(["--dataset", "epic-kitchens-100"])
+    assert (avion.loss, avion.clusters, avion.lr, avion.batch_size, avion.frames) == (
+        "max-margin", "noun", 3e-5, 512, 16)
+    vast = mmts.parse_args(["--dataset", "youcook2"])
+    assert (vast.loss, vast.clusters, vast.num_clusters, vast.lr, vast.batch_size, vast.grad_clip) == (
+        "infonce", "captions", 200, 2e-5, 64, 2.0)
+    assert mmts.parse_args(["--dataset", "ssv2-lt"]).clusters == "label"
+    cc3m = mmts.parse_args(["--dataset", "cc3m"])
+    assert (cc3m.tau, cc3m.cluster_encoder, cc3m.eval_datasets) == (
+        0.01, "distilbert/distilbert-base-uncased", ["coco", "flickr30k"])
+    default = mmts.parse_args([])
+    assert (default.dataset, default.loss, default.cluster_encoder) == ("moving-emoji", "infonce", "tf-idf")
+
+
+def test_the_grid_of_table_8_is_flags():
+    for low, high in ((0.05, 0.09), (0.06, 0.10), (0.07, 0.11)):
+        for alpha in (0.02, 0.04, 0.06, 0.08):
+            args = mmts.parse_args([*"--dataset ssv2-lt --shift-min".split(), str(low), "--shift-max", str(high),
+                                    "--alpha", str(alpha)])
+            assert mmts.range_of(args)[:2] == pytest.approx((low - alpha / 2, high + alpha / 2))
+
+
+REFUSED = {
+    "--alpha 0.1 --shift-min 0.05": "temperature of the run, --shift-min 0.05 - --alpha 0.1 / 2 = 0, must be above 0; "
+                                    "lower --alpha, or raise --shift-min",
+    "--dataset cc3m --no-shifts": "--tau 0.01 - --alpha 0.04 / 2 = -0.01, must be above 0; lower --alpha, or raise "
+                                  "--tau",
+    "--no-schedule --shift-min 0": "--shift-min 0 = 0, must be above 0",
+    "--loss max-margin --alpha 0.5": "margin of the run, --shift-min 0.17 - --alpha 0.5 / 2 = -0.08, must not be below",
+    "--shift-min 0.2 --shift-max 0.1": "--shift-min 0.2: larger than --shift-max 0.1",
+    "--learnable-tau": "--learnable-tau: of --loss infonce --no-schedule --no-shifts",
+    "--loss max-margin --learnable-tau --no-schedule --no-shifts": "--learnable-tau: of --loss infonce",
+    "--learnable-tau --no-schedule --no-shifts --tau 2": "--tau-clamp",
+    "--loss max-margin --label-smoothing 0.1": "has no target to smooth",
+    "--clusters nouns": "not one of captions, vision, label, verb, noun, verb-noun, none, and no file",
+    "--clusters none": "--shifts need clusters",
+    "--clusters vision": "--cluster-encoder must name an image encoder",
+    "--loss triplet": "--loss invalid choice",
+    "--tau 0": "--tau 0: must be > 0",
+    "--tau inf": "--tau inf: must be > 0 and finite",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused_flags(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        mmts.parse_args(words.split())
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and REFUSED[words] in err
+
+
+def test_a_margin_may_reach_zero_and_learnt_tau_needs_the_plain_loss():
+    assert mmts.range_of(mmts.parse_args(["--dataset", "youcook2", "--loss", "max-margin"]))[0] == 0
+    assert mmts.parse_args(["--no-schedule", "--no-shifts", "--learnable-tau", "--clusters", "none"]).learnable_tau
+
+
+# ---------------------------------------------------- K-Means --------------------------------------------------------
+def test_cluster_captions_finds_blobs():
+    middles, sizes = torch.eye(4), [40, 20, 10, 5]
+    truth = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
+    x = middles[truth] + 0.05 * torch.randn(75, 4, generator=torch.Generator().manual_seed(0))
+    labels, found = mmts.cluster_captions(x, 4, seed=0, starts=3)
+    assert sorted(found.tolist()) == sorted(sizes) and torch.equal(labels.bincount(), found)
+    assert all(len(labels[truth == c].unique()) == 1 for c in range(4))
+    assert torch.equal(labels, mmts.cluster_captions(x, 4, seed=0, starts=3)[0])
+    once, counts = x.unique(dim=0, return_inverse=True)[0], np.full(75, 3)
+    assert sorted(mmts.cluster_captions(once, 4, 0, 3, counts)[1].tolist()) == [15, 30, 60, 120]  # weights count
+
+
+def test_cluster_captions_refuses():
+    with pytest.raises(common.UserError, match="1 of 5 embeddings to be clustered are not finite"):
+        mmts.cluster_captions(torch.tensor([[1.0, 0]] * 4 + [[math.nan, 0]]), 2, 0)
+    with pytest.raises(common.UserError, match="--num-clusters 6: more than the 5 embeddings"):
+        mmts.cluster_captions(torch.eye(5), 6, 0)
+
+
+def test_centroids_and_order():
+    labels, sizes, names = tool.largest_first(["b", "a", "b", "c", "b", "c"])
+    assert (labels.tolist(), sizes.tolist(), names) == ([0, 2, 0, 1, 0, 1], [3, 2, 1], ["b", "c", "a"])
+    x = unit(6, 3).float()
+    expected = torch.stack([x[labels == c].mean(0) for c in range(3)])
+    assert torch.allclose(tool.centroids(x, labels), expected)
+    doubled = tool.centroids(x, labels, [2, 1, 1, 1, 1, 1])
+    assert torch.allclose(doubled[0], (2 * x[0] + x[2] + x[4]) / 4)
+
+
+# ---------------------------------------------------- clusters of data ----------------------------------------------
+def made(captions, keys=None, **columns):
+    keys = keys or [f"k{i}" for i in range(len(captions))]
+    table = common.make_table(captions, keys, classes={"noun": ["cat", "dog", "owl"]} if "noun" in columns else None,
+                              **columns)
+    return common.Data("made", "train", table, pixels=torch.zeros(len(captions), 3, 8, 8, dtype=torch.uint8))
+
+
+def opened(folder, train, source, k=3, encoder="tf-idf", **more):
+    folder.mkdir(exist_ok=True)
+    args = SimpleNamespace(**{"clusters": str(source), "cluster_encoder": encoder, "num_clusters": k, "dataset": "made",
+                              "cluster_starts": 3, "seed": 0, "image_size": 16, "eval_batch": 8, "workers": 0} | more)
+    tool.check(train, args.clusters)
+    kmeans = functools.partial(mmts.cluster_captions, k=k, seed=args.seed, starts=3)
+    return tool.open_clusters(folder, args, train, torch.device("cpu"), kmeans)
+
+
+KINDS = ["a red apple", "the green pear", "some blue birds"]
+CAPTIONS = [[f"{KINDS[i % 3]} {w}" for w in ("here", "there")] for i in (0, 0, 0, 0, 1, 1, 1, 2)]
+
+
+def test_captions_are_looked_up_by_their_words(tmp_path):
+    train = made([*CAPTIONS, CAPTIONS[7]])  # the last one says what the one before it says
+    found = opened(tmp_path / "a", train, "captions")
+    assert found.sizes.tolist() == [8, 6, 4] and found.by == "caption"
+    texts = ["some blue birds there", "a red apple here", "the green pear here"]
+    assert found.look_up(["", "x", "y"], texts)[0].tolist() == [2, 0, 1] and found.look_up([""], texts[:1])[1] == 0
+    labels, lost = found.look_up(["", ""], ["green pear", "blue birds, blue birds"])  # not there: nearest centroid
+    assert labels.tolist() == [1, 2] and lost == 2
+    unfolded = opened(tmp_path / "b", train.unfold(), "captions")
+    assert torch.equal(unfolded.tensors["labels"], found.tensors["labels"])
+    assert unfolded.sizes.tolist() == [8, 6, 4]
+    again = tool.Clusters(tmp_path / "a", torch.device("cpu"))  # another process: tf-idf comes from the file
+    assert again.look_up(["", ""], ["green pear", "blue birds, blue birds"])[0].tolist() == [1, 2]
+    meta = json.loads((tmp_path / "a" / "clusters.json").read_text())
+    assert [e["size"] for e in meta["examples"]] == meta["sizes"] == [8, 6, 4]
+    assert all("apple" in c for c in meta["examples"][0]["captions"])
+
+
+def test_classes_are_counted(tmp_path):
+    nouns = np.array([0, 0, 0, 2, 2, 1, -1, 0])
+    train = made(CAPTIONS, noun=nouns, verb=np.array([1, 1, 2, 1, 1, 1, 1, 1]))
+    found = opened(tmp_path / "noun", train, "noun")
+    assert found.sizes.tolist() == [4, 2, 1] and found.meta["names"] == ["cat", "owl", "dog"]
+    assert found.meta["without"] == 1
+    labels, lost = found.look_up([f"k{i}" for i in range(8)] + ["new"], [""] * 9)
+    assert labels.tolist() == [0, 0, 0, 1, 1, 2, -1, 0, -1] and lost == 2
+    pairs = opened(tmp_path / "pairs", train.unfold(), "verb-noun")
+    assert pairs.sizes.tolist() == [3, 2, 1, 1] and pairs.meta["names"][0] == "1 cat"
+    val = made([["x", "y"], ["z"]], noun=np.array([2, -1]))
+    pieces = {"data": val, "index": np.array([0, 1]), "owner": np.array([0, 0, 1]), "texts": ["x", "y", "z"]}
+    assert found.of_queries(pieces).tolist() == [1, 1, -1]
+    with pytest.raises(common.UserError, match="--clusters noun: made has no noun; --clusters captions needs none"):
+        opened(tmp_path / "none", made(CAPTIONS), "noun")
+
+
+def test_a_cluster_file_knows_the_number_of_a_caption(tmp_path):
+    train = made(CAPTIONS)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({f"k{i}": ["x", "y"] for i in range(7)} | {"other": "x"}))
+    for name, data in (("rows", train), ("unfolded", train.unfold())):
+        found = opened(tmp_path / name, data, path)
+        assert found.sizes.tolist() == [7, 7] and found.meta["without"] == 2
+        labels, lost = found.look_up(["k0", "k0", "k7"], [*CAPTIONS[0], CAPTIONS[7][0]])
+        assert labels.tolist() == [0, 1, -1] and lost == 1
+    path.write_text(json.dumps({f"k{i}": i % 2 for i in range(8)}))
+    assert opened(tmp_path / "whole", train, path).look_up(["k1"], ["whatever it says"])[0].tolist() == [1]
+
+
+def test_bad_cluster_files(tmp_path):
+    for content, words in (('{"a": 1}', "it has none of the 8 examples of made, first k0; its own first is a"),
+                           ("{", "damaged"), ("[1]", "damaged"), ('{"k0": {"a": 1}}', "expected JSON"),
+                           ("{}", "expected JSON")):
+        (tmp_path / "mine.json").write_text(content)
+        with pytest.raises(common.UserError, match=words):
+            opened(tmp_path / "out", made(CAPTIONS), tmp_path / "mine.json")
+    assert not (tmp_path / "out" / "clusters.json").exists()
+
+
+def test_too_few_captions_and_no_words(tmp_path):
+    with pytest.raises(common.UserError, match="--num-clusters 7: more than the 6 different captions of made"):
+        opened(tmp_path / "a", made(CAPTIONS), "captions", k=7)
+    with pytest.raises(common.UserError, match="--cluster-encoder tf-idf: empty vocabulary.*; take a model"):
+        opened(tmp_path / "b", made([["?"], ["!"], ["."]]), "captions", k=2)
+
+
+def test_other_settings_are_refused_on_resume(tmp_path):
+    opened(tmp_path / "a", made(CAPTIONS), "captions")
+    for changed in ({"k": 2}, {"seed": 1}, {"source": "label"}):
+        source = changed.pop("source", "captions")
+        with pytest.raises(common.UserError, match="its clusters were made with .*; start a new run"):
+            opened(tmp_path / "a", made(CAPTIONS, label=np.zeros(8, int)), source, **changed)
+    with pytest.raises(common.UserError, match="its clusters were made with data"):
+        opened(tmp_path / "a", made(CAPTIONS[:7]), "captions")
+
+
+# ---------------------------------------------------- encoders of clusters ------------------------------------------
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """Folders of tiny models: bert, clip, and a bert with a weight that is not a number."""
+    from test_models import tiny_clip, tiny_text
+    root = tmp_path_factory.mktemp("encoders")
+    tokenizer = common.Tokenizer(common.train_wordpiece([c for row in CAPTIONS for c in row]), 12)
+    reference = {"bert": tiny_text(root / "bert", tokenizer, "bert"), "clip": tiny_clip(root / "clip", tokenizer)}
+    broken = tiny_text(root / "broken", tokenizer, "bert")
+    broken.embeddings.LayerNorm.weight.data.fill_(math.nan)
+    broken.save_pretrained(root / "broken")
+    return root, tokenizer, reference
+
+
+def test_a_text_encoder_is_mean_pooled_and_a_clip_its_own(encoders):
+    root, tokenizer, reference = encoders
+    texts = ["a red apple here", "pear"]
+    tokens = tokenizer(texts)
+    states, keep = reference["bert"](**tokens).last_hidden_state, tokens["attention_mask"][..., None]
+    expected = F.normalize((states * keep).sum(1) / keep.sum(1), dim=1)
+    found = tool.SentenceEncoder(str(root / "bert"), torch.device("cpu"))(texts)
+    assert torch.allclose(found, expected, atol=1e-5)
+    expected = F.normalize(reference["clip"].get_text_features(**tokens).pooler_output, dim=1)
+    assert torch.allclose(tool.SentenceEncoder(str(root / "clip"), torch.device("cpu"))(texts), expected, atol=1e-5)
+
+
+def test_clusters_of_encoders(encoders, tmp_path):
+    root, _, _ = encoders
+    found = opened(tmp_path / "text", made(CAPTIONS), "captions", encoder=str(root / "bert"))
+    assert found.sizes.sum() == 16 and found.tensors["centroids"].shape == (len(found.sizes), 24)
+    train = made(CAPTIONS)
+    train.pixels.copy_((torch.arange(8) % 2 * 255).view(8, 1, 1, 1))  # black and white
+    pictures = opened(tmp_path / "pictures", train, "vision", k=2, encoder=str(root / "clip"), image_size=32)
+    assert pictures.sizes.tolist() == [4, 4]
+    labels, _ = pictures.look_up([f"k{i}" for i in range(8)], [""] * 8)
+    assert labels[::2].unique().numel() == labels[1::2].unique().numel() == 1 and labels[0] != labels[1]
+    with pytest.raises(common.UserError, match="6 of 6 embeddings to be clustered are not finite; take another"):
+        opened(tmp_path / "nan", made(CAPTIONS), "captions", encoder=str(root / "broken"))
+    with pytest.raises(common.UserError, match="--cluster-encoder must name an image encoder"):
+        opened(tmp_path / "no", train, "vision", encoder=str(root / "bert"))
+    with pytest.raises(common.UserError, match="--cluster-encoder nobody/nothing: "):
+        opened(tmp_path / "no", train, "captions", encoder="nobody/nothing")
+
+
+# ---------------------------------------------------- whole runs ----------------------------------------------------
+def main(folder, *flags, pictures=False):
+    """mmts.py in this process; without its pictures unless asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not pictures:
+            patch.setattr(mmts, "draw", lambda *a, **k: None)
+        where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
+        return mmts.main(mmts.parse_args([*TINY, *where, *map(str, flags)]))
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if "loss" in r]
+
+
+def losses(folder):
+    return [r["loss"] for r in rows(folder)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A default run with its pictures: (folder, summary)."""
+    folder = tmp_path_factory.mktemp("runs") / "default"
+    return folder, main(folder, pictures=True)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("runs") / "short"
+    main(folder, "--max-steps", 2)
+    return folder
+
+
+def test_what_a_run_leaves(run):
+    folder, summary = run
+    pictures = {"curves", "evaluation", "retrieval", "temperatures", "distribution", "tsne", "clusters"}
+    assert {p.stem for p in folder.glob("*.png")} == pictures
+    meta = json.loads((folder / "clusters.json").read_text())
+    assert len(meta["sizes"]) == 12 and sum(meta["sizes"]) == 64 * 3
+    assert len(meta["examples"][0]["captions"]) == 5 and meta["examples"][0]["size"] == max(meta["sizes"])
+    thirds = summary["test"]["moving-emoji"]["by_cluster_size"]
+    assert list(thirds) == ["head", "mid", "tail"] and sum(t["queries"] for t in thirds.values()) == 24 * 3
+    assert thirds["head"]["smallest"] >= thirds["mid"]["largest"] >= thirds["tail"]["largest"]
+    for row in rows(folder):
+        assert row["loss"] == pytest.approx((row["L_v2t"] + row["L_t2v"]) / 2, rel=1e-5)
+        assert row["tau_min"] <= row["tau_mean"] == row["tau"] <= row["tau_max"] and row["not_in_clusters"] == 0
+
+
+def test_eval_evaluates_it(run, tmp_path):
+    folder, summary = run
+    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(folder), "--cpu", "--tasks", "retrieval",
+                                                    "--output-dir", str(tmp_path)]))
+    found = result["datasets"]["moving-emoji"]["metrics"]["retrieval"]
+    assert found["text_to_image"] == summary["test"]["moving-emoji"]["text_to_image"]
+
+
+def test_logged_range_is_the_arithmetic_of_the_flags(tmp_path):
+    """All 64 clips in a batch, verbs for clusters: every step sees the smallest and the largest class."""
+    words = "--batch-size 64 --clusters verb --alpha 0.06 --shift-min 0.05 --shift-max 0.2 --period 4 --max-steps 5"
+    main(tmp_path / "both", *words.split())
+    swing = [0.03, 0, -0.03, 0, 0.03]  # of steps 0 to 4
+    for row, s in zip(rows(tmp_path / "both"), swing, strict=True):
+        assert (row["tau_min"], row["tau_max"]) == pytest.approx((0.05 + s, 0.2 + s), abs=1e-6)
+    main(tmp_path / "margin", *words.split(), "--loss", "max-margin")
+    for row, s in zip(rows(tmp_path / "margin"), swing, strict=True):
+        assert (row["margin_min"], row["margin_max"]) == pytest.approx((0.05 + s, 0.2 + s), abs=1e-6)
+    main(tmp_path / "schedule", *words.split(), "--no-shifts", "--tau", "0.07")
+    for row, s in zip(rows(tmp_path / "schedule"), swing, strict=True):
+        assert [row[k] for k in ("tau", "tau_min", "tau_max")] == pytest.approx([0.07 + s] * 3, abs=1e-6)
+
+
+def test_the_rows_of_tables_4_and_9_are_eight_runs(tmp_path, capsys):
+    seen, guesses = set(), {}
+    for loss in ("infonce", "max-margin"):
+        for schedule in ("--schedule", "--no-schedule"):
+            for shifts in ("--shifts", "--no-shifts"):
+                name = f"{loss}{schedule}{shifts}"
+                main(tmp_path / name, "--loss", loss, schedule, shifts, "--max-steps", 2)
+                seen.add(tuple(losses(tmp_path / name)))
+                guesses[name] = capsys.readouterr().out.split("random guess loss ")[1].split("\n")[0]
+    assert len(seen) == 8
+    assert guesses["max-margin--no-schedule--no-shifts"] == "0.200"
+    assert guesses["max-margin--schedule--no-shifts"].startswith("0.300")
+    assert all(g == "3.466" for name, g in guesses.items() if name.startswith("infonce"))
+
+
+@pytest.mark.parametrize("words", [
+    "--alpha 0.02", "--shift-min 0.06", "--shift-max 0.2", "--periods 2", "--period 3", "--label-smoothing 0.1",
+    "--num-clusters 5", "--clusters noun", "--cluster-starts 4", "--loss-block 5", "--chunk-size 5"])
+def test_every_flag_acts(words, short, tmp_path):
+    main(tmp_path / "a", *words.split(), "--max-steps", 2)
+    ours, default = losses(tmp_path / "a"), losses(short)
+    if words.startswith(("--loss-block", "--chunk")):
+        assert ours == pytest.approx(default, rel=1e-4)
+    elif words == "--cluster-starts 4":
+        assert json.loads((tmp_path / "a" / "clusters.json").read_text())["starts"] == 4
+    else:
+        assert ours[1] != default[1] and (ours[0] != default[0]) != words.startswith("--period")  # step 0: the top
+
+
+def test_learnable_tau_moves_within_its_limits(tmp_path):
+    main(tmp_path / "a", *"--no-schedule --no-shifts --learnable-tau --clusters none --tau 0.07 --tau-clamp 0.0699 1"
+         .split())
+    taus = [r["tau"] for r in rows(tmp_path / "a")]
+    assert len(set(taus)) > 1 and min(taus) >= 0.0699 - 1e-6
+    assert not (tmp_path / "a" / "clusters.json").exists()
+    (folder,) = [p for p in (tmp_path / "a" / "checkpoints").iterdir()]
+    assert load_file(folder / "extra.safetensors")["tau.log_tau"].exp().item() == pytest.approx(taus[-1], rel=1e-6)
+
+
+def test_a_cluster_file_decides(tmp_path):
+    train = common.load_data("moving-emoji", "train", clips=[64, 24, 24], image_size=16)
+    verbs = train.column("verb")
+    names = train.names("verb")
+    (tmp_path / "verbs.json").write_text(json.dumps({train.key(i): names[v] for i, v in enumerate(verbs)}))
+    turned = np.roll(verbs, 1)
+    (tmp_path / "turned.json").write_text(json.dumps({train.key(i): names[v] for i, v in enumerate(turned)}))
+    for name, source in (("verb", "verb"), ("file", tmp_path / "verbs.json"), ("turned", tmp_path / "turned.json")):
+        main(tmp_path / name, "--clusters", source, "--max-steps", 2)
+    assert losses(tmp_path / "verb") == losses(tmp_path / "file")
+    assert all(a != b for a, b in zip(losses(tmp_path / "verb"), losses(tmp_path / "turned"), strict=True))
+
+
+def test_examples_without_a_cluster_are_said_and_counted(tmp_path, capsys):
+    train = common.load_data("moving-emoji", "train", clips=[64, 24, 24], image_size=16)
+    known = {train.key(i): str(int(v)) for i, v in enumerate(train.column("verb")) if i % 2}
+    (tmp_path / "half.json").write_text(json.dumps(known))
+    main(tmp_path / "a", "--clusters", tmp_path / "half.json", "--max-steps", 2, "--batch-size", 64, "--no-schedule")
+    assert "left out     96 without a cluster count as one of the smallest" in capsys.readouterr().out
+    assert [r["not_in_clusters"] for r in rows(tmp_path / "a")] == [32, 32]
+    assert rows(tmp_path / "a")[0]["tau_min"] == pytest.approx(0.08)
+
+
+def test_equal_clusters_are_said(tmp_path, capsys):
+    train = common.load_data("moving-emoji", "train", clips=[64, 24, 24], image_size=16)
+    (tmp_path / "two.json").write_text(json.dumps({train.key(i): i % 2 for i in range(64)}))
+    main(tmp_path / "a", "--clusters", tmp_path / "two.json", "--max-steps", 2, "--no-schedule")
+    assert "all clusters are of one size: every shift is the smallest, 0.08" in capsys.readouterr().out
+    assert all(r["tau_min"] == r["tau_max"] == pytest.approx(0.08) for r in rows(tmp_path / "a"))
+
+
+def test_own_images_with_new_captions_on_the_way(tmp_path, monkeypatch):
+    """Captions that were not there when the clusters were made take the nearest centroid, and are counted."""
+    csv = write_captions(tmp_path / "set", 60)
+    real = common.text_pair
+    monkeypatch.setattr(common, "text_pair", lambda *a, **k: ([f"{t} new" for t in real(*a, **k)[0]], []))
+    main(tmp_path / "a", "--dataset", csv, "--batch-size", 16, "--max-steps", 2, "--workers", 0)
+    assert [r["not_in_clusters"] for r in rows(tmp_path / "a")] == [16, 16]
+
+
+def test_streams_cluster_their_first_captions(tmp_path):
+    from helpers import tar_samples, write_tar
+    for k in range(2):
+        write_tar(tmp_path / "set" / f"train-{k}.tar", tar_samples(range(20 * k, 20 * k + 20), "png", "txt"))
+    val = write_captions(tmp_path / "val", 8)
+    main(tmp_path / "a", "--dataset", tmp_path / "set", "--streaming", "--batch-size", 8, "--max-steps", 2,
+         "--workers", 0, "--eval-datasets", val)
+    assert sum(json.loads((tmp_path / "a" / "clusters.json").read_text())["sizes"]) == 40  # of the shard not held out
+    with pytest.raises(common.UserError, match="--clusters noun: a stream has captions alone"):
+        main(tmp_path / "b", "--dataset", tmp_path / "set", "--streaming", "--clusters", "noun")
+
+
+def test_youcook2_with_real_clips(tmp_path, capsys):
+    """The annotation file as it is published and three mp4s, with small towers in the recipe's place."""
+    steps = ["add the red apple", "cut a green pear", "mix the salt", "fry the blue egg"]
+    database = {}
+    for number, (video, subset) in enumerate((("aa", "training"), ("bb", "training"), ("cc", "validation"))):
+        write_video(tmp_path / "videos" / f"{video}.mp4", [4 * number + k for k in range(12)], fps=4)
+        segments = [{"id": k, "segment": [k / 2, k / 2 + 1], "sentence": s} for k, s in enumerate(steps)]
+        database[video] = {"subset": subset, "duration": 3.0, "annotations": segments}
+    (tmp_path / "youcookii_annotations_trainval.json").write_text(json.dumps({"database": database}))
+    small = "--image-encoder small --text-encoder small --no-pretrained --image-stats half --mixed-precision no"
+    few = "--frames 2 --batch-size 8 --num-clusters 3 --cluster-encoder tf-idf --workers 0 --max-steps 2"
+    summary = main(tmp_path / "run", "--dataset", "youcook2", "--data-dir", tmp_path, "--video-dir",
+                   tmp_path / "videos", *small.split(), *few.split())
+    words = capsys.readouterr().out
+    assert "infonce, schedule and shifts (MM-TS), label smoothing 0.1" in words
+    assert "tau 0.03 .. 0.12 over the run: shifts 0.06 .. 0.09, +- alpha 0.06 / 2 (paper: VAST, CLIP)" in words
+    assert summary["test"]["youcook2"]["images"] == 4 and summary["bad_samples"] == 0
+    assert json.loads((tmp_path / "run" / "clusters.json").read_text())["sizes"] == [4, 2, 2]
+
+
+def test_no_column_and_no_group(tmp_path):
+    csv = write_rows(tmp_path / "x.csv", ["image", "caption"], [(f"{i}.png", "a") for i in range(30)])
+    with pytest.raises(common.UserError, match="--clusters verb: .* has no verb; --clusters captions needs none"):
+        main(tmp_path / "a", "--dataset", csv, "--clusters", "verb")
+    assert not (tmp_path / "a").exists()  # before there is a run
+
+
+# ---------------------------------------------------- several processes ---------------------------------------------
+def test_two_processes_are_one(run, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "mmts.py", *TINY,
+               "--output-dir", str(tmp_path), "--run-name", "two"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = rows(run[0]), rows(tmp_path / "two")
+    for a, b in zip(one, two, strict=True):
+        for name in ("loss", "L_v2t", "L_t2v", "tau_min", "tau_mean", "tau_max"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3), name
+    ours, theirs = (load_file(f / "clusters.safetensors") for f in (run[0], tmp_path / "two"))
+    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+    done = subprocess.run([*command[:-1], "broken", "--num-clusters", "5000"], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode and "--num-clusters 5000: more than the" in done.stderr  # and nobody waits for ever
