@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ["common", "temo", "temperature_schedules", "ncl", "mama", "accelerate", "transformers", "datasets", "tokenizers",
-         "sklearn.svm", "matplotlib", "psutil", "torchvision.transforms.v2"]
+HEAVY = ["common", "temo", "temperature_schedules", "ncl", "mama", "accelerate", "transformers", "datasets",
+         "tokenizers", "sklearn.svm", "matplotlib", "psutil", "torchvision.transforms.v2"]
 
 
 def server():

@@ -26,6 +26,7 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
+import mama
 import ncl
 import temo
 
@@ -425,7 +426,7 @@ def test_nan_weights_stop_at_the_first_step(good, tmp_path, capsys):
 
 
 # ---------------------------------------------------- the command line -----------------------------------------------
-@pytest.mark.parametrize("script", ["temo.py", "ncl.py"])
+@pytest.mark.parametrize("script", ["temo.py", "ncl.py", "mama.py"])
 def test_the_command_prints_one_line_and_ends_with_2(script):
     done = subprocess.run(
         [sys.executable, script, "--dataset", "/no/such"],
@@ -444,10 +445,11 @@ def test_the_command_prints_one_line_and_ends_with_2(script):
 
 
 HELP = [(temo, "--batch-size", "--chunk-size CHUNK", {"cc3m": 2048, "cc12m": 4096, "emoji": 256}),
-        (ncl, "--epochs", "--max-steps MAX", {"msrvtt": 5.0, "msvd": 3.0, "activitynet": 10.0})]
+        (ncl, "--epochs", "--max-steps MAX", {"msrvtt": 5.0, "msvd": 3.0, "activitynet": 10.0}),
+        (mama, "--epochs", "--max-steps MAX", {"msrvtt": 5.0, "didemo": 20.0})]
 
 
-@pytest.mark.parametrize("script, flag, after, defaults", HELP, ids=["temo", "ncl"])
+@pytest.mark.parametrize("script, flag, after, defaults", HELP, ids=["temo", "ncl", "mama"])
 def test_help(script, flag, after, defaults, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(common.Parser, "_check", lambda parser, args, saved: seen.append(parser))
