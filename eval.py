@@ -127,6 +127,7 @@ class Subject:
         if args.image_stats != "own":
             self.transform.mean, self.transform.std = common.STATS[args.image_stats]
         self.unreadable = common.read_json(run / "unreadable.json", {}) if self.own else {}
+        self.meta_data = common.read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt from these
         beside = run / "eval" if (run / "model.json").is_file() else "runs/eval"
         self.folder = Path(args.output_dir or beside)
         common.make_folder(self.folder, "--output-dir")
@@ -212,8 +213,10 @@ class Case:
             self.metrics["captions"] = len(self.pieces["text"])
 
     def open(self, split):
-        """That split of the data set, as the run had it: without what its --verify-images left out."""
+        """That split of the data set, as the run had it: without its meta-data and what --verify-images left out."""
         data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
+        learnt = set(self.subject.meta_data.get(key_of(self.subject, self.name, split), ()))
+        data = data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
         bad = self.subject.unreadable.get(key_of(self.subject, self.name, split))
         return common.leave_out(data, bad) if bad else data
 

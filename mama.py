@@ -444,7 +444,7 @@ def main(args):
     view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,
                           args.jitter, squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
-    if meta:
+    if args.weighting in ("meta", "l2rw"):
         first, last = (-(-step // args.meta_every) for step in (run.step, run.last))
         meta_batches = iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed, first, last,
                                            run.device, args.workers, args.max_bad_fraction, run.folder))
@@ -509,6 +509,8 @@ def main(args):
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if common.rank() == 0:
         common.write_tensors(run.folder / "weights.safetensors", run.tensors)
+        if args.meta_set == "val":                                         # eval.py leaves them out as well
+            common.write_json(run.folder / "meta_data.json", {f"{args.dataset} val": meta.column("key")})
     return run.finish(draw)
 
 
@@ -561,7 +563,7 @@ def losses_of(tower, tau, mu, device, block=0):
 
 # ------------------------------------------------------- meta-data ---------------------------------------------------
 def meta_data(train, evals, args):
-    """(Data of the meta-data, or None where the weights look at none; the evaluation sets without them).
+    """(Data of the meta-data, None where there are none; the evaluation sets without them).
 
     Raises: UserError where they are too few, or asked of a stream."""
     source = train if args.meta_set != "val" else evals.get(args.dataset, {}).get("val")
@@ -584,10 +586,10 @@ def meta_data(train, evals, args):
             raise common.UserError(f"--meta-size {args.meta_size}: val has {len(source)} examples, none would be left "
                                    "to evaluate on")
         evals = evals | {args.dataset: evals[args.dataset] | {"val": source.select(rest)}}
-        note += "; no evaluation on val sees them, and no other weighting learns from them"
+        note += "; no evaluation on val sees them, and only --weighting meta and l2rw learn from them"
     meta = source.select(rows)
     meta.note = note
-    return meta if args.weighting in ("meta", "l2rw") else None, evals
+    return meta, evals
 
 
 def balanced_rows(data, size):
