@@ -144,6 +144,7 @@ class Subject:
         model, self.tokenizer, self.transform, self.own = open_model(args)
         self.model = model.to(self.device)
         self.unreadable = common.read_json(run / "unreadable.json", {}) if self.own else {}
+        self.meta_data = common.read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt from these
         beside = run / "eval" if (run / "model.json").is_file() else "runs/eval"
         self.folder = Path(args.output_dir or beside)
         common.make_folder(self.folder, "--output-dir")
@@ -241,8 +242,10 @@ class Case:
         self.images(args.tasks[0])
 
     def open(self, split):
-        """That split of the data set, as the run had it: without what its --verify-images left out."""
+        """That split of the data set, as the run had it: without its meta-data and what --verify-images left out."""
         data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
+        learnt = set(self.subject.meta_data.get(key_of(self.subject, self.name, split), ()))
+        data = data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
         bad = self.subject.unreadable.get(key_of(self.subject, self.name, split))
         return common.leave_out(data, bad) if bad else data
 

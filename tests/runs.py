@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ["common", "temo", "temperature_schedules", "ncl", "mmts", "accelerate", "transformers", "datasets",
+HEAVY = ["common", "temo", "temperature_schedules", "ncl", "mmts", "mama", "accelerate", "transformers", "datasets",
          "tokenizers", "sklearn.svm", "matplotlib", "psutil", "torchvision.transforms.v2"]
 
 

@@ -27,6 +27,7 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
+import mama
 import mmts
 import ncl
 import temo
@@ -465,7 +466,7 @@ def test_nan_weights_stop_at_the_first_step(good, tmp_path, capsys):
 
 
 # ---------------------------------------------------- the command line -----------------------------------------------
-@pytest.mark.parametrize("script", ["temo.py", "ncl.py", "mmts.py"])
+@pytest.mark.parametrize("script", ["temo.py", "ncl.py", "mmts.py", "mama.py"])
 def test_the_command_prints_one_line_and_ends_with_2(script):
     done = subprocess.run(
         [sys.executable, script, "--dataset", "/no/such"],
@@ -485,10 +486,11 @@ def test_the_command_prints_one_line_and_ends_with_2(script):
 
 HELP = [(temo, "--batch-size", "--chunk-size CHUNK", {"cc3m": 2048, "cc12m": 4096, "emoji": 256}),
         (ncl, "--epochs", "--max-steps MAX", {"msrvtt": 5.0, "msvd": 3.0, "activitynet": 10.0}),
-        (mmts, "--alpha", "--shift-min SHIFT", {"cc3m": 0.04, "epic-kitchens-100": 0.2, "youcook2": 0.06})]
+        (mmts, "--alpha", "--shift-min SHIFT", {"cc3m": 0.04, "epic-kitchens-100": 0.2, "youcook2": 0.06}),
+        (mama, "--epochs", "--max-steps MAX", {"msrvtt": 5.0, "didemo": 20.0})]
 
 
-@pytest.mark.parametrize("script, flag, after, defaults", HELP, ids=["temo", "ncl", "mmts"])
+@pytest.mark.parametrize("script, flag, after, defaults", HELP, ids=["temo", "ncl", "mmts", "mama"])
 def test_help(script, flag, after, defaults, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(common.Parser, "_check", lambda parser, args, saved: seen.append(parser))

@@ -24,6 +24,7 @@ from transformers import (
     DistilBertModel,
 )
 
+import mama
 import ncl
 import temo
 
@@ -323,3 +324,9 @@ def test_clip4clip_and_t5(tmp_path, tokenizer):
     t5 = ncl.main(ncl.parse_args([*flags, *of_t5]))
     names = common.load_model(tmp_path / "run-t5")[0].text.body.state_dict()
     assert t5["steps"] == 2 and names and not [n for n in names if "decoder" in n]
+    of_mama = ["--run-name", "run-mama", "--meta-size", "8", "--meta-batch-size", "4", *of_clip[2:6], "--frames", "3",
+               "--log-every", "1"]
+    mama.main(mama.parse_args([*flags, *of_mama]))  # the look-ahead through CLIP's attention
+    rows = [json.loads(line) for line in (tmp_path / "run-mama" / "metrics.jsonl").read_text().splitlines()]
+    weights = [r["w"] for r in rows if "loss" in r]
+    assert len(weights) == 2 and 0 < weights[0] != weights[1] < 1

@@ -12,6 +12,7 @@ import torch
 from torchvision.io import write_png
 
 import eval as evaluation
+import mama
 import mmts
 import ncl
 import temo
@@ -20,13 +21,13 @@ from benchmarks import report
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules, "ncl.py": ncl,
-           "mmts.py": mmts}
+           "mmts.py": mmts, "mama.py": mama}
 NEED_DATA = {"cc3m", "cc12m", "msrvtt", "youcook2", "ssv2-lt", "epic-kitchens-100",
              "--resume"}  # the hub, or a run: the flags must parse
 README = (ROOT / "README.md").read_text(encoding="utf8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 LINES = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if "$" not in line]
-RUNS = re.compile(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules|ncl|mmts)\.py")
+RUNS = re.compile(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules|ncl|mmts|mama)\.py")
 INLINE = re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README)
 COMMANDS = [line.split("#")[0].strip() for line in LINES if RUNS.match(line)] + [c for c in INLINE if "..." not in c]
 
