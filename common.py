@@ -1305,7 +1305,7 @@ def init_from(model, path):
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
 
 
-# AVION's names -> ours; with flash attention its layers are called as after the bar
+# AVION's names -> ours; its code with flash attention says attn.Wqkv, and mlp.fc1, mlp.fc2 as we do
 AVION_VISION = {"class_embedding": "cls_token", "positional_embedding": "pos_embed", "conv1": "patch_embed.proj",
                 "ln_pre": "norm_pre", "ln_post": "norm", "transformer.resblocks": "blocks", "ln_1": "norm1",
                 "ln_2": "norm2", r"attn\.(in_proj_|Wqkv\.)": "attn.qkv.", "attn.out_proj": "attn.proj",
@@ -1422,7 +1422,7 @@ class Data:
     shards: np.ndarray = None         # (M,) number of the tar of each row
     rows: np.ndarray = None           # (M,) row numbers in the table that was opened first
     which: np.ndarray = None          # (M,) number of the one caption of each row, after unfold()
-    sentences: object = None          # what multi-instance retrieval ranks, with relevancies (sets/epic.py)
+    sentences: object = None          # the texts that multi-instance retrieval ranks, and relevancies (sets/epic.py)
     caption_relevancy: float = 0.0    # training draws among the sentences above this relevancy; 0 = own captions
     streamed = False                  # sets/stream.py answers True
 

@@ -189,7 +189,8 @@ def _names(file, kind, n):
     if found:
         with _opened(found[0]) as f:
             for row in csv.DictReader(f):
-                number, word = row.get("id", ""), row.get("key") or row.get("class_key") or ""
+                number = row.get("id") or row.get(f"{kind}_id") or ""
+                word = row.get("key") or row.get("class_key") or ""
                 if number.isdigit() and int(number) < n and word and word not in names:
                     names[int(number)] = word
     return names

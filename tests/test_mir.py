@@ -224,6 +224,12 @@ def test_clips_of_whole_videos_and_of_chunks_are_the_middles_of_their_parts(kitc
     assert shown(late) == [int(5 * (43 + (k + 0.5) / 4) + 1e-6) for k in range(8)]
 
 
+def test_the_frame_cache_holds_chunks_too(kitchen, tmp_path):
+    plain, cached = kitchens(kitchen), kitchens(kitchen, frame_cache=str(tmp_path))
+    assert [shown(cached.read(i)) for i in (1, 2, 1)] == [shown(plain.read(i)) for i in (1, 2, 1)]
+    assert len(list(tmp_path.rglob("*.jpg"))) == 2
+
+
 def test_the_table_of_a_split(kitchen, capsys):
     data = kitchens(kitchen, frames=5)
     assert data.column("verb").tolist() == [0, 1, 0, 10, 0, 11] and data.names("verb")[:3] == ["take", "put", "2"]
