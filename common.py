@@ -1650,7 +1650,7 @@ def splits_of(name, hold_out_val=False):
     """The splits a data set can give; a set by name without val has one only where that is held out of train."""
     room = find_set(name)
     own = tuple(room.SETS[name]["splits"]) if room else tuple(SPLIT_NAMES)
-    return (*own, "val") if hold_out_val and "train" in own and "val" not in own else own
+    return (*own, "val") if hold_out_val and set(own) == {"train", "test"} else own
 
 
 def load_data(name, split, **options):
@@ -1720,7 +1720,7 @@ def nothing_held_out(name, split):
 @functools.lru_cache(maxsize=32)
 def _known_set(name, split, options):
     options, room = dict(options), find_set(name)
-    held = options.pop("hold_out_val", False) and "val" not in room.SETS[name]["splits"]
+    held = options.pop("hold_out_val", False) and set(room.SETS[name]["splits"]) == {"train", "test"}
     if not held or split == "test":
         return room.load(name, split, options)
     train = room.load(name, "train", options)

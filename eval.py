@@ -239,7 +239,7 @@ class Case:
         if args.limit:
             data = data.select(np.arange(min(args.limit, len(data))), args.split)
         self.data = data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
-        self.images(args.tasks[0])
+        self.images(next((t for t in args.tasks if t in BY_CLASS or data.has_captions), args.tasks[0]))
 
     def open(self, split):
         """That split of the data set, as the run had it: without its meta-data and what --verify-images left out."""

@@ -494,7 +494,7 @@ def banner_lines(train, evals, args):
         lines["test time"] += (f"; WARNING: none for {', '.join(others)}: not trained on, so reported as they are; "
                                "eval.py --normalize queue fills a queue from their training splits")
     if args.image_encoder == "features":
-        own = "keeps its own" if args.text_dropout else "has none"
+        own = "keeps its own" if args.text_dropout and args.text_encoder != "small" else "has none"
         lines["features"] = (f"towers in the manner of SSB, without its captioning loss; dropout {args.dropout:g}, "
                              f"{args.text_encoder} {own}")
     return lines

@@ -451,7 +451,11 @@ def main(args):
     sets = common.labelled_sets(args)
     train, evals = sets["train"], {args.dataset: {s: sets[s] for s in ("val", "test") if s in sets}}
     if args.eval_epoch == "auto" and "val" not in sets:
-        raise common.UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one")
+        raise common.UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one, or "
+                               "--hold-out-val takes one out of train")
+    if args.eval_every and "val" not in sets:
+        common.say(f"WARNING: --eval-every: {args.dataset} has no val split (see --hold-out-val): nothing but the "
+                   "coverage of the sphere is measured along the run")
     if len(np.unique(train.labels)) < 2:
         raise common.UserError(f"--dataset {args.dataset}: all of its training images are of one class, so nothing can "
                                "be classified; --label-column names another column")

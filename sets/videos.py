@@ -145,7 +145,7 @@ def load(name, split, options):
     """
     facts = SETS[name]
     if split not in facts["files"]:
-        hint = "; --hold-out-val takes one out of train" if split == "val" and "train" in facts["files"] else ""
+        hint = "; --hold-out-val takes one out of train" if split == "val" and "test" in facts["files"] else ""
         raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['files'])}{hint}")
     if not (options.get("video_dir") or options.get("data_dir")):
         patterns = ", ".join(pattern for files in facts["files"].values() for pattern, _ in files)

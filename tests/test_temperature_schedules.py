@@ -254,6 +254,19 @@ def test_cifar_long_tail(cifar):
     assert np.array_equal(np.bincount(open_sets(1, 0)["train"].labels), [18] * 10)
 
 
+def test_val_is_no_part_of_train(cifar, tmp_path):
+    """CIFAR by its plain name has no val: everything is trained on, or --hold-out-val takes one out."""
+    where = {"data_dir": str(cifar)}
+    plain = long_tail.labelled_sets("cifar10", **where)
+    assert set(plain) == {"train", "test"} and len(plain["train"]) == 200
+    held = long_tail.labelled_sets("cifar10", hold_out_val=True, **where)
+    train, val = (set(keys_of(held[s])) for s in ("train", "val"))
+    assert val and not train & val and len(train | val) == 200
+    assert len(long_tail.labelled_sets("cifar10-lt", 9, 0, hold_out_val=True, **where)["val"]) == 20  # has its own
+    with pytest.raises(common.UserError, match="--hold-out-val: nothing is held out of imagenet100-lt; --val-file"):
+        long_tail.labelled_sets("imagenet100-lt", hold_out_val=True, **where)
+
+
 TAIL_OF = [3, 7, 1, 0, 9, 2, 8, 5, 6, 4]  # classes, largest first, of the index files below
 
 
