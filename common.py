@@ -3172,10 +3172,9 @@ def has_tool(name):
     return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
 
 
-def figures():
-    """tools/figures.py, opened when the first picture is drawn."""
-    from tools import figures
-    return figures
+def figures(paper=""):
+    """tools/figures.py, or with a paper ("ts") its own pictures, tools/figures_PAPER.py; opened when one is drawn."""
+    return importlib.import_module(f"tools.figures_{paper}" if paper else "tools.figures")
 
 
 def millions(module):

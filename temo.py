@@ -567,11 +567,9 @@ def second_texts(train, paraphrases, dataset):
     """Where T~ comes from, for the banner: a warning where a recipe of the paper runs without its paraphrases."""
     if paraphrases:
         return f"paraphrases of {len(paraphrases):,} captions, else as below where one is missing"
-    if train.templates:
-        note = "templates around the captions (not the paper's paraphrases)"
-    else:
-        note = ("another caption of the example, else word dropout and swap (not the paper's paraphrases; see "
-                "tools/paraphrase.py)")
+    note = ("templates around the captions (not the paper's paraphrases)" if train.templates else
+            "another caption of the example, else word dropout and swap (not the paper's paraphrases; see "
+            "tools/paraphrase.py)")
     warning = "WARNING: NOT THE PAPER'S T~, which are paraphrases by PEGASUS; give --paraphrases FILE. Now: "
     return warning + note if RECIPES.get(dataset, OWN)["recipe"].startswith("paper") else note
 
