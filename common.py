@@ -161,7 +161,8 @@ def leave_processes():
 # ================================================== rooms ============================================================
 ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.expert": ("Expert",),
          "tools.paraphrase": ("Paraphrases",),
-         "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "linear_probe")}
+         "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "linear_probe",
+                            "padded_and_flipped")}
 
 
 def __getattr__(name):
@@ -3740,10 +3741,9 @@ def has_tool(name):
     return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
 
 
-def figures():
-    """tools/figures.py, opened when the first picture is drawn."""
-    from tools import figures
-    return figures
+def figures(paper=""):
+    """tools/figures.py, or with a paper ("ts") its own pictures, tools/figures_PAPER.py; opened when one is drawn."""
+    return importlib.import_module(f"tools.figures_{paper}" if paper else "tools.figures")
 
 
 def clusters():

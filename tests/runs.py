@@ -53,9 +53,13 @@ def start_all(script, flags, log, processes):
 
 def finish(script, flags, log, processes=1):
     """The same, to its end; it must end well."""
-    for process in start_all(script, flags, log, processes):
+    run = start_all(script, flags, log, processes)
+    for process in run:
         process.join(300)
-        assert process.exitcode == 0, (process.exitcode, Path(log).read_text()[-3000:])
+    codes = [process.exitcode for process in run]
+    for process in run:
+        process.kill()  # one that still waits for the others would keep pytest waiting
+    assert codes == [0] * processes, (codes, Path(log).read_text()[-3000:])
 
 
 def _run(script, flags, log, environment):

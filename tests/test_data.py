@@ -1272,6 +1272,16 @@ def test_common_names_no_data_set():
     assert strings & names <= {"imagenet"} <= set(common.STATS)
 
 
+def test_names_in_rooms(monkeypatch):
+    """They are names of common; without the file of the room one line says so, and a wrong name is a wrong name."""
+    for room, names in common.ROOMS.items():
+        assert all(getattr(common, name).__module__ == room for name in names), room
+    monkeypatch.setitem(common.ROOMS, "tools.nowhere", ("nothing",))
+    with pytest.raises(common.UserError, match="^tools/nowhere.py is not beside common.py: no nothing$"):
+        _ = common.nothing
+    assert not hasattr(common, "no_such_name")
+
+
 def test_every_set_says_what_it_is():
     rooms = common.set_rooms()
     names = [name for room in rooms for name in room.SETS]

@@ -17,6 +17,7 @@ from pathlib import Path
 import common
 
 import pytest
+import runs
 from helpers import write_captions
 from safetensors.torch import load_file
 
@@ -176,13 +177,13 @@ def start(flags, log, **options):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_after_a_checkpoint(number, data, tmp_path):
     flags = [*TINY, "--save-every", "0", "--max-steps", "100000", "--dataset", str(data), "--output-dir", str(tmp_path)]
-    with open(tmp_path / "log", "w") as log:
-        process, metrics = start([*flags, "--run-name", "a"], log), tmp_path / "a" / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
-            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.02)
-        process.send_signal(number)
-        assert process.wait(60) == 128 + number
+    process, metrics = runs.start("temo", [*flags, "--run-name", "a"], tmp_path / "log"), tmp_path / "a/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
+        assert process.is_alive(), (tmp_path / "log").read_text()[-2000:]
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 128 + number
     text = (tmp_path / "log").read_text()
     steps = int(re.search(rf"stopped after step (\d+) by {number.name}; to go on: temo.py --resume (\S+)", text)[1])
     assert common.latest_checkpoint(tmp_path / "a").name == f"step_{steps}" and "Traceback" not in text

@@ -22,9 +22,9 @@ import eval as evaluation
 import temo
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = ["--cpu", *"--threads 1 --image-size 24 --batch-size 64 --max-steps 14".split(),
+FLAGS = ["--cpu", *"--threads 1 --image-size 24 --batch-size 64 --max-steps 12".split(),
          *"--save-every 5 --log-every 1 --eval-every 0".split()]
-STEPS, KEPT = 14, ["step_10", "step_14"]
+STEPS, KEPT = 12, ["step_10", "step_12"]
 TAU = ["--loss", "infonce", "--learnable-tau"]
 TAIL = ["--imbalance-ratio", "50"]  # fewer images to evaluate
 # A run: script, processes, flags. FOLDER stands for a folder of png files, of which an epoch has 4 steps; one of emoji
@@ -71,24 +71,12 @@ def write_fork(path):
     path.write_text(text, encoding="utf8")
 
 
-def start(script, processes, flags, log):
-    """The processes of a run, forked with all imports done."""
-    script = log.parent / "mine.py" if script == "mine" else script
-    return runs_of_scripts.start_all(str(script), flags, log, processes)
-
-
-def finish(script, processes, flags, log):
-    for process in start(script, processes, flags, log):
-        process.join(300)
-        assert process.exitcode == 0, log.read_text()[-3000:]
-
-
 def finish_by_command(script, flags, log):
     """As a user runs it, and with its pictures."""
     with open(log, "w") as out:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(log.parent / f"{script}.py"), *flags]
-        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, timeout=300)
+        done = subprocess.run([sys.executable, script, *flags], stdout=out, stderr=subprocess.STDOUT, env=environment,
+                              timeout=300)
     assert done.returncode == 0, log.read_text()[-3000:]
 
 
@@ -105,7 +93,7 @@ def kinds(folder):
 
 def kill_at(step, folder, script, processes, flags, log):
     """Start a run and SIGKILL all its processes (ranks, loader workers) once `step` is logged."""
-    run = start(script, processes, flags, log)
+    run = runs_of_scripts.start_all(script, flags, log, processes)
     while not any(r["step"] >= step and "loss" in r for r in rows(folder)):
         assert all(p.is_alive() for p in run), log.read_text()[-3000:]
         time.sleep(0.01)
@@ -129,24 +117,28 @@ def runs(tmp_path_factory):
         own = [str(root / "set") if f == "FOLDER" else f for f in extra]
         return [*FLAGS, *own, "--output-dir", str(root / kind), "--run-name", name]
 
+    def place_of(script):
+        return str(root / "mine.py") if script == "mine" else script
+
     def whole(name):
         script, processes, extra = WHOLE[name]
         log, own = root / f"whole {name}.txt", flags("whole", name, extra)
         if script == "mine":
-            finish_by_command(script, own, log)
+            finish_by_command(place_of(script), own, log)
         else:
-            finish(script, processes, own, log)
+            runs_of_scripts.finish(script, own, log, processes)
 
     def killed(name):
         _, script, processes, extra = KILLED[name]
         folder = root / "killed" / name
-        kill_at(KILL, folder, script, processes, flags("killed", name, extra), root / f"killed {name}.txt")
+        kill_at(KILL, folder, place_of(script), processes, flags("killed", name, extra), root / f"killed {name}.txt")
         last = common.latest_checkpoint(folder)
         assert last and last.name != f"step_{STEPS}", "killed too early or too late"
-        shutil.copytree(last, last.with_name("step_13.tmp"))  # what a crash inside a save leaves
-        (last.with_name("step_13.tmp") / "model.safetensors").write_bytes(b"cut")
-        finish(script, processes, ["--resume", str(folder)], root / f"resumed {name}.txt")
-        assert f"resumed {last} at step {last.name[5:]} of {STEPS}" in (root / f"resumed {name}.txt").read_text()
+        shutil.copytree(last, last.with_name("step_9.tmp"))  # what a crash inside a save leaves
+        (last.with_name("step_9.tmp") / "model.safetensors").write_bytes(b"cut")
+        log = root / f"resumed {name}.txt"
+        runs_of_scripts.finish(place_of(script), ["--resume", str(folder)], log, processes)
+        assert f"resumed {last} at step {last.name[5:]} of {STEPS}" in log.read_text()
 
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(whole, name) for name in WHOLE] + [pool.submit(killed, name) for name in KILLED]
@@ -165,7 +157,7 @@ def same_tensors(a, b):
 def test_resumed_run_is_bitwise_the_uninterrupted_one(runs, name):
     ours, whole = runs["killed", name], runs["whole", KILLED[name][0]]
     assert same_tensors(ours / "model.safetensors", whole / "model.safetensors")
-    ours_last, last = (folder / "checkpoints" / "step_14" for folder in (ours, whole))
+    ours_last, last = (folder / "checkpoints" / "step_12" for folder in (ours, whole))
     parts = sorted(p.name for p in last.glob("*.safetensors"))  # weights, tau, optimiser, random state of each process
     assert parts and parts == sorted(p.name for p in ours_last.glob("*.safetensors"))
     assert all(same_tensors(ours_last / p, last / p) for p in parts)
@@ -176,7 +168,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(runs, name):
 @pytest.mark.parametrize("name", KILLED)
 def test_metrics_have_every_step_once(runs, name):
     ours, whole = rows(runs["killed", name]), rows(runs["whole", KILLED[name][0]])
-    evaluated = [0, 4, 8, 12, STEPS] if name == "schedule" else [0, STEPS]
+    evaluated = [0, 4, 8, STEPS] if name == "schedule" else [0, STEPS]
     assert [(r["step"], "eval" in r) for r in ours] == sorted(
         [(s, False) for s in range(1, STEPS + 1)] + [(s, True) for s in evaluated]
     )
@@ -190,7 +182,7 @@ def test_metrics_have_every_step_once(runs, name):
 def test_learnable_tau_goes_on(runs, name):
     taus = [r["tau"] for r in rows(runs["killed", name]) if "tau" in r]
     assert len(set(taus)) == STEPS
-    extra = load_file(runs["killed", name] / "checkpoints/step_14/extra.safetensors")
+    extra = load_file(runs["killed", name] / "checkpoints/step_12/extra.safetensors")
     assert taus[-1] == pytest.approx(extra["tau.log_tau"].exp().item(), rel=1e-6)
 
 
@@ -198,7 +190,7 @@ def test_last_two_checkpoints_are_kept(runs):
     for (kind, _), folder in runs.items():
         left = sorted(p.name for p in (folder / "checkpoints").iterdir())
         assert [p for p in left if not p.endswith(".tmp")] == KEPT
-        assert common.latest_checkpoint(folder).name == "step_14"
+        assert common.latest_checkpoint(folder).name == "step_12"
         if kind == "whole":
             assert left == KEPT
 

@@ -617,9 +617,10 @@ def test_own_class_folders_with_a_tail(tmp_path):
 
 def test_figures_2_and_3(folders, tmp_path, monkeypatch, pictures):
     """Fig. 2 is of z, whose cosines may be negative, and has its histogram; Fig. 3 has three axes."""
-    drawn, shares, seen = {}, ts.draw_shares, []
+    of_paper, drawn, seen = common.figures("ts"), {}, []
+    shares = of_paper.draw_shares
     monkeypatch.setattr(common.figures(), "save_figure", lambda fig, path: drawn.update({path.name: list(fig.axes)}))
-    monkeypatch.setattr(ts, "draw_shares", lambda axes, unit, args: (seen.append(unit), shares(axes, unit, args)))
+    monkeypatch.setattr(of_paper, "draw_shares", lambda axes, unit, args: (seen.append(unit), shares(axes, unit, args)))
     ts.main(ts.parse_args([*RESNET, "--dataset", str(folders), *"--max-steps 1 --output-dir".split(), str(tmp_path)]))
     axes = drawn["figures.png"]
     titles = [ax.get_title() for ax in axes if ax.get_title()]
