@@ -216,7 +216,7 @@ def test_bad_flags(flags, message, capsys):
 PDF_END = b"%%EOF"
 
 
-def test_figures_as_pdf(run, tmp_path):
+def test_figures_as_pdf(run, tmp_path, pictures):
     """All pictures of a run and of eval.py, in vectors: words are searchable, letters are no Type 3."""
     flags = ["--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "64", "--image-size", "24", "--figures"]
     temo.main(temo.parse_args([*flags, "pdf", "--output-dir", str(tmp_path), "--run-name", "r"]))
