@@ -21,11 +21,11 @@ torch.set_num_threads(1)
 def without_pictures(request):
     """Runs draw nothing, which takes them four seconds, but in a module that says DRAWS = True and in tests that ask
     for the fixture `pictures`: {script: its draw}."""
-    scripts = [sys.modules[name] for name in ("temo", "temperature_schedules", "ncl") if name in sys.modules]
+    scripts = [sys.modules[name] for name in ("temo", "temperature_schedules", "ncl", "mmts", "mama") if name in sys.modules]
     with pytest.MonkeyPatch.context() as patch:
         draws = {script: script.draw for script in scripts}
         for script in scripts if not getattr(request.module, "DRAWS", False) else ():
-            patch.setattr(script, "draw", lambda *_: None)
+            patch.setattr(script, "draw", lambda *_, **__: None)
         yield draws
 
 
