@@ -169,7 +169,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
         raise common.UserError(f"{broken:,} of {len(x):,} embeddings to be clustered are not finite; take another "
                                "--cluster-encoder")
     if len(x) < k:
-        raise common.UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered")
+        raise common.UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered; lower it")
     kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
     with threadpool_limits(1), warnings.catch_warnings():                  # one thread: the same sums on any machine
         warnings.simplefilter("ignore", ConvergenceWarning)                # that points coincide: the banner says it

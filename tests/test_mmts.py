@@ -283,6 +283,8 @@ def test_classes_are_counted(tmp_path):
     val = made([["x", "y"], ["z"]], noun=np.array([2, -1]))
     pieces = {"data": val, "index": np.array([0, 1]), "owner": np.array([0, 0, 1]), "texts": ["x", "y", "z"]}
     assert found.of_queries(pieces).tolist() == [1, 1, -1]
+    with pytest.raises(common.UserError, match="--clusters noun: no example of made has one"):
+        opened(tmp_path / "empty", made(CAPTIONS, noun=np.full(8, -1)), "noun")
     with pytest.raises(common.UserError, match="--clusters noun: made has no noun; --clusters captions needs none"):
         opened(tmp_path / "none", made(CAPTIONS), "noun")
 
@@ -493,6 +495,10 @@ def test_a_cluster_file_decides(tmp_path):
         main(tmp_path / name, "--clusters", source, "--max-steps", 2)
     assert losses(tmp_path / "verb") == losses(tmp_path / "file")
     assert all(a != b for a, b in zip(losses(tmp_path / "verb"), losses(tmp_path / "turned"), strict=True))
+    (tmp_path / "turned.json").unlink()  # a resumed run has its clusters
+    summary = main(tmp_path / "turned", "--resume", tmp_path / "turned", "--clusters", tmp_path / "turned.json",
+                   "--max-steps", 3)
+    assert summary["steps"] == 3
 
 
 def test_examples_without_a_cluster_are_said_and_counted(tmp_path, capsys):
