@@ -412,11 +412,12 @@ def main(args):
     tool.check(train, args.clusters)
     run = common.Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
-    kmeans = functools.partial(cluster_captions, k=args.num_clusters, seed=args.seed, starts=args.cluster_starts)
-    clusters = tool.open_clusters(run.folder, args, train, run.device, kmeans)          # None with --clusters none
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
+    # after the towers, whose first weights thus are the same with any clusters; None with --clusters none
+    kmeans = functools.partial(cluster_captions, k=args.num_clusters, seed=args.seed, starts=args.cluster_starts)
+    clusters = tool.open_clusters(run.folder, args, train, run.device, kmeans)
     own = nn.ModuleDict()                                                  # a learnable tau stays outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     own.to(run.device)
