@@ -15,6 +15,7 @@ from common import UserError, normalize
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together
@@ -33,9 +34,15 @@ class Clusters:
 
     def __init__(self, folder, device):
         self.device, self.encoder, self.of_split = device, None, {}
-        self.meta, self.tensors = common.read_json(folder / "clusters.json"), load_file(folder / "clusters.safetensors")
-        self.sizes, self.by = self.tensors["sizes"], self.meta["by"]
-        self.ids, self.labels = self.tensors["ids"].numpy(), self.tensors["labels"].numpy()  # (M,), ids sorted
+        try:
+            self.meta = common.read_json(folder / "clusters.json", {})
+            self.tensors = load_file(folder / "clusters.safetensors")
+            self.sizes, self.by = self.tensors["sizes"], self.meta["by"]
+            self.ids, self.labels = self.tensors["ids"].numpy(), self.tensors["labels"].numpy()  # (M,), ids sorted
+        except (OSError, SafetensorError, KeyError, UserError) as error:
+            why = common.first_line(error)
+            raise UserError(f"{folder}: its clusters are damaged ({why}); delete clusters.json there, and they are made "
+                            "anew") from error
 
     def look_up(self, keys, texts):
         """Clusters of B captions of examples by these keys: (B,) long, -1 = none; and how many were not there."""
