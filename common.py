@@ -3389,7 +3389,8 @@ def main_first(work, done):
         try:
             work()
         except Exception as error:
-            failed.write_text(own_words(error), encoding="utf8")
+            with contextlib.suppress(OSError):
+                failed.write_text(own_words(error), encoding="utf8")
             raise
     while rank() and not Path(done).exists():
         if failed.exists():

@@ -169,7 +169,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
         raise common.UserError(f"{broken:,} of {len(x):,} embeddings to be clustered are not finite; take another "
                                "--cluster-encoder")
     if len(x) < k:
-        raise common.UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered")
+        raise common.UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered; lower it")
     kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
     with threadpool_limits(1), warnings.catch_warnings():                  # one thread: the same sums on any machine
         warnings.simplefilter("ignore", ConvergenceWarning)                # that points coincide: the banner says it
@@ -412,11 +412,12 @@ def main(args):
     tool.check(train, args.clusters)
     run = common.Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
-    kmeans = functools.partial(cluster_captions, k=args.num_clusters, seed=args.seed, starts=args.cluster_starts)
-    clusters = tool.open_clusters(run.folder, args, train, run.device, kmeans)          # None with --clusters none
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
+    # after the towers, whose first weights thus are the same with any clusters; None with --clusters none
+    kmeans = functools.partial(cluster_captions, k=args.num_clusters, seed=args.seed, starts=args.cluster_starts)
+    clusters = tool.open_clusters(run.folder, args, train, run.device, kmeans)
     own = nn.ModuleDict()                                                  # a learnable tau stays outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     own.to(run.device)

@@ -111,6 +111,22 @@ def queue(rows):
     return queue
 
 
+def main_first(folder, world):
+    """What each process gets from long work of the main process that ends well, and from one that fails."""
+    def fail():
+        raise common.UserError("too few")
+
+    def write():
+        time.sleep(0.5)
+        done.write_text("made")
+    done = Path(folder, f"done_{world}")
+    common.main_first(write, done)
+    try:
+        common.main_first(fail, Path(folder, f"failed_{world}"))
+    except common.UserError as error:
+        return [done.read_text(), str(error)]
+
+
 def relative(a, b):
     """Largest relative error over the tensors of two lists, in their norms."""
     return max(((x - y).norm() / y.norm()).item() for x, y in zip(a, b, strict=True))
@@ -151,6 +167,7 @@ def compare(rank, folder):
                 both = evaluation(n)
                 once = both[0].tolist() == index.tolist() == list(range(n))
                 out[f"evaluation {n}"] = [once, (both[1] - image).abs().max().item()]
+            out["main first"] = main_first(folder, world)
             ours = queue(rows)
             out["queue"] = [ours.count.item(), torch.equal(ours.queries, queued.queries)]
         Path(folder, f"{world}_{rank}.json").write_text(json.dumps(out))
@@ -171,6 +188,11 @@ def test_gradients_are_those_of_one_process(differences, world, name):
     for rank in differences[world]:
         assert max(rank[f"{name} fp64"]) < 1e-10
         assert max(rank[f"{name} fp32"]) < 1e-5
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_work_of_the_main_process_is_waited_for_and_its_failure_is_everyone_s(differences, world):
+    assert [rank["main first"] for rank in differences[world]] == [["made", "too few"]] * world
 
 
 @pytest.mark.parametrize("world", [2, 4])

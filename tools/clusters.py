@@ -15,6 +15,7 @@ from common import UserError, normalize
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together
@@ -33,9 +34,15 @@ class Clusters:
 
     def __init__(self, folder, device):
         self.device, self.encoder, self.of_split = device, None, {}
-        self.meta, self.tensors = common.read_json(folder / "clusters.json"), load_file(folder / "clusters.safetensors")
-        self.sizes, self.by = self.tensors["sizes"], self.meta["by"]
-        self.ids, self.labels = self.tensors["ids"].numpy(), self.tensors["labels"].numpy()  # (M,), ids sorted
+        try:
+            self.meta = common.read_json(folder / "clusters.json", {})
+            self.tensors = load_file(folder / "clusters.safetensors")
+            self.sizes, self.by = self.tensors["sizes"], self.meta["by"]
+            self.ids, self.labels = self.tensors["ids"].numpy(), self.tensors["labels"].numpy()  # (M,), ids sorted
+        except (OSError, SafetensorError, KeyError, UserError) as error:
+            why = common.first_line(error)
+            raise UserError(f"{folder}: its clusters are damaged ({why}); delete clusters.json there, and they are made "
+                            "anew") from error
 
     def look_up(self, keys, texts):
         """Clusters of B captions of examples by these keys: (B,) long, -1 = none; and how many were not there."""
@@ -98,17 +105,20 @@ class SentenceEncoder:
 
     @torch.no_grad()
     def __call__(self, texts, batch=256, bar=False):
-        """M texts -> (M, width) float32 on the CPU; bar: show how far it is."""
+        """M texts -> (M, width) float32 on the CPU, in which as much memory again is needed to cluster them; bar: show
+        how far it is."""
         from tqdm import tqdm
-        out, title = [], f"{Path(self.name).name}: {len(texts):,} texts"
+        out, title = None, f"{Path(self.name).name}: {len(texts):,} texts"
         for i in tqdm(range(0, len(texts), batch), desc=title, disable=not bar):
             some = texts[i:i + batch]
             if self.name == "tf-idf":
-                out.append(torch.from_numpy(self.model.transform(some).toarray()))  # (b, words)
+                x = torch.from_numpy(self.model.transform(some).toarray())  # (b, words)
             else:
                 tokens = {k: v.to(self.device) for k, v in self.tokenizer(some).items()}  # (b, L)
-                out.append(self.model(**tokens).float().cpu())  # (b, width)
-        return normalize(torch.cat(out))
+                x = self.model(**tokens).float().cpu()  # (b, width)
+            out = torch.empty(len(texts), x.shape[1]) if out is None else out
+            out[i:i + batch] = normalize(x)
+        return out
 
 
 # ======================================================= making them =================================================
@@ -159,7 +169,7 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         by, (entries, rows, counts) = "caption", distinct_captions(train)
         if len(entries) < args.num_clusters:
             raise UserError(f"--num-clusters {args.num_clusters}: more than the {len(entries):,} different captions of "
-                            f"{args.dataset}")
+                            f"{args.dataset}; lower it")
         encoder = SentenceEncoder(args.cluster_encoder, device, entries)
         embeddings, state = encoder(entries, bar=True), encoder.state  # (M, D)
     elif source == "vision":
@@ -170,6 +180,8 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         of_key = {train.key(i): i for i in range(len(train)) if named[i]}  # once, unfolded or not
         by, entries, rows, without = "class", list(of_key), list(of_key.values()), named.count(None)
         found = [named[i] for i in rows]
+        if not found:
+            raise UserError(f"--clusters {source}: no example of {train.name} has one")
     else:
         by, entries, rows, found, without = read_clusters(source, train)
     tensors = {}
