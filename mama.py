@@ -11,7 +11,7 @@ better. Nothing is kept at test time but the encoders.
 Equations, s_ij = cos(lambda_ij) = cosine of video i and text j, all candidates of the global batch in the denominator:
     (1)      L_contrastive,i = -log( exp(s_ii / tau) / sum_j exp(s_ij / tau) )     angular_margin_loss with mu = 0
     (3)      L_i = L_v2t,i + L_t2v,i, the sum of both directions                   angular_margin_loss
-    (4, 5)   s_ii becomes cos([lambda_ii - mu]_+) where lambda_ii <= pi / 2         angular_cosine
+    (4) ff.  s_ii becomes cos([lambda_ii - mu]_+) where lambda_ii <= pi / 2         angular_cosine
     (6)      mu(k) = a0 / (a1 + exp(-a2 k)), k = optimiser step                    margin
     (7)      w_i = MLP_theta(L_i), 1-100-1, ReLU, sigmoid                          WeightNet
     (8)      L = 1/B sum_i w_i L_i                                                 main
@@ -51,9 +51,10 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     prints mu / tau.
  3. Section 4.1 prints a0 = 0.2 and a2 = -0.1, a margin that falls from 0.018 to 0; Section 4.3 prints a0 = 2 and
     a2 = 0.1, which grows to the best margin of Fig. 4. We follow 4.3.
- 4. The step at which a margin ends is lambda = pi / 2, where the printed loss jumps by sin(mu) / tau: kept.
+ 4. As printed the margin ends at lambda = pi / 2 with a jump of the logit by sin(mu) / tau: kept. Towers from scratch
+    start with most pairs beyond it.
  5. Eq. 8 as printed lets a gradient flow through w; as MW-Net (Shu et al. 2019), whose algorithm this is, we do not.
-    Its Adam and weight decay for theta as well; Eq. 10 prints a plain step, and eta for beta.
+    Eq. 10 prints a plain step, and eta for beta; for theta we take AdamW as the authors' code does.
  6. The virtual step is plain gradient descent, as in Eq. 9, whatever --optimizer does.
  7. beta for retrieval is not said; the recipe takes alpha, as for question answering.
  8. The meta-data are said to be small, clean and balanced. Here: training examples, by a hash of their names, classes
@@ -92,7 +93,7 @@ def margin(step, a0=2.0, a1=10.0, a2=0.1):
 
 
 def angular_cosine(sim, mu):
-    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape; where lambda > pi / 2, sim as it is (Eq. 5).
+    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape; sim as it is where lambda > pi / 2 (after Eq. 4).
 
     cos(lambda - mu) = s cos(mu) + sqrt(1 - s^2) sin(mu): acos has no finite slope at 1, this has one everywhere.
     """
@@ -103,7 +104,7 @@ def angular_cosine(sim, mu):
 
 @fp32
 def angular_margin_loss(video, text, tau, mu, block=0):
-    """L_i = L_v2t,i + L_t2v,i over the global batch, with the angle of each pair smaller by mu (Eqs. 1, 3 to 5).
+    """L_i = L_v2t,i + L_t2v,i over the global batch, with the angle of each pair smaller by mu (Eqs. 1, 3, 4).
 
     Args:
         video, text: (B, D) this process's embeddings, any float dtype; row i of both is a pair.
@@ -298,8 +299,8 @@ def parse_args(argv=None):
                         "focal loss, self-paced learning, L2RW (Table 6); or 1")
     g.add_argument("--weight-hidden", type=count, default=100, help="hidden units of the weight network; MW-Net 100")
     g.add_argument("--meta-lr", type=nonnegative, default=1e-3,
-                   help="beta, of its Adam in --weighting meta; paper: alpha, MW-Net 1e-3")
-    g.add_argument("--meta-weight-decay", type=nonnegative, default=1e-4, help="of that Adam; MW-Net 1e-4")
+                   help="beta, of its AdamW in --weighting meta; paper: alpha, MW-Net 1e-3")
+    g.add_argument("--meta-weight-decay", type=nonnegative, default=1e-3, help="of that AdamW; authors' code 1e-3")
     g.add_argument("--virtual-lr", type=nonnegative, default=0.0,
                    help="alpha of the virtual step; 0 = the learning rate of the moment")
     g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
@@ -432,10 +433,11 @@ def main(args):
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
     # <<< shared
     meta_optimizer = None
-    if args.weighting == "meta":                                           # its gradients carry alpha, hence that eps
+    if args.weighting == "meta":
         own["weight_net"] = weight_net
-        meta_optimizer = torch.optim.Adam(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
-                                          weight_decay=args.meta_weight_decay)
+        # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
+        meta_optimizer = torch.optim.AdamW(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
+                                           weight_decay=args.meta_weight_decay)
     plain = copy.copy(tower)                                               # for the passes without DDP and autocast
     model, optimizer = run.prepare(tower, own, optimizer, meta_optimizer)  # DDP; with --resume the last checkpoint
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
