@@ -421,6 +421,9 @@ def main(args):
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
+    if args.weighting in ("meta", "l2rw") and common.world() > 1 and common.has_batchnorm(tower):
+        raise common.UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
+                               "over several processes have no forward mode; use one process or another encoder")
     weight_net, own = WeightNet(args.weight_hidden).to(run.device), nn.ModuleDict()
     if args.weighting == "joint":                                          # then the optimiser of the towers trains it
         own["weight_net"] = weight_net
