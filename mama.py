@@ -11,7 +11,7 @@ better. Nothing is kept at test time but the encoders.
 Equations, s_ij = cos(lambda_ij) = cosine of video i and text j, all candidates of the global batch in the denominator:
     (1)      L_contrastive,i = -log( exp(s_ii / tau) / sum_j exp(s_ij / tau) )     angular_margin_loss with mu = 0
     (3)      L_i = L_v2t,i + L_t2v,i, the sum of both directions                   angular_margin_loss
-    (4, 5)   s_ii becomes cos([lambda_ii - mu]_+) where lambda_ii <= pi / 2         angular_cosine
+    (4) ff.  s_ii becomes cos([lambda_ii - mu]_+) where lambda_ii <= pi / 2         angular_cosine
     (6)      mu(k) = a0 / (a1 + exp(-a2 k)), k = optimiser step                    margin
     (7)      w_i = MLP_theta(L_i), 1-100-1, ReLU, sigmoid                          WeightNet
     (8)      L = 1/B sum_i w_i L_i                                                 main
@@ -51,9 +51,10 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     prints mu / tau.
  3. Section 4.1 prints a0 = 0.2 and a2 = -0.1, a margin that falls from 0.018 to 0; Section 4.3 prints a0 = 2 and
     a2 = 0.1, which grows to the best margin of Fig. 4. We follow 4.3.
- 4. The step at which a margin ends is lambda = pi / 2, where the printed loss jumps by sin(mu) / tau: kept.
+ 4. As printed the margin ends at lambda = pi / 2 with a jump of the logit by sin(mu) / tau: kept. Towers from scratch
+    start with most pairs beyond it.
  5. Eq. 8 as printed lets a gradient flow through w; as MW-Net (Shu et al. 2019), whose algorithm this is, we do not.
-    Its Adam and weight decay for theta as well; Eq. 10 prints a plain step, and eta for beta.
+    Eq. 10 prints a plain step, and eta for beta; for theta we take AdamW as the authors' code does.
  6. The virtual step is plain gradient descent, as in Eq. 9, whatever --optimizer does.
  7. beta for retrieval is not said; the recipe takes alpha, as for question answering.
  8. The meta-data are said to be small, clean and balanced. Here: training examples, by a hash of their names, classes
@@ -62,7 +63,9 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
  9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
     directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
     L2RW as published, its weights times B, since Eq. 8 divides by B.
-10. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
+10. The biases with which the weight network starts are ours (WeightNet). With torch's own it is nearly a straight
+    line over the losses that occur, and cannot lower the highest without those in the middle.
+11. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
 """
 
 import argparse
@@ -92,7 +95,7 @@ def margin(step, a0=2.0, a1=10.0, a2=0.1):
 
 
 def angular_cosine(sim, mu):
-    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape; where lambda > pi / 2, sim as it is (Eq. 5).
+    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape; sim as it is where lambda > pi / 2 (after Eq. 4).
 
     cos(lambda - mu) = s cos(mu) + sqrt(1 - s^2) sin(mu): acos has no finite slope at 1, this has one everywhere.
     """
@@ -103,7 +106,7 @@ def angular_cosine(sim, mu):
 
 @fp32
 def angular_margin_loss(video, text, tau, mu, block=0):
-    """L_i = L_v2t,i + L_t2v,i over the global batch, with the angle of each pair smaller by mu (Eqs. 1, 3 to 5).
+    """L_i = L_v2t,i + L_t2v,i over the global batch, with the angle of each pair smaller by mu (Eqs. 1, 3, 4).
 
     Args:
         video, text: (B, D) this process's embeddings, any float dtype; row i of both is a pair.
@@ -126,11 +129,16 @@ def angular_margin_loss(video, text, tau, mu, block=0):
 
 
 class WeightNet(nn.Module):
-    """w_i = MLP(L_i) (Eq. 7): losses (B,) -> weights (B,) in 0 .. 1, about 1/2 at first."""
+    """w_i = MLP(L_i) (Eq. 7): losses (B,) -> weights (B,) in 0 .. 1, about 1/2 at first.
 
-    def __init__(self, hidden=100):
+    reach: the hidden units begin to act at losses spread over 0 .. reach nats; torch's own biases put nearly all of
+    these points next to 0, and the network is then a straight line before its sigmoid."""
+
+    def __init__(self, hidden=100, reach=10.0):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1), nn.Sigmoid())
+        with torch.no_grad():
+            self.layers[0].bias.copy_(-self.layers[0].weight[:, 0] * reach * torch.rand(hidden))
 
     def forward(self, losses):
         return self.layers(losses[:, None])[:, 0]
@@ -265,7 +273,7 @@ MOVING = MSRVTT | dict(
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
     image_size=32, image_stats="half", frames=4, text_length=24, text_pooling="mean", caption_noise=0.3,
     epochs=10.0, batch_size=64, lr=2e-3, lr_end=2e-5, warmup_epochs=1.0, weight_decay=0.1,
-    tau=0.1, meta_lr=1e-3, meta_batch_size=32,
+    tau=0.1, meta_lr=3e-4, meta_batch_size=32,
     crop_min=0.8, jitter=0.2,
     log_every=10, save_every=120, eval_every=100)
 OWN = MOVING | dict(
@@ -298,8 +306,8 @@ def parse_args(argv=None):
                         "focal loss, self-paced learning, L2RW (Table 6); or 1")
     g.add_argument("--weight-hidden", type=count, default=100, help="hidden units of the weight network; MW-Net 100")
     g.add_argument("--meta-lr", type=nonnegative, default=1e-3,
-                   help="beta, of its Adam in --weighting meta; paper: alpha, MW-Net 1e-3")
-    g.add_argument("--meta-weight-decay", type=nonnegative, default=1e-4, help="of that Adam; MW-Net 1e-4")
+                   help="beta, of its AdamW in --weighting meta; paper: alpha, MW-Net 1e-3")
+    g.add_argument("--meta-weight-decay", type=nonnegative, default=1e-3, help="of that AdamW; authors' code 1e-3")
     g.add_argument("--virtual-lr", type=nonnegative, default=0.0,
                    help="alpha of the virtual step; 0 = the learning rate of the moment")
     g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
@@ -420,6 +428,9 @@ def main(args):
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
+    if args.weighting in ("meta", "l2rw") and common.world() > 1 and common.has_batchnorm(tower):
+        raise common.UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
+                               "over several processes have no forward mode; use one process or another encoder")
     weight_net, own = WeightNet(args.weight_hidden).to(run.device), nn.ModuleDict()
     if args.weighting == "joint":                                          # then the optimiser of the towers trains it
         own["weight_net"] = weight_net
@@ -432,10 +443,11 @@ def main(args):
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
     # <<< shared
     meta_optimizer = None
-    if args.weighting == "meta":                                           # its gradients carry alpha, hence that eps
+    if args.weighting == "meta":
         own["weight_net"] = weight_net
-        meta_optimizer = torch.optim.Adam(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
-                                          weight_decay=args.meta_weight_decay)
+        # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
+        meta_optimizer = torch.optim.AdamW(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
+                                           weight_decay=args.meta_weight_decay)
     plain = copy.copy(tower)                                               # for the passes without DDP and autocast
     model, optimizer = run.prepare(tower, own, optimizer, meta_optimizer)  # DDP; with --resume the last checkpoint
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
@@ -447,7 +459,7 @@ def main(args):
     if args.weighting in ("meta", "l2rw"):
         first, last = (-(-step // args.meta_every) for step in (run.step, run.last))
         meta_batches = iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed, first, last,
-                                           run.device, args.workers, args.max_bad_fraction, run.folder))
+                                           run.device, min(2, args.workers), args.max_bad_fraction, run.folder))
 
     # ------------------------------------------- loop ----------------------------------------------------------------
     evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args)

@@ -455,7 +455,7 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
          *"--max-steps 2 --optimizer sgd --beta1 0 --lr-schedule constant --warmup-epochs 0 --weight-decay 0".split(),
          *"--grad-clip 0 --meta-lr 0.01 --meta-weight-decay 0".split())
     net, theta = seen["first net"], dict(seen["tower"].named_parameters())
-    adam = torch.optim.Adam(net.parameters(), lr=0.01, betas=(0.9, 0.98), eps=1e-12)
+    adam = torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.9, 0.98), eps=1e-12, weight_decay=0)
     steps = seen["inputs"][::2], seen["inputs"][1::2] if weighting == "meta" else [None] * 2
     steps = zip(*steps) if weighting == "meta" else ((b, None) for b in seen["inputs"])
     for k, (batch, meta) in enumerate(steps):
