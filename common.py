@@ -932,6 +932,26 @@ def small_cnn(width=32):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
+def transformer_blocks(width, layers):
+    """Pre-norm transformer layers without dropout, for through_blocks."""
+    return nn.ModuleList([nn.ModuleDict({
+        "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
+        "norm2": nn.LayerNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)})
+        for _ in range(layers)])
+
+
+def through_blocks(x, keep, blocks, heads):
+    """(B, L, width) through the layers; every token sees those of keep (B, L)."""
+    B, L = x.shape[:2]
+    for b in blocks:
+        qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, heads, -1)  # (B, L, 3, heads, width / heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
+        x = x + b["out"](y.transpose(1, 2).reshape(B, L, -1))
+        x = x + b["fc2"](F.gelu(b["fc1"](b["norm2"](x))))
+    return x
+
+
 class SmallText(nn.Module):
     """A pre-norm transformer over WordPiece ids without dropout; mean over the tokens: (B, L) -> (B, width)."""
 
@@ -941,23 +961,21 @@ class SmallText(nn.Module):
         self.token = nn.Embedding(vocabulary, width, padding_idx=0)
         self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
         nn.init.normal_(self.token.weight, std=0.02)
-        self.blocks = nn.ModuleList([nn.ModuleDict({
-            "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
-            "norm2": nn.LayerNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)})
-            for _ in range(layers)])
+        self.blocks = transformer_blocks(width, layers)
         self.heads, self.norm = heads, nn.LayerNorm(width)
 
+    def states(self, input_ids, attention_mask):
+        """(B, L, width) of the tokens."""
+        x = self.token(input_ids) + self.position[:input_ids.shape[1]]  # (B, L, width)
+        return self.norm(through_blocks(x, attention_mask.bool(), self.blocks, self.heads))
+
     def forward(self, input_ids, attention_mask):
-        B, L = input_ids.shape[:2]
-        keep = attention_mask.bool()  # (B, L)
-        x = self.token(input_ids) + self.position[:L]  # (B, L, width)
-        for b in self.blocks:
-            qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
-            x = x + b["out"](y.transpose(1, 2).reshape(B, L, -1))
-            x = x + b["fc2"](F.gelu(b["fc1"](b["norm2"](x))))
-        return (self.norm(x) * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)  # (B, width)
+        return self.pool(self.states(input_ids, attention_mask), attention_mask.bool())
+
+    @staticmethod
+    def pool(states, keep):
+        """Mean over the tokens that are kept, (B, L) bool: (B, width)."""
+        return (states * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
 
 
 class FeatureEncoder(SmallText):
@@ -1037,16 +1055,23 @@ class TextEncoder(nn.Module):
         self.projection = projection if keep else nn.Linear(self.width, embed_dim, bias=False)
 
     def forward(self, input_ids, attention_mask):
-        out = self.body(input_ids=input_ids, attention_mask=attention_mask)
-        if not torch.is_tensor(out):
-            if self.config["model_type"].startswith("clip"):
-                out = out.pooler_output
-            elif self.pooling == "mean":
-                keep = attention_mask[..., None].to(out.last_hidden_state.dtype)  # (B, L, 1)
-                out = (out.last_hidden_state * keep).sum(1) / keep.sum(1)
-            else:
-                out = out.last_hidden_state[:, 0]
-        return self.projection(out)
+        return self.states(input_ids, attention_mask)[1]
+
+    def states(self, input_ids, attention_mask):
+        """(B, L, width) of the tokens, and the embeddings (B, D)."""
+        if self.name == "small":
+            states = self.body.states(input_ids, attention_mask)
+            return states, self.projection(self.body.pool(states, attention_mask.bool()))
+        found = self.body(input_ids=input_ids, attention_mask=attention_mask)
+        states = found.last_hidden_state  # (B, L, width)
+        if self.config["model_type"].startswith("clip"):
+            out = found.pooler_output
+        elif self.pooling == "mean":
+            keep = attention_mask[..., None].to(states.dtype)  # (B, L, 1)
+            out = (states * keep).sum(1) / keep.sum(1)
+        else:
+            out = states[:, 0]
+        return states, self.projection(out)
 
 
 def hub_reason(error):
@@ -1119,6 +1144,75 @@ class TwoTower(nn.Module):
     def forward(self, pixels=None, tokens=None):
         features, image = self.vision(pixels) if pixels is not None else (None, None)
         return image, self.text(**tokens) if tokens is not None else None, features
+
+
+class QuestionAnswerer(nn.Module):
+    """A video and a question in one transformer, each token seeing all others (as VIOLET): its first token answers.
+
+    One token a frame (the image encoder's features) and one a token of the question, behind a token of its own. The
+    towers stay as they are: their embeddings are those of the video and the question before they meet.
+
+    Args: tower: TwoTower with both encoders.   answers: size of the vocabulary of open questions; 0 = a score for each
+        choice.   frames: most frames of a clip.   fused: also a score of whole pairs, for similarities.
+    """
+
+    def __init__(self, tower, answers=0, frames=12, width=256, layers=2, heads=4, fused=False):
+        super().__init__()
+        self.tower, self.answers, self.heads = tower, answers, heads
+        self.from_vision, self.from_text = (nn.Sequential(nn.LayerNorm(t.width), nn.Linear(t.width, width))
+                                            for t in (tower.vision, tower.text))
+        self.first = nn.Parameter(torch.randn(width) * 0.5)  # as large as the tokens: at 0.02 the order of the frames
+        self.time = nn.Parameter(torch.randn(frames, width) * 0.5)  # was not learnt at all
+        self.blocks, self.norm = transformer_blocks(width, layers), nn.LayerNorm(width)
+        self.head = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, answers or 1))
+        self.match = nn.Linear(width, 1) if fused else None
+
+    def forward(self, pixels, tokens, choices=None, there=None):
+        """A step's answers, in one call for DDP.
+
+        Args: pixels: (B, T, 3, S, S), or images (B, 3, S, S).   tokens: of the questions, (B, L) each.
+            choices: tokens of "question choice", (B * C, L) each, the choices of a question one after the other.
+            there: (B, C) bool, which of them there are; None = all.
+        Returns: scores (B, answers) of the vocabulary or (B, C) of the choices, -inf where there is none; video (B, D)
+            and question (B, D), not normalised; with `fused` also the similarity (B, B) in -1..1 of the pairs of this
+            process, rows = videos.
+        Raises: UserError for choices without a model of choices, and the other way round.
+        """
+        if bool(self.answers) == (choices is not None):
+            raise UserError("a model of open questions takes no choices, and one of choices needs them")
+        frames, video = self.frames(pixels)  # (B, T, width), (B, D)
+        states, question = self.tower.text.states(**tokens)  # (B, L, width of the tower), (B, D)
+        words, keep = self.from_text(states), tokens["attention_mask"].bool()  # (B, L, width), (B, L)
+        if choices is None:
+            scores = self.head(self.fuse(frames, words, keep))  # (B, answers)
+        else:
+            more, _ = self.tower.text.states(**choices)  # (B * C, L, width of the tower)
+            each = len(more) // len(frames)
+            asked = self.from_text(more), choices["attention_mask"].bool()  # (B * C, L, width), (B * C, L)
+            scores = self.head(self.fuse(frames.repeat_interleave(each, 0), *asked)).view(-1, each)  # (B, C)
+            scores = scores if there is None else scores.masked_fill(~there, -math.inf)
+        if self.match is None:
+            return scores, video, question
+        B = len(frames)
+        pairs = self.fuse(frames.repeat_interleave(B, 0), words.repeat(B, 1, 1), keep.repeat(B, 1))  # (B * B, width)
+        return scores, video, question, self.match(pairs).tanh().view(B, B)
+
+    def frames(self, pixels):
+        """One token a frame (B, T, width), and the mean of the normalised frame embeddings (B, D)."""
+        clips = pixels[:, None] if pixels.ndim == 4 else pixels  # (B, T, 3, S, S)
+        features, embedding = self.tower.vision(clips.flatten(0, 1))  # (B * T, width of the tower), (B * T, D)
+        T = clips.shape[1]
+        tokens = self.from_vision(features).unflatten(0, (-1, T)) + self.time[:T]  # (B, T, width)
+        if pixels.ndim == 5:
+            embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (-1, T)).mean(1)  # (B, D)
+        return tokens, embedding
+
+    def fuse(self, frames, words, keep):
+        """Frames (B, T, width) and words (B, L, width), keep (B, L) of them -> (B, width)."""
+        first = self.first.expand(len(frames), 1, -1)  # (B, 1, width)
+        x = torch.cat([first, frames, words], 1)  # (B, 1 + T + L, width)
+        seen = torch.cat([keep.new_ones(len(keep), 1 + frames.shape[1]), keep], 1)  # (B, 1 + T + L)
+        return self.norm(through_blocks(x, seen, self.blocks, self.heads)[:, 0])
 
 
 def build_model(spec, tokenizer, pretrained, weights=""):

@@ -234,3 +234,90 @@ def test_answer_and_reason_must_both_be_right():
     chance = common.question_metrics([1 / 5] * 12, types * 2, pairs)  # of a random choice among five
     assert chance["accuracy"] == pytest.approx(100 * (0.2 + 0.2 + 0.04 + 0.04) / 4)
     assert chance["accuracy predictive"] == pytest.approx(4.0) and chance["accuracy predictive reason"] == 20.0
+
+
+# ---------------------------------------------------- the model ----------------------------------------------------
+COLOURS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0)}
+WORDS = ["what", "colour", "comes", "first", "last", *COLOURS]  # ids from 1, 0 = nothing
+
+
+def answerer(**more):
+    torch.manual_seed(0)
+    vision = common.VisionEncoder("small", 16, image_size=16)
+    text = common.TextEncoder("small", 16, length=8, vocabulary=len(WORDS) + 1)
+    return common.QuestionAnswerer(common.TwoTower(vision, text), frames=2, width=32, **more)
+
+
+def tokens(texts, length=6):
+    ids = torch.tensor([[WORDS.index(w) + 1 for w in t.split()] + [0] * (length - len(t.split())) for t in texts])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def clips(first, last):
+    """(B, 2, 3, 16, 16): one colour, then another."""
+    frames = [torch.tensor([COLOURS[a], COLOURS[b]]) for a, b in zip(first, last)]
+    return torch.stack(frames)[..., None, None].expand(-1, -1, -1, 16, 16)
+
+
+FIRST, LAST = ["red", "green", "blue", "red"], ["blue", "red", "green", "green"]
+ASKED = ["what colour comes first", "what colour comes last", "what colour comes last", "what colour comes first"]
+
+
+def test_an_open_question_is_scored_over_the_vocabulary():
+    model = answerer(answers=3)
+    scores, video, question = model(clips(FIRST, LAST), tokens(ASKED))
+    assert scores.shape == (4, 3) and video.shape == question.shape == (4, 16)
+    tower = model.tower(clips(FIRST, LAST), tokens(ASKED))
+    assert torch.equal(video, tower[0]) and torch.equal(question, tower[1])  # as before they meet
+    longer = model(clips(FIRST, LAST), tokens(ASKED, 8))[0]
+    assert torch.allclose(scores, longer, atol=1e-6)  # what is no word has no say
+    swapped = model(clips(LAST, FIRST), tokens(ASKED))[0]
+    assert not torch.allclose(scores, swapped, atol=1e-4)  # the order of the frames has
+    (scores.sum() + video.sum() + question.sum()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(common.UserError, match="takes no choices"):
+        model(clips(FIRST, LAST), tokens(ASKED), tokens(ASKED))
+
+
+def test_choices_are_scored_each_for_itself():
+    model = answerer()
+    names = list(COLOURS)
+    choices = tokens([f"{q} {name}" for q in ASKED for name in names])
+    scores = model(clips(FIRST, LAST), tokens(ASKED), choices)[0]
+    assert scores.shape == (4, 3)
+    turned = tokens([f"{q} {name}" for q in ASKED for name in reversed(names)])
+    assert torch.allclose(model(clips(FIRST, LAST), tokens(ASKED), turned)[0], scores.flip(1), atol=1e-6)
+    there = torch.ones(4, 3, dtype=torch.bool)
+    there[1, 2] = False
+    some = model(clips(FIRST, LAST), tokens(ASKED), choices, there)[0]
+    assert some[1, 2] == -float("inf") and torch.equal(some[there], scores[there])
+    with pytest.raises(common.UserError, match="one of choices needs them"):
+        model(clips(FIRST, LAST), tokens(ASKED))
+
+
+def test_pairs_that_meet_have_a_similarity():
+    model = answerer(answers=3, fused=True)
+    similarity = model(clips(FIRST, LAST), tokens(ASKED))[3]
+    assert similarity.shape == (4, 4) and similarity.abs().max() < 1
+    alone = model(clips(FIRST, LAST)[2:3], tokens(ASKED[:1]))[3]
+    assert torch.allclose(similarity[2, 0], alone[0, 0], atol=1e-6)  # video 2, question 0
+
+
+@pytest.mark.parametrize("open_ended", [True, False])
+def test_answers_are_learnt_that_neither_video_nor_question_gives_alone(open_ended):
+    """First or last colour of two: by the question alone or the video alone at most one of two."""
+    torch.manual_seed(0)
+    names, model = list(COLOURS), answerer(answers=3 if open_ended else 0)
+    pairs = [(a, b) for a in names for b in names if a != b]
+    first, last = zip(*(pairs + pairs))
+    asked = [f"what colour comes {when}" for when in ("first", "last") for _ in pairs]
+    right = torch.tensor([names.index(x) for x in (*first[:6], *last[6:])])
+    choices = None if open_ended else tokens([f"{q} {name}" for q in asked for name in names])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(70 if open_ended else 140):
+        scores = model(clips(first, last), tokens(asked), choices)[0]
+        loss = torch.nn.functional.cross_entropy(scores, right)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert common.question_metrics(common.answer_hits(scores, right))["accuracy"] == 100
