@@ -2073,12 +2073,17 @@ def add_captions(data, file):
     import datasets
     if data.streamed or data.sources is None:
         raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
-    extra, rows, captions, lost = _read_caption_file(file), {}, list(data.column("captions")), []
+    try:
+        extra = _read_caption_file(file)
+    except UserError as error:
+        raise UserError(str(error).replace("--dataset", "--extra-captions", 1)) from error
+    rows, captions, lost = {}, list(data.column("captions")), []
     for i, source in enumerate(data.sources["source"][:]):
         path = Path(data.key(i) if source.get("size") is not None or not source.get("path") else source["path"])
         rows.setdefault((path.stem, source.get("start"), source.get("end")), []).append((i, path))
-    names, usual, new = extra.column_names, VIDEO_COLUMNS + IMAGE_COLUMNS, 0
-    image, caption = pick_column("", "", names, usual, file), pick_column("", "", names, CAPTION_COLUMNS, file)
+    names, usual, flag, new = extra.column_names, VIDEO_COLUMNS + IMAGE_COLUMNS, "--extra-captions: a column of ", 0
+    image = pick_column(f"{flag}videos", "", names, usual, file.name)
+    caption = pick_column(f"{flag}captions", "", names, CAPTION_COLUMNS, file.name)
     for name, texts, window in zip(extra[image][:], extra[caption][:], _windows(extra)):
         path = Path(str(name))
         found = rows.get((path.stem, *window)) or rows.get((path.name, *window)) or []

@@ -375,6 +375,14 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("d.mp4", "x")])
     with pytest.raises(common.UserError, match="none of its 1 rows is of a clip of msrvtt"):
         common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "none.csv"), **options)
+    for header, words in (("name,caption", "a column of videos is needed: odd.csv has none of video, video_path"),
+                          ("video,words", "a column of captions is needed: odd.csv has none of caption"),
+                          ("video,caption,c\na,b,c,d", "odd.csv: line 2 has more fields than the header's 3"),
+                          ("video,caption", "odd.csv: it has no rows")):
+        (tmp_path / "odd.csv").write_text(f"{header}\n" if "rows" in words or "line" in words else f"{header}\nx,y\n")
+        with pytest.raises(common.UserError) as info:
+            common.add_captions(plain, tmp_path / "odd.csv")
+        assert str(info.value).startswith("--extra-captions") and words in str(info.value), info.value
     drawn = common.Data("drawn", "train", common.make_table([["x"]], ["0"]), pixels=torch.zeros(1, 2, 3, 8, 8).byte())
     with pytest.raises(common.UserError, match="drawn has no files whose names"):
         common.add_captions(drawn, tmp_path / "none.csv")
