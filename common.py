@@ -162,7 +162,9 @@ def leave_processes():
 ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.expert": ("Expert",),
          "tools.paraphrase": ("Paraphrases",),
          "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "linear_probe",
-                            "padded_and_flipped")}
+                            "padded_and_flipped"),
+         "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
+         "tools.avion": ("avion_weights",)}
 
 
 def __getattr__(name):
@@ -1284,6 +1286,7 @@ def init_from(model, path):
         raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
                         f"time; --image-encoder {VIDEO}vit_base_patch16_clip_224 takes AVION's training of LaViLa")
     if "visual.temporal_embedding" in weights:
+        from tools.avion import avion_weights
         fit = avion_weights(model, weights, path)
         model.load_state_dict(fit, strict=False)
         say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by AVION's names")
@@ -1304,69 +1307,6 @@ def init_from(model, path):
                         f"{list(weights)[:3]}, the model {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
-
-
-# AVION's names -> ours; its code with flash attention says attn.Wqkv, and mlp.fc1, mlp.fc2 as we do
-AVION_VISION = {"class_embedding": "cls_token", "positional_embedding": "pos_embed", "conv1": "patch_embed.proj",
-                "ln_pre": "norm_pre", "ln_post": "norm", "transformer.resblocks": "blocks", "ln_1": "norm1",
-                "ln_2": "norm2", r"attn\.(in_proj_|Wqkv\.)": "attn.qkv.", "attn.out_proj": "attn.proj",
-                "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
-AVION_TEXT = {"token_embedding": "embeddings.token_embedding",
-              "positional_embedding": "embeddings.position_embedding.weight", "ln_final": "final_layer_norm",
-              "transformer.resblocks": "encoder.layers", "ln_1": "layer_norm1", "ln_2": "layer_norm2",
-              "attn.out_proj": "self_attn.out_proj", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
-
-
-def avion_weights(model, weights, path):
-    """{our name: tensor} of AVION's state dict for a VideoViT and, where the text encoder is a CLIP's, for that too.
-
-    Other shapes for the same: a first layer stored as a matrix, one tensor for q, k and v, projections (width, D), and
-    `temporal`, stretched linearly to the frames of the model.
-    Raises: UserError where a tower or a shape is another, or the text encoder has not GELU, which AVION trained with.
-    """
-    own, out, body = model.state_dict(), {}, model.vision.body
-    if not isinstance(body, VideoViT):
-        raise UserError(f"--init-from {path}: AVION's video tower; it goes into --image-encoder "
-                        f"{VIDEO}vit_base_patch16_clip_224")
-    texts = model.text is not None and (model.text.config or {}).get("model_type", "").startswith("clip")
-    if texts and model.text.body.config.hidden_act != "gelu":
-        raise UserError(f"--init-from {path}: AVION's text tower has GELU, --text-encoder {model.text.name} has "
-                        f"{model.text.body.config.hidden_act}; give a CLIP with hidden_act gelu in its config.json "
-                        "(LAION's have it)")
-    for name, x in weights.items():
-        tower, _, rest = name.partition(".")
-        if name == "visual.temporal_embedding":
-            stretched = F.interpolate(x[None, None].float(), (len(body.temporal), x.shape[1]), mode="bilinear")
-            out["vision.body.temporal"] = stretched[0, 0]  # (T, width)
-        elif rest in ("image_projection", "text_projection"):
-            where = {"visual": "vision", "textual": "text"}[tower]
-            out |= {f"{where}.projection.weight": x.T} if where == "vision" or texts else {}
-        elif tower == "visual":
-            ours = "vision.body.vit." + _renamed(rest, AVION_VISION)
-            out[ours] = x.reshape(own[ours].shape) if ours in own and x.numel() == own[ours].numel() else x
-        elif tower == "textual" and texts:
-            whole = re.fullmatch(r"(transformer\.resblocks\.\d+)\.attn\.in_proj_(weight|bias)", rest)
-            parts = {rest: x}
-            if whole:
-                layer, kind = whole.groups()
-                parts = {f"{layer}.self_attn.{k}_proj.{kind}": part for k, part in zip("qkv", x.chunk(3))}
-            out |= {"text.body." + _renamed(k, AVION_TEXT): v for k, v in parts.items()}
-    wrong = [k for k, v in out.items() if k not in own or own[k].shape != v.shape]
-    lacking = [k for k in own if k not in out and k.startswith(("vision.", "text.") if texts else "vision.")]
-    if wrong or lacking:
-        what = f"{wrong[0]} {tuple(out[wrong[0]].shape)} fits nowhere" if wrong else f"there is none for {lacking[0]}"
-        raise UserError(f"--init-from {path}: AVION's names, but {what}; its ViT-B has --image-size 224, "
-                        "--embed-dim 256 and --text-length 77")
-    if not texts:
-        say(f"--init-from {path}: the text encoder is no CLIP and keeps its own weights")
-    return out
-
-
-def _renamed(name, table):
-    """A name with each pattern of a table replaced."""
-    for theirs, ours in table.items():
-        name = re.sub(rf"(^|(?<=\.)){theirs}(?=\.|$|weight|bias)", ours, name)
-    return name
 
 
 def decay_groups(modules, weight_decay):
@@ -2601,111 +2541,6 @@ def retrieval_chance(positives, gallery):
     return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
 
 
-def mir_metrics(sim, relevancy, chunk=1024):
-    """Multi-instance retrieval as EPIC-KITCHENS-100 scores it, both ways, in percent.
-
-    mAP: the items of relevancy exactly 1 are counted, and the precision at each sums the relevancies of all items up to
-    it, the partly relevant ones too: what the EPIC-KITCHENS code computes and every paper reports. mAP_binary is the
-    textbook's, with ones alone in that sum: never higher. nDCG: over the first k ranks, k = the number of the query's
-    items with relevancy > 0, gain linear in the relevancy.
-
-    Args:
-        sim (R, C): similarities, rows = queries (clips), columns = items (sentences).
-        relevancy (R, C): 0..1, tensor or array.   chunk: queries at a time, at most.
-    Returns: {rows, columns, mAP, nDCG, mAP_binary}. rows and columns: {mAP, nDCG, mAP_binary, queries, no_match,
-        unrelated}, columns with the columns as queries; the last three are the means of both. A query without an item
-        of relevancy 1 counts for no mAP (no_match tells how many), one without any above 0 for no nDCG (unrelated).
-        Ties: of equal similarities the less relevant item stands first.
-    Raises: ValueError where nothing is left to average, on shapes that differ or a relevancy outside 0..1; NotFinite.
-    """
-    relevancy = torch.as_tensor(relevancy, device=sim.device)
-    if sim.ndim != 2 or sim.shape != relevancy.shape:
-        raise ValueError(f"similarities {tuple(sim.shape)} and relevancies {tuple(relevancy.shape)} differ in shape")
-    if not all(torch.isfinite(part).all() for part in sim.split(chunk)):
-        raise NotFinite("similarities hold non-finite values")
-    if not all(((part >= 0) & (part <= 1)).all() for part in relevancy.split(chunk)):
-        raise ValueError("relevancies must lie between 0 and 1")
-    ways = {"rows": _mir_one_way(sim, relevancy, chunk), "columns": _mir_one_way(sim.T, relevancy.T, chunk)}
-    return ways | {k: (ways["rows"][k] + ways["columns"][k]) / 2 for k in MIR}
-
-
-def _mir_one_way(sim, relevancy, chunk):
-    """mir_metrics of the rows as queries."""
-    exact = torch.float32 if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    R, C = sim.shape
-    rank = torch.arange(1, C + 1, device=sim.device, dtype=exact)  # (C,)
-    discount = 1 / torch.log2(rank + 1)  # (C,)
-    rows, sums = max(1, min(chunk, 2**20 // C)), {k: 0.0 for k in MIR}
-    matched = related = 0
-    for i in range(0, R, rows):
-        rel, up = relevancy[i:i + rows].sort(dim=1, stable=True)  # (c, C) each, least relevant first: for ties
-        order = sim[i:i + rows].gather(1, up).sort(dim=1, descending=True, stable=True).indices  # (c, C)
-        found, ideal = rel.gather(1, order).to(exact), rel.flip(1)  # (c, C) each: as ranked, and in the best order
-        ones, above = (found == 1).sum(1), (found > 0).sum(1)  # (c,) each
-        hit, top = found == 1, rank <= above[:, None]  # (c, C) each
-        dcg, best = (found * discount * top).sum(1), (ideal * discount).sum(1)  # (c,) each
-        soft = (found.cumsum(1) / rank * hit).sum(1)  # (c,)
-        binary = (hit.cumsum(1) / rank * hit).sum(1)  # (c,)
-        has, any_above = ones > 0, above > 0  # (c,) each
-        sums["mAP"] += (soft[has] / ones[has]).sum().item()
-        sums["mAP_binary"] += (binary[has] / ones[has]).sum().item()
-        sums["nDCG"] += (dcg[any_above] / best[any_above]).sum().item()
-        matched, related = matched + int(has.sum()), related + int(any_above.sum())
-    if not matched:
-        raise ValueError(f"none of {R} queries has an item of relevancy 1: no mAP")
-    out = {k: 100 * v / (related if k == "nDCG" else matched) for k, v in sums.items()}
-    return out | {"queries": R, "no_match": R - matched, "unrelated": R - related}
-
-
-def mir_chance(relevancy):
-    """{rows, columns, mAP, nDCG, mAP_binary} that a random order has on average, in percent; relevancy (R, C)."""
-    relevancy = torch.as_tensor(relevancy)
-    ways = {"rows": _mir_chance_one_way(relevancy), "columns": _mir_chance_one_way(relevancy.T)}
-    return ways | {k: (ways["rows"][k] + ways["columns"][k]) / 2 for k in MIR}
-
-
-def _mir_chance_one_way(relevancy):
-    """An item of relevancy 1 stands at each rank r alike; before it the others have their mean relevancy, r - 1
-    times."""
-    C = relevancy.shape[1]
-    rank = torch.arange(1, C + 1, dtype=torch.float64)  # (C,)
-    harmonic, discount = (1 / rank).sum(), 1 / torch.log2(rank + 1)  # (), (C,)
-    out = {k: [] for k in MIR}
-    for part in relevancy.split(1024):
-        rel = torch.from_numpy(np.sort(part.cpu().numpy(), axis=1)).flip(1).double()  # (c, C), numpy's sort is faster
-        ones, above, total = (rel == 1).sum(1), (rel > 0).sum(1), rel.sum(1)  # (c,) each
-        has, some = ones > 0, above > 0  # (c,) each
-        for name, mass in (("mAP", total), ("mAP_binary", ones.double())):
-            others = (mass - 1) / max(1, C - 1)  # (c,) mean relevancy of the other items
-            out[name].append(((harmonic + (C - harmonic) * others) / C)[has])
-        gain = total / C * discount.cumsum(0)[(above - 1).clamp(min=0)]  # (c,) of the first k ranks
-        out["nDCG"].append((gain / (rel * discount).sum(1))[some])
-    return {k: 100 * torch.cat(v).mean().item() for k, v in out.items()}
-
-
-def class_relevancy(verbs, nouns, other_verbs, other_nouns, dtype=torch.float32):
-    """(R, C) relevancies as EPIC-KITCHENS-100 has them: 1/2 [verbs equal + |N ^ N'| / |N u N'|], N a set of nouns.
-
-    Args: verbs (R,), other_verbs (C,): class numbers.   nouns (R, K), other_nouns (C, K): 1 where a noun class is in
-        the set, of multi_hot; at least one in each row.   dtype: float64 where 0.1 must not become more than 0.1.
-    """
-    verbs, other_verbs = torch.as_tensor(verbs), torch.as_tensor(other_verbs)
-    out = []
-    for v, n in zip(verbs.split(1024), nouns.split(1024)):
-        both = n @ other_nouns.T  # (c, C), exact: counts
-        either = n.sum(1, keepdim=True) + other_nouns.sum(1) - both  # (c, C)
-        out.append(((v[:, None] == other_verbs).to(dtype) + both.to(dtype) / either.to(dtype)) / 2)
-    return torch.cat(out)
-
-
-def multi_hot(lists, classes):
-    """(len(lists), classes) float32: 1 where the class number is in the list."""
-    out = torch.zeros(len(lists), classes)
-    for row, numbers in enumerate(lists):
-        out[row, list(numbers)] = 1
-    return out
-
-
 def recall_by_frequency(ranks, frequency):
     """R@1 R@5 R@10 R@50 (percent), MdR and MnR apart for queries of frequent and of rare clusters.
 
@@ -3005,36 +2840,6 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None):
     return metrics, chance
 
 
-def mir_of(model, tokenizer, pieces, device):
-    """({image_to_text, text_to_image, mAP, nDCG, mAP_binary}, the same for chance) of mir_metrics; ({}, {}) where the
-    set has no relevancies. Collective.
-
-    The texts are the set's own sentences (EPIC-KITCHENS), else the different captions; relevancies then come from the
-    columns verb and noun, or nouns."""
-    data, index, text = pieces["data"], pieces["index"], pieces["text"]
-    if data.sentences is not None:
-        text = encode_texts(model, tokenizer, data.sentences.texts, device)  # (C, D)
-        relevancy = data.sentences.relevancy(data.rows[index])  # (M, C)
-    elif data.column("verb") is not None and data.column("noun") is not None:
-        verb, single = data.column("verb")[index], data.column("noun")[index]  # (M,) each
-        several = data.column("nouns")
-        lists = [[n] for n in single] if several is None else [several[i] for i in index]
-        nouns = multi_hot(lists, 1 + max(max(n) for n in lists))  # (M, K)
-        owner, first = pieces["owner"], {}  # owner (C,)
-        for c, t in enumerate(pieces["texts"]):
-            first.setdefault((t, verb[owner[c]], tuple(sorted(lists[owner[c]]))), c)
-        columns = list(first.values())
-        text, said = text[columns], owner[columns]
-        relevancy = class_relevancy(verb, nouns, verb[said], nouns[said])  # (M, C)
-    else:
-        return {}, {}
-    sim = normalize(pieces["image"]) @ normalize(text).T  # (M, C)
-    names = {"rows": "image_to_text", "columns": "text_to_image"}
-    both = mir_metrics(sim, relevancy), mir_chance(relevancy)
-    metrics, chance = ({names.get(k, k): v for k, v in m.items()} for m in both)
-    return metrics, chance
-
-
 def say_unreadable(data, bad):
     """How many images an evaluation has left out; bad: {key: reason}."""
     if bad:
@@ -3054,7 +2859,10 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     metrics, chance = retrieval_both_ways(pieces)
     metrics["modality_gap"] = modality_gap(image, pieces["text"])
     chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
-    by_relevancy, by_chance = mir_of(model, tokenizer, pieces, device)
+    by_relevancy, by_chance = ({}, {})
+    if has_tool("mir"):
+        from tools import mir
+        by_relevancy, by_chance = mir.mir_of(model, tokenizer, pieces, device)
     if by_relevancy:
         metrics["mir"], chance["mir"] = by_relevancy, by_chance
     labelled = train is not None and train.labels is not None and data.labels is not None

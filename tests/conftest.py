@@ -21,7 +21,8 @@ torch.set_num_threads(1)
 def without_pictures(request):
     """Runs draw nothing, which takes them four seconds, but in a module that says DRAWS = True and in tests that ask
     for the fixture `pictures`: {script: its draw}."""
-    scripts = [sys.modules[name] for name in ("temo", "temperature_schedules", "ncl", "mmts", "mama") if name in sys.modules]
+    names = ("temo", "temperature_schedules", "ncl", "mmts", "mama")
+    scripts = [sys.modules[name] for name in names if name in sys.modules]
     with pytest.MonkeyPatch.context() as patch:
         draws = {script: script.draw for script in scripts}
         for script in scripts if not getattr(request.module, "DRAWS", False) else ():

@@ -24,6 +24,7 @@ from tools import clusters as tool
 
 ROOT = Path(__file__).resolve().parents[1]
 N, D = 7, 5
+DRAWS = True  # main below says which runs do
 TINY = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "32", "--num-clusters", "12"]
 TINY += ["--image-size", "16", "--embed-dim", "16", "--max-steps", "4", "--log-every", "1", "--eval-every", "0"]
 
