@@ -41,8 +41,8 @@ class Clusters:
             self.ids, self.labels = self.tensors["ids"].numpy(), self.tensors["labels"].numpy()  # (M,), ids sorted
         except (OSError, SafetensorError, KeyError, UserError) as error:
             why = common.first_line(error)
-            raise UserError(f"{folder}: its clusters are damaged ({why}); delete clusters.json there, and they are made "
-                            "anew") from error
+            raise UserError(f"{folder}: its clusters are damaged ({why}); delete clusters.json there, and they are "
+                            "made anew") from error
 
     def look_up(self, keys, texts):
         """Clusters of B captions of examples by these keys: (B,) long, -1 = none; and how many were not there."""
