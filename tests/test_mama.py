@@ -485,6 +485,41 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5) and a.shape == old.shape
 
 
+def test_the_look_ahead_is_fp32_under_mixed_precision(tmp_path, monkeypatch):
+    """Passes over the virtual step's batch, the meta-data and in forward mode, then the step itself in bf16."""
+    halves, forward = [], common.TextEncoder.forward
+
+    def watch(tower, *args, **more):
+        if tower.training:
+            halves.append(torch.is_autocast_enabled("cpu"))
+        return forward(tower, *args, **more)
+    monkeypatch.setattr(common.TextEncoder, "forward", watch)
+    main(tmp_path / "run", "--max-steps", "2", "--mixed-precision", "bf16")
+    assert halves == [False, False, False, True] * 2
+
+
+def test_batchnorm_on_several_processes_is_refused(tmp_path, monkeypatch):
+    begun, world = common.Run.towers, common.world
+
+    def towers(run):
+        out = begun(run)
+        monkeypatch.setattr(common, "world", lambda: 2)
+        monkeypatch.setattr(common, "has_batchnorm", lambda model: True)
+        return out
+    monkeypatch.setattr(common.Run, "towers", towers)
+    with pytest.raises(common.UserError, match="--weighting meta: small has BatchNorm"):
+        main(tmp_path / "run", "--max-steps", "2")
+    assert world() == 1
+
+
+def test_hidden_units_begin_all_along_the_losses():
+    torch.manual_seed(0)
+    layer = mama.WeightNet(200).layers[0]
+    begin = -layer.bias / layer.weight[:, 0]
+    assert begin.min() > -1e-4 and begin.max() < 10 + 1e-4
+    assert ((begin > 5).double().mean() - 0.5).abs() < 0.1
+
+
 # ---------------------------------------------------- resume and several processes -----------------------------------
 LONG = [*BASE, *"--max-steps 9 --save-every 3 --meta-every 2 --clips 96 16 16".split()]
 
