@@ -411,16 +411,14 @@ def stand_ins(case):
 
     Raises: UserError where there are no such queries."""
     subject, args = case.subject, case.args
-    gamma, file = args.gamma or _gamma(subject), Path(args.checkpoint) / "queues.safetensors"
-    has_queue = bool(args.checkpoint) and file.is_file()
-    queues = load_file(file) if has_queue else {}
-    gamma = args.gamma or (queues["gamma"].item() if queues else gamma)
-    if args.normalize == "oracle":
-        return None, None, gamma
-    split = "train" if args.queue_split == "run" else args.queue_split
-    if has_queue and case.name == subject.own.get("dataset") and args.queue_split == "run":
+    file, split = Path(args.checkpoint) / "queues.safetensors", args.queue_split.replace("run", "train")
+    queues = load_file(file) if args.checkpoint and file.is_file() else {}
+    gamma = args.gamma or (queues["gamma"].item() if queues else _gamma(subject))
+    if queues and case.name == subject.own.get("dataset") and args.queue_split == "run":
         texts, videos = queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:]
         where = "the run's queue"
+    elif args.normalize == "oracle":
+        return None, None, gamma
     else:                                                                  # other sets have their own queries
         train = case.open(split)
         if train.streamed:
@@ -428,7 +426,7 @@ def stand_ins(case):
         index, videos, _, _ = subject.images(train, subject.view("retrieval", case.name), _some(len(train), args))
         captions = [c for i in index for c in train.captions(i)]
         texts, where = subject.texts([captions[k] for k in _some(len(captions), args)]), f"its {split} split"
-    if not len(texts):
+    if not len(texts) and args.normalize == "queue":
         raise UserError(f"--normalize queue: no queries in {where}")
     say(f"{case.name}: --normalize queue: {len(texts):,} texts and {len(videos):,} items of {where}, gamma {gamma:.3g}")
     return texts, videos, gamma
