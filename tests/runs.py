@@ -55,7 +55,7 @@ def finish(script, flags, log, processes=1):
     """The same, to its end; it must end well."""
     run = start_all(script, flags, log, processes)
     for process in run:
-        process.join(300)
+        process.join(600)
     codes = [process.exitcode for process in run]
     for process in run:
         process.kill()  # one that still waits for the others would keep pytest waiting

@@ -76,7 +76,7 @@ def finish_by_command(script, flags, log):
     with open(log, "w") as out:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run([sys.executable, script, *flags], stdout=out, stderr=subprocess.STDOUT, env=environment,
-                              timeout=300)
+                              timeout=600)
     assert done.returncode == 0, log.read_text()[-3000:]
 
 
