@@ -172,15 +172,36 @@ def rank():
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(world())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)  # (N, ...)
+        return _all_rows(x)
 
     @staticmethod
     def backward(ctx, grad):
+        return _SumRows.apply(grad)
+
+    @staticmethod
+    def jvp(ctx, tangent):  # forward mode: tangents travel as the values do
+        return _all_rows(tangent)
+
+
+class _SumRows(torch.autograd.Function):
+    """The transpose of _Gather, (N, ...) -> (B, ...), so that a gradient has a gradient."""
+
+    @staticmethod
+    def forward(ctx, grad):
         grad = grad.contiguous().clone()
         dist.all_reduce(grad)  # every process used our rows as its columns: add what each of them asks
         return grad.chunk(world())[rank()]  # (B, ...)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad)
+
+
+def _all_rows(x):
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(world())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)  # (N, ...)
 
 
 def gather(x):
@@ -230,6 +251,15 @@ def average_gradients(parameters):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad)
             p.grad /= world()
+
+
+def average(gradients):
+    """Mean over processes of what autograd.grad gave, which DDP never sees: a tuple of tensors."""
+    gradients = tuple(g.contiguous() for g in gradients)
+    for g in gradients if world() > 1 else ():
+        dist.all_reduce(g)
+        g /= world()
+    return gradients
 
 
 def check_finite(loss, step, tau, embeddings, keys):
@@ -3158,12 +3188,14 @@ class Run:
         self.tokenizer = tokenizer
         return self.tower, tokenizer, transform
 
-    def prepare(self, trained, own, optimizer):
+    def prepare(self, trained, own, optimizer, second=None):
         """(model, optimizer) as a step uses them: BatchNorm, compile, DDP; with --resume, what the last checkpoint
         holds.
 
-        Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP."""
-        args = self.args
+        Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP.
+            second: an optimiser of the loss's own parameters, saved and read back as well, whose step is the script's.
+        """
+        args, self.second = self.args, second
         self.trained, self.own = batchnorm_policy(trained, args), own
         torch.manual_seed(args.seed + rank())  # the weights are the same on all processes; dropout should not be
         model = torch.compile(trained) if args.compile else trained
@@ -3173,6 +3205,8 @@ class Run:
             inside = self.optimizer.optimizer, self.accelerator.scaler
             state, self.tensors, self.positions = load_checkpoint(checkpoint, trained, own, *inside)
             self.step, self.tracker_id, self.wall_before = state["step"], state["tracker_id"], state["wall_s"]
+            if second:
+                _unpack_optimizer(second, {k[7:]: self.tensors.pop(k) for k in [*self.tensors] if k[:7] == "second."})
             say(f"resumed {checkpoint} at step {self.step} of {self.last}")
         if self.step > self.last:
             raise UserError(f"--resume {args.resume}: its checkpoint is at step {self.step}, beyond the {self.last} "
@@ -3343,8 +3377,9 @@ class Run:
         """Write a checkpoint. Collective."""
         state = {"tracker_id": self.log.tracker_id, "wall_s": self.wall()}
         inside = self.optimizer.optimizer, self.accelerator.scaler
-        save_checkpoint(self.folder, self.step, self.trained, self.own, *inside, state, self.tensors,
-                        self.data.positions)
+        second = _pack_optimizer(self.second)[0] if self.second else {}
+        tensors = self.tensors | {f"second.{k}": v for k, v in second.items()}
+        save_checkpoint(self.folder, self.step, self.trained, self.own, *inside, state, tensors, self.data.positions)
 
     def wall(self):
         """Seconds of this run so far, those before a resume included."""
@@ -3826,6 +3861,15 @@ def _pack_optimizer(optimizer):
     return tensors, {"state": plain, "param_groups": state["param_groups"]}
 
 
+def _unpack_optimizer(optimizer, tensors, plain=None):
+    """Put back what _pack_optimizer gave; plain None: the parameter groups stay as they are."""
+    plain = plain or {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    entries = {int(i): dict(s) for i, s in plain["state"].items()}
+    for k, v in tensors.items():
+        entries.setdefault(int(k.split(".", 1)[0]), {})[k.split(".", 1)[1]] = v
+    optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
+
+
 def load_checkpoint(path, model, extra, optimizer, scaler=None):
     """Restore everything save_checkpoint wrote; returns (state dict, tensors, positions).
 
@@ -3841,11 +3885,7 @@ def load_checkpoint(path, model, extra, optimizer, scaler=None):
             raise UserError(f"--resume {path}: the checkpoint has another architecture than these flags ({len(wrong)} "
                             f"tensors differ, first {wrong[0]})")
         module.load_state_dict(saved)
-    tensors, plain = load_file(path / "optimizer.safetensors"), state["optimizer"]
-    entries = {int(i): dict(s) for i, s in plain["state"].items()}
-    for k, v in tensors.items():
-        entries[int(k.split(".", 1)[0])][k.split(".", 1)[1]] = v
-    optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
+    _unpack_optimizer(optimizer, load_file(path / "optimizer.safetensors"), state["optimizer"])
     if scaler and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     kind, numbers, gauss = state["python"]

@@ -1,6 +1,6 @@
 """Ratios of speed and memory against the plain product or a plain pipeline, in one run.
 
-    python benchmarks/speed.py [--only ranks knn jpeg views ncl_step sinkhorn]
+    python benchmarks/speed.py [--only ranks knn jpeg views ncl_step sinkhorn mama_step]
 
 Timings are CPU seconds of one thread, the minimum of interleaved rounds; only the ratios mean anything. Peak memory is
 the growth of the process's high-water mark over the call, in a process of its own (Linux). Nothing here is a test.
@@ -218,9 +218,55 @@ def run(): ncl.sinkhorn_biases(sim, 0.01)""")
     return results | {"goal": "<= 6; about 3 matrices"}
 
 
+MAMA_STEP = """
+import mama
+def build(batch, meta, size=96):
+    torch.manual_seed(0)
+    vision = common.VisionEncoder("vit_tiny_patch16_224", 128, False, size)
+    model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean"))
+    parts = []
+    for n in (batch, meta):
+        tokens = {"input_ids": torch.randint(1, 1000, (n, 32)), "attention_mask": torch.ones(n, 32, dtype=torch.long)}
+        parts.append({"pixels": torch.randn(n, 3, size, size), "tokens": tokens})
+    net, losses = mama.WeightNet(), mama.losses_of(model, 0.1, 0.2, torch.device("cpu"))
+    theta = dict(model.named_parameters())
+    def plain():
+        video, text = mama.encode(model, **parts[0])                        # (B, D), (B, D)
+        mama.angular_margin_loss(video, text, 0.1, 0.2).mean().backward()
+        model.zero_grad(set_to_none=False)
+    def ahead(method):
+        mama.weightnet_gradient(losses, theta, *parts, net, 1e-3, method)
+        plain()
+    steps = {"plain": plain, "forward": lambda: ahead("forward"), "second_order": lambda: ahead("second-order")}
+    plain()
+    return steps"""
+
+
+def mama_step(rounds, batch=32):
+    """A step of MAMA with the look-ahead of Algorithm 1 against the plain step, a tiny ViT at 96 px, B = 32.
+
+    M = B and M = B / 4; forward mode and second order; time, and at M = B peak memory above the weights."""
+    names = {"torch": torch, "common": common}
+    exec(MAMA_STEP, names)                                                   # the same text as in peak_mib's process
+    results = {}
+    for meta in (batch, batch // 4):
+        steps = names["build"](batch, meta)
+        steps["forward"]()                                                   # torch makes its rules at the first use
+        t = cpu_seconds(steps, rounds)
+        results |= {f"{name}_s_M{meta}": s for name, s in t.items()}
+        results |= {f"ratio_{name}_M{meta}": t[name] / t["plain"] for name in ("forward", "second_order")}
+    peak = {name: peak_mib(f"""{MAMA_STEP}
+run = build({batch}, {batch})['{name}']""") for name in ("plain", "forward", "second_order")}
+    results |= {f"{name}_mib": p for name, p in peak.items()}
+    return results | {"memory_forward": peak["forward"] / peak["plain"],
+                      "memory_second_order": peak["second_order"] / peak["plain"],
+                      "goal": "forward: time <= 4.4 at M = B, 3.5 at M = B / 4, memory <= 1.3"}
+
+
 def main():
     """Run the chosen benchmarks and update speed.json."""
-    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "ncl_step": ncl_step, "sinkhorn": sinkhorn}
+    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "ncl_step": ncl_step, "sinkhorn": sinkhorn,
+                  "mama_step": mama_step}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the minimum counts")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ["common", "temo", "temperature_schedules", "ncl", "accelerate", "transformers", "datasets", "tokenizers",
+HEAVY = ["common", "temo", "temperature_schedules", "ncl", "mama", "accelerate", "transformers", "datasets", "tokenizers",
          "sklearn.svm", "matplotlib", "psutil", "torchvision.transforms.v2"]
 
 

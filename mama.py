@@ -1,0 +1,687 @@
+"""MAMA: Meta-optimized Angular Margin Contrastive Framework for Video-Language Representation Learning (Nguyen et al.,
+ECCV 2024).
+
+A caption seldom says all that its video shows, so a pair should come near, not together: the angle of each pair counts
+as smaller by a margin, which shrinks the pair's gradient and ends it inside the margin. Some pairs do not belong
+together at all, and some concepts are rare: each pair's loss gets a weight from a small network that sees that loss
+alone. The network learns what weights are good for by a look ahead: it makes a step of the encoders with its weights,
+asks how well they then do on a few clean, balanced examples (the meta-data), and changes so that they would have done
+better. Nothing is kept at test time but the encoders.
+
+Equations, s_ij = cos(lambda_ij) = cosine of video i and text j, all candidates of the global batch in the denominator:
+    (1)      L_contrastive,i = -log( exp(s_ii / tau) / sum_j exp(s_ij / tau) )     angular_margin_loss with mu = 0
+    (3)      L_i = L_v2t,i + L_t2v,i, the sum of both directions                   angular_margin_loss
+    (4, 5)   s_ii becomes cos([lambda_ii - mu]_+) where lambda_ii <= pi / 2         angular_cosine
+    (6)      mu(k) = a0 / (a1 + exp(-a2 k)), k = optimiser step                    margin
+    (7)      w_i = MLP_theta(L_i), 1-100-1, ReLU, sigmoid                          WeightNet
+    (8)      L = 1/B sum_i w_i L_i                                                 main
+    (9)      Theta^ = Theta - alpha/B sum_j w_j grad L_j                           weightnet_gradient
+    (10)     theta steps against the gradient of 1/M sum_i L_i^meta(Theta^)        weightnet_gradient, main
+    (11)     Theta steps with the weights of the new theta                         main
+    (12, 13) that gradient: -alpha/B sum_j <grad L^meta(Theta^), grad L_j> dw_j/dtheta   directional_derivative
+    (14, 15) density and distance of each frame of a video, for its captioner      key_frames
+
+    symbol     variable               shape      unit and paper value
+    v, t       video, text            (B, D)     this process's embeddings, normalised inside the loss
+    L_i        sample                 (B,)       nats, both directions, with the margin
+    w_i        weight                 (B,)       0 .. 1, constant for the encoders
+    tau        tau                    ()         divides the cosine; 1 as printed
+    mu         mu                     ()         radians; a0 = 2, a1 = 10, a2 = 0.1: 0.182 to 0.2
+    alpha      virtual_lr             ()         the learning rate of the step
+    beta       meta_lr                ()         of the weight network; alpha = beta in the paper
+    B, M       batch_size, meta_batch_size       4, and not said
+
+Commands:
+    accelerate launch mama.py                                    # moving emoji, a part of the captions swapped
+    accelerate launch mama.py --loss infonce                     # neither margin nor weights
+    accelerate launch mama.py --weighting focal                  # spl, l2rw, joint, none: Tables 6 and 8
+    accelerate launch mama.py --margin-schedule none             # constant; the margin's part (Fig. 4)
+    accelerate launch mama.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS   # the paper's; didemo, ...
+    accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS    # own data: columns video, caption[, start, end]
+    torchrun --nproc_per_node 2 mama.py --cpu                    # two processes without a GPU
+
+The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
+comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
+
+Differences from the paper and from the authors' code, which has neither schedule nor weights for retrieval (its margin
+is 0) and whose meta step for question answering changes nothing (it joins the letters of a name, not its parts):
+ 1. The encoder is CLIP with the mean of its frames; CLIP-ViP's proxy tokens and temporal embedding are not built.
+ 2. Batch 4 at tau = 1 is what the paper prints (3 negatives, at least 0.34 nats a direction). At a small tau the margin
+    weighs much more: mu / tau = 18 at 0.01, where hardly a pair has a gradient left. Tune them together; the banner
+    prints mu / tau.
+ 3. Section 4.1 prints a0 = 0.2 and a2 = -0.1, a margin that falls from 0.018 to 0; Section 4.3 prints a0 = 2 and
+    a2 = 0.1, which grows to the best margin of Fig. 4. We follow 4.3.
+ 4. The step at which a margin ends is lambda = pi / 2, where the printed loss jumps by sin(mu) / tau: kept.
+ 5. Eq. 8 as printed lets a gradient flow through w; as MW-Net (Shu et al. 2019), whose algorithm this is, we do not.
+    Its Adam and weight decay for theta as well; Eq. 10 prints a plain step, and eta for beta.
+ 6. The virtual step is plain gradient descent, as in Eq. 9, whatever --optimizer does.
+ 7. beta for retrieval is not said; the recipe takes alpha, as for question answering.
+ 8. The meta-data are said to be small, clean and balanced. Here: training examples, by a hash of their names, classes
+    in turn, without those known to be mismatched; --meta-set val, or a file of names chosen by hand. Rows of train stay
+    in train, so that every weighting learns from the same examples; rows of val leave every evaluation on val.
+ 9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
+    directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
+    L2RW as published, its weights times B, since Eq. 8 divides by B.
+10. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
+"""
+
+import argparse
+import copy
+import math
+import os
+import warnings
+from pathlib import Path
+
+import common
+from common import between, by_rows, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
+
+import numpy as np
+import torch
+import torch.nn as nn
+from safetensors.torch import load_file
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+# ======================================================= METHOD ======================================================
+def margin(step, a0=2.0, a1=10.0, a2=0.1):
+    """mu = a0 / (a1 + exp(-a2 step)) in radians (Eq. 6): 0.182 at step 0, a0 / a1 = 0.2 after about 60 steps."""
+    return a0 / (a1 + math.exp(min(-a2 * step, 700.0)))                    # a2 < 0: down to 0 without an overflow
+
+
+def angular_cosine(sim, mu):
+    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape; where lambda > pi / 2, sim as it is (Eq. 5).
+
+    cos(lambda - mu) = s cos(mu) + sqrt(1 - s^2) sin(mu): acos has no finite slope at 1, this has one everywhere.
+    """
+    sine = ((1 - sim) * (1 + sim)).clamp(min=1e-12).sqrt()                 # of lambda
+    nearer = torch.where(sim > math.cos(mu), torch.ones_like(sim), sim * math.cos(mu) + sine * math.sin(mu))
+    return torch.where(sim < 0, sim, nearer)
+
+
+@fp32
+def angular_margin_loss(video, text, tau, mu, block=0):
+    """L_i = L_v2t,i + L_t2v,i over the global batch, with the angle of each pair smaller by mu (Eqs. 1, 3 to 5).
+
+    Args:
+        video, text: (B, D) this process's embeddings, any float dtype; row i of both is a pair.
+        tau: temperature, divides the cosine, > 0.   mu: margin in radians, 0 .. pi / 2; 0 = plain InfoNCE.
+        block: rows at a time (0 = automatic, see common.by_rows).
+    Returns: (B,) fp32, one loss for each local pair. A random guess is about 2 ln N without a margin.
+    """
+    video, text = normalize(video), normalize(text)                        # (B, D)
+    videos, texts = gather(video), gather(text)                            # (N, D)
+
+    def one_way(anchor, candidates, target):                               # b anchors at a time
+        sim = anchor @ candidates.T                                        # (b, N)
+        pair = sim.gather(1, target[:, None])                              # (b, 1)
+        logits = sim.scatter(1, target[:, None], angular_cosine(pair, mu)) / tau
+        return F.cross_entropy(logits, target, reduction="none")           # (b,)
+
+    def rows(v, t, target):
+        return one_way(v, texts, target) + one_way(t, videos, target)
+    return by_rows(rows, video, text, positive_index(video), columns=len(videos), block=block)
+
+
+class WeightNet(nn.Module):
+    """w_i = MLP(L_i) (Eq. 7): losses (B,) -> weights (B,) in 0 .. 1, about 1/2 at first."""
+
+    def __init__(self, hidden=100):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1), nn.Sigmoid())
+
+    def forward(self, losses):
+        return self.layers(losses[:, None])[:, 0]
+
+
+def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
+    """Gradient of the meta loss after one step with the weights of weight_net (Eqs. 9, 10, 12, 13).
+
+    Args:
+        losses: function (parameters, batch) -> (B,) differentiable losses L_j of this process's part of a batch, the
+            same for the same arguments (dropout too).   parameters: {name: tensor}, Theta; they are not changed.
+        weight_net: losses (B,) -> weights (B,); it sees L_j without gradient.
+        virtual_lr: alpha of the virtual step, a plain gradient step with 1/B sum_j w_j L_j.
+        method: 'forward' needs the memory of a plain step; 'second-order' keeps the graph of a gradient.
+    Returns: d meta / d p for each p of weight_net.parameters(), in order, averaged over processes; meta = the mean of
+        losses(virtual parameters, meta_batch).
+    """
+    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+    theta, second = list(weight_net.parameters()), method == "second-order"
+    with sdpa_kernel(SDPBackend.MATH):                                     # fused attention has no further derivatives
+        sample = losses(leaves, batch)                                     # (B,)
+        weight = weight_net(sample.detach())                               # (B,)
+        objective = ((weight if second else weight.detach()) * sample).mean()
+        gradient = _grad(objective, leaves.values(), create_graph=second)
+        averaged = common.average([g.detach() for g in gradient])
+        virtual = {k: p.detach() - virtual_lr * g for (k, p), g in zip(leaves.items(), averaged)}        # Eq. 9
+        direction = meta_direction(losses, virtual, meta_batch)            # like Theta^
+        if second:                                                         # d meta / dg = -alpha direction
+            gradient = _grad(gradient, theta, [-virtual_lr * v for v in direction.values()])
+        else:
+            agreement = directional_derivative(losses, leaves, batch, direction)                         # (B,)
+            gradient = _grad(weight, theta, -virtual_lr * agreement / len(sample))                       # Eq. 12
+    return common.average(gradient)
+
+
+def meta_direction(losses, parameters, meta_batch):
+    """Gradient of 1/M sum_i L_i^meta at the given parameters, {name: tensor}; arguments as weightnet_gradient."""
+    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+    with sdpa_kernel(SDPBackend.MATH):
+        gradient = _grad(losses(leaves, meta_batch).mean(), leaves.values())
+    return dict(zip(leaves, common.average(gradient)))
+
+
+def directional_derivative(losses, parameters, batch, direction):
+    """<direction, grad L_j> of each local sample, (B,): sum_i G_ij / M (Eq. 13), in one pass of forward mode.
+
+    A tangent walks beside each activation, so no graph is kept; positive: a step on L_j also lowers the meta loss."""
+    with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        dual = {k: forward_ad.make_dual(p.detach(), direction[k]) for k, p in parameters.items()}
+        value, tangent = forward_ad.unpack_dual(losses(dual, batch))       # (B,), (B,)
+    return torch.zeros_like(value) if tangent is None else tangent
+
+
+def _grad(of, by, weights=None, create_graph=False):
+    """torch.autograd.grad with zeros where nothing is reached."""
+    return torch.autograd.grad(of, list(by), weights, create_graph=create_graph, materialize_grads=True)
+
+
+# ------------------------------------------------------- key frames (Eqs. 14, 15) ------------------------------------
+def key_frames(features, k=6, q=12):
+    """Key frames of a video by density peaks (Eqs. 14-15): frames with many like them, far from any frame with more.
+
+        d_j = exp(-mean of |h_l - h_j|^2 over the k nearest other frames)                            (14)
+        gamma_j = min of |h_l - h_j|^2 over the denser frames, d_l > d_j; the densest: its largest   (15)
+
+    Eq. 15 as printed has the condition under its min the wrong way round and one distance without its square; this is
+    the reading that its own case condition needs. Of two equally dense frames the earlier counts as denser, so that a
+    still shot gives one peak and not as many as it has frames.
+
+    Args:
+        features: (n, D) of the frames in the order of time, finite.
+        k: neighbours, at most the n - 1 others count.   q: frames wanted.
+    Returns: (min(q, n),) long, the frames with the largest d * gamma, in the order of time.
+    Raises: ValueError for another shape, values that are not finite, or k or q below 1.
+    """
+    x = torch.as_tensor(features).detach().double()                            # (n, D)
+    if x.ndim != 2 or not x.isfinite().all() or min(k, q) < 1:
+        raise ValueError(f"features {tuple(x.shape)}, k {k}, q {q}: expected finite (n, D), k and q at least 1")
+    n = len(x)
+    if n <= q:
+        return torch.arange(n)
+    distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()  # (n, n), 0 for equal frames
+    others = distance.clone().fill_diagonal_(torch.inf)                        # (n, n)
+    log_d = -others.sort(dim=1).values[:, :min(k, n - 1)].mean(dim=1)          # (n,); d itself is 0 beyond 745
+    time = torch.arange(n, device=x.device)                                    # (n,)
+    tie = (log_d == log_d[:, None]) & (time < time[:, None])                   # (n, n), l as dense as j and earlier
+    denser = (log_d > log_d[:, None]) | tie                                    # (n, n), l denser than j
+    gamma = distance.masked_fill(~denser, torch.inf).amin(dim=1)               # (n,)
+    gamma = torch.where(denser.any(dim=1), gamma, distance.amax(dim=1))        # (n,)
+    peaks = (log_d + gamma.log()).sort(descending=True, stable=True).indices   # (n,), by d * gamma
+    return peaks[:q].sort().values.cpu()
+
+
+# ------------------------------------------------------- baselines ---------------------------------------------------
+def focal_weights(losses, gamma=2.0):
+    """Focal loss (Lin et al. 2017): (1 - p_i)^gamma, p_i = exp(-L_i / 2), the mean of both directions; (B,) -> (B,)."""
+    return (-torch.expm1(-losses / 2)).clamp(min=0) ** gamma
+
+
+def spl_weights(losses, kept):
+    """Self-paced learning: 1 for the easiest part `kept` (0..1) of the global batch, else 0; (B,) -> (B,)."""
+    every = gather(losses).sort().values                                   # (N,)
+    return (losses <= every[max(1, round(kept * len(every))) - 1]).to(losses)
+
+
+def l2rw_weights(losses, parameters, batch, meta_batch):
+    """L2RW (Ren et al. 2018): weights (B,) in proportion to how far a step on L_j lowers the meta loss, 0 if it does
+    not, with mean 1 over the global batch (all 0 where none helps). The meta gradient is that of Theta itself."""
+    direction = meta_direction(losses, parameters, meta_batch)
+    useful = directional_derivative(losses, parameters, batch, direction).clamp(min=0)                   # (B,)
+    total = gather(useful).sum()
+    return len(gather(useful)) * useful / total if total > 0 else useful
+
+
+# ======================================================= flags =======================================================
+# Defaults by data set, one line a group. 'paper': Section 4.1 and Appendix D; what they do not say from the authors'
+# code; 'ours': tuned on the validation split. Flags override; other data sets take 'own'.
+MSRVTT = dict(
+    recipe="paper; schedule and betas from the authors' code",
+    # which CLIP is not said
+    image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", pretrained=True,
+    embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="random",
+    text_length=70, text_pooling="cls", clean_captions=False,
+    epochs=5.0, batch_size=4, optimizer="adamw", lr=5e-6, lr_end=0.0, warmup_epochs=0.05, weight_decay=5e-2,
+    beta2=0.98, grad_clip=1.0,
+    tau=1.0, meta_lr=5e-6, meta_batch_size=4,
+    crop_min=1.0, flip=0.0, jitter=0.0,
+    mixed_precision="no", log_every=50, save_every=1000, eval_every=0)
+LONGER = MSRVTT | dict(epochs=20.0, warmup_epochs=0.2)
+MOVING = MSRVTT | dict(
+    recipe="ours; captions of 30 % of the training clips swapped, for the weights to find",
+    image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
+    image_size=32, image_stats="half", frames=4, text_length=24, text_pooling="mean", caption_noise=0.3,
+    epochs=10.0, batch_size=64, lr=2e-3, lr_end=2e-5, warmup_epochs=1.0, weight_decay=0.1,
+    tau=0.1, meta_lr=1e-3, meta_batch_size=32,
+    crop_min=0.8, jitter=0.2,
+    log_every=10, save_every=120, eval_every=100)
+OWN = MOVING | dict(
+    recipe="ours; small towers from scratch", caption_noise=0.0,
+    image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
+RECIPES = {
+    "moving-emoji": MOVING, "emoji": OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4),
+    "msrvtt": MSRVTT, "didemo": LONGER, "activitynet": LONGER,
+    "msvd": MSRVTT | dict(recipe="ours; as msrvtt"), "youcook2": MSRVTT | dict(recipe="ours; as msrvtt"),
+    "howto100m": MSRVTT | dict(recipe="ours; as msrvtt", epochs=1.0), "own": OWN}
+LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
+
+
+def parse_args(argv=None):
+    """Flags; the recipe of --dataset and --loss gives the defaults."""
+    p = common.Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
+    yesno = argparse.BooleanOptionalAction
+    g = p.add_argument_group("method")
+    g.add_argument("--loss", choices=["mama", "infonce"], default="mama",
+                   help="MAMA; or its baseline, with neither margin nor weights")
+    g.add_argument("--tau", type=positive, default=1.0, help="temperature, divides the cosine, > 0; paper 1")
+    g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
+                   help="margin of Eq. 6; its limit a0 / a1 throughout; or none")
+    g.add_argument("--a0", type=nonnegative, default=2.0, help="of Eq. 6; the limit of the margin is a0 / a1, radians")
+    g.add_argument("--a1", type=positive, default=10.0, help="of Eq. 6; the margin starts at a0 / (a1 + 1)")
+    g.add_argument("--a2", type=between(-1000), default=0.1,
+                   help="of Eq. 6, per step; below 0 the margin falls to 0")
+    g.add_argument("--weighting", choices=["meta", "joint", "focal", "spl", "l2rw", "none"], default="meta",
+                   help="weights of the samples: a network learnt by Algorithm 1, or with the encoders (Table 8); "
+                        "focal loss, self-paced learning, L2RW (Table 6); or 1")
+    g.add_argument("--weight-hidden", type=count, default=100, help="hidden units of the weight network; MW-Net 100")
+    g.add_argument("--meta-lr", type=nonnegative, default=1e-3,
+                   help="beta, of its Adam in --weighting meta; paper: alpha, MW-Net 1e-3")
+    g.add_argument("--meta-weight-decay", type=nonnegative, default=1e-4, help="of that Adam; MW-Net 1e-4")
+    g.add_argument("--virtual-lr", type=nonnegative, default=0.0,
+                   help="alpha of the virtual step; 0 = the learning rate of the moment")
+    g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
+                   help="how the weight network's gradient is found: equal, and forward takes a third of the memory")
+    g.add_argument("--meta-set", default="train", metavar="train|val|FILE",
+                   help="where the meta-data come from; FILE: one name (key) of a training example a line")
+    g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data from train or val; not said")
+    g.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
+                   help="M, GLOBAL: meta-data of a step; paper: not said")
+    g.add_argument("--meta-every", type=count, default=1, help="steps between updates of the weight network; paper 1")
+    g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="exponent of --weighting focal")
+    g.add_argument("--spl-start", type=part, default=0.5, help="part of the batch that --weighting spl starts with")
+    g.add_argument("--loss-block", type=whole, default=0,
+                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
+    g = p.add_argument_group("views")
+    g.add_argument("--crop-min", type=part, default=1.0,
+                   help="smallest area of the random crop, all frames alike, 0..1; 1 = none")
+    g.add_argument("--flip", type=part, default=0.0, help="probability of a mirror image")
+    g.add_argument("--jitter", type=nonnegative, default=0.0,
+                   help="brightness, contrast and saturation strength, all frames alike")
+    # >>> shared: texts
+    g = p.add_argument_group("texts")
+    g.add_argument("--text-encoder", default="small",
+                   help="small, or a transformers id or folder (CLIP: its text tower)")
+    g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls",
+                   help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls")
+    g.add_argument("--text-length", type=between(4, 4096, int), default=32, help="tokens kept of a caption")
+    g.add_argument("--clean-captions", action=yesno, default=False,
+                   help="lower case, no punctuation, 30 words, as the CC3M trainer")
+    g.add_argument("--join-captions", action=yesno, default=False,
+                   help="the captions of a video become one paragraph (ActivityNet and DiDeMo always)")
+    g.add_argument("--unfold-captions", action=yesno, default=False,
+                   help="a training example for each (image or clip, caption), not a caption drawn each epoch")
+    # <<< shared
+    # >>> shared: pixels
+    g = p.add_argument_group("pixels")
+    g.add_argument("--image-size", type=between(8, 4096, int), default=224, help="pixels of a side")
+    g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder",
+                   help="mean and std of the pixels; encoder = what its weights saw")
+    g.add_argument("--eval-resize", choices=["crop", "squash"], default="crop",
+                   help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
+    g.add_argument("--frames", type=count, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
+    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
+                   help="frames from the first to the last; of the middles of T segments; random in each (in training)")
+    g.add_argument("--clips", type=between(2, 10**6, int), nargs=3, default=[2000, 300, 300],
+                   metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
+    g.add_argument("--caption-noise", type=part, default=0.0,
+                   help="part of moving-emoji's training clips that get the captions of another, 0..1")
+    # <<< shared
+    # >>> shared: model
+    g = p.add_argument_group("model")
+    g.add_argument("--image-encoder", default="small",
+                   help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
+    g.add_argument("--pretrained", action=yesno, default=True,
+                   help="start from published weights; --no-pretrained = from scratch")
+    g.add_argument("--init-from", default="",
+                   help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one "
+                        "encoder; timm weights are then not downloaded")
+    g.add_argument("--embed-dim", type=between(2, 10**6, int), default=256,
+                   help="D, width of the space of the loss; the paper's value is its recipe's default")
+    # <<< shared
+    # >>> shared: optimisation
+    g = p.add_argument_group("optimisation")
+    g.add_argument("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
+    g.add_argument("--epochs", type=positive, default=30.0,
+                   help="passes over the training set; the paper's value is its recipe's default")
+    g.add_argument("--max-steps", type=whole, default=0,
+                   help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
+    g.add_argument("--batch-size", type=between(2, 10**9, int), default=256,
+                   help="N, GLOBAL: split over processes, sets the negatives; the paper's is its recipe's default")
+    g.add_argument("--chunk-size", type=whole, default=0,
+                   help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; "
+                        "0 = all")
+    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False,
+                   help="let BatchNorm see chunks: an approximation")
+    g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
+                   help="sgd takes --beta1 as its momentum")
+    g.add_argument("--lr", type=nonnegative, default=2e-4, help="peak learning rate")
+    g.add_argument("--lr-end", type=nonnegative, default=1e-5, help="last learning rate of the cosine")
+    g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
+    g.add_argument("--warmup-epochs", type=nonnegative, default=1.0,
+                   help="epochs of linear warm-up; at most a tenth of the run")
+    g.add_argument("--weight-decay", type=nonnegative, default=0.02,
+                   help="of matrices and kernels; none for biases, norms and scalars")
+    g.add_argument("--beta1", type=part, default=0.9, help="Adam's first moment")
+    g.add_argument("--beta2", type=part, default=0.999, help="Adam's second moment")
+    g.add_argument("--eps", type=nonnegative, default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
+    g.add_argument("--grad-clip", type=nonnegative, default=0.0, help="largest global gradient norm; 0 = off")
+    g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
+                   help="of the encoders; the loss is always float32")
+    # <<< shared
+    args = p.parse(argv, RECIPES, LOSSES)
+    looks_ahead = args.weighting in ("meta", "l2rw")
+    p.require(args.loss == "mama" or (args.margin_schedule, args.weighting) == ("none", "none"),
+              "--loss infonce has neither margin nor weights; leave out --margin-schedule and --weighting, or --loss")
+    p.require(args.a0 / args.a1 <= math.pi / 2,
+              f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most pi / 2")
+    p.require(not (looks_ahead and args.chunk_size),
+              f"--chunk-size: --weighting {args.weighting} encodes the whole batch in its passes; use a smaller "
+              "--batch-size, or another --weighting")
+    p.require(args.weighting != "l2rw" or args.meta_every == 1, "--meta-every: --weighting l2rw needs every step's")
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    p.require(not looks_ahead or args.meta_batch_size % processes == 0,
+              f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
+    p.require(args.meta_set in ("train", "val") or Path(args.meta_set).is_file(),
+              f"--meta-set {args.meta_set}: neither train nor val nor a file of names")
+    return args
+
+
+# ======================================================= main ========================================================
+def main(args):
+    """One run: data, model, views, loop, evaluation. Returns the summary."""
+    # ------------------------------------------- data (before any process group: its errors are quick) ---------------
+    train, evals = common.open_data(args)
+    meta, evals = meta_data(train, evals, args)
+    run = common.Run(__file__, args, train, evals, RECIPES)
+    train, evals = run.train, run.evals                                    # --verify-images leaves some out
+
+    # ------------------------------------------- model and optimiser -------------------------------------------------
+    tower, tokenizer, transform = run.towers()
+    weight_net, own = WeightNet(args.weight_hidden).to(run.device), nn.ModuleDict()
+    if args.weighting == "joint":                                          # then the optimiser of the towers trains it
+        own["weight_net"] = weight_net
+    # >>> shared: optimizer
+    groups = common.decay_groups([tower, own], args.weight_decay)
+    if args.optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
+    else:
+        kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+    # <<< shared
+    meta_optimizer = None
+    if args.weighting == "meta":                                           # its gradients carry alpha, hence that eps
+        own["weight_net"] = weight_net
+        meta_optimizer = torch.optim.Adam(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
+                                          weight_decay=args.meta_weight_decay)
+    plain = copy.copy(tower)                                               # for the passes without DDP and autocast
+    model, optimizer = run.prepare(tower, own, optimizer, meta_optimizer)  # DDP; with --resume the last checkpoint
+    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
+
+    # ------------------------------------------- views and batches ---------------------------------------------------
+    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,
+                          args.jitter, squash=args.eval_resize == "squash")
+    batches = run.batches([view], transform)
+    if meta:
+        first, last = (-(-step // args.meta_every) for step in (run.step, run.last))
+        meta_batches = iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed, first, last,
+                                           run.device, args.workers, args.max_bad_fraction, run.folder))
+
+    # ------------------------------------------- loop ----------------------------------------------------------------
+    evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
+    warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
+    margins = margin_at(0, args), margin_at(run.total, args)
+    run.begin(evaluator, [random_guess(mu, args) for mu in margins], banner_lines(args, meta, margins))
+    noisy = train.column("noisy")                                          # (M,) bool where the set knows them, or None
+    for batch in batches:
+        progress, mu = run.step / run.total, margin_at(run.step, args)
+        run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
+        inputs = inputs_of(batch, tokenizer, run.device)
+        if args.weighting == "l2rw" or (args.weighting == "meta" and run.step % args.meta_every == 0):
+            losses = losses_of(plain, args.tau, mu, run.device, args.loss_block)
+            theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
+            look_ahead = losses, theta, inputs, inputs_of(next(meta_batches), tokenizer, run.device)
+            if args.weighting == "l2rw":
+                weight = l2rw_weights(*look_ahead)                         # (B,)
+            else:
+                gradient = weightnet_gradient(*look_ahead, weight_net, args.virtual_lr or run.lr, args.meta_gradient)
+                for p, g in zip(weight_net.parameters(), gradient):
+                    p.grad = g
+                meta_optimizer.step()                                      # Eq. 10
+                meta_optimizer.zero_grad()
+
+        video, text = chunks.encode(inputs)                                # (B, D) each
+        sample = angular_margin_loss(video, text, args.tau, mu, args.loss_block)                         # (B,)
+        if args.weighting == "meta":
+            weight = weight_net(sample.detach()).detach()                  # (B,) of the new theta, Eq. 11
+        elif args.weighting == "joint":
+            weight = weight_net(sample.detach())                           # (B,) with gradient for theta
+        elif args.weighting == "focal":
+            weight = focal_weights(sample.detach(), args.focal_gamma)
+        elif args.weighting == "spl":
+            weight = spl_weights(sample.detach(), args.spl_start + (1 - args.spl_start) * progress)
+        elif args.weighting == "none":
+            weight = torch.ones_like(sample)
+        loss = (weight * sample).mean()                                    # Eq. 8
+
+        run.check_finite(loss, args.tau, (video, text), batch)
+        chunks.backward(loss)                                              # the full batch's gradient
+        common.average_gradients(own.parameters())
+        if args.grad_clip:
+            run.accelerator.clip_grad_norm_([*tower.parameters(), *own.parameters()], args.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        numbers = {}
+        if run.logs_now():
+            with torch.no_grad():
+                swapped = torch.zeros_like(sample)                         # (B,) 1 where the captions are another's
+                if noisy is not None:
+                    swapped = torch.as_tensor(noisy[batch["index"]]).to(sample)
+                seen = gather(torch.stack([sample, weight, swapped], 1))   # (N, 3)
+                numbers = {"mu": mu} | weight_numbers(seen)
+                numbers |= common.embedding_health(gather(normalize(video)), gather(normalize(text)))
+                keep_for_pictures(run.tensors, run.step + 1, seen, args, weight_net)
+        run.done(batch, loss, args.tau, numbers)
+
+    # ------------------------------------------- save and evaluate ---------------------------------------------------
+    if common.rank() == 0:
+        common.write_tensors(run.folder / "weights.safetensors", run.tensors)
+    return run.finish(draw)
+
+
+def margin_at(step, args):
+    """mu at an optimiser step, radians."""
+    if args.margin_schedule == "logistic":
+        return margin(step, args.a0, args.a1, args.a2)
+    return args.a0 / args.a1 if args.margin_schedule == "constant" else 0.0
+
+
+def random_guess(mu, args):
+    """The unweighted loss where every angle is pi / 2: the margin makes each pair's cosine sin(mu)."""
+    return 2 * math.log1p((args.batch_size - 1) * math.exp(-math.sin(mu) / args.tau))
+
+
+def banner_lines(args, meta, margins):
+    """What the banner says of the method."""
+    first, last = margins
+    worth = max(margins) / args.tau
+    loud = "; WARNING: most pairs are then right at once, and learn nothing" if worth > 5 else ""
+    lines = {"loss": f"{args.loss}: weights {args.weighting}, margin {args.margin_schedule}",
+             "temperature": f"tau {args.tau:g}; mu {first:.3g} .. {last:.3g} rad, mu / tau up to {worth:.3g}{loud}"}
+    return lines | ({"meta-data": meta.note} if meta else {})
+
+
+def inputs_of(batch, tokenizer, device):
+    """What the towers read of a batch: pixels (B, [T,] 3, S, S) and tokens (B, L)."""
+    texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
+    return {"pixels": batch["views"][0], "tokens": {k: v.to(device) for k, v in tokenizer(texts).items()}}
+
+
+def encode(model, pixels, tokens):
+    """pixels (b, [T,] 3, S, S), tokens (b, L) -> video, text: (b, D) each."""
+    video, text, _ = model(pixels, tokens)
+    return video, text
+
+
+def losses_of(tower, tau, mu, device, block=0):
+    """The function (parameters, inputs) -> (B,) of weightnet_gradient: the towers with other weights, in float32, with
+    the same dropout in each call and in the step that follows; neither weights nor statistics of the towers change."""
+    cards = [device] if device.type == "cuda" else []
+
+    def losses(parameters, inputs):
+        state = dict(parameters) | {k: b.clone() for k, b in tower.named_buffers()}
+        with torch.random.fork_rng(cards):                                 # afterwards as before
+            video, text, _ = functional_call(tower, state, (inputs["pixels"], inputs["tokens"]))
+        return angular_margin_loss(video, text, tau, mu, block)
+    return losses
+
+
+# ------------------------------------------------------- meta-data ---------------------------------------------------
+def meta_data(train, evals, args):
+    """(Data of the meta-data, or None where the weights look at none; the evaluation sets without them).
+
+    Raises: UserError where they are too few, or asked of a stream."""
+    source = train if args.meta_set != "val" else evals.get(args.dataset, {}).get("val")
+    if args.weighting not in ("meta", "l2rw") and args.meta_set != "val":
+        return None, evals
+    if source is None or source.streamed:
+        raise common.UserError(f"--meta-set {args.meta_set}: {args.dataset} has no such split to take rows from"
+                               + (" (a stream); use --meta-set val" if source is not None else ""))
+    if args.meta_set in ("train", "val"):
+        rows, how = balanced_rows(source, args.meta_size)
+    else:
+        rows, how = named_rows(source, args.meta_set), "by name"
+    if len(rows) < args.meta_batch_size:
+        raise common.UserError(f"--meta-set {args.meta_set}: {len(rows)} examples, fewer than --meta-batch-size "
+                               f"{args.meta_batch_size}")
+    note = f"{len(rows)} of {source.split}, {how}; {args.meta_batch_size} a step"
+    if args.meta_set == "val":
+        rest = np.setdiff1d(np.arange(len(source)), rows)
+        if not len(rest):
+            raise common.UserError(f"--meta-size {args.meta_size}: val has {len(source)} examples, none would be left "
+                                   "to evaluate on")
+        evals = evals | {args.dataset: evals[args.dataset] | {"val": source.select(rest)}}
+        note += "; no evaluation on val sees them, and no other weighting learns from them"
+    meta = source.select(rows)
+    meta.note = note
+    return meta if args.weighting in ("meta", "l2rw") else None, evals
+
+
+def balanced_rows(data, size):
+    """(size,) rows by a hash of their names, classes in turn, without those known to be noisy; and words for it."""
+    place = np.array([common.key_hash(f"meta {key}") for key in data.keys()])                            # (M,)
+    noisy = data.column("noisy")
+    rows = np.argsort(place, kind="stable")
+    rows = rows if noisy is None else rows[~np.asarray(noisy)[rows]]
+    column = next((c for c in ("label", "verb") if data.column(c) is not None), None)
+    if column:
+        seen, turn = {}, []                                                # how many of its class came before each row
+        for c in np.asarray(data.column(column))[rows].tolist():
+            seen[c] = seen.get(c, -1) + 1
+            turn.append(seen[c])
+        rows = rows[np.argsort(turn, kind="stable")]
+    clean = ", known to be clean" if noisy is not None else ", not known to be clean"
+    return np.sort(rows[:size]), (f"balanced over {column}" if column else "at random") + clean
+
+
+def named_rows(data, file):
+    """Rows of the names (keys) in a file, one a line. Raises: UserError for a name that is not there."""
+    with open(file, encoding="utf8") as f:
+        names = dict.fromkeys(line.strip() for line in f if line.strip())
+    where = {key: i for i, key in enumerate(data.keys())}
+    missing = [n for n in names if n not in where]
+    if missing:
+        raise common.UserError(f"--meta-set {file}: {len(missing)} of its {len(names)} names are not in train, first "
+                               f"{missing[0]!r}; a name of train: {next(iter(where))!r}")
+    return np.sort([where[n] for n in names])
+
+
+# ======================================================= pictures ====================================================
+def weight_numbers(seen):
+    """Columns of the log from a batch's losses, weights and marks of mismatched pairs, (N, 3)."""
+    sample, weight, swapped = seen.unbind(1)                               # (N,) each
+    numbers = {"L": sample.mean().item(), "w": weight.mean().item()}
+    for name, those in (("matched", swapped == 0), ("mismatched", swapped == 1)):
+        if swapped.any() and those.any():
+            numbers |= {f"L_{name}": sample[those].mean().item(), f"w_{name}": weight[those].mean().item()}
+    return numbers
+
+
+def keep_for_pictures(tensors, step, seen, args, weight_net):
+    """Adds to a run's tensors: the last batch (N, 3), and the curve of the weight network, one row a log."""
+    tensors["last_batch"] = seen.cpu()
+    if args.weighting in ("meta", "joint"):
+        grid = torch.linspace(0, 3 * math.log(args.batch_size) + 1, 64)    # (64,) nats
+        curve = torch.cat([torch.tensor([float(step)]), weight_net(grid.to(seen.device)).cpu()])[None]   # (1, 65)
+        tensors |= {"loss_grid": grid, "curves": torch.cat([tensors.get("curves", curve[:0]), curve])}
+
+
+def draw(run):
+    """The pictures of a run: curves, weights (Fig. 4, right), retrieval."""
+    figures, args, log = common.figures(), run.args, run.log
+    val = run.val_pieces or run.test_pieces
+    recalls = {f"{k}, {label}": f"eval/{next(iter(val), '')}/{way}/{k}"
+               for way, label in (("text_to_image", "t->v"), ("image_to_text", "v->t")) for k in ("R@1", "R@10")}
+    kinds = {"all": "", "matched": "_matched", "mismatched": "_mismatched"}
+    run.picture("curves.png", figures.draw_curves, log, [
+        ("loss", "nats", {"weighted, Eq. 8": "loss", "L_i, all pairs": "L"}
+         | {f"L_i, {k}": f"L{v}" for k, v in kinds.items() if v and log.column(f"L{v}")[0]}),
+        ("margin", "mu, radians", {"mu": "mu"}), ("learning rate", "lr", {"lr": "lr"}),
+        ("weights", "mean over the batch", {k: f"w{v}" for k, v in kinds.items() if log.column(f"w{v}")[0]}),
+        ("cosine", "mean over the batch", {"pairs": "pos_cos", "others": "neg_cos"}),
+        ("retrieval, val", "%", recalls)])
+    if args.weighting != "none":
+        run.picture("weights.png", draw_weights, load_file(run.folder / "weights.safetensors"), args.weighting)
+    for name, pieces in run.test_pieces.items():
+        suffix = "" if name == next(iter(run.test_pieces)) else f"_{common.slug(name)}"
+        run.picture(f"retrieval{suffix}.png", figures.draw_retrieval, pieces)
+
+
+def draw_weights(tensors, weighting, path):
+    """Fig. 4, right: weight over loss, along the run where a network gives it, and of the pairs of the last batch."""
+    figures = common.figures()
+    fig, axes = figures.figure(2 if "curves" in tensors else 1)
+    if "curves" in tensors:
+        curves, grid = tensors["curves"], tensors["loss_grid"]             # (K, 1 + 64), (64,)
+        some = np.unique(np.linspace(0, len(curves) - 1, min(5, len(curves))).round().astype(int)).tolist()
+        for turn, k in enumerate(some):
+            axes[0].plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}", color=f"C{turn}",
+                         **figures.line_style(turn, len(some)))
+        axes[0].set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
+        axes[0].legend(frameon=False, fontsize=8)
+    sample, weight, swapped = tensors["last_batch"].unbind(1)              # (N,) each
+    for label, those in (("matched", swapped == 0), ("mismatched", swapped == 1)):
+        if those.any():
+            axes[-1].scatter(sample[those], weight[those], s=14, alpha=0.7, label=label)
+    axes[-1].set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
+    axes[-1].legend(frameon=False, fontsize=8)
+    fig.suptitle(f"--weighting {weighting}", fontsize=10)
+    figures.save_figure(fig, path)
+
+
+if __name__ == "__main__":
+    with common.clean_exit():
+        main(parse_args())

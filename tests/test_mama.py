@@ -1,0 +1,635 @@
+"""MAMA: the loss against loops in float64, the weight network's gradient against second order and closed forms, other
+weightings by hand, the meta-data, whole runs, resume, several processes, bad input."""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import common
+
+import numpy as np
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import mama
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+BASE = ["--cpu", "--threads", "1", "--clips", "64", "16", "16", "--batch-size", "16", "--meta-batch-size", "8",
+        "--meta-size", "24", "--log-every", "1", "--eval-every", "0"]
+
+
+def unit(*shape, seed=0):
+    return F.normalize(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def pairs(n=12, d=6, noise=0.7, seed=0):
+    """Videos and the texts near them, (n, d) float64; the last two pairs point away from each other."""
+    video = unit(n, d, seed=seed)
+    text = F.normalize(video + noise * unit(n, d, seed=seed + 1), dim=1)
+    text[-2:] *= -1
+    return video, text
+
+
+# ---------------------------------------------------- margin and loss -----------------------------------------------
+def test_margin_grows_from_two_elevenths_to_a_fifth():
+    assert mama.margin(0) == pytest.approx(2 / 11) and mama.margin(10**6) == 0.2
+    values = [mama.margin(k) for k in range(200)]
+    assert values == sorted(values) and values[60] == pytest.approx(2 / (10 + math.exp(-6)), rel=1e-12)
+    assert mama.margin(10**6, a2=-0.1) == pytest.approx(0, abs=1e-200)  # the values of Section 4.1 fall
+
+
+def loop_loss(video, text, tau, mu):
+    """Eqs. 1, 3 to 5 over Python floats, with acos as printed."""
+    out = []
+    for i in range(len(video)):
+        total = 0.0
+        for a, b in ((video, text), (text, video)):
+            sims = [max(-1.0, min(1.0, float(a[i] @ b[j]))) for j in range(len(b))]
+            angle = math.acos(sims[i])
+            sims[i] = math.cos(max(angle - mu, 0)) if angle <= math.pi / 2 else sims[i]
+            top = max(sims) / tau
+            total -= sims[i] / tau - top - math.log(sum(math.exp(s / tau - top) for s in sims))
+        out.append(total)
+    return torch.tensor(out, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.1, 0.01])
+@pytest.mark.parametrize("mu", [0.0, 0.2, 0.6, 1.5])
+def test_loss_against_a_loop(mu, tau):
+    video, text = pairs()
+    video, text = 3 * video, 0.2 * text  # normalised inside
+    expected = loop_loss(F.normalize(video, dim=1), F.normalize(text, dim=1), tau, mu)
+    angles = torch.acos((F.normalize(video, dim=1) * F.normalize(text, dim=1)).sum(1))
+    assert mu == 0 or (angles > math.pi / 2).any() and (angles[:-2] < 1.5).any()
+    loss = mama.angular_margin_loss(video, text, tau, mu)
+    assert loss.shape == (12,) and torch.allclose(loss, expected, rtol=1e-9, atol=1e-9)
+    single = mama.angular_margin_loss(video.float(), text.float(), tau, mu)
+    assert single.dtype == torch.float32 and torch.allclose(single.double(), expected, rtol=1e-4, atol=2e-5 / tau)
+    in_blocks = mama.angular_margin_loss(video, text, tau, mu, block=5)
+    assert torch.allclose(in_blocks, loss, rtol=1e-12, atol=1e-12)
+
+
+def test_angles_inside_and_outside_of_the_margin():
+    angles = torch.tensor([0.0, 0.1, 0.2, 0.3, math.pi / 2 - 1e-9, math.pi / 2 + 1e-9, 3.0], dtype=torch.float64)
+    expected = [1.0, 1.0, 1.0, math.cos(0.1), math.sin(0.2), 0.0, math.cos(3.0)]
+    assert mama.angular_cosine(angles.cos(), 0.2).tolist() == pytest.approx(expected, abs=1e-8)
+
+
+def test_no_margin_is_plain_infonce():
+    video, text = pairs()
+    sim, target = video @ text.T / 0.1, torch.arange(12)
+    both = [F.cross_entropy(s, target, reduction="none") for s in (sim, sim.T)]
+    assert torch.allclose(mama.angular_margin_loss(video, text, 0.1, 0.0), both[0] + both[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("mu", [0.0, 1e-4, 0.2])
+def test_gradient_is_finite_at_both_ends(mu):
+    same = unit(4, 5).float()
+    for text in (same, -same):
+        video, text = same.clone().requires_grad_(), text.clone().requires_grad_()
+        loss = mama.angular_margin_loss(video, text, 0.01, mu)
+        loss.sum().backward()
+        assert all(torch.isfinite(x).all() for x in (loss, video.grad, text.grad))
+    ends = torch.tensor([-1.0, 1.0, 1.0 + 1e-6, -1.0 - 1e-6], requires_grad=True)
+    value = mama.angular_cosine(ends, mu)
+    value.sum().backward()
+    assert torch.isfinite(ends.grad).all() and value[1] == 1 and value[0] == -1
+
+
+def test_loss_is_fp32_under_bf16_autocast():
+    video, text = (x.float() for x in pairs())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = mama.angular_margin_loss(video, text, 0.05, 0.2)
+    assert loss.dtype == torch.float32 and torch.equal(loss, mama.angular_margin_loss(video, text, 0.05, 0.2))
+    assert mama.angular_margin_loss(video.bfloat16(), text.bfloat16(), 0.05, 0.2).dtype == torch.float32
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.05])
+def test_theorem_1_on_random_pairs(tau):
+    """|dL/dlambda| with the margin is at most that without, up to pi / 2; beyond they are equal; inside it is 0."""
+    angle = (torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * math.pi)
+    negatives = (unit(2000, 7, seed=3) @ unit(30, 7, seed=4).T / tau).logsumexp(1)  # of 30 others
+
+    def slope(mu):
+        lam = angle.clone().requires_grad_()
+        positive = mama.angular_cosine(lam.cos(), mu) / tau
+        (torch.logaddexp(positive, negatives) - positive).sum().backward()
+        return lam.grad.abs()
+    plain = slope(0.0)
+    for mu in (0.1, 0.2, 0.4):
+        with_margin, acute = slope(mu), angle <= math.pi / 2
+        assert (with_margin[acute] <= plain[acute] + 1e-12).all()
+        assert (with_margin[acute] < plain[acute]).double().mean() > 0.99
+        assert torch.allclose(with_margin[~acute], plain[~acute]) and (with_margin[angle < mu] == 0).all()
+
+
+# ---------------------------------------------------- the weight network's gradient ----------------------------------
+class Towers(nn.Module):
+    """Transformers for both modalities, as a TwoTower takes its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.vision, self.text = common.FeatureEncoder(5, 4, width=16), common.SmallText(30, 7, width=16)
+        self.register_buffer("unused", torch.zeros(2))
+
+    def forward(self, pixels, tokens):
+        return self.vision(pixels), self.text(**tokens), None
+
+
+def transformer_batch(n, seed, dtype):
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.arange(7)[None] < 2 + torch.arange(n)[:, None] % 6
+    return {"pixels": torch.randn(n, 4, 5, generator=g, dtype=torch.float64).to(dtype),
+            "tokens": {"input_ids": torch.randint(1, 30, (n, 7), generator=g), "attention_mask": mask.long()}}
+
+
+def transformer_case(dtype, n=6, m=5):
+    torch.manual_seed(0)
+    towers, net = Towers().to(dtype), mama.WeightNet(10).to(dtype)
+    losses = mama.losses_of(towers, 0.2, 0.2, CPU)
+    parameters = dict(towers.named_parameters())
+    return losses, parameters, transformer_batch(n, 1, dtype), transformer_batch(m, 2, dtype), net, 0.05
+
+
+def naive_gradient(losses, parameters, batch, meta_batch, weight_net, lr):
+    """Algorithm 1 differentiated by autograd from end to end."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+        sample = losses(leaves, batch)
+        objective = (weight_net(sample.detach()) * sample).mean()
+        gradient = torch.autograd.grad(objective, list(leaves.values()), create_graph=True)
+        virtual = {k: p - lr * g for (k, p), g in zip(leaves.items(), gradient)}
+        return torch.autograd.grad(losses(virtual, meta_batch).mean(), list(weight_net.parameters()))
+
+
+def relative(a, b):
+    return max(((x - y).norm() / y.norm()).item() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("method", ["forward", "second-order"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-8), (torch.float32, 1e-4)], ids=["fp64", "fp32"])
+def test_weightnet_gradient_against_second_order(dtype, tolerance, method):
+    case = transformer_case(dtype)
+    before = copy.deepcopy(case[1])
+    gradient, expected = mama.weightnet_gradient(*case, method), naive_gradient(*case)
+    assert [g.shape for g in gradient] == [p.shape for p in case[4].parameters()]
+    assert all(g.dtype == dtype and g.norm() > 1e-9 for g in expected) and relative(gradient, expected) < tolerance
+    assert all(g.dtype == dtype for g in gradient)
+    assert all(torch.equal(p, before[k]) and p.grad is None for k, p in case[1].items())
+    assert all(p.grad is None for p in case[4].parameters())
+
+
+def test_dropout_is_the_same_in_all_passes_and_the_random_state_stays():
+    """With other masks in the directional derivative the gradient would be another."""
+    losses, parameters, batch, meta, net, lr = transformer_case(torch.float64)
+    towers = Towers().double()
+    towers.text.norm = nn.Sequential(towers.text.norm, nn.Dropout(0.5))
+    losses = mama.losses_of(towers.train(), 0.2, 0.2, CPU)
+    case = losses, dict(towers.named_parameters()), batch, meta, net, lr
+    torch.manual_seed(5)
+    gradient, after = mama.weightnet_gradient(*case), torch.rand(1)
+    torch.manual_seed(5)
+    assert relative(gradient, naive_gradient(*case)) < 1e-8
+    torch.manual_seed(5)
+    assert after == torch.rand(1)
+
+
+def test_statistics_of_the_towers_stay():
+    """Batch statistics are those of the batch in each pass, and no pass moves the running ones."""
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vision, self.text = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), nn.Linear(4, 8)
+
+        def forward(self, pixels, tokens):
+            return self.vision(pixels), self.text(tokens), None
+    torch.manual_seed(0)
+    towers, net = Normed().double(), mama.WeightNet(5).double()
+    batch, meta = ({"pixels": unit(6, 4, seed=s), "tokens": unit(6, 4, seed=s + 1)} for s in (1, 3))
+    before = copy.deepcopy(dict(towers.named_buffers()))
+    case = mama.losses_of(towers, 0.2, 0.2, CPU), dict(towers.named_parameters()), batch, meta, net, 0.1
+    gradient = mama.weightnet_gradient(*case)
+    assert relative(gradient, naive_gradient(*case)) < 1e-8
+    assert all(torch.equal(b, before[k]) for k, b in towers.named_buffers())
+
+
+def linear_toy():
+    """losses(parameters, (x, y)) = (x Theta - y)^2 / 2 per sample, and Theta (3,), a batch of 5 and meta-data of 4."""
+    def losses(parameters, batch):
+        x, y = batch
+        return (x @ parameters["theta"] - y) ** 2 / 2
+    theta = {"theta": torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)}
+    batch, meta = ((2 * unit(n, 3, seed=n), unit(1, n, seed=n + 9)[0]) for n in (5, 4))
+    torch.manual_seed(1)
+    return losses, theta, batch, meta, mama.WeightNet(7).double()
+
+
+def closed_form(theta, batch, meta, net, alpha):
+    """Eq. 12 by hand: (virtual parameters, G summed over the meta-data (B,), gradient of theta for each parameter)."""
+    (x, y), (xm, ym) = batch, meta
+    error = x @ theta - y
+    gradients = error[:, None] * x                                          # (B, 3) of each L_j
+    weight = net(error ** 2 / 2)
+    virtual = theta - alpha / len(x) * (weight.detach()[:, None] * gradients).sum(0)
+    meta_gradient = ((xm @ virtual - ym)[:, None] * xm).mean(0)             # (3,)
+    G = gradients @ meta_gradient                                           # (B,)
+    total = [torch.zeros_like(p) for p in net.parameters()]
+    for j in range(len(x)):
+        dw = torch.autograd.grad(weight[j], list(net.parameters()), retain_graph=True)
+        total = [t - alpha / len(x) * G[j] * d for t, d in zip(total, dw)]
+    return virtual, G, total
+
+
+@pytest.mark.parametrize("method", ["forward", "second-order"])
+def test_algorithm_1_on_a_linear_toy(method):
+    losses, theta, batch, meta, net = linear_toy()
+    for _ in range(3):
+        _, _, expected = closed_form(theta["theta"], batch, meta, net, 0.1)
+        gradient = mama.weightnet_gradient(losses, theta, batch, meta, net, 0.1, method)
+        assert relative(gradient, expected) < 1e-12 and all(g.norm() > 1e-6 for g in gradient)
+        before = losses(theta, meta).mean()
+        with torch.no_grad():  # Eq. 10 as a plain step, then Eq. 11
+            for p, g in zip(net.parameters(), gradient):
+                p -= g
+            weight = net(losses(theta, batch))
+            theta = {"theta": theta["theta"] - 0.1 * (weight[:, None] * per_sample(losses, theta, batch)).mean(0)}
+        assert losses(theta, meta).mean() != before
+
+
+def per_sample(losses, theta, batch):
+    return torch.autograd.functional.jacobian(lambda t: losses({"theta": t}, batch), theta["theta"])  # (B, 3)
+
+
+def test_a_step_with_the_new_weights_does_better_on_the_meta_data():
+    """The sign of the gradient: after a step against it the virtual step lowers the meta loss further."""
+    losses, theta, batch, meta, net = linear_toy()
+    def after(net):
+        return losses({"theta": closed_form(theta["theta"], batch, meta, net, 0.1)[0]}, meta).mean().item()
+    gradient, first = mama.weightnet_gradient(losses, theta, batch, meta, net, 0.1), after(net)
+    with torch.no_grad():
+        for p, g in zip(net.parameters(), gradient):
+            p -= g
+    assert after(net) < first
+
+
+# ---------------------------------------------------- other weightings -----------------------------------------------
+def test_focal_weights_by_hand():
+    p = torch.tensor([1.0, 0.9, 0.5, 0.1], dtype=torch.float64)  # of the pair, the same in both directions
+    assert mama.focal_weights(-2 * p.log()).tolist() == pytest.approx([0, 0.01, 0.25, 0.81])
+    assert mama.focal_weights(-2 * p.log(), 1).tolist() == pytest.approx([0, 0.1, 0.5, 0.9])
+    assert mama.focal_weights(-2 * p.log(), 0).tolist() == [1.0] * 4
+
+
+def test_spl_weights_by_hand():
+    losses = torch.tensor([3.0, 1.0, 4.0, 2.0])
+    assert mama.spl_weights(losses, 0.5).tolist() == [0, 1, 0, 1]
+    assert mama.spl_weights(losses, 0.75).tolist() == [1, 1, 0, 1]
+    assert mama.spl_weights(losses, 1.0).tolist() == [1] * 4 and mama.spl_weights(losses, 0.0).tolist() == [0, 1, 0, 0]
+
+
+def test_l2rw_weights_by_hand():
+    losses, theta, (x, y), (xm, ym), _ = linear_toy()
+    error, meta_gradient = x @ theta["theta"] - y, ((xm @ theta["theta"] - ym)[:, None] * xm).mean(0)
+    useful = (error[:, None] * x @ meta_gradient).clamp(min=0)  # at Theta itself, not at a virtual step
+    assert 0 < (useful > 0).sum() < 5
+    weights = mama.l2rw_weights(losses, theta, (x, y), (xm, ym))
+    assert torch.allclose(weights, 5 * useful / useful.sum(), rtol=1e-12)
+    opposite = xm, 2 * xm @ theta["theta"] - ym  # the meta gradient turned round
+    assert (mama.l2rw_weights(losses, theta, (x, y), opposite) > 0).tolist() == (useful == 0).tolist()
+    nothing = xm, xm @ theta["theta"]
+    assert mama.l2rw_weights(losses, theta, (x, y), nothing).tolist() == [0] * 5
+
+
+# ---------------------------------------------------- meta-data ------------------------------------------------------
+def arguments(*flags):
+    return mama.parse_args([*BASE, *flags])
+
+
+def test_meta_data_are_clean_balanced_and_stay_in_train():
+    args = arguments("--caption-noise", "0.5", "--clips", "400", "40", "16", "--meta-size", "48")
+    train, evals = common.open_data(args)
+    meta, rest = mama.meta_data(train, evals, args)
+    assert len(meta) == 48 and not any(meta.column("noisy")) and any(train.column("noisy"))
+    assert set(meta.column("key")) <= set(train.column("key")) and rest is evals
+    counts = np.bincount(meta.labels, minlength=24)
+    clean = np.bincount(np.asarray(train.labels)[~np.asarray(train.column("noisy"))], minlength=24)
+    short = clean < counts.max()  # only a class that has no more may have fewer, and then by more than one
+    assert (counts[~short] >= counts.max() - 1).all() and (counts[short] == clean[short]).sum() >= short.sum() - 1
+    again, _ = mama.meta_data(train, evals, args)
+    assert again.column("key") == meta.column("key") and "known to be clean" in meta.note
+
+
+def test_meta_data_of_val_leave_every_evaluation():
+    for weighting in ("meta", "none"):
+        args = arguments("--meta-set", "val", "--meta-size", "10", "--weighting", weighting)
+        train, evals = common.open_data(args)
+        meta, rest = mama.meta_data(train, evals, args)
+        assert len(rest["moving-emoji"]["val"]) == 6 and len(evals["moving-emoji"]["val"]) == 16
+        assert rest["moving-emoji"]["test"] is evals["moving-emoji"]["test"]
+        if weighting == "meta":
+            assert not set(meta.column("key")) & set(rest["moving-emoji"]["val"].column("key"))
+        else:
+            assert meta is None
+
+
+def test_meta_data_by_name(tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("".join(f"train {i}\n" for i in (9, 3, 5, 9, 7, 8, 1, 2, 0)))
+    args = arguments("--meta-set", str(names))
+    train, evals = common.open_data(args)
+    assert mama.meta_data(train, evals, args)[0].column("key") == [f"train {i}" for i in (0, 1, 2, 3, 5, 7, 8, 9)]
+    names.write_text("train 1\nnobody\n")
+    with pytest.raises(common.UserError, match="1 of its 2 names are not in train, first 'nobody'"):
+        mama.meta_data(train, evals, args)
+
+
+# ---------------------------------------------------- runs -----------------------------------------------------------
+def main(folder, *flags, pictures=False):
+    with pytest.MonkeyPatch.context() as patch:
+        if not pictures:
+            patch.setattr(mama, "draw", lambda *a: None)
+        where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
+        return mama.main(mama.parse_args([*BASE, *where, *flags]))
+
+
+def rows(folder):
+    path = Path(folder) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def logged(folder):
+    return [r for r in rows(folder) if "loss" in r]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    return folder, main(folder, "--max-steps", "4", pictures=True)
+
+
+def test_a_run_leaves_weights_and_pictures(run):
+    folder, summary = run
+    assert summary["method"] == "mama" and summary["steps"] == 4
+    assert {"curves.png", "weights.png", "retrieval.png", "weights.safetensors"} <= {p.name for p in folder.iterdir()}
+    for row in logged(folder):
+        assert 0 < row["w_mismatched"] < 1 and 0 < row["w_matched"] < 1
+        assert row["mu"] == pytest.approx(mama.margin(row["step"] - 1))
+    tensors = load_file(folder / "weights.safetensors")
+    assert tensors["curves"].shape == (4, 65) and tensors["curves"][:, 0].tolist() == [1, 2, 3, 4]
+    assert not torch.equal(tensors["curves"][0, 1:], tensors["curves"][3, 1:])
+    assert tensors["last_batch"].shape == (16, 3)
+
+
+OTHER = {"joint": ["--weighting", "joint"], "focal": ["--weighting", "focal"],
+         "gamma": ["--weighting", "focal", "--focal-gamma", "1"], "spl": ["--weighting", "spl"],
+         "spl start": ["--weighting", "spl", "--spl-start", ".9"], "l2rw": ["--weighting", "l2rw"],
+         "none": ["--weighting", "none"], "constant": ["--margin-schedule", "constant"],
+         "no margin": ["--margin-schedule", "none"], "a0": ["--a0", "4"], "a1": ["--a1", "5"], "a2": ["--a2", "1"],
+         "tau": ["--tau", ".2"], "hidden": ["--weight-hidden", "5"], "meta lr": ["--meta-lr", ".1"],
+         "meta decay": ["--meta-weight-decay", "10"], "virtual lr": ["--virtual-lr", "5"],
+         "meta size": ["--meta-size", "9"], "meta batch": ["--meta-batch-size", "12"], "every": ["--meta-every", "2"],
+         "meta set": ["--meta-set", "val", "--meta-size", "8"], "infonce": ["--loss", "infonce"]}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_every_flag_has_an_effect(run, name, tmp_path):
+    main(tmp_path / "other", "--max-steps", "4", *OTHER[name])
+    ours, theirs = logged(run[0]), logged(tmp_path / "other")
+    assert len(theirs) == 4 and ours[-1]["loss"] != theirs[-1]["loss"]
+    if name == "spl":
+        assert [r["w"] for r in theirs] == [k / 16 for k in (8, 10, 12, 14)]
+    if name in ("none", "infonce"):
+        assert all(r["loss"] == pytest.approx(r["L"]) and r["w"] == 1 for r in theirs)
+    if name == "l2rw":
+        assert all(r["w"] == pytest.approx(1) for r in theirs)
+
+
+def test_second_order_is_the_same_run(run, tmp_path):
+    main(tmp_path / "second", "--max-steps", "4", "--meta-gradient", "second-order")
+    ours, theirs = logged(run[0]), logged(tmp_path / "second")
+    assert [r["loss"] for r in theirs] == pytest.approx([r["loss"] for r in ours], rel=1e-3)
+    assert theirs[0]["loss"] == pytest.approx(ours[0]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("weighting", ["meta", "joint"])
+def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
+    """Two steps of plain SGD, recomputed from the batches that main read, by autograd from end to end."""
+    seen, inputs_of, loss_of, net_of = {"inputs": []}, mama.inputs_of, mama.losses_of, mama.WeightNet
+
+    def watch_inputs(*args):
+        seen["inputs"].append(inputs_of(*args))
+        return seen["inputs"][-1]
+
+    def watch_net(*args):
+        seen["net"] = net_of(*args)
+        seen["first net"] = copy.deepcopy(seen["net"])
+        return seen["net"]
+
+    def watch_towers(module, *args, towers=common.Run.towers):
+        out = towers(module, *args)
+        seen["tower"] = copy.deepcopy(out[0])
+        return out
+    monkeypatch.setattr(mama, "inputs_of", watch_inputs)
+    monkeypatch.setattr(mama, "WeightNet", watch_net)
+    monkeypatch.setattr(common.Run, "towers", watch_towers)
+    lr = 0.05
+    main(tmp_path / "run", "--weighting", weighting, "--lr", str(lr),
+         *"--max-steps 2 --optimizer sgd --beta1 0 --lr-schedule constant --warmup-epochs 0 --weight-decay 0".split(),
+         *"--grad-clip 0 --meta-lr 0.01 --meta-weight-decay 0".split())
+    net, theta = seen["first net"], dict(seen["tower"].named_parameters())
+    adam = torch.optim.Adam(net.parameters(), lr=0.01, betas=(0.9, 0.98), eps=1e-12)
+    steps = seen["inputs"][::2], seen["inputs"][1::2] if weighting == "meta" else [None] * 2
+    steps = zip(*steps) if weighting == "meta" else ((b, None) for b in seen["inputs"])
+    for k, (batch, meta) in enumerate(steps):
+        losses = loss_of(seen["tower"], 0.1, mama.margin(k), CPU)
+        leaves = {n: p.detach().requires_grad_() for n, p in theta.items()}
+        if weighting == "meta":
+            for p, g in zip(net.parameters(), naive_gradient(losses, leaves, batch, meta, net, lr)):
+                p.grad = g
+            adam.step()
+        sample = losses(leaves, batch)
+        weight = net(sample.detach())
+        names = [*leaves.values(), *(net.parameters() if weighting == "joint" else [])]
+        objective = ((weight if weighting == "joint" else weight.detach()) * sample).mean()
+        gradients = torch.autograd.grad(objective, names)
+        theta = {n: p.detach() - lr * g for (n, p), g in zip(leaves.items(), gradients)}
+        if weighting == "joint":
+            with torch.no_grad():
+                for p, g in zip(net.parameters(), gradients[len(leaves):]):
+                    p -= lr * g
+    assert k == 1
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    for name, p in theta.items():
+        assert torch.allclose(saved[name], p, rtol=1e-4, atol=1e-6), name
+    moved = [torch.allclose(saved[n], p, rtol=1e-4, atol=1e-6) for n, p in seen["tower"].named_parameters()]
+    assert not all(moved)
+    for a, b, old in zip(seen["net"].parameters(), net.parameters(), net_of(100).parameters()):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-5) and a.shape == old.shape
+
+
+# ---------------------------------------------------- resume and several processes -----------------------------------
+LONG = [*BASE, *"--max-steps 9 --save-every 3 --meta-every 2 --clips 96 16 16".split()]
+
+
+def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
+    """Bitwise: towers, weight network, both optimisers, random state, the curves for the pictures."""
+    where = ["--output-dir", str(tmp_path)]
+    killed = runs.start("mama", [*LONG, *where, "--run-name", "killed"], tmp_path / "killed.txt")
+    while not any(r["step"] >= 4 and "loss" in r for r in rows(tmp_path / "killed")):
+        assert killed.is_alive(), (tmp_path / "killed.txt").read_text()[-3000:]
+        time.sleep(0.005)
+    killed.kill()
+    killed.join(60)
+    last = common.latest_checkpoint(tmp_path / "killed")
+    assert last and last.name in ("step_3", "step_6"), "killed too early or too late"
+    main(tmp_path / "whole", *LONG[len(BASE):])
+    runs.finish("mama", ["--resume", str(tmp_path / "killed")], tmp_path / "resumed.txt")
+    for name in ("model", "extra", "optimizer", "tensors", "rng_0"):
+        a, b = (load_file(tmp_path / r / f"checkpoints/step_9/{name}.safetensors") for r in ("whole", "killed"))
+        assert a.keys() == b.keys() and a and all(torch.equal(a[k], b[k]) for k in a), name
+    assert {"second.0.exp_avg", "second.3.step", "curves"} <= a.keys() | load_file(
+        tmp_path / "whole/checkpoints/step_9/tensors.safetensors").keys()
+    timeless = ("step_s", "data_s", "samples_per_s")
+    ours, theirs = ({r["step"]: {k: v for k, v in r.items() if k not in timeless} for r in logged(tmp_path / name)}
+                    for name in ("whole", "killed"))
+    assert ours == theirs
+
+
+DRIVER = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+import common, mama, torch
+mama.draw = lambda *args: None
+kept, finish = {{}}, common.Run.finish
+def keep(run, *args, **more):
+    state = {{"tower." + k: v for k, v in run.trained.state_dict().items()}}
+    state |= {{"own." + k: v for k, v in run.own.state_dict().items()}}
+    common.write_tensors(run.folder / f"rank_{{common.rank()}}.safetensors", state)
+    return finish(run, *args, **more)
+common.Run.finish = keep
+if __name__ == "__main__":
+    with common.clean_exit():
+        mama.main(mama.parse_args())
+"""
+TWENTY = [*BASE, *"--max-steps 20 --save-every 0 --lr 1e-4 --meta-batch-size 8 --clips 96 16 16".split()]
+
+
+def test_two_processes_are_one(tmp_path):
+    """After 20 steps towers and weight network are equal on both ranks, and those of one process."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    def command(name, *launcher):
+        return [sys.executable, *launcher, str(tmp_path / "driver.py"), *TWENTY, "--output-dir", str(tmp_path),
+                "--run-name", name]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                                                 "2"])):
+        done = subprocess.run(command(name, *launcher), env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, first, second = (load_file(tmp_path / f) for f in ("one/rank_0.safetensors", "two/rank_0.safetensors",
+                                                            "two/rank_1.safetensors"))
+    assert all(torch.equal(first[k], second[k]) for k in first) and any(k.startswith("own.") for k in first)
+    for k, v in one.items():
+        assert torch.allclose(first[k], v, rtol=1e-2, atol=2e-5), (k, (first[k] - v).abs().max())
+    for a, b in zip(logged(tmp_path / "one"), logged(tmp_path / "two"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and b["w"] == pytest.approx(a["w"], rel=1e-4)
+
+
+def part_of(batch, rows):
+    return {"pixels": batch["pixels"][rows], "tokens": {k: v[rows] for k, v in batch["tokens"].items()}}
+
+
+def gradients(rows_of):
+    """What the public functions give for these rows of a batch of 6 and meta-data of 4: forward, second order, L2RW."""
+    losses, parameters, batch, meta, net, lr = transformer_case(torch.float64, 6, 4)
+    case = losses, parameters, part_of(batch, rows_of(6)), part_of(meta, rows_of(4))
+    out = {m: mama.weightnet_gradient(*case, net, lr, m) for m in ("forward", "second-order")}
+    return out | {"l2rw": [mama.l2rw_weights(*case)], "spl": [mama.spl_weights(losses(parameters, case[2]), 0.5)]}
+
+
+def compare(rank, folder):
+    torch.set_num_threads(1)
+    alone = gradients(slice)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    both = gradients(lambda n: slice(rank * n // 2, (rank + 1) * n // 2))
+    mine = slice(rank * 3, rank * 3 + 3)
+    out = {m: relative(both[m], alone[m]) for m in ("forward", "second-order")}
+    out |= {k: (both[k][0] - alone[k][0][mine]).abs().max().item() for k in ("l2rw", "spl")}
+    Path(folder, f"{rank}.json").write_text(json.dumps(out | {"weights": alone["l2rw"][0].tolist()}))
+    dist.destroy_process_group()
+
+
+def test_meta_gradients_on_two_processes_are_those_of_one(tmp_path):
+    mp.spawn(compare, (str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        out = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert any(out.pop("weights")) and max(out.values()) < 1e-10, out
+
+
+# ---------------------------------------------------- flags ----------------------------------------------------------
+BAD = {
+    ("--chunk-size", "4"): "--chunk-size: --weighting meta encodes the whole batch in its passes",
+    ("--chunk-size", "4", "--weighting", "l2rw"): "--chunk-size: --weighting l2rw encodes",
+    ("--loss", "infonce", "--weighting", "meta"): "--loss infonce has neither margin nor weights",
+    ("--loss", "infonce", "--margin-schedule", "constant"): "--loss infonce has neither margin nor weights",
+    ("--a0", "20"): "--a0 20 --a1 10: the margin a0 / a1 must be at most pi / 2",
+    ("--weighting", "l2rw", "--meta-every", "2"): "--meta-every: --weighting l2rw",
+    ("--meta-set", "test"): "--meta-set test: neither train nor val nor a file of names",
+    ("--tau", "0"): "--tau 0: must be > 0", ("--weighting", "mean"): "--weighting invalid choice: 'mean'",
+    ("--meta-batch-size", "1"): "--meta-batch-size 1: must be at least 2"}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        mama.parse_args([*BASE, *flags])
+    line = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(line) == 1 and BAD[flags] in line[0]
+
+
+def test_a_meta_batch_that_no_two_processes_share(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        mama.parse_args([*BASE, "--meta-batch-size", "7"])
+    assert "--meta-batch-size 7: not divisible by 2 processes" in capsys.readouterr().err
+    assert mama.parse_args([*BASE, "--meta-batch-size", "7", "--weighting", "focal"]).meta_batch_size == 7
+
+
+def test_too_little_meta_data(tmp_path):
+    for flags, words in ((["--meta-size", "4"], "4 examples, fewer than --meta-batch-size 8"),
+                         (["--meta-set", "val", "--meta-size", "99"], "val has 16 examples, none would be left")):
+        with pytest.raises(common.UserError, match=words):
+            main(tmp_path / "run", "--max-steps", "2", *flags)
+        assert not (tmp_path / "run").exists()
+
+
+def test_recipes_are_the_paper_s():
+    for name, epochs in (("msrvtt", 5.0), ("didemo", 20.0), ("activitynet", 20.0)):
+        args = mama.parse_args(["--dataset", name])
+        assert (args.lr, args.weight_decay, args.batch_size, args.epochs) == (5e-6, 5e-2, 4, epochs)
+        assert (args.tau, args.a0, args.a1, args.a2, args.frames, args.image_size, args.text_length) == (
+            1.0, 2.0, 10.0, 0.1, 12, 224, 70)
+        assert args.weighting == "meta" and args.meta_lr == args.lr and args.virtual_lr == 0
+        assert mama.RECIPES[name]["recipe"].startswith("paper")
+    assert not mama.RECIPES["msvd"]["recipe"].startswith("paper")
+
+
+def test_random_guess_and_the_warning():
+    args = mama.parse_args(["--dataset", "msrvtt"])
+    n, mu = args.batch_size, 0.2
+    expected = 2 * -math.log(math.exp(math.sin(mu)) / (math.exp(math.sin(mu)) + n - 1))
+    assert mama.random_guess(mu, args) == pytest.approx(expected)
+    assert mama.random_guess(0.0, args) == pytest.approx(2 * math.log(n))
+    assert "WARNING" not in mama.banner_lines(args, None, (0.18, 0.2))["temperature"]
+    args.tau = 0.01
+    line = mama.banner_lines(args, None, (0.18, 0.2))["temperature"]
+    assert "mu / tau up to 20" in line and "WARNING" in line
