@@ -2521,6 +2521,45 @@ def knn_chance(train_labels, test_labels):
     return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": mean}
 
 
+def answer_hits(scores, answers):
+    """Is the right answer's score above all others? (Q,) bool; ties count against the model.
+
+    Args: scores: (Q, A) of a vocabulary's answers or of the choices, -inf where a question has fewer choices;
+        answers: (Q,) long, the right one; -1 = the vocabulary lacks it: wrong, as the upper bound tells.
+    Raises: NotFinite for NaN or +inf."""
+    if torch.isnan(scores).any() or torch.isposinf(scores).any():
+        raise NotFinite("scores of answers hold NaN or infinity")
+    index = answers.clamp(min=0)[:, None]  # (Q, 1)
+    others = scores.scatter(1, index, -math.inf).amax(1)  # (Q,)
+    return (answers >= 0) & (scores.gather(1, index)[:, 0] > others)
+
+
+def question_metrics(hits, types=None, pairs=None, known=None):
+    """Accuracy of answers to questions, in percent: {accuracy[, upper_bound], accuracy TYPE for each type}.
+
+    Args:
+        hits: (Q,) right or wrong; or the chance of being right, 1 / choices, which gives what guessing gives.
+        types: Q words, or pairs of words whose first is a family with an accuracy of its own ("causal why").
+        pairs: (Q,) numbers; rows of one are one question, right when all are (Causal-VidQA's answer and reason), in
+            `accuracy` and for a family; a type of two words counts its own rows alone.
+        known: (Q,) is the answer in the vocabulary at all?
+    """
+    hits = np.asarray(hits, dtype=np.float64)
+    def percent(values, rows):
+        ids = np.arange(len(rows)) if pairs is None else np.unique(np.asarray(pairs)[rows], return_inverse=True)[1]
+        right = np.ones(ids.max() + 1)
+        np.multiply.at(right, ids, values[rows])  # a pair is right when both of its rows are
+        return float(100 * right.mean())
+
+    out = {"accuracy": percent(hits, np.arange(len(hits)))}
+    if known is not None:
+        out["upper_bound"] = percent(np.asarray(known, dtype=np.float64), np.arange(len(hits)))
+    types = np.asarray([] if types is None else types, dtype=object)
+    families = np.asarray([t.split()[0] for t in types], dtype=object)
+    named = {name: np.flatnonzero((types == name) | (families == name)) for name in {*types, *families}}
+    return out | {f"accuracy {name}": percent(hits, rows) for name, rows in sorted(named.items())}
+
+
 def modality_gap(a, b):
     """||mean a - mean b|| of unit rows, the distance between two modalities (Liang et al. 2022): a float, 0..2."""
     return (normalize(a).mean(0) - normalize(b).mean(0)).norm().item()

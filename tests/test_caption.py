@@ -1,0 +1,338 @@
+"""Key frames, and captions of a vision-language model: real mp4 files, tiny models built from their configs."""
+
+import csv
+import functools
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import common
+
+import numpy as np
+import pytest
+import torch
+from helpers import TEXT, frame, frame_number, open_splits, write_rows, write_video
+
+import mama
+from tools import caption
+
+ROOT = Path(__file__).parent.parent
+
+
+# ---------------------------------------------------- key frames -----------------------------------------------------
+def peaks_by_loop(features, k, q):
+    """Eqs. 14-15 word by word; no two frames may be equally dense."""
+    n = len(features)
+    squared = [[sum((a - b) ** 2 for a, b in zip(x, y)) for y in features] for x in features]
+    d = [math.exp(-sum(sorted(squared[j][l] for l in range(n) if l != j)[:k]) / k) for j in range(n)]
+    gamma = []
+    for j in range(n):
+        denser = [squared[j][l] for l in range(n) if d[l] > d[j]]
+        gamma.append(min(denser) if denser else max(squared[j]))
+    return sorted(sorted(range(n), key=lambda j: -d[j] * gamma[j])[:q])
+
+
+@pytest.mark.parametrize("n, k, q", [(30, 6, 12), (30, 3, 5), (13, 6, 12), (9, 2, 1), (60, 6, 4)])
+def test_key_frames_are_the_equations_on_random_features(n, k, q):
+    for seed in range(10):
+        x = torch.randn(n, 5, generator=torch.Generator().manual_seed(seed)) / 3
+        found = mama.key_frames(x, k, q)
+        assert found.tolist() == peaks_by_loop(x.double().tolist(), k, q) and found.dtype == torch.long
+
+
+def test_each_of_separated_clusters_gives_one_key_frame():
+    generator = torch.Generator().manual_seed(1)
+    centres = 3 * torch.eye(4)  # shots of 8 to 11 frames, far from each other
+    shots = [c + 0.05 * torch.randn(8 + i, 4, generator=generator) for i, c in enumerate(centres)]
+    found = mama.key_frames(torch.cat(shots), k=6, q=4).tolist()
+    starts = [0, 8, 17, 27, 38]
+    assert [sum(a <= f < b for f in found) for a, b in zip(starts, starts[1:])] == [1, 1, 1, 1]
+    assert found == sorted(found) == peaks_by_loop(torch.cat(shots).double().tolist(), 6, 4)
+
+
+def test_key_frames_far_apart_do_not_underflow():
+    """exp(-d) of features 100 times as large is 0 in any float: the order is that of the logarithms."""
+    x = 100 * torch.randn(20, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    n, squared = len(x), torch.cdist(x, x).square()
+    log_d = [-squared[j].sort().values[1:4].mean() for j in range(n)]
+    gamma = [min((squared[j, l] for l in range(n) if log_d[l] > log_d[j]), default=squared[j].max()) for j in range(n)]
+    wanted = sorted(sorted(range(n), key=lambda j: -(log_d[j] + gamma[j].log()))[:5])
+    assert mama.key_frames(x, 3, 5).tolist() == wanted != list(range(5))
+
+
+def test_a_still_shot_is_one_key_frame_not_all_of_them():
+    still, moving = torch.zeros(20, 3), torch.randn(10, 3, generator=torch.Generator().manual_seed(2))
+    found = mama.key_frames(torch.cat([still, moving]), q=6).tolist()
+    assert found[0] == 0 and len(found) == 6 and all(f >= 20 for f in found[1:])
+
+
+def test_few_frames_equal_frames_and_what_is_refused():
+    assert mama.key_frames(torch.zeros(5, 2), q=12).tolist() == [0, 1, 2, 3, 4]
+    assert mama.key_frames(torch.zeros(1, 2), q=1).tolist() == [0]
+    assert mama.key_frames(torch.zeros(30, 2), q=4).tolist() == [0, 1, 2, 3]         # equal: the first
+    assert mama.key_frames([[0.0], [1.0], [5.0]], k=6, q=2).tolist() == [0, 1]       # k is capped, lists will do
+    for bad in (torch.zeros(3), torch.full((3, 2), math.nan)):
+        with pytest.raises(ValueError, match="finite"):
+            mama.key_frames(bad, q=1)
+    with pytest.raises(ValueError, match="at least 1"):
+        mama.key_frames(torch.zeros(3, 2), k=0)
+
+
+# ---------------------------------------------------- models of the test --------------------------------------------
+WORDS = ("write a short caption sentence for the video in order from left to right , top bottom user assistant "
+         "question answer : image . cat dog bird horse runs jumps sleeps red blue green one two three under and again"
+         ).split()
+FRAMES = {"a": 5, "b": 12, "c": 24, "d": 30, "e": 18}  # clips and their lengths
+
+
+def tokenizer():
+    """One id a word; ids do not come from the hub."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    names = ["<pad>", "<s>", "</s>", "<unk>", "<image>", *WORDS]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        additional_special_tokens=["<image>"])
+
+
+def tiny_model(kind, folder):
+    """A randomly initialised LLaVA, BLIP-2 or InstructBLIP with its processor, saved as a user has it."""
+    import transformers as T
+    words = tokenizer()
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    picture = small | {"intermediate_size": 16, "image_size": 32, "patch_size": 16}
+    image = words.convert_tokens_to_ids("<image>")
+    ids = {"vocab_size": len(words), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    if kind == "llava":
+        vision = T.CLIPVisionConfig(**picture | {"num_hidden_layers": 2}, projection_dim=16)
+        text = T.LlamaConfig(**small | ids, intermediate_size=16)
+        config = T.LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
+        model = T.LlavaForConditionalGeneration(config)
+        pixels = T.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+        processor = T.LlavaProcessor(pixels, words, patch_size=16, vision_feature_select_strategy="default",
+                                     num_additional_image_tokens=1)
+    else:
+        name = {"blip-2": "Blip2", "instructblip": "InstructBlip"}[kind]
+        vision = getattr(T, f"{name}VisionConfig")(**picture, initializer_range=0.02)  # its default is 1e-10
+        qformer = getattr(T, f"{name}QFormerConfig")(**small, vocab_size=len(words), intermediate_size=16,
+                                                     encoder_hidden_size=16)
+        text = T.OPTConfig(**small | ids, ffn_dim=16, word_embed_proj_dim=16, max_position_embeddings=128)
+        config = getattr(T, f"{name}Config")(vision_config=vision, qformer_config=qformer, text_config=text,
+                                             num_query_tokens=4, image_token_index=image)
+        model = getattr(T, f"{name}ForConditionalGeneration")(config)
+        tokenizers = (words,) if kind == "blip-2" else (words, tokenizer())
+        pixels = T.BlipImageProcessor(size={"height": 32, "width": 32})
+        processor = getattr(T, f"{name}Processor")(pixels, *tokenizers, num_query_tokens=4)
+    for p in model.parameters():  # else it says the same of every picture
+        p.data *= 10 if p.ndim > 1 else 1
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {kind: tiny_model(kind, root / kind) for kind in ("llava", "blip-2", "instructblip")}
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+    """Five clips, one of them in a folder, and one that is no video; no captions."""
+    root = tmp_path_factory.mktemp("videos")
+    for k, (name, n) in enumerate(FRAMES.items()):  # the numbers that frame() draws, in other colours in each clip
+        shown = [np.roll(frame(i), k, axis=-1) if k < 3 else 255 - frame(40 * k + i) for i in range(n)]
+        write_video(root / ("inside" if name == "e" else "") / f"{name}.mp4", shown)
+    (root / "z.mp4").write_bytes(TEXT)
+    return root
+
+
+def run(dataset, out, model, *more):
+    """The tool with settings for tests: a 2 x 2 picture of frames of 32 px, colours as features, 6 words."""
+    caption.main(["--dataset", str(dataset), "--out", str(out), "--model", str(model), "--grid", "2x2", "--key-frames",
+                  "4", "--candidates", "8", "--neighbours", "2", "--cell", "32", "--frame-encoder", "colour",
+                  "--max-new-tokens", "6", "--batch", "2", "--cpu", *map(str, more)])
+    return rows_of(out)
+
+
+def rows_of(out):
+    with open(out, newline="", encoding="utf8") as f:
+        return {row["video"]: row["caption"] for row in csv.DictReader(f)}
+
+
+# ---------------------------------------------------- the picture ---------------------------------------------------
+def test_the_picture_shows_frames_from_left_to_right_and_top_to_bottom_in_a_square():
+    frames = torch.stack([torch.full((3, 10, 16), 20 * i) for i in range(12)]).byte()
+    picture = np.asarray(caption.grid_picture(frames, 3))  # 3 wide, 4 high: 48 x 40
+    assert picture.shape == (48, 48, 3) and (picture[:4] == caption.GREY).all() and (picture[44:] == caption.GREY).all()
+    for i in range(12):
+        row, column = divmod(i, 3)
+        cell = picture[4 + 10 * row:14 + 10 * row, 16 * column:16 * column + 16]
+        assert (cell == 20 * i).all()
+
+
+def test_frames_of_a_short_video_are_repeated_in_order_and_others_are_key_frames(videos):
+    features = caption.frame_features("colour", "cpu")
+    short = caption.read_candidates(videos / "a.mp4", None, None, 16, 64)  # five different frames
+    shown = [frame_number(x.permute(1, 2, 0).numpy()) for x in caption.chosen_frames(short, features, 6, 12)]
+    assert shown == sorted(shown) and set(shown) == set(range(5)) and len(shown) == 12
+    many = caption.read_candidates(videos / "c.mp4", None, None, 24, 64)
+    chosen = caption.chosen_frames(many, features, 3, 4)
+    assert torch.equal(chosen, many[mama.key_frames(features(many), 3, 4)])
+
+
+def test_frame_features_of_a_model_have_unit_length():
+    frames = torch.randint(256, (3, 3, 40, 50), dtype=torch.uint8)
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:  # no weights can be downloaded here
+        patch.setattr(common, "VisionEncoder", functools.partial(common.VisionEncoder, pretrained=False))
+        x = caption.frame_features("resnet18", "cpu")(frames)
+    assert x.shape == (3, 512) and torch.allclose(x.norm(dim=1), torch.ones(3))
+    with pytest.raises(common.UserError, match="--frame-encoder no-such-model: not small"):
+        caption.frame_features("no-such-model", "cpu")
+
+
+# ---------------------------------------------------- captions ------------------------------------------------------
+@pytest.mark.parametrize("kind", ["llava", "blip-2", "instructblip"])
+def test_a_csv_of_captions_that_the_scripts_read(kind, models, videos, tmp_path, capsys):
+    rows = run(videos, tmp_path / "captions.csv", models[kind])
+    assert list(rows) == ["a.mp4", "b.mp4", "c.mp4", "d.mp4", "inside/e.mp4"]
+    said = {word for text in rows.values() for word in text.split()}
+    assert said and said <= {*WORDS, "<unk>"} and len(set(rows.values())) > 1  # the pictures matter
+    assert not any("sentence for the video" in text for text in rows.values())  # what was asked is not in the answer
+    out = capsys.readouterr().out
+    assert "5 captions; 1 clips have none" in out and "z.mp4: not a readable video" in out and "crude" in out
+    report = json.loads((tmp_path / "captions.csv.json").read_text())
+    assert report["captions"] == 5 and [x["video"] for x in report["without"]] == ["z.mp4"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["captions.csv", "captions.csv.json"]
+    splits = open_splits(tmp_path / "captions.csv", video_dir=str(videos), frames=2, image_size=32)
+    read = {d.key(i): d.captions(i) for d in splits.values() for i in range(len(d))}
+    assert read == {video: [text] for video, text in rows.items()}
+    assert splits["train"].read(0).shape[:2] == (2, 3)
+
+
+def test_windows_of_own_data_are_clips_of_their_own(models, videos, tmp_path):
+    windows = [("d", 0, 1, "one"), ("d", 2, 3, "two"), ("d", 2, 3, "three"), *(("a", k / 9, 2, "x") for k in range(9))]
+    own = write_rows(tmp_path / "own.csv", ["video", "start", "end", "caption"], windows)
+    run(own, tmp_path / "new.csv", models["llava"], "--video-dir", videos)
+    wanted = common.load_data(str(own), "train", video_dir=str(videos))
+    with open(tmp_path / "new.csv", newline="", encoding="utf8") as f:
+        rows = {(r["video"], float(r["start"]), float(r["end"])) for r in csv.DictReader(f)}
+    sources = [row["source"] for row in wanted.sources]
+    assert rows == {(Path(s["path"]).name, s["start"], s["end"]) for s in sources} and len(rows) == len(wanted)
+
+
+def test_captions_of_frames_are_summed_up_by_another_model(models, videos, tmp_path):
+    import transformers
+    words, asked = tokenizer(), []
+    config = transformers.T5Config(vocab_size=len(words), d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2,
+                                   pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)
+    torch.manual_seed(2)  # others say nothing
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    words.save_pretrained(tmp_path / "t5")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(words), **small))
+    llama.save_pretrained(tmp_path / "lm")
+    words.save_pretrained(tmp_path / "lm")
+    with pytest.MonkeyPatch.context() as patch:
+        true = caption.summary_model
+
+        def listening(*args):
+            answers = true(*args)
+            return lambda texts: asked.extend(texts) or answers(texts)
+        patch.setattr(caption, "summary_model", listening)
+        for name in ("t5", "lm"):
+            rows = run(videos, tmp_path / f"{name}.csv", models["llava"], "--augment-mode", "per-frame-summary",
+                       "--summary-model", tmp_path / name)
+            assert len(rows) == 5 and not any("Sentences" in text for text in rows.values())
+    first = asked[0].split("\n")
+    assert first[0] == "Sentences on frames of one video in the order of time:" and len(first) == 6  # four frames
+    assert asked[:5] == asked[5:]
+
+
+def test_greedy_captions_do_not_depend_on_the_batch_and_sampled_ones_on_the_seed(models, videos, tmp_path):
+    greedy = run(videos, tmp_path / "1.csv", models["llava"])
+    assert greedy == run(videos, tmp_path / "2.csv", models["llava"], "--batch", 5, "--seed", 1)
+    hot = ["--temperature", 1.5, "--seed"]
+    sampled = [run(videos, tmp_path / f"s{k}.csv", models["llava"], *hot, seed) for k, seed in enumerate((1, 1, 2))]
+    assert sampled[0] == sampled[1] != sampled[2] and sampled[0] != greedy
+
+
+# ---------------------------------------------------- going on ------------------------------------------------------
+def test_a_killed_call_goes_on_and_writes_nothing_twice(models, videos, tmp_path):
+    own = write_rows(tmp_path / "own.csv", ["video", "start", "end", "caption"],
+                     [("d", k / 50, 2, "x") for k in range(40)])
+    flags = ["--dataset", own, "--video-dir", videos, "--model", models["llava"], "--grid", "1x1", "--key-frames", 1,
+             "--candidates", 8, "--cell", 32, "--frame-encoder", "colour", "--max-new-tokens", 6, "--batch", 1, "--cpu",
+             "--temperature", 1, "--seed", 3]
+    command = [sys.executable, "-m", "tools.caption", *map(str, flags), "--out", str(tmp_path / "killed.csv")]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    part = tmp_path / "killed.csv.part0"
+    until = time.monotonic() + 60
+    while not (part.exists() and part.read_text().count('"video"') > 2) and time.monotonic() < until:
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    lines = [line for line in part.read_text().splitlines() if line]
+    assert 2 < len(lines) and not (tmp_path / "killed.csv").exists(), "killed too late"
+    part.write_text(part.read_text() + '{"video": "d.mp4", "start": 0.78, "en')  # cut in the middle of a line
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caption, "read_candidates",
+                      lambda *a, true=caption.read_candidates: calls.append(a[1]) or true(*a))
+        caption.main([*map(str, flags), "--out", str(tmp_path / "killed.csv")])
+        assert len(calls) < 40 and not set(calls) & {json.loads(line)["start"] for line in lines}
+        caption.main([*map(str, flags), "--out", str(tmp_path / "whole.csv")])
+        before = len(calls)
+        caption.main([*map(str, flags), "--out", str(tmp_path / "whole.csv")])
+        silent = json.loads((tmp_path / "whole.csv.json").read_text())["without"]  # are asked once more
+        assert len(calls) - before == len(silent) < 5
+    assert (tmp_path / "killed.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+def test_two_processes_write_the_file_that_one_writes(models, videos, tmp_path):
+    one = run(videos, tmp_path / "one.csv", models["llava"], "--temperature", 1)
+    flags = ["--dataset", videos, "--out", tmp_path / "two.csv", "--model", models["llava"], "--grid", "2x2",
+             "--key-frames", 4, "--candidates", 8, "--neighbours", 2, "--cell", 32, "--frame-encoder", "colour",
+             "--max-new-tokens", 6, "--batch", 2, "--cpu", "--temperature", 1]
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
+                           "tools.caption", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert rows_of(tmp_path / "two.csv") == one and done.stdout.count("5 captions; 1 clips") == 1
+    assert not list(tmp_path.glob("*.part*"))
+
+
+# ---------------------------------------------------- bad input -----------------------------------------------------
+def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path, capsys):
+    def refused(*more, dataset=videos, out=tmp_path / "x.csv", model=models["llava"]):
+        with pytest.raises((common.UserError, SystemExit)) as info:
+            run(dataset, out, model, *more)
+        if info.type is SystemExit:
+            assert info.value.code == 2
+            return capsys.readouterr().err.strip().splitlines()[-1]
+        assert "\n" not in str(info.value)
+        return str(info.value)
+
+    assert "--grid 3x3 has 9 places for --key-frames 4" in refused("--grid", "3x3")
+    assert "must be COLUMNSxROWS" in refused("--grid", "3,4")
+    assert "--summary-model goes with" in refused("--augment-mode", "per-frame-summary")
+    assert "must be at least --key-frames" in refused("--candidates", 3)
+    assert "--template must say where" in refused("--template", "USER:")
+    assert "there is no folder" in refused(out=tmp_path / "no" / "x.csv")
+    assert "--model" in refused(model=tmp_path / "nothing")
+    assert "it has no video files" in refused(dataset="moving-emoji")
+    assert "it has no video files" in refused(dataset=tmp_path)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "z.mp4").write_bytes(TEXT)
+    assert "no clip got a caption, first z.mp4: not a" in refused(dataset=tmp_path / "bad", out=tmp_path / "bad.csv")
+    run(videos, tmp_path / "x.csv", models["llava"])
+    assert "was made with --prompt Write" in refused("--prompt", "what is this")
+    assert "was made with --model" in refused(model=models["blip-2"])
+    (tmp_path / "other.csv").write_text("video,caption\n")
+    assert "without other.csv.json" in refused(out=tmp_path / "other.csv")
