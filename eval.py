@@ -19,6 +19,7 @@ Tasks
     knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail
     probe       LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the
                 smallest class's size) and all
+    qa          accuracy of the answers, by the type of the question, of a model that mama.py trained to answer
     gap         modality gap, alignment, uniformity        histograms   densities of positive and negative cosines
 The result is a table, eval.json, and pictures in --output-dir.
 """
@@ -73,8 +74,9 @@ def parse_args(argv=None):
                    help="captions used of an image; 5 = the 25,000 of COCO's usual protocol; 0 = all")
     g.add_argument("--limit", type=whole, default=0, help="examples used, the first; 0 = all")
     g = p.add_argument_group("tasks")
-    g.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["retrieval", "knn", "gap"],
-                   help="what to measure; a task that a set cannot have is named and left out")
+    g.add_argument("--tasks", nargs="+", choices=list(TASKS), default=[],
+                   help="what to measure; none = retrieval knn gap, or qa of a model that answers questions; a task "
+                        "that a set cannot have is named and left out")
     g.add_argument("--prompts", choices=["names", "templates"], default="templates",
                    help="zero-shot class texts: names alone (TeMo) or the set's templates")
     g.add_argument("--knn-k", type=count, nargs="+", default=[1, 10], help="neighbours")
@@ -124,6 +126,8 @@ class Subject:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         model, self.tokenizer, self.transform, self.own = open_model(args)
         self.model = model.to(self.device)
+        answers = hasattr(model, "answers")                                # tools/answers.py
+        args.tasks = args.tasks or (["qa"] if answers else ["retrieval", "knn", "gap"])
         if args.image_stats != "own":
             self.transform.mean, self.transform.std = common.STATS[args.image_stats]
         self.unreadable = common.read_json(run / "unreadable.json", {}) if self.own else {}
@@ -224,6 +228,8 @@ class Case:
             raise UserError("the set has no captions")
         if task in ("zero-shot", "knn", "probe") and self.labels is None:
             raise UserError("the set has no labels")
+        if task == "qa" and not hasattr(self.subject.model, "answers"):
+            raise UserError("the model answers no questions")
         if task not in ("knn", "probe") and not self.subject.tokenizer:
             raise UserError("the model has no text encoder")
         if task in ("gap", "histograms") and not all(self.pieces[k].isfinite().all() for k in ("image", "text")):
@@ -400,8 +406,18 @@ def probe(case):
     case.chance["probe"] = {k: {"top1": 100 / len(classes)} for k in case.metrics["probe"]}
 
 
+def qa(case):
+    """Answers to questions, by type; the most frequent answer, or a draw among the choices, beside them."""
+    subject, args, answers = case.subject, case.args, common.answers()
+    how = subject.transform, case.data, subject.device, args.eval_batch, args.workers
+    metrics, case.chance["qa"], pieces = answers.evaluate(subject.model, subject.tokenizer, *how)
+    case.metrics["qa"] = {k: v for k, v in metrics.items() if k != "unreadable"}
+    if common.rank() == 0:
+        common.picture(case.picture("answers"), common.figures().draw_answers, pieces)
+
+
 TASKS = {"retrieval": retrieval, "zero-shot": zero_shot, "knn": knn, "probe": probe, "gap": gap,
-         "histograms": histograms}
+         "histograms": histograms, "qa": qa}
 
 
 def search(subject):
