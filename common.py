@@ -1236,7 +1236,8 @@ def freeze_unused(model, tokenizer, spec):
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
     try:
         with torch.enable_grad():
-            out = model(torch.zeros(1, *shape), tokenizer(["a"]) if tokenizer else None)  # (1, D) each, and more
+            tokens = tokenizer(["a"]) if tokenizer else None
+            out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
             sum(x.sum() for x in out if x is not None).backward()
     except (ValueError, RuntimeError, AssertionError) as error:
         raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and "

@@ -69,8 +69,9 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     L2RW as published, its weights times B, since Eq. 8 divides by B.
 10. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
 11. Questions are answered by a model in VIOLET's way (tools/answers.py), from published towers but with a new fusion of
-    two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and question before the
-    fusion, so that B + B embeddings give all pairs; the paper's comes from a layer on [CLS], after it.
+    two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before the fusion, so
+    that B + B embeddings give all pairs; the paper's comes from a layer on [CLS], after it. The text is a caption of
+    the row: with the published sets the question itself; moving-emoji, which has but three questions, has captions.
 12. Its Video Swin-B has torchvision's weights of Kinetics-400, the paper's of Kinetics-600; each token of it is a time,
     the mean over the picture. Any other --image-encoder gives one token a frame.
 13. VGT's graph of detected objects (Table 2's best rows) is not reproduced. --qa-model dual scores "question choice"
@@ -307,8 +308,8 @@ RECIPES = {
     "msrvtt-qa": QUESTIONS, "msvd-qa": QUESTIONS, "tgif-qa-r-frame": QUESTIONS,
     "tgif-qa-r-action": CHOICES, "tgif-qa-r-transition": CHOICES, "nextqa": CHOICES, "causal-vidqa": CHOICES}
 ASKED = RECIPES | {                                                        # under --task qa-open and qa-choice
-    "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", caption_noise=0.0, tau=1.0),
-    "own": OWN | dict(tau=1.0)}
+    "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", caption_noise=0.0, fusion_layers=1,
+                                  meta_every=2)}
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
 
 
@@ -455,9 +456,6 @@ def parse_args(argv=None):
               f"--meta-set {args.meta_set}: neither train nor val nor a file of names")
     p.require(args.qa_model == "fusion" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
     p.require(args.task != "retrieval" or not args.shuffle_video, "--shuffle-video: only where there are questions")
-    for flag in ("caption_noise", "extra_captions", "unfold_captions", "streaming"):
-        p.require(args.task == "retrieval" or not getattr(args, flag, None),
-                  f"--{flag.replace('_', '-')}: of captions, --task {args.task} reads questions")
     return args
 
 
@@ -604,21 +602,21 @@ def banner_lines(args, meta, margins):
 
 
 def inputs_of(batch, tokenizer, device, data=None, questions=None):
-    """What the towers read of a batch of data: pixels (B, [T,] 3, S, S) and tokens (B, L); of questions the tokens,
-    answers (B,) and, where there are, choices (B, C, L)."""
+    """What the model reads of a batch of data: pixels (B, [T,] 3, S, S) and tokens (B, L) of a caption; and where there
+    are questions, question (B, L), answers (B,), choices (B, C, L)."""
+    asked = {}
     if questions:
         asked = common.answers().inputs(data, batch["rows"], tokenizer, questions["answers"], device)
-        return {"pixels": batch["views"][0]} | asked
     texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
-    return {"pixels": batch["views"][0], "tokens": {k: v.to(device) for k, v in tokenizer(texts).items()}}
+    return {"pixels": batch["views"][0], "tokens": {k: v.to(device) for k, v in tokenizer(texts).items()}} | asked
 
 
-def encode(model, pixels, tokens, answers=None, choices=None):
-    """pixels (b, [T,] 3, S, S), tokens (b, L) -> video, text: (b, D) each; where there are answers scores (b, A) too,
-    or (b, C) of choices (b, C, L)."""
-    if answers is None:
+def encode(model, pixels, tokens, question=None, choices=None, answers=None):
+    """pixels (b, [T,] 3, S, S), tokens (b, L) -> video, text: (b, D) each; with a question (b, L) scores (b, A) too, or
+    (b, C) of choices (b, C, L)."""
+    if question is None:
         return model(pixels, tokens)[:2]
-    return model(pixels, tokens, choices)
+    return model(pixels, tokens, question, choices)
 
 
 def losses_of(tower, tau, mu, device, block=0, eta=1.0):

@@ -43,22 +43,23 @@ class QuestionAnswerer(common.TwoTower):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, max(1, len(self.answers)))
 
-    def forward(self, pixels=None, tokens=None, choices=None):
-        """pixels (B, [T,] 3, S, S), tokens (B, L) of the questions; choices: tokens (B, C, L) of "question choice",
-        and `there` (B, C), False where a question has fewer.
+    def forward(self, pixels=None, tokens=None, question=None, choices=None):
+        """pixels (B, [T,] 3, S, S); tokens (B, L) of the texts that are paired with them, None in evaluation; question:
+        tokens (B, L); choices: tokens (B, C, L) of "question choice", and `there` (B, C), False where one has fewer.
 
-        Returns: video (B, D), question (B, D), scores (B, A) of the vocabulary or (B, C), -inf where no choice is;
-            with pixels or tokens alone what TwoTower returns.
+        Returns: video (B, D), text (B, D), scores (B, A) of the vocabulary or (B, C), -inf where no choice is; without
+            a question what TwoTower returns.
         """
-        if pixels is None or tokens is None:
+        if question is None:
             return super().forward(pixels, tokens)
         frames = self.vision.frames(pixels)                                # (B * T, width)
         _, video = self.vision.pool(frames, pixels)                        # (B, D)
         frames = frames.unflatten(0, (len(pixels), -1))                    # (B, T, width)
-        words, question = self.text.words(**tokens)                        # (B, L, W), (B, D)
+        paired = None if tokens is None else self.text(**tokens)           # (B, D)
         if self.answers:
-            return video, question, self.head(self.fuse(frames, words, tokens["attention_mask"]))        # (B, A)
-        choices = choices or {k: v[:, None] for k, v in tokens.items()}    # one choice: the question itself
+            words, _ = self.text.words(**question)                         # (B, L, W)
+            return video, paired, self.head(self.fuse(frames, words, question["attention_mask"]))        # (B, A)
+        choices = choices or {k: v[:, None] for k, v in question.items()}  # one choice: the question itself
         B, C = choices["input_ids"].shape[:2]
         flat = {k: choices[k].flatten(0, 1) for k in ("input_ids", "attention_mask")}                    # (B * C, L)
         words, text = self.text.words(**flat)                              # (B * C, L, W), (B * C, D)
@@ -69,7 +70,7 @@ class QuestionAnswerer(common.TwoTower):
             each = frames.repeat_interleave(C, 0)                          # (B * C, T, width)
             scores = self.head(self.fuse(each, words, flat["attention_mask"])).view(B, C)
         there = choices.get("there")
-        return video, question, scores if there is None else scores.masked_fill(~there, -math.inf)
+        return video, paired, scores if there is None else scores.masked_fill(~there, -math.inf)
 
     def fuse(self, frames, words, keep):
         """Frames (b, T, width), words (b, L, W), keep (b, L) where there are words -> [CLS] after it, (b, W)."""
@@ -102,31 +103,36 @@ def check(data, choices):
 
 
 def texts(data, limit=None):
-    """All that a tokenizer should know: questions, answers, choices."""
+    """All that a tokenizer should know: captions, questions, answers, choices."""
     for i in range(min(len(data), limit or len(data))):
-        yield from (data.column("question")[i], data.column("answer")[i], *_choices(data, i))
+        yield from (*data.captions(i), data.column("question")[i], data.column("answer")[i], *_choices(data, i))
 
 
 def inputs(data, rows, tokenizer, vocabulary, device):
     """What QuestionAnswerer reads of these rows beside the pixels, on the device.
 
-    Returns: tokens {..: (B, L)} of the questions; answers (B,), the number of the right one, -1 where the vocabulary
-        lacks it; and without a vocabulary choices {..: (B, C, L), there: (B, C)}, C the most that a row here has.
+    Returns: question {..: (B, L)}; answers (B,), see right_answers; and without a vocabulary choices {..: (B, C, L),
+        there: (B, C)}, C the most that a row here has.
     """
-    questions, answers = ([data.column(c)[i] for i in rows] for c in ("question", "answer"))
-    found = {"tokens": tokenizer(questions)}
-    if vocabulary:
-        number = {answer: k for k, answer in enumerate(vocabulary)}
-        found["answers"] = torch.tensor([number.get(a, -1) for a in answers])
-    else:
+    questions = [data.column("question")[i] for i in rows]
+    found = {"question": tokenizer(questions), "answers": right_answers(data, rows, vocabulary)}
+    if not vocabulary:
         choices = [_choices(data, i) for i in rows]
         C = max(map(len, choices))
         words = [f"{q} {c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
         there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
         found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
-        found["answers"] = torch.tensor([some.index(a) for some, a in zip(choices, answers)])
     return {k: {n: t.to(device) for n, t in v.items()} if isinstance(v, dict) else v.to(device)
             for k, v in found.items()}
+
+
+def right_answers(data, rows, vocabulary):
+    """(B,) long: number of the right answer of each of these rows in the vocabulary, -1 where that lacks it; without a
+    vocabulary its number among the choices."""
+    answers, number = [data.column("answer")[i] for i in rows], {a: k for k, a in enumerate(vocabulary)}
+    if vocabulary:
+        return torch.tensor([number.get(a, -1) for a in answers])
+    return torch.tensor([_choices(data, i).index(a) for i, a in zip(rows, answers)])
 
 
 def cut_short(data, tokenizer, choices, limit=1000):
@@ -166,11 +172,11 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
 
     def answer(rows, pixels):
         asked = inputs(data, rows, tokenizer, model.answers, device)
-        video, _, scores = model(pixels, asked["tokens"], asked.get("choices"))
+        video, _, scores = model(pixels, None, asked["question"], asked.get("choices"))
         return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
     index, _, scores, bad = common.encode_images(model, data, transform, device, batch, workers, forward=answer)
     common.say_unreadable(data, bad)
-    right = inputs_answers(data, index, model.answers)                     # (Q,)
+    right = right_answers(data, index, model.answers)                     # (Q,)
     hits = common.answer_hits(scores, right).numpy()                       # (Q,)
     types, pairs = ([data.column(c)[i] for i in index] if data.column(c) is not None else None
                     for c in ("question_type", "pair"))
@@ -181,14 +187,6 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
     given = [model.answers[k] if model.answers else _choices(data, i)[k]
              for i, k in zip(index, scores.argmax(1).tolist())]
     return metrics, chance, {"data": data, "index": index, "given": given, "hits": hits}
-
-
-def inputs_answers(data, rows, vocabulary):
-    """(Q,) numbers of the right answers of these rows, as `inputs` gives them."""
-    answers, number = [data.column("answer")[i] for i in rows], {a: k for k, a in enumerate(vocabulary)}
-    if vocabulary:
-        return torch.tensor([number.get(a, -1) for a in answers])
-    return torch.tensor([_choices(data, i).index(a) for i, a in zip(rows, answers)])
 
 
 class Evaluator(common.Evaluator):
