@@ -950,37 +950,51 @@ def small_cnn(width=32):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-class SmallText(nn.Module):
-    """A pre-norm transformer over WordPiece ids; mean over the tokens: (B, L) -> (B, width). dropout is 0, see
-    set_dropout."""
+class Transformer(nn.ModuleList):
+    """Pre-norm layers, dropout 0 unless set: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width)."""
 
-    def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
-        super().__init__()
-        self.width, self.dropout = width, 0.0
-        self.token = nn.Embedding(vocabulary, width, padding_idx=0)
-        self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
-        nn.init.normal_(self.token.weight, std=0.02)
-        self.blocks = nn.ModuleList([nn.ModuleDict({
+    def __init__(self, width, layers, heads):
+        super().__init__([nn.ModuleDict({
             "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
             "norm2": nn.LayerNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)})
             for _ in range(layers)])
-        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.heads, self.dropout = heads, 0.0
 
-    def forward(self, input_ids, attention_mask):
-        B, L = input_ids.shape[:2]
-        keep = attention_mask.bool()  # (B, L)
-        x = self._drop(self.token(input_ids) + self.position[:L])  # (B, L, width)
-        for b in self.blocks:
+    def drop(self, x):
+        return F.dropout(x, self.dropout, self.training)
+
+    def forward(self, x, keep):
+        B, L = keep.shape
+        for b in self:
             qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
             q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
-            x = x + self._drop(b["out"](y.transpose(1, 2).reshape(B, L, -1)))
-            x = x + self._drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
-        return (self.norm(x) * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)  # (B, width)
+            x = x + self.drop(b["out"](y.transpose(1, 2).reshape(B, L, -1)))
+            x = x + self.drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
+        return x
 
 
-    def _drop(self, x):
-        return F.dropout(x, self.dropout, self.training)
+class SmallText(nn.Module):
+    """A transformer over WordPiece ids; mean over the tokens: (B, L) -> (B, width). dropout: see set_dropout."""
+
+    def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
+        super().__init__()
+        self.width = width
+        self.token = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
+        nn.init.normal_(self.token.weight, std=0.02)
+        self.blocks = Transformer(width, layers, heads)
+        self.norm = nn.LayerNorm(width)
+
+    def words(self, input_ids, attention_mask):
+        """Hidden states of the tokens, (B, L, width), and their mean, (B, width)."""
+        keep = attention_mask.bool()  # (B, L)
+        x = self.blocks.drop(self.token(input_ids) + self.position[:keep.shape[1]])  # (B, L, width)
+        x = self.norm(self.blocks(x, keep))
+        return x, (x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
+
+    def forward(self, input_ids, attention_mask):
+        return self.words(input_ids, attention_mask)[1]
 
 
 class FeatureEncoder(SmallText):
@@ -1025,7 +1039,8 @@ class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
     name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_'
-    and a timm ViT (a VideoViT of `frames` frames, no mean over them); a transformers id or folder with a '/' (a CLIP
+    and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision,
+    Kinetics-400; also _t, _s); a transformers id or folder with a '/' (a CLIP
     gives its vision tower and keeps its own projection when D agrees; others give the class token). embed_dim 0:
     features alone.
     """
@@ -1039,6 +1054,8 @@ class VisionEncoder(nn.Module):
         elif name == "small":
             self.body = small_cnn().to(memory_format=torch.channels_last)
             self.width = 128
+        elif name in VIDEO_SWIN:
+            self.body, self.width, self.stats = _video_swin(name, pretrained)
         elif config or "/" in name or Path(name).is_dir():
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
@@ -1054,6 +1071,10 @@ class VisionEncoder(nn.Module):
         self.projection = projection if keep else new
 
     def forward(self, pixels):
+        return self.pool(self.frames(pixels), pixels)
+
+    def frames(self, pixels):
+        """Features of each frame, (B * T, width); a video tower may have fewer times than frames."""
         frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
         if (self.name == "features") != (pixels.ndim == 3):
             raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
@@ -1061,17 +1082,25 @@ class VisionEncoder(nn.Module):
         if isinstance(self.body, VideoViT):
             features = self.body(pixels)  # (B, width)
             return features, self.projection(features)
+        if self.name in VIDEO_SWIN:  # it sees the whole clip, and halves the time
+            clips = pixels if pixels.ndim == 5 else pixels[:, None]  # (B, T, 3, S, S)
+            features = self.body(clips.transpose(1, 2)).unflatten(1, (self.width, -1))  # (B, width, T / 2)
+            return features.transpose(1, 2).flatten(0, 1)
         if self.name == "small":
             frames = frames.contiguous(memory_format=torch.channels_last)
         features = self.body(frames) if self.config is None else self.body(pixel_values=frames)
         if not torch.is_tensor(features):
             pooled = getattr(features, "pooler_output", None)
             features = features.last_hidden_state[:, 0] if pooled is None else pooled
+        return features
+
+    def pool(self, features, pixels):
+        """Features of each frame -> features (B, width) and embeddings (B, D) of the images or clips."""
         embedding = self.projection(features)  # (B * T, D)
         if pixels.ndim == 5:
-            T = pixels.shape[1]
-            features = features.unflatten(0, (-1, T)).mean(1)  # (B, width)
-            embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (-1, T)).mean(1)  # (B, D)
+            B = len(pixels)
+            features = features.unflatten(0, (B, -1)).mean(1)  # (B, width)
+            embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (B, -1)).mean(1)  # (B, D)
         return features, embedding
 
 
@@ -1094,16 +1123,23 @@ class TextEncoder(nn.Module):
         self.projection = projection if keep else new
 
     def forward(self, input_ids, attention_mask):
-        out = self.body(input_ids=input_ids, attention_mask=attention_mask)
-        if not torch.is_tensor(out):
-            if self.config["model_type"].startswith("clip"):
-                out = out.pooler_output
-            elif self.pooling == "mean":
-                keep = attention_mask[..., None].to(out.last_hidden_state.dtype)  # (B, L, 1)
-                out = (out.last_hidden_state * keep).sum(1) / keep.sum(1)
-            else:
-                out = out.last_hidden_state[:, 0]
-        return self.projection(out)
+        return self.words(input_ids, attention_mask)[1]
+
+    def words(self, input_ids, attention_mask):
+        """Hidden states of the tokens, (B, L, width), and embeddings (B, D)."""
+        if self.name == "small":
+            words, out = self.body.words(input_ids, attention_mask)
+            return words, self.projection(out)
+        found = self.body(input_ids=input_ids, attention_mask=attention_mask)
+        words = found.last_hidden_state
+        if self.config["model_type"].startswith("clip"):
+            out = found.pooler_output
+        elif self.pooling == "mean":
+            keep = attention_mask[..., None].to(words.dtype)  # (B, L, 1)
+            out = (words * keep).sum(1) / keep.sum(1)
+        else:
+            out = words[:, 0]
+        return words, self.projection(out)
 
 
 def hub_reason(error):
@@ -1113,6 +1149,22 @@ def hub_reason(error):
     hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a "
             "timm model)")
     return text[:300] + (hint if offline else "")
+
+
+VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")
+
+
+def _video_swin(name, pretrained):
+    """torchvision's Video Swin without its classifier, (B, 3, T, S, S) -> (B, width * times), its width and its pixel
+    statistics."""
+    from torchvision.models import get_model
+    try:
+        body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
+    except Exception as error:
+        raise UserError(f"--image-encoder {name}: {hub_reason(error)}") from error
+    width = body.head.in_features
+    body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
+    return body, width, STATS["imagenet"]
 
 
 def _timm_encoder(name, pretrained, image_size):
@@ -1204,6 +1256,8 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     mean, std = spec.get("stats") or of_encoder
     spec.update(stats=[list(mean), list(std)], vision_config=vision.config, text_config=text.config if text else None)
     model = TwoTower(vision, text)
+    if spec.get("questions"):
+        model = answers().QuestionAnswerer(vision, text, **spec["questions"])
     if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):
         freeze_unused(model, tokenizer, spec)
     if weights:
@@ -1218,8 +1272,9 @@ def freeze_unused(model, tokenizer, spec):
     shape = (spec["frames"], *shape) if isinstance(model.vision.body, VideoViT) else shape
     try:
         with torch.enable_grad():
-            image, text, _ = model(torch.zeros(1, *shape), tokenizer(["a"]) if tokenizer else None)  # (1, D) each
-            (image.sum() + (0 if text is None else text.sum())).backward()
+            tokens = tokenizer(["a"]) if tokenizer else None
+            out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
+            sum(x.sum() for x in out if x is not None).backward()
     except (ValueError, RuntimeError, AssertionError) as error:
         raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and "
                         f"--text-encoder {spec['text_encoder']}: {first_line(error)}") from error
@@ -1233,7 +1288,7 @@ def set_dropout(model, features, text=True):
     """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features, after its projection
     and after attention and MLP; text False: none in a transformers text encoder, which else keeps its own."""
     if isinstance(model.vision.body, FeatureEncoder):
-        model.vision.body.dropout = features
+        model.vision.body.blocks.dropout = features
     for module in model.text.modules() if not text else ():
         for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
             if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
@@ -1501,7 +1556,8 @@ class Data:
     def raw_batches(self, batches):
         """What `Batches` asks for: cropped uint8 views and texts of this process's share of each global batch.
 
-        Yields dicts: views (V tensors (B, [T,] 3, S, S)), captions, index (B,), keys, epochs (B,), bad, positions."""
+        Yields dicts: views (V tensors (B, [T,] 3, S, S)), captions, index (B,), rows (B,), keys, epochs (B,), bad,
+        positions."""
         plan = epoch_batches(len(self), batches.batch_size, batches.seed, batches.first, batches.last, self.shards)
         mine = ((epoch, batch[rank() * batches.local:(rank() + 1) * batches.local]) for epoch, batch in plan)
         if self.pixels is None:
@@ -1515,8 +1571,9 @@ class Data:
             views = [a.crop_batch(x, uniforms(batches.seed, epoch, index, a.DRAWS, stream=v + 1))
                      for v, a in enumerate(batches.augments)]
             captions = [self.training_captions(i, batches.seed, epoch, i) for i in index]
-            yield {"views": views, "captions": captions, "index": index, "bad": [],
-                   "keys": [self.key(i) for i in index], "epochs": np.full(len(index), epoch), "positions": {}}
+            yield {"views": views, "captions": captions, "index": index, "rows": index,
+                   "bad": [], "keys": [self.key(i) for i in index], "epochs": np.full(len(index), epoch),
+                   "positions": {}}
 
 
 def make_table(captions, keys, sources=None, classes=None, **columns):
@@ -2304,7 +2361,7 @@ class _Views(torch.utils.data.Dataset):
                 continue
             views = crop_views(image, self.augments, self.seed, epoch, index)
             captions = self.data.training_captions(i, self.seed, epoch, index)
-            return item | {"views": views, "captions": captions, "key": self.data.key(i)}
+            return item | {"views": views, "captions": captions, "key": self.data.key(i), "row": i}
         return item
 
 
@@ -2336,6 +2393,7 @@ def collate(items):
         positions |= i.get("positions", {})
     return {"views": [torch.stack(v) for v in zip(*(i["views"] for i in items))] if whole else None,
             "captions": [i["captions"] for i in items], "index": np.array([i["index"] for i in items]),
+            "rows": np.array([i.get("row", i["index"]) for i in items]),
             "keys": [i["key"] for i in items], "epochs": np.array([i["epoch"] for i in items]),
             "bad": [b for i in items for b in i["bad"]], "positions": positions,
             "fatal": next((i["fatal"] for i in items if "fatal" in i), "")}
@@ -2400,9 +2458,10 @@ class Batches:
     """Training batches of this process, steps `first` to `last`: the same on any number of processes and workers.
 
     Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists
-    of str), keys (B), index (B), draws (B, 32) for the text views, epoch, seconds waited for data. Sets that live in
-    memory are cropped on the device in batch, files by DataLoader workers. Bad samples are counted over processes,
-    listed in bad_samples.txt, and above max_bad_fraction (of those tried, or of the first 1,000) all processes stop.
+    of str), keys (B), index (B), rows (B; those that were read, others where one is bad), draws (B, 32) for the text
+    views, epoch, seconds waited for data. Sets that live in memory are cropped on the device in batch, files by
+    DataLoader workers. Bad samples are counted over processes, listed in bad_samples.txt, and above max_bad_fraction
+    (of those tried, or of the first 1,000) all processes stop.
     """
 
     def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0,
@@ -2428,7 +2487,8 @@ class Batches:
             views = [self._finish(x, finish[v], self._draws(epochs, index, a.DRAWS, v + 1))
                      for v, (a, x) in enumerate(zip(self.augments, raw["views"]))]
             yield {"views": views, "captions": raw["captions"], "keys": raw["keys"], "index": index,
-                   "draws": self._draws(epochs, index, 32, 0), "epoch": int(epochs[0]), "seconds": waited}
+                   "rows": raw["rows"], "draws": self._draws(epochs, index, 32, 0), "epoch": int(epochs[0]),
+                   "seconds": waited}
 
     def _finish(self, x, photometric, draws):
         """Cropped views (B, [T,] 3, S, S) -> colours and normalisation, on the device; features pass."""
@@ -2735,9 +2795,10 @@ def frames_of(data):
 
 
 @torch.no_grad()
-def encode_images(model, data, transform, device, batch=256, workers=0, rows=None):
+def encode_images(model, data, transform, device, batch=256, workers=0, rows=None, forward=None):
     """Embeddings of a data set's images or clips, each item once over all processes; batch: images, or frames of clips.
 
+    forward: function (rows, pixels (b, ...)) -> what stands in for image (b, D) and features (b, width).
     Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, {key: reason} of what could not be read."""
     rows = np.arange(len(data)) if rows is None else np.asarray(rows)
     mine, training = rows[rank()::world()], model.training
@@ -2758,7 +2819,7 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
                 pixels = pixels.to(device)
                 if pixels.dtype == torch.uint8:
                     pixels = transform.normalise(pixels.float() / 255)
-                e, _, f = model(pixels)  # (b, D), (b, width)
+                e, f = forward(good, pixels) if forward else model(pixels)[::2]  # (b, D), (b, width)
                 index += good
                 image.append(e.float().cpu())
                 features.append(f.float().cpu())
@@ -2945,20 +3006,23 @@ class Evaluator:
 
     def __call__(self, split):
         metrics, chance, pieces = {}, {}, {}
-        towers = self.model, self.tokenizer, self.transform
         for name, splits in self.sets.items():
             if split not in splits:
                 continue
             train = self.train if self.train.name == name and not self.train.streamed else None
             try:
-                found, by_chance, piece = evaluate(*towers, splits[split], self.device, train, self.args.eval_batch,
-                                                   self.args.workers)
+                found, by_chance, piece = self.measure(splits[split], train)
                 found |= self.also(piece) if self.also else {}
                 metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = first_line(error)
                 say(f"evaluation of {name} ({split}) failed and is left out: {first_line(error)}")
         return metrics, chance, pieces
+
+    def measure(self, data, train):
+        """metrics, chance and pieces of one split."""
+        towers = self.model, self.tokenizer, self.transform
+        return evaluate(*towers, data, self.device, train, self.args.eval_batch, self.args.workers)
 
 
 def _why_unreadable(data, i):
@@ -3033,7 +3097,8 @@ class Parser(OneLine):
     Args: file: the script's __file__, which names it.   texts: does the script train on captions?
     """
     FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
-             "text_length", "optimizer", "learnable_tau", "clip_law", "fold")  # cannot change in a resumed run
+             "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model",
+             "shuffle_video")  # cannot change in a resumed run
 
     def __init__(self, file, description, texts=True):
         super().__init__(Path(file).name, description)
@@ -3157,11 +3222,12 @@ class Parser(OneLine):
                                              f"{local * processes or processes}")
         self.require(args.chunk_size <= local, f"--chunk-size {args.chunk_size}: larger than the {local} examples of "
                                                "--batch-size on each process")
-        law, fold = args.clip_law, getattr(args, "fold", 0)
-        self.require(law == "once" or args.dataset == "moving-emoji",
-                     f"--clip-law {law}: --dataset {args.dataset} has no such law, moving-emoji has")
-        self.require(not fold or args.dataset == "emoji",
-                     f"--fold {fold}: --dataset {args.dataset} has no folds, emoji has")
+        for flag in ("clip_law", "fold"):  # a set's facts say what it takes
+            takes = [n for room in set_rooms() for n, facts in room.SETS.items() if flag in facts.get("options", ())]
+            value, off = getattr(args, flag, None), self.get_default(flag)
+            self.require(value in (None, off) or args.dataset in takes,
+                         f"--{flag.replace('_', '-')} {value}: not of --dataset {args.dataset}, but of "
+                         f"{', '.join(takes)}")
         for folder in getattr(args, "feature_dir", None) or []:
             self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
         for name in ("init_from", "data_dir", "video_dir", "extra_captions", "index_file", "test_file", "val_file",
@@ -3257,8 +3323,11 @@ class Run:
         self.per_epoch = epoch_length(self.train, self.args.batch_size)
         self.total = self.last = self.args.max_steps or max(1, round(self.args.epochs * self.per_epoch))
 
-    def towers(self):
-        """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe."""
+    def towers(self, texts=None, questions=None):
+        """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe.
+
+        texts: what a tokenizer learns from, in place of the captions; questions: keywords of tools/answers.py's model.
+        """
         args, tokenizer = self.args, None
         names = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling",
                  "image_stats", "eval_resize", "eval_crop", "clean_captions")
@@ -3266,13 +3335,16 @@ class Run:
         if "text_encoder" not in self.spec:  # a script without texts: features alone, its head is its own
             self.spec |= {"text_encoder": "", "embed_dim": 0}
         else:
-            tokenizer = build_tokenizer(args.text_encoder, args.text_length, lambda: self.train.first_captions(200_000),
-                                        self.folder / "tokenizer", args.clean_captions, keep=bool(args.resume))
+            texts = texts or (lambda: self.train.first_captions(200_000))
+            tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
+                                        args.clean_captions, keep=bool(args.resume))
         if args.image_encoder == "features":
             from sets import video
             self.spec["features"] = video.feature_shape(self.train)
         if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
             self.spec["frames"] = frames_of(self.train)
+        if questions:
+            self.spec["questions"] = questions
         weights = "" if args.resume else args.init_from
         self.tower, transform = build_model(self.spec, tokenizer, args.pretrained, weights)
         self.tower.to(self.device)
@@ -3329,7 +3401,7 @@ class Run:
         if self.step in (0, self.last):
             pieces = self.evaluate_val()
         if self.step == 0 and rank() == 0 and self.tokenizer and has_tool("figures"):
-            before = {name: figures().similarity_histograms(p) for name, p in pieces.items()}
+            before = {name: figures().similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
             write_json(self.folder / "similarity_before.json", before)
         tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
@@ -3566,6 +3638,14 @@ def clusters():
         raise UserError("tools/clusters.py is not there: it must lie beside common.py, as in the repository")
     from tools import clusters
     return clusters
+
+
+def answers():
+    """tools/answers.py, opened where a model answers questions."""
+    if not has_tool("answers"):
+        raise UserError("tools/answers.py is not there: this file and common.py alone answer no questions")
+    from tools import answers
+    return answers
 
 
 def millions(module):
@@ -4038,7 +4118,11 @@ def _check_spec(spec):
     mean, std = spec["stats"]
     if not (len(mean) == len(std) == 3 and all(math.isfinite(x) for x in mean) and all(0 < x < 1e9 for x in std)):
         raise ValueError(f"stats {spec['stats']}")
-    ours = {"image_encoder": ("small", "features", "resnet18-cifar"), "text_encoder": ("small", "")}
+    asked = spec.get("questions") or {"answers": [], "model": "dual", "layers": 1, "frames": 1}
+    small = all(isinstance(asked[k], int) and 1 <= asked[k] <= high for k, high in (("layers", 64), ("frames", 10**4)))
+    if not small or asked["model"] not in ("fusion", "dual") or not all(isinstance(a, str) for a in asked["answers"]):
+        raise ValueError("questions that no run asks")
+    ours = {"image_encoder": ("small", "features", "resnet18-cifar", *VIDEO_SWIN), "text_encoder": ("small", "")}
     for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
         name = spec[kind]
         by_timm = kind == "image_encoder" and timm.is_model(name.removeprefix(VIDEO))

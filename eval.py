@@ -22,6 +22,7 @@ Tasks
     knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail
     probe       LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the
                 smallest class's size) and all
+    qa          accuracy of the answers, by the type of the question, of a model that mama.py trained to answer
     gap         modality gap, alignment, uniformity        histograms   densities of positive and negative cosines
 Images are seen as in training, but where a run squashes them (the CC3M trainer's recipe): of other sets than its own
 zero-shot, knn and probe resize and cut the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
@@ -90,7 +91,7 @@ def parse_args(argv=None):
     g = p.add_argument_group("tasks")
     g.add_argument("--tasks", nargs="+", choices=list(TASKS), default=[],
                    help="what to measure; a task that a set cannot have is named and left out; none = retrieval, knn "
-                        "and gap, of temo-17 zero-shot")
+                        "and gap, of temo-17 zero-shot, of a model that answers questions qa")
     g.add_argument("--knn-k", type=count, nargs="+", default=[1, 10], help="neighbours")
     g.add_argument("--few-shot", type=whole, default=0, help="images a class, few-shot probe; 0 = the smallest class")
     g.add_argument("--seed", type=int, default=42, help="of the few-shot draw; TS authors: 42")
@@ -127,7 +128,7 @@ def parse_args(argv=None):
     p.require(args.normalize != "queue" or args.queue_split != "run" or args.split != "train",
               "--split train: the queue holds its own queries; that is --normalize oracle")
     seventeen = any(word.partition("=")[0] == SEVENTEEN for word in args.datasets)
-    args.tasks = args.tasks or (["zero-shot"] if seventeen else ["retrieval", "knn", "gap"])
+    args.tasks = args.tasks or (["zero-shot"] if seventeen else [])         # else by the model, when it is open
     return args
 
 
@@ -143,6 +144,8 @@ class Subject:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         model, self.tokenizer, self.transform, self.own = open_model(args)
         self.model = model.to(self.device)
+        usual = ["qa"] if hasattr(model, "answers") else ["retrieval", "knn", "gap"]     # tools/answers.py
+        args.tasks = args.tasks or usual
         self.unreadable = common.read_json(run / "unreadable.json", {}) if self.own else {}
         self.meta_data = common.read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt from these
         beside = run / "eval" if (run / "model.json").is_file() else "runs/eval"
@@ -290,6 +293,8 @@ class Case:
             raise UserError("the set has no labels")
         if task in BY_CLASS and not len(self.labelled(task)[2]):
             raise UserError("none of its images has a class")
+        if task == "qa" and not hasattr(self.subject.model, "answers"):
+            raise UserError("the model answers no questions")
         if task not in ("knn", "probe") and not self.subject.tokenizer:
             raise UserError("the model has no text encoder")
         if task in ("gap", "histograms") and not all(self.pieces[k].isfinite().all() for k in ("image", "text")):
@@ -507,8 +512,18 @@ def probe(case):
     case.chance["probe"] = {k: {"top1": 100 / len(classes)} for k in case.metrics["probe"]}
 
 
+def qa(case):
+    """Answers to questions, by type; the most frequent answer, or a draw among the choices, beside them."""
+    subject, args, answers = case.subject, case.args, common.answers()
+    how = subject.transform, case.data, subject.device, args.eval_batch, args.workers
+    metrics, case.chance["qa"], pieces = answers.evaluate(subject.model, subject.tokenizer, *how)
+    case.metrics["qa"] = {k: v for k, v in metrics.items() if k != "unreadable"}
+    if common.rank() == 0:
+        common.picture(case.picture("answers"), common.figures().draw_answers, pieces)
+
+
 TASKS = {"retrieval": retrieval, "mir": mir, "zero-shot": zero_shot, "knn": knn, "probe": probe, "gap": gap,
-         "histograms": histograms}
+         "histograms": histograms, "qa": qa}
 
 
 def search(subject):

@@ -11,6 +11,7 @@ better. Nothing is kept at test time but the encoders.
 Equations, s_ij = cos(lambda_ij) = cosine of video i and text j, all candidates of the global batch in the denominator:
     (1)      L_contrastive,i = -log( exp(s_ii / tau) / sum_j exp(s_ij / tau) )     angular_margin_loss with mu = 0
     (3)      L_i = L_v2t,i + L_t2v,i, the sum of both directions                   angular_margin_loss
+             + eta CE_i of the answer, where the text is a question                answer_loss
     (4) ff.  s_ii becomes cos([lambda_ii - mu]_+) where lambda_ii <= pi / 2         angular_cosine
     (6)      mu(k) = a0 / (a1 + exp(-a2 k)), k = optimiser step                    margin
     (7)      w_i = MLP_theta(L_i), 1-100-1, ReLU, sigmoid                          WeightNet
@@ -26,6 +27,8 @@ Equations, s_ij = cos(lambda_ij) = cosine of video i and text j, all candidates 
     L_i        sample                 (B,)       nats, both directions, with the margin
     w_i        weight                 (B,)       0 .. 1, constant for the encoders
     tau        tau                    ()         divides the cosine; 1 as printed
+    y_i        answers                (B,)       number of the right answer, -1: not in the vocabulary
+    eta        eta                    ()         weight of the answers' loss; 1
     mu         mu                     ()         radians; a0 = 2, a1 = 10, a2 = 0.1: 0.182 to 0.2
     alpha      virtual_lr             ()         the learning rate of the step
     beta       meta_lr                ()         of the weight network; alpha = beta in the paper
@@ -37,6 +40,8 @@ Commands:
     accelerate launch mama.py --weighting focal                  # spl, l2rw, joint, none: Tables 6 and 8
     accelerate launch mama.py --margin-schedule none             # constant; the margin's part (Fig. 4)
     accelerate launch mama.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS   # the paper's; didemo, ...
+    accelerate launch mama.py --task qa-open                     # questions about moving emoji; qa-choice: five choices
+    accelerate launch mama.py --dataset msrvtt-qa --data-dir ANNOTATIONS --video-dir VIDEOS    # msvd-qa, nextqa, ...
     accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS    # own data: columns video, caption[, start, end]
     torchrun --nproc_per_node 2 mama.py --cpu                    # two processes without a GPU
 
@@ -66,6 +71,14 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
 10. The biases with which the weight network starts are ours (WeightNet). With torch's own it is nearly a straight
     line over the losses that occur, and cannot lower the highest without those in the middle.
 11. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
+12. Questions are answered by a model in VIOLET's way (tools/answers.py), from published towers but with a new fusion of
+    two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before the fusion, so
+    that B + B embeddings give all pairs; the paper's comes from a layer on [CLS], after it. The text is a caption of
+    the row: with the published sets the question itself; moving-emoji, which has but three questions, has captions.
+13. Its Video Swin-B has torchvision's weights of Kinetics-400, the paper's of Kinetics-600; each token of it is a time,
+    the mean over the picture. Any other --image-encoder gives one token a frame.
+14. VGT's graph of detected objects (Table 2's best rows) is not reproduced. --qa-model dual scores "question choice"
+    texts by their cosine with the video, as VGT does, on the towers that are here.
 """
 
 import argparse
@@ -126,6 +139,17 @@ def angular_margin_loss(video, text, tau, mu, block=0):
     def rows(v, t, target):
         return one_way(v, texts, target) + one_way(t, videos, target)
     return by_rows(rows, video, text, positive_index(video), columns=len(videos), block=block)
+
+
+@fp32
+def answer_loss(scores, answers):
+    """CE_i of Eq. 3, -log q(y_i | v_i, t_i), q = softmax of the scores.
+
+    Args: scores: (B, A) of a vocabulary's answers, or of the choices (-inf: none there); answers: (B,) long, the right
+        one; -1 = the vocabulary lacks it.
+    Returns: (B,) fp32, 0 where there is no right one. A random guess is ln A.
+    """
+    return F.cross_entropy(scores, answers, ignore_index=-1, reduction="none")
 
 
 class WeightNet(nn.Module):
@@ -279,21 +303,33 @@ MOVING = MSRVTT | dict(
 OWN = MOVING | dict(
     recipe="ours; small towers from scratch", caption_noise=0.0,
     image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
+QUESTIONS = MSRVTT | dict(
+    recipe="paper; warm-up, schedule and clipping from the authors' code or ours", task="qa-open",
+    image_encoder="swin3d_b", text_encoder="google-bert/bert-base-uncased", embed_dim=768, frames=5, text_length=30,
+    epochs=10.0, lr=2e-5, warmup_epochs=0.1, weight_decay=1e-3, meta_lr=2e-5)
+CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)               # of "question choice"
 RECIPES = {
     "moving-emoji": MOVING, "emoji": OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4),
     "msrvtt": MSRVTT, "didemo": LONGER, "activitynet": LONGER,
     "msvd": MSRVTT | dict(recipe="ours; as msrvtt"), "youcook2": MSRVTT | dict(recipe="ours; as msrvtt"),
-    "howto100m": MSRVTT | dict(recipe="ours; as msrvtt", epochs=1.0), "own": OWN}
+    "howto100m": MSRVTT | dict(recipe="ours; as msrvtt", epochs=1.0), "own": OWN,
+    "msrvtt-qa": QUESTIONS, "msvd-qa": QUESTIONS, "tgif-qa-r-frame": QUESTIONS,
+    "tgif-qa-r-action": CHOICES, "tgif-qa-r-transition": CHOICES, "nextqa": CHOICES, "causal-vidqa": CHOICES}
+ASKED = RECIPES | {                                                        # under --task qa-open and qa-choice
+    "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", caption_noise=0.0, fusion_layers=1,
+                                  meta_every=2)}
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
 
 
 def parse_args(argv=None):
-    """Flags; the recipe of --dataset and --loss gives the defaults."""
+    """Flags; the recipe of --dataset, --task and --loss gives the defaults."""
     p = common.Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
     yesno = argparse.BooleanOptionalAction
     g = p.add_argument_group("method")
     g.add_argument("--loss", choices=["mama", "infonce"], default="mama",
                    help="MAMA; or its baseline, with neither margin nor weights")
+    g.add_argument("--task", choices=["retrieval", "qa-open", "qa-choice"], default="retrieval",
+                   help="pairs of video and caption; or questions, with a vocabulary of answers or with choices")
     g.add_argument("--tau", type=positive, default=1.0, help="temperature, divides the cosine, > 0; paper 1")
     g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
                    help="margin of Eq. 6; its limit a0 / a1 throughout; or none")
@@ -322,6 +358,16 @@ def parse_args(argv=None):
     g.add_argument("--spl-start", type=part, default=0.5, help="part of the batch that --weighting spl starts with")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
+    g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
+    g.add_argument("--answers", type=between(2, 10**6, int), default=1500,
+                   help="of --task qa-open: the most frequent answers of training that the model knows; all others "
+                        "count as wrong")
+    g.add_argument("--qa-model", choices=["fusion", "dual"], default="fusion",
+                   help="frames and words in one transformer; or, for qa-choice, cosines of the video with texts "
+                        "'question choice'")
+    g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
+    g.add_argument("--shuffle-video", action=yesno, default=False,
+                   help="a control: every question, in training and evaluation, gets the video of another")
     g = p.add_argument_group("views")
     g.add_argument("--crop-min", type=part, default=1.0,
                    help="smallest area of the random crop, all frames alike, 0..1; 1 = none")
@@ -399,7 +445,9 @@ def parse_args(argv=None):
     g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
                    help="of the encoders; the loss is always float32")
     # <<< shared
-    args = p.parse(argv, RECIPES, LOSSES)
+    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ahead.add_argument("--task", default="retrieval")
+    args = p.parse(argv, recipes_of(ahead.parse_known_args(argv)[0].task), LOSSES)
     looks_ahead = args.weighting in ("meta", "l2rw")
     p.require(args.loss == "mama" or (args.margin_schedule, args.weighting) == ("none", "none"),
               "--loss infonce has neither margin nor weights; leave out --margin-schedule and --weighting, or --loss")
@@ -414,7 +462,14 @@ def parse_args(argv=None):
               f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
     p.require(args.meta_set in ("train", "val") or Path(args.meta_set).is_file(),
               f"--meta-set {args.meta_set}: neither train nor val nor a file of names")
+    p.require(args.qa_model == "fusion" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
+    p.require(args.task != "retrieval" or not args.shuffle_video, "--shuffle-video: only where there are questions")
     return args
+
+
+def recipes_of(task):
+    """The recipes by data set for a task."""
+    return RECIPES if task == "retrieval" else ASKED
 
 
 # ======================================================= main ========================================================
@@ -422,12 +477,15 @@ def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     train, evals = common.open_data(args)
+    if args.shuffle_video:
+        train, evals = shuffle_videos(train, evals)
+    questions = questions_of(train, args)                                  # None for retrieval
     meta, evals = meta_data(train, evals, args)
-    run = common.Run(__file__, args, train, evals, RECIPES)
+    run = common.Run(__file__, args, train, evals, recipes_of(args.task))
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
-    tower, tokenizer, transform = run.towers()
+    tower, tokenizer, transform = run.towers(questions and (lambda: common.answers().texts(train, 200_000)), questions)
     if args.weighting in ("meta", "l2rw") and common.world() > 1 and common.has_batchnorm(tower):
         raise common.UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
                                "over several processes have no forward mode; use one process or another encoder")
@@ -462,19 +520,21 @@ def main(args):
                                            run.device, min(2, args.workers), args.max_bad_fraction, run.folder))
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
+    evaluator = (common.answers() if questions else common).Evaluator(tower, tokenizer, transform, evals, train,
+                                                                      run.device, args)
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
     margins = margin_at(0, args), margin_at(run.total, args)
-    run.begin(evaluator, [random_guess(mu, args) for mu in margins], banner_lines(args, meta, margins))
+    guesses = [random_guess(mu, args, answers_of(train, questions)) for mu in margins]
+    run.begin(evaluator, guesses, banner_lines(args, meta, margins) | question_lines(questions, train, tokenizer, args))
     noisy = train.column("noisy")                                          # (M,) bool where the set knows them, or None
     for batch in batches:
         progress, mu = run.step / run.total, margin_at(run.step, args)
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        inputs = inputs_of(batch, tokenizer, run.device)
+        inputs = inputs_of(batch, tokenizer, run.device, train, questions)
         if args.weighting == "l2rw" or (args.weighting == "meta" and run.step % args.meta_every == 0):
-            losses = losses_of(plain, args.tau, mu, run.device, args.loss_block)
+            losses = losses_of(plain, args.tau, mu, run.device, args.loss_block, args.eta)
             theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
-            look_ahead = losses, theta, inputs, inputs_of(next(meta_batches), tokenizer, run.device)
+            look_ahead = losses, theta, inputs, inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
             if args.weighting == "l2rw":
                 weight = l2rw_weights(*look_ahead)                         # (B,)
             else:
@@ -484,8 +544,11 @@ def main(args):
                 meta_optimizer.step()                                      # Eq. 10
                 meta_optimizer.zero_grad()
 
-        video, text = chunks.encode(inputs)                                # (B, D) each
+        video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions
         sample = angular_margin_loss(video, text, args.tau, mu, args.loss_block)                         # (B,)
+        if questions:
+            answered = answer_loss(*scores, inputs["answers"])             # (B,)
+            sample = sample + args.eta * answered                          # Eq. 3
         if args.weighting == "meta":
             weight = weight_net(sample.detach()).detach()                  # (B,) of the new theta, Eq. 11
         elif args.weighting == "joint":
@@ -515,6 +578,9 @@ def main(args):
                 seen = gather(torch.stack([sample, weight, swapped], 1))   # (N, 3)
                 numbers = {"mu": mu} | weight_numbers(seen)
                 numbers |= common.embedding_health(gather(normalize(video)), gather(normalize(text)))
+                if questions:
+                    right = common.answer_hits(*scores, inputs["answers"]).float().mean()
+                    numbers |= common.mean_over_processes({"CE": answered.mean(), "answered": 100 * right}, run.device)
                 keep_for_pictures(run.tensors, run.step + 1, seen, args, weight_net)
         run.done(batch, loss, args.tau, numbers)
 
@@ -523,7 +589,7 @@ def main(args):
         common.write_tensors(run.folder / "weights.safetensors", run.tensors)
         if args.meta_set == "val":                                         # eval.py leaves them out as well
             common.write_json(run.folder / "meta_data.json", {f"{args.dataset} val": meta.column("key")})
-    return run.finish(draw)
+    return run.finish(draw, common.answers().table if questions else None)
 
 
 def margin_at(step, args):
@@ -533,9 +599,10 @@ def margin_at(step, args):
     return args.a0 / args.a1 if args.margin_schedule == "constant" else 0.0
 
 
-def random_guess(mu, args):
-    """The unweighted loss where every angle is pi / 2: the margin makes each pair's cosine sin(mu)."""
-    return 2 * math.log1p((args.batch_size - 1) * math.exp(-math.sin(mu) / args.tau))
+def random_guess(mu, args, answers=1):
+    """The unweighted loss where every angle is pi / 2, so that the margin makes each pair's cosine sin(mu), and all
+    answers are alike."""
+    return 2 * math.log1p((args.batch_size - 1) * math.exp(-math.sin(mu) / args.tau)) + args.eta * math.log(answers)
 
 
 def banner_lines(args, meta, margins):
@@ -548,19 +615,25 @@ def banner_lines(args, meta, margins):
     return lines | ({"meta-data": meta.note} if meta else {})
 
 
-def inputs_of(batch, tokenizer, device):
-    """What the towers read of a batch: pixels (B, [T,] 3, S, S) and tokens (B, L)."""
+def inputs_of(batch, tokenizer, device, data=None, questions=None):
+    """What the model reads of a batch of data: pixels (B, [T,] 3, S, S) and tokens (B, L) of a caption; and where there
+    are questions, question (B, L), answers (B,), choices (B, C, L)."""
+    asked = {}
+    if questions:
+        asked = common.answers().inputs(data, batch["rows"], tokenizer, questions["answers"], device)
     texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
-    return {"pixels": batch["views"][0], "tokens": {k: v.to(device) for k, v in tokenizer(texts).items()}}
+    return {"pixels": batch["views"][0], "tokens": {k: v.to(device) for k, v in tokenizer(texts).items()}} | asked
 
 
-def encode(model, pixels, tokens):
-    """pixels (b, [T,] 3, S, S), tokens (b, L) -> video, text: (b, D) each."""
-    video, text, _ = model(pixels, tokens)
-    return video, text
+def encode(model, pixels, tokens, question=None, choices=None, answers=None):
+    """pixels (b, [T,] 3, S, S), tokens (b, L) -> video, text: (b, D) each; with a question (b, L) scores (b, A) too, or
+    (b, C) of choices (b, C, L)."""
+    if question is None:
+        return model(pixels, tokens)[:2]
+    return model(pixels, tokens, question, choices)
 
 
-def losses_of(tower, tau, mu, device, block=0):
+def losses_of(tower, tau, mu, device, block=0, eta=1.0):
     """The function (parameters, inputs) -> (B,) of weightnet_gradient: the towers with other weights, in float32, with
     the same dropout in each call and in the step that follows; neither weights nor statistics of the towers change."""
     cards = [device] if device.type == "cuda" else []
@@ -568,9 +641,51 @@ def losses_of(tower, tau, mu, device, block=0):
     def losses(parameters, inputs):
         state = dict(parameters) | {k: b.clone() for k, b in tower.named_buffers()}
         with torch.random.fork_rng(cards):                                 # afterwards as before
-            video, text, _ = functional_call(tower, state, (inputs["pixels"], inputs["tokens"]))
-        return angular_margin_loss(video, text, tau, mu, block)
+            video, text, *scores = encode(lambda *x: functional_call(tower, state, x), **inputs)
+        sample = angular_margin_loss(video, text, tau, mu, block)          # (B,)
+        return sample + eta * answer_loss(*scores, inputs["answers"]) if scores else sample
     return losses
+
+
+# ------------------------------------------------------- questions ---------------------------------------------------
+def questions_of(train, args):
+    """What the model that answers questions is made with (tools/answers.py); None for retrieval.
+
+    Raises: UserError where the rows are no such questions."""
+    if args.task == "retrieval":
+        return None
+    rooms, choices = common.answers(), args.task == "qa-choice"
+    rooms.check(train, choices)
+    known = [] if choices else rooms.vocabulary(train, args.answers)
+    return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames}
+
+
+def answers_of(train, questions):
+    """How many answers a random guess has: of the vocabulary, or the mean number of choices; 1 without questions."""
+    if not questions:
+        return 1
+    return len(questions["answers"]) or sum(map(len, train.column("choices"))) / len(train)
+
+
+def question_lines(questions, train, tokenizer, args):
+    """What the banner says of them."""
+    if not questions:
+        return {}
+    cut, tried = common.answers().cut_short(train, tokenizer, not questions["answers"])
+    words = f"{args.task}, {args.qa_model}, eta {args.eta:g}"
+    if questions["answers"]:
+        known = set(questions["answers"])
+        wrong = sum(a not in known for a in train.column("answer"))
+        words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
+                  "have another, and no loss of it")
+    words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
+    return {"questions": words + ("; SHUFFLED VIDEOS, a control" if args.shuffle_video else "")}
+
+
+def shuffle_videos(train, evals):
+    """All splits, each question with another's video."""
+    change = common.answers().shuffled
+    return change(train), {name: {split: change(d) for split, d in of.items()} for name, of in evals.items()}
 
 
 # ------------------------------------------------------- meta-data ---------------------------------------------------
@@ -585,7 +700,8 @@ def meta_data(train, evals, args):
         raise common.UserError(f"--meta-set {args.meta_set}: {args.dataset} has no such split to take rows from"
                                + (" (a stream); use --meta-set val" if source is not None else ""))
     if args.meta_set in ("train", "val"):
-        rows, how = balanced_rows(source, args.meta_size)
+        columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(args.task, ["label", "verb"])
+        rows, how = balanced_rows(source, args.meta_size, columns)
     else:
         rows, how = named_rows(source, args.meta_set), "by name"
     if len(rows) < args.meta_batch_size:
@@ -604,13 +720,13 @@ def meta_data(train, evals, args):
     return meta, evals
 
 
-def balanced_rows(data, size):
+def balanced_rows(data, size, columns=("label", "verb")):
     """(size,) rows by a hash of their names, classes in turn, without those known to be noisy; and words for it."""
     place = np.array([common.key_hash(f"meta {key}") for key in data.keys()])                            # (M,)
     noisy = data.column("noisy")
     rows = np.argsort(place, kind="stable")
     rows = rows if noisy is None else rows[~np.asarray(noisy)[rows]]
-    column = next((c for c in ("label", "verb") if data.column(c) is not None), None)
+    column = next((c for c in columns if data.column(c) is not None), None)
     if column:
         seen, turn = {}, []                                                # how many of its class came before each row
         for c in np.asarray(data.column(column))[rows].tolist():
@@ -656,9 +772,11 @@ def keep_for_pictures(tensors, step, seen, args, weight_net):
 def draw(run):
     """The pictures of a run: curves, weights (Fig. 4, right), retrieval."""
     figures, args, log = common.figures(), run.args, run.log
-    val = run.val_pieces or run.test_pieces
-    recalls = {f"{k}, {label}": f"eval/{next(iter(val), '')}/{way}/{k}"
-               for way, label in (("text_to_image", "t->v"), ("image_to_text", "v->t")) for k in ("R@1", "R@10")}
+    val = next(iter(run.val_pieces or run.test_pieces), "")
+    scores = {f"{k}, {label}": f"eval/{val}/{way}/{k}"
+              for way, label in (("text_to_image", "t->v"), ("image_to_text", "v->t")) for k in ("R@1", "R@10")}
+    if args.task != "retrieval":
+        scores = {"val": f"eval/{val}/accuracy", "training batch": "answered"}
     kinds = {"all": "", "matched": "_matched", "mismatched": "_mismatched"}
     run.picture("curves.png", figures.draw_curves, log, [
         ("loss", "nats", {"weighted, Eq. 8": "loss", "L_i, all pairs": "L"}
@@ -666,12 +784,15 @@ def draw(run):
         ("margin", "mu, radians", {"mu": "mu"}), ("learning rate", "lr", {"lr": "lr"}),
         ("weights", "mean over the batch", {k: f"w{v}" for k, v in kinds.items() if log.column(f"w{v}")[0]}),
         ("cosine", "mean over the batch", {"pairs": "pos_cos", "others": "neg_cos"}),
-        ("retrieval, val", "%", recalls)])
+        ("answers" if args.task != "retrieval" else "retrieval, val", "%", scores)])
     if args.weighting != "none":
         run.picture("weights.png", draw_weights, load_file(run.folder / "weights.safetensors"), args.weighting)
     for name, pieces in run.test_pieces.items():
         suffix = "" if name == next(iter(run.test_pieces)) else f"_{common.slug(name)}"
-        run.picture(f"retrieval{suffix}.png", figures.draw_retrieval, pieces)
+        if args.task == "retrieval":
+            run.picture(f"retrieval{suffix}.png", figures.draw_retrieval, pieces)
+        else:
+            run.picture(f"answers{suffix}.png", figures.draw_answers, pieces)
 
 
 def draw_weights(tensors, weighting, path):

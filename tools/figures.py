@@ -248,6 +248,27 @@ def draw_pairs(pieces, path, n=6):
     save_figure(fig, path)
 
 
+def draw_answers(pieces, path, each=4):
+    """Questions with the answer given, below it the right one where that is another; green frames are right.
+
+    Args: pieces: of tools/answers.py; each: how many right ones and how many wrong ones, drawn with a fixed seed.
+    """
+    data, index, hits = pieces["data"], pieces["index"], np.asarray(pieces["hits"])
+    order = np.random.default_rng(0).permutation(len(index))
+    rows = [r for hit in (True, False) for r in order[hits[order] == hit][:each]]
+    width, height = _cell(data, index)
+    columns = min(each, len(rows))
+    fig, axes = figure(columns, math.ceil(len(rows) / columns), max(2.6, width), height + 1.1, panels=len(rows))
+    for ax, r in zip(axes, rows, strict=True):
+        show(ax, data, int(index[r]), *((GREEN, 3) if hits[r] else (GREY, 1)))
+        question, answer = (data.column(c)[int(index[r])] for c in ("question", "answer"))
+        ax.set_title("\n".join(_wrap(question, 34)), fontsize=8)
+        given = [f"right: {answer}"] if hits[r] else [f"given: {pieces['given'][r]}", f"right: {answer}"]
+        ax.set_xlabel("\n".join(line for words in given for line in _wrap(words, 34)), fontsize=8)
+    fig.suptitle(f"{data.name} ({data.split}): answers, {100 * hits.mean():.1f} % of {len(hits)} right", fontsize=10)
+    save_figure(fig, path)
+
+
 def _kind(data, index):
     return "video" if len(index) and data.read(int(index[0])).ndim != 3 else "image"
 

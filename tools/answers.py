@@ -1,0 +1,215 @@
+"""Questions about videos: the model that answers them, what it reads of a row, how it is scored.
+
+The model is VIOLET's in small (Fu et al. 2021): [CLS], a token for each frame and the words of the question go through
+one transformer, and a linear layer on [CLS] scores the answers. Open questions have a vocabulary of answers, a score
+each; questions with choices one score for each text "question choice", fused likewise. `dual` has no fusion: its scores
+are cosines of the video with these texts. All of them are two towers before that, so their embeddings have cosines.
+
+common.build_model opens this file where model.json says `questions`; mama.py through common.answers().
+"""
+
+import math
+from collections import Counter
+
+import common
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+# ======================================================= model =======================================================
+class QuestionAnswerer(common.TwoTower):
+    """Videos and questions -> scores of answers.
+
+    Args:
+        vision, text: the towers.
+        answers: the vocabulary of open questions, most frequent first; [] = questions with choices.
+        model: 'fusion'; or 'dual', for questions with choices alone.
+        layers: of the fusion.   frames: tokens of a clip at most.
+    """
+
+    def __init__(self, vision, text, answers=(), model="fusion", layers=2, frames=1):
+        super().__init__(vision, text)
+        self.answers, self.model, self.frames = list(answers), model, frames
+        if model == "dual":
+            self.log_scale = nn.Parameter(torch.tensor(1 / 0.07).log())    # as CLIP's
+            return
+        width = text.width
+        self.frame = nn.Linear(vision.width, width)
+        self.place = nn.Parameter(torch.randn(1 + frames, width) * 0.02)   # [CLS], and where each frame stands
+        self.fusion = common.Transformer(width, layers, next(h for h in (12, 8, 4, 2, 1) if width % h == 0))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, max(1, len(self.answers)))
+
+    def forward(self, pixels=None, tokens=None, question=None, choices=None):
+        """pixels (B, [T,] 3, S, S); tokens (B, L) of the texts that are paired with them, None in evaluation; question:
+        tokens (B, L); choices: tokens (B, C, L) of "question choice", and `there` (B, C), False where one has fewer.
+
+        Returns: video (B, D), text (B, D), scores (B, A) of the vocabulary or (B, C), -inf where no choice is; without
+            a question what TwoTower returns.
+        """
+        if question is None:
+            return super().forward(pixels, tokens)
+        frames = self.vision.frames(pixels)                                # (B * T, width)
+        _, video = self.vision.pool(frames, pixels)                        # (B, D)
+        frames = frames.unflatten(0, (len(pixels), -1))                    # (B, T, width)
+        paired = None if tokens is None else self.text(**tokens)           # (B, D)
+        if self.answers:
+            words, _ = self.text.words(**question)                         # (B, L, W)
+            return video, paired, self.head(self.fuse(frames, words, question["attention_mask"]))        # (B, A)
+        choices = choices or {k: v[:, None] for k, v in question.items()}  # one choice: the question itself
+        B, C = choices["input_ids"].shape[:2]
+        flat = {k: choices[k].flatten(0, 1) for k in ("input_ids", "attention_mask")}                    # (B * C, L)
+        words, text = self.text.words(**flat)                              # (B * C, L, W), (B * C, D)
+        if self.model == "dual":
+            cosine = (common.normalize(video)[:, None] * common.normalize(text).unflatten(0, (B, C))).sum(-1)
+            scores = cosine * self.log_scale.exp()                         # (B, C)
+        else:
+            each = frames.repeat_interleave(C, 0)                          # (B * C, T, width)
+            scores = self.head(self.fuse(each, words, flat["attention_mask"])).view(B, C)
+        there = choices.get("there")
+        return video, paired, scores if there is None else scores.masked_fill(~there, -math.inf)
+
+    def fuse(self, frames, words, keep):
+        """Frames (b, T, width), words (b, L, W), keep (b, L) where there are words -> [CLS] after it, (b, W)."""
+        b, T = frames.shape[:2]
+        if T > self.frames:
+            raise common.UserError(f"{T} frames of a clip, but this model knows the places of {self.frames}; use "
+                                   f"--frames {self.frames}")
+        seen = torch.cat([self.place[:1].expand(b, 1, -1), self.frame(frames) + self.place[1:1 + T]], 1)
+        x = torch.cat([seen, words], 1)                                    # (b, 1 + T + L, W)
+        keep = torch.cat([keep.new_ones(b, 1 + T), keep], 1).bool()        # (b, 1 + T + L)
+        return self.norm(self.fusion(x, keep)[:, 0])
+
+
+# ======================================================= rows ========================================================
+def vocabulary(data, size):
+    """The `size` most frequent answers of a split, the most frequent first (of equally frequent by the alphabet)."""
+    counts = Counter(data.column("answer"))
+    return sorted(counts, key=lambda answer: (-counts[answer], answer))[:size]
+
+
+def check(data, choices):
+    """Raises: UserError where the rows are no questions, or have no choices that are asked for."""
+    where = f"{data.name} ({data.split})"
+    if data.streamed or data.column("question") is None or data.column("answer") is None:
+        raise common.UserError(f"{where} has no questions: columns question and answer, or --task retrieval")
+    lacking = sum(len(c) < 2 for c in data.column("choices") or [[]] * len(data)) if choices else 0
+    if lacking:
+        raise common.UserError(f"{where}: {lacking:,} of its {len(data):,} questions have no choices; use --task "
+                               "qa-open")
+
+
+def texts(data, limit=None):
+    """All that a tokenizer should know: captions, questions, answers, choices."""
+    for i in range(min(len(data), limit or len(data))):
+        yield from (*data.captions(i), data.column("question")[i], data.column("answer")[i], *_choices(data, i))
+
+
+def inputs(data, rows, tokenizer, vocabulary, device):
+    """What QuestionAnswerer reads of these rows beside the pixels, on the device.
+
+    Returns: question {..: (B, L)}; answers (B,), see right_answers; and without a vocabulary choices {..: (B, C, L),
+        there: (B, C)}, C the most that a row here has.
+    """
+    questions = [data.column("question")[i] for i in rows]
+    found = {"question": tokenizer(questions), "answers": right_answers(data, rows, vocabulary)}
+    if not vocabulary:
+        choices = [_choices(data, i) for i in rows]
+        C = max(map(len, choices))
+        words = [f"{q} {c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
+        there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
+        found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
+    return {k: {n: t.to(device) for n, t in v.items()} if isinstance(v, dict) else v.to(device)
+            for k, v in found.items()}
+
+
+def right_answers(data, rows, vocabulary):
+    """(B,) long: number of the right answer of each of these rows in the vocabulary, -1 where that lacks it; without a
+    vocabulary its number among the choices."""
+    answers, number = [data.column("answer")[i] for i in rows], {a: k for k, a in enumerate(vocabulary)}
+    if vocabulary:
+        return torch.tensor([number.get(a, -1) for a in answers])
+    return torch.tensor([_choices(data, i).index(a) for i, a in zip(rows, answers)])
+
+
+def cut_short(data, tokenizer, choices, limit=1000):
+    """How many of the first `limit` questions (with their choices) have more tokens than the tokenizer keeps."""
+    n, cut = min(limit, len(data)), 0
+    for i in range(n):
+        q = data.column("question")[i]
+        longest = max([f"{q} {c}" for c in _choices(data, i)] if choices else [q], key=len)
+        cut += len(tokenizer.tokenizer(longest)["input_ids"]) > tokenizer.length
+    return cut, n
+
+
+def _choices(data, i):
+    choices = data.column("choices")
+    return choices[i] or [] if choices is not None else []
+
+
+def shuffled(data, seed=0):
+    """The same questions, each with the video of another row: what a model can tell without a look at the video."""
+    rows = np.random.default_rng([7, seed]).permutation(len(data))
+    rows = np.roll(rows, 1)[np.argsort(rows)]                              # one cycle: no row keeps its video
+    if data.pixels is not None:
+        return common.dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
+    import datasets
+    table = datasets.concatenate_datasets([data.texts, data.sources.select(rows)], axis=1)
+    return common.dataclasses.replace(data, table=table)
+
+
+# ======================================================= scores ======================================================
+def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
+    """Accuracy of the answers, as common.question_metrics, beside what guessing gives. Collective.
+
+    Returns: metrics; chance, of the most frequent answer of training or of a draw among the choices; the pieces that
+        `draw` wants. Videos that cannot be read are left out and counted."""
+    check(data, not model.answers)
+    width = len(model.answers) or max(len(_choices(data, i)) for i in range(len(data)))
+
+    def answer(rows, pixels):
+        asked = inputs(data, rows, tokenizer, model.answers, device)
+        video, _, scores = model(pixels, None, asked["question"], asked.get("choices"))
+        return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
+    index, _, scores, bad = common.encode_images(model, data, transform, device, batch, workers, forward=answer)
+    common.say_unreadable(data, bad)
+    right = right_answers(data, index, model.answers)                     # (Q,)
+    hits = common.answer_hits(scores, right).numpy()                       # (Q,)
+    types, pairs = ([data.column(c)[i] for i in index] if data.column(c) is not None else None
+                    for c in ("question_type", "pair"))
+    known = (right >= 0).numpy() if model.answers else None
+    guess = (right == 0).numpy() if model.answers else [1 / len(_choices(data, i)) for i in index]
+    metrics = common.question_metrics(hits, types, pairs, known) | {"questions": len(index), "unreadable": len(bad)}
+    chance = common.question_metrics(guess, types, pairs)
+    given = [model.answers[k] if model.answers else _choices(data, i)[k]
+             for i, k in zip(index, scores.argmax(1).tolist())]
+    return metrics, chance, {"data": data, "index": index, "given": given, "hits": hits}
+
+
+class Evaluator(common.Evaluator):
+    """common.Evaluator for questions."""
+
+    def check(self):
+        """Before training: every split has questions of this kind, and readable videos."""
+        for splits in self.sets.values():
+            for data in splits.values():
+                check(data, not self.model.answers)
+        super().check()
+
+    def measure(self, data, train):
+        """metrics, chance and pieces of one split."""
+        towers = self.model, self.tokenizer, self.transform
+        return evaluate(*towers, data, self.device, self.args.eval_batch, self.args.workers)
+
+
+def table(title, metrics, chance):
+    """The result as lines of text, each accuracy beside what guessing gives."""
+    lines = [f"{title}: {metrics['questions']} questions"]
+    lines += [f"{name:<28}{metrics[name]:8.1f} ({value:6.1f})" for name, value in chance.items()]
+    if "upper_bound" in metrics:
+        lines.append(f"{'answers in the vocabulary':<28}{metrics['upper_bound']:8.1f}")
+    guess = "the most frequent answer of training" if "upper_bound" in metrics else "a draw among the choices"
+    return "\n".join([*lines, f"(in brackets: {guess})"])
