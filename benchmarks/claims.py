@@ -69,6 +69,30 @@ CLAIMS = {
         "arms": {"TeMo": ["", "--tau-min 0.02 --tau 0.02", "--tau-min 0.05 --tau 0.05"],
                  "InfoNCE": [f"--loss infonce --tau {t}" for t in (0.02, 0.05, 0.1)],
                  "TS": ["--loss ts", "--loss ts --tau-min 0.02", "--loss ts --tau-min 0.05"]}},
+    "mmts-rare": {
+        "says": "temperatures by schedule and cluster size beat the best fixed one on rare captions (R@1 of the tail)",
+        "paper": "MM-TS, Tables 2 and 4", "script": "mmts.py", "flags": MOVING,
+        "metric": "by_cluster_size/tail/R@1",
+        "arms": {"TS and ICS": ["", "--alpha 0.04 --shift-min 0.06 --shift-max 0.1", "--alpha 0.04 --shift-max 0.2"],
+                 "fixed": [f"--no-schedule --no-shifts --tau {t}" for t in (0.05, 0.07, 0.1)]}},
+    "mmts-all": {
+        "says": "temperatures by schedule and cluster size beat the best fixed one (text -> video R@1)",
+        "paper": "MM-TS, Table 4", "script": "mmts.py", "flags": MOVING, "metric": T2V,
+        "arms": {"TS and ICS": ["", "--alpha 0.04 --shift-min 0.06 --shift-max 0.1", "--alpha 0.04 --shift-max 0.2"],
+                 "fixed": [f"--no-schedule --no-shifts --tau {t}" for t in (0.05, 0.07, 0.1)]}},
+    "mama-weights": {
+        "says": "weights learnt by looking ahead beat other weights under mismatched captions (text -> video R@1)",
+        "paper": "MAMA, Table 6", "script": "mama.py", "flags": MOVING + " --caption-noise 0.3", "metric": T2V,
+        "arms": {"meta": ["", "--meta-lr 3e-4", "--meta-lr 3e-3"],
+                 "focal": [f"--weighting focal --focal-gamma {g}" for g in (0.5, 1, 2)],
+                 "SPL": [f"--weighting spl --spl-start {k}" for k in (0.3, 0.5, 0.7)],
+                 "L2RW": ["--weighting l2rw", "--weighting l2rw --meta-size 128", "--weighting l2rw --meta-size 512"],
+                 "none": ["--weighting none", "--weighting none --tau 0.07", "--weighting none --tau 0.15"]}},
+    "mama-margin": {
+        "says": "the subtractive margin beats none (text -> video R@1)", "paper": "MAMA, Fig. 4",
+        "script": "mama.py", "flags": MOVING + " --weighting none --caption-noise 0", "metric": T2V,
+        "arms": {"margin": ["--a0 0.5", "--a0 1", "--a0 2"],
+                 "none": [f"--margin-schedule none --tau {t}" for t in (0.07, 0.1, 0.15)]}},
     "temo-unimodal": {
         "says": "the modulated unimodal losses help classification (kNN@1 of the clips)", "paper": "TeMo, Table 3",
         "script": "temo.py", "flags": MOVING, "metric": KNN,
