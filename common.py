@@ -1163,8 +1163,9 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
 def init_from(model, path):
     """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
 
-    Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
-    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out.
+    Names may be those of the whole model, of one tower's body (a timm or transformers file), or, where no name fits,
+    the tensors of the image body in the same order with the same shapes (other code bases' names for the same network;
+    a classifier at the end is left out).
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
@@ -2894,8 +2895,7 @@ class Run:
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, lambda: self.train.first_captions(200_000),
                                         self.folder / "tokenizer", args.clean_captions, keep=bool(args.resume))
         if args.image_encoder == "features":
-            from sets import video
-            self.spec["features"] = video.feature_shape(self.train)
+            self.spec["features"] = feature_shape(self.train)
         weights = "" if args.resume else args.init_from
         self.tower, transform = build_model(self.spec, tokenizer, args.pretrained, weights)
         self.tower.to(self.device)
@@ -3175,6 +3175,12 @@ def has_tool(name):
 def figures(paper=""):
     """tools/figures.py, or with a paper ("ts") its own pictures, tools/figures_PAPER.py; opened when one is drawn."""
     return importlib.import_module(f"tools.figures_{paper}" if paper else "tools.figures")
+
+
+def feature_shape(data):
+    """(T, F) of a data set of precomputed features."""
+    from sets import video
+    return video.feature_shape(data)
 
 
 def millions(module):
