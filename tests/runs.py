@@ -69,11 +69,11 @@ def _run(script, flags, log, environment):
     os.dup2(out, 2)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     os.environ.update(environment)
-    path = Path(script)
-    sys.argv = [f"{path.stem}.py", *flags]
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, str(Path(script).parent))
+    script = Path(script).stem
+    sys.argv = [f"{script}.py", *flags]
     import common
-    module = importlib.import_module(path.stem)
+    module = importlib.import_module(script)
     module.draw = lambda *_, **__: None  # the pictures take longer than these runs
     with common.clean_exit():
         module.main(module.parse_args(flags))
