@@ -68,8 +68,8 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
  9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
     directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
     L2RW as published, its weights times B, since Eq. 8 divides by B.
-10. The biases with which the weight network starts are ours (WeightNet). With torch's own it is nearly a straight
-    line over the losses that occur, and cannot lower the highest without those in the middle.
+10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
+    losses that occur, and cannot lower the highest without those in the middle.
 11. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
 12. Questions are answered by a model in VIOLET's way (tools/answers.py), from published towers but with a new fusion of
     two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before the fusion, so
@@ -155,14 +155,16 @@ def answer_loss(scores, answers):
 class WeightNet(nn.Module):
     """w_i = MLP(L_i) (Eq. 7): losses (B,) -> weights (B,) in 0 .. 1, about 1/2 at first.
 
-    reach: the hidden units begin to act at losses spread over 0 .. reach nats; torch's own biases put nearly all of
-    these points next to 0, and the network is then a straight line before its sigmoid."""
+    reach: the hidden units begin to act at losses spread over 0 .. reach nats (torch's own biases put nearly all of
+    these points next to 0: a straight line before the sigmoid), and the start has hardly a slope of its own."""
 
     def __init__(self, hidden=100, reach=10.0):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1), nn.Sigmoid())
         with torch.no_grad():
             self.layers[0].bias.copy_(-self.layers[0].weight[:, 0] * reach * torch.rand(hidden))
+            self.layers[2].weight.mul_(0.1)
+            self.layers[2].bias.zero_()
 
     def forward(self, losses):
         return self.layers(losses[:, None])[:, 0]
@@ -297,7 +299,7 @@ MOVING = MSRVTT | dict(
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
     image_size=32, image_stats="half", frames=4, text_length=24, text_pooling="mean", caption_noise=0.3,
     epochs=10.0, batch_size=64, lr=2e-3, lr_end=2e-5, warmup_epochs=1.0, weight_decay=0.1,
-    tau=0.1, meta_lr=3e-4, meta_batch_size=32,
+    tau=0.1, meta_lr=2e-4, meta_batch_size=32,
     crop_min=0.8, jitter=0.2,
     log_every=10, save_every=120, eval_every=100)
 OWN = MOVING | dict(
