@@ -319,7 +319,7 @@ RECIPES = {
     "tgif-qa-r-action": CHOICES, "tgif-qa-r-transition": CHOICES, "nextqa": CHOICES, "causal-vidqa": CHOICES}
 ASKED = RECIPES | {                                                        # under --task qa-open and qa-choice
     "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", caption_noise=0.0, fusion_layers=1,
-                                  meta_every=2)}
+                                  meta_every=4)}
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
 
 

@@ -95,7 +95,7 @@ def check(data, choices):
     """Raises: UserError where the rows are no questions, or have no choices that are asked for."""
     where = f"{data.name} ({data.split})"
     if data.streamed or data.column("question") is None or data.column("answer") is None:
-        raise common.UserError(f"{where} has no questions: columns question and answer, or --task retrieval")
+        raise common.UserError(f"{where} has no questions; moving-emoji and the sets of sets/questions.py have")
     lacking = sum(len(c) < 2 for c in data.column("choices") or [[]] * len(data)) if choices else 0
     if lacking:
         raise common.UserError(f"{where}: {lacking:,} of its {len(data):,} questions have no choices; use --task "

@@ -1,0 +1,374 @@
+"""Answers to questions: the loss and the model by hand, scores and their accuracy, runs of both tasks and of the dual
+model, their gradients, chunks and processes, what is refused."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import common
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import eval as evaluation
+import mama
+from tools import answers
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+BASE = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
+        "--meta-size", "24", "--log-every", "1", "--eval-every", "0", "--max-steps", "2"]
+
+
+def main(folder, *flags, pictures=False):
+    with pytest.MonkeyPatch.context() as patch:
+        if not pictures:
+            patch.setattr(mama, "draw", lambda *a: None)
+        where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
+        return mama.main(mama.parse_args([*BASE, *where, *flags]))
+
+
+def logged(folder):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if "loss" in row]
+
+
+# ---------------------------------------------------- loss ----------------------------------------------------------
+def test_answer_loss_against_a_loop():
+    scores = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scores[1, 3:] = -math.inf  # a question with three choices
+    right = torch.tensor([4, 2, -1, 0])
+    expected = [0.0 if k < 0 else math.log(sum(math.exp(float(s - row[k])) for s in row)) for row, k in
+                zip(scores, right.tolist())]
+    loss = mama.answer_loss(scores, right)
+    assert loss.tolist() == pytest.approx(expected, rel=1e-6) and loss[2] == 0
+    leaf = scores.requires_grad_()
+    mama.answer_loss(leaf, right).sum().backward()
+    assert leaf.grad.isfinite().all() and not leaf.grad[2].any() and not leaf.grad[1, 3:].any()
+
+
+# ---------------------------------------------------- model ---------------------------------------------------------
+def model_of(choices=(), **more):
+    torch.manual_seed(0)
+    towers = common.VisionEncoder("small", 16, False), common.TextEncoder("small", 16, length=12, vocabulary=50)
+    keywords = dict(answers=choices, frames=3) | more
+    return answers.QuestionAnswerer(*towers, **keywords).eval()
+
+
+def clips_of(n):
+    return torch.randn(n, 3, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+
+
+def words(*shape, keep=None):
+    ids = torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(shape, dtype=torch.long)
+    if keep is not None:
+        mask[..., keep:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def test_open_scores_look_at_question_and_frames_but_not_at_padding():
+    model, clips = model_of(["yes", "no", "two"]), clips_of(2)
+    question = words(2, 8, keep=5)
+    video, text, scores = model(clips, None, question)
+    assert scores.shape == (2, 3) and text is None
+    short = {k: v[:, :5] for k, v in question.items()}
+    other = question | {"input_ids": torch.cat([question["input_ids"][:, :5], words(2, 3)["input_ids"]], 1)}
+    assert torch.allclose(model(clips, None, short)[2], scores, atol=1e-5)
+    assert torch.allclose(model(clips, None, other)[2], scores, atol=1e-5)
+    assert not torch.allclose(model(clips, None, words(2, 8))[2], scores, atol=1e-3)
+    assert not torch.allclose(model(clips.flip(1), None, question)[2], scores, atol=1e-3)  # the order of time
+    plain = model(clips, question)  # without a question: two towers
+    assert torch.allclose(plain[0], video, atol=1e-6) and plain[2].shape == (2, 128)
+    with pytest.raises(common.UserError, match="4 frames of a clip, but this model knows the places of 3"):
+        model(torch.zeros(1, 4, 3, 32, 32), None, words(1, 4))
+
+
+@pytest.mark.parametrize("kind", ["fusion", "dual"])
+@torch.no_grad()
+def test_scores_of_choices(kind):
+    """Each choice by itself gives the score that it has among others; absent ones are -inf."""
+    model, clips = model_of(model=kind), clips_of(2)
+    choices = words(2, 4, 6) | {"there": torch.tensor([[True] * 4, [True, True, False, False]])}
+    scores = model(clips, words(2, 5), words(2, 5), choices)[2]
+    assert scores.shape == (2, 4) and scores.isneginf().tolist() == (~choices["there"]).tolist()
+    for b, c in choices["there"].nonzero().tolist():
+        alone = {k: choices[k][b:b + 1, c:c + 1] for k in ("input_ids", "attention_mask")}
+        single = model(clips[b:b + 1], None, words(1, 5), alone)[2]
+        assert torch.allclose(single[0, 0], scores[b, c], atol=1e-4)
+    if kind == "dual":
+        text = model.text(**{k: choices[k][0] for k in ("input_ids", "attention_mask")})
+        cosine = common.normalize(text) @ common.normalize(model.vision(clips)[1][0])
+        assert torch.allclose(scores[0], cosine / 0.07, atol=1e-4)
+
+
+@torch.no_grad()
+def test_video_swin_gives_a_token_for_two_frames():
+    tower = common.VisionEncoder("swin3d_t", 8, pretrained=False).eval()
+    clips = torch.randn(1, 5, 3, 32, 32)
+    frames, (features, embedding) = tower.frames(clips), tower(clips)
+    assert frames.shape == (3, tower.width) and torch.allclose(features, frames.mean(0, keepdim=True), atol=1e-5)
+    assert embedding.shape == (1, 8)
+
+
+# ---------------------------------------------------- accuracy ------------------------------------------------------
+def data_of(asked, types=None, pairs=None, split="test"):
+    """asked: (question, answer, choices) for each row; the clips differ."""
+    columns = dict(zip(("question", "answer", "choices"), map(list, zip(*asked))))
+    columns |= {"question_type": types} if types else {}
+    columns |= {"pair": pairs} if pairs else {}
+    table = common.make_table([[q] for q, *_ in asked], [f"row {i}" for i in range(len(asked))], **columns)
+    pixels = torch.arange(len(asked) * 2 * 3 * 64, dtype=torch.uint8).view(len(asked), 2, 3, 8, 8)
+    return common.Data("asked", split, table, pixels=pixels)
+
+
+class Told(torch.nn.Module):
+    """Scores by the questions it was told, in place of a model; a question is its own number."""
+
+    def __init__(self, scores, known):
+        super().__init__()
+        self.scores, self.answers = torch.tensor(scores), known
+
+    def forward(self, pixels, tokens=None, question=None, choices=None):
+        rows = question["input_ids"][:, 0]
+        found = self.scores[rows]
+        if choices is not None:
+            there = choices["there"]
+            found = found[:, :there.shape[1]].masked_fill(~there, -math.inf)
+        return pixels.flatten(1)[:, :4].float(), None, found
+
+
+def number(texts):
+    return {"input_ids": torch.tensor([[int(t.split()[0])] for t in texts]),
+            "attention_mask": torch.ones(len(texts), 1, dtype=torch.long)}
+
+
+def scored(model, data, batch=256):
+    return answers.evaluate(model, number, common.EvalTransform(8, (0, 0, 0), (1, 1, 1)), data, CPU, batch)
+
+
+def test_accuracy_of_open_answers_by_hand():
+    data = data_of([("0", "cat", []), ("1", "dog", []), ("2", "emu", []), ("3", "cat", []), ("4", "dog", [])],
+                   types=["what", "what", "who", "who", "who"])
+    assert answers.vocabulary(data, 2) == ["cat", "dog"]
+    scores = [[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [1.0, 1.0], [1.0, 2.0]]  # right, wrong, unknown, tie, right
+    metrics, chance, pieces = scored(Told(scores, ["cat", "dog"]), data, batch=4)
+    assert (metrics["accuracy"], metrics["upper_bound"], metrics["questions"]) == (40, 80, 5)
+    assert (metrics["accuracy what"], metrics["accuracy who"]) == (50, pytest.approx(100 / 3))
+    assert (chance["accuracy"], chance["accuracy what"]) == (40, 50)  # always "cat"
+    assert pieces["given"] == ["cat", "cat", "cat", "cat", "dog"] and pieces["hits"].tolist() == [1, 0, 0, 0, 1]
+
+
+def test_accuracy_of_choices_by_hand_and_of_pairs():
+    """Causal-VidQA's rule: answer and reason must both be right."""
+    four = ["a", "b", "c", "d"]
+    data = data_of([("0", "b", four), ("1", "a", four), ("2", "c", ["a", "c"]), ("3", "a", ["a", "b"])],
+                   ["predictive answer", "predictive reason", "predictive answer", "predictive reason"], [0, 0, 1, 1])
+    scores = [[0.0, 1, 0, 0], [0.0, 1, 0, 0], [0.0, 1, 9, 9], [1.0, 0, 9, 9]]
+    metrics, chance, pieces = scored(Told(scores, []), data, batch=3)  # batches with four and with two choices
+    assert (metrics["accuracy"], metrics["accuracy predictive"]) == (50, 50)
+    assert (metrics["accuracy predictive answer"], metrics["accuracy predictive reason"]) == (100, 50)
+    assert chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2) and "upper_bound" not in metrics
+    assert pieces["given"] == ["b", "b", "c", "a"]
+
+
+def test_inputs_of_rows():
+    data = data_of([("0", "b", ["a", "b", "c"]), ("1", "a", ["b", "a"])])
+    seen = []
+
+    def tokenizer(texts):
+        seen.append(texts)
+        return {"input_ids": torch.zeros(len(texts), 2), "attention_mask": torch.ones(len(texts), 2)}
+    found = answers.inputs(data, [1, 0], tokenizer, [], CPU)
+    assert seen == [["1", "0"], ["1 b", "1 a", "1 ", "0 a", "0 b", "0 c"]]
+    assert found["answers"].tolist() == [1, 1] and found["choices"]["there"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert found["choices"]["input_ids"].shape == (2, 3, 2) and found["question"]["input_ids"].shape == (2, 2)
+    assert answers.inputs(data, [1, 0], tokenizer, ["a"], CPU)["answers"].tolist() == [0, -1]
+
+
+def test_shuffled_videos_are_all_of_others():
+    data = common.load_data("moving-emoji", "val", clips=(64, 24, 24))
+    other = answers.shuffled(data)
+    assert other.column("question") == data.column("question") and other.column("key") == data.column("key")
+    assert not any(torch.equal(a, b) for a, b in zip(other.pixels, data.pixels))
+    assert sorted(x.sum().item() for x in other.pixels) == sorted(x.sum().item() for x in data.pixels)
+
+
+def test_a_question_goes_with_the_video_that_was_read(tmp_path):
+    """Where a sample cannot be read, the next one takes its place with its own question."""
+    data = data_of([(str(i), "a", ["a", "b"]) for i in range(8)])
+    paths = [str(tmp_path / f"{i}.png") for i in range(8)]
+    from PIL import Image
+    for i, path in enumerate(paths):
+        Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)).save(path)
+    Path(paths[3]).write_bytes(b"damaged")
+    table = common.make_table([["x"]] * 8, [str(i) for i in range(8)], paths,
+                              **{c: data.column(c) for c in ("question", "answer", "choices")})
+    files = dataclasses.replace(data, table=table, pixels=None)
+    transform = common.EvalTransform(8, (0, 0, 0), (1, 1, 1))
+    batches = common.Batches(files, [common.Augment(8)], transform, 8, 0, 0, 1, CPU, max_bad_fraction=0.5)
+    batch = next(iter(batches))
+    assert sorted(batch["rows"].tolist()) == [0, 1, 2, 4, 4, 5, 6, 7] and 3 in batch["index"]
+    shown = (batch["views"][0].mean((1, 2, 3)) * 255 / 20).round().long()
+    assert shown.tolist() == batch["rows"].tolist()
+
+
+# ---------------------------------------------------- runs -----------------------------------------------------------
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, {task: main(folder / task, "--task", task, pictures=task == "qa-open") for task in
+                    ("qa-open", "qa-choice")}
+
+
+@pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
+def test_a_run_and_its_checkpoint(runs_of, task, tmp_path):
+    folder, summary = runs_of[0] / task, runs_of[1][task]
+    test, chance = (summary[k]["moving-emoji"] for k in ("test", "chance"))
+    assert test["questions"] == 24 and {"accuracy noun", "accuracy verb", "accuracy colour"} < test.keys()
+    assert ("upper_bound" in test) == (task == "qa-open") and chance.keys() <= test.keys()
+    assert chance["accuracy"] == pytest.approx(20) or task == "qa-open"
+    for row in logged(folder):
+        contrast = row["L"] - row["CE"]
+        assert 0 < row["CE"] < 9 and contrast > 0 and row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
+    model, tokenizer, transform = common.load_model(folder)
+    data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
+    metrics, by_chance, _ = answers.evaluate(model, tokenizer, transform, data, CPU, batch=12)
+    assert metrics == test and by_chance == chance
+    flags = ["--checkpoint", str(folder), "--cpu", "--threads", "1", "--output-dir", str(tmp_path)]
+    found = evaluation.main(evaluation.parse_args(flags))["datasets"]["moving-emoji"]
+    assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"} and not found["left_out"]
+    assert found["chance"]["qa"] == chance and (tmp_path / "answers_moving-emoji.png").is_file()
+    if task == "qa-open":
+        assert (folder / "answers.png").is_file() and (folder / "curves.png").is_file()
+        assert model.answers == answers.vocabulary(common.load_data("moving-emoji", "train", clips=(64, 24, 24)), 1500)
+
+
+OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],
+         "answers": ["--task", "qa-open", "--answers", "3"], "layers": ["--task", "qa-open", "--fusion-layers", "3"],
+         "control": ["--task", "qa-open", "--shuffle-video"]}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_every_flag_has_an_effect(runs_of, name, tmp_path):
+    summary = main(tmp_path / "other", *OTHER[name])
+    ours, theirs = logged(runs_of[0] / OTHER[name][1]), logged(tmp_path / "other")
+    assert len(theirs) == 2 and ours[-1]["loss"] != theirs[-1]["loss"]
+    if name == "answers":
+        assert 0 < summary["test"]["moving-emoji"]["upper_bound"] < 50
+        assert len(common.load_model(tmp_path / "other")[0].answers) == 3
+    if name == "dual":
+        assert common.load_model(tmp_path / "other")[0].model == "dual"
+
+
+@pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
+def test_meta_gradient_of_questions(task):
+    """Forward mode is the second-order gradient of L_i with the answers' loss, in float64."""
+    model = model_of(["yes", "no"] if task == "qa-open" else ()).double()
+    generator = torch.Generator().manual_seed(5)
+
+    def batch(n):
+        made = {"pixels": torch.randn(n, 3, 16, 16, generator=generator, dtype=torch.float64), "tokens": words(n, 6),
+                "question": words(n, 5), "answers": torch.randint(0, 2, (n,), generator=generator)}
+        there = torch.tensor([[True, True, k > 0] for k in range(n)])
+        return made if task == "qa-open" else made | {"choices": words(n, 3, 4) | {"there": there}}
+    net = mama.WeightNet(8).double()
+    losses = mama.losses_of(model, 0.5, 0.2, CPU, eta=1.5)
+    first, meta = batch(5), batch(4)
+    parameters = dict(model.named_parameters())
+    plain = mama.losses_of(model, 0.5, 0.2, CPU, eta=0.0)(parameters, first)
+    scores = model(first["pixels"], first["tokens"], first["question"], first.get("choices"))[2]
+    expected = plain + 1.5 * mama.answer_loss(scores, first["answers"])
+    assert torch.allclose(losses(parameters, first), expected, rtol=1e-9)
+    forward, second = (mama.weightnet_gradient(losses, parameters, first, meta, net, 0.1, m) for m in
+                       ("forward", "second-order"))
+    for a, b in zip(forward, second):
+        assert a.isfinite().all() and a.any() and torch.allclose(a, b, rtol=1e-5, atol=1e-10)
+
+
+def test_chunks_are_exact(tmp_path):
+    """--chunk-size encodes questions and choices in parts: the losses and the weights of the whole batch."""
+    flags = ["--task", "qa-choice", "--weighting", "none", "--lr", "1e-4"]
+    for name, chunk in (("whole", 0), ("parts", 5)):
+        main(tmp_path / name, *flags, "--chunk-size", str(chunk))
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.allclose(a[k], b[k], rtol=1e-2, atol=2e-5) for k in a)
+    losses = [[r["loss"] for r in logged(tmp_path / name)] for name in ("whole", "parts")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+DRIVER = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+import common, mama
+mama.draw = lambda *args: None
+if __name__ == "__main__":
+    with common.clean_exit():
+        mama.main(mama.parse_args())
+"""
+
+
+def test_two_processes_are_one(tmp_path):
+    """Losses, weights of the samples and accuracies, with the meta step."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    flags = [*BASE, "--task", "qa-choice", "--lr", "1e-4", "--meta-every", "1", "--max-steps", "4",
+             "--output-dir", str(tmp_path)]
+    for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                                                 "2"])):
+        command = [sys.executable, *launcher, str(tmp_path / "driver.py"), *flags, "--run-name", name]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                              timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (logged(tmp_path / name) for name in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        for k in ("loss", "L", "w", "CE", "answered"):
+            assert b[k] == pytest.approx(a[k], rel=1e-4), k
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert all(torch.allclose(a[k], b[k], rtol=1e-2, atol=2e-5) for k in a)
+    a, b = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
+    assert a["test"] == b["test"] and a["chance"] == b["chance"]
+
+
+# ---------------------------------------------------- refused -------------------------------------------------------
+def test_what_cannot_be_asked():
+    data = data_of([("0", "b", ["a", "b"]), ("1", "a", [])])
+    answers.check(data, choices=False)
+    with pytest.raises(common.UserError, match="1 of its 2 questions have no choices; use --task qa-open"):
+        answers.check(data, choices=True)
+    args = mama.parse_args([*BASE, "--dataset", "emoji", "--task", "qa-open"])
+    with pytest.raises(common.UserError, match=r"emoji \(train\) has no questions"):
+        mama.main(args)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--qa-model", "dual", "--task", "qa-open"], "--qa-model dual: only for --task qa-choice"),
+    (["--shuffle-video"], "--shuffle-video: only where there are questions"),
+    (["--task", "qa-choice", "--chunk-size", "4"], "--chunk-size: --weighting meta encodes the whole batch")])
+def test_bad_flags(flags, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        mama.parse_args([*BASE, *flags])
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_resumed_run_keeps_its_task(runs_of, capsys):
+    with pytest.raises(SystemExit):
+        mama.parse_args(["--resume", str(runs_of[0] / "qa-open"), "--task", "qa-choice"])
+    assert "--task was qa-open in that run and cannot become qa-choice" in capsys.readouterr().err
+
+
+def test_recipes_are_the_paper_s():
+    for name in ("msrvtt-qa", "msvd-qa", "tgif-qa-r-frame", "tgif-qa-r-action", "nextqa", "causal-vidqa"):
+        args = mama.parse_args(["--dataset", name])
+        assert args.task == ("qa-open" if name in ("msrvtt-qa", "msvd-qa", "tgif-qa-r-frame") else "qa-choice")
+        assert (args.lr, args.meta_lr, args.virtual_lr, args.batch_size, args.epochs, args.frames) == (
+            2e-5, 2e-5, 0, 4, 10, 5)
+        assert (args.weight_decay, args.beta1, args.beta2, args.image_size, args.tau, args.eta) == (
+            1e-3, 0.9, 0.98, 224, 1, 1)
+        assert mama.RECIPES[name]["recipe"].startswith("paper")
+    assert mama.parse_args([]).task == "retrieval" and mama.parse_args([]).caption_noise == 0.3
+    assert mama.parse_args(["--task", "qa-open"]).caption_noise == 0
