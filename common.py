@@ -1064,7 +1064,7 @@ class VisionEncoder(nn.Module):
             if name.startswith(VIDEO):
                 self.body = _video_vit(name, self.body, frames)
         keep = projection is not None and projection.out_features == embed_dim
-        if projection is not None and not keep and pretrained:
+        if projection is not None and not keep and pretrained and embed_dim:
             say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
                 "by new ones")
         new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()

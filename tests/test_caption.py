@@ -196,6 +196,19 @@ def test_frame_features_of_a_model_have_unit_length():
     assert x.shape == (3, 512) and torch.allclose(x.norm(dim=1), torch.ones(3))
     with pytest.raises(common.UserError, match="--frame-encoder no-such-model: not small"):
         caption.frame_features("no-such-model", "cpu")
+    with pytest.raises(common.UserError, match="--frame-encoder small has no learned weights"):
+        caption.frame_features("small", "cpu")
+
+
+def test_frame_features_of_a_clip_of_its_own_size(tmp_path, capsys):
+    import transformers as T
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = T.CLIPConfig(text_config=small | {"vocab_size": 30}, projection_dim=8,
+                          vision_config=small | {"image_size": 48, "patch_size": 16})
+    T.CLIPModel(config).save_pretrained(tmp_path / "clip")
+    x = caption.frame_features(str(tmp_path / "clip"), "cpu")(torch.randint(256, (3, 3, 40, 50), dtype=torch.uint8))
+    assert x.shape == (3, 16) and torch.allclose(x.norm(dim=1), torch.ones(3))
+    assert "--embed-dim" not in capsys.readouterr().out
 
 
 # ---------------------------------------------------- captions ------------------------------------------------------

@@ -50,15 +50,19 @@ def frame_features(name, device):
     timm or transformers model, of unit length. Raises: UserError."""
     if name == "colour":
         return lambda frames: F.adaptive_avg_pool2d(frames.float() / 255, 4).flatten(1) / 48**0.5  # (T, 48)
+    if name in ("small", "features", "resnet18-cifar"):
+        raise common.UserError(f"--frame-encoder {name} has no learned weights; timm and transformers models have, or "
+                               "take colour")
     try:
         encoder = common.VisionEncoder(name, 0).to(device).eval()
     except common.UserError as error:
         raise common.UserError(str(error).replace("--image-encoder", "--frame-encoder")) from error
-    view = common.EvalTransform(224, *encoder.stats, resize="squash")
+    side = (encoder.config or {}).get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other
+    view = common.EvalTransform(side, *encoder.stats, resize="squash")
 
     @torch.inference_mode()
     def features(frames):
-        pixels = view.normalise(view.raw(frames).to(device).float() / 255)  # (T, 3, 224, 224)
+        pixels = view.normalise(view.raw(frames).to(device).float() / 255)  # (T, 3, side, side)
         return common.normalize(encoder(pixels)[0])  # (T, D)
     return features
 
