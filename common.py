@@ -1401,7 +1401,8 @@ class Data:
 
     Columns of the table: source (struct of path or bytes; offset and size inside a tar; start and end in seconds),
     captions (list of str), key, and where the set has them label (ClassLabel), group (rows of one group are positives
-    of each other), verb, noun, question, answer, choices. To change an attribute: dataclasses.replace(data, note=...).
+    of each other), verb, noun, question, answer, choices, question_type, pair (sets/questions.py).
+    To change an attribute: dataclasses.replace(data, note=...).
     """
     name: str
     split: str
@@ -2695,6 +2696,24 @@ def knn_chance(train_labels, test_labels):
     share = np.bincount(train_labels, minlength=int(test_labels.max()) + 1) / len(train_labels)
     mean = float(100 * share[np.unique(test_labels)].mean())
     return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": mean}
+
+
+def answer_vocabulary(answers, size=1500):
+    """The most frequent answers of a training split, for open questions; equally frequent ones in alphabetical order."""
+    counts = {}
+    for answer in answers:
+        counts[answer] = counts.get(answer, 0) + 1
+    return sorted(counts, key=lambda a: (-counts[a], a))[:size]
+
+
+def answer_numbers(answers, vocabulary=None, choices=None):
+    """(Q,) long: the place of each answer in the vocabulary, or among its own choices (Q lists); -1 = not there."""
+    if choices is not None:
+        places = [c.index(a) if a in c else -1 for a, c in zip(answers, choices, strict=True)]
+    else:
+        number = {answer: i for i, answer in enumerate(vocabulary)}
+        places = [number.get(a, -1) for a in answers]
+    return torch.tensor(places, dtype=torch.long)
 
 
 def answer_hits(scores, answers):

@@ -208,6 +208,14 @@ def test_a_hit_is_the_highest_score_and_ties_are_none():
             common.answer_hits(torch.tensor([[bad, 0.0]]), torch.tensor([1]))
 
 
+def test_the_vocabulary_is_of_the_most_frequent_answers():
+    answers = ["two", "dog", "cat", "two", "cat", "two", "ant"]
+    assert common.answer_vocabulary(answers) == ["two", "cat", "ant", "dog"]
+    vocabulary = common.answer_vocabulary(answers, 2)
+    assert common.answer_numbers(["cat", "dog", "two"], vocabulary).tolist() == [1, -1, 0]
+    assert common.answer_numbers(["b", "z"], choices=[["a", "b"], ["a", "b", "c"]]).tolist() == [1, -1]
+
+
 def test_accuracy_by_hand():
     assert common.question_metrics([True, False, True, True]) == {"accuracy": 75.0}
     known = [True, False, True, True, False]  # two answers are not in the vocabulary: wrong, and the bound is 60
