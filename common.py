@@ -2699,7 +2699,7 @@ def knn_chance(train_labels, test_labels):
 
 
 def answer_vocabulary(answers, size=1500):
-    """The most frequent answers of a training split, for open questions; equally frequent ones in alphabetical order."""
+    """The most frequent answers of a training split, for open questions; equally frequent ones by the alphabet."""
     counts = {}
     for answer in answers:
         counts[answer] = counts.get(answer, 0) + 1
