@@ -93,8 +93,7 @@ def read_causal(file, root):
 def _table(file, separator):
     """Rows of a csv as dicts. Raises: UserError for a row with another number of fields."""
     with open(file, newline="", encoding="utf-8-sig") as f:
-        quotes = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
-        for row in csv.DictReader(f, delimiter=separator, quoting=quotes):
+        for row in csv.DictReader(f, delimiter=separator):
             if None in row or None in row.values():
                 video = next(iter(row.values()))
                 raise UserError(f"{file}: the row of {video} has another number of fields than the header")
@@ -164,7 +163,7 @@ def load(name, split, options):
         first = f" (looked for {next(iter(gone))})" if gone else ""
         raise UserError(f"{name} ({split}): no question of {file.name} has its video below {_folder(options)}{first}; "
                         "--video-dir names the folder of the videos")
-    return _data(name, split, kept, len(rows), lost, gone, options)
+    return _data(name, split, kept, lost, gone, options)
 
 
 def _whole(row, is_open, lost):
@@ -186,7 +185,7 @@ def _whole(row, is_open, lost):
     return row | {"question": question, "answer": answer, "choices": choices, "lost": why}
 
 
-def _data(name, split, kept, listed, lost, gone, options):
+def _data(name, split, kept, lost, gone, options):
     """Data of the rows that are whole, with a note of what is not."""
     twice = lost.pop("*", 0)
     notes = ["captions are the questions"]
