@@ -359,6 +359,11 @@ def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path, capsys)
     assert "was made with --model" in refused(model=models["blip-2"])
     (tmp_path / "other.csv").write_text("video,caption\n")
     assert "without other.csv.json" in refused(out=tmp_path / "other.csv")
+    (tmp_path / "other.csv").write_text("image,caption\na,b\n")
+    assert "is no file of this tool (KeyError: 'video')" in refused(out=tmp_path / "other.csv")
+    assert (tmp_path / "other.csv").read_text() == "image,caption\na,b\n"
+    (tmp_path / "other.csv").write_bytes(b"video,\xff\xfe\n")
+    assert "is no file of this tool (UnicodeDecodeError" in refused(out=tmp_path / "other.csv")
 
 
 # ---------------------------------------------------- captions of others --------------------------------------------

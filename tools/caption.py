@@ -208,21 +208,25 @@ def check_out(args, known):
 
 
 def read_known(out):
-    """{(video, start, end): {caption} or {error}} of the csv of an earlier call and of all lines that are whole."""
-    records = []
-    if Path(out).exists():
-        with open(out, newline="", encoding="utf8") as f:
-            records += list(csv.DictReader(f))
+    """{(video, start, end): {caption} or {error}} of the csv of an earlier call and of all lines that are whole.
+
+    Raises: UserError where the csv is not this tool's any more."""
+    records, known = [], {}
     for file in sorted(glob.glob(f"{glob.escape(str(out))}.part*")):
         with open(file, encoding="utf8") as f:
             for line in f:
                 with contextlib.suppress(ValueError):  # cut when a process was killed
                     records.append(json.loads(line))
-    def seconds(value):
-        return None if value in (None, "") else float(value)
-    known = {}
-    for r in sorted(records, key=lambda r: bool(r.get("caption"))):  # a caption counts more than an earlier error
-        known[r["video"], seconds(r["start"]), seconds(r["end"])] = {k: r[k] for k in ("caption", "error") if r.get(k)}
+    try:
+        if Path(out).exists():
+            with open(out, newline="", encoding="utf8") as f:
+                records = [*csv.DictReader(f), *records]
+        for r in sorted(records, key=lambda r: bool(r.get("caption"))):  # a caption counts more than an earlier error
+            clip = r["video"], *(None if r[k] in (None, "") else float(r[k]) for k in ("start", "end"))
+            known[clip] = {k: r[k] for k in ("caption", "error") if r.get(k)}
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {common.first_line(error)}"
+        raise common.UserError(f"--out {out}: is there already and is no file of this tool ({why})") from error
     return known
 
 
