@@ -1378,7 +1378,8 @@ class Data:
 
     Columns of the table: source (struct of path or bytes; offset and size inside a tar; start and end in seconds),
     captions (list of str), key, and where the set has them label (ClassLabel), group (rows of one group are positives
-    of each other), verb, noun, question, answer, choices. To change an attribute: dataclasses.replace(data, note=...).
+    of each other), verb, noun, question, answer, choices, question_type, pair. To change an attribute:
+    dataclasses.replace(data, note=...).
     """
     name: str
     split: str
