@@ -1136,7 +1136,8 @@ def _video_swin(name, pretrained):
     try:
         body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
     except Exception as error:
-        raise UserError(f"--image-encoder {name}: {hub_reason(error)}") from error
+        raise UserError(f"--image-encoder {name}: {first_line(error)} (no access to download.pytorch.org? give "
+                        "torchvision's file of its weights by --init-from)") from error
     width = body.head.in_features
     body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
     return body, width, STATS["imagenet"]
