@@ -1040,9 +1040,8 @@ class VisionEncoder(nn.Module):
 
     name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_'
     and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision,
-    Kinetics-400; also _t, _s); a transformers id or folder with a '/' (a CLIP
-    gives its vision tower and keeps its own projection when D agrees; others give the class token). embed_dim 0:
-    features alone.
+    Kinetics-400; also _t, _s); a transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own
+    projection when D agrees; others give the class token). embed_dim 0: features alone.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
@@ -1080,8 +1079,7 @@ class VisionEncoder(nn.Module):
             raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
                             "alone")
         if isinstance(self.body, VideoViT):
-            features = self.body(pixels)  # (B, width)
-            return features, self.projection(features)
+            return self.body(pixels)  # (B, width), of the whole clip
         if self.name in VIDEO_SWIN:  # it sees the whole clip, and halves the time
             clips = pixels if pixels.ndim == 5 else pixels[:, None]  # (B, T, 3, S, S)
             features = self.body(clips.transpose(1, 2)).unflatten(1, (self.width, -1))  # (B, width, T / 2)
@@ -1097,7 +1095,7 @@ class VisionEncoder(nn.Module):
     def pool(self, features, pixels):
         """Features of each frame -> features (B, width) and embeddings (B, D) of the images or clips."""
         embedding = self.projection(features)  # (B * T, D)
-        if pixels.ndim == 5:
+        if pixels.ndim == 5 and not isinstance(self.body, VideoViT):
             B = len(pixels)
             features = features.unflatten(0, (B, -1)).mean(1)  # (B, width)
             embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (B, -1)).mean(1)  # (B, D)
@@ -1161,7 +1159,8 @@ def _video_swin(name, pretrained):
     try:
         body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
     except Exception as error:
-        raise UserError(f"--image-encoder {name}: {hub_reason(error)}") from error
+        raise UserError(f"--image-encoder {name}: {first_line(error)} (no access to download.pytorch.org? give "
+                        "torchvision's file of its weights by --init-from)") from error
     width = body.head.in_features
     body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
     return body, width, STATS["imagenet"]

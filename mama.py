@@ -64,10 +64,11 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
  7. beta for retrieval is not said; the recipe takes alpha, as for question answering.
  8. The meta-data are said to be small, clean and balanced. Here: training examples, by a hash of their names, classes
     in turn, without those known to be mismatched; --meta-set val, or a file of names chosen by hand. Rows of train stay
-    in train, so that every weighting learns from the same examples; rows of val leave every evaluation on val.
+    in train, so that every weighting learns from the same examples; rows of val leave every evaluation on val. With
+    questions the answers take the place of the classes, or, where there are choices, the types of the questions.
  9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
     directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
-    L2RW as published, its weights times B, since Eq. 8 divides by B.
+    L2RW as published, its weights times B, since Eq. 8 divides by B. With questions p falls with their loss as well.
 10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
     losses that occur, and cannot lower the highest without those in the middle.
 11. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
@@ -77,7 +78,9 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     the row: with the published sets the question itself; moving-emoji, which has but three questions, has captions.
 13. Its Video Swin-B has torchvision's weights of Kinetics-400, the paper's of Kinetics-600; each token of it is a time,
     the mean over the picture. Any other --image-encoder gives one token a frame.
-14. VGT's graph of detected objects (Table 2's best rows) is not reproduced. --qa-model dual scores "question choice"
+14. An answer outside the vocabulary of --answers has no loss in training and is wrong in evaluation, whose upper bound
+    is printed, as in the authors' code. The rows of NExT-QA and Causal-VidQA have accuracies by type.
+15. VGT's graph of detected objects (Table 2's best rows) is not reproduced. --qa-model dual scores "question choice"
     texts by their cosine with the video, as VGT does, on the towers that are here.
 """
 

@@ -258,7 +258,7 @@ def draw_answers(pieces, path, each=4):
     rows = [r for hit in (True, False) for r in order[hits[order] == hit][:each]]
     width, height = _cell(data, index)
     columns = min(each, len(rows))
-    fig, axes = figure(columns, math.ceil(len(rows) / columns), max(2.6, width), height + 1.1, panels=len(rows))
+    fig, axes = figure(columns, math.ceil(len(rows) / columns), max(2.6, width), height + 0.7, panels=len(rows))
     for ax, r in zip(axes, rows, strict=True):
         show(ax, data, int(index[r]), *((GREEN, 3) if hits[r] else (GREY, 1)))
         question, answer = (data.column(c)[int(index[r])] for c in ("question", "answer"))
