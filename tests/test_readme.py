@@ -28,7 +28,7 @@ README = (ROOT / "README.md").read_text(encoding="utf8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 LINES = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if "$" not in line]
 RUNS = re.compile(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules|ncl|mmts|mama)\.py")
-INLINE = re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README)
+INLINE = re.findall(r"`((?:accelerate launch|torchrun|python)[^`]*temo\.py[^`]*)`", README)
 COMMANDS = [line.split("#")[0].strip() for line in LINES if RUNS.match(line)] + [c for c in INLINE if "..." not in c]
 
 
