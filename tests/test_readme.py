@@ -22,13 +22,13 @@ from benchmarks import report
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules, "ncl.py": ncl,
            "mmts.py": mmts, "mama.py": mama}
-NEED_DATA = {"cc3m", "cc12m", "msrvtt", "youcook2", "ssv2-lt", "epic-kitchens-100",
+NEED_DATA = {"cc3m", "cc12m", "msrvtt", "msrvtt-qa", "youcook2", "ssv2-lt", "epic-kitchens-100",
              "--resume"}  # the hub, or a run: the flags must parse
 README = (ROOT / "README.md").read_text(encoding="utf8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 LINES = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if "$" not in line]
 RUNS = re.compile(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules|ncl|mmts|mama)\.py")
-INLINE = re.findall(r"`((?:torchrun|python)[^`]*temo\.py[^`]*)`", README)
+INLINE = re.findall(r"`((?:accelerate launch|torchrun|python)[^`]*temo\.py[^`]*)`", README)
 COMMANDS = [line.split("#")[0].strip() for line in LINES if RUNS.match(line)] + [c for c in INLINE if "..." not in c]
 
 
@@ -90,10 +90,22 @@ def test_ten_lines_in_someone_else_s_loop():
 
 
 def test_reading_guide_names_exist():
-    for part, module in zip(README.split("## Reading guide: ")[1:], (temo, temperature_schedules, ncl)):
+    guides = README.split("## Reading guide: ")[1:]
+    for part, module in zip(guides, (temo, temperature_schedules, mmts, ncl, mama), strict=True):
+        assert f"function in `{module.__name__}.py`" in part
         rows = [line.split("|")[2] for line in part.split("\n#")[0].splitlines() if line.startswith("|")]
         names = [n for row in rows for n in re.findall(r"`(\w+)`", row)]
         assert len(names) >= 5 and all(hasattr(module, n) for n in names), names
+
+
+def test_flags_exist():
+    """Every --flag of the README stands in a parser of ours, but for those of the launchers."""
+    text = re.sub(r"```bash\n#SBATCH.*?```", "", README, flags=re.S)
+    sources = "".join(p.read_text(encoding="utf8") for p in [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - {"--multi_gpu", "--num_processes", "--nproc_per_node"}
+    known = set(re.findall(r'"(--[a-z][\w-]*)"', sources)) | {"--help"}
+    unknown = [flag for flag in named if not {flag, flag.replace("--no-", "--", 1)} & known]
+    assert len(named) >= 80 and not unknown, unknown
 
 
 def test_files_of_the_table_exist():
