@@ -3116,7 +3116,8 @@ class Parser(OneLine):
     """
     FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
              "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model",
-             "shuffle_video")  # cannot change in a resumed run
+             "shuffle_video", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
+    # cannot change in a resumed run
 
     def __init__(self, file, description, texts=True):
         super().__init__(Path(file).name, description)
@@ -3275,7 +3276,8 @@ def main_first(work, done):
     operation they would be given up after COLLECTIVE_MINUTES. Collective.   Raises: UserError on all processes."""
     failed = Path(done).with_suffix(".failed")
     if rank() == 0:
-        failed.unlink(missing_ok=True)
+        for left in (failed, Path(done)):  # by an earlier try
+            left.unlink(missing_ok=True)
     barrier()
     if rank() == 0:
         try:

@@ -398,6 +398,8 @@ def parse_args(argv=None):
     p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; or --no-shifts")
     p.require(args.clusters != "vision" or args.cluster_encoder != "tf-idf",
               "--clusters vision: --cluster-encoder must name an image encoder")
+    p.require(args.cluster_encoder not in ("small", "features"),
+              f"--cluster-encoder {args.cluster_encoder}: has learnt nothing; take tf-idf, an id or a folder")
     return args
 
 
@@ -449,7 +451,7 @@ def main(args):
     # ------------------------------------------- loop ----------------------------------------------------------------
     shifts, period, alpha = shifts_of(clusters, args), args.period or run.total / args.periods, swing_of(args)
     evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
-                                 also=functools.partial(head_mid_tail, clusters=clusters))
+                                 also=functools.partial(tool.head_mid_tail, clusters=clusters))
     guess = [random_guess(step, shifts, clusters, period, args) for step in (0, run.total)]
     run.begin(evaluator, guess, banner_lines(clusters, shifts, period, args))
     for batch in batches:
@@ -497,7 +499,7 @@ def main(args):
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     return run.finish(functools.partial(draw, clusters=clusters, shifts=shifts, period=period),
-                      more=head_mid_tail_table)
+                      more=tool.head_mid_tail_table)
 
 
 def encode(model, pixels, tokens):
@@ -543,11 +545,13 @@ def banner_lines(clusters, shifts, period, args):
     words += f", +- alpha {args.alpha:g} / 2" if args.schedule else ""
     words += f" ({source if same else 'by flags'})" if args.schedule or args.shifts else ""
     if args.learnable_tau:
-        kind, words = "learnt tau (a baseline)", f"tau {args.tau:g}, learnt in {low:g} .. {high:g}"
+        kind, (low, high) = "learnt tau (a baseline)", args.tau_clamp
+        words = f"tau {args.tau:g}, learnt in {low:g} .. {high:g}"
     lines = {"loss": f"{args.loss}, {kind}" + (f", label smoothing {args.label_smoothing:g}" if args.label_smoothing
                                                 else ""), values: words}
     if args.schedule:
-        lines["schedule"] = f"period {period:g} steps"
+        lines["schedule"] = f"period {period:g} steps" + (
+            "; WARNING: in less than two steps there is no swing to see, lower --periods" if period < 2 else "")
     if clusters:
         sizes, by_words = clusters.sizes, args.clusters in ("captions", "vision")
         how = f"K-Means on {args.cluster_encoder}, {args.clusters}" if by_words else f"by {args.clusters}"
@@ -556,37 +560,10 @@ def banner_lines(clusters, shifts, period, args):
             lines["clusters"] += f" (of {args.num_clusters} asked for)"
         lines["clusters"] += "" if args.shifts else "; for the evaluation alone"
         if sizes[0] == sizes[-1] and args.shifts:
-            lines["WARNING"] = f"all clusters are of one size: every shift is the smallest, {args.shift_min:g}"
+            lines["shifts"] = f"WARNING: all clusters are of one size: every shift is the smallest, {args.shift_min:g}"
         if clusters.meta["without"]:
             lines["left out"] = f"{clusters.meta['without']:,} without a cluster count as one of the smallest"
     return lines
-
-
-def head_mid_tail(pieces, clusters):
-    """Retrieval of images by captions of frequent and rare kinds: thirds of the queries by their training cluster."""
-    labels = clusters.of_queries(pieces) if clusters else None             # (C,) -1 = none
-    if labels is None:
-        return {}
-    rows = (labels >= 0).nonzero().flatten()                               # (q,)
-    if not len(rows):
-        return {}
-    ranks = common.retrieval_metrics(pieces["text"][rows], pieces["image"], pieces["positives"][rows], ranks=True)
-    found = common.recall_by_frequency(ranks, clusters.sizes[labels[rows]])
-    return {"by_cluster_size": found} if found else {}
-
-
-def head_mid_tail_table(metrics):
-    """The thirds of every data set, as lines of text."""
-    lines = []
-    for name, m in metrics.items():
-        if "by_cluster_size" in m:
-            it = "video" if "clips" in m else "image"
-            title = f"{name}: text -> {it} by the size of the query's training cluster"
-            lines.append(f"\n\n{title}\n{'':<22}{'R@1':>8}{'R@5':>8}{'R@10':>8}{'queries':>10}{'cluster sizes':>18}")
-        for part_of, r in m.get("by_cluster_size", {}).items():
-            lines.append(f"\n{part_of:<22}{r['R@1']:8.1f}{r['R@5']:8.1f}{r['R@10']:8.1f}{r['queries']:10,}"
-                         f"{r['from']:>9,} .. {r['to']:,}")
-    return "".join(lines)
 
 
 # ======================================================= pictures ====================================================
@@ -617,14 +594,17 @@ def draw(run, clusters, shifts, period):
         run.picture(f"retrieval{suffix}.png", figures.draw_retrieval, pieces)
     if clusters is None:
         return
-    steps = np.unique(np.linspace(0, run.total, 1001).round())
-    swing = np.array([sample_temperature(t, 0.0, period, swing_of(args)) for t in steps])       # (S,)
-    center = shifts[:-1] if args.shifts else shifts.expand(len(clusters.sizes))                 # (K,)
     source = f"{args.dataset}, {args.clusters}"
-    run.picture("temperatures.png", figures.draw_cluster_curves, steps, swing, center.numpy(), clusters.sizes.numpy(),
-                title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
-    run.picture("distribution.png", figures.draw_distribution, clusters.sizes.numpy(), center.numpy(),
-                (swing.min(), swing.max()), title=f"{source}: {len(center)} clusters (Figs. 5, 8 to 11)", label=word)
+    if not args.learnable_tau:                                             # which no cluster has a part in
+        points = min(run.total, max(1000, round(20 * run.total / period)))  # 20 a period, where there are so many
+        steps = np.unique(np.linspace(0, run.total, points + 1).round())
+        swing = np.array([sample_temperature(t, 0.0, period, swing_of(args)) for t in steps])   # (S,)
+        center = shifts[:-1] if args.shifts else shifts.expand(len(clusters.sizes))             # (K,)
+        sizes = clusters.sizes.numpy()
+        run.picture("temperatures.png", figures.draw_cluster_curves, steps, swing, center.numpy(), sizes,
+                    title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
+        run.picture("distribution.png", figures.draw_distribution, sizes, center.numpy(), (swing.min(), swing.max()),
+                    title=f"{source}: {len(center)} clusters (Figs. 5, 8 to 11)", label=word)
     if "sample" in clusters.tensors:
         run.picture("tsne.png", figures.draw_map, clusters.tensors["sample"].numpy(),
                     clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")

@@ -184,6 +184,7 @@ REFUSED = {
     "--clusters nouns": "not one of captions, vision, label, verb, noun, verb-noun, none, and no file",
     "--clusters none": "--shifts need clusters",
     "--clusters vision": "--cluster-encoder must name an image encoder",
+    "--cluster-encoder small": "--cluster-encoder small: has learnt nothing",
     "--loss triplet": "--loss invalid choice",
     "--tau 0": "--tau 0: must be > 0",
     "--tau inf": "--tau inf: must be > 0 and finite",
@@ -244,7 +245,8 @@ def made(captions, keys=None, **columns):
 def opened(folder, train, source, k=3, encoder="tf-idf", **more):
     folder.mkdir(exist_ok=True)
     args = SimpleNamespace(**{"clusters": str(source), "cluster_encoder": encoder, "num_clusters": k, "dataset": "made",
-                              "cluster_starts": 3, "seed": 0, "image_size": 16, "eval_batch": 8, "workers": 0} | more)
+                              "cluster_starts": 3, "seed": 0, "image_size": 16, "eval_batch": 8, "workers": 0,
+                              "resume": ""} | more)
     tool.check(train, args.clusters)
     kmeans = functools.partial(mmts.cluster_captions, k=k, seed=args.seed, starts=3)
     return tool.open_clusters(folder, args, train, torch.device("cpu"), kmeans)
@@ -300,6 +302,12 @@ def test_a_cluster_file_knows_the_number_of_a_caption(tmp_path):
         assert found.sizes.tolist() == [7, 7] and found.meta["without"] == 2
         labels, lost = found.look_up(["k0", "k0", "k7"], [*CAPTIONS[0], CAPTIONS[7][0]])
         assert labels.tolist() == [0, 1, -1] and lost == 1
+        for example, word in zip(found.meta["examples"], ("here", "there"), strict=True):
+            assert all(c.endswith(word) for c in example["captions"])
+    path.write_text(json.dumps({f"k{i}": ["x", "y", "z"] for i in range(8)}))
+    for name, data in (("rows", train), ("unfolded", train.unfold())):
+        with pytest.raises(common.UserError, match="3 clusters for the 2 captions of k0"):
+            opened(tmp_path / name, data, path)
     path.write_text(json.dumps({f"k{i}": i % 2 for i in range(8)}))
     assert opened(tmp_path / "whole", train, path).look_up(["k1"], ["whatever it says"])[0].tolist() == [1]
 
@@ -321,14 +329,24 @@ def test_too_few_captions_and_no_words(tmp_path):
         opened(tmp_path / "b", made([["?"], ["!"], ["."]]), "captions", k=2)
 
 
-def test_other_settings_are_refused_on_resume(tmp_path):
-    opened(tmp_path / "a", made(CAPTIONS), "captions")
-    for changed in ({"k": 2}, {"seed": 1}, {"source": "label"}):
-        source = changed.pop("source", "captions")
-        with pytest.raises(common.UserError, match="its clusters were made with .*; start a new run"):
-            opened(tmp_path / "a", made(CAPTIONS, label=np.zeros(8, int)), source, **changed)
-    with pytest.raises(common.UserError, match="its clusters were made with data"):
-        opened(tmp_path / "a", made(CAPTIONS[:7]), "captions")
+def test_an_earlier_try_leaves_no_clusters_to_a_new_run(tmp_path):
+    """A folder with a --run-name in which nothing was trained is taken over, and so may hold other clusters."""
+    path = tmp_path / "mine.json"
+    for turn, resume in ((0, ""), (1, ""), (2, "a")):
+        path.write_text(json.dumps({f"k{i}": i > turn for i in range(8)}))
+        found = opened(tmp_path / "a", made(CAPTIONS), path, resume=resume)
+        assert found.sizes.tolist() == ([7, 1], [6, 2], [6, 2])[turn]  # a resumed run keeps those it has
+
+
+def test_examples_without_a_cluster_are_counted_once(tmp_path):
+    """However many captions they have, and as many rows unfolded."""
+    label = np.array([0, 0, 1, 1, 1, -1, -1, -1])
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({f"k{i}": int(y) for i, y in enumerate(label) if y >= 0}))
+    for name, data in (("rows", made(CAPTIONS, label=label)), ("unfolded", made(CAPTIONS, label=label).unfold())):
+        for source in ("label", path):
+            found = opened(tmp_path / name, data, source)
+            assert (found.sizes.tolist(), found.meta["without"]) == ([3, 2], 3)
 
 
 @pytest.mark.parametrize("name", ["clusters.json", "clusters.safetensors"])
@@ -336,9 +354,9 @@ def test_damaged_clusters_are_named(name, tmp_path):
     before = {k: v.clone() for k, v in opened(tmp_path, made(CAPTIONS), "captions").tensors.items()}
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
     with pytest.raises(common.UserError, match="its clusters are damaged .*; delete clusters.json there"):
-        opened(tmp_path, made(CAPTIONS), "captions")
+        opened(tmp_path, made(CAPTIONS), "captions", resume="a")
     (tmp_path / "clusters.json").unlink()
-    after = opened(tmp_path, made(CAPTIONS), "captions").tensors
+    after = opened(tmp_path, made(CAPTIONS), "captions", resume="a").tensors
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
@@ -374,8 +392,9 @@ def test_clusters_of_encoders(encoders, tmp_path):
     assert found.sizes.sum() == 16 and found.tensors["centroids"].shape == (len(found.sizes), 24)
     train = made(CAPTIONS)
     train.pixels.copy_((torch.arange(8) % 2 * 255).view(8, 1, 1, 1))  # black and white
-    pictures = opened(tmp_path / "pictures", train, "vision", k=2, encoder=str(root / "clip"), image_size=32)
-    assert pictures.sizes.tolist() == [4, 4]
+    for data in (train.unfold(), train):
+        pictures = opened(tmp_path / "pictures", data, "vision", k=2, encoder=str(root / "clip"), image_size=32)
+        assert pictures.sizes.tolist() == [4, 4] and pictures.meta["without"] == 0
     labels, _ = pictures.look_up([f"k{i}" for i in range(8)], [""] * 8)
     assert labels[::2].unique().numel() == labels[1::2].unique().numel() == 1 and labels[0] != labels[1]
     with pytest.raises(common.UserError, match="6 of 6 embeddings to be clustered are not finite; take another"):
@@ -488,14 +507,37 @@ def test_every_flag_acts(words, short, tmp_path):
         assert ours[1] != default[1] and (ours[0] != default[0]) != words.startswith("--period")  # step 0: the top
 
 
-def test_learnable_tau_moves_within_its_limits(tmp_path):
+def test_learnable_tau_moves_within_its_limits(tmp_path, capsys):
     main(tmp_path / "a", *"--no-schedule --no-shifts --learnable-tau --clusters none --tau 0.07 --tau-clamp 0.0699 1"
          .split())
+    assert "tau 0.07, learnt in 0.0699 .. 1\n" in capsys.readouterr().out
     taus = [r["tau"] for r in rows(tmp_path / "a")]
     assert len(set(taus)) > 1 and min(taus) >= 0.0699 - 1e-6
     assert not (tmp_path / "a" / "clusters.json").exists()
     (folder,) = [p for p in (tmp_path / "a" / "checkpoints").iterdir()]
     assert load_file(folder / "extra.safetensors")["tau.log_tau"].exp().item() == pytest.approx(taus[-1], rel=1e-6)
+
+
+def test_a_resumed_run_keeps_its_clusters(short, tmp_path, capsys):
+    """Refused before anything is written: without the flag the run goes on."""
+    import shutil
+    folder = shutil.copytree(short, tmp_path / "a")
+    for flag in ("--num-clusters 9", "--clusters verb", "--cluster-starts 2", "--cluster-encoder some/model"):
+        with pytest.raises(SystemExit) as stop:
+            mmts.parse_args(["--resume", str(folder), *flag.split()])
+        assert stop.value.code == 2
+        assert f"error: --resume {folder}: {flag.split()[0]} was " in capsys.readouterr().err
+    before = (folder / "clusters.json").read_bytes()
+    assert main(folder, "--resume", folder, "--max-steps", 3)["steps"] == 3
+    assert (folder / "clusters.json").read_bytes() == before
+
+
+def test_a_second_try_in_the_same_folder_may_have_other_data(tmp_path, capsys):
+    with pytest.raises(common.UserError, match="--num-clusters 999: more than"):
+        main(tmp_path / "a", "--num-clusters", 999)
+    main(tmp_path / "a", "--clips", 60, 24, 24, "--clusters", "verb", "--periods", 4, "--max-steps", 1)
+    words = capsys.readouterr().out
+    assert "period 0.25 steps; WARNING: in less than two steps" in words and "60 training examples" in words
 
 
 def test_a_cluster_file_decides(tmp_path):
@@ -520,7 +562,7 @@ def test_examples_without_a_cluster_are_said_and_counted(tmp_path, capsys):
     known = {train.key(i): str(int(v)) for i, v in enumerate(train.column("verb")) if i % 2}
     (tmp_path / "half.json").write_text(json.dumps(known))
     main(tmp_path / "a", "--clusters", tmp_path / "half.json", "--max-steps", 2, "--batch-size", 64, "--no-schedule")
-    assert "left out     96 without a cluster count as one of the smallest" in capsys.readouterr().out
+    assert "left out     32 without a cluster count as one of the smallest" in capsys.readouterr().out
     assert [r["not_in_clusters"] for r in rows(tmp_path / "a")] == [32, 32]
     assert rows(tmp_path / "a")[0]["tau_min"] == pytest.approx(0.08)
 

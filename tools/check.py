@@ -106,7 +106,7 @@ def compare(folder, train, evals, resumed=""):
     refused: UserError."""
     splits = {"train": train} | {f"{name} {s}": data for name, of in evals.items() for s, data in of.items()}
     splits = {s: data for s, data in splits.items() if not data.streamed}
-    saved = common.read_json(folder / "data.json", {})
+    saved = common.read_json(folder / "data.json", {}) if resumed else {}
     for line in changes(saved, splits):
         if line.startswith("train:"):
             raise common.UserError(f"--resume {resumed}: the training data are not what they were ({line}); start a "

@@ -7,7 +7,6 @@ Made once and kept in the run folder: clusters.safetensors (ids, labels, sizes, 
 sizes, five captions of the largest and the smallest clusters). No pickle; a resumed run reads them.
 """
 
-import hashlib
 from pathlib import Path
 
 import common
@@ -121,6 +120,32 @@ class SentenceEncoder:
         return out
 
 
+# ======================================================= frequent and rare queries =================================
+def head_mid_tail(pieces, clusters):
+    """Retrieval of images by captions of frequent and rare kinds: thirds of the queries by their training cluster."""
+    labels = clusters.of_queries(pieces) if clusters else None  # (C,) -1 = none
+    rows = [] if labels is None else (labels >= 0).nonzero().flatten()  # (q,)
+    if not len(rows):
+        return {}
+    ranks = common.retrieval_metrics(pieces["text"][rows], pieces["image"], pieces["positives"][rows], ranks=True)
+    found = common.recall_by_frequency(ranks, clusters.sizes[labels[rows]])
+    return {"by_cluster_size": found} if found else {}
+
+
+def head_mid_tail_table(metrics):
+    """The thirds of every data set, as lines of text."""
+    lines = []
+    for name, m in metrics.items():
+        if "by_cluster_size" in m:
+            it = "video" if "clips" in m else "image"
+            title = f"{name}: text -> {it} by the size of the query's training cluster"
+            lines.append(f"\n\n{title}\n{'':<22}{'R@1':>8}{'R@5':>8}{'R@10':>8}{'queries':>10}{'cluster sizes':>18}")
+        for part_of, r in m.get("by_cluster_size", {}).items():
+            lines.append(f"\n{part_of:<22}{r['R@1']:8.1f}{r['R@5']:8.1f}{r['R@10']:8.1f}{r['queries']:10,}"
+                         f"{r['from']:>9,} .. {r['to']:,}")
+    return "".join(lines)
+
+
 # ======================================================= making them =================================================
 def check(train, source):
     """Before any process group. Raises: UserError where `source` asks for what the data do not have."""
@@ -134,29 +159,25 @@ def check(train, source):
 
 
 def open_clusters(folder, args, train, device, kmeans):
-    """The clusters of a run, made by the main process where it has none yet; None with --clusters none. Collective.
+    """The clusters of a run, made by the main process, or of a resumed run those it has (its flags and data are the
+    same, or it is refused); None with --clusters none. Collective.
 
     kmeans: function(embeddings, counts=...) -> labels, sizes.   Raises: UserError."""
     if args.clusters == "none":
         return None
     path = folder / "clusters.json"
-    if not common.gather_objects(path.is_file())[0]:
+    if not args.resume or not common.gather_objects(path.is_file())[0]:
         pictures = embed_pictures(args, train, device) if args.clusters == "vision" else None
         common.main_first(lambda: make_clusters(folder, args, train, device, kmeans, pictures), path)
-    clusters, now = Clusters(folder, device), settings(args, train)
-    for name, value in now.items():
-        if clusters.meta[name] != value:
-            raise UserError(f"--resume {folder}: its clusters were made with {name} {clusters.meta[name]}, not "
-                            f"{value}; start a new run")
-    return clusters
+    return Clusters(folder, device)
 
 
-def settings(args, train):
-    """What the clusters depend on, JSON-able."""
-    keys = [] if train.streamed else train.keys()
-    digest = hashlib.sha256("\n".join(keys).encode("utf8", "replace")).hexdigest()[:16]
-    return {"source": args.clusters, "encoder": args.cluster_encoder, "num_clusters": args.num_clusters,
-            "starts": args.cluster_starts, "seed": args.seed, "data": [train.name, train.examples, digest]}
+def first_rows(train):
+    """{key: its first row}: each example once, unfolded or not."""
+    rows = {}
+    for i, key in enumerate(train.keys()):
+        rows.setdefault(key, i)
+    return rows
 
 
 def make_clusters(folder, args, train, device, kmeans, pictures=None):
@@ -174,12 +195,12 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         embeddings, state = encoder(entries, bar=True), encoder.state  # (M, D)
     elif source == "vision":
         by, (rows, embeddings) = "example", pictures
-        entries, without = [train.key(i) for i in rows], len(train) - len(rows)
+        entries, without = [train.key(i) for i in rows], len(first_rows(train)) - len(rows)
     elif source in CLASSES:
-        named = class_names(train, source)
-        of_key = {train.key(i): i for i in range(len(train)) if named[i]}  # once, unfolded or not
-        by, entries, rows, without = "class", list(of_key), list(of_key.values()), named.count(None)
-        found = [named[i] for i in rows]
+        by, named, of_key = "class", class_names(train, source), first_rows(train)
+        entries = [key for key, i in of_key.items() if named[i]]
+        rows = [of_key[key] for key in entries]
+        found, without = [named[i] for i in rows], len(of_key) - len(rows)
         if not found:
             raise UserError(f"--clusters {source}: no example of {train.name} has one")
     else:
@@ -197,18 +218,25 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
     K, examples = len(sizes), []
     for c in sorted({*range(min(5, K)), K // 2, *range(max(0, K - 5), K)}):
         inside = np.random.default_rng([args.seed, c]).permutation((labels == c).nonzero().flatten().numpy())[:5]
-        texts = [entries[j] if by == "caption" else train.captions(rows[j])[0] for j in inside]
+        texts = [words_of(by, entries[j], rows[j], train) for j in inside]
         examples.append({"cluster": c, "size": sizes[c].item(), "captions": texts,
                          "rows": [int(rows[j]) for j in inside]})
     common.write_tensors(folder / "clusters.safetensors", tensors)
-    common.write_json(folder / "clusters.json", settings(args, train) | {
-        "by": by, "without": without, "sizes": sizes.tolist(), "names": names if embeddings is None else None,
-        "examples": examples, "state": state})
+    common.write_json(folder / "clusters.json", {
+        "source": source, "encoder": args.cluster_encoder, "by": by, "without": without, "sizes": sizes.tolist(),
+        "names": names if embeddings is None else None, "examples": examples, "state": state})
 
 
 def entry(by, key, text):
     """What is looked up: the words, the key, or both."""
     return {"caption": text, "both": f"{key}\n{text}"}.get(by, key)
+
+
+def words_of(by, entry, row, train):
+    """The caption that an entry stands for; of an example its first."""
+    if by == "both":
+        return entry[len(train.key(row)) + 1:]
+    return entry if by == "caption" else train.captions(row)[0]
 
 
 def distinct_captions(train):
@@ -241,37 +269,41 @@ def class_names(data, source):
 def read_clusters(path, train):
     """A cluster file, JSON {"KEY": cluster} or {"KEY": [cluster of each caption]}, for the captions of train.
 
-    Returns: by ('example' or 'both'), entries, rows, clusters found (four lists but the first), captions without one.
+    Returns: by ('example' or 'both'), entries, rows, clusters found (four lists but the first), how many have none.
     """
     known = common.read_json(path)
     if not known or not all(isinstance(v, (int, str, list)) for v in known.values()):
         raise UserError(f'--clusters {path}: expected JSON, {{"KEY": cluster}} or {{"KEY": [cluster of each caption]}}')
-    by, found, without = "both" if any(isinstance(v, list) for v in known.values()) else "example", {}, 0
+    by, found, without = "both" if any(isinstance(v, list) for v in known.values()) else "example", {}, set()
     for i in range(len(train)):
         key, texts = train.key(i), train.captions(i)
         numbers = range(len(texts)) if train.which is None else [int(train.which[i])]  # unfolded: one caption a row
         for k, text in zip(numbers, texts):
             cluster = known.get(key)
             if isinstance(cluster, list):
+                has = len(train.texts[i]["captions"])
+                if len(cluster) > has:  # fewer are none for captions that came later (--extra-captions)
+                    raise UserError(f"--clusters {path}: {len(cluster)} clusters for the {has} captions of {key}; a list "
+                                    "has one for each caption in order, the empty ones left out")
                 cluster = cluster[k] if k < len(cluster) else None
-            without += cluster is None
-            if cluster is not None:
+            if cluster is None:
+                without.add(entry(by, key, text))
+            else:
                 found.setdefault(entry(by, key, text), (i, str(cluster)))
     if not found:
         raise UserError(f"--clusters {path}: it has none of the {len(train):,} examples of {train.name}, first "
                         f"{train.key(0)}; its own first is {next(iter(known))}")
-    return by, list(found), [i for i, _ in found.values()], [c for _, c in found.values()], without
+    return by, list(found), [i for i, _ in found.values()], [c for _, c in found.values()], len(without)
 
 
 def embed_pictures(args, train, device):
     """(rows, (M, D)) of the training images or clips by --cluster-encoder; all processes share the work. Collective."""
-    of_key = {train.key(i): i for i in range(len(train))}  # once, unfolded or not
     try:
         vision = common.VisionEncoder(args.cluster_encoder, 0, True, args.image_size)
         transform = common.EvalTransform(args.image_size, *vision.stats)
         tower = common.TwoTower(vision, None).to(device)
         rows, embeddings, _, _ = common.encode_images(tower, train, transform, device, args.eval_batch, args.workers,
-                                                      list(of_key.values()))
+                                                      list(first_rows(train).values()))
     except (RuntimeError, TypeError, UserError) as error:
         words = common.first_line(error).replace("--image-encoder", "--cluster-encoder")
         raise UserError(f"--clusters vision: {words}; --cluster-encoder must name an image encoder") from error
