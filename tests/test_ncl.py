@@ -662,7 +662,9 @@ def test_two_processes_are_one(long_runs):
 def test_two_processes_evaluate_as_one(long_runs, tmp_path):
     """The same weights: before training, and the end of the run on two processes seen by eval.py on one."""
     a, b = (common.flatten(rows(long_runs[name][0])[0]) for name in ("whole", "two"))
-    assert a["step"] == 0 and a.keys() == b.keys() and b == pytest.approx(a, rel=1e-4, abs=1e-4)
+    words = {key for key, value in a.items() if isinstance(value, str)}  # which normalisation the numbers have
+    assert a["step"] == 0 and a.keys() == b.keys() and all(a.pop(key) == b.pop(key) for key in words)
+    assert b == pytest.approx(a, rel=1e-4, abs=1e-4)
     folder, summary = long_runs["two"]
     got = evaluate(folder, tmp_path, "--normalize", "queue")["normalize"]
     assert same_numbers(got, summary["test"]["moving-emoji"]["normalize"])

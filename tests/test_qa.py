@@ -22,6 +22,7 @@ from tools import answers
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
+DRAWS = True  # main below says which runs do
 BASE = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
         "--meta-size", "24", "--log-every", "1", "--eval-every", "0", "--max-steps", "2"]
 
