@@ -283,8 +283,8 @@ def read_clusters(path, train):
             if isinstance(cluster, list):
                 has = len(train.texts[i]["captions"])
                 if len(cluster) > has:  # fewer are none for captions that came later (--extra-captions)
-                    raise UserError(f"--clusters {path}: {len(cluster)} clusters for the {has} captions of {key}; a list "
-                                    "has one for each caption in order, the empty ones left out")
+                    raise UserError(f"--clusters {path}: {len(cluster)} clusters for the {has} captions of {key}; a "
+                                    "list has one for each caption in order, the empty ones left out")
                 cluster = cluster[k] if k < len(cluster) else None
             if cluster is None:
                 without.add(entry(by, key, text))
