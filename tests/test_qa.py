@@ -345,8 +345,8 @@ def test_a_published_set_from_its_files(tmp_path):
             (k, 3, 96, 64, f"what is number {k}", k % 5, q, ["CW", "DO"][k % 2], "a", "b", "c", "d", "e")
             for q, k in enumerate([0, 1, 2, 3] * 2)])
     flags = ["--dataset", "nextqa", "--data-dir", str(tmp_path), "--video-dir", str(tmp_path / "videos"),
-             *"--workers 0 --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 --image-size 32".split(),
-             *"--frames 2 --batch-size 4 --meta-batch-size 2".split()]
+             *"--workers 0 --image-encoder small --text-encoder small --no-pretrained --embed-dim 16".split(),
+             *"--image-size 32 --frames 2 --batch-size 4 --meta-batch-size 2".split()]
     test = main(tmp_path / "run", *flags)["test"]["nextqa"]
     assert test["questions"] == 8 and {"accuracy causal", "accuracy causal why", "accuracy descriptive"} < test.keys()
     data = common.load_data("nextqa", "train", data_dir=str(tmp_path), video_dir=str(tmp_path / "videos"), frames=2)
