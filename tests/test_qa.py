@@ -14,6 +14,7 @@ import common
 import numpy as np
 import pytest
 import torch
+from helpers import write_rows, write_video
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -333,6 +334,24 @@ def test_two_processes_are_one(tmp_path):
     assert all(torch.allclose(a[k], b[k], rtol=1e-2, atol=2e-5) for k in a)
     a, b = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
     assert a["test"] == b["test"] and a["chance"] == b["chance"]
+
+
+def test_a_published_set_from_its_files(tmp_path):
+    """NExT-QA's own layout with real videos: accuracies by type, the text of a pair is the question."""
+    for k in range(4):
+        write_video(tmp_path / "videos" / f"{k}.mp4", [k, k + 1, k + 2])
+    header = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
+    for split in ("train", "val", "test"):
+        write_rows(tmp_path / f"{split}.csv", header, [
+            (k, 3, 96, 64, f"what is number {k}", k % 5, q, ["CW", "DO"][k % 2], "a", "b", "c", "d", "e")
+            for q, k in enumerate([0, 1, 2, 3] * 2)])
+    flags = ["--dataset", "nextqa", "--data-dir", str(tmp_path), "--video-dir", str(tmp_path / "videos"),
+             *"--workers 0 --image-encoder small --text-encoder small --no-pretrained --embed-dim 16".split(),
+             *"--image-size 32 --frames 2 --batch-size 4 --meta-batch-size 2".split()]
+    test = main(tmp_path / "run", *flags)["test"]["nextqa"]
+    assert test["questions"] == 8 and {"accuracy causal", "accuracy causal why", "accuracy descriptive"} < test.keys()
+    data = common.load_data("nextqa", "train", data_dir=str(tmp_path), video_dir=str(tmp_path / "videos"), frames=2)
+    assert data.captions(1) == ["what is number 1"] and data.column("answer")[1] == "b"
 
 
 # ---------------------------------------------------- refused -------------------------------------------------------
