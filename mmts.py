@@ -24,7 +24,7 @@ Equations, s_ij = cosine, rows = anchors i, all candidates of the global batch (
 
 Commands:
     accelerate launch mmts.py                                    # moving emoji, two minutes on two CPU cores
-    accelerate launch mmts.py --no-schedule --no-shifts          # its baseline; --schedule or --shifts alone: TS, ICS
+    accelerate launch mmts.py --no-schedule --no-shifts          # its baseline; --no-shifts: TS, --no-schedule: ICS
     accelerate launch mmts.py --loss max-margin --clusters noun  # margins, and classes in place of clusters
     accelerate launch mmts.py --dataset cc3m                     # the paper's run, ResNet-50 + DistilBERT
     accelerate launch mmts.py --dataset epic-kitchens-100 --data-dir ANNOTATIONS --video-dir VIDEOS --init-from WEIGHTS
@@ -46,12 +46,12 @@ Differences from the paper and from the authors' code (released for EPIC-KITCHEN
     the margins are those of the temperatures, unless flags say otherwise.
  6. Without shifts the schedule swings around --tau (the margin's around --margin). The tables' rows "w/ TS" do not say.
  7. K-Means: the paper says neither start nor pooling. Here unit, mean-pooled embeddings, k-means++, one start
-    (--cluster-starts), all captions; above 100,000 in mini-batches. Clusters of equal size have the smallest shift.
+    (--cluster-starts), all captions; above 100,000 in mini-batches. Where all clusters are equal, all have sh-.
  8. An example without a cluster counts as one of the smallest. The code gives it frequency 1, which may lie below.
  9. VAST's audio, subtitles and re-ranking ("with refinement") are not reproduced: YouCook2 and SSv2-LT have CLIP's
     ViT-B/16 and VAST's fine-tuning values. "SentenceBERT" is not a model's name: all-MiniLM-L6-v2 is our choice.
-10. CC3M's batch, epochs and optimiser are not stated: those of the CC3M trainer, whose baseline's numbers the table
-    has. The optimiser's cosine is by step.
+10. CC3M's batch, epochs and optimiser are not stated: those of the CC3M trainer (iSogCLR's), our guess. The
+    optimiser's cosine is by step.
 11. Misprints: "text-to-image retrieval improving by 3.4 %" is image -> text (Table 1, TR@1); Table 5's nDCG of nouns,
     65.3, is 65.8 in Tables 2 and 4. In Table 9 the authors' own baseline with refinement (53.1, R@1) is no worse than
     MM-TS (53.0).
@@ -236,8 +236,6 @@ RANGES = {("cc3m", "infonce"): (0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
           ("youcook2", "max-margin"): (0.20, 0.10, 0.30, "paper: VAST, MI-MM"),
           ("own", "infonce"): (0.08, 0.08, 0.12, "ours"),
           ("own", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM")}
-
-
 SOURCES = ("captions", "vision", "label", "verb", "noun", "verb-noun", "none")
 
 
@@ -537,11 +535,8 @@ def banner_lines(clusters, shifts, period, args):
     name, values = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     alpha, sh_min, sh_max, source = ranges_of(args.dataset, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
-    words = f"{name} {low:g} .. {high:g} over the run"
-    if args.shifts:
-        words += f": shifts {args.shift_min:g} .. {args.shift_max:g}"
-    else:
-        words += f": {shifts[0]:g}"
+    words = f"{name} {low:g} .. {high:g} over the run: "
+    words += f"shifts {args.shift_min:g} .. {args.shift_max:g}" if args.shifts else f"{shifts[0]:g}"
     words += f", +- alpha {args.alpha:g} / 2" if args.schedule else ""
     words += f" ({source if same else 'by flags'})" if args.schedule or args.shifts else ""
     if args.learnable_tau:

@@ -287,6 +287,16 @@ def test_classes_are_counted(tmp_path):
     val = made([["x", "y"], ["z"]], noun=np.array([2, -1]))
     pieces = {"data": val, "index": np.array([0, 1]), "owner": np.array([0, 0, 1]), "texts": ["x", "y", "z"]}
     assert found.of_queries(pieces).tolist() == [1, 1, -1]
+    names = [0, 2, 1, -1, 0, 2, 1, 0]  # cat, owl, dog, none, ...: of 4, 2 and 1 training examples
+    x, y = unit(8, D).float(), unit(8, D, seed=1).float()
+    owner = {"owner": np.arange(8), "index": np.arange(8), "positives": torch.arange(8)[:, None], "texts": ["x"] * 8}
+    pieces = owner | {"data": made([["x"]] * 8, noun=np.array(names)), "text": x, "image": y}
+    ranks = [sum(float(x[i] @ y[j]) >= float(x[i] @ y[i]) for j in range(8)) for i in range(8)]
+    thirds = tool.head_mid_tail(pieces, found)["by_cluster_size"]
+    for part, noun, size in (("head", 0, 4), ("mid", 2, 2), ("tail", 1, 1)):
+        own = [r for r, n in zip(ranks, names, strict=True) if n == noun]
+        assert thirds[part]["MnR"] == pytest.approx(sum(own) / len(own))
+        assert (thirds[part]["from"], thirds[part]["to"], thirds[part]["queries"]) == (size, size, len(own))
     with pytest.raises(common.UserError, match="--clusters noun: no example of made has one"):
         opened(tmp_path / "empty", made(CAPTIONS, noun=np.full(8, -1)), "noun")
     with pytest.raises(common.UserError, match="--clusters noun: made has no noun; --clusters captions needs none"):
@@ -501,8 +511,6 @@ def test_every_flag_acts(words, short, tmp_path):
     ours, default = losses(tmp_path / "a"), losses(short)
     if words.startswith(("--loss-block", "--chunk")):
         assert ours == pytest.approx(default, rel=1e-4)
-    elif words == "--cluster-starts 4":
-        assert json.loads((tmp_path / "a" / "clusters.json").read_text())["starts"] == 4
     else:
         assert ours[1] != default[1] and (ours[0] != default[0]) != words.startswith("--period")  # step 0: the top
 
@@ -582,6 +590,30 @@ def test_own_images_with_new_captions_on_the_way(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "text_pair", lambda *a, **k: ([f"{t} new" for t in real(*a, **k)[0]], []))
     main(tmp_path / "a", "--dataset", csv, "--batch-size", 16, "--max-steps", 2, "--workers", 0)
     assert [r["not_in_clusters"] for r in rows(tmp_path / "a")] == [16, 16]
+
+
+def test_tau_is_that_of_the_caption_that_was_encoded(tmp_path, monkeypatch):
+    """With captions from another file, and bad images that others replace."""
+    csv = write_captions(tmp_path / "set", 60)
+    images = sorted(p for p in (tmp_path / "set").iterdir() if p != csv)
+    for path in images[3:6]:
+        path.write_bytes(b"no image")
+    extra = write_rows(tmp_path / "extra.csv", ["image", "caption"], [(p.name, f"zebra {p.stem}") for p in images])
+    drawn, shifts, pair, value = [], [], common.text_pair, mmts.sample_temperature
+    monkeypatch.setattr(common, "text_pair", lambda *a, **k: (drawn.append(pair(*a, **k)[0]), pair(*a, **k))[1])
+    monkeypatch.setattr(mmts, "sample_temperature", lambda t, s, *a: (shifts.append((t, s)), value(t, s, *a))[1])
+    summary = main(tmp_path / "a", "--dataset", csv, "--extra-captions", extra, "--batch-size", 15, "--workers", 0,
+                   "--max-bad-fraction", 0.2)
+    assert summary["bad_samples"] > 0
+    tensors, meta = (load_file(tmp_path / "a" / "clusters.safetensors"),
+                     json.loads((tmp_path / "a" / "clusters.json").read_text()))
+    place = {number: c for number, c in zip(tensors["ids"].tolist(), tensors["labels"].tolist(), strict=True)}
+    low, high = meta["sizes"][-1], meta["sizes"][0]
+    found = [(t, s) for t, s in shifts if s.ndim and len(s) == 15]
+    assert [t for t, _ in found] == [0, 1, 2, 3] and any("zebra" in c for texts in drawn for c in texts)
+    for texts, (_, shift) in zip(drawn, found, strict=True):
+        sizes = [meta["sizes"][place[common.key_hash(c)]] for c in texts]
+        assert shift.tolist() == pytest.approx([0.08 + 0.04 * (k - low) / (high - low) for k in sizes])
 
 
 def test_streams_cluster_their_first_captions(tmp_path):
