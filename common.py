@@ -164,6 +164,7 @@ ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.exper
          "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "linear_probe",
                             "padded_and_flipped"),
          "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
+         "tools.answers": ("answer_vocabulary", "answer_numbers", "answer_hits", "question_metrics"),
          "tools.avion": ("avion_weights",)}
 
 
@@ -2695,63 +2696,6 @@ def knn_chance(train_labels, test_labels):
     share = np.bincount(train_labels, minlength=int(test_labels.max()) + 1) / len(train_labels)
     mean = float(100 * share[np.unique(test_labels)].mean())
     return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": mean}
-
-
-def answer_vocabulary(answers, size=1500):
-    """The most frequent answers of a training split, for open questions; equally frequent ones by the alphabet."""
-    counts = {}
-    for answer in answers:
-        counts[answer] = counts.get(answer, 0) + 1
-    return sorted(counts, key=lambda a: (-counts[a], a))[:size]
-
-
-def answer_numbers(answers, vocabulary=None, choices=None):
-    """(Q,) long: the place of each answer in the vocabulary, or among its own choices (Q lists); -1 = not there."""
-    if choices is not None:
-        places = [c.index(a) if a in c else -1 for a, c in zip(answers, choices, strict=True)]
-    else:
-        number = {answer: i for i, answer in enumerate(vocabulary)}
-        places = [number.get(a, -1) for a in answers]
-    return torch.tensor(places, dtype=torch.long)
-
-
-def answer_hits(scores, answers):
-    """Is the right answer's score above all others? (Q,) bool; ties count against the model.
-
-    Args: scores: (Q, A) of a vocabulary's answers or of the choices, -inf where a question has fewer choices;
-        answers: (Q,) long, the right one; -1 = the vocabulary lacks it: wrong, as the upper bound tells.
-    Raises: NotFinite for NaN or +inf."""
-    if torch.isnan(scores).any() or torch.isposinf(scores).any():
-        raise NotFinite("scores of answers hold NaN or infinity")
-    index = answers.clamp(min=0)[:, None]  # (Q, 1)
-    others = scores.scatter(1, index, -math.inf).amax(1)  # (Q,)
-    return (answers >= 0) & (scores.gather(1, index)[:, 0] > others)
-
-
-def question_metrics(hits, types=None, pairs=None, known=None):
-    """Accuracy of answers to questions, in percent: {accuracy[, upper_bound], accuracy TYPE for each type}.
-
-    Args:
-        hits: (Q,) right or wrong; or the chance of being right, 1 / choices, which gives what guessing gives.
-        types: Q words, or pairs of words whose first is a family with an accuracy of its own ("causal why").
-        pairs: (Q,) numbers; rows of one are one question, right when all are (Causal-VidQA's answer and reason), in
-            `accuracy` and for a family; a type of two words counts its own rows alone.
-        known: (Q,) is the answer in the vocabulary at all?
-    """
-    hits = np.asarray(hits, dtype=np.float64)
-    def percent(values, rows):
-        ids = np.arange(len(rows)) if pairs is None else np.unique(np.asarray(pairs)[rows], return_inverse=True)[1]
-        right = np.ones(ids.max() + 1)
-        np.multiply.at(right, ids, values[rows])  # a pair is right when both of its rows are
-        return float(100 * right.mean())
-
-    out = {"accuracy": percent(hits, np.arange(len(hits)))}
-    if known is not None:
-        out["upper_bound"] = percent(np.asarray(known, dtype=np.float64), np.arange(len(hits)))
-    types = np.asarray([] if types is None else types, dtype=object)
-    families = np.asarray([t.split()[0] for t in types], dtype=object)
-    named = {name: np.flatnonzero((types == name) | (families == name)) for name in {*types, *families}}
-    return out | {f"accuracy {name}": percent(hits, rows) for name, rows in sorted(named.items())}
 
 
 def modality_gap(a, b):

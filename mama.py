@@ -661,7 +661,7 @@ def questions_of(train, args):
         return None
     rooms, choices = common.answers(), args.task == "qa-choice"
     rooms.check(train, choices)
-    known = [] if choices else rooms.vocabulary(train, args.answers)
+    known = [] if choices else rooms.answer_vocabulary(train.column("answer"), args.answers)
     return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames}
 
 

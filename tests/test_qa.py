@@ -159,7 +159,7 @@ def scored(model, data, batch=256):
 def test_accuracy_of_open_answers_by_hand():
     data = data_of([("0", "cat", []), ("1", "dog", []), ("2", "emu", []), ("3", "cat", []), ("4", "dog", [])],
                    types=["what", "what", "who", "who", "who"])
-    assert answers.vocabulary(data, 2) == ["cat", "dog"]
+    assert answers.answer_vocabulary(data.column("answer"), 2) == ["cat", "dog"]
     scores = [[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [1.0, 1.0], [1.0, 2.0]]  # right, wrong, unknown, tie, right
     metrics, chance, pieces = scored(Told(scores, ["cat", "dog"]), data, batch=4)
     assert (metrics["accuracy"], metrics["upper_bound"], metrics["questions"]) == (40, 80, 5)
@@ -250,7 +250,8 @@ def test_a_run_and_its_checkpoint(runs_of, task, tmp_path):
     assert found["chance"]["qa"] == chance and (tmp_path / "answers_moving-emoji.png").is_file()
     if task == "qa-open":
         assert (folder / "answers.png").is_file() and (folder / "curves.png").is_file()
-        assert model.answers == answers.vocabulary(common.load_data("moving-emoji", "train", clips=(64, 24, 24)), 1500)
+        train = common.load_data("moving-emoji", "train", clips=(64, 24, 24))
+        assert model.answers == common.answer_vocabulary(train.column("answer"), 1500)
 
 
 OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],

@@ -8,6 +8,7 @@ are cosines of the video with these texts. All of them are two towers before tha
 common.build_model opens this file where model.json says `questions`; mama.py through common.answers().
 """
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -85,12 +86,6 @@ class QuestionAnswerer(common.TwoTower):
 
 
 # ======================================================= rows ========================================================
-def vocabulary(data, size):
-    """The `size` most frequent answers of a split, the most frequent first (of equally frequent by the alphabet)."""
-    counts = Counter(data.column("answer"))
-    return sorted(counts, key=lambda answer: (-counts[answer], answer))[:size]
-
-
 def check(data, choices):
     """Raises: UserError where the rows are no questions, or have no choices that are asked for."""
     where = f"{data.name} ({data.split})"
@@ -129,10 +124,8 @@ def inputs(data, rows, tokenizer, vocabulary, device):
 def right_answers(data, rows, vocabulary):
     """(B,) long: number of the right answer of each of these rows in the vocabulary, -1 where that lacks it; without a
     vocabulary its number among the choices."""
-    answers, number = [data.column("answer")[i] for i in rows], {a: k for k, a in enumerate(vocabulary)}
-    if vocabulary:
-        return torch.tensor([number.get(a, -1) for a in answers])
-    return torch.tensor([_choices(data, i).index(a) for i, a in zip(rows, answers)])
+    answers = [data.column("answer")[i] for i in rows]
+    return answer_numbers(answers, vocabulary, None if vocabulary else [_choices(data, i) for i in rows])
 
 
 def cut_short(data, tokenizer, choices, limit=1000):
@@ -155,15 +148,70 @@ def shuffled(data, seed=0):
     rows = np.random.default_rng([7, seed]).permutation(len(data))
     rows = np.roll(rows, 1)[np.argsort(rows)]                              # one cycle: no row keeps its video
     if data.pixels is not None:
-        return common.dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
+        return dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
     import datasets
     table = datasets.concatenate_datasets([data.texts, data.sources.select(rows)], axis=1)
-    return common.dataclasses.replace(data, table=table)
+    return dataclasses.replace(data, table=table)
 
 
 # ======================================================= scores ======================================================
+def answer_vocabulary(answers, size=1500):
+    """The most frequent answers of a training split, for open questions; equally frequent ones by the alphabet."""
+    counts = Counter(answers)
+    return sorted(counts, key=lambda a: (-counts[a], a))[:size]
+
+
+def answer_numbers(answers, vocabulary=None, choices=None):
+    """(Q,) long: the place of each answer in the vocabulary, or among its own choices (Q lists); -1 = not there."""
+    if choices is not None:
+        places = [c.index(a) if a in c else -1 for a, c in zip(answers, choices, strict=True)]
+    else:
+        number = {answer: i for i, answer in enumerate(vocabulary)}
+        places = [number.get(a, -1) for a in answers]
+    return torch.tensor(places, dtype=torch.long)
+
+
+def answer_hits(scores, answers):
+    """Is the right answer's score above all others? (Q,) bool; ties count against the model.
+
+    Args: scores: (Q, A) of a vocabulary's answers or of the choices, -inf where a question has fewer choices;
+        answers: (Q,) long, the right one; -1 = the vocabulary lacks it: wrong, as the upper bound tells.
+    Raises: NotFinite for NaN or +inf."""
+    if torch.isnan(scores).any() or torch.isposinf(scores).any():
+        raise common.NotFinite("scores of answers hold NaN or infinity")
+    index = answers.clamp(min=0)[:, None]  # (Q, 1)
+    others = scores.scatter(1, index, -math.inf).amax(1)  # (Q,)
+    return (answers >= 0) & (scores.gather(1, index)[:, 0] > others)
+
+
+def question_metrics(hits, types=None, pairs=None, known=None):
+    """Accuracy of answers to questions, in percent: {accuracy[, upper_bound], accuracy TYPE for each type}.
+
+    Args:
+        hits: (Q,) right or wrong; or the chance of being right, 1 / choices, which gives what guessing gives.
+        types: Q words, or pairs of words whose first is a family with an accuracy of its own ("causal why").
+        pairs: (Q,) numbers; rows of one are one question, right when all are (Causal-VidQA's answer and reason), in
+            `accuracy` and for a family; a type of two words counts its own rows alone.
+        known: (Q,) is the answer in the vocabulary at all?
+    """
+    hits = np.asarray(hits, dtype=np.float64)
+    def percent(values, rows):
+        ids = np.arange(len(rows)) if pairs is None else np.unique(np.asarray(pairs)[rows], return_inverse=True)[1]
+        right = np.ones(ids.max() + 1)
+        np.multiply.at(right, ids, values[rows])  # a pair is right when both of its rows are
+        return float(100 * right.mean())
+
+    out = {"accuracy": percent(hits, np.arange(len(hits)))}
+    if known is not None:
+        out["upper_bound"] = percent(np.asarray(known, dtype=np.float64), np.arange(len(hits)))
+    types = np.asarray([] if types is None else types, dtype=object)
+    families = np.asarray([t.split()[0] for t in types], dtype=object)
+    named = {name: np.flatnonzero((types == name) | (families == name)) for name in {*types, *families}}
+    return out | {f"accuracy {name}": percent(hits, rows) for name, rows in sorted(named.items())}
+
+
 def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
-    """Accuracy of the answers, as common.question_metrics, beside what guessing gives. Collective.
+    """Accuracy of the answers, as question_metrics, beside what guessing gives. Collective.
 
     Returns: metrics; chance, of the most frequent answer of training or of a draw among the choices; the pieces that
         `draw` wants. Videos that cannot be read are left out and counted."""
@@ -177,13 +225,13 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
     index, _, scores, bad = common.encode_images(model, data, transform, device, batch, workers, forward=answer)
     common.say_unreadable(data, bad)
     right = right_answers(data, index, model.answers)                     # (Q,)
-    hits = common.answer_hits(scores, right).numpy()                       # (Q,)
+    hits = answer_hits(scores, right).numpy()                       # (Q,)
     types, pairs = ([data.column(c)[i] for i in index] if data.column(c) is not None else None
                     for c in ("question_type", "pair"))
     known = (right >= 0).numpy() if model.answers else None
     guess = (right == 0).numpy() if model.answers else [1 / len(_choices(data, i)) for i in index]
-    metrics = common.question_metrics(hits, types, pairs, known) | {"questions": len(index), "unreadable": len(bad)}
-    chance = common.question_metrics(guess, types, pairs)
+    metrics = question_metrics(hits, types, pairs, known) | {"questions": len(index), "unreadable": len(bad)}
+    chance = question_metrics(guess, types, pairs)
     given = [model.answers[k] if model.answers else _choices(data, i)[k]
              for i, k in zip(index, scores.argmax(1).tolist())]
     return metrics, chance, {"data": data, "index": index, "given": given, "hits": hits}
