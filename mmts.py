@@ -23,7 +23,7 @@ Equations, s_ij = cosine, rows = anchors i, all candidates of the global batch (
     K_c         sizes               (K,)      captions in cluster c, largest first; 200 clusters
 
 Commands:
-    accelerate launch mmts.py                                    # moving emoji, two minutes on two CPU cores
+    accelerate launch mmts.py                                    # moving emoji, a minute and a half on two CPU cores
     accelerate launch mmts.py --no-schedule --no-shifts          # its baseline; --no-shifts: TS, --no-schedule: ICS
     accelerate launch mmts.py --loss max-margin --clusters noun  # margins, and classes in place of clusters
     accelerate launch mmts.py --dataset cc3m                     # the paper's run, ResNet-50 + DistilBERT
