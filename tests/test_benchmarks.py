@@ -1,0 +1,72 @@
+"""What the claims are decided by: paired intervals by hand, tuning on val alone, files that a restart does not repeat."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks import claims
+
+CLAIM = {"says": "a beats b", "paper": "none", "script": "temo.py", "flags": "", "metric": "R@1",
+         "arms": {"a": ["--x 1", "--x 2"], "b": ["--y 1", "--y 2"]}}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """An empty results folder, and one claim."""
+    monkeypatch.setattr(claims, "RESULTS", tmp_path)
+    monkeypatch.setattr(claims, "CLAIMS", {"claim": CLAIM})
+    (tmp_path / "claims").mkdir()
+    return tmp_path
+
+
+def write(command, val, test):
+    record = {"commit": "c", "wall_s": 1.0, "val": {"set": {"R@1": val}}, "test": {"set": {"R@1": test}}}
+    claims.file_of(command).write_text(json.dumps(record))
+
+
+def test_interval_and_power_by_hand():
+    mean, half = claims.interval([1.0, 2.0, 3.0])
+    assert mean == 2 and half == pytest.approx(4.302653 / math.sqrt(3), rel=1e-5)  # t of 2 degrees, deviation 1
+    assert claims.interval([4.0]) == (4.0, math.inf)
+    # 5 pairs: t 2.776445 and 0.940965 of 4 degrees; the pilot's deviation is sqrt(2)
+    assert claims.smallest_effect([0.0, 2.0], 5) == pytest.approx((2.776445 + 0.940965) * math.sqrt(2 / 5), rel=1e-5)
+    assert claims.smallest_effect([1.0], 5) == math.inf
+
+
+@pytest.mark.parametrize("mean, half, words", [(2, 1, "held"), (-2, 1, "not held: the baseline is better"),
+                                               (0.5, 1, "no difference above 1.5"), (0.5, 2, "not decidable here")])
+def test_verdicts(mean, half, words):
+    assert claims.verdict(mean, half) == words
+
+
+def test_a_claim_is_tuned_on_val_and_decided_on_test(results):
+    what = ("claim", "full", 2, 3)
+    assert claims.judge(*what) is None and len(claims.work_left(["claim"], *what[1:])) == 4  # the trials alone
+    commands, _ = claims.runs_of(*what)
+    for arm, best in (("a", 1), ("b", 0)):
+        for k, seeds in enumerate(commands[arm]):
+            write(seeds[0], val=10 + (k == best), test=99 - 50 * (k == best))  # test would choose the other trial
+    left = claims.work_left(["claim"], *what[1:])
+    assert left == commands["a"][1][1:] + commands["b"][0][1:]
+    for k, (a, b) in enumerate(zip(commands["a"][1][1:], commands["b"][0][1:])):
+        write(a, val=0, test=12.0 + k)
+        write(b, val=0, test=10.0 + 2 * k)
+    assert not claims.work_left(["claim"], *what[1:])
+    result = claims.judge(*what)
+    found = result["against"]["b"]
+    assert found["differences"] == [2.0, 1.0, 0.0] and found["mean"] == 1 and found["seeds"] == [0, 1, 2]
+    assert result["arms"]["a"]["flags"].endswith("--x 2") and result["verdict"] == "not decidable here"
+    table = claims.write_tables(["claim"], *what[1:])
+    assert "| a beats b | none | a 13.0 | b 12.0 | 3 | +1.0 ± 2.5 |" in table
+    assert (results / "claims" / "claim.png").is_file() and "claim" in json.loads((results / "claims.json").read_text())
+
+
+def test_every_claim_names_flags_that_its_script_has():
+    for name, claim in claims.CLAIMS.items():
+        module = __import__(claim["script"][:-3])
+        commands, metrics = claims.runs_of(name, "quick", 3, 1)
+        trials = {len(of_arm) for of_arm in commands.values()}
+        assert len(trials) == 1 and all(metrics.values()), name  # tuned alike
+        for command in (seeds[0] for of_arm in commands.values() for seeds in of_arm):
+            module.parse_args([word.format(fashion=".") for word in command[1:]])
