@@ -1,4 +1,4 @@
-"""What the claims are decided by: paired intervals by hand, tuning on val alone, runs that a restart does not repeat."""
+"""What the claims are decided by: paired intervals by hand, tuning on val alone, no run twice, flags that exist."""
 
 import json
 import math
