@@ -284,7 +284,8 @@ def l2rw_weights(losses, parameters, batch, meta_batch):
 
 # ======================================================= flags =======================================================
 # Defaults by data set, one line a group. 'paper': Section 4.1 and Appendix D; what they do not say from the authors'
-# code; 'ours': tuned on the validation split. Flags override; other data sets take 'own'.
+# code; 'ours': ncl.py's towers and optimiser, with tau and margin not tuned and --meta-lr from one seed's training
+# clips. Flags override; other data sets take 'own'.
 MSRVTT = dict(
     recipe="paper; schedule and betas from the authors' code",
     # which CLIP is not said
@@ -579,7 +580,7 @@ def main(args):
             with torch.no_grad():
                 swapped = torch.zeros_like(sample)                         # (B,) 1 where the captions are another's
                 if noisy is not None:
-                    swapped = torch.as_tensor(noisy[batch["index"]]).to(sample)
+                    swapped = torch.as_tensor(noisy[batch["rows"]]).to(sample)
                 seen = gather(torch.stack([sample, weight, swapped], 1))   # (N, 3)
                 numbers = {"mu": mu} | weight_numbers(seen)
                 numbers |= common.embedding_health(gather(normalize(video)), gather(normalize(text)))

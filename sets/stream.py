@@ -62,6 +62,9 @@ class Stream:
         common.say(f"--streaming: the number of samples is not known; an epoch is taken as 5,000 a shard, {n:,} in all")
         return n
 
+    def column(self, name):
+        """None: of a stream nothing but images and captions is known."""
+
     def samples(self, seed, place, places, start=0):
         """Endless (url, key, parts, ordinal, epoch) of reader `place` of `places`, from its `start`-th shard on.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
+from helpers import tar_samples, write_tar
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -498,6 +499,19 @@ def test_the_look_ahead_is_fp32_under_mixed_precision(tmp_path, monkeypatch):
     monkeypatch.setattr(common.TextEncoder, "forward", watch)
     main(tmp_path / "run", "--max-steps", "2", "--mixed-precision", "bf16")
     assert halves == [False, False, False, True] * 2
+
+
+def test_a_stream_trains_without_a_look_ahead(tmp_path):
+    for shard in range(2):
+        samples = tar_samples(range(40 * shard, 40 * shard + 40), "png", "txt")
+        write_tar(tmp_path / "data" / f"train-{shard:03}.tar", samples)
+    flags = ["--dataset", str(tmp_path / "data"), "--streaming", "--workers", "0", "--batch-size", "8"]
+    flags += ["--cpu", "--threads", "1", "--max-steps", "2", "--log-every", "1", "--output-dir", str(tmp_path)]
+    mama.main(mama.parse_args([*flags, "--weighting", "focal", "--run-name", "run"]))
+    rows = logged(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2] and all("w_mismatched" not in row for row in rows)
+    with pytest.raises(common.UserError, match="--meta-set train: .* has no such split .*a stream"):
+        mama.main(mama.parse_args(flags))
 
 
 def test_batchnorm_on_several_processes_is_refused(tmp_path, monkeypatch):
