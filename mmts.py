@@ -573,16 +573,17 @@ def draw(run, clusters, shifts, period):
         ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
         ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
         ("speed", "samples per second", {"all processes": "samples_per_s"})])
-    for name in run.val_pieces:
+    for name, pieces in run.val_pieces.items():
         suffix = "" if name == next(iter(run.val_pieces)) else f"_{common.slug(name)}"
-        ways = {"text -> image": "text_to_image", "image -> text": "image_to_text"}
+        it = "video" if common.has_clips(pieces["data"]) else "image"
+        ways = {f"text -> {it}": "text_to_image", f"{it} -> text": "image_to_text"}
         recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
         thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}
         scores = {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}
         mir = [("multi-instance retrieval, val", "%", scores)] if log.column(scores["mAP"])[0] else []
         run.picture(f"evaluation{suffix}.png", figures.draw_curves, log, [
             ("retrieval, val", "%", recalls), *mir,
-            ("by the size of the query's cluster, val", "R@1, text -> image, %", thirds),
+            ("by the size of the query's cluster, val", f"R@1, text -> {it}, %", thirds),
             ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})])
     for name, pieces in run.test_pieces.items():
         suffix = "" if name == next(iter(run.test_pieces)) else f"_{common.slug(name)}"

@@ -628,9 +628,10 @@ def draw(run):
         ("speed", "samples per second", {"all processes": "samples_per_s"})])
     before = common.read_json(run.folder / "similarity_before.json", {})
     val = run.val_pieces or run.test_pieces
-    ways = (("text_to_image", "text -> image"), ("image_to_text", "image -> text"))
     for name, pieces in val.items():
         suffix = "" if name == next(iter(val)) else f"_{common.slug(name)}"
+        it = "video" if common.has_clips(pieces["data"]) else "image"
+        ways = (("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))
         recalls = {f"{k}, {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
         knn = {"top-1": f"eval/{name}/knn@1/top1", "mean per class": f"eval/{name}/knn@1/mean_per_class"}
         top = {f"top-{k}": f"eval/{name}/zero-shot/top{k}" for k in (1, 3, 5)}
@@ -638,11 +639,11 @@ def draw(run):
         run.picture(f"evaluation{suffix}.png", figures.draw_curves, log, [
             ("retrieval, val", "%", recalls), *zero,
             ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
-            ("kNN@1 of images, val (Fig. 3)", "%", knn)], x="samples_seen")
+            (f"kNN@1 of {it}s, val (Fig. 3)", "%", knn)], x="samples_seen")
         stages = {"before training": before[name]} if name in before else {}
         stages[f"after {args.loss}"] = figures.similarity_histograms(pieces)
         run.picture(f"similarities{suffix}.png", figures.draw_histograms, stages,
-                    title=f"{name} ({pieces['data'].split}): image-text cosines (Fig. 4)")
+                    title=f"{name} ({pieces['data'].split}): {it}-text cosines (Fig. 4)")
         run.picture(f"positive_pairs{suffix}.png", figures.draw_pairs, pieces)
     for name, pieces in run.test_pieces.items():
         suffix = "" if name == next(iter(run.test_pieces)) else f"_{common.slug(name)}"
