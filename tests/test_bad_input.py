@@ -294,6 +294,8 @@ def test_number_out_of_range(flag, capsys):
     (["--loss", "infonce", "--text-expert", "a/b"], "set the temperatures of --loss temo"),
     (["--clip-law", "zipf"], "--clip-law zipf: not of --dataset emoji, but of moving-emoji"),
     (["--dataset", "moving-emoji", "--clip-law", "twice"], "--clip-law invalid choice: 'twice'"),
+    (["--clips", 40, 20, 20], "--clips [40, 20, 20]: not of --dataset emoji, but of moving-emoji"),
+    (["--caption-noise", 0.2], "--caption-noise 0.2: not of --dataset emoji, but of moving-emoji"),
     (["--dataset", "moving-emoji", "--fold", 3], "--fold 3: not of --dataset moving-emoji, but of emoji"),
     (["--fold", 10], "--fold 10: must be between 0 and 9"),
     (["--max-step", 2], "unrecognized arguments: --max-step"), (["--batch", 8], "unrecognized arguments: --batch"),

@@ -1,0 +1,107 @@
+"""All methods on one data set with one pair of towers, and NCL's normalisation at test time on top of each.
+
+    python benchmarks/claims.py --claims ncl-training mmts-all mama-margin temo-retrieval --keep RUNS
+    python benchmarks/cross.py --keep RUNS
+
+No paper shows this. Rows are the arms of those claims, each with the trial that its val split chose, over the same
+seeds, in the same order of the same clips. Below the learnt similarities stand the R@1 after Sinkhorn's biases
+(NCL, Eqs. 7 to 11): `queue` takes the training queries, `oracle` the test queries of both sides, a bound and no method.
+
+Every run folder that lacks it gets one evaluation, kept as a small file below results/claims/.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import claims
+from claims import common
+
+ARMS = {  # row of the table: (claim, arm)
+    "InfoNCE": ("ncl-training", "InfoNCE"), "TS (in temo.py)": ("temo-retrieval", "TS"),
+    "MM-TS": ("mmts-all", "TS and ICS"), "NCL": ("ncl-training", "NCL"), "MAMA, margin": ("mama-margin", "margin"),
+    "TeMo": ("temo-retrieval", "TeMo")}
+NONE = "normalize/none/"
+COLUMNS = {  # title: where it stands in an evaluation
+    "t2v R@1": f"{NONE}text_to_image/R@1", "t2v R@10": f"{NONE}text_to_image/R@10",
+    "v2t R@1": f"{NONE}image_to_text/R@1", "v2t R@10": f"{NONE}image_to_text/R@10",
+    "error t2v": f"{NONE}error/text_to_image",
+    "queue, t2v R@1": "normalize/queue/text_to_image/R@1", "v2t": "normalize/queue/image_to_text/R@1",
+    "oracle, t2v R@1": "normalize/oracle/text_to_image/R@1", "v2t ": "normalize/oracle/image_to_text/R@1"}
+
+
+def evaluation(words, keep):
+    """The numbers of eval.py on a kept run with and without biases, from their file where it is there; None: no run."""
+    record = claims.file_of(words)
+    file = record.with_name(record.stem + ".normalized.json")
+    if file.exists():
+        return json.loads(file.read_text())
+    run = Path(keep) / record.stem
+    if not (keep and run.is_dir()):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--checkpoint", str(run), "--tasks", "retrieval", "--normalize", "oracle", "--queue-split", "train"]
+        subprocess.run([sys.executable, str(claims.ROOT / "eval.py"), *flags, "--threads", "1", "--output-dir", folder],
+                       check=True, stdout=subprocess.DEVNULL)
+        found = json.loads((Path(folder) / "eval.json").read_text())
+    numbers = common.flatten(next(iter(found["datasets"].values()))["metrics"])
+    kept = {"command": "python eval.py --checkpoint RUN " + " ".join(flags[2:]), "commit": common.commit(),
+            **{path: numbers[path] for path in COLUMNS.values()}}
+    file.write_text(json.dumps(kept, indent=1))
+    return kept
+
+
+def rows_of(seeds, trials, keep):
+    """{row: {seed: numbers}} of what is there, and {row: flags of its trial}."""
+    rows, flags = {}, {}
+    for row, (claim, arm) in ARMS.items():
+        commands, metrics = claims.runs_of(claim, "full", trials, seeds)
+        best = claims.best_trial(commands[arm], metrics[arm])
+        if best is None:
+            continue
+        done = {k: words for k, words in enumerate(commands[arm][best][1:]) if claims.file_of(words).exists()}
+        found = {k: evaluation(words, keep) for k, words in done.items()}
+        rows[row] = {k: numbers for k, numbers in found.items() if numbers}
+        flags[row] = " ".join(commands[arm][best][0][1:])
+    return {row: found for row, found in rows.items() if found}, flags
+
+
+def table(rows):
+    """A markdown table: mean ± standard deviation over the seeds that all rows have."""
+    seeds = sorted(set.intersection(*(set(found) for found in rows.values())))
+    lines = ["| method | seeds | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for row, found in rows.items():
+        values = [[found[k][path] for k in seeds] for path in COLUMNS.values()]
+        cells = [f"{statistics.mean(v):.{2 if v[0] < 1 else 1}f}"
+                 + (f" ± {statistics.stdev(v):.{2 if v[0] < 1 else 1}f}" if len(v) > 1 else "") for v in values]
+        lines.append(f"| {row} | {len(seeds)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv=None):
+    """Evaluate what lacks it, then write results/cross.json and results/cross.md."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    p.add_argument("--keep", default="", help="folder of the run folders that claims.py --keep left")
+    p.add_argument("--seeds", type=int, default=5, help="as for claims.py")
+    p.add_argument("--trials", type=int, default=3, help="as for claims.py")
+    args = p.parse_args(argv)
+    rows, flags = rows_of(args.seeds, args.trials, args.keep)
+    if not rows:
+        raise SystemExit("no run of these claims is kept; see --help")
+    commits = sorted({numbers["commit"] for found in rows.values() for numbers in found.values()})
+    words = [f"All with `{claims.MOVING}`: 6,000 captions and 2,000 clips of test; mean ± standard deviation over "
+             "the seeds. Error: of normalisation (NCL, Sec. 3). Oracle: a bound, it sees all test queries.", "",
+             "Flags that val chose:", "",
+             *[f"- {row}: `{flags[row]}`" for row in rows], "",
+             f"Commits of the evaluations {', '.join(commits)}; {claims.machine()}.", ""]
+    (claims.RESULTS / "cross.md").write_text(table(rows) + "\n" + "\n".join(words))
+    common.write_json(claims.RESULTS / "cross.json", {"rows": rows, "flags": flags})
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
