@@ -291,6 +291,11 @@ def test_a_fingerprint_knows_rows_names_and_sizes(tmp_path):
     other = ["train: 27 examples as before, but other names or sizes"]
     assert check.changes(saved, open_anew(path)) == other
     (tmp_path / "a" / "renamed.png").rename(tmp_path / "a" / "003.png")
+    words = next(line.partition(",")[2] for line in text.splitlines() if "003.png" in line)
+    path.write_text(text.replace(words, "another word"))
+    assert check.changes(saved, open_anew(path)) == ["train: 27 examples as before, but other captions"]
+    older = {split: {k: v for k, v in of.items() if k != "captions"} for split, of in saved.items()}
+    assert check.changes(older, open_anew(path)) == []  # a run from before captions were part of it
     path.write_text(text)
     assert check.changes(saved, open_anew(path)) == []
     write_images(tmp_path / "a", [5], height=40)

@@ -5,6 +5,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import tempfile
@@ -38,12 +39,15 @@ def sizes(data):
 
 
 def fingerprint(data):
-    """{"examples": M, "digest": text} of the keys and sizes of a split: another one means other data."""
-    digest = hashlib.sha256()
+    """{"examples": M, "digest": text, "captions": text}, by the keys and sizes of a split and by its captions: another
+    one means other data."""
+    digest, words = hashlib.sha256(), hashlib.sha256()
     for key in data.keys():
         digest.update(key.encode("utf8", "replace") + b"\0")
     digest.update(np.ascontiguousarray(sizes(data), dtype=np.int64).tobytes())
-    return {"examples": len(data), "digest": digest.hexdigest()[:16]}
+    for batch in data.texts.select_columns("captions").iter(10_000):
+        words.update(json.dumps(batch["captions"]).encode())
+    return {"examples": len(data), "digest": digest.hexdigest()[:16], "captions": words.hexdigest()[:16]}
 
 
 def changes(saved, splits):
@@ -52,10 +56,15 @@ def changes(saved, splits):
     for split, data in splits.items():
         was = saved.get(split)
         now = fingerprint(data)
-        if was and was != now:
-            how = f"{was['examples']:,} examples, now {now['examples']:,}"
-            lines.append(f"{split}: {how}" if was["examples"] != now["examples"]
-                         else f"{split}: {now['examples']:,} examples as before, but other names or sizes")
+        if not was or all(was[k] == now[k] for k in was):  # a run of an older version knows less of its data
+            continue
+        same = f"{now['examples']:,} examples as before"
+        if was["examples"] != now["examples"]:
+            lines.append(f"{split}: {was['examples']:,} examples, now {now['examples']:,}")
+        elif was["digest"] != now["digest"]:
+            lines.append(f"{split}: {same}, but other names or sizes")
+        else:
+            lines.append(f"{split}: {same}, but other captions")
     return lines
 
 
