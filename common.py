@@ -159,26 +159,67 @@ def leave_processes():
 
 
 # ================================================== rooms ============================================================
+# Public names of this module that stand in a file of their own, which opens when one of them is asked for.
 ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.expert": ("Expert",),
          "tools.paraphrase": ("Paraphrases",),
-         "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "linear_probe",
-                            "padded_and_flipped"),
+         "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy",
+                            "knn_chance", "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class",
+                            "zero_shot_accuracy"),
          "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
          "tools.answers": ("answer_vocabulary", "answer_numbers", "answer_hits", "question_metrics"),
          "tools.avion": ("avion_weights",)}
 
 
-def __getattr__(name):
-    """Names of this module that stand in a room of their own, which opens when one is asked for."""
-    room = next((room for room, names in ROOMS.items() if name in names), None)
-    if room is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class NoRoom(UserError):
+    """A file of sets/ or tools/ that is asked for is not beside this one."""
+
+
+def open_room(place, wanted=""):
+    """The module of a room, such as "tools.figures".   Raises: NoRoom where it is not there, with what was wanted."""
     try:
-        return getattr(importlib.import_module(room), name)
+        return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        if error.name not in (room, room.split(".")[0]):
+        if error.name not in (place, place.split(".")[0]):
             raise
-        raise UserError(f"{room.replace('.', '/')}.py is not beside common.py: no {name}") from error
+        lost = f": no {wanted}" if wanted else ""
+        raise NoRoom(f"{place.replace('.', '/')}.py is not beside common.py{lost}") from error
+
+
+def __getattr__(name):
+    """Called by Python for a name that this module does not have itself."""
+    place = next((place for place, names in ROOMS.items() if name in names), None)
+    if place is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(open_room(place, name), name)
+
+
+def has_tool(name):
+    """Is tools/NAME.py beside this file? A method file and this one train alone, without pictures and checks."""
+    return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
+
+
+def figures(paper=""):
+    """tools/figures.py, or with a paper ("ts") its own pictures, tools/figures_PAPER.py."""
+    return open_room(f"tools.figures_{paper}" if paper else "tools.figures")
+
+
+def clusters():
+    """tools/clusters.py, for a script that counts kinds of captions."""
+    return open_room("tools.clusters", "clusters of captions")
+
+
+def answers():
+    """tools/answers.py, for a model that answers questions."""
+    return open_room("tools.answers", "answers to questions")
+
+
+@contextlib.contextmanager
+def where_there():
+    """Around an optional part: where its room is not there, that is said and the part left out."""
+    try:
+        yield
+    except NoRoom as error:
+        say(f"left out: {error}")
 
 
 # ================================================== processes ========================================================
@@ -1629,8 +1670,7 @@ def is_video(path):
 
 def clip_options(options):
     """How videos become frames, from the options of load_data."""
-    from sets import video
-    return video.clip_options(options)
+    return open_room("sets.video").clip_options(options)
 
 
 def set_rooms():
@@ -1757,8 +1797,7 @@ def _own_data(name, options):
     if path.is_dir():
         return _own_folder(name, path, options)
     if path.suffix == ".tar" or PACKED.search(path.name):
-        from sets import tars
-        return tars.open_tars(name, [path], options)
+        return open_room("sets.tars").open_tars(name, [path], options)
     if path.suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
         return hold_out({"train": caption_file(name, "train", path, root, options)})
     kind = path.suffix or "nameless"
@@ -1769,8 +1808,7 @@ def _own_folder(name, path, options):
     """{split: Data} of a folder: tars, files of captions, class folders of videos or images, parquet."""
     shards = sorted(path.rglob("*.tar"))
     if shards:
-        from sets import tars
-        return tars.open_tars(name, shards, options)
+        return open_room("sets.tars").open_tars(name, shards, options)
     alone = [*sorted(path.glob("metadata.*")), *sorted(path.glob("captions.csv"))]
     if alone:
         return hold_out({"train": caption_file(name, "train", alone[0], path, options)})
@@ -1789,8 +1827,7 @@ def _own_folder(name, path, options):
         raise UserError(f"--dataset {name}: {len(packed)} compressed tars and nothing else to read, first "
                         f"{min(packed)}: unpack them (gunzip), an index needs plain tars")
     if any(is_video(f) for f in files):
-        from sets import video
-        return hold_out(video.video_folder(name, path, options))
+        return hold_out(open_room("sets.video").video_folder(name, path, options))
     for kind in (".parquet", ".csv", ".jsonl", ".json", ".arrow"):  # the first is read; a dataset_infos.json beside it
         listed = [f for f in files if f.suffix == kind]             # is not
         if listed:
@@ -2081,8 +2118,8 @@ def caption_file(name, split, file, root, options):
     by_name = options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS
     lost = f"{absent:,} rows without an image left out" if absent else ""
     if by_name or any(is_video(path) for path, *_ in rows):
-        from sets import video
-        data = video.clips_of(name, split, rows, options, root, label_of if label else None)
+        clips_of = open_room("sets.video").clips_of
+        data = clips_of(name, split, rows, options, root, label_of if label else None)
         return dataclasses.replace(data, note=join_notes(data.note, lost))
     names = sorted({label_of[k] for k, captions in rows.items() if captions and k in label_of}) if label else None
     listed = [{"source": str(root / k[0]), "captions": captions, "key": k[0]} for k, captions in rows.items()]
@@ -2272,9 +2309,9 @@ def long_tail_counts(n_max, classes, ratio):
 
 def labelled_sets(args):
     """{train, val, test} of labelled images, small ones in memory, with the long tail that the flags ask for."""
-    from sets import long_tail
     files = {k: getattr(args, k, "") for k in ("index_file", "test_file", "val_file", "few_shot_file")}
-    return long_tail.labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, **files, **data_options(args))
+    labelled = open_room("sets.long_tail").labelled_sets
+    return labelled(args.dataset, args.imbalance_ratio, args.split_seed, **files, **data_options(args))
 
 
 def open_data(args):
@@ -2581,10 +2618,10 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         sim.scatter_(1, own, -math.inf)  # the other positives are not mistakes
         found.append(1 + (sim >= best).sum(1))
     found = torch.cat(found).cpu().numpy()  # (Q,)
-    return found if ranks else _recalls(found)
+    return found if ranks else recalls(found)
 
 
-def _recalls(ranks):
+def recalls(ranks):
     """R@1 R@5 R@10 R@50 in percent, MdR and MnR of ranks (Q,) from 1."""
     recalls = {f"R@{k}": float(100 * (ranks <= k).mean()) for k in RECALLS}
     return recalls | {"MdR": float(np.median(ranks)), "MnR": float(ranks.mean())}
@@ -2602,34 +2639,6 @@ def retrieval_chance(positives, gallery):
     return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
 
 
-def recall_by_frequency(ranks, frequency):
-    """R@1 R@5 R@10 R@50 (percent), MdR and MnR apart for queries of frequent and of rare clusters.
-
-    Args: ranks (Q,): rank of each query's best positive, from 1 (retrieval_metrics(..., ranks=True) gives them).
-        frequency (Q,): size of the query's training cluster or class.
-    Returns: {head, mid, tail}, each with these keys, queries, and from, to (its frequencies): thirds of the queries,
-        the most frequent first. Queries of one frequency stay together, in the third where their middle falls, so the
-        thirds are not always equal, and one may be missing; {} where all have one frequency.
-    Raises: ValueError on lengths that differ.
-    """
-    ranks, frequency = np.asarray(ranks), np.asarray(frequency)
-    if ranks.shape != frequency.shape or ranks.ndim != 1:
-        raise ValueError(f"ranks {ranks.shape} and frequencies {frequency.shape} must be (Q,) both")
-    sizes, where, count = np.unique(-frequency, return_inverse=True, return_counts=True)  # most frequent first
-    if len(sizes) < 2:
-        return {}
-    middle = (count.cumsum() - count / 2) / len(ranks)  # of each frequency, as a part of the queries
-    third = np.minimum((3 * middle).astype(int), 2)[where]  # (Q,)
-    out = {}
-    for number, name in enumerate(("head", "mid", "tail")):
-        part = third == number  # (Q,)
-        if part.any():
-            own = frequency[part]
-            span = {"queries": int(part.sum()), "from": own.min().item(), "to": own.max().item()}
-            out[name] = _recalls(ranks[part]) | span
-    return out
-
-
 def normalization_error(sim, gamma):
     """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5, where
     n = m). 0 = every item gets its share.
@@ -2638,64 +2647,6 @@ def normalization_error(sim, gamma):
     exact = sim.dtype if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
     total = sum(F.softmax(part.to(exact) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
     return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
-
-
-def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_class=False):
-    """k-nearest-neighbour classification by cosine, unweighted vote, ties to the smallest class id.
-
-    Args: train (M, D), test (Q, D), labels long.
-    Returns: {top1, mean_per_class} in percent (mean over the classes of the test set), with per_class=True also
-        per_class {class: percent}.
-    Raises: ValueError on non-finite features or k > M.
-    """
-    if k > len(train):
-        raise ValueError(f"k = {k} is more than the {len(train)} training items")
-    train, test = normalize(train), normalize(test)
-    if not (torch.isfinite(train).all() and torch.isfinite(test).all()):
-        raise NotFinite("features hold non-finite values")
-    train_labels, test_labels = train_labels.to(train.device).long(), test_labels.to(train.device).long()
-    classes = int(max(train_labels.max(), test_labels.max())) + 1
-    hits = []
-    for i in range(0, len(test), chunk):
-        near = (test[i:i + chunk] @ train.T).topk(k, dim=1).indices  # (c, k)
-        ballots = torch.ones_like(near, dtype=torch.float)  # (c, k)
-        votes = torch.zeros(len(near), classes, device=train.device)  # (c, classes)
-        votes.scatter_add_(1, train_labels[near], ballots)
-        hits.append(votes.argmax(1) == test_labels[i:i + chunk])
-    result = class_accuracy(torch.cat(hits), test_labels)
-    return result if per_class else {k: v for k, v in result.items() if k != "per_class"}
-
-
-def class_accuracy(hits, labels):
-    """{top1, mean_per_class, per_class} in percent of hits (Q,) bool."""
-    hits = hits.double()
-    per_class = {int(c): 100 * hits[labels == c].mean().item() for c in labels.unique()}
-    mean = float(np.mean(list(per_class.values())))
-    return {"top1": 100 * hits.mean().item(), "mean_per_class": mean, "per_class": per_class}
-
-
-def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
-    """Classification by the nearest class embedding, in percent: {top1, top3, top5}.
-
-    Args: images (M, D), labels (M,), class_embeddings (C, D). Ties count against the model.
-    Raises: ValueError on non-finite input."""
-    images, classes, labels = normalize(images), normalize(class_embeddings), labels.to(images.device).long()
-    if not (torch.isfinite(images).all() and torch.isfinite(classes).all()):
-        raise NotFinite("embeddings hold non-finite values")
-    ranks = []
-    for i in range(0, len(images), 4096):
-        sim = images[i:i + 4096] @ classes.T.to(images)  # (c, C)
-        own = sim.gather(1, labels[i:i + 4096, None])  # (c, 1)
-        ranks.append((sim >= own).sum(1))  # counts itself: 1 = right, ties behind
-    ranks = torch.cat(ranks).double()
-    return {f"top{k}": 100 * (ranks <= k).double().mean().item() for k in topk}
-
-
-def knn_chance(train_labels, test_labels):
-    """knn_accuracy of a random neighbour."""
-    share = np.bincount(train_labels, minlength=int(test_labels.max()) + 1) / len(train_labels)
-    mean = float(100 * share[np.unique(test_labels)].mean())
-    return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": mean}
 
 
 def modality_gap(a, b):
@@ -2882,28 +2833,21 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     metrics, chance = retrieval_both_ways(pieces)
     metrics["modality_gap"] = modality_gap(image, pieces["text"])
     chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
-    by_relevancy, by_chance = ({}, {})
+    by_relevancy, by_chance = {}, {}
     if has_tool("mir"):
-        from tools import mir
-        by_relevancy, by_chance = mir.mir_of(model, tokenizer, pieces, device)
+        by_relevancy, by_chance = open_room("tools.mir").mir_of(model, tokenizer, pieces, device)
     if by_relevancy:
         metrics["mir"], chance["mir"] = by_relevancy, by_chance
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
-        (mine, theirs), (known, features) = with_class((train.labels[rows], data.labels[index]), (known, features))
-        metrics["knn@1"] = knn_accuracy(known, torch.from_numpy(mine), features, torch.from_numpy(theirs))
-        chance["knn@1"] = knn_chance(mine, theirs)
+        with where_there():
+            nearest = open_room("tools.by_class", "kNN").nearest
+            metrics["knn@1"], chance["knn@1"] = nearest(known, train.labels[rows], features, data.labels[index])
     counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
     if has_clips(data):
         counts["clips"] = len(image)
     return metrics | counts, chance, pieces
-
-
-def with_class(labels, features):
-    """The rows that have a class (>= 0): tuples of labels (M,) numpy and of features (M, width), split by split."""
-    has = [y >= 0 for y in labels]  # (M,) bool each
-    return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
 
 
 FEW_QUERIES = 50  # below, a single query moves the numbers
@@ -2974,7 +2918,8 @@ class Evaluator:
             train = self.train if self.train.name == name and not self.train.streamed else None
             try:
                 found, by_chance, piece = self.measure(splits[split], train)
-                found |= self.also(piece) if self.also else {}
+                with where_there():
+                    found |= self.also(piece) if self.also else {}
                 metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = first_line(error)
@@ -3270,8 +3215,8 @@ class Run:
         if args.verify_images:
             self._verify()
         if has_tool("check"):
-            from tools import check
-            self.twins = on_main(check.compare, self.folder, self.train, self.evals, args.resume)
+            compare = open_room("tools.check").compare
+            self.twins = on_main(compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
@@ -3303,8 +3248,7 @@ class Run:
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume))
         if args.image_encoder == "features":
-            from sets import video
-            self.spec["features"] = video.feature_shape(self.train)
+            self.spec["features"] = open_room("sets.video").feature_shape(self.train)
         if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
             self.spec["frames"] = frames_of(self.train)
         if questions:
@@ -3584,32 +3528,6 @@ def leave_out(data, keys):
         return data
     lost = f"{len(data) - len(left):,} that cannot be read left out"
     return dataclasses.replace(data.select(left), note=join_notes(data.note, lost))
-
-
-def has_tool(name):
-    """Is tools/NAME.py beside this file? A method file and this one train alone, without pictures and checks."""
-    return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
-
-
-def figures(paper=""):
-    """tools/figures.py, or with a paper ("ts") its own pictures, tools/figures_PAPER.py; opened when one is drawn."""
-    return importlib.import_module(f"tools.figures_{paper}" if paper else "tools.figures")
-
-
-def clusters():
-    """tools/clusters.py, opened by a script that counts kinds of captions. Raises: UserError where it is not there."""
-    if not has_tool("clusters"):
-        raise UserError("tools/clusters.py is not there: it must lie beside common.py, as in the repository")
-    from tools import clusters
-    return clusters
-
-
-def answers():
-    """tools/answers.py, opened where a model answers questions."""
-    if not has_tool("answers"):
-        raise UserError("tools/answers.py is not there: this file and common.py alone answer no questions")
-    from tools import answers
-    return answers
 
 
 def millions(module):
