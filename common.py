@@ -13,6 +13,7 @@ sets/, what runs beside training in tools/; both are opened where they are neede
 
 import argparse
 import contextlib
+import csv
 import dataclasses
 import datetime
 import errno
@@ -167,7 +168,8 @@ ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.exper
                             "zero_shot_accuracy"),
          "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
          "tools.answers": ("answer_vocabulary", "answer_numbers", "answer_hits", "question_metrics"),
-         "tools.avion": ("avion_weights",)}
+         "tools.avion": ("avion_weights",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
+         "sets.long_tail": ("long_tail_counts",)}
 
 
 class NoRoom(UserError):
@@ -1729,7 +1731,8 @@ def load_data(name, split, **options):
             raise UserError("--caption-relevancy draws a sentence for each clip; it goes not with --unfold-captions")
         data = dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
     if options.get("extra_captions") and split == "train":
-        data = add_captions(data, Path(options["extra_captions"]).expanduser())
+        extra = open_room("tools.extra_captions", "--extra-captions")
+        data = extra.add_captions(data, Path(options["extra_captions"]).expanduser())
     return data.unfold() if options.get("unfold_captions") and split == "train" else data
 
 
@@ -1818,14 +1821,10 @@ def _own_folder(name, path, options):
     if any(described.values()):
         return hold_out(_described_folders(name, path, described, options))
     files = [f for f in path.rglob("*") if f.is_file()]
-    check_utf8(name, path, files)
     if not files:
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
-    packed = [f for f in files if PACKED.search(f.name)]
-    if packed and not any(f.suffix.lower().lstrip(".") in HELD_BY_FOLDERS for f in files):
-        raise UserError(f"--dataset {name}: {len(packed)} compressed tars and nothing else to read, first "
-                        f"{min(packed)}: unpack them (gunzip), an index needs plain tars")
+    guard("check_folder", name, path, files)
     if any(is_video(f) for f in files):
         return hold_out(open_room("sets.video").video_folder(name, path, options))
     for kind in (".parquet", ".csv", ".jsonl", ".json", ".arrow"):  # the first is read; a dataset_infos.json beside it
@@ -1833,12 +1832,15 @@ def _own_folder(name, path, options):
         if listed:
             break
     check_split_names(name, [f.stem for f in listed])
-    if re.search(r"[][*?]", str(path)):
-        raise UserError(f"--dataset {name}: `datasets` takes the [ ] * ? in this path for a pattern; rename the "
-                        "folder, or list the images in a metadata.csv (file_name, caption)")
-    _refuse_card_that_leads_away(name, path)
-    check = functools.partial(_check_opened, name, path, files, listed)
+    guard("check_card", name, path)
+    check = functools.partial(guard, "check_splits", name, path, files, listed)
     return hold_out(tables(str(path), {}, name, options, check=check))
+
+
+def guard(check, *args):
+    """What a check of tools/guards.py says of somebody's own files; None, with a word, where that file is not there."""
+    with where_there():
+        return getattr(open_room("tools.guards", "checks of own files"), check)(*args)
 
 
 def _described_folders(name, path, described, options):
@@ -1851,72 +1853,6 @@ def _described_folders(name, path, described, options):
         raise UserError(f"--dataset {name}: two of {', '.join(sorted(described))} name one split; rename or merge them")
     return same_classes({split_of(f): caption_file(name, split_of(f), files[-1], path / f, options)
                          for f, files in described.items()})
-
-
-def _check_opened(name, path, files, listed, opened):
-    """Compares what `datasets` made of a folder, {word: table}, with what lies there: it takes words for splits.
-
-    files, listed: all files below the folder, and the tables among them.
-    Raises: UserError where it found other splits than the folders (or the tables) name, as of Train/ and Test/;
-        where it passed images over, as all others when some are called test_007.png; where it took some twice."""
-    hint = ("such words in names of files and folders, in lower case, are taken for splits; rename them, or list the "
-            "images in a metadata.csv (file_name, caption)")
-    kept, inside = set(folders_of(path)), [f.relative_to(path) for f in files]
-    inside = [f for f in inside if len(f.parts) == 1 or f.parts[0] in kept]
-    inside = [f for f in inside if not any(part.startswith((".", "__")) for part in f.parts)]  # hidden, or __MACOSX
-    top, below = ({s for f in inside for part in f.parts[:-1][:n] for s in split_words(part)[:1]} for n in (1, None))
-    named = top or below or {s for f in listed for s in split_words(f.stem)[:1]}
-    found = {split_of(word) or word for word in opened}
-    if named and named != found:
-        raise UserError(f"--dataset {name}: its names say {', '.join(sorted(named))}, but {', '.join(sorted(found))} "
-                        f"would be read: {hint}")
-    images = sum(f.suffix.lower().lstrip(".") in IMAGE_TYPES for f in inside)
-    if images <= len(listed):
-        return
-    columns = [t.data.column("image").combine_chunks() for t in opened.values() if "image" in t.column_names]
-    paths = [p for column in columns for p in column.field("path").to_pylist()]
-    if len(set(paths)) < max(images, len(paths)):
-        what = f"only {len(set(paths)):,} of its {images:,} images" if len(set(paths)) < images else "some images twice"
-        raise UserError(f"--dataset {name}: {what} would be used, as {', '.join(opened)}: {hint}")
-    if all(table.column_names == ["image"] for table in opened.values()):
-        raise UserError(f"--dataset {name}: its images lie in one folder, which makes no classes, and no metadata.csv "
-                        "(file_name, caption) gives them captions")
-
-
-def _refuse_card_that_leads_away(name, path):
-    """README.md and .huggingface.yaml in a data folder may tell `datasets` to read other places: say so and refuse."""
-    import yaml  # of huggingface_hub
-    from huggingface_hub import DatasetCard
-    readers = {"README.md": lambda p: DatasetCard.load(p, ignore_metadata_errors=False).data.to_dict(),
-               ".huggingface.yaml": lambda p: yaml.safe_load(p.read_text(encoding="utf8"))}
-    for file, read in readers.items():
-        try:  # as `datasets` reads it
-            said = read(path / file) if (path / file).is_file() else None
-        except Exception as error:
-            raise UserError(f"--dataset {name}: its {file} cannot be read ({first_line(error)}); mend or remove "
-                            "it") from error
-        for text in _strings(said.get("configs") if isinstance(said, dict) else None, set()):
-            if re.search(r"^[/~\\]|^[A-Za-z]:|://|::|(^|[/\\])[.][.]([/\\]|$)", text.strip()):
-                raise UserError(f"--dataset {name}: its {file} says that data lie outside the folder ({text.strip()}); "
-                                "remove that line, or name the files themselves")
-
-
-def _strings(value, seen):
-    """All texts in nested lists and dicts, but for those of `features`; seen: of one that holds itself."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)) and id(value) not in seen:
-        seen.add(id(value))
-        inner = [v for k, v in value.items() if k != "features"] if isinstance(value, dict) else value
-        for v in inner:
-            yield from _strings(v, seen)
-
-
-def check_utf8(name, path, files):
-    """Raises: UserError for a file below a folder whose name is no UTF-8, which no table can hold."""
-    odd = next((f for f in files if re.search("[\ud800-\udfff]", str(f))), None)
-    if odd:
-        raise UserError(f"--dataset {name}: the name {ascii(os.path.relpath(odd, path))} is no UTF-8; rename it")
 
 
 def folders_of(path):
@@ -2089,7 +2025,7 @@ def with_notes(data, silent):
 def caption_file(name, split, file, root, options):
     """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; the rows of an
     image, or of a window of a video, become its K captions."""
-    table = _read_caption_file(file)
+    table = read_caption_file(file)
     columns = table.column_names
     usual = IMAGE_COLUMNS + VIDEO_COLUMNS
     image = pick_column("--image-column", options.get("image_column"), columns, usual, file.name)
@@ -2099,7 +2035,7 @@ def caption_file(name, split, file, root, options):
     rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
     labels = table[label][:] if label else [None] * len(table)
     absent = sum(source is None or source == "" or source != source for source in table[image][:])  # NaN
-    for source, text, y, window in zip(table[image][:], table[caption][:], labels, _windows(table)):
+    for source, text, y, window in zip(table[image][:], table[caption][:], labels, windows_of(table)):
         if source is None or source == "" or source != source:
             continue
         if isinstance(source, dict):
@@ -2130,58 +2066,19 @@ def caption_file(name, split, file, root, options):
     return dataclasses.replace(data, note=join_notes(data.note, lost))
 
 
-def add_captions(data, file):
-    """The data with further captions of its rows, from a file of video (or image) and caption, and start, end where the
-    rows are windows (tools/caption.py writes one); rows of the file that no row of the data matches are counted.
-
-    A clip is known by the name of its file without the ending, by the folders too where two have that name, and by its
-    window. Raises: UserError where nothing matches, and for data without files of their own."""
-    import datasets
-    if data.streamed or data.sources is None:
-        raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
-    try:
-        extra = _read_caption_file(file)
-    except UserError as error:
-        raise UserError(str(error).replace("--dataset", "--extra-captions", 1)) from error
-    rows, captions, lost = {}, list(data.column("captions")), []
-    for i, source in enumerate(data.sources["source"][:]):
-        path = Path(data.key(i) if source.get("size") is not None or not source.get("path") else source["path"])
-        rows.setdefault((path.stem, source.get("start"), source.get("end")), []).append((i, path))
-    names, usual, flag, new = extra.column_names, VIDEO_COLUMNS + IMAGE_COLUMNS, "--extra-captions: a column of ", 0
-    image = pick_column(f"{flag}videos", "", names, usual, file.name)
-    caption = pick_column(f"{flag}captions", "", names, CAPTION_COLUMNS, file.name)
-    for name, texts, window in zip(extra[image][:], extra[caption][:], _windows(extra)):
-        path = Path(str(name))
-        found = rows.get((path.stem, *window)) or rows.get((path.name, *window)) or []
-        if len(found) > 1:  # a.mp4 in two folders
-            whole = path.with_suffix("").parts
-            found = [(i, own) for i, own in found if own.with_suffix("").parts[-len(whole):] == whole]
-        found = found if len(found) == 1 else []
-        for i, _ in found:
-            texts = [t for t in clean_list(texts) if t not in captions[i]]
-            captions[i], new = [*captions[i], *texts], new + len(texts)
-        lost += [] if found else [str(name)]
-    if len(lost) == len(extra):
-        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows is of a clip of {data.name} "
-                        f"(train), first {lost[0]}; names and windows (start, end) must agree")
-    kind = datasets.Features({"captions": data.features["captions"]})
-    beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
-    table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
-    note = f"{new:,} captions added from {file.name}"
-    note += f", {len(lost):,} of its rows are of no training clip, first {lost[0]}" if lost else ""
-    return dataclasses.replace(data, table=table, note=join_notes(data.note, note))
-
-
-def _read_caption_file(file):
+def read_caption_file(file):
     """The table of a csv, tsv, json(l) or parquet file."""
     kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
-    more = {}
-    if kind == "csv":  # all as text: 000 is a name, and so is NA
+    more, last = {}, 0
+    if kind == "csv":
         import datasets
-        separator, last = "\t" if file.suffix == ".tsv" else ",", 0
-        with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):
-            header, last = _csv_header(file, separator)
-            text = datasets.Features({c: datasets.Value("string") for c in header})
+        separator = "\t" if file.suffix == ".tsv" else ","
+        with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):  # the reader says it, below
+            last = guard("check_csv", file, separator)
+            with open(file, newline="", encoding="utf-8-sig") as f:
+                header = next(csv.reader(f, delimiter=separator))
+            names = [c or f"Unnamed: {i}" for i, c in enumerate(header)]  # the nameless column is an index
+            text = datasets.Features({c: datasets.Value("string") for c in names})  # 000 is a name, and so is NA
             more = {"sep": separator, "keep_default_na": False, "features": text}
     try:
         return open_table(kind, file, data_files=glob.escape(str(file)), split="train", **more)
@@ -2192,45 +2089,12 @@ def _read_caption_file(file):
                         'and write a quote inside a caption as ""') from error
 
 
-def _csv_header(file, separator):
-    """(names of the columns, line at which the last row begins). Raises: UserError where a row has more fields."""
-    import csv
-    csv.field_size_limit(2**31 - 1)  # a caption of a megabyte is one
-    with open(file, newline="", encoding="utf-8-sig") as f:
-        rows = csv.reader(f, delimiter=separator)
-        header = next(rows)
-        begin, end = 1, rows.line_num
-        for row in rows:
-            begin, end = end + 1, rows.line_num
-            _refuse_swallowed_rows(file, row, separator, begin)
-            if len(row) > len(header):  # the reader would take the first column for an index, and shift the others
-                raise UserError(f"--dataset {file}: line {end} has more fields than the header's {len(header)}; put "
-                                "captions that hold a comma in quotes")
-    return [c or f"Unnamed: {i}" for i, c in enumerate(header)], begin  # the nameless column is an index
-
-
-def _refuse_swallowed_rows(file, row, separator, begin):
-    """Raises: UserError where a caption over several lines holds lines that look like rows of their own: what they
-    begin or end with is a file as in this row, or called alike but for numbers. A quote was opened and not closed."""
-    def kind(name):
-        ending = Path(name).suffix.lower().lstrip(".")
-        return ending if ending in IMAGE_TYPES + VIDEO_TYPES else re.sub(r"[0-9]+", "0", name)
-    for field in (f for f in row if "\n" in f):
-        for number, line in enumerate(field.split("\n")[1:], start=1):
-            ends = {line.partition(separator)[0]: row[0], line.rpartition(separator)[2]: row[-1]}
-            alike = [name for name, own in ends.items() if own != field and kind(name.strip()) == kind(own)]
-            if separator in line and alike and kind(alike[0]) not in ("", "0"):  # a number begins many a line
-                raise UserError(f"--dataset {file}: a quote that opens in line {begin} swallows the rows after it, "
-                                f"{alike[0]} in line {begin + number} is the first; close it, and write a quote inside "
-                                'a caption as ""')
-
-
 TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
                 "recursion depth": "nested too deeply; expected rows of image and caption",
                 "decoding depth limit": "nested too deeply; expected rows of image and caption"}
 
 
-def _windows(table):
+def windows_of(table):
     """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) without."""
     pair = next((p for p in WINDOW_COLUMNS if set(p) <= set(table.column_names)), None)
     if not pair:
@@ -2296,15 +2160,10 @@ def load_images(name, image_column=""):
     if not path.is_dir() or any(path.rglob("*.tar")):
         return load_data(name, "test", image_column=image_column)
     files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in IMAGE_TYPES)
-    check_utf8(name, path, files)
+    guard("check_utf8", name, path, files)
     if not files:
         raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(IMAGE_TYPES)})")
     return Data(name, "all", make_table([[""]] * len(files), files, files))
-
-
-def long_tail_counts(n_max, classes, ratio):
-    """Images per class of an exponential tail, int(n_max * ratio ** (-c / (classes - 1))): n_max to n_max / ratio."""
-    return [int(n_max * ratio ** (-c / max(1, classes - 1))) for c in range(classes)]
 
 
 def labelled_sets(args):
@@ -3519,15 +3378,6 @@ def picture(path, function, *args, **options):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)  # half a picture says less than none
         say(f"{path.name} cannot be drawn and is left out: {type(error).__name__}: {first_line(error)}")
-
-
-def leave_out(data, keys):
-    """The data without the examples of these keys, which cannot be read; said in its note."""
-    left = [i for i, key in enumerate(data.keys()) if key not in (keys or ())]
-    if len(left) == len(data):
-        return data
-    lost = f"{len(data) - len(left):,} that cannot be read left out"
-    return dataclasses.replace(data.select(left), note=join_notes(data.note, lost))
 
 
 def millions(module):

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import re
@@ -79,9 +80,9 @@ def verify(folder, train, evals, limit):
                                "raise the limit")
     if known is None and common.rank() == 0:
         common.write_json(folder / "unreadable.json", found)
-    kept = {name: {split: common.leave_out(data, found.get(f"{name} {split}")) for split, data in of.items()}
+    kept = {name: {split: leave_out(data, found.get(f"{name} {split}")) for split, data in of.items()}
             for name, of in evals.items()}
-    return common.leave_out(train, found.get("train")), kept, found
+    return leave_out(train, found.get("train")), kept, found
 
 
 def unreadable_of_all(data):
@@ -97,6 +98,15 @@ def unreadable_of_all(data):
         raise common.UserError(next(words for _, words in parts if words))
     found = {key: why for part, _ in parts for key, why in part.items()}
     return {key: found[key] for key in data.keys() if key in found}
+
+
+def leave_out(data, keys):
+    """The data without the examples of these keys, which cannot be read; said in its note."""
+    left = [i for i, key in enumerate(data.keys()) if key not in (keys or ())]
+    if len(left) == len(data):
+        return data
+    lost = f"{len(data) - len(left):,} that cannot be read left out"
+    return dataclasses.replace(data.select(left), note=common.join_notes(data.note, lost))
 
 
 def compare(folder, train, evals, resumed=""):
