@@ -168,7 +168,8 @@ ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.exper
                             "zero_shot_accuracy"),
          "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
          "tools.answers": ("answer_vocabulary", "answer_numbers", "answer_hits", "question_metrics"),
-         "tools.avion": ("avion_weights",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
+         "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.avion": ("avion_weights",),
+         "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
          "sets.long_tail": ("long_tail_counts",)}
 
 
@@ -968,6 +969,7 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
 
 # ================================================== encoders =========================================================
 VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
+VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
 
 
 class _Block(nn.Module):
@@ -1041,44 +1043,6 @@ class SmallText(nn.Module):
         return self.words(input_ids, attention_mask)[1]
 
 
-class FeatureEncoder(SmallText):
-    """Precomputed features of a clip, projected, one transformer layer, mean over time: (B, T, F) -> (B, width)."""
-
-    def __init__(self, features, length, width=256):
-        super().__init__(1, length, width)
-        self.token = nn.Linear(features, width)
-
-    def forward(self, x):
-        return super().forward(x, torch.ones(x.shape[:2], dtype=torch.long, device=x.device))
-
-
-class VideoViT(nn.Module):
-    """A timm ViT over the patches of all frames at once, in the manner of AVION: clips (B, T, 3, S, S) -> (B, width).
-
-    A patch has the embedding of its place, as in an image, and that of its frame (`temporal`, zeros at the start); one
-    class token sees all T * P patches in every layer and is the feature. Other than AVION's: no patch dropout and no
-    checkpointing of layers (--chunk-size saves more memory), and positions have weight decay like other matrices.
-    """
-
-    def __init__(self, vit, frames):
-        super().__init__()
-        self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
-        for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
-            norm.eps = 1e-6  # AVION's; CLIP has 1e-5
-
-    def forward(self, clips):
-        if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
-            given = f"clips of {clips.shape[1]}" if clips.ndim == 5 else "images"
-            made = f"made for clips of {len(self.temporal)} frames"
-            raise UserError(f"--image-encoder {VIDEO}...: {made}, not for {given}")
-        x = self.vit.patch_embed(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])  # (B, T, P, width)
-        first, place = self.vit.pos_embed[0, :1], self.vit.pos_embed[0, 1:]  # (1, width), (P, width)
-        x = (x + place + self.temporal[:, None]).flatten(1, 2)  # (B, T * P, width)
-        token = (self.vit.cls_token + first).expand(len(x), -1, -1)  # (B, 1, width)
-        x = self.vit.blocks(self.vit.norm_pre(torch.cat([token, x], 1)))  # (B, 1 + T * P, width)
-        return self.vit.norm(x[:, 0])
-
-
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
@@ -1091,21 +1055,22 @@ class VisionEncoder(nn.Module):
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
         super().__init__()
         self.name, self.config, self.stats, projection = name, None, STATS["half"], None
+        self.whole_clips = name.startswith(VIDEO)
         if name == "features":
-            self.body = FeatureEncoder(features[1], features[0])
+            self.body = open_room("tools.video_towers", name).FeatureEncoder(features[1], features[0])
             self.width = self.body.width
         elif name == "small":
             self.body = small_cnn().to(memory_format=torch.channels_last)
             self.width = 128
         elif name in VIDEO_SWIN:
-            self.body, self.width, self.stats = _video_swin(name, pretrained)
+            self.body, self.width, self.stats = open_room("tools.video_towers", name).video_swin(name, pretrained)
         elif config or "/" in name or Path(name).is_dir():
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
         else:
             self.body, self.width, self.stats = _timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
             if name.startswith(VIDEO):
-                self.body = _video_vit(name, self.body, frames)
+                self.body = open_room("tools.video_towers", name).video_vit(name, self.body, frames)
         keep = projection is not None and projection.out_features == embed_dim
         if projection is not None and not keep and pretrained and embed_dim:
             say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
@@ -1122,7 +1087,7 @@ class VisionEncoder(nn.Module):
         if (self.name == "features") != (pixels.ndim == 3):
             raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
                             "alone")
-        if isinstance(self.body, VideoViT):
+        if self.whole_clips:
             return self.body(pixels)  # (B, width), of the whole clip
         if self.name in VIDEO_SWIN:  # it sees the whole clip, and halves the time
             clips = pixels if pixels.ndim == 5 else pixels[:, None]  # (B, T, 3, S, S)
@@ -1139,7 +1104,7 @@ class VisionEncoder(nn.Module):
     def pool(self, features, pixels):
         """Features of each frame -> features (B, width) and embeddings (B, D) of the images or clips."""
         embedding = self.projection(features)  # (B * T, D)
-        if pixels.ndim == 5 and not isinstance(self.body, VideoViT):
+        if pixels.ndim == 5 and not self.whole_clips:
             B = len(pixels)
             features = features.unflatten(0, (B, -1)).mean(1)  # (B, width)
             embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (B, -1)).mean(1)  # (B, D)
@@ -1193,23 +1158,6 @@ def hub_reason(error):
     return text[:300] + (hint if offline else "")
 
 
-VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")
-
-
-def _video_swin(name, pretrained):
-    """torchvision's Video Swin without its classifier, (B, 3, T, S, S) -> (B, width * times), its width and its pixel
-    statistics."""
-    from torchvision.models import get_model
-    try:
-        body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
-    except Exception as error:
-        raise UserError(f"--image-encoder {name}: {first_line(error)} (no access to download.pytorch.org? give "
-                        "torchvision's file of its weights by --init-from)") from error
-    width = body.head.in_features
-    body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
-    return body, width, STATS["imagenet"]
-
-
 def _timm_encoder(name, pretrained, image_size):
     """A timm model without its classifier, its width, and its pixel statistics."""
     import timm
@@ -1228,16 +1176,6 @@ def _timm_encoder(name, pretrained, image_size):
         body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
     stats = STATS["imagenet"] if cifar else (body.pretrained_cfg["mean"], body.pretrained_cfg["std"])
     return body, body.num_features, stats
-
-
-def _video_vit(name, vit, frames):
-    """A VideoViT of this timm model. Raises: UserError where it is no ViT with a class token, or the data no clips."""
-    if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
-        raise UserError(f"--image-encoder {name}: after {VIDEO} stands a timm ViT that reads its class token, such as "
-                        "vit_base_patch16_clip_224.openai")
-    if not frames:
-        raise UserError(f"--image-encoder {name}: is for clips, and this data set has images")
-    return VideoViT(vit, frames)
 
 
 def _hub_encoder(name, tower, pretrained, config):
@@ -1312,7 +1250,7 @@ def freeze_unused(model, tokenizer, spec):
     """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
     model.eval()
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
-    shape = (spec["frames"], *shape) if isinstance(model.vision.body, VideoViT) else shape
+    shape = (spec["frames"], *shape) if spec["image_encoder"].startswith(VIDEO) else shape
     try:
         with torch.enable_grad():
             tokens = tokenizer(["a"]) if tokenizer else None
@@ -1330,7 +1268,7 @@ def freeze_unused(model, tokenizer, spec):
 def set_dropout(model, features, text=True):
     """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features, after its projection
     and after attention and MLP; text False: none in a transformers text encoder, which else keeps its own."""
-    if isinstance(model.vision.body, FeatureEncoder):
+    if model.vision.name == "features":
         model.vision.body.blocks.dropout = features
     for module in model.text.modules() if not text else ():
         for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
