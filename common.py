@@ -161,16 +161,15 @@ def leave_processes():
 
 # ================================================== rooms ============================================================
 # Public names of this module that stand in a file of their own, which opens when one of them is asked for.
-ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.expert": ("Expert",),
-         "tools.paraphrase": ("Paraphrases",),
-         "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy",
-                            "knn_chance", "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class",
-                            "zero_shot_accuracy"),
-         "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
-         "tools.answers": ("answer_vocabulary", "answer_numbers", "answer_hits", "question_metrics"),
-         "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.avion": ("avion_weights",),
-         "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
-         "sets.long_tail": ("long_tail_counts",)}
+ROOMS = {
+    "sets.video": ("read_frames",), "sets.hub": ("hub_call",), "sets.long_tail": ("long_tail_counts",),
+    "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.expert": ("Expert",),
+    "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
+    "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
+    "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy", "knn_chance",
+                       "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class", "zero_shot_accuracy"),
+    "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
+    "tools.answers": ("answer_vocabulary", "answer_numbers", "answer_hits", "question_metrics")}
 
 
 class NoRoom(UserError):
@@ -1242,7 +1241,7 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):
         freeze_unused(model, tokenizer, spec)
     if weights:
-        init_from(model, weights)
+        open_room("tools.weights", "--init-from").init_from(model, weights)
     return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
 
 
@@ -1292,57 +1291,6 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
             train_wordpiece(map(clean_caption, texts) if clean else texts).save_pretrained(str(folder))
     barrier()
     return Tokenizer.load(folder, length, clean)
-
-
-def init_from(model, path):
-    """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
-
-    Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
-    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out. AVION's files
-    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder.
-    """
-    path = Path(path)
-    path = path / "model.safetensors" if path.is_dir() else path
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-            weights = load_file(path)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a pickle's protocol; what matters is an error
-                weights = torch.load(path, map_location="cpu", weights_only=True)
-            weights = weights if isinstance(weights, dict) else {}
-            weights = weights.get("state_dict", weights.get("model", weights))
-    except Exception as error:
-        reason = "it holds more than tensors: save its state_dict as safetensors" if "eights" in str(error) else error
-        raise UserError(f"--init-from {path}: cannot be read ({first_line(reason)})") from error
-    own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
-    weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
-    if any("timeattn" in k for k in weights):
-        raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
-                        f"time; --image-encoder {VIDEO}vit_base_patch16_clip_224 takes AVION's training of LaViLa")
-    if "visual.temporal_embedding" in weights:
-        from tools.avion import avion_weights
-        fit = avion_weights(model, weights, path)
-        model.load_state_dict(fit, strict=False)
-        say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by AVION's names")
-        return
-    fit, how = {}, "by name"
-    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
-        named = {prefix + k: v for k, v in weights.items()}
-        found = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
-        if len(found) > len(fit):
-            fit, how = found, f"as {prefix}* by name" if prefix else "by name"
-    if not fit:
-        body = [k for k in own if k.startswith("vision.body.") and not k.endswith("num_batches_tracked")]
-        theirs = [v for k, v in weights.items() if not k.endswith("num_batches_tracked")]
-        if len(theirs) >= len(body) > 0 and all(own[k].shape == v.shape for k, v in zip(body, theirs)):
-            fit, how = dict(zip(body, theirs)), "as the image encoder by order: no name fits, every shape does"
-    if not fit:
-        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts "
-                        f"{list(weights)[:3]}, the model {list(own)[:3]}")
-    model.load_state_dict(fit, strict=False)
-    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
 
 
 def decay_groups(modules, weight_decay):
@@ -3738,83 +3686,6 @@ def save_model(folder, model, tokenizer, spec):
     if tokenizer:
         with writing(Path(folder) / "tokenizer"):
             tokenizer.save(Path(folder) / "tokenizer")
-
-
-def load_model(run_dir):
-    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
-
-    model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
-    Raises: UserError when the folder holds no model, or a damaged one.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-    run_dir = Path(run_dir)
-    if not (run_dir / "model.json").is_file():
-        raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
-    again = f"; --resume {run_dir} writes it anew" if latest_checkpoint(run_dir) else ""
-    try:
-        spec = read_json(run_dir / "model.json")
-        _check_spec(spec)
-        tokenizer = None
-        if spec["text_encoder"]:
-            tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
-        model, transform = build_model(spec, tokenizer, pretrained=False)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, UserError):
-            raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{run_dir}: its model.json is damaged ({reason}){again}") from error
-    try:
-        weights = run_dir / "model.safetensors"
-        if spec.get("sha256") not in (None, checksum(weights)):
-            raise OSError("not the bytes that the run wrote; if they are meant, take sha256 out of model.json")
-        model.load_state_dict(load_file(weights))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = first_line(error)
-        raise UserError(f"{run_dir}: its model.safetensors is damaged or of another model ({reason}){again}") from error
-    return model.eval(), tokenizer, transform
-
-
-def _check_spec(spec):
-    """Raises: KeyError, TypeError or ValueError where model.json says what no run writes, or leads out of its folder:
-    an encoder that would be downloaded or opened elsewhere."""
-    import timm
-    whole = (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6), ("frames", 1, 10**4))
-    for name, low, high in whole:
-        if not isinstance(spec.get(name, low), int) or not low <= spec.get(name, low) <= high:
-            raise ValueError(f"{name} {spec[name]}")
-    if spec["eval_resize"] not in ("crop", "squash"):
-        raise ValueError(f"eval_resize {spec['eval_resize']}")
-    mean, std = spec["stats"]
-    if not (len(mean) == len(std) == 3 and all(math.isfinite(x) for x in mean) and all(0 < x < 1e9 for x in std)):
-        raise ValueError(f"stats {spec['stats']}")
-    asked = spec.get("questions") or {"answers": [], "model": "dual", "layers": 1, "frames": 1}
-    small = all(isinstance(asked[k], int) and 1 <= asked[k] <= high for k, high in (("layers", 64), ("frames", 10**4)))
-    if not small or asked["model"] not in ("fusion", "dual") or not all(isinstance(a, str) for a in asked["answers"]):
-        raise ValueError("questions that no run asks")
-    ours = {"image_encoder": ("small", "features", "resnet18-cifar", *VIDEO_SWIN), "text_encoder": ("small", "")}
-    for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
-        name = spec[kind]
-        by_timm = kind == "image_encoder" and timm.is_model(name.removeprefix(VIDEO))
-        by_timm = by_timm and not re.search(r"[:/\\]", name)
-        if name not in ours[kind] and not by_timm and not spec.get(config):
-            raise ValueError(f"{kind} {name}, of another place, without its config")
-        _refuse_places(spec.get(config) or {})
-
-
-def _refuse_places(config):
-    """Raises: ValueError where a transformers config names code, weights or files that would be fetched or opened."""
-    if not isinstance(config, dict):
-        raise ValueError(f"a config that is a {type(config).__name__}")
-    for key, value in config.items():
-        if key in ("_name_or_path", "id2label", "label2id") or value is None:  # names, never opened
-            continue
-        named = isinstance(value, str) and re.search(r"[:/\\]", value)
-        if named or (value and key in ("auto_map", "use_pretrained_backbone", "custom_pipelines")):
-            raise ValueError(f"its config leads elsewhere: {key} {value}")
-        for inner in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(inner, dict):
-                _refuse_places(inner)
 
 
 class Log:

@@ -46,6 +46,7 @@ from safetensors.torch import load_file
 
 import ncl
 from sets.hub import CIFAR_STATS, TEMO_17
+from tools import weights
 
 SEVENTEEN = "temo-17"
 BY_CLASS = ("zero-shot", "knn", "probe")                                   # tasks that want labels
@@ -142,7 +143,7 @@ class Subject:
         self.args, self.device = args, torch.device("cpu")
         if gpu:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        model, self.tokenizer, self.transform, self.own = open_model(args)
+        model, self.tokenizer, self.transform, self.own = weights.open_model(args)
         self.model = model.to(self.device)
         usual = ["qa"] if hasattr(model, "answers") else ["retrieval", "knn", "gap"]     # tools/answers.py
         args.tasks = args.tasks or usual
@@ -178,47 +179,6 @@ class Subject:
     def texts(self, texts):
         """Embeddings (len(texts), D). Collective."""
         return common.encode_texts(self.model, self.tokenizer, texts, self.device)
-
-
-def open_model(args):
-    """(model, tokenizer, transform, flags of its run): a run folder, a CLIP by name, or a pair by name."""
-    folder = Path(args.checkpoint) if args.checkpoint else None
-    if folder and (folder / "model.json").is_file():
-        if args.image_size:
-            say("--image-size: a run keeps its own")
-        own = common.read_json(folder / "args.json", {})
-        if not own:
-            say(f"WARNING: {folder}: no args.json there; how the run read its data is not known")
-        return *common.load_model(folder), own
-    if folder and folder.is_dir() and (folder / "checkpoints").is_dir():
-        raise UserError(f"--checkpoint {folder}: this run has not ended (no model.json); continue it with --resume "
-                        f"{folder}")
-    image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
-    if "small" in (image, text):
-        raise UserError("--image-encoder and --text-encoder small have no weights without a run; give --checkpoint "
-                        "RUN_DIR")
-    width, tokenizer = _clip_width(image), common.build_tokenizer(text, 77)
-    spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
-                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
-                frames=args.frames or 12)
-    torch.manual_seed(args.seed)
-    model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
-    if not width:
-        say("the projections of this pair are random: only its image features (knn, probe) mean anything")
-    return model.eval(), tokenizer, transform, {}
-
-
-def _clip_width(name):
-    """projection_dim of a CLIP by name, else 0."""
-    if "/" not in name and not Path(name).is_dir():
-        return 0
-    import transformers
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return getattr(config, "projection_dim", 0)
-    except (OSError, ValueError) as error:
-        reason = common.hub_reason(error)
-        raise UserError(f"--checkpoint {name}: neither a run folder nor a model ({reason})") from error
 
 
 # ======================================================= one data set ================================================
