@@ -166,6 +166,7 @@ ROOMS = {
     "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.expert": ("Expert",),
     "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
     "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
+    "tools.search": ("load_images",),
     "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy", "knn_chance",
                        "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class", "zero_shot_accuracy"),
     "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
@@ -2038,18 +2039,6 @@ def hold_out(splits):
     out["train"] = dataclasses.replace(train.select(np.flatnonzero(band >= len(missing)), "train"),
                                        note=join_notes(train.note, *notes))
     return out
-
-
-def load_images(name, image_column=""):
-    """The images of a folder and its subfolders, captions or not, or of the test split of any set; for searching."""
-    path = Path(name).expanduser()
-    if not path.is_dir() or any(path.rglob("*.tar")):
-        return load_data(name, "test", image_column=image_column)
-    files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in IMAGE_TYPES)
-    guard("check_utf8", name, path, files)
-    if not files:
-        raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(IMAGE_TYPES)})")
-    return Data(name, "all", make_table([[""]] * len(files), files, files))
 
 
 def labelled_sets(args):

@@ -246,3 +246,51 @@ def padded_and_flipped(data, seed):
     crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
     views = [c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())]
     return dataclasses.replace(data, pixels=torch.stack(views))
+
+
+# ======================================================= tasks of eval.py ============================================
+# Each takes a Case of eval.py and writes its numbers into case.metrics and case.chance.
+def zero_shot(case):
+    """Top-1/3/5 against class embeddings, both readings: the mean of normalised template embeddings, as CLIP and the
+    CC3M trainer (templates), and the class name alone (names)."""
+    data, (image, _, labels) = case.data, case.labelled("zero-shot")       # (M, D), (M,)
+    if not data.label_names:
+        raise common.UserError("the set has no class names")
+    names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name carries a blank at its end
+    case.metrics["zero-shot"] = metrics = {"classes": len(names)}
+    by_chance = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
+    case.chance["zero-shot"] = {"templates": by_chance, "names": by_chance}
+    for reading, prompts in (("templates", data.prompts or ["a photo of a {c}."]), ("names", ["{c}"])):
+        texts = case.subject.texts([t.replace("{c}", n) for n in names for t in prompts])          # (C * P, D)
+        embeddings = common.normalize(texts).view(len(names), len(prompts), -1)                    # (C, P, D)
+        metrics[reading] = zero_shot_accuracy(image, labels, embeddings.mean(1)) | {"prompts": len(prompts)}
+
+
+def knn(case):
+    """Nearest neighbours among the training images, for each k."""
+    (known, known_labels), (_, features, labels) = case.train("knn"), case.labelled("knn")
+    case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # a k that is too large leaves the others
+    limits = case.subject.own.get("shot_limits")                           # the run's many, medium and few
+    for k in case.args.knn_k:
+        result = knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
+        per_class = result.pop("per_class")
+        metrics[f"k={k}"] = result | head_mid_tail(known_labels.numpy(), per_class, limits)
+        chance[f"k={k}"] = knn_chance(known_labels.numpy(), labels.numpy())
+
+
+def probe(case):
+    """Linear classifiers of a few and of all training images."""
+    (known, known_labels), (_, features, labels) = case.train("probe"), case.labelled("probe")
+    classes, sizes = np.unique(known_labels.numpy(), return_counts=True)
+    shots, listed, args = case.args.few_shot or int(sizes.min()), case.few_shot("probe"), case.args
+    if listed:
+        name, few = "few-shot (the run's list)", linear_probe(*listed, features, labels, seed=args.seed)
+    else:
+        name = f"few-shot ({shots} a class)"
+        few = linear_probe(known, known_labels, features, labels, few_shot=shots, seed=args.seed)
+    everything = linear_probe(known, known_labels, features, labels, seed=args.seed)
+    case.metrics["probe"] = {name: few, "all": everything}
+    case.chance["probe"] = {k: {"top1": 100 / len(classes)} for k in case.metrics["probe"]}
+
+
+TASKS = {"zero-shot": zero_shot, "knn": knn, "probe": probe}

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import tempfile
+from pathlib import Path
 
 import common
 
@@ -57,6 +58,20 @@ def changes(saved, splits):
             how = f"{was['examples']:,} examples, now {now['examples']:,}"
             lines.append(f"{split}: {how}" if was["examples"] != now["examples"]
                          else f"{split}: {now['examples']:,} examples as before, but other names or sizes")
+    return lines
+
+
+def since_training(run, key, data):
+    """What a split is no more since a run was trained, by the fingerprints in its folder: a list of lines, said aloud.
+    key: what the run calls that split."""
+    lines, path = [], Path(run) / "data.json"
+    try:
+        lines = changes(common.read_json(path, {}), {key: data})
+    except (common.UserError, TypeError, KeyError) as error:
+        common.say(f"WARNING: {path} is damaged ({common.first_line(error)}): whether the data changed is not known")
+    for line in lines:
+        common.say(f"WARNING: the data are not what they were when the run was trained: {line}; its numbers do not "
+                   "compare")
     return lines
 
 
