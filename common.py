@@ -285,20 +285,12 @@ def positive_index(anchor):
     return rank() * len(anchor) + torch.arange(len(anchor), device=anchor.device)
 
 
-def all_sum(*values, device="cpu"):
-    """Sum plain numbers over processes; returns a list of floats."""
+def all_sum(*values, device="cpu", op=dist.ReduceOp.SUM):
+    """Sum (or with op their largest) of plain numbers over processes; returns a list of floats."""
     exact = torch.float32 if torch.device(device).type == "mps" else torch.float64  # Apple's GPUs have no float64
     total = torch.tensor(values, dtype=exact, device=device)
     if world() > 1:
-        dist.all_reduce(total)
-    return total.tolist()
-
-
-def all_max(*values, device="cpu"):
-    """Largest of plain numbers over processes; returns a list of floats."""
-    total = torch.tensor(values, dtype=torch.float32, device=device)
-    if world() > 1:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total, op=op)
     return total.tolist()
 
 
@@ -760,7 +752,7 @@ def decode(source, max_pixels=MAX_PIXELS):
     if data[:2] == b"\xff\xd8":
         image = _decode_jpeg(data)
     elif header.format == "PNG" and data[24] == 16:  # bits of a colour
-        image = _decode_deep_png(data)
+        image = open_room("tools.deep_png", "reader of PNGs with 16 bits").decode_deep_png(data)
     else:
         image = _decode_picture(header)
     if len(image) == 4:  # alpha on white; in whole numbers, since float round() starts threads: 7 ms on busy cores
@@ -828,20 +820,6 @@ def _decode_picture(image):
     except Exception as error:
         reason = first_line(error) if isinstance(error, OSError) else type(error).__name__
         raise ValueError(f"not a readable image ({reason})") from error
-
-
-def _decode_deep_png(data):
-    """A PNG of 16 bits a colour, which Pillow would cut -> (4, H, W) uint8, rounded. Raises: ValueError."""
-    import io
-
-    import av
-    try:
-        with av.open(io.BytesIO(data), format="png_pipe") as container:
-            frame = next(container.decode(video=0))
-        array = frame.to_ndarray(format="rgba64le")  # (H, W, 4) uint16
-    except (av.FFmpegError, StopIteration, ValueError) as error:
-        raise ValueError(f"not a readable image ({first_line(error)})") from error
-    return torch.from_numpy((array.astype(np.float32) / 257).round().astype(np.uint8)).permute(2, 0, 1)
 
 
 class EvalTransform:
@@ -1611,12 +1589,7 @@ def load_data(name, split, **options):
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
     if options.get("caption_relevancy") and split == "train":
-        if getattr(data, "sentences", None) is None:
-            raise UserError(f"--caption-relevancy: {name} has no sentences with relevancies (epic-kitchens-100 has); "
-                            "set it to 0")
-        if options.get("unfold_captions"):
-            raise UserError("--caption-relevancy draws a sentence for each clip; it goes not with --unfold-captions")
-        data = dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
+        data = open_room("sets.epic", "--caption-relevancy").drawing_sentences(data, options)
     if options.get("extra_captions") and split == "train":
         extra = open_room("tools.extra_captions", "--extra-captions")
         data = extra.add_captions(data, Path(options["extra_captions"]).expanduser())
@@ -2309,7 +2282,6 @@ def list_bad_samples(folder, bad):
 
 # ================================================== metrics ==========================================================
 RECALLS = (1, 5, 10, 50)
-MIR = ("mAP", "nDCG", "mAP_binary")
 
 
 class NotFinite(ValueError):
@@ -2606,13 +2578,7 @@ def metrics_table(title, metrics, chance):
     if "R-Mean" in metrics:
         lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
     if "mir" in metrics:
-        m, c = metrics["mir"], chance["mir"]
-        for label, a, b in (*((label, m[name], c[name]) for name, label in ways), ("both", m, c)):
-            cells = [f"{k} {a[k]:5.1f} ({b[k]:5.1f})" for k in MIR]
-            lines.append(f"{'MIR ' + label:<22}   {'   '.join(cells)}")
-        left_out = m["image_to_text"]["no_match"] + m["text_to_image"]["no_match"]
-        if left_out:
-            lines.append(f"{'':<22}   queries without an item of relevancy 1, in no mAP: {left_out}")
+        lines += open_room("tools.mir").table_lines(metrics["mir"], chance["mir"], ways)
     if "knn@1" in metrics:
         m, c = metrics["knn@1"], chance["knn@1"]
         lines.append(f"{f'kNN@1 ({it})':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "
@@ -2956,12 +2922,10 @@ class Run:
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def _verify(self):
         """Leave out what tools/check.py, reading every image once, cannot read. Collective.   Raises: UserError."""
-        if self.train.streamed or not has_tool("check"):
-            raise UserError("--verify-images: " + ("a stream cannot be read beforehand" if self.train.streamed else
-                                                   "tools/check.py is not there"))
-        from tools import check
-        limit = self.args.max_bad_fraction
-        self.train, self.evals, self.unreadable = check.verify(self.folder, self.train, self.evals, limit)
+        if self.train.streamed:
+            raise UserError("--verify-images: a stream cannot be read beforehand")
+        verify, limit = open_room("tools.check", "--verify-images").verify, self.args.max_bad_fraction
+        self.train, self.evals, self.unreadable = verify(self.folder, self.train, self.evals, limit)
         self.fitted = fit_batch(self.args, self.train) or self.fitted
         self.per_epoch = epoch_length(self.train, self.args.batch_size)
         self.total = self.last = self.args.max_steps or max(1, round(self.args.epochs * self.per_epoch))
@@ -3135,7 +3099,8 @@ class Run:
         """Every process learns of broken weights, and of a signal, on any of them; returns the signal's number or 0."""
         weights = [p.detach() for m in (self.trained, self.own) for p in m.parameters() if p.is_floating_point()]
         largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
-        broken, number = all_max(0.0 if math.isfinite(largest.item()) else 1.0, self.signal, device=self.device)
+        mine = float(not math.isfinite(largest.item())), self.signal
+        broken, number = all_sum(*mine, device=self.device, op=dist.ReduceOp.MAX)
         if broken:
             raise UserError(f"the weights are not finite after step {self.step} (lr {self.lr:.4g}, keys "
                             f"{batch['keys'][:8]}); try a lower --lr, or --grad-clip 1")
@@ -3696,18 +3661,8 @@ class Log:
                     temporary.write_text("".join(json.dumps(r) + "\n" for r in self.rows), encoding="utf8")
                     os.replace(temporary, self.path)
         if tracker:
-            self._open_tracker(Path(folder), config or {})
-
-    def _open_tracker(self, folder, config):
-        digest = hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:6]
-        self.tracker_id = self.tracker_id or f"{folder.name}-{digest}"
-        options = {"wandb": {"id": self.tracker_id, "name": folder.name, "resume": "allow", "dir": str(folder)},
-                   "trackio": {"name": self.tracker_id, "resume": "allow"}}
-        flat = {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in config.items()}
-        self.accelerator.project_configuration.logging_dir = str(folder)
-        project = "tracker" if self.tracker == "tensorboard" else "contrastive-temperature"
-        mine = {k: v for k, v in options.items() if k == self.tracker}
-        self.accelerator.init_trackers(project, config=flat, init_kwargs=mine)
+            opened = open_room("tools.tracker", "--tracker").open_tracker
+            self.tracker_id = opened(tracker, Path(folder), accelerator, tracker_id, config or {})
 
     def write(self, row):
         """row: dict of numbers with `step`; nested dicts (evaluation) are kept as they are in the file."""
