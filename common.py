@@ -26,7 +26,6 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import stat
@@ -167,6 +166,7 @@ ROOMS = {
     "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
     "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
     "tools.search": ("load_images",),
+    "tools.checkpoints": ("damaged_files", "latest_checkpoint", "write_checksums"),
     "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy", "knn_chance",
                        "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class", "zero_shot_accuracy"),
     "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
@@ -2814,7 +2814,7 @@ class Parser(OneLine):
     def _saved(self, folder):
         """The flags of a run to be resumed; refused when it is another script's."""
         try:
-            saved = run_args(folder, Path(self.prog).stem)
+            saved = open_room("tools.checkpoints", "--resume").run_args(folder, Path(self.prog).stem)
         except UserError as error:
             self.error(str(error))
         unknown = sorted(set(saved) - {a.dest for a in self._actions})
@@ -2969,14 +2969,10 @@ class Run:
         torch.manual_seed(args.seed + rank())  # the weights are the same on all processes; dropout should not be
         model = torch.compile(trained) if args.compile else trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        checkpoint = on_main(whole_checkpoint, self.folder) if args.resume else None
-        if checkpoint:
-            inside = self.optimizer.optimizer, self.accelerator.scaler
-            state, self.tensors, self.positions = load_checkpoint(checkpoint, trained, own, *inside)
-            self.step, self.tracker_id, self.wall_before = state["step"], state["tracker_id"], state["wall_s"]
-            if second:
-                _unpack_optimizer(second, {k[7:]: self.tensors.pop(k) for k in [*self.tensors] if k[:7] == "second."})
-            say(f"resumed {checkpoint} at step {self.step} of {self.last}")
+        if args.resume:
+            state = open_room("tools.checkpoints", "--resume").resume(self)
+            self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
+            self.wall_before = state.get("wall_s", 0.0)
         if self.step > self.last:
             raise UserError(f"--resume {args.resume}: its checkpoint is at step {self.step}, beyond the {self.last} "
                             "steps that --max-steps or --epochs ask for")
@@ -3111,8 +3107,8 @@ class Run:
         if not saved:
             self.save()
         self.bar.close()
-        say(f"stopped after step {self.step} by {signal.Signals(number).name}; to go on: {self.script}.py --resume "
-            f"{self.folder}")
+        go_on = f"to go on: {self.script}.py --resume {self.folder}" if has_tool("checkpoints") else "nothing is kept"
+        say(f"stopped after step {self.step} by {signal.Signals(number).name}; {go_on}")
         barrier()
         raise SystemExit(128 + number)
 
@@ -3144,12 +3140,9 @@ class Run:
         return self.val_pieces
 
     def save(self):
-        """Write a checkpoint. Collective."""
-        state = {"tracker_id": self.log.tracker_id, "wall_s": self.wall()}
-        inside = self.optimizer.optimizer, self.accelerator.scaler
-        second = _pack_optimizer(self.second)[0] if self.second else {}
-        tensors = self.tensors | {f"second.{k}": v for k, v in second.items()}
-        save_checkpoint(self.folder, self.step, self.trained, self.own, *inside, state, tensors, self.data.positions)
+        """Write a checkpoint, where tools/checkpoints.py is there. Collective."""
+        with where_there():
+            open_room("tools.checkpoints", "checkpoint, and no --resume").save(self)
 
     def wall(self):
         """Seconds of this run so far, those before a resume included."""
@@ -3166,7 +3159,7 @@ class Run:
         self.bar.close()
         self._ignore_no_more()
         save = functools.partial(save_model, self.folder, self.tower, self.tokenizer, self.spec)
-        _together(save if rank() == 0 else None, f"the model in {self.folder}")
+        together(save if rank() == 0 else None, f"the model in {self.folder}")
         self.tower.load_state_dict(load_file(self.folder / "model.safetensors"))
         test, chance, self.test_pieces = self.evaluator("test")
         summary, problems = self.summarize(test, chance) | extra, []
@@ -3426,88 +3419,7 @@ def commit():
         return "unknown"
 
 
-def run_args(folder, script):
-    """The saved flags of a run, for `--resume`. Raises: UserError for a folder that is no run of this script."""
-    path = Path(folder) / "args.json"
-    if not path.is_file():
-        raise UserError(f"--resume {folder}: no args.json there; give the run folder that a run printed")
-    try:
-        saved = json.loads(path.read_text(encoding="utf8"))
-    except ValueError as error:
-        raise UserError(f"--resume {folder}: its args.json is damaged ({first_line(error)})") from error
-    theirs = saved.pop("script", None)
-    if theirs != script:
-        raise UserError(f"--resume {folder}: a run of {theirs}.py, not of {script}.py; use python {theirs}.py --resume "
-                        f"{folder}")
-    return saved
-
-
-def checkpoints_of(folder):
-    """Complete checkpoint folders of a run, newest first: renaming made them complete; a crash leaves .tmp."""
-    steps = [p for p in (Path(folder) / "checkpoints").glob("step_*") if p.name[5:].isdigit()]
-    return sorted((p for p in steps if (p / "state.json").exists()), key=lambda p: -int(p.name[5:]))
-
-
-def latest_checkpoint(folder):
-    """The newest complete checkpoint folder of a run, or None."""
-    return next(iter(checkpoints_of(folder)), None)
-
-
-def save_checkpoint(folder, step, model, extra, optimizer, scaler=None, state=None, tensors=None, positions=None,
-                    keep=2):
-    """Write checkpoints/step_N without pickle: safetensors for tensors, JSON for the rest, a checksum of each file; to
-    a .tmp name, synced to the disk, then renamed. Collective: every process writes its own random state.
-
-    Args: extra: a module of the loss's own parameters; state: JSON-able counters; tensors: more tensors (masks);
-        positions: where this process's readers are in a stream; keep: how many checkpoints stay.
-    Raises: UserError on all processes when it cannot be written; the checkpoints before it stay as they are.
-    """
-    final = Path(folder) / "checkpoints" / f"step_{step}"
-    temporary = final.with_name(final.name + ".tmp")
-
-    def make():
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def write_shared():
-        packed, plain = _pack_optimizer(optimizer)
-        files = {"model": model.state_dict(), "extra": extra.state_dict(), "optimizer": packed}
-        for name, content in (files | {"tensors": tensors or {}}).items():
-            write_tensors(temporary / f"{name}.safetensors", content)
-        python, numpy_state = random.getstate(), np.random.get_state()
-        counters = {"step": step, "processes": world(), "optimizer": plain,
-                    "python": [python[0], list(python[1]), python[2]],
-                    "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
-                    "scaler": scaler.state_dict() if scaler else None}
-        write_json(temporary / "state.json", counters | (state or {}))
-
-    def write_own():
-        rng = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            rng["cuda"] = torch.cuda.get_rng_state()
-        write_tensors(temporary / f"rng_{rank()}.safetensors", rng)
-        write_json(temporary / f"positions_{rank()}.json", positions or {})
-
-    def publish():
-        write_checksums(temporary)
-        for path in [*temporary.iterdir(), temporary]:
-            sync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        sync(final.parent)
-        for old in checkpoints_of(folder)[keep:]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    try:
-        for work, alone in ((make, True), (write_shared, True), (write_own, False), (publish, True)):
-            _together(work if rank() == 0 or not alone else None, f"the checkpoint {final}")
-    except UserError:
-        if rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # half a checkpoint on a full disk is in the way
-        raise
-
-
-def _together(work, what):
+def together(work, what):
     """Do this process's part of writing `what`; all processes raise together when it fails on any of them."""
     error = None
     try:
@@ -3531,104 +3443,10 @@ def write_tensors(path, tensors):
         os.chmod(path, 0o666 & ~usual)  # the library writes 0600, which colleagues cannot read
 
 
-def sync(path):
-    """Ask the disk to hold a file, or the names in a folder, before going on."""
-    if os.name == "nt" and Path(path).is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def checksum(path):
     """SHA-256 of a file's content, as text."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_checksums(folder):
-    """checksums.json of all other files of a folder."""
-    files = sorted(p for p in Path(folder).iterdir() if p.name != "checksums.json")
-    write_json(Path(folder) / "checksums.json", {p.name: checksum(p) for p in files})
-
-
-def damaged_files(folder):
-    """Names of the files of a checkpoint that are missing or not as they were written."""
-    if not (Path(folder) / "checksums.json").exists():  # of an earlier version of this file
-        return []
-    try:
-        sums = json.loads((Path(folder) / "checksums.json").read_text(encoding="utf8"))
-    except (OSError, ValueError):
-        return ["checksums.json"]
-    return [n for n, s in sums.items() if not (Path(folder) / n).is_file() or checksum(Path(folder) / n) != s]
-
-
-def whole_checkpoint(folder):
-    """The newest checkpoint whose files are as they were written, or None where there is none at all.
-
-    A damaged one is named and the one before it taken.   Raises: UserError when all are damaged."""
-    damaged = []
-    for path in checkpoints_of(folder):
-        damaged = damaged_files(path)
-        if not damaged:
-            return path
-        say(f"--resume: {path}: damaged: {', '.join(damaged)}; the checkpoint before it is taken")
-    if damaged:
-        raise UserError(f"--resume {folder}: no checkpoint is whole; damaged: {path.name}: {', '.join(damaged)}")
-    return None
-
-
-def _pack_optimizer(optimizer):
-    """Optimizer state -> ({'index.name': tensor}, JSON-able rest)."""
-    state = optimizer.state_dict()
-    tensors = {f"{i}.{k}": v for i, s in state["state"].items() for k, v in s.items() if torch.is_tensor(v)}
-    plain = {str(i): {k: v for k, v in s.items() if not torch.is_tensor(v)} for i, s in state["state"].items()}
-    return tensors, {"state": plain, "param_groups": state["param_groups"]}
-
-
-def _unpack_optimizer(optimizer, tensors, plain=None):
-    """Put back what _pack_optimizer gave; plain None: the parameter groups stay as they are."""
-    plain = plain or {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-    entries = {int(i): dict(s) for i, s in plain["state"].items()}
-    for k, v in tensors.items():
-        entries.setdefault(int(k.split(".", 1)[0]), {})[k.split(".", 1)[1]] = v
-    optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
-
-
-def load_checkpoint(path, model, extra, optimizer, scaler=None):
-    """Restore everything save_checkpoint wrote; returns (state dict, tensors, positions).
-
-    Raises: UserError on another architecture."""
-    from safetensors.torch import load_file
-    path = Path(path)
-    state = json.loads((path / "state.json").read_text(encoding="utf8"))
-    for name, module in (("model", model), ("extra", extra)):
-        saved, own = load_file(path / f"{name}.safetensors"), module.state_dict()
-        same = {k for k in saved.keys() & own.keys() if saved[k].shape == own[k].shape}
-        wrong = sorted((saved.keys() | own.keys()) - same)
-        if wrong:
-            raise UserError(f"--resume {path}: the checkpoint has another architecture than these flags ({len(wrong)} "
-                            f"tensors differ, first {wrong[0]})")
-        module.load_state_dict(saved)
-    _unpack_optimizer(optimizer, load_file(path / "optimizer.safetensors"), state["optimizer"])
-    if scaler and state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
-    kind, numbers, gauss = state["python"]
-    random.setstate((kind, tuple(numbers), gauss))
-    np.random.set_state(tuple(state["numpy"]))
-    positions = {}
-    if (path / f"rng_{rank()}.safetensors").exists() and state["processes"] == world():
-        rng = load_file(path / f"rng_{rank()}.safetensors")
-        torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng and torch.cuda.is_available():
-            torch.cuda.set_rng_state(rng["cuda"])
-        positions = json.loads((path / f"positions_{rank()}.json").read_text(encoding="utf8"))
-    else:
-        say(f"--resume: {state['processes']} processes before, {world()} now: random states of dropout and stream "
-            "positions start anew")
-    return state, load_file(path / "tensors.safetensors"), positions
 
 
 def save_model(folder, model, tokenizer, spec):
@@ -3651,15 +3469,7 @@ class Log:
         self.path, self.accelerator, self.tracker, self.rows = Path(folder) / "metrics.jsonl", accelerator, tracker, []
         self.tracker_id = tracker_id
         if self.path.exists():  # a resumed run drops what its checkpoint had not seen
-            rows = _whole_rows(self.path)
-            again = first_step in (0, total)  # this run evaluates that step itself
-            kept = [r for r in rows if r["step"] <= first_step]
-            self.rows = [r for r in kept if not (again and r["step"] == first_step and "eval" in r)]
-            if rank() == 0:
-                temporary = self.path.with_suffix(".tmp")
-                with writing(self.path):
-                    temporary.write_text("".join(json.dumps(r) + "\n" for r in self.rows), encoding="utf8")
-                    os.replace(temporary, self.path)
+            self.rows = open_room("tools.checkpoints", "--resume").kept_rows(self.path, first_step, total)
         if tracker:
             opened = open_room("tools.tracker", "--tracker").open_tracker
             self.tracker_id = opened(tracker, Path(folder), accelerator, tracker_id, config or {})
@@ -3678,16 +3488,6 @@ class Log:
         """(steps, values) of a logged number; nested names join with '/'."""
         pairs = [(r[x], v) for r in self.rows for v in [flatten(r).get(name)] if v is not None]
         return [p[0] for p in pairs], [p[1] for p in pairs]
-
-
-def _whole_rows(path):
-    """The rows of metrics.jsonl; one that a crash or a full disk has cut is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            rows += [row] if isinstance(row, dict) and "step" in row else []
-    return rows
 
 
 def flatten(d, prefix=""):
