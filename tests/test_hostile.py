@@ -40,7 +40,7 @@ import eval as evaluation
 import ncl
 import temo
 import temperature_schedules as ts
-from tools import check, checkpoints, figures, paraphrase
+from tools import check, checkpoints, figures, paraphrase, processes, run_folder
 
 DRAWS = True  # where a test asks for it, see `run`
 TINY = ["--cpu", "--threads", "1", "--workers", "0", "--image-size", "16", "--embed-dim", "16", "--batch-size", "16",
@@ -235,7 +235,7 @@ def test_eval_goes_on_after_a_set_that_is_not_there(whole, data, tmp_path, capfd
 # ----------------------------------------------- 2: disks -----------------------------------------------------------
 @pytest.mark.parametrize("owner, name, words", [
     (common, "build_tokenizer", "a/tokenizer cannot be written: File too large"),
-    (common, "lock_folder", "--output-dir .*: cannot be written .File too large"),
+    (run_folder, "lock_folder", "--output-dir .*: cannot be written .File too large"),
     (check, "compare", "a/data.json cannot be written: File too large"),
     (common.Log, "write", "a/metrics.jsonl cannot be written: File too large"),
     (checkpoints, "save_checkpoint", "the checkpoint .*a/checkpoints/step_1 cannot be written: File too large"),
@@ -577,7 +577,7 @@ def test_verify_images(data, tmp_path, capfd):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_whose_partner_never_comes(rank, data, tmp_path):
     def work(_):
-        common.RENDEZVOUS_MINUTES = 0.01
+        processes.RENDEZVOUS_MINUTES = 0.01
         run(data, tmp_path)
     [(code, said)] = ranks(tmp_path, work, [rank], 30)
     line = the_line(code, said)
@@ -588,7 +588,7 @@ def test_a_process_whose_partner_never_comes(rank, data, tmp_path):
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_process_whose_partner_is_lost(how, data, tmp_path):
     def work(rank):
-        common.COLLECTIVE_MINUTES = 0.04 if how == "hangs" else 5
+        processes.COLLECTIVE_MINUTES = 0.04 if how == "hangs" else 5
 
         def done(self, *_):
             if rank == 1:

@@ -124,6 +124,29 @@ def leave_out(data, keys):
     return dataclasses.replace(data.select(left), note=common.join_notes(data.note, lost))
 
 
+def readable(sets):
+    """Raises: UserError where of an evaluation set {name: {split: Data}} no image or no caption is there."""
+    for name, splits in sets.items():
+        for split, data in splits.items():
+            first = range(min(len(data), 100))
+            if all(_why_unreadable(data, i) for i in first):
+                raise common.UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
+                                       f"split can be read, first {data.key(0)}: {_why_unreadable(data, 0)}")
+            if not any(data.captions(i) for i in first):
+                raise common.UserError(f"--eval-datasets {name}: its {split} split has no captions")
+
+
+def _why_unreadable(data, i):
+    """Why example i cannot be read; "" where it can."""
+    try:
+        data.read(i)
+        return ""
+    except (OSError, ValueError, RuntimeError) as error:
+        if common.no_fault_of_a_sample(error):
+            raise common.UserError(common.plain_words(error)) from error
+        return common.first_line(error)
+
+
 def compare(folder, train, evals, resumed=""):
     """Words about examples of the evaluation {name: {split: Data}} that stand in train as well, for the banner.
 

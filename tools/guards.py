@@ -123,3 +123,21 @@ def _swallowed_rows(file, row, separator, begin):
                 raise UserError(f"--dataset {file}: a quote that opens in line {begin} swallows the rows after it, "
                                 f"{alike[0]} in line {begin + number} is the first; close it, and write a quote inside "
                                 'a caption as ""')
+
+
+TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
+                "recursion depth": "nested too deeply; expected rows of image and caption",
+                "decoding depth limit": "nested too deeply; expected rows of image and caption"}
+
+
+def plain_words(error, reason):
+    """What an error of `datasets`, and the one it came from, mean for a table; "" where that is not known."""
+    import datasets
+    if isinstance(reason, UnicodeDecodeError) or "codec can't decode" in str(reason):
+        return f"not UTF-8 text ({common.first_line(reason)}); save it as UTF-8"
+    place, path = str(datasets.config.HF_DATASETS_CACHE), str(getattr(reason, "filename", None) or "-")
+    ours = path.startswith(place) or place.startswith(path) or getattr(reason, "errno", None) in common.DISK
+    if isinstance(reason, OSError) and (ours or "disk space" in str(reason)):
+        why = reason.strerror or common.first_line(reason).split(".")[0]
+        return f"the cache of `datasets` in {place} cannot be written: {why}; HF_DATASETS_CACHE names another folder"
+    return next((words for sign, words in TABLE_ERRORS.items() if sign in f"{error} {reason}"), "")
