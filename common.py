@@ -162,7 +162,8 @@ ROOMS = {
     "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.expert": ("Expert",),
     "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
     "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
-    "tools.search": ("load_images",), "tools.run_folder": ("commit", "lock_folder", "versions"),
+    "tools.chunks": ("random_state", "set_random_state"), "tools.search": ("load_images",),
+    "tools.run_folder": ("commit", "lock_folder", "make_folder", "versions"),
     "tools.processes": ("join_processes", "main_first"),
     "tools.checkpoints": ("damaged_files", "latest_checkpoint", "write_checksums"),
     "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy", "knn_chance",
@@ -423,11 +424,8 @@ def by_rows(loss, *rows, columns, block=0):
 
 
 class Chunks:
-    """Embeddings of a batch with the memory of `chunk` examples, and the exact gradient of the full batch.
-
-    Gradient caching: `encode` runs the chunks without a graph; the script computes its loss from the embeddings;
-    `backward` takes the loss's gradient at the embeddings, encodes each chunk again with the random state of the first
-    pass, and pushes the gradient through. Processes synchronise in the last chunk only. chunk = 0: plain, all at once.
+    """The embeddings of a batch, and the way back from a loss of them into the encoders: all at once, or `chunk`
+    examples at a time with the memory of a chunk and the exact gradient of the full batch (tools/chunks.py).
 
     Args:
         encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
@@ -440,53 +438,23 @@ class Chunks:
 
     def encode(self, inputs):
         """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, from which a loss can be computed."""
-        first = next(iter(_leaves(inputs)))
-        self.device, self.pieces = first.device, []
-        if not self.chunk or self.chunk >= len(first):
-            self.embeddings = self.function(inputs)
-            return self.embeddings
-        self.pieces = [_slice(inputs, i, i + self.chunk) for i in range(0, len(first), self.chunk)]
-        self.states, parts = [], []
-        with torch.no_grad():
-            for piece in self.pieces:
-                self.states.append(_rng_state(self.device))
-                parts.append(self.function(piece))
-        self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
-        return self.embeddings
+        self.cached = None
+        if not self.chunk or self.chunk >= _rows(inputs):
+            return self.function(inputs)
+        in_chunks = open_room("tools.chunks", "--chunk-size").GradientCache
+        self.cached = in_chunks(self.function, inputs, self.chunk)
+        return self.cached.embeddings
 
     def backward(self, loss):
         """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
         self.accelerator.backward(loss)
-        if not self.pieces:
-            return
-        after = _rng_state(self.device)
-        for k, (piece, state) in enumerate(zip(self.pieces, self.states)):
-            _set_rng_state(state, self.device)
-            last = k == len(self.pieces) - 1
-            rows = slice(k * self.chunk, (k + 1) * self.chunk)
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                again = self.function(piece)  # (b, D) each, with a graph
-                used = [(e, whole.grad[rows]) for e, whole in zip(again, self.embeddings) if whole.grad is not None]
-                torch.autograd.backward([e for e, _ in used], [g.to(e.dtype) for e, g in used])
-        _set_rng_state(after, self.device)
+        if self.cached:
+            self.cached.backward(lambda: self.accelerator.no_sync(self.model))
 
 
-def _leaves(x):
-    return (t for v in x.values() for t in (_leaves(v) if isinstance(v, dict) else [v]))
-
-
-def _slice(x, i, j):
-    return {k: _slice(v, i, j) if isinstance(v, dict) else v[i:j] for k, v in x.items()}
-
-
-def _rng_state(device):
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_rng_state(state, device):
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+def _rows(x):
+    first = next(iter(x.values()))
+    return _rows(first) if isinstance(first, dict) else len(first)
 
 
 def cosine_lr(step, total, warmup, peak, end, schedule="cosine"):
@@ -588,18 +556,7 @@ class Augment:
         return out
 
     def _randaugment(self, image, u):
-        """RandAugment with the CC3M trainer's operations, each with probability 1/2, from the sample's own seed."""
-        from torchvision.transforms import v2
-        ops, magnitude = self.randaugment
-        transform = v2.RandAugment(num_ops=1, magnitude=magnitude)
-        keep = ("Identity", "AutoContrast", "Equalize", "Brightness", "Sharpness",
-                "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
-        transform._AUGMENTATION_SPACE = {k: v for k, v in transform._AUGMENTATION_SPACE.items() if k in keep}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
-            for _ in range(ops):
-                image = transform(image) if torch.rand(()) < 0.5 else image
-        return image
+        return open_room("tools.randaugment", "RandAugment").randaugment(image, u, *self.randaugment)
 
     def finish(self, x, u):
         """Device side: (B, 3, S, S) float in 0..1 -> the same after flip, jitter, grey and blur; u (B, DRAWS).
@@ -1526,14 +1483,12 @@ def load_data(name, split, **options):
     """Open one split of a data set.
 
     Args:
-        name: a name that a file of sets/ knows; a folder (class folders, images or videos with
-        metadata.csv/jsonl/parquet,
-            tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id such as
-            'org/name'.   split: train, val or test.
+        name: a name that a file of sets/ knows; a folder (class folders, images or videos with a metadata.csv, .jsonl
+            or .parquet, tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id
+            such as 'org/name'.   split: train, val or test.
         options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
-        label_column,
-            streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
-            feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
+            label_column, streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache,
+            image_size, feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
             hold_out_val: a set by name that has no val gives a part of train, and trains on the rest;
             max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
             extra_captions, a file of further captions for the train split; and what a file of sets/ asks for.
@@ -3197,16 +3152,6 @@ def read_json(path, default=None):
     if not isinstance(content, (dict, type(default))):
         raise UserError(f"{path}: damaged (it holds no names and values)")
     return content
-
-
-def make_folder(folder, flag):
-    """mkdir -p on the main process; all processes raise together when it cannot be."""
-    def make():
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from error
-    on_main(make)
 
 
 def slug(name):

@@ -1,4 +1,4 @@
-"""What stands in a run's folder beside its results: who holds it, and what it ran with."""
+"""A run's folder: making one, who holds it, and what the run ran with."""
 
 import contextlib
 import errno
@@ -8,9 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import UserError, say
+from common import UserError, on_main, say
 
 import torch
+
+
+def make_folder(folder, flag):
+    """mkdir -p on the main process; all processes raise together when it cannot be."""
+    def make():
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from error
+    on_main(make)
 
 
 def lock_folder(folder, flag):
