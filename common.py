@@ -7,8 +7,9 @@ Notation, used in every file of this project:
     shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
 
 Sections: errors | rooms | processes | losses on any card | random numbers | image views | text | encoders | data |
-batches | metrics | evaluation | flags | runs and checkpoints. What knows the layout of somebody's files stands in
-sets/, what runs beside training in tools/; both are opened where they are needed, and so are heavy libraries.
+batches | metrics | evaluation | flags | runs. What knows the layout of somebody's files stands in sets/; what runs
+beside training, and what is optional, in tools/. Both are opened where they are needed, by ROOMS and open_room, and so
+are heavy libraries; without the two folders, this file and a method file still train on any own images and hub id.
 """
 
 import argparse
@@ -221,7 +222,7 @@ def where_there():
     try:
         yield
     except NoRoom as error:
-        say(f"left out: {error}")
+        say_once(f"left out: {error}")
 
 
 # ================================================== processes ========================================================
@@ -2437,11 +2438,9 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     metrics, chance = retrieval_both_ways(pieces)
     metrics["modality_gap"] = modality_gap(image, pieces["text"])
     chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
-    by_relevancy, by_chance = {}, {}
-    if has_tool("mir"):
-        by_relevancy, by_chance = open_room("tools.mir").mir_of(model, tokenizer, pieces, device)
-    if by_relevancy:
-        metrics["mir"], chance["mir"] = by_relevancy, by_chance
+    by_relevancy = open_room("tools.mir").mir_of(model, tokenizer, pieces, device) if has_tool("mir") else [{}]
+    if by_relevancy[0]:
+        metrics["mir"], chance["mir"] = by_relevancy
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
@@ -2726,13 +2725,16 @@ class Parser(OneLine):
                 self.require(Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")
 
 
-# ================================================== runs and checkpoints =============================================
+# ================================================== runs =============================================================
 def say(*words):
     """print on the main process only, without tearing a progress bar."""
     if rank() == 0 and int(os.environ.get("RANK", 0)) == 0:
         from tqdm import tqdm
         tqdm.write(printable(" ".join(str(w) for w in words)), file=sys.stdout)
         sys.stdout.flush()
+
+
+say_once = functools.cache(say)  # of the same words
 
 
 def barrier():
