@@ -2774,23 +2774,13 @@ class Run:
         self.folder, self.lock = start_run(args, self.script)
         self.unreadable, self.twins = {}, ""
         if args.verify_images:
-            self._verify()
+            open_room("tools.check", "--verify-images").verify_run(self)
         if has_tool("check"):
             compare = open_room("tools.check").compare
             self.twins = on_main(compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
-    def _verify(self):
-        """Leave out what tools/check.py, reading every image once, cannot read. Collective.   Raises: UserError."""
-        if self.train.streamed:
-            raise UserError("--verify-images: a stream cannot be read beforehand")
-        verify, limit = open_room("tools.check", "--verify-images").verify, self.args.max_bad_fraction
-        self.train, self.evals, self.unreadable = verify(self.folder, self.train, self.evals, limit)
-        self.fitted = fit_batch(self.args, self.train) or self.fitted
-        self.per_epoch = epoch_length(self.train, self.args.batch_size)
-        self.total = self.last = self.args.max_steps or max(1, round(self.args.epochs * self.per_epoch))
-
     def towers(self, texts=None, questions=None):
         """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe.
 

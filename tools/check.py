@@ -75,6 +75,16 @@ def since_training(run, key, data):
     return lines
 
 
+def verify_run(run):
+    """Leave out of a common.Run what cannot be read, and count its steps anew. Collective.   Raises: UserError."""
+    if run.train.streamed:
+        raise common.UserError("--verify-images: a stream cannot be read beforehand")
+    run.train, run.evals, run.unreadable = verify(run.folder, run.train, run.evals, run.args.max_bad_fraction)
+    run.fitted = common.fit_batch(run.args, run.train) or run.fitted
+    run.per_epoch = common.epoch_length(run.train, run.args.batch_size)
+    run.total = run.last = run.args.max_steps or max(1, round(run.args.epochs * run.per_epoch))
+
+
 def verify(folder, train, evals, limit):
     """(train, evals, {split: {key: reason}}) without the images that a strict reader refuses, and what these are.
 
