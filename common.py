@@ -868,7 +868,6 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
 
 # ================================================== encoders =========================================================
 VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
-VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
 
 
 class _Block(nn.Module):
@@ -1055,6 +1054,9 @@ def hub_reason(error):
     hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a "
             "timm model)")
     return text[:300] + (hint if offline else "")
+
+
+VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
 
 
 def _timm_encoder(name, pretrained, image_size):
