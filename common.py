@@ -986,7 +986,7 @@ class VisionEncoder(nn.Module):
             raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
                             "alone")
         if self.whole_clips:
-            return self.body(pixels)  # (B, width), of the whole clip
+            return self.body(pixels)  # (B, width)
         if self.name in VIDEO_SWIN:  # it sees the whole clip, and halves the time
             clips = pixels if pixels.ndim == 5 else pixels[:, None]  # (B, T, 3, S, S)
             features = self.body(clips.transpose(1, 2)).unflatten(1, (self.width, -1))  # (B, width, T / 2)
