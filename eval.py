@@ -45,7 +45,7 @@ import torch
 
 import ncl
 from sets.hub import CIFAR_STATS, TEMO_17
-from tools import by_class, check, search, stand_ins, weights
+from tools import by_class, check, mir, search, stand_ins, weights
 
 SEVENTEEN = "temo-17"
 BY_CLASS = tuple(by_class.TASKS)                                           # zero-shot, knn, probe: they want labels
@@ -199,7 +199,7 @@ class Case:
             raise UserError(f"--split {args.split}: {name} is a stream there; use --split val or test")
         self.changed = []
         if own and not common.rank():
-            self.changed = check.since_training(args.checkpoint, key_of(subject, name, args.split), data)
+            self.changed = check.since_training(args.checkpoint, self.key_of(args.split), data)
         if args.limit:
             data = data.select(np.arange(min(args.limit, len(data))), args.split)
         self.data = data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
@@ -208,10 +208,14 @@ class Case:
     def open(self, split):
         """That split of the data set, as the run had it: without its meta-data and what --verify-images left out."""
         data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
-        learnt = set(self.subject.meta_data.get(key_of(self.subject, self.name, split), ()))
+        learnt = set(self.subject.meta_data.get(self.key_of(split), ()))
         data = data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
-        bad = self.subject.unreadable.get(key_of(self.subject, self.name, split))
+        bad = self.subject.unreadable.get(self.key_of(split))
         return common.leave_out(data, bad) if bad else data
+
+    def key_of(self, split):
+        """What data.json, meta_data.json and unreadable.json of the run call a split."""
+        return "train" if split == "train" and self.name == self.subject.own.get("dataset") else f"{self.name} {split}"
 
     def images(self, task):
         """index (M,) of the rows that could be read, image (M, D), features (M, width), as this task sees them."""
@@ -322,25 +326,11 @@ def evaluate(subject, name, options, first=True):
     return found | ({"changed": case.changed} if case.changed else {}), failed
 
 
-def key_of(subject, name, split):
-    """What data.json and unreadable.json of a run call a split."""
-    return "train" if split == "train" and name == subject.own.get("dataset") else f"{name} {split}"
-
-
 # ======================================================= tasks =======================================================
 # Each takes a Case and writes its numbers into case.metrics and case.chance.
 def retrieval(case):
     """Ranks both ways, without normalisation."""
     case.metrics["retrieval"], case.chance["retrieval"] = common.retrieval_both_ways(case.pieces)
-
-
-def mir(case):
-    """Multi-instance retrieval, by the set's relevancies."""
-    subject = case.subject
-    metrics, chance = common.mir_of(subject.model, subject.tokenizer, case.pieces, subject.device)
-    if not metrics:
-        raise UserError("the set has no relevancies (no verb and noun classes)")
-    case.metrics["mir"], case.chance["mir"] = metrics, chance
 
 
 def normalize(case):
@@ -385,7 +375,7 @@ def qa(case):
         common.picture(case.picture("answers"), common.figures().draw_answers, pieces)
 
 
-TASKS = {"retrieval": retrieval, "mir": mir, **by_class.TASKS, "gap": gap, "histograms": histograms, "qa": qa}
+TASKS = {"retrieval": retrieval, "mir": mir.task, **by_class.TASKS, "gap": gap, "histograms": histograms, "qa": qa}
 
 
 # ======================================================= main ========================================================

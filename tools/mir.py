@@ -156,3 +156,12 @@ def table_lines(metrics, chance, ways):
     if left_out:
         lines.append(f"{'':<22}   queries without an item of relevancy 1, in no mAP: {left_out}")
     return lines
+
+
+def task(case):
+    """The task mir of eval.py: writes the numbers of a Case into case.metrics and case.chance."""
+    subject = case.subject
+    metrics, chance = mir_of(subject.model, subject.tokenizer, case.pieces, subject.device)
+    if not metrics:
+        raise common.UserError("the set has no relevancies (no verb and noun classes)")
+    case.metrics["mir"], case.chance["mir"] = metrics, chance
