@@ -1851,8 +1851,9 @@ def read_caption_file(file):
     except UserError as error:
         if "EOF inside string" not in str(error):
             raise
-        raise UserError(f"--dataset {file}: a quote in the row that begins at line {last} is never closed; close it, "
-                        'and write a quote inside a caption as ""') from error
+        row = f"the row that begins at line {last}" if last else "one of its rows"
+        raise UserError(f"--dataset {file}: a quote in {row} is never closed; close it, and write a quote inside a "
+                        'caption as ""') from error
 
 
 def windows_of(table):
