@@ -1222,7 +1222,6 @@ HELD_OUT = 0.05  # part of the images held out for val, and again for test, wher
 MOST_HELD_OUT = 5000  # of these, used in an evaluation
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
 PACKED = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)  # names of compressed tars
-HELD_BY_FOLDERS = (*IMAGE_TYPES, *VIDEO_TYPES, "parquet", "csv", "jsonl", "arrow")
 IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are asked row by row
 
 

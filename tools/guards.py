@@ -12,12 +12,14 @@ from pathlib import Path
 import common
 from common import UserError, split_words
 
+HELD_BY_FOLDERS = (*common.IMAGE_TYPES, *common.VIDEO_TYPES, "parquet", "csv", "jsonl", "arrow")
+
 
 def check_folder(name, path, files):
     """Raises: UserError for a folder that no reader reads as meant. files: all below it."""
     check_utf8(name, path, files)
     packed = [f for f in files if common.PACKED.search(f.name)]
-    if packed and not any(f.suffix.lower().lstrip(".") in common.HELD_BY_FOLDERS for f in files):
+    if packed and not any(f.suffix.lower().lstrip(".") in HELD_BY_FOLDERS for f in files):
         raise UserError(f"--dataset {name}: {len(packed)} compressed tars and nothing else to read, first "
                         f"{min(packed)}: unpack them (gunzip), an index needs plain tars")
 
