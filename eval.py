@@ -42,13 +42,13 @@ from common import UserError, count, nonnegative, say, whole
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 import ncl
 from sets.hub import CIFAR_STATS, TEMO_17
+from tools import by_class, check, mir, search, stand_ins, weights
 
 SEVENTEEN = "temo-17"
-BY_CLASS = ("zero-shot", "knn", "probe")                                   # tasks that want labels
+BY_CLASS = tuple(by_class.TASKS)                                           # zero-shot, knn, probe: they want labels
 
 
 def parse_args(argv=None):
@@ -142,7 +142,7 @@ class Subject:
         self.args, self.device = args, torch.device("cpu")
         if gpu:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        model, self.tokenizer, self.transform, self.own = open_model(args)
+        model, self.tokenizer, self.transform, self.own = weights.open_model(args)
         self.model = model.to(self.device)
         usual = ["qa"] if hasattr(model, "answers") else ["retrieval", "knn", "gap"]     # tools/answers.py
         args.tasks = args.tasks or usual
@@ -180,47 +180,6 @@ class Subject:
         return common.encode_texts(self.model, self.tokenizer, texts, self.device)
 
 
-def open_model(args):
-    """(model, tokenizer, transform, flags of its run): a run folder, a CLIP by name, or a pair by name."""
-    folder = Path(args.checkpoint) if args.checkpoint else None
-    if folder and (folder / "model.json").is_file():
-        if args.image_size:
-            say("--image-size: a run keeps its own")
-        own = common.read_json(folder / "args.json", {})
-        if not own:
-            say(f"WARNING: {folder}: no args.json there; how the run read its data is not known")
-        return *common.load_model(folder), own
-    if folder and folder.is_dir() and (folder / "checkpoints").is_dir():
-        raise UserError(f"--checkpoint {folder}: this run has not ended (no model.json); continue it with --resume "
-                        f"{folder}")
-    image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
-    if "small" in (image, text):
-        raise UserError("--image-encoder and --text-encoder small have no weights without a run; give --checkpoint "
-                        "RUN_DIR")
-    width, tokenizer = _clip_width(image), common.build_tokenizer(text, 77)
-    spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
-                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
-                frames=args.frames or 12)
-    torch.manual_seed(args.seed)
-    model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
-    if not width:
-        say("the projections of this pair are random: only its image features (knn, probe) mean anything")
-    return model.eval(), tokenizer, transform, {}
-
-
-def _clip_width(name):
-    """projection_dim of a CLIP by name, else 0."""
-    if "/" not in name and not Path(name).is_dir():
-        return 0
-    import transformers
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return getattr(config, "projection_dim", 0)
-    except (OSError, ValueError) as error:
-        reason = common.hub_reason(error)
-        raise UserError(f"--checkpoint {name}: neither a run folder nor a model ({reason})") from error
-
-
 # ======================================================= one data set ================================================
 class Case:
     """One data set under evaluation: what its tasks share, and their numbers. Collective.
@@ -238,7 +197,9 @@ class Case:
         data = self.open(args.split)
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream there; use --split val or test")
-        self.changed = changes(subject, name, args.split, data)
+        self.changed = []
+        if own and not common.rank():
+            self.changed = check.since_training(args.checkpoint, self.key_of(args.split), data)
         if args.limit:
             data = data.select(np.arange(min(args.limit, len(data))), args.split)
         self.data = data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
@@ -247,10 +208,14 @@ class Case:
     def open(self, split):
         """That split of the data set, as the run had it: without its meta-data and what --verify-images left out."""
         data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
-        learnt = set(self.subject.meta_data.get(key_of(self.subject, self.name, split), ()))
+        learnt = set(self.subject.meta_data.get(self.key_of(split), ()))
         data = data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
-        bad = self.subject.unreadable.get(key_of(self.subject, self.name, split))
+        bad = self.subject.unreadable.get(self.key_of(split))
         return common.leave_out(data, bad) if bad else data
+
+    def key_of(self, split):
+        """What data.json, meta_data.json and unreadable.json of the run call a split."""
+        return "train" if split == "train" and self.name == self.subject.own.get("dataset") else f"{self.name} {split}"
 
     def images(self, task):
         """index (M,) of the rows that could be read, image (M, D), features (M, width), as this task sees them."""
@@ -361,27 +326,6 @@ def evaluate(subject, name, options, first=True):
     return found | ({"changed": case.changed} if case.changed else {}), failed
 
 
-def key_of(subject, name, split):
-    """What data.json and unreadable.json of a run call a split."""
-    return "train" if split == "train" and name == subject.own.get("dataset") else f"{name} {split}"
-
-
-def changes(subject, name, split, data):
-    """What this split is no more since the run was trained, by the fingerprints in its folder: a list of lines, said
-    aloud. The main process looks."""
-    lines, path = [], Path(subject.args.checkpoint) / "data.json"
-    if common.rank() or not subject.own or not common.has_tool("check"):
-        return lines
-    from tools import check
-    try:
-        lines = check.changes(common.read_json(path, {}), {key_of(subject, name, split): data})
-    except (UserError, TypeError, KeyError) as error:
-        say(f"WARNING: {path} is damaged ({common.first_line(error)}): whether the data changed is not known")
-    for line in lines:
-        say(f"WARNING: the data are not what they were when the run was trained: {line}; its numbers do not compare")
-    return lines
-
-
 # ======================================================= tasks =======================================================
 # Each takes a Case and writes its numbers into case.metrics and case.chance.
 def retrieval(case):
@@ -389,64 +333,16 @@ def retrieval(case):
     case.metrics["retrieval"], case.chance["retrieval"] = common.retrieval_both_ways(case.pieces)
 
 
-def mir(case):
-    """Multi-instance retrieval, by the set's relevancies."""
-    subject = case.subject
-    metrics, chance = common.mir_of(subject.model, subject.tokenizer, case.pieces, subject.device)
-    if not metrics:
-        raise UserError("the set has no relevancies (no verb and noun classes)")
-    case.metrics["mir"], case.chance["mir"] = metrics, chance
-
-
 def normalize(case):
     """Retrieval with NCL's biases; the one of --normalize becomes the set's retrieval."""
     iterations = case.args.iterations or case.subject.own.get("iterations") or 4
-    texts, videos, gamma = stand_ins(case)
+    texts, videos, gamma = stand_ins.stand_ins(case)
     results, case.pieces["biases"] = ncl.normalized_retrieval(case.pieces, gamma, iterations, texts, videos)
     case.metrics["retrieval"] = {k: v for k, v in results[case.args.normalize].items() if k != "error"}
     case.metrics |= {"normalize": results, "normalized_by": case.args.normalize}
     if common.rank() == 0:
         queues = {"texts": [] if texts is None else texts, "videos": videos}
         common.picture(case.picture("normalization"), ncl.draw_normalization, case.pieces, gamma, iterations, queues)
-
-
-def stand_ins(case):
-    """(texts (K, D), videos (K, D), gamma) for --normalize: the queues of an NCL run, else embeddings of training
-    examples and of their captions, drawn once; (None, None, gamma) where the test queries alone are asked for.
-
-    Raises: UserError where there are no such queries."""
-    subject, args = case.subject, case.args
-    file, split = Path(args.checkpoint) / "queues.safetensors", args.queue_split.replace("run", "train")
-    queues = load_file(file) if args.checkpoint and file.is_file() else {}
-    gamma = args.gamma or (queues["gamma"].item() if queues else _gamma(subject))
-    if queues and case.name == subject.own.get("dataset") and args.queue_split == "run":
-        texts, videos = queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:]
-        where = "the run's queue"
-    elif args.normalize == "oracle":
-        return None, None, gamma
-    else:                                                                  # other sets have their own queries
-        train = case.open(split)
-        if train.streamed:
-            raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
-        index, videos, _, _ = subject.images(train, subject.view("retrieval", case.name), _some(len(train), args))
-        captions = [c for i in index for c in train.captions(i)]
-        texts, where = subject.texts([captions[k] for k in _some(len(captions), args)]), f"its {split} split"
-    if not len(texts) and args.normalize == "queue":
-        raise UserError(f"--normalize queue: no queries in {where}")
-    say(f"{case.name}: --normalize queue: {len(texts):,} texts and {len(videos):,} items of {where}, gamma {gamma:.3g}")
-    return texts, videos, gamma
-
-
-def _gamma(subject):
-    """The temperature of the run: the learnt one, else its --tau."""
-    last = common.latest_checkpoint(subject.args.checkpoint) if subject.own.get("learnable_tau") else None
-    learnt = load_file(last / "extra.safetensors").get("tau.log_tau") if last else None
-    return (subject.own.get("tau") or 0.01) if learnt is None else learnt.exp().item()
-
-
-def _some(n, args):
-    """At most --queue-size of n rows, drawn once, in order."""
-    return np.sort(np.random.default_rng(args.seed).permutation(n)[:args.queue_size])
 
 
 def gap(case):
@@ -469,49 +365,6 @@ def histograms(case):
         common.picture(case.picture("similarities"), draw, stages)
 
 
-def zero_shot(case):
-    """Top-1/3/5 against class embeddings, both readings: the mean of normalised template embeddings, as CLIP and the
-    CC3M trainer (templates), and the class name alone (names)."""
-    data, (image, _, labels) = case.data, case.labelled("zero-shot")       # (M, D), (M,)
-    if not data.label_names:
-        raise UserError("the set has no class names")
-    names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name carries a blank at its end
-    case.metrics["zero-shot"] = metrics = {"classes": len(names)}
-    by_chance = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
-    case.chance["zero-shot"] = {"templates": by_chance, "names": by_chance}
-    for reading, prompts in (("templates", data.prompts or ["a photo of a {c}."]), ("names", ["{c}"])):
-        texts = case.subject.texts([t.replace("{c}", n) for n in names for t in prompts])          # (C * P, D)
-        embeddings = common.normalize(texts).view(len(names), len(prompts), -1)                    # (C, P, D)
-        metrics[reading] = common.zero_shot_accuracy(image, labels, embeddings.mean(1)) | {"prompts": len(prompts)}
-
-
-def knn(case):
-    """Nearest neighbours among the training images, for each k."""
-    (known, known_labels), (_, features, labels) = case.train("knn"), case.labelled("knn")
-    case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # a k that is too large leaves the others
-    limits = case.subject.own.get("shot_limits")                           # the run's many, medium and few
-    for k in case.args.knn_k:
-        result = common.knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
-        per_class = result.pop("per_class")
-        metrics[f"k={k}"] = result | common.head_mid_tail(known_labels.numpy(), per_class, limits)
-        chance[f"k={k}"] = common.knn_chance(known_labels.numpy(), labels.numpy())
-
-
-def probe(case):
-    """Linear classifiers of a few and of all training images."""
-    (known, known_labels), (_, features, labels) = case.train("probe"), case.labelled("probe")
-    classes, sizes = np.unique(known_labels.numpy(), return_counts=True)
-    shots, listed, args = case.args.few_shot or int(sizes.min()), case.few_shot("probe"), case.args
-    if listed:
-        name, few = "few-shot (the run's list)", common.linear_probe(*listed, features, labels, seed=args.seed)
-    else:
-        name = f"few-shot ({shots} a class)"
-        few = common.linear_probe(known, known_labels, features, labels, few_shot=shots, seed=args.seed)
-    everything = common.linear_probe(known, known_labels, features, labels, seed=args.seed)
-    case.metrics["probe"] = {name: few, "all": everything}
-    case.chance["probe"] = {k: {"top1": 100 / len(classes)} for k in case.metrics["probe"]}
-
-
 def qa(case):
     """Answers to questions, by type; the most frequent answer, or a draw among the choices, beside them."""
     subject, args, answers = case.subject, case.args, common.answers()
@@ -522,37 +375,7 @@ def qa(case):
         common.picture(case.picture("answers"), common.figures().draw_answers, pieces)
 
 
-TASKS = {"retrieval": retrieval, "mir": mir, "zero-shot": zero_shot, "knn": knn, "probe": probe, "gap": gap,
-         "histograms": histograms, "qa": qa}
-
-
-def search(subject):
-    """The images of --dataset nearest to --query: printed and drawn. Collective."""
-    args, figures = subject.args, common.figures()
-    if not subject.tokenizer:
-        raise UserError(f"--query: {args.checkpoint} has no text encoder")
-    data = common.load_images(args.dataset, image_column=args.image_column)
-    index, image, _, bad = subject.images(data, subject.view("retrieval", args.dataset))
-    sim = (common.normalize(subject.texts([args.query])) @ common.normalize(image).T)[0]  # (M,)
-    best = sim.topk(min(args.top, len(sim)))
-    rows = [int(index[j]) for j in best.indices.tolist()]
-    hits = [{"key": data.key(i), "cosine": round(c, 4)} for i, c in zip(rows, best.values.tolist())]
-    if common.rank() == 0:
-        title = f'"{args.query}", {len(sim)} images'
-        common.picture(subject.folder / f"query.{args.figures}", draw_hits, figures, title, data, rows, hits)
-    say("\n".join(f"{h['cosine']:.4f}  {h['key']}" for h in hits))
-    return {"query": args.query, "dataset": args.dataset, "images": len(sim), "unreadable": len(bad), "hits": hits}
-
-
-def draw_hits(figures, title, data, rows, hits, path):
-    """The images of these rows, nearest first, their cosines above and their names below."""
-    fig, axes = figures.figure(len(hits), width=1.8, height=2.2)
-    for ax, hit, i in zip(axes, hits, rows):
-        figures.show(ax, data, i)
-        ax.set_title(f"cos {hit['cosine']:.2f}", fontsize=9)
-        ax.set_xlabel(Path(hit["key"]).name[-24:], fontsize=7)
-    fig.suptitle(title, fontsize=10)
-    figures.save_figure(fig, path)
+TASKS = {"retrieval": retrieval, "mir": mir.task, **by_class.TASKS, "gap": gap, "histograms": histograms, "qa": qa}
 
 
 # ======================================================= main ========================================================
@@ -647,7 +470,7 @@ def main(args):
     result = {"command": " ".join([Path(sys.executable).name] + sys.argv),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": common.versions().splitlines(), "processes": common.world()}
-    result |= search(subject) if args.query else evaluate_all(subject)
+    result |= search.search(subject) if args.query else evaluate_all(subject)
     if common.rank() == 0:
         common.write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")

@@ -77,6 +77,16 @@ def load(name, split, options):
     return dataclasses.replace(data, sentences=sentences)
 
 
+def drawing_sentences(data, options):
+    """The data with --caption-relevancy: training draws a sentence for each clip. Raises: UserError without any."""
+    if getattr(data, "sentences", None) is None:
+        raise UserError(f"--caption-relevancy: {data.name} has no sentences with relevancies (epic-kitchens-100 has); "
+                        "set it to 0")
+    if options.get("unfold_captions"):
+        raise UserError("--caption-relevancy draws a sentence for each clip; it goes not with --unfold-captions")
+    return dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
+
+
 # ---- sentences and relevancies ----
 class Sentences:
     """What multi-instance retrieval ranks: the texts of the *_sentence.csv, each the narration of the clip it names.

@@ -26,6 +26,11 @@ class Splits(dict):
         raise common.UserError(f"this set has no {split} split" + ("; --val-file names one" if split == "val" else ""))
 
 
+def long_tail_counts(n_max, classes, ratio):
+    """Images per class of an exponential tail, int(n_max * ratio ** (-c / (classes - 1))): n_max to n_max / ratio."""
+    return [int(n_max * ratio ** (-c / max(1, classes - 1))) for c in range(classes)]
+
+
 def load(name, split, options):
     """One split of a set of this file, small images in memory.
 
@@ -79,13 +84,13 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
 def long_tail(data, ratio, seed, n_max=None):
     """A long-tail subset of Data that has labels, its rows in their old order.
 
-    The classes come in an order drawn from the seed; their image counts are common.long_tail_counts, from n_max
+    The classes come in an order drawn from the seed; their image counts are long_tail_counts, from n_max
     (default: the largest class) down to n_max / ratio, and at most what a class has.
     """
     rng, labels = np.random.default_rng([seed, 17]), np.asarray(data.labels)  # (M,)
     classes = np.unique(labels)
     order = rng.permutation(classes)
-    counts = common.long_tail_counts(n_max or int(np.bincount(labels).max()), len(classes), ratio)
+    counts = long_tail_counts(n_max or int(np.bincount(labels).max()), len(classes), ratio)
     rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(order, counts, strict=True)]
     return data.select(np.sort(np.concatenate(rows)))
 
@@ -161,7 +166,7 @@ def _follows(sizes, ratio):
     """Are class sizes (largest first) the exponential tail of this ratio, to an image? 0: any tail, or all equal."""
     if not ratio:
         return sizes[0] == sizes[-1] or sizes[0] >= 2 * sizes[-1] > 0
-    return bool(np.abs(sizes - common.long_tail_counts(int(sizes[0]), len(sizes), ratio)).max() <= (ratio > 1))
+    return bool(np.abs(sizes - long_tail_counts(int(sizes[0]), len(sizes), ratio)).max() <= (ratio > 1))
 
 
 def _listed(name, files, root):

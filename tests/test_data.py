@@ -1245,7 +1245,7 @@ def test_a_new_set_is_one_file(tmp_path):
 
 
 def test_one_method_and_common_train_alone(tmp_path):
-    """On a folder, on a parquet file, and evaluated on a folder of parquet: what is missing is only the pictures."""
+    """On a folder, on a parquet file, and evaluated on a folder of parquet: what is missing is optional, and said."""
     alone = copy_of(tmp_path / "alone", "common.py", "temo.py")
     write_captions(alone / "own", 48)
     rows = [(f"own/{i:03}.png", caption(i)) for i in range(48)]
@@ -1258,6 +1258,7 @@ def test_one_method_and_common_train_alone(tmp_path):
         run = alone / f"out-{name}" / "r"
         assert f"{train} training examples" in said and "pictures" in said and "left out" in said
         assert "Traceback" not in said and "WARNING" not in said
+        assert said.count("tools/checkpoints.py is not beside common.py: no checkpoint, and no --resume") == 1
         assert steps_of(run) == 2 and (run / "model.safetensors").is_file()
         summary = json.loads((run / "summary.json").read_text())
         assert set(summary["test"]) == sets and not summary["errors"] and not list(run.glob("*.png"))

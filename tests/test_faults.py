@@ -77,11 +77,12 @@ def make_folder(pipe, out, name, begin):
     flags = Namespace(output_dir=str(out), run_name=name, dataset="a", seed=1, resume="")
     time.sleep(max(0, begin - time.time()))  # all at once
     try:
-        folder, _ = common._new_folder(flags, "temo")
+        folder = common._new_folder(flags, "temo")
+        _ = common.lock_folder(folder, "--run-name")  # held until the test says so
         pipe.send(str(folder))
     except common.UserError as error:
         pipe.send(error)
-    pipe.recv()  # the lock is held until the test says so
+    pipe.recv()
 
 
 @pytest.mark.parametrize("name", ["", "mine"])

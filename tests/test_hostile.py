@@ -40,7 +40,7 @@ import eval as evaluation
 import ncl
 import temo
 import temperature_schedules as ts
-from tools import check, figures, paraphrase
+from tools import check, checkpoints, figures, paraphrase, processes, run_folder
 
 DRAWS = True  # where a test asks for it, see `run`
 TINY = ["--cpu", "--threads", "1", "--workers", "0", "--image-size", "16", "--embed-dim", "16", "--batch-size", "16",
@@ -235,10 +235,10 @@ def test_eval_goes_on_after_a_set_that_is_not_there(whole, data, tmp_path, capfd
 # ----------------------------------------------- 2: disks -----------------------------------------------------------
 @pytest.mark.parametrize("owner, name, words", [
     (common, "build_tokenizer", "a/tokenizer cannot be written: File too large"),
-    (common, "lock_folder", "--output-dir .*: cannot be written .File too large"),
+    (run_folder, "lock_folder", "--output-dir .*: cannot be written .File too large"),
     (check, "compare", "a/data.json cannot be written: File too large"),
     (common.Log, "write", "a/metrics.jsonl cannot be written: File too large"),
-    (common, "save_checkpoint", "the checkpoint .*a/checkpoints/step_1 cannot be written: File too large"),
+    (checkpoints, "save_checkpoint", "the checkpoint .*a/checkpoints/step_1 cannot be written: File too large"),
     (common, "save_model", "the model in .*a cannot be written: File too large"),
     (common, "list_bad_samples", "a/bad_samples.txt cannot be written: File too large"),
     (common.Run, "summarize", ""), (common, "open_table", "the cache of `datasets` in .* cannot be written: File to")])
@@ -263,16 +263,16 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, w
 
 def test_what_a_full_disk_stopped_goes_on_once_there_is_room(data, whole, tmp_path, capfd):
     """The checkpoint before is there, the half one is gone, half a row of the log is dropped."""
-    before, steps = common.save_checkpoint, []
+    before, steps = checkpoints.save_checkpoint, []
 
     def save(folder, step, *args, **options):
         with small_files(0 if step == 2 else 10**9):
             before(folder, step, *args, **options)
     try:
-        common.save_checkpoint = save
+        checkpoints.save_checkpoint = save
         line = stopped(lambda: run(data, tmp_path), capfd)
     finally:
-        common.save_checkpoint = before
+        checkpoints.save_checkpoint = before
     assert re.match("the checkpoint .*step_2 cannot be written: File too large; what was saved before is whole", line)
     assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step_1"]
     with open(tmp_path / "a" / "metrics.jsonl", "a") as log:
@@ -577,7 +577,7 @@ def test_verify_images(data, tmp_path, capfd):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_whose_partner_never_comes(rank, data, tmp_path):
     def work(_):
-        common.RENDEZVOUS_MINUTES = 0.01
+        processes.RENDEZVOUS_MINUTES = 0.01
         run(data, tmp_path)
     [(code, said)] = ranks(tmp_path, work, [rank], 30)
     line = the_line(code, said)
@@ -588,7 +588,7 @@ def test_a_process_whose_partner_never_comes(rank, data, tmp_path):
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_process_whose_partner_is_lost(how, data, tmp_path):
     def work(rank):
-        common.COLLECTIVE_MINUTES = 0.04 if how == "hangs" else 5
+        processes.COLLECTIVE_MINUTES = 0.04 if how == "hangs" else 5
 
         def done(self, *_):
             if rank == 1:

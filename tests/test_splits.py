@@ -30,7 +30,7 @@ from helpers import (
 from PIL import Image
 
 from sets import long_tail
-from tools import check
+from tools import by_class, check
 
 WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing")
 N = 9  # examples of a split that a folder or file names
@@ -424,13 +424,13 @@ class Eyes(torch.nn.Module):
 
 def test_knn_does_not_see_rows_without_a_class(tmp_path, monkeypatch):
     path = classes_in_rows("a.csv")(tmp_path)
-    seen, whole = [], common.knn_accuracy
+    seen, whole = [], by_class.knn_accuracy
 
     def knn_accuracy(train, train_labels, test, test_labels, **more):
         seen.append((len(train), train_labels.tolist(), len(test), test_labels.tolist()))
         return whole(train, train_labels, test, test_labels, **more)
 
-    monkeypatch.setattr(common, "knn_accuracy", knn_accuracy)
+    monkeypatch.setattr(by_class, "knn_accuracy", knn_accuracy)
     train = common.load_data(str(path), "train")
 
     def tokenizer(texts):

@@ -1,1 +1,1 @@
-"""What runs beside training: pictures, paraphrases."""
+"""What runs beside training (pictures, paraphrases, captions), and optional parts of common.py and eval.py."""

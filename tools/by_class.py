@@ -1,6 +1,7 @@
-"""Evaluation of image features by class, as the authors of TS do: linear probes, and head, middle and tail classes.
+"""Evaluation by class: nearest neighbours, zero-shot, linear probes, and frequent and rare classes apart.
 
-temperature_schedules.py evaluates with it, and eval.py takes its probe and its parts; opened by common, by name.
+temperature_schedules.py evaluates with it as its authors do, the others take their kNN from here; opened by common, by
+name.
 """
 
 import dataclasses
@@ -10,6 +11,106 @@ import common
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+
+def recall_by_frequency(ranks, frequency):
+    """R@1 R@5 R@10 R@50 (percent), MdR and MnR apart for queries of frequent and of rare clusters.
+
+    Args: ranks (Q,): rank of each query's best positive, from 1 (retrieval_metrics(..., ranks=True) gives them).
+        frequency (Q,): size of the query's training cluster or class.
+    Returns: {head, mid, tail}, each with these keys, queries, and from, to (its frequencies): thirds of the queries,
+        the most frequent first. Queries of one frequency stay together, in the third where their middle falls, so the
+        thirds are not always equal, and one may be missing; {} where all have one frequency.
+    Raises: ValueError on lengths that differ.
+    """
+    ranks, frequency = np.asarray(ranks), np.asarray(frequency)
+    if ranks.shape != frequency.shape or ranks.ndim != 1:
+        raise ValueError(f"ranks {ranks.shape} and frequencies {frequency.shape} must be (Q,) both")
+    sizes, where, count = np.unique(-frequency, return_inverse=True, return_counts=True)  # most frequent first
+    if len(sizes) < 2:
+        return {}
+    middle = (count.cumsum() - count / 2) / len(ranks)  # of each frequency, as a part of the queries
+    third = np.minimum((3 * middle).astype(int), 2)[where]  # (Q,)
+    out = {}
+    for number, name in enumerate(("head", "mid", "tail")):
+        part = third == number  # (Q,)
+        if part.any():
+            own = frequency[part]
+            span = {"queries": int(part.sum()), "from": own.min().item(), "to": own.max().item()}
+            out[name] = common.recalls(ranks[part]) | span
+    return out
+
+
+def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_class=False):
+    """k-nearest-neighbour classification by cosine, unweighted vote, ties to the smallest class id.
+
+    Args: train (M, D), test (Q, D), labels long.
+    Returns: {top1, mean_per_class} in percent (mean over the classes of the test set), with per_class=True also
+        per_class {class: percent}.
+    Raises: ValueError on non-finite features or k > M.
+    """
+    if k > len(train):
+        raise ValueError(f"k = {k} is more than the {len(train)} training items")
+    train, test = common.normalize(train), common.normalize(test)
+    if not (torch.isfinite(train).all() and torch.isfinite(test).all()):
+        raise common.NotFinite("features hold non-finite values")
+    train_labels, test_labels = train_labels.to(train.device).long(), test_labels.to(train.device).long()
+    classes = int(max(train_labels.max(), test_labels.max())) + 1
+    hits = []
+    for i in range(0, len(test), chunk):
+        near = (test[i:i + chunk] @ train.T).topk(k, dim=1).indices  # (c, k)
+        ballots = torch.ones_like(near, dtype=torch.float)  # (c, k)
+        votes = torch.zeros(len(near), classes, device=train.device)  # (c, classes)
+        votes.scatter_add_(1, train_labels[near], ballots)
+        hits.append(votes.argmax(1) == test_labels[i:i + chunk])
+    result = class_accuracy(torch.cat(hits), test_labels)
+    return result if per_class else {k: v for k, v in result.items() if k != "per_class"}
+
+
+def class_accuracy(hits, labels):
+    """{top1, mean_per_class, per_class} in percent of hits (Q,) bool."""
+    hits = hits.double()
+    per_class = {int(c): 100 * hits[labels == c].mean().item() for c in labels.unique()}
+    mean = float(np.mean(list(per_class.values())))
+    return {"top1": 100 * hits.mean().item(), "mean_per_class": mean, "per_class": per_class}
+
+
+def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
+    """Classification by the nearest class embedding, in percent: {top1, top3, top5}.
+
+    Args: images (M, D), labels (M,), class_embeddings (C, D). Ties count against the model.
+    Raises: ValueError on non-finite input."""
+    images, classes = common.normalize(images), common.normalize(class_embeddings)
+    labels = labels.to(images.device).long()
+    if not (torch.isfinite(images).all() and torch.isfinite(classes).all()):
+        raise common.NotFinite("embeddings hold non-finite values")
+    ranks = []
+    for i in range(0, len(images), 4096):
+        sim = images[i:i + 4096] @ classes.T.to(images)  # (c, C)
+        own = sim.gather(1, labels[i:i + 4096, None])  # (c, 1)
+        ranks.append((sim >= own).sum(1))  # counts itself: 1 = right, ties behind
+    ranks = torch.cat(ranks).double()
+    return {f"top{k}": 100 * (ranks <= k).double().mean().item() for k in topk}
+
+
+def nearest(known, known_labels, features, labels):
+    """(kNN@1, its chance) of features (Q, width) with labels (Q,) among known (M, width), of rows that have a class."""
+    (mine, theirs), (known, features) = with_class((known_labels, labels), (known, features))
+    found = knn_accuracy(known, torch.from_numpy(mine), features, torch.from_numpy(theirs))
+    return found, knn_chance(mine, theirs)
+
+
+def knn_chance(train_labels, test_labels):
+    """knn_accuracy of a random neighbour."""
+    share = np.bincount(train_labels, minlength=int(test_labels.max()) + 1) / len(train_labels)
+    mean = float(100 * share[np.unique(test_labels)].mean())
+    return {"top1": float(100 * share[test_labels].mean()), "mean_per_class": mean}
+
+
+def with_class(labels, features):
+    """The rows that have a class (>= 0): tuples of labels (M,) numpy and of features (M, width), split by split."""
+    has = [y >= 0 for y in labels]  # (M,) bool each
+    return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
 
 
 def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42, per_class=False):
@@ -31,7 +132,7 @@ def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42,
             raise ValueError(f"few_shot = {few_shot}: the smallest class has {min(map(len, rows))} images")
         x, y = x[np.concatenate(rows)], y[np.concatenate(rows)]
     predicted = LinearSVC(random_state=42).fit(x, y).predict(q)
-    result = common.class_accuracy(torch.from_numpy(predicted) == truth, truth)
+    result = class_accuracy(torch.from_numpy(predicted) == truth, truth)
     return result if per_class else {k: result[k] for k in ("top1", "mean_per_class")}
 
 
@@ -45,7 +146,7 @@ def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, 
     y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
     classes, data = np.unique(train_labels), (train, y, test, truth)
     smallest = int(np.bincount(train_labels)[classes].min())
-    results = {f"knn@{k}": common.knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
+    results = {f"knn@{k}": knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
     if probes:
         source, shots = ((few[0], torch.from_numpy(few[1])), None) if few else ((train, y), smallest)
         results["few-shot"] = linear_probe(*source, test, truth, few_shot=shots, seed=seed, per_class=True)
@@ -55,7 +156,7 @@ def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, 
         overall = {k: v for k, v in result.items() if k != "per_class"}
         metrics[name] = overall | head_mid_tail(train_labels, result["per_class"], limits)
         uniform = {"top1": 100 / len(classes), "mean_per_class": 100 / len(classes)}
-        chance[name] = common.knn_chance(train_labels, test_labels) if name.startswith("knn") else uniform
+        chance[name] = knn_chance(train_labels, test_labels) if name.startswith("knn") else uniform
     return metrics, chance, results["knn@1"]["per_class"]
 
 
@@ -145,3 +246,51 @@ def padded_and_flipped(data, seed):
     crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
     views = [c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())]
     return dataclasses.replace(data, pixels=torch.stack(views))
+
+
+# ======================================================= tasks of eval.py ============================================
+# Each takes a Case of eval.py and writes its numbers into case.metrics and case.chance.
+def zero_shot(case):
+    """Top-1/3/5 against class embeddings, both readings: the mean of normalised template embeddings, as CLIP and the
+    CC3M trainer (templates), and the class name alone (names)."""
+    data, (image, _, labels) = case.data, case.labelled("zero-shot")       # (M, D), (M,)
+    if not data.label_names:
+        raise common.UserError("the set has no class names")
+    names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name carries a blank at its end
+    case.metrics["zero-shot"] = metrics = {"classes": len(names)}
+    by_chance = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
+    case.chance["zero-shot"] = {"templates": by_chance, "names": by_chance}
+    for reading, prompts in (("templates", data.prompts or ["a photo of a {c}."]), ("names", ["{c}"])):
+        texts = case.subject.texts([t.replace("{c}", n) for n in names for t in prompts])          # (C * P, D)
+        embeddings = common.normalize(texts).view(len(names), len(prompts), -1)                    # (C, P, D)
+        metrics[reading] = zero_shot_accuracy(image, labels, embeddings.mean(1)) | {"prompts": len(prompts)}
+
+
+def knn(case):
+    """Nearest neighbours among the training images, for each k."""
+    (known, known_labels), (_, features, labels) = case.train("knn"), case.labelled("knn")
+    case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # a k that is too large leaves the others
+    limits = case.subject.own.get("shot_limits")                           # the run's many, medium and few
+    for k in case.args.knn_k:
+        result = knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
+        per_class = result.pop("per_class")
+        metrics[f"k={k}"] = result | head_mid_tail(known_labels.numpy(), per_class, limits)
+        chance[f"k={k}"] = knn_chance(known_labels.numpy(), labels.numpy())
+
+
+def probe(case):
+    """Linear classifiers of a few and of all training images."""
+    (known, known_labels), (_, features, labels) = case.train("probe"), case.labelled("probe")
+    classes, sizes = np.unique(known_labels.numpy(), return_counts=True)
+    shots, listed, args = case.args.few_shot or int(sizes.min()), case.few_shot("probe"), case.args
+    if listed:
+        name, few = "few-shot (the run's list)", linear_probe(*listed, features, labels, seed=args.seed)
+    else:
+        name = f"few-shot ({shots} a class)"
+        few = linear_probe(known, known_labels, features, labels, few_shot=shots, seed=args.seed)
+    everything = linear_probe(known, known_labels, features, labels, seed=args.seed)
+    case.metrics["probe"] = {name: few, "all": everything}
+    case.chance["probe"] = {k: {"top1": 100 / len(classes)} for k in case.metrics["probe"]}
+
+
+TASKS = {"zero-shot": zero_shot, "knn": knn, "probe": probe}

@@ -4,11 +4,13 @@
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import tempfile
+from pathlib import Path
 
 import common
 
@@ -68,6 +70,30 @@ def changes(saved, splits):
     return lines
 
 
+def since_training(run, key, data):
+    """What a split is no more since a run was trained, by the fingerprints in its folder: a list of lines, said aloud.
+    key: what the run calls that split."""
+    lines, path = [], Path(run) / "data.json"
+    try:
+        lines = changes(common.read_json(path, {}), {key: data})
+    except (common.UserError, TypeError, KeyError) as error:
+        common.say(f"WARNING: {path} is damaged ({common.first_line(error)}): whether the data changed is not known")
+    for line in lines:
+        common.say(f"WARNING: the data are not what they were when the run was trained: {line}; its numbers do not "
+                   "compare")
+    return lines
+
+
+def verify_run(run):
+    """Leave out of a common.Run what cannot be read, and count its steps anew. Collective.   Raises: UserError."""
+    if run.train.streamed:
+        raise common.UserError("--verify-images: a stream cannot be read beforehand")
+    run.train, run.evals, run.unreadable = verify(run.folder, run.train, run.evals, run.args.max_bad_fraction)
+    run.fitted = common.fit_batch(run.args, run.train) or run.fitted
+    run.per_epoch = common.epoch_length(run.train, run.args.batch_size)
+    run.total = run.last = run.args.max_steps or max(1, round(run.args.epochs * run.per_epoch))
+
+
 def verify(folder, train, evals, limit):
     """(train, evals, {split: {key: reason}}) without the images that a strict reader refuses, and what these are.
 
@@ -88,9 +114,9 @@ def verify(folder, train, evals, limit):
                                "raise the limit")
     if known is None and common.rank() == 0:
         common.write_json(folder / "unreadable.json", found)
-    kept = {name: {split: common.leave_out(data, found.get(f"{name} {split}")) for split, data in of.items()}
+    kept = {name: {split: leave_out(data, found.get(f"{name} {split}")) for split, data in of.items()}
             for name, of in evals.items()}
-    return common.leave_out(train, found.get("train")), kept, found
+    return leave_out(train, found.get("train")), kept, found
 
 
 def unreadable_of_all(data):
@@ -106,6 +132,38 @@ def unreadable_of_all(data):
         raise common.UserError(next(words for _, words in parts if words))
     found = {key: why for part, _ in parts for key, why in part.items()}
     return {key: found[key] for key in data.keys() if key in found}
+
+
+def leave_out(data, keys):
+    """The data without the examples of these keys, which cannot be read; said in its note."""
+    left = [i for i, key in enumerate(data.keys()) if key not in (keys or ())]
+    if len(left) == len(data):
+        return data
+    lost = f"{len(data) - len(left):,} that cannot be read left out"
+    return dataclasses.replace(data.select(left), note=common.join_notes(data.note, lost))
+
+
+def readable(sets):
+    """Raises: UserError where of an evaluation set {name: {split: Data}} no image or no caption is there."""
+    for name, splits in sets.items():
+        for split, data in splits.items():
+            first = range(min(len(data), 100))
+            if all(_why_unreadable(data, i) for i in first):
+                raise common.UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
+                                       f"split can be read, first {data.key(0)}: {_why_unreadable(data, 0)}")
+            if not any(data.captions(i) for i in first):
+                raise common.UserError(f"--eval-datasets {name}: its {split} split has no captions")
+
+
+def _why_unreadable(data, i):
+    """Why example i cannot be read; "" where it can."""
+    try:
+        data.read(i)
+        return ""
+    except (OSError, ValueError, RuntimeError) as error:
+        if common.no_fault_of_a_sample(error):
+            raise common.UserError(common.plain_words(error)) from error
+        return common.first_line(error)
 
 
 def compare(folder, train, evals, resumed=""):

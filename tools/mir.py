@@ -8,7 +8,7 @@ import common
 import numpy as np
 import torch
 
-MIR = common.MIR
+MIR = ("mAP", "nDCG", "mAP_binary")
 
 
 def mir_metrics(sim, relevancy, chunk=1024):
@@ -144,3 +144,24 @@ def mir_of(model, tokenizer, pieces, device):
     both = mir_metrics(sim, relevancy), mir_chance(relevancy)
     metrics, chance = ({names.get(k, k): v for k, v in m.items()} for m in both)
     return metrics, chance
+
+
+def table_lines(metrics, chance, ways):
+    """mir_of as lines of a table, each number beside its chance level. ways: ((name of a way, how to call it), ...)."""
+    lines = []
+    for label, m, c in (*((label, metrics[name], chance[name]) for name, label in ways), ("both", metrics, chance)):
+        cells = [f"{k} {m[k]:5.1f} ({c[k]:5.1f})" for k in MIR]
+        lines.append(f"{'MIR ' + label:<22}   {'   '.join(cells)}")
+    left_out = metrics["image_to_text"]["no_match"] + metrics["text_to_image"]["no_match"]
+    if left_out:
+        lines.append(f"{'':<22}   queries without an item of relevancy 1, in no mAP: {left_out}")
+    return lines
+
+
+def task(case):
+    """The task mir of eval.py: writes the numbers of a Case into case.metrics and case.chance."""
+    subject = case.subject
+    metrics, chance = mir_of(subject.model, subject.tokenizer, case.pieces, subject.device)
+    if not metrics:
+        raise common.UserError("the set has no relevancies (no verb and noun classes)")
+    case.metrics["mir"], case.chance["mir"] = metrics, chance

@@ -1,0 +1,187 @@
+"""Weights of elsewhere: the model of a run folder, one by name, and files of tensors that others wrote.
+
+Nothing that such a file says is run (pickles are read with weights_only) or leads to another place.
+"""
+
+import math
+import re
+import warnings
+from pathlib import Path
+
+import common
+from common import UserError, say
+
+import torch
+
+
+# ======================================================= a run folder ================================================
+def load_model(run_dir):
+    """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
+
+    model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
+    Raises: UserError when the folder holds no model, or a damaged one.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    run_dir = Path(run_dir)
+    if not (run_dir / "model.json").is_file():
+        raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
+    again = f"; --resume {run_dir} writes it anew" if common.latest_checkpoint(run_dir) else ""
+    try:
+        spec = common.read_json(run_dir / "model.json")
+        _check_spec(spec)
+        tokenizer = None
+        if spec["text_encoder"]:
+            tokenizer = common.Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
+        model, transform = common.build_model(spec, tokenizer, pretrained=False)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = f"{type(error).__name__}: {common.first_line(error)}"
+        raise UserError(f"{run_dir}: its model.json is damaged ({reason}){again}") from error
+    try:
+        weights = run_dir / "model.safetensors"
+        if spec.get("sha256") not in (None, common.checksum(weights)):
+            raise OSError("not the bytes that the run wrote; if they are meant, take sha256 out of model.json")
+        model.load_state_dict(load_file(weights))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = common.first_line(error)
+        raise UserError(f"{run_dir}: its model.safetensors is damaged or of another model ({reason}){again}") from error
+    return model.eval(), tokenizer, transform
+
+
+def _check_spec(spec):
+    """Raises: KeyError, TypeError or ValueError where model.json says what no run writes, or leads out of its folder:
+    an encoder that would be downloaded or opened elsewhere."""
+    import timm
+    whole = (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6), ("frames", 1, 10**4))
+    for name, low, high in whole:
+        if not isinstance(spec.get(name, low), int) or not low <= spec.get(name, low) <= high:
+            raise ValueError(f"{name} {spec[name]}")
+    if spec["eval_resize"] not in ("crop", "squash"):
+        raise ValueError(f"eval_resize {spec['eval_resize']}")
+    mean, std = spec["stats"]
+    if not (len(mean) == len(std) == 3 and all(math.isfinite(x) for x in mean) and all(0 < x < 1e9 for x in std)):
+        raise ValueError(f"stats {spec['stats']}")
+    asked = spec.get("questions") or {"answers": [], "model": "dual", "layers": 1, "frames": 1}
+    small = all(isinstance(asked[k], int) and 1 <= asked[k] <= high for k, high in (("layers", 64), ("frames", 10**4)))
+    if not small or asked["model"] not in ("fusion", "dual") or not all(isinstance(a, str) for a in asked["answers"]):
+        raise ValueError("questions that no run asks")
+    ours = {"image_encoder": ("small", "features", "resnet18-cifar", *common.VIDEO_SWIN), "text_encoder": ("small", "")}
+    for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
+        name = spec[kind]
+        by_timm = kind == "image_encoder" and timm.is_model(name.removeprefix(common.VIDEO))
+        by_timm = by_timm and not re.search(r"[:/\\]", name)
+        if name not in ours[kind] and not by_timm and not spec.get(config):
+            raise ValueError(f"{kind} {name}, of another place, without its config")
+        _refuse_places(spec.get(config) or {})
+
+
+def _refuse_places(config):
+    """Raises: ValueError where a transformers config names code, weights or files that would be fetched or opened."""
+    if not isinstance(config, dict):
+        raise ValueError(f"a config that is a {type(config).__name__}")
+    for key, value in config.items():
+        if key in ("_name_or_path", "id2label", "label2id") or value is None:  # names, never opened
+            continue
+        named = isinstance(value, str) and re.search(r"[:/\\]", value)
+        if named or (value and key in ("auto_map", "use_pretrained_backbone", "custom_pipelines")):
+            raise ValueError(f"its config leads elsewhere: {key} {value}")
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(inner, dict):
+                _refuse_places(inner)
+
+
+# ======================================================= a model by name =============================================
+def open_model(args):
+    """(model, tokenizer, transform, flags of its run): a run folder, a CLIP by name, or a pair by name."""
+    folder = Path(args.checkpoint) if args.checkpoint else None
+    if folder and (folder / "model.json").is_file():
+        if args.image_size:
+            say("--image-size: a run keeps its own")
+        own = common.read_json(folder / "args.json", {})
+        if not own:
+            say(f"WARNING: {folder}: no args.json there; how the run read its data is not known")
+        return *load_model(folder), own
+    if folder and folder.is_dir() and (folder / "checkpoints").is_dir():
+        raise UserError(f"--checkpoint {folder}: this run has not ended (no model.json); continue it with --resume "
+                        f"{folder}")
+    image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
+    if "small" in (image, text):
+        raise UserError("--image-encoder and --text-encoder small have no weights without a run; give --checkpoint "
+                        "RUN_DIR")
+    width, tokenizer = _clip_width(image), common.build_tokenizer(text, 77)
+    spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
+                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
+                frames=args.frames or 12)
+    torch.manual_seed(args.seed)
+    model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
+    if not width:
+        say("the projections of this pair are random: only its image features (knn, probe) mean anything")
+    return model.eval(), tokenizer, transform, {}
+
+
+def _clip_width(name):
+    """projection_dim of a CLIP by name, else 0."""
+    if "/" not in name and not Path(name).is_dir():
+        return 0
+    import transformers
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return getattr(config, "projection_dim", 0)
+    except (OSError, ValueError) as error:
+        reason = common.hub_reason(error)
+        raise UserError(f"--checkpoint {name}: neither a run folder nor a model ({reason})") from error
+
+
+# ======================================================= a file of tensors ===========================================
+def init_from(model, path):
+    """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
+
+    Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
+    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out. AVION's files
+    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder.
+    """
+    path = Path(path)
+    path = path / "model.safetensors" if path.is_dir() else path
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+            weights = load_file(path)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a pickle's protocol; what matters is an error
+                weights = torch.load(path, map_location="cpu", weights_only=True)
+            weights = weights if isinstance(weights, dict) else {}
+            weights = weights.get("state_dict", weights.get("model", weights))
+    except Exception as error:
+        reason = "it holds more than tensors: save its state_dict as safetensors" if "eights" in str(error) else error
+        raise UserError(f"--init-from {path}: cannot be read ({common.first_line(reason)})") from error
+    own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
+    weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
+    if any("timeattn" in k for k in weights):
+        raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
+                        f"time; --image-encoder {common.VIDEO}vit_base_patch16_clip_224 takes AVION's training of "
+                        "LaViLa")
+    if "visual.temporal_embedding" in weights:
+        from tools.avion import avion_weights
+        fit = avion_weights(model, weights, path)
+        model.load_state_dict(fit, strict=False)
+        say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by AVION's names")
+        return
+    fit, how = {}, "by name"
+    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
+        named = {prefix + k: v for k, v in weights.items()}
+        found = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
+        if len(found) > len(fit):
+            fit, how = found, f"as {prefix}* by name" if prefix else "by name"
+    if not fit:
+        body = [k for k in own if k.startswith("vision.body.") and not k.endswith("num_batches_tracked")]
+        theirs = [v for k, v in weights.items() if not k.endswith("num_batches_tracked")]
+        if len(theirs) >= len(body) > 0 and all(own[k].shape == v.shape for k, v in zip(body, theirs)):
+            fit, how = dict(zip(body, theirs)), "as the image encoder by order: no name fits, every shape does"
+    if not fit:
+        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts "
+                        f"{list(weights)[:3]}, the model {list(own)[:3]}")
+    model.load_state_dict(fit, strict=False)
+    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
