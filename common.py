@@ -925,6 +925,7 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
 
 # ================================================== encoders =========================================================
 VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
+CLIP_VIP = "clip_vip:"  # before a transformers id or folder of a CLIP: the same with proxy tokens, tools/clip_vip.py
 
 
 class _Block(nn.Module):
@@ -1042,12 +1043,14 @@ class VisionEncoder(nn.Module):
     name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_'
     and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision,
     Kinetics-400; also _t, _s); a transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own
-    projection when D agrees; others give the class token). embed_dim 0: features alone.
+    projection when D agrees; others give the class token); 'clip_vip:' and a CLIP (CLIP-ViP's tower, no mean over
+    frames). embed_dim 0: features alone.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
         super().__init__()
         self.name, self.config, self.stats, projection = name, None, STATS["half"], None
+        self.whole_clips = name.startswith((VIDEO, CLIP_VIP))
         if name == "features":
             self.body = FeatureEncoder(features[1], features[0])
             self.width = self.body.width
@@ -1056,6 +1059,10 @@ class VisionEncoder(nn.Module):
             self.width = 128
         elif name in VIDEO_SWIN:
             self.body, self.width, self.stats = _video_swin(name, pretrained)
+        elif name.startswith(CLIP_VIP):
+            from tools import clip_vip
+            self.body, self.width, projection, self.config = clip_vip.tower(name, pretrained, config)
+            self.stats = STATS["clip"]
         elif config or "/" in name or Path(name).is_dir():
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
@@ -1079,8 +1086,8 @@ class VisionEncoder(nn.Module):
         if (self.name == "features") != (pixels.ndim == 3):
             raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
                             "alone")
-        if isinstance(self.body, VideoViT):
-            return self.body(pixels)  # (B, width), of the whole clip
+        if self.whole_clips:
+            return self.body(pixels)  # (B, width)
         if self.name in VIDEO_SWIN:  # it sees the whole clip, and halves the time
             clips = pixels if pixels.ndim == 5 else pixels[:, None]  # (B, T, 3, S, S)
             features = self.body(clips.transpose(1, 2)).unflatten(1, (self.width, -1))  # (B, width, T / 2)
@@ -1096,7 +1103,7 @@ class VisionEncoder(nn.Module):
     def pool(self, features, pixels):
         """Features of each frame -> features (B, width) and embeddings (B, D) of the images or clips."""
         embedding = self.projection(features)  # (B * T, D)
-        if pixels.ndim == 5 and not isinstance(self.body, VideoViT):
+        if pixels.ndim == 5 and not self.whole_clips:
             B = len(pixels)
             features = features.unflatten(0, (B, -1)).mean(1)  # (B, width)
             embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (B, -1)).mean(1)  # (B, D)
@@ -1318,7 +1325,7 @@ def init_from(model, path):
 
     Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
     tensors of the image body in their order, if all shapes agree; a classifier at the end is left out. AVION's files
-    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder.
+    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder, CLIP-ViP's into its tower.
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
@@ -1336,10 +1343,14 @@ def init_from(model, path):
         reason = "it holds more than tensors: save its state_dict as safetensors" if "eights" in str(error) else error
         raise UserError(f"--init-from {path}: cannot be read ({first_line(reason)})") from error
     own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
-    weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
+    wrapped = r"^(module\.|_orig_mod\.|clipmodel\.)+"
+    weights = {re.sub(wrapped, "", k): v for k, v in weights.items() if torch.is_tensor(v)}
     if any("timeattn" in k for k in weights):
         raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
                         f"time; --image-encoder {VIDEO}vit_base_patch16_clip_224 takes AVION's training of LaViLa")
+    if "vision_model.embeddings.added_cls" in weights:
+        from tools import clip_vip
+        return clip_vip.load(model, weights, path)
     if "visual.temporal_embedding" in weights:
         from tools.avion import avion_weights
         fit = avion_weights(model, weights, path)
