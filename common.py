@@ -450,7 +450,7 @@ class Chunks:
         self.states, parts = [], []
         with torch.no_grad():
             for piece in self.pieces:
-                self.states.append(_rng_state(self.device))
+                self.states.append(random_state(self.device))
                 parts.append(self.function(piece))
         self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
         return self.embeddings
@@ -460,16 +460,16 @@ class Chunks:
         self.accelerator.backward(loss)
         if not self.pieces:
             return
-        after = _rng_state(self.device)
+        after = random_state(self.device)
         for k, (piece, state) in enumerate(zip(self.pieces, self.states)):
-            _set_rng_state(state, self.device)
+            set_random_state(state, self.device)
             last = k == len(self.pieces) - 1
             rows = slice(k * self.chunk, (k + 1) * self.chunk)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 again = self.function(piece)  # (b, D) each, with a graph
                 used = [(e, whole.grad[rows]) for e, whole in zip(again, self.embeddings) if whole.grad is not None]
                 torch.autograd.backward([e for e, _ in used], [g.to(e.dtype) for e, g in used])
-        _set_rng_state(after, self.device)
+        set_random_state(after, self.device)
 
 
 def _leaves(x):
@@ -480,11 +480,11 @@ def _slice(x, i, j):
     return {k: _slice(v, i, j) if isinstance(v, dict) else v[i:j] for k, v in x.items()}
 
 
-def _rng_state(device):
+def random_state(device):
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def _set_rng_state(state, device):
+def set_random_state(state, device):
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

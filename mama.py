@@ -173,7 +173,7 @@ class WeightNet(nn.Module):
         return self.layers(losses[:, None])[:, 0]
 
 
-def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
+def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward", sample=None):
     """Gradient of the meta loss after one step with the weights of weight_net (Eqs. 9, 10, 12, 13).
 
     Args:
@@ -182,16 +182,17 @@ def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtua
         weight_net: losses (B,) -> weights (B,); it sees L_j without gradient.
         virtual_lr: alpha of the virtual step, a plain gradient step with 1/B sum_j w_j L_j.
         method: 'forward' needs the memory of a plain step; 'second-order' keeps the graph of a gradient.
+        sample: losses(parameters, batch) where the caller has them with their graph, which stays for its own step.
     Returns: d meta / d p for each p of weight_net.parameters(), in order, averaged over processes; meta = the mean of
         losses(virtual parameters, meta_batch).
     """
-    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
-    theta, second = list(weight_net.parameters()), method == "second-order"
+    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()} if sample is None else parameters
+    theta, second, kept = list(weight_net.parameters()), method == "second-order", sample is not None
     with sdpa_kernel(SDPBackend.MATH):                                     # fused attention has no further derivatives
-        sample = losses(leaves, batch)                                     # (B,)
+        sample = sample if kept else losses(leaves, batch)                 # (B,)
         weight = weight_net(sample.detach())                               # (B,)
         objective = ((weight if second else weight.detach()) * sample).mean()
-        gradient = _grad(objective, leaves.values(), create_graph=second)
+        gradient = _grad(objective, leaves.values(), create_graph=second, retain_graph=second or kept)
         averaged = common.average([g.detach() for g in gradient])
         virtual = {k: p.detach() - virtual_lr * g for (k, p), g in zip(leaves.items(), averaged)}        # Eq. 9
         direction = meta_direction(losses, virtual, meta_batch)            # like Theta^
@@ -221,9 +222,9 @@ def directional_derivative(losses, parameters, batch, direction):
     return torch.zeros_like(value) if tangent is None else tangent
 
 
-def _grad(of, by, weights=None, create_graph=False):
+def _grad(of, by, weights=None, **graph):
     """torch.autograd.grad with zeros where nothing is reached."""
-    return torch.autograd.grad(of, list(by), weights, create_graph=create_graph, materialize_grads=True)
+    return torch.autograd.grad(of, list(by), weights, materialize_grads=True, **graph)
 
 
 # ------------------------------------------------------- key frames (Eqs. 14, 15) ------------------------------------
@@ -354,6 +355,8 @@ def parse_args(argv=None):
                    help="alpha of the virtual step; 0 = the learning rate of the moment")
     g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
                    help="how the weight network's gradient is found: equal, and forward takes a third of the memory")
+    g.add_argument("--meta-memory", choices=["low", "fast"], default="low",
+                   help="encode the batch again for the real step; or keep the graph of its first pass, a forward less")
     g.add_argument("--meta-set", default="train", metavar="train|val|FILE",
                    help="where the meta-data come from; FILE: one name (key) of a training example a line")
     g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data from train or val; not said")
@@ -463,6 +466,10 @@ def parse_args(argv=None):
     p.require(not (looks_ahead and args.chunk_size),
               f"--chunk-size: --weighting {args.weighting} encodes the whole batch in its passes; use a smaller "
               "--batch-size, or another --weighting")
+    plain = (args.weighting, args.meta_gradient, args.mixed_precision, args.compile) == ("meta", "forward", "no", False)
+    p.require(plain or args.meta_memory == "low",
+              "--meta-memory fast: only with --weighting meta, --meta-gradient forward, --mixed-precision no and "
+              "without --compile")
     p.require(args.weighting != "l2rw" or args.meta_every == 1, "--meta-every: --weighting l2rw needs every step's")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     p.require(not looks_ahead or args.meta_batch_size % processes == 0,
@@ -538,24 +545,24 @@ def main(args):
         progress, mu = run.step / run.total, margin_at(run.step, args)
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         inputs = inputs_of(batch, tokenizer, run.device, train, questions)
-        if args.weighting == "l2rw" or (args.weighting == "meta" and run.step % args.meta_every == 0):
+        due = args.weighting == "meta" and run.step % args.meta_every == 0
+        alpha, fast = args.virtual_lr or run.lr, args.meta_memory == "fast"
+        if due or args.weighting == "l2rw":
             losses = losses_of(plain, args.tau, mu, run.device, args.loss_block, args.eta)
             theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
             look_ahead = losses, theta, inputs, inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
-            if args.weighting == "l2rw":
-                weight = l2rw_weights(*look_ahead)                         # (B,)
-            else:
-                gradient = weightnet_gradient(*look_ahead, weight_net, args.virtual_lr or run.lr, args.meta_gradient)
-                for p, g in zip(weight_net.parameters(), gradient):
-                    p.grad = g
-                meta_optimizer.step()                                      # Eq. 10
-                meta_optimizer.zero_grad()
+        if args.weighting == "l2rw":
+            weight = l2rw_weights(*look_ahead)                             # (B,)
+        if due and not fast:                                               # Eq. 10
+            against(weightnet_gradient(*look_ahead, weight_net, alpha, args.meta_gradient), weight_net, meta_optimizer)
 
         video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions
         sample = angular_margin_loss(video, text, args.tau, mu, args.loss_block)                         # (B,)
         if questions:
             answered = answer_loss(*scores, inputs["answers"])             # (B,)
             sample = sample + args.eta * answered                          # Eq. 3
+        if due and fast:                                                   # the same with this pass's own graph
+            against(weightnet_gradient(*look_ahead, weight_net, alpha, sample=sample), weight_net, meta_optimizer)
         if args.weighting == "meta":
             weight = weight_net(sample.detach()).detach()                  # (B,) of the new theta, Eq. 11
         elif args.weighting == "joint":
@@ -642,16 +649,26 @@ def encode(model, pixels, tokens, question=None, choices=None, answers=None):
 
 def losses_of(tower, tau, mu, device, block=0, eta=1.0):
     """The function (parameters, inputs) -> (B,) of weightnet_gradient: the towers with other weights, in float32, with
-    the same dropout in each call and in the step that follows; neither weights nor statistics of the towers change."""
+    the dropout in each call that a step begun now has; neither weights nor statistics of the towers change."""
     cards = [device] if device.type == "cuda" else []
+    random = common.random_state(device)
 
     def losses(parameters, inputs):
         state = dict(parameters) | {k: b.clone() for k, b in tower.named_buffers()}
         with torch.random.fork_rng(cards):                                 # afterwards as before
+            common.set_random_state(random, device)
             video, text, *scores = encode(lambda *x: functional_call(tower, state, x), **inputs)
         sample = angular_margin_loss(video, text, tau, mu, block)          # (B,)
         return sample + eta * answer_loss(*scores, inputs["answers"]) if scores else sample
     return losses
+
+
+def against(gradient, module, optimizer):
+    """A step of the optimiser with this gradient, one tensor for each parameter of the module."""
+    for p, g in zip(module.parameters(), gradient):
+        p.grad = g
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 # ------------------------------------------------------- questions ---------------------------------------------------
