@@ -288,7 +288,8 @@ def build(batch, meta, size=96):
 def mama_step(rounds, batch=32):
     """A step of MAMA with the look-ahead of Algorithm 1 against the plain step, a tiny ViT at 96 px, B = 32.
 
-    M = B and M = B / 4; forward mode (--meta-memory low, fast) and second order; time, and at M = B peak memory beside weights and gradients."""
+    M = B and M = B / 4; forward mode (`fast`: --meta-memory fast) and second order; time, and at M = B peak memory
+    beside weights and gradients."""
     names = {"torch": torch, "common": common}
     exec(MAMA_STEP, names)                                                   # the same text as in peak_mib's process
     results = {}
