@@ -165,7 +165,7 @@ ROOMS = {"sets.video": ("read_frames",), "sets.hub": ("hub_call",), "tools.exper
                             "padded_and_flipped"),
          "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
          "tools.answers": ("answer_vocabulary", "answer_numbers", "answer_hits", "question_metrics"),
-         "tools.avion": ("avion_weights",)}
+         "tools.avion": ("avion_weights",), "tools.meta_data": ("meta_data",)}
 
 
 def __getattr__(name):

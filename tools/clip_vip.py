@@ -86,6 +86,9 @@ def tower(name, pretrained, config):
     if config["model_type"] != "clip":
         raise common.UserError(f"--image-encoder {name}: {of} is no CLIP but {config['model_type']}; use "
                                f"{common.CLIP_VIP}openai/clip-vit-base-patch32, for example")
+    if pretrained:
+        common.say(f"--image-encoder {name}: CLIP's weights; proxy tokens and temporal embedding start anew unless "
+                   "--init-from brings CLIP-ViP's")
     return ClipViP(body), width, projection, config
 
 
