@@ -552,9 +552,10 @@ def main(args):
         due = args.weighting == "meta" and run.step % args.meta_every == 0
         alpha, fast = args.virtual_lr or run.lr, args.meta_memory == "fast"
         if due or args.weighting == "l2rw":
+            meta_inputs = inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
             losses = losses_of(plain, args.tau, mu, run.device, args.loss_block, args.eta)
             theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
-            look_ahead = losses, theta, inputs, inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
+            look_ahead = losses, theta, inputs, meta_inputs
         if args.weighting == "l2rw":
             weight = l2rw_weights(*look_ahead)                             # (B,)
         if due and not fast:                                               # Eq. 10

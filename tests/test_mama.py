@@ -209,6 +209,26 @@ def test_dropout_is_the_same_in_all_passes_and_the_random_state_stays():
     assert after == torch.rand(1)
 
 
+@pytest.mark.parametrize("block", [0, 4])
+def test_a_first_pass_whose_graph_is_kept(block):
+    """It serves the look-ahead and then its own step, with one random state for all passes."""
+    _, _, batch, meta, net, lr = transformer_case(torch.float64)
+    towers = Towers().double()
+    towers.text.norm = nn.Sequential(towers.text.norm, nn.Dropout(0.5))
+    parameters = dict(towers.named_parameters())
+    losses = mama.losses_of(towers.train(), 0.2, 0.2, CPU, block)
+    expected = naive_gradient(losses, parameters, batch, meta, net, lr)
+    sample = mama.angular_margin_loss(*mama.encode(towers, **batch), 0.2, 0.2, block)
+    gradient = mama.weightnet_gradient(losses, parameters, batch, meta, net, lr, sample=sample)
+    assert relative(gradient, expected) < 1e-8
+    assert all(p.grad is None for p in [*parameters.values(), *net.parameters()])
+    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+    again = torch.autograd.grad(losses(leaves, batch).mean(), [*leaves.values()], materialize_grads=True)
+    sample.mean().backward()
+    got = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(got, again)) and any(g.any() for g in got)
+
+
 def test_statistics_of_the_towers_stay():
     """Batch statistics are those of the batch in each pass, and no pass moves the running ones."""
     class Normed(nn.Module):
@@ -432,6 +452,22 @@ def test_second_order_is_the_same_run(run, tmp_path):
     assert theirs[0]["loss"] == pytest.approx(ours[0]["loss"], rel=1e-6)
 
 
+def test_fast_is_low_on_one_and_two_processes(tmp_path):
+    """SGD, so that the weights are as near as the gradients are."""
+    five = "--max-steps 5 --optimizer sgd --lr .1 --meta-lr .01 --warmup-epochs 0".split()
+    for name, more, processes in (("low", [], 1), ("fast", ["--meta-memory", "fast"], 1),
+                                  ("two", ["--meta-memory", "fast"], 2)):
+        flags = [*BASE, *five, *more, "--output-dir", str(tmp_path), "--run-name", name]
+        runs.finish("mama", flags, tmp_path / "log.txt", processes)
+    low, fast, two = (load_file(tmp_path / name / "model.safetensors") for name in ("low", "fast", "two"))
+    assert all(torch.allclose(fast[k], low[k], rtol=1e-4, atol=1e-6) for k in low)
+    assert all(torch.allclose(two[k], low[k], rtol=1e-3, atol=1e-5) for k in low)
+    ours, theirs, both = (logged(tmp_path / name) for name in ("low", "fast", "two"))
+    assert len(ours) == 5 and ours[0]["w"] != ours[-1]["w"]
+    for other in (theirs, both):
+        assert [r["w"] for r in other] == pytest.approx([r["w"] for r in ours], rel=1e-4)
+
+
 @pytest.mark.parametrize("weighting", ["meta", "joint"])
 def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     """Two steps of plain SGD, recomputed from the batches that main read, by autograd from end to end."""
@@ -640,6 +676,11 @@ BAD = {
     ("--loss", "infonce", "--margin-schedule", "constant"): "--loss infonce has neither margin nor weights",
     ("--a0", "20"): "--a0 20 --a1 10: the margin a0 / a1 must be at most pi / 2",
     ("--weighting", "l2rw", "--meta-every", "2"): "--meta-every: --weighting l2rw",
+    ("--meta-memory", "fast", "--weighting", "focal"): "--meta-memory fast: only with --weighting meta",
+    ("--meta-memory", "fast", "--meta-gradient", "second-order"): "--meta-memory fast: only with --weighting meta",
+    ("--meta-memory", "fast", "--mixed-precision", "bf16"): "--meta-memory fast: only with --weighting meta",
+    ("--meta-memory", "fast", "--compile"): "--meta-memory fast: only with --weighting meta",
+    ("--meta-memory", "fast", "--chunk-size", "4"): "--chunk-size: --weighting meta encodes the whole batch",
     ("--meta-set", "test"): "--meta-set test: neither train nor val nor a file of names",
     ("--tau", "0"): "--tau 0: must be > 0", ("--weighting", "mean"): "--weighting invalid choice: 'mean'",
     ("--meta-batch-size", "1"): "--meta-batch-size 1: must be at least 2"}
