@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import mama
+from tools import concepts, margins
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = True  # main below says which runs do
@@ -731,3 +732,63 @@ def test_random_guess_and_the_warning():
     args.tau = 0.01
     line = mama.banner_lines(args, None, (0.18, 0.2))["temperature"]
     assert "mu / tau up to 20" in line and "WARNING" in line
+
+
+# ---------------------------------------------------- pictures of several runs --------------------------------------
+def folder_of(path, val=10.0, **flags):
+    """What margins.py reads of a finished run."""
+    path.mkdir(parents=True)
+    args = dict(margin_schedule="logistic", a0=2.0, a1=10.0, a2=0.1, seed=0, task="retrieval", dataset="set", tau=0.1)
+    common.write_json(path / "args.json", args | {"run_name": path.name} | flags)
+    common.write_json(path / "summary.json", {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}})
+    return str(path)
+
+
+def test_margins_of_several_runs(tmp_path, capsys):
+    folders = [folder_of(tmp_path / "none", 5, margin_schedule="none"), folder_of(tmp_path / "one", 10),
+               folder_of(tmp_path / "two", 20, seed=1), folder_of(tmp_path / "wide", 8, a0=4.0),
+               folder_of(tmp_path / "slow", 9, a2=0.01), folder_of(tmp_path / "still", 12, margin_schedule="constant")]
+    margins.main([*folders, "--out", str(tmp_path / "a.png")])
+    said = capsys.readouterr().out
+    over = "margin (Fig. 4, left), a2 = 0.1: "
+    assert f"{over}0: 5.00 (1 runs)\n" in said and f"{over}0.2: 15.00 (2 runs)\n" in said
+    assert f"{over}0.4: 8.00" in said and "(Fig. 4, left), constant: 0.2: 12.00" in said
+    assert "middle), mu = 0.2: 0.01: 9.00" in said and "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
+    assert "mu = 0.4" not in said and (tmp_path / "a.png").stat().st_size > 5000
+    (tmp_path / "empty").mkdir()
+    unfinished = folder_of(tmp_path / "running")
+    (tmp_path / "running" / "summary.json").unlink()
+    for bad, words in (([folders[1], folder_of(tmp_path / "tau", tau=0.2)], r"differ in --tau \(0.2, 0.1\)"),
+                       ([folders[1], str(tmp_path / "empty")], "not a finished run of mama.py"),
+                       ([folders[1], unfinished], "not a finished run of mama.py"),
+                       ([folders[1], folders[1]], "a run is named twice")):
+        with pytest.raises(common.UserError, match=words):
+            margins.main([*bad, "--out", str(tmp_path / "b.png")])
+    with pytest.raises(SystemExit):
+        margins.main([folders[1], folders[2], "--out", str(tmp_path / "b.png")])
+    assert "one margin and one a2" in capsys.readouterr().err and not (tmp_path / "b.png").exists()
+
+
+def test_gain_by_concept(run, tmp_path, capsys):
+    base, other = np.array([0, 1, 0, 0, 1.0]), np.array([1, 1, 0, 1, 0.0])
+    found = concepts.gains(np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2})
+    assert [(f, round(g, 3), n, c) for f, g, n, c in found] == [(0.5, 33.333, 3, "a"), (0.3, 100, 1, "b"),
+                                                                (0.2, -100, 1, "c")]
+    assert [(name, round(g, 3)) for name, *_, g in concepts.thirds(found)] == [("frequent", 33.333), ("rare", 0.0)]
+    folder, summary = run
+    theirs = main(tmp_path / "other", "--max-steps", "4", "--margin-schedule", "none")
+    margins.main([str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "m.png")])
+    concepts.main([str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "c.png")])
+    ours, without = (s["val"]["moving-emoji"]["text_to_image"]["R@1"] for s in (summary, theirs))
+    said = capsys.readouterr().out
+    assert f"a2 = 0.1: 0: {without:.2f} (1 runs)" in said and f"a2 = 0.1: 0.2: {ours:.2f} (1 runs)" in said
+    ours = summary["test"]["moving-emoji"]["text_to_image"]["R@1"]
+    _, hits, share, _ = concepts.hits(folder, margins.finished(folder)[0])
+    assert 100 * hits.mean() == pytest.approx(ours) and sum(share.values()) == pytest.approx(1)
+    assert all((tmp_path / f"{k}.png").stat().st_size > 5000 for k in "cm")
+    with pytest.raises(SystemExit):
+        (tmp_path / "args").mkdir()
+        for name, more in (("args.json", {"clips": [9, 9, 9]}), ("summary.json", {})):
+            common.write_json(tmp_path / "args" / name, common.read_json(folder / name) | more)
+        concepts.main([str(folder), str(tmp_path / "args")])
+    assert "differ in --clips: they cannot be compared" in capsys.readouterr().err
