@@ -209,7 +209,8 @@ def open_model(args):
 
 
 def _clip_width(name):
-    """projection_dim of a CLIP by name, else 0."""
+    """projection_dim of a CLIP by name, also as clip_vip:NAME, else 0."""
+    name = name.removeprefix(common.CLIP_VIP)
     if "/" not in name and not Path(name).is_dir():
         return 0
     import transformers

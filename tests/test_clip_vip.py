@@ -15,7 +15,7 @@ import mama
 from tools import clip_vip
 
 TOWER = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-WORDS = dict(vocab_size=60, max_position_embeddings=12, eos_token_id=3, bos_token_id=2, pad_token_id=0)
+WORDS = dict(vocab_size=60, max_position_embeddings=80, eos_token_id=3, bos_token_id=2, pad_token_id=0)
 PATCHES = dict(image_size=32, patch_size=16)
 SPEC = dict(embed_dim=16, image_size=32, text_length=12, text_pooling="cls", image_stats="encoder", eval_resize="crop")
 
@@ -236,6 +236,11 @@ def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path, monkeypat
                                                   "--tasks", "retrieval", "--output-dir", str(tmp_path / "eval")]))
     metrics = done["datasets"]["moving-emoji"]["metrics"]["retrieval"]
     assert metrics["text_to_image"]["R@10"] == summary["test"]["moving-emoji"]["text_to_image"]["R@10"]
+    pair = ["--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", str(clip[0])]
+    released = evaluation.main(evaluation.parse_args(
+        [*pair, "--init-from", str(tmp_path / "a.pt"), "--datasets", "moving-emoji", "--frames", "3", "--image-size",
+         "32", "--cpu", "--tasks", "retrieval", "--output-dir", str(tmp_path / "zero")]))
+    assert released["datasets"]["moving-emoji"]["metrics"]["retrieval"]["text_to_image"]["R@50"] > 0
     again = mama.main(mama.parse_args(["--resume", str(tmp_path / "run"), "--max-steps", "3"]))
     assert again["steps"] == 3
 
