@@ -558,16 +558,21 @@ def main(args):
             look_ahead = losses, theta, inputs, meta_inputs
         if args.weighting == "l2rw":
             weight = l2rw_weights(*look_ahead)                             # (B,)
-        if due and not fast:                                               # Eq. 10
-            against(weightnet_gradient(*look_ahead, weight_net, alpha, args.meta_gradient), weight_net, meta_optimizer)
+        if due and not fast:
+            gradient = weightnet_gradient(*look_ahead, weight_net, alpha, args.meta_gradient)
 
         video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions
         sample = angular_margin_loss(video, text, args.tau, mu, args.loss_block)                         # (B,)
         if questions:
             answered = answer_loss(*scores, inputs["answers"])             # (B,)
             sample = sample + args.eta * answered                          # Eq. 3
-        if due and fast:                                                   # the same with this pass's own graph
-            against(weightnet_gradient(*look_ahead, weight_net, alpha, sample=sample), weight_net, meta_optimizer)
+        if due and fast:                                                   # the same from this pass's own graph
+            gradient = weightnet_gradient(*look_ahead, weight_net, alpha, sample=sample)
+        if due:
+            for p, g in zip(weight_net.parameters(), gradient):
+                p.grad = g
+            meta_optimizer.step()                                          # Eq. 10
+            meta_optimizer.zero_grad()
         if args.weighting == "meta":
             weight = weight_net(sample.detach()).detach()                  # (B,) of the new theta, Eq. 11
         elif args.weighting == "joint":
@@ -666,14 +671,6 @@ def losses_of(tower, tau, mu, device, block=0, eta=1.0):
         sample = angular_margin_loss(video, text, tau, mu, block)          # (B,)
         return sample + eta * answer_loss(*scores, inputs["answers"]) if scores else sample
     return losses
-
-
-def against(gradient, module, optimizer):
-    """A step of the optimiser with this gradient, one tensor for each parameter of the module."""
-    for p, g in zip(module.parameters(), gradient):
-        p.grad = g
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 # ------------------------------------------------------- questions ---------------------------------------------------
