@@ -337,6 +337,38 @@ def test_l2rw_weights_by_hand():
     assert mama.l2rw_weights(losses, theta, (x, y), nothing).tolist() == [0] * 5
 
 
+def test_l2rw_finds_the_swapped_pairs_of_a_toy():
+    """Linear towers, the texts of 30 % swapped, the first steps: swapped pairs get less than matched ones, and their
+    step on the meta-data is better than that of equal weights."""
+    g = torch.Generator().manual_seed(0)
+    mixing = [torch.randn(16, 24, generator=g) / 4 for _ in range(2)]
+
+    def pairs_of(n):
+        z = torch.randn(n, 16, generator=g)
+        return [z @ m + 0.3 * torch.randn(n, 24, generator=g) for m in mixing]
+
+    def losses(parameters, batch):
+        return mama.angular_margin_loss(batch[0] @ parameters["a"], batch[1] @ parameters["b"], 0.1, 0.0)
+    theta = {k: torch.randn(24, 12, generator=g) / 5 for k in "ab"}
+    video, text = pairs_of(600)
+    text[:180] = text[torch.randperm(180, generator=g)]
+    found, better = [], 0
+    for _ in range(30):
+        rows = torch.randint(600, (64,), generator=g)
+        batch, meta, leaves = (video[rows], text[rows]), pairs_of(32), {k: p.requires_grad_() for k, p in theta.items()}
+        weights = mama.l2rw_weights(losses, leaves, batch, meta)
+        found.append((weights[rows >= 180].mean(), weights[rows < 180].mean()))
+        after = []
+        for w in (torch.ones(64), weights):
+            step = torch.autograd.grad((w * losses(leaves, batch)).mean(), list(leaves.values()))
+            length = 0.01 / sum(d.square().sum() for d in step).sqrt()
+            moved = {k: (p - length * d).detach() for (k, p), d in zip(leaves.items(), step)}
+            after.append(losses(moved, meta).mean())
+        theta, better = moved, better + (after[1] < after[0])
+    matched, swapped = torch.tensor(found).mean(0)
+    assert better == 30 and matched > 1.4 * swapped, (better, matched, swapped)
+
+
 # ---------------------------------------------------- meta-data ------------------------------------------------------
 def arguments(*flags):
     return mama.parse_args([*BASE, *flags])

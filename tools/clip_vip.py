@@ -4,10 +4,10 @@ CLIP's vision transformer reads all frames of a clip at once: the L patches of e
 proxy tokens, CLIP's class token and three more. A patch has the embedding of its place, as in an image, and that of its
 frame. The proxies attend to everything; a patch attends to the proxies and to the patches of its own frame, so what one
 frame learns of another goes through the proxies, and the cost grows with T and not with T^2. The class token after the
-last layer is the feature of the clip. An image is a clip of one frame.
+last layer is the feature of the clip. An image is a clip of one frame. The text tower is CLIP's:
 
-    mama.py --image-encoder clip_vip:openai/clip-vit-base-patch32 --text-encoder openai/clip-vit-base-patch32 \
-        --embed-dim 512 --init-from pretrain_clipvip_base_32.pt
+    --image-encoder clip_vip:openai/clip-vit-base-patch32 --text-encoder openai/clip-vit-base-patch32 --embed-dim 512
+    --init-from pretrain_clipvip_base_32.pt
 """
 
 import common
