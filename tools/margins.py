@@ -15,7 +15,7 @@ import numpy as np
 
 VARIED = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_every", "eval_every", "log_every",
-         "eval_batch", "figures", "tracker", "loss_block"}  # nothing that changes what is learnt
+         "eval_batch", "figures", "tracker", "loss_block", "meta_memory"}  # nothing that changes what is learnt
 
 
 def finished(folder):
