@@ -162,6 +162,7 @@ ROOMS = {
     "sets.video": ("read_frames",), "sets.hub": ("hub_call",), "sets.long_tail": ("long_tail_counts",),
     "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.expert": ("Expert",),
     "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
+    "tools.meta_data": ("meta_data",),
     "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
     "tools.chunks": ("random_state", "set_random_state"), "tools.search": ("load_images",),
     "tools.run_folder": ("commit", "lock_folder", "make_folder", "versions"),
@@ -868,6 +869,7 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
 
 # ================================================== encoders =========================================================
 VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
+CLIP_VIP = "clip_vip:"  # before a transformers id or folder of a CLIP: the same with proxy tokens, tools/clip_vip.py
 
 
 class _Block(nn.Module):
@@ -947,13 +949,14 @@ class VisionEncoder(nn.Module):
     name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_'
     and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision,
     Kinetics-400; also _t, _s); a transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own
-    projection when D agrees; others give the class token). embed_dim 0: features alone.
+    projection when D agrees; others give the class token); 'clip_vip:' and a CLIP (CLIP-ViP's tower, no mean over
+    frames). embed_dim 0: features alone.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
         super().__init__()
         self.name, self.config, self.stats, projection = name, None, STATS["half"], None
-        self.whole_clips = name.startswith(VIDEO)
+        self.whole_clips = name.startswith((VIDEO, CLIP_VIP))
         if name == "features":
             self.body = open_room("tools.video_towers", name).FeatureEncoder(features[1], features[0])
             self.width = self.body.width
@@ -962,6 +965,10 @@ class VisionEncoder(nn.Module):
             self.width = 128
         elif name in VIDEO_SWIN:
             self.body, self.width, self.stats = open_room("tools.video_towers", name).video_swin(name, pretrained)
+        elif name.startswith(CLIP_VIP):
+            vip = open_room("tools.clip_vip", name)
+            self.body, self.width, projection, self.config = vip.tower(name, pretrained, config)
+            self.stats = STATS["clip"]
         elif config or "/" in name or Path(name).is_dir():
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]

@@ -50,7 +50,9 @@ comparable and reproducible; a fork edits METHOD, the flags of the method group,
 
 Differences from the paper and from the authors' code, which has neither schedule nor weights for retrieval (its margin
 is 0) and whose meta step for question answering changes nothing (it joins the letters of a name, not its parts):
- 1. The encoder is CLIP with the mean of its frames; CLIP-ViP's proxy tokens and temporal embedding are not built.
+ 1. The recipes encode with CLIP and the mean of its frames. CLIP-ViP, which the paper starts from, is run with
+    --image-encoder clip_vip:openai/clip-vit-base-patch16 --init-from pretrain_clipvip_base_16.pt (tools/clip_vip.py)
+    and the batch and tau of its authors, --batch-size 128 --tau 0.01, where the margin must be tuned anew (--a0).
  2. Batch 4 at tau = 1 is what the paper prints (3 negatives, at least 0.34 nats a direction). At a small tau the margin
     weighs much more: mu / tau = 18 at 0.01, where hardly a pair has a gradient left. Tune them together; the banner
     prints mu / tau.
@@ -68,7 +70,8 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     questions the answers take the place of the classes, or, where there are choices, the types of the questions.
  9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
     directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
-    L2RW as published, its weights times B, since Eq. 8 divides by B. With questions p falls with their loss as well.
+    L2RW as published, its weights times B, since Eq. 8 divides by B; few pairs of a batch then carry most of its
+    weight. With questions p falls with their loss as well.
 10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
     losses that occur, and cannot lower the highest without those in the middle.
 11. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
@@ -94,7 +97,6 @@ from pathlib import Path
 import common
 from common import between, by_rows, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
 
-import numpy as np
 import torch
 import torch.nn as nn
 from safetensors.torch import load_file
@@ -173,7 +175,7 @@ class WeightNet(nn.Module):
         return self.layers(losses[:, None])[:, 0]
 
 
-def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
+def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward", sample=None):
     """Gradient of the meta loss after one step with the weights of weight_net (Eqs. 9, 10, 12, 13).
 
     Args:
@@ -182,16 +184,17 @@ def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtua
         weight_net: losses (B,) -> weights (B,); it sees L_j without gradient.
         virtual_lr: alpha of the virtual step, a plain gradient step with 1/B sum_j w_j L_j.
         method: 'forward' needs the memory of a plain step; 'second-order' keeps the graph of a gradient.
+        sample: losses(parameters, batch) where the caller has them with their graph, which stays for its own step.
     Returns: d meta / d p for each p of weight_net.parameters(), in order, averaged over processes; meta = the mean of
         losses(virtual parameters, meta_batch).
     """
-    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
-    theta, second = list(weight_net.parameters()), method == "second-order"
+    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()} if sample is None else parameters
+    theta, second, kept = list(weight_net.parameters()), method == "second-order", sample is not None
     with sdpa_kernel(SDPBackend.MATH):                                     # fused attention has no further derivatives
-        sample = losses(leaves, batch)                                     # (B,)
+        sample = sample if kept else losses(leaves, batch)                 # (B,)
         weight = weight_net(sample.detach())                               # (B,)
         objective = ((weight if second else weight.detach()) * sample).mean()
-        gradient = _grad(objective, leaves.values(), create_graph=second)
+        gradient = _grad(objective, leaves.values(), create_graph=second, retain_graph=second or kept)
         averaged = common.average([g.detach() for g in gradient])
         virtual = {k: p.detach() - virtual_lr * g for (k, p), g in zip(leaves.items(), averaged)}        # Eq. 9
         direction = meta_direction(losses, virtual, meta_batch)            # like Theta^
@@ -221,9 +224,9 @@ def directional_derivative(losses, parameters, batch, direction):
     return torch.zeros_like(value) if tangent is None else tangent
 
 
-def _grad(of, by, weights=None, create_graph=False):
+def _grad(of, by, weights=None, **graph):
     """torch.autograd.grad with zeros where nothing is reached."""
-    return torch.autograd.grad(of, list(by), weights, create_graph=create_graph, materialize_grads=True)
+    return torch.autograd.grad(of, list(by), weights, materialize_grads=True, **graph)
 
 
 # ------------------------------------------------------- key frames (Eqs. 14, 15) ------------------------------------
@@ -354,6 +357,8 @@ def parse_args(argv=None):
                    help="alpha of the virtual step; 0 = the learning rate of the moment")
     g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
                    help="how the weight network's gradient is found: equal, and forward takes a third of the memory")
+    g.add_argument("--meta-memory", choices=["low", "fast"], default="low",
+                   help="encode the batch again for the real step; or keep the graph of its first pass, a forward less")
     g.add_argument("--meta-set", default="train", metavar="train|val|FILE",
                    help="where the meta-data come from; FILE: one name (key) of a training example a line")
     g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data from train or val; not said")
@@ -463,6 +468,10 @@ def parse_args(argv=None):
     p.require(not (looks_ahead and args.chunk_size),
               f"--chunk-size: --weighting {args.weighting} encodes the whole batch in its passes; use a smaller "
               "--batch-size, or another --weighting")
+    plain = (args.weighting, args.meta_gradient, args.mixed_precision, args.compile) == ("meta", "forward", "no", False)
+    p.require(plain or args.meta_memory == "low",
+              "--meta-memory fast: only with --weighting meta, --meta-gradient forward, --mixed-precision no and "
+              "without --compile")
     p.require(args.weighting != "l2rw" or args.meta_every == 1, "--meta-every: --weighting l2rw needs every step's")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     p.require(not looks_ahead or args.meta_batch_size % processes == 0,
@@ -487,7 +496,9 @@ def main(args):
     if args.shuffle_video:
         train, evals = shuffle_videos(train, evals)
     questions = questions_of(train, args)                                  # None for retrieval
-    meta, evals = meta_data(train, evals, args)
+    meta = None
+    if args.weighting in ("meta", "l2rw") or args.meta_set == "val":
+        meta, evals = common.meta_data(train, evals, args)
     run = common.Run(__file__, args, train, evals, recipes_of(args.task))
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
@@ -538,24 +549,30 @@ def main(args):
         progress, mu = run.step / run.total, margin_at(run.step, args)
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         inputs = inputs_of(batch, tokenizer, run.device, train, questions)
-        if args.weighting == "l2rw" or (args.weighting == "meta" and run.step % args.meta_every == 0):
+        due = args.weighting == "meta" and run.step % args.meta_every == 0
+        alpha, fast = args.virtual_lr or run.lr, args.meta_memory == "fast"
+        if due or args.weighting == "l2rw":
+            meta_inputs = inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
             losses = losses_of(plain, args.tau, mu, run.device, args.loss_block, args.eta)
             theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
-            look_ahead = losses, theta, inputs, inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
-            if args.weighting == "l2rw":
-                weight = l2rw_weights(*look_ahead)                         # (B,)
-            else:
-                gradient = weightnet_gradient(*look_ahead, weight_net, args.virtual_lr or run.lr, args.meta_gradient)
-                for p, g in zip(weight_net.parameters(), gradient):
-                    p.grad = g
-                meta_optimizer.step()                                      # Eq. 10
-                meta_optimizer.zero_grad()
+            look_ahead = losses, theta, inputs, meta_inputs
+        if args.weighting == "l2rw":
+            weight = l2rw_weights(*look_ahead)                             # (B,)
+        if due and not fast:
+            gradient = weightnet_gradient(*look_ahead, weight_net, alpha, args.meta_gradient)
 
         video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions
         sample = angular_margin_loss(video, text, args.tau, mu, args.loss_block)                         # (B,)
         if questions:
             answered = answer_loss(*scores, inputs["answers"])             # (B,)
             sample = sample + args.eta * answered                          # Eq. 3
+        if due and fast:                                                   # the same from this pass's own graph
+            gradient = weightnet_gradient(*look_ahead, weight_net, alpha, sample=sample)
+        if due:
+            for p, g in zip(weight_net.parameters(), gradient):
+                p.grad = g
+            meta_optimizer.step()                                          # Eq. 10
+            meta_optimizer.zero_grad()
         if args.weighting == "meta":
             weight = weight_net(sample.detach()).detach()                  # (B,) of the new theta, Eq. 11
         elif args.weighting == "joint":
@@ -642,12 +659,14 @@ def encode(model, pixels, tokens, question=None, choices=None, answers=None):
 
 def losses_of(tower, tau, mu, device, block=0, eta=1.0):
     """The function (parameters, inputs) -> (B,) of weightnet_gradient: the towers with other weights, in float32, with
-    the same dropout in each call and in the step that follows; neither weights nor statistics of the towers change."""
+    the dropout in each call that a step begun now has; neither weights nor statistics of the towers change."""
     cards = [device] if device.type == "cuda" else []
+    random = common.random_state(device)
 
     def losses(parameters, inputs):
         state = dict(parameters) | {k: b.clone() for k, b in tower.named_buffers()}
         with torch.random.fork_rng(cards):                                 # afterwards as before
+            common.set_random_state(random, device)
             video, text, *scores = encode(lambda *x: functional_call(tower, state, x), **inputs)
         sample = angular_margin_loss(video, text, tau, mu, block)          # (B,)
         return sample + eta * answer_loss(*scores, inputs["answers"]) if scores else sample
@@ -695,67 +714,6 @@ def shuffle_videos(train, evals):
     return change(train), {name: {split: change(d) for split, d in of.items()} for name, of in evals.items()}
 
 
-# ------------------------------------------------------- meta-data ---------------------------------------------------
-def meta_data(train, evals, args):
-    """(Data of the meta-data, None where there are none; the evaluation sets without them).
-
-    Raises: UserError where they are too few, or asked of a stream."""
-    source = train if args.meta_set != "val" else evals.get(args.dataset, {}).get("val")
-    if args.weighting not in ("meta", "l2rw") and args.meta_set != "val":
-        return None, evals
-    if source is None or source.streamed:
-        raise common.UserError(f"--meta-set {args.meta_set}: {args.dataset} has no such split to take rows from"
-                               + (" (a stream); use --meta-set val" if source is not None else ""))
-    if args.meta_set in ("train", "val"):
-        columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(args.task, ["label", "verb"])
-        rows, how = balanced_rows(source, args.meta_size, columns)
-    else:
-        rows, how = named_rows(source, args.meta_set), "by name"
-    if len(rows) < args.meta_batch_size:
-        raise common.UserError(f"--meta-set {args.meta_set}: {len(rows)} examples, fewer than --meta-batch-size "
-                               f"{args.meta_batch_size}")
-    note = f"{len(rows)} of {source.split}, {how}; {args.meta_batch_size} a step"
-    if args.meta_set == "val":
-        rest = np.setdiff1d(np.arange(len(source)), rows)
-        if not len(rest):
-            raise common.UserError(f"--meta-size {args.meta_size}: val has {len(source)} examples, none would be left "
-                                   "to evaluate on")
-        evals = evals | {args.dataset: evals[args.dataset] | {"val": source.select(rest)}}
-        note += "; no evaluation on val sees them, and only --weighting meta and l2rw learn from them"
-    meta = source.select(rows)
-    meta.note = note
-    return meta, evals
-
-
-def balanced_rows(data, size, columns=("label", "verb")):
-    """(size,) rows by a hash of their names, classes in turn, without those known to be noisy; and words for it."""
-    place = np.array([common.key_hash(f"meta {key}") for key in data.keys()])                            # (M,)
-    noisy = data.column("noisy")
-    rows = np.argsort(place, kind="stable")
-    rows = rows if noisy is None else rows[~np.asarray(noisy)[rows]]
-    column = next((c for c in columns if data.column(c) is not None), None)
-    if column:
-        seen, turn = {}, []                                                # how many of its class came before each row
-        for c in np.asarray(data.column(column))[rows].tolist():
-            seen[c] = seen.get(c, -1) + 1
-            turn.append(seen[c])
-        rows = rows[np.argsort(turn, kind="stable")]
-    clean = ", known to be clean" if noisy is not None else ", not known to be clean"
-    return np.sort(rows[:size]), (f"balanced over {column}" if column else "at random") + clean
-
-
-def named_rows(data, file):
-    """Rows of the names (keys) in a file, one a line. Raises: UserError for a name that is not there."""
-    with open(file, encoding="utf8") as f:
-        names = dict.fromkeys(line.strip() for line in f if line.strip())
-    where = {key: i for i, key in enumerate(data.keys())}
-    missing = [n for n in names if n not in where]
-    if missing:
-        raise common.UserError(f"--meta-set {file}: {len(missing)} of its {len(names)} names are not in train, first "
-                               f"{missing[0]!r}; a name of train: {next(iter(where))!r}")
-    return np.sort([where[n] for n in names])
-
-
 # ======================================================= pictures ====================================================
 def weight_numbers(seen):
     """Columns of the log from a batch's losses, weights and marks of mismatched pairs, (N, 3)."""
@@ -793,35 +751,14 @@ def draw(run):
         ("cosine", "mean over the batch", {"pairs": "pos_cos", "others": "neg_cos"}),
         ("answers" if args.task != "retrieval" else "retrieval, val", "%", scores)])
     if args.weighting != "none":
-        run.picture("weights.png", draw_weights, load_file(run.folder / "weights.safetensors"), args.weighting)
+        tensors = load_file(run.folder / "weights.safetensors")
+        run.picture("weights.png", common.figures("mama").draw_weights, tensors, args.weighting)
     for name, pieces in run.test_pieces.items():
         suffix = "" if name == next(iter(run.test_pieces)) else f"_{common.slug(name)}"
         if args.task == "retrieval":
             run.picture(f"retrieval{suffix}.png", figures.draw_retrieval, pieces)
         else:
             run.picture(f"answers{suffix}.png", figures.draw_answers, pieces)
-
-
-def draw_weights(tensors, weighting, path):
-    """Fig. 4, right: weight over loss, along the run where a network gives it, and of the pairs of the last batch."""
-    figures = common.figures()
-    fig, axes = figures.figure(2 if "curves" in tensors else 1)
-    if "curves" in tensors:
-        curves, grid = tensors["curves"], tensors["loss_grid"]             # (K, 1 + 64), (64,)
-        some = np.unique(np.linspace(0, len(curves) - 1, min(5, len(curves))).round().astype(int)).tolist()
-        for turn, k in enumerate(some):
-            axes[0].plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}", color=f"C{turn}",
-                         **figures.line_style(turn, len(some)))
-        axes[0].set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
-        axes[0].legend(frameon=False, fontsize=8)
-    sample, weight, swapped = tensors["last_batch"].unbind(1)              # (N,) each
-    for label, those in (("matched", swapped == 0), ("mismatched", swapped == 1)):
-        if those.any():
-            axes[-1].scatter(sample[those], weight[those], s=14, alpha=0.7, label=label)
-    axes[-1].set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
-    axes[-1].legend(frameon=False, fontsize=8)
-    fig.suptitle(f"--weighting {weighting}", fontsize=10)
-    figures.save_figure(fig, path)
 
 
 if __name__ == "__main__":

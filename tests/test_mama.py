@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import mama
+from tools import concepts, margins
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = True  # main below says which runs do
@@ -209,6 +210,26 @@ def test_dropout_is_the_same_in_all_passes_and_the_random_state_stays():
     assert after == torch.rand(1)
 
 
+@pytest.mark.parametrize("block", [0, 4])
+def test_a_first_pass_whose_graph_is_kept(block):
+    """It serves the look-ahead and then its own step, with one random state for all passes."""
+    _, _, batch, meta, net, lr = transformer_case(torch.float64)
+    towers = Towers().double()
+    towers.text.norm = nn.Sequential(towers.text.norm, nn.Dropout(0.5))
+    parameters = dict(towers.named_parameters())
+    losses = mama.losses_of(towers.train(), 0.2, 0.2, CPU, block)
+    expected = naive_gradient(losses, parameters, batch, meta, net, lr)
+    sample = mama.angular_margin_loss(*mama.encode(towers, **batch), 0.2, 0.2, block)
+    gradient = mama.weightnet_gradient(losses, parameters, batch, meta, net, lr, sample=sample)
+    assert relative(gradient, expected) < 1e-8
+    assert all(p.grad is None for p in [*parameters.values(), *net.parameters()])
+    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+    again = torch.autograd.grad(losses(leaves, batch).mean(), [*leaves.values()], materialize_grads=True)
+    sample.mean().backward()
+    got = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(got, again)) and any(g.any() for g in got)
+
+
 def test_statistics_of_the_towers_stay():
     """Batch statistics are those of the batch in each pass, and no pass moves the running ones."""
     class Normed(nn.Module):
@@ -316,6 +337,38 @@ def test_l2rw_weights_by_hand():
     assert mama.l2rw_weights(losses, theta, (x, y), nothing).tolist() == [0] * 5
 
 
+def test_l2rw_finds_the_swapped_pairs_of_a_toy():
+    """Linear towers, the texts of 30 % swapped, the first steps: swapped pairs get less than matched ones, and their
+    step on the meta-data is better than that of equal weights."""
+    g = torch.Generator().manual_seed(0)
+    mixing = [torch.randn(16, 24, generator=g) / 4 for _ in range(2)]
+
+    def pairs_of(n):
+        z = torch.randn(n, 16, generator=g)
+        return [z @ m + 0.3 * torch.randn(n, 24, generator=g) for m in mixing]
+
+    def losses(parameters, batch):
+        return mama.angular_margin_loss(batch[0] @ parameters["a"], batch[1] @ parameters["b"], 0.1, 0.0)
+    theta = {k: torch.randn(24, 12, generator=g) / 5 for k in "ab"}
+    video, text = pairs_of(600)
+    text[:180] = text[torch.randperm(180, generator=g)]
+    found, better = [], 0
+    for _ in range(30):
+        rows = torch.randint(600, (64,), generator=g)
+        batch, meta, leaves = (video[rows], text[rows]), pairs_of(32), {k: p.requires_grad_() for k, p in theta.items()}
+        weights = mama.l2rw_weights(losses, leaves, batch, meta)
+        found.append((weights[rows >= 180].mean(), weights[rows < 180].mean()))
+        after = []
+        for w in (torch.ones(64), weights):
+            step = torch.autograd.grad((w * losses(leaves, batch)).mean(), list(leaves.values()))
+            length = 0.01 / sum(d.square().sum() for d in step).sqrt()
+            moved = {k: (p - length * d).detach() for (k, p), d in zip(leaves.items(), step)}
+            after.append(losses(moved, meta).mean())
+        theta, better = moved, better + (after[1] < after[0])
+    matched, swapped = torch.tensor(found).mean(0)
+    assert better == 30 and matched > 1.4 * swapped, (better, matched, swapped)
+
+
 # ---------------------------------------------------- meta-data ------------------------------------------------------
 def arguments(*flags):
     return mama.parse_args([*BASE, *flags])
@@ -324,14 +377,14 @@ def arguments(*flags):
 def test_meta_data_are_clean_balanced_and_stay_in_train():
     args = arguments("--caption-noise", "0.5", "--clips", "400", "40", "16", "--meta-size", "48")
     train, evals = common.open_data(args)
-    meta, rest = mama.meta_data(train, evals, args)
+    meta, rest = common.meta_data(train, evals, args)
     assert len(meta) == 48 and not any(meta.column("noisy")) and any(train.column("noisy"))
     assert set(meta.column("key")) <= set(train.column("key")) and rest is evals
     counts = np.bincount(meta.labels, minlength=24)
     clean = np.bincount(np.asarray(train.labels)[~np.asarray(train.column("noisy"))], minlength=24)
     short = clean < counts.max()  # only a class that has no more may have fewer, and then by more than one
     assert (counts[~short] >= counts.max() - 1).all() and (counts[short] == clean[short]).sum() >= short.sum() - 1
-    again, _ = mama.meta_data(train, evals, args)
+    again, _ = common.meta_data(train, evals, args)
     assert again.column("key") == meta.column("key") and "known to be clean" in meta.note
 
 
@@ -339,7 +392,7 @@ def test_meta_data_of_val_leave_every_evaluation():
     for weighting in ("meta", "none"):
         args = arguments("--meta-set", "val", "--meta-size", "10", "--weighting", weighting)
         train, evals = common.open_data(args)
-        meta, rest = mama.meta_data(train, evals, args)
+        meta, rest = common.meta_data(train, evals, args)
         assert len(rest["moving-emoji"]["val"]) == 6 and len(evals["moving-emoji"]["val"]) == 16
         assert rest["moving-emoji"]["test"] is evals["moving-emoji"]["test"]
         assert not set(meta.column("key")) & set(rest["moving-emoji"]["val"].column("key"))
@@ -350,10 +403,10 @@ def test_meta_data_by_name(tmp_path):
     names.write_text("".join(f"train {i}\n" for i in (9, 3, 5, 9, 7, 8, 1, 2, 0)))
     args = arguments("--meta-set", str(names))
     train, evals = common.open_data(args)
-    assert mama.meta_data(train, evals, args)[0].column("key") == [f"train {i}" for i in (0, 1, 2, 3, 5, 7, 8, 9)]
+    assert common.meta_data(train, evals, args)[0].column("key") == [f"train {i}" for i in (0, 1, 2, 3, 5, 7, 8, 9)]
     names.write_text("train 1\nnobody\n")
     with pytest.raises(common.UserError, match="1 of its 2 names are not in train, first 'nobody'"):
-        mama.meta_data(train, evals, args)
+        common.meta_data(train, evals, args)
 
 
 # ---------------------------------------------------- runs -----------------------------------------------------------
@@ -430,6 +483,22 @@ def test_second_order_is_the_same_run(run, tmp_path):
     ours, theirs = logged(run[0]), logged(tmp_path / "second")
     assert [r["loss"] for r in theirs] == pytest.approx([r["loss"] for r in ours], rel=1e-3)
     assert theirs[0]["loss"] == pytest.approx(ours[0]["loss"], rel=1e-6)
+
+
+def test_fast_is_low_on_one_and_two_processes(tmp_path):
+    """SGD, so that the weights are as near as the gradients are."""
+    five = "--max-steps 5 --optimizer sgd --lr .1 --meta-lr .01 --warmup-epochs 0".split()
+    for name, more, processes in (("low", [], 1), ("fast", ["--meta-memory", "fast"], 1),
+                                  ("two", ["--meta-memory", "fast"], 2)):
+        flags = [*BASE, *five, *more, "--output-dir", str(tmp_path), "--run-name", name]
+        runs.finish("mama", flags, tmp_path / "log.txt", processes)
+    low, fast, two = (load_file(tmp_path / name / "model.safetensors") for name in ("low", "fast", "two"))
+    assert all(torch.allclose(fast[k], low[k], rtol=1e-4, atol=1e-6) for k in low)
+    assert all(torch.allclose(two[k], low[k], rtol=1e-3, atol=1e-5) for k in low)
+    ours, theirs, both = (logged(tmp_path / name) for name in ("low", "fast", "two"))
+    assert len(ours) == 5 and ours[0]["w"] != ours[-1]["w"]
+    for other in (theirs, both):
+        assert [r["w"] for r in other] == pytest.approx([r["w"] for r in ours], rel=1e-4)
 
 
 @pytest.mark.parametrize("weighting", ["meta", "joint"])
@@ -640,6 +709,11 @@ BAD = {
     ("--loss", "infonce", "--margin-schedule", "constant"): "--loss infonce has neither margin nor weights",
     ("--a0", "20"): "--a0 20 --a1 10: the margin a0 / a1 must be at most pi / 2",
     ("--weighting", "l2rw", "--meta-every", "2"): "--meta-every: --weighting l2rw",
+    ("--meta-memory", "fast", "--weighting", "focal"): "--meta-memory fast: only with --weighting meta",
+    ("--meta-memory", "fast", "--meta-gradient", "second-order"): "--meta-memory fast: only with --weighting meta",
+    ("--meta-memory", "fast", "--mixed-precision", "bf16"): "--meta-memory fast: only with --weighting meta",
+    ("--meta-memory", "fast", "--compile"): "--meta-memory fast: only with --weighting meta",
+    ("--meta-memory", "fast", "--chunk-size", "4"): "--chunk-size: --weighting meta encodes the whole batch",
     ("--meta-set", "test"): "--meta-set test: neither train nor val nor a file of names",
     ("--tau", "0"): "--tau 0: must be > 0", ("--weighting", "mean"): "--weighting invalid choice: 'mean'",
     ("--meta-batch-size", "1"): "--meta-batch-size 1: must be at least 2"}
@@ -690,3 +764,63 @@ def test_random_guess_and_the_warning():
     args.tau = 0.01
     line = mama.banner_lines(args, None, (0.18, 0.2))["temperature"]
     assert "mu / tau up to 20" in line and "WARNING" in line
+
+
+# ---------------------------------------------------- pictures of several runs --------------------------------------
+def folder_of(path, val=10.0, **flags):
+    """What margins.py reads of a finished run."""
+    path.mkdir(parents=True)
+    args = dict(margin_schedule="logistic", a0=2.0, a1=10.0, a2=0.1, seed=0, task="retrieval", dataset="set", tau=0.1)
+    common.write_json(path / "args.json", args | {"run_name": path.name} | flags)
+    common.write_json(path / "summary.json", {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}})
+    return str(path)
+
+
+def test_margins_of_several_runs(tmp_path, capsys):
+    folders = [folder_of(tmp_path / "none", 5, margin_schedule="none"), folder_of(tmp_path / "one", 10),
+               folder_of(tmp_path / "two", 20, seed=1), folder_of(tmp_path / "wide", 8, a0=4.0),
+               folder_of(tmp_path / "slow", 9, a2=0.01), folder_of(tmp_path / "still", 12, margin_schedule="constant")]
+    margins.main([*folders, "--out", str(tmp_path / "a.png")])
+    said = capsys.readouterr().out
+    over = "margin (Fig. 4, left), a2 = 0.1: "
+    assert f"{over}0: 5.00 (1 runs)\n" in said and f"{over}0.2: 15.00 (2 runs)\n" in said
+    assert f"{over}0.4: 8.00" in said and "(Fig. 4, left), constant: 0.2: 12.00" in said
+    assert "middle), mu = 0.2: 0.01: 9.00" in said and "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
+    assert "mu = 0.4" not in said and (tmp_path / "a.png").stat().st_size > 5000
+    (tmp_path / "empty").mkdir()
+    unfinished = folder_of(tmp_path / "running")
+    (tmp_path / "running" / "summary.json").unlink()
+    for bad, words in (([folders[1], folder_of(tmp_path / "tau", tau=0.2)], r"differ in --tau \(0.2, 0.1\)"),
+                       ([folders[1], str(tmp_path / "empty")], "not a finished run of mama.py"),
+                       ([folders[1], unfinished], "not a finished run of mama.py"),
+                       ([folders[1], folders[1]], "a run is named twice")):
+        with pytest.raises(common.UserError, match=words):
+            margins.main([*bad, "--out", str(tmp_path / "b.png")])
+    with pytest.raises(SystemExit):
+        margins.main([folders[1], folders[2], "--out", str(tmp_path / "b.png")])
+    assert "one margin and one a2" in capsys.readouterr().err and not (tmp_path / "b.png").exists()
+
+
+def test_gain_by_concept(run, tmp_path, capsys):
+    base, other = np.array([0, 1, 0, 0, 1.0]), np.array([1, 1, 0, 1, 0.0])
+    found = concepts.gains(np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2})
+    assert [(f, round(g, 3), n, c) for f, g, n, c in found] == [(0.5, 33.333, 3, "a"), (0.3, 100, 1, "b"),
+                                                                (0.2, -100, 1, "c")]
+    assert [(name, round(g, 3)) for name, *_, g in concepts.thirds(found)] == [("frequent", 33.333), ("rare", 0.0)]
+    folder, summary = run
+    theirs = main(tmp_path / "other", "--max-steps", "4", "--margin-schedule", "none")
+    margins.main([str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "m.png")])
+    concepts.main([str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "c.png")])
+    ours, without = (s["val"]["moving-emoji"]["text_to_image"]["R@1"] for s in (summary, theirs))
+    said = capsys.readouterr().out
+    assert f"a2 = 0.1: 0: {without:.2f} (1 runs)" in said and f"a2 = 0.1: 0.2: {ours:.2f} (1 runs)" in said
+    ours = summary["test"]["moving-emoji"]["text_to_image"]["R@1"]
+    _, hits, share, _ = concepts.hits(folder, margins.finished(folder)[0])
+    assert 100 * hits.mean() == pytest.approx(ours) and sum(share.values()) == pytest.approx(1)
+    assert all((tmp_path / f"{k}.png").stat().st_size > 5000 for k in "cm")
+    with pytest.raises(SystemExit):
+        (tmp_path / "args").mkdir()
+        for name, more in (("args.json", {"clips": [9, 9, 9]}), ("summary.json", {})):
+            common.write_json(tmp_path / "args" / name, common.read_json(folder / name) | more)
+        concepts.main([str(folder), str(tmp_path / "args")])
+    assert "differ in --clips: they cannot be compared" in capsys.readouterr().err

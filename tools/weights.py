@@ -122,7 +122,8 @@ def open_model(args):
 
 
 def _clip_width(name):
-    """projection_dim of a CLIP by name, else 0."""
+    """projection_dim of a CLIP by name, also as clip_vip:NAME, else 0."""
+    name = name.removeprefix(common.CLIP_VIP)
     if "/" not in name and not Path(name).is_dir():
         return 0
     import transformers
@@ -140,7 +141,7 @@ def init_from(model, path):
 
     Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
     tensors of the image body in their order, if all shapes agree; a classifier at the end is left out. AVION's files
-    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder.
+    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder, CLIP-ViP's into its tower.
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
@@ -158,11 +159,14 @@ def init_from(model, path):
         reason = "it holds more than tensors: save its state_dict as safetensors" if "eights" in str(error) else error
         raise UserError(f"--init-from {path}: cannot be read ({common.first_line(reason)})") from error
     own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
-    weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", k): v for k, v in weights.items() if torch.is_tensor(v)}
+    wrapped = r"^(module\.|_orig_mod\.|clipmodel\.)+"
+    weights = {re.sub(wrapped, "", k): v for k, v in weights.items() if torch.is_tensor(v)}
     if any("timeattn" in k for k in weights):
         raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
                         f"time; --image-encoder {common.VIDEO}vit_base_patch16_clip_224 takes AVION's training of "
                         "LaViLa")
+    if "vision_model.embeddings.added_cls" in weights:
+        return common.open_room("tools.clip_vip", "--init-from").load(model, weights, path)
     if "visual.temporal_embedding" in weights:
         from tools.avion import avion_weights
         fit = avion_weights(model, weights, path)

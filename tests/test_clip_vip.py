@@ -1,0 +1,259 @@
+"""CLIP-ViP's tower: its attention against a mask and loops, one frame against CLIP, its released names, whole runs."""
+
+import json
+
+import common
+
+import pytest
+import runs
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel
+
+import eval as evaluation
+import mama
+from tools import clip_vip
+
+TOWER = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+WORDS = dict(vocab_size=60, max_position_embeddings=80, eos_token_id=3, bos_token_id=2, pad_token_id=0)
+PATCHES = dict(image_size=32, patch_size=16)
+SPEC = dict(embed_dim=16, image_size=32, text_length=12, text_pooling="cls", image_stats="encoder", eval_resize="crop")
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """A tiny CLIP in a folder, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=TOWER | WORDS, vision_config=TOWER | PATCHES, projection_dim=16))
+    model.save_pretrained(folder)
+    tokenizer = common.Tokenizer(common.train_wordpiece(["red apple", "green pear", "blue bird on a tree"] * 3), 12)
+    assert len(tokenizer.tokenizer) <= 60
+    tokenizer.save(folder)
+    return folder, model.eval(), tokenizer
+
+
+def tower_of(clip, **more):
+    torch.manual_seed(1)
+    tower = clip_vip.ClipViP(clip[1].vision_model, **more).eval()
+    torch.nn.init.normal_(tower.temporal)
+    return tower
+
+
+def model_of(clip, text=None, **more):
+    spec = SPEC | dict(image_encoder=f"clip_vip:{clip[0]}", text_encoder=text or str(clip[0])) | more
+    return common.build_model(spec, clip[2], True)[0].eval()
+
+
+def published(config, times=12, proxies=3):
+    """A state dict with the names and shapes of the released files: VidCLIP, whose `clipmodel` is the authors'."""
+    out = {"logit_scale": ()}
+    for side, of, places in (("vision", config.vision_config, 1 + (config.vision_config.image_size
+                                                                   // config.vision_config.patch_size) ** 2),
+                             ("text", config.text_config, config.text_config.max_position_embeddings)):
+        W, M = of.hidden_size, of.intermediate_size
+        norms = ["pre_layrnorm", "post_layernorm"] if side == "vision" else ["final_layer_norm"]
+        here = {"embeddings.position_ids": (1, places), "embeddings.position_embedding.weight": (places, W)}
+        for k in range(of.num_hidden_layers):
+            layer = f"encoder.layers.{k}"
+            norms += [f"{layer}.layer_norm1", f"{layer}.layer_norm2"]
+            for part in "kvq":
+                here |= {f"{layer}.self_attn.{part}_proj.weight": (W, W), f"{layer}.self_attn.{part}_proj.bias": (W,)}
+            here |= {f"{layer}.self_attn.out_proj.weight": (W, W), f"{layer}.self_attn.out_proj.bias": (W,),
+                     f"{layer}.mlp.fc1.weight": (M, W), f"{layer}.mlp.fc1.bias": (M,),
+                     f"{layer}.mlp.fc2.weight": (W, M), f"{layer}.mlp.fc2.bias": (W,)}
+        here |= {f"{n}.{kind}": (W,) for n in norms for kind in ("weight", "bias")}
+        if side == "vision":
+            here |= {"embeddings.added_cls": (proxies, W), "embeddings.temporal_embedding": (1, times, W),
+                     "embeddings.class_embedding": (W,),
+                     "embeddings.patch_embedding.weight": (W, 3, of.patch_size, of.patch_size)}
+        else:
+            here |= {"embeddings.token_embedding.weight": (of.vocab_size, W)}
+        out |= {f"{side}_model.{k}": shape for k, shape in here.items()}
+        out |= {f"{'visual' if side == 'vision' else 'text'}_projection.weight": (config.projection_dim, W)}
+    return {f"clipmodel.{k}": torch.randn(shape) * 0.1 for k, shape in out.items()}
+
+
+# ---------------------------------------------------- the tower -----------------------------------------------------
+@pytest.mark.parametrize("frames", [1, 3])
+def test_attention_against_loops(clip, frames):
+    """Each query over the keys that it may see, one at a time, in float64."""
+    M, L, T, width = 4, 5, frames, 24
+    attention = clip[1].vision_model.encoder.layers[0].self_attn
+    x = torch.randn(2, M + T * L, width)
+    q, k, v = (F.linear(x.double(), p.weight.double(), p.bias.double()).unflatten(2, (2, 12))
+               for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    frame_of = [-1] * M + [t for t in range(T) for _ in range(L)]
+    out = torch.zeros(2, M + T * L, 2, 12, dtype=torch.float64)
+    for b in range(2):
+        for i, mine in enumerate(frame_of):
+            seen = [j for j, other in enumerate(frame_of) if -1 in (mine, other) or mine == other]
+            assert len(seen) == (M + T * L if i < M else M + L)
+            for h in range(2):
+                weight = torch.softmax(k[b, seen, h] @ q[b, i, h] / 12 ** 0.5, 0)
+                out[b, i, h] = weight @ v[b, seen, h]
+    expected = F.linear(out.flatten(2), attention.out_proj.weight.double(), attention.out_proj.bias.double())
+    assert torch.allclose(clip_vip.attend(attention, x, M, T).double(), expected, atol=1e-5)
+
+
+def test_what_a_frame_learns_of_another_goes_through_the_proxies(clip):
+    tower, clips = tower_of(clip), torch.randn(2, 3, 3, 32, 32)
+    other = clips.clone()
+    other[:, 2] = torch.randn(2, 3, 32, 32)
+    attention = tower.clip.encoder.layers[0].self_attn
+    with torch.no_grad():
+        (x, M, T), (y, _, _) = tower.embed(clips), tower.embed(other)
+        one, two = clip_vip.attend(attention, x, M, T), clip_vip.attend(attention, y, M, T)
+        assert (M, T) == (4, 3) and x.shape == (2, 4 + 3 * 4, 24)
+        moved = (one - two).abs().amax((0, 2)) > 1e-6                      # (M + T * L,)
+        assert moved.tolist() == [True] * 4 + [False] * 8 + [True] * 4
+        a, b = clip_vip.attend(attention, one, M, T), clip_vip.attend(attention, two, M, T)
+        assert ((a - b).abs().amax((0, 2)) > 1e-6).all()                   # after two layers all know
+        assert not torch.allclose(tower(clips), tower(clips.flip(1)), atol=1e-4)        # and the order counts
+
+
+def test_one_frame_without_proxies_is_clip(clip):
+    pixels = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        expected = clip[1].vision_model(pixel_values=pixels).pooler_output
+        alone = clip_vip.ClipViP(clip[1].vision_model, proxies=0).eval()   # its temporal embedding is 0
+        assert torch.allclose(alone(pixels), expected, atol=1e-5)
+        assert torch.allclose(alone(pixels[:, None]), expected, atol=1e-5)
+        assert not torch.allclose(tower_of(clip)(pixels), expected, atol=1e-3)
+
+
+def test_frames_between_those_the_weights_know(clip):
+    """Twelve as they are; 24 and 6 by torch's line, whose ends are not moved out."""
+    tower = tower_of(clip)
+    time = {T: tower.embed(torch.zeros(1, T, 3, 32, 32))[0][0, 4:].unflatten(0, (T, 4))[:, 0] for T in (6, 12, 24)}
+    base = time[12] - tower.temporal
+    assert torch.allclose(base, base[:1].expand(12, -1), atol=1e-5)
+    assert torch.allclose(time[6] - base[0], tower.temporal.unflatten(0, (6, 2)).mean(1), atol=1e-5)
+    quarter = 0.75 * tower.temporal[:-1] + 0.25 * tower.temporal[1:]
+    assert torch.allclose(time[24][1:-1:2] - base[0], quarter, atol=1e-5)
+
+
+def test_another_image_size_is_refused(clip):
+    for size in (16, 64):
+        with pytest.raises(common.UserError, match=f"--image-size {size} .*: {(size // 16) ** 2} patches of a frame"):
+            model_of(clip, image_size=size)
+
+
+def test_what_is_no_clip_is_refused(tmp_path, clip):
+    BertModel(BertConfig(vocab_size=20, hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
+                         intermediate_size=32)).save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match=f"--image-encoder clip_vip:{tmp_path}: {tmp_path} is no CLIP but bert"):
+        model_of((tmp_path, None, clip[2]), text=str(clip[0]))
+
+
+# ---------------------------------------------------- released weights ----------------------------------------------
+def test_released_names_and_shapes():
+    """All of CLIP-ViP B/32's and B/16's, without the numbers."""
+    for patch in (32, 16):
+        config = CLIPConfig(text_config=dict(hidden_size=512, num_attention_heads=8), projection_dim=512,
+                            vision_config=dict(image_size=224, patch_size=patch))
+        with torch.device("meta"):
+            released, whole = published(config), CLIPModel(config)
+            own = {f"vision.body.{k}": p for k, p in clip_vip.ClipViP(whole.vision_model).state_dict().items()}
+        own |= {f"text.body.{k}": p for k, p in whole.text_model.state_dict().items()}
+        own |= {"vision.projection.weight": whole.visual_projection.weight,
+                "text.projection.weight": whole.text_projection.weight}
+        found = clip_vip.renamed({k.removeprefix("clipmodel."): v for k, v in released.items()})
+        assert released["clipmodel.vision_model.embeddings.added_cls"].shape == (3, 768)
+        assert released["clipmodel.vision_model.embeddings.temporal_embedding"].shape == (1, 12, 768)
+        assert {k: v.shape for k, v in found.items() if k in own} == {k: v.shape for k, v in own.items()}
+        left = {"logit_scale", "vision.body.clip.embeddings.position_ids", "text.body.embeddings.position_ids"}
+        assert found.keys() - own.keys() == left
+
+
+def test_a_released_file_is_read_to_its_last_tensor(clip, tmp_path, capsys):
+    state = published(clip[1].config)
+    torch.save({k: v.half() if "fc1" in k else v for k, v in state.items()}, tmp_path / "a.pt")
+    model = model_of(clip)
+    common.init_from(model, tmp_path / "a.pt")
+    said = capsys.readouterr().out
+    assert f"{len(model.state_dict())} of {len(model.state_dict())} tensors read" in said
+    assert "not used: logit_scale, vision.body.clip.embeddings.position_ids, text.body.embeddings.position_ids" in said
+    reference = CLIPModel(clip[1].config).eval()                           # the same numbers by transformers' names
+    plain = {k.removeprefix("clipmodel."): v for k, v in state.items()}
+    left = reference.load_state_dict(plain, strict=False)
+    assert not left.missing_keys
+    tokens = clip[2](["red apple", "green pear"])
+    with torch.no_grad():
+        text = reference(pixel_values=torch.zeros(2, 3, 32, 32), **tokens).text_embeds
+        assert torch.allclose(common.normalize(model(tokens=tokens)[1]), text, atol=2e-3)
+    assert torch.equal(model.vision.body.temporal, plain["vision_model.embeddings.temporal_embedding"][0])
+    assert torch.equal(model.vision.body.added_cls, plain["vision_model.embeddings.added_cls"])
+
+
+def test_a_released_file_that_does_not_fit(clip, tmp_path, capsys):
+    def refused(state, words, model=None):
+        torch.save(state, tmp_path / "b.pt")
+        with pytest.raises(common.UserError, match=words):
+            common.init_from(model or model_of(clip), tmp_path / "b.pt")
+    state = published(clip[1].config)
+    mark = "clipmodel.vision_model.embeddings."
+    refused({k: v for k, v in state.items() if k != "clipmodel.vision_model.post_layernorm.bias"},
+            "there is none for vision.body.clip.post_layernorm.bias")
+    refused(published(clip[1].config, times=8), r"vision.body.temporal \(8, 24\) fits nowhere")
+    refused(published(clip[1].config, proxies=1), r"vision.body.added_cls \(1, 24\) fits nowhere")
+    refused(state | {mark + "more": torch.zeros(2)}, r"vision.body.clip.embeddings.more \(2,\) fits nowhere")
+    refused(state, "vision.projection.weight", model_of(clip, embed_dim=8))
+    refused(state, "it goes into --image-encoder clip_vip:", model_of(clip, image_encoder=str(clip[0])))
+    torch.save(state, tmp_path / "a.pt")
+    model = model_of(clip, text="small", text_pooling="mean")
+    capsys.readouterr()
+    common.init_from(model, tmp_path / "a.pt")
+    said = capsys.readouterr().out
+    assert "the text encoder is no CLIP" in said and "text.body.embeddings.token_embedding.weight" in said
+
+
+# ---------------------------------------------------- runs ----------------------------------------------------------
+def flags(clip, folder, *more):
+    return ["--cpu", "--threads", "1", "--clips", "32", "16", "16", "--batch-size", "16", "--log-every", "1",
+            "--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", str(clip[0]), "--pretrained", "--text-length",
+            "12", "--embed-dim", "16", "--image-stats", "encoder", "--meta-size", "8", "--meta-batch-size", "4",
+            "--output-dir", str(folder), *more]
+
+
+def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path, monkeypatch):
+    monkeypatch.setattr(mama, "draw", lambda *a: None)
+    torch.save(published(clip[1].config), tmp_path / "a.pt")
+    more = ["--frames", "3", "--max-steps", "2", "--save-every", "1", "--run-name", "run", "--init-from",
+            str(tmp_path / "a.pt")]
+    summary = mama.main(mama.parse_args(flags(clip, tmp_path, *more)))
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    weights = [r["w"] for r in logged if "loss" in r]
+    assert len(weights) == 2 and 0 < weights[0] != weights[1] < 1
+    model, tokenizer, transform = common.load_model(tmp_path / "run")
+    assert transform.mean == common.STATS["clip"][0]
+    started = published(clip[1].config)["clipmodel.vision_model.embeddings.added_cls"]
+    assert model.vision.body.added_cls.shape == started.shape
+    with torch.no_grad():
+        image, text, _ = model(torch.randn(2, 3, 3, 32, 32), tokenizer(["red apple", "green pear"]))
+    assert image.shape == text.shape == (2, 16)
+    done = evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--split", "test",
+                                                  "--tasks", "retrieval", "--output-dir", str(tmp_path / "eval")]))
+    metrics = done["datasets"]["moving-emoji"]["metrics"]["retrieval"]
+    assert metrics["text_to_image"]["R@10"] == summary["test"]["moving-emoji"]["text_to_image"]["R@10"]
+    pair = ["--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", str(clip[0])]
+    released = evaluation.main(evaluation.parse_args(
+        [*pair, "--init-from", str(tmp_path / "a.pt"), "--datasets", "moving-emoji", "--frames", "3", "--image-size",
+         "32", "--cpu", "--tasks", "retrieval", "--output-dir", str(tmp_path / "zero")]))
+    assert released["datasets"]["moving-emoji"]["metrics"]["retrieval"]["text_to_image"]["R@50"] > 0
+    again = mama.main(mama.parse_args(["--resume", str(tmp_path / "run"), "--max-steps", "3"]))
+    assert again["steps"] == 3
+
+
+def test_chunks_and_processes_give_the_same_step(clip, tmp_path):
+    """SGD, so that the step is as near as the gradients are."""
+    plain = ["--frames", "2", "--max-steps", "2", "--weighting", "focal", "--optimizer", "sgd", "--lr", ".1"]
+    of = {}
+    for name, more, processes in (("whole", [], 1), ("chunks", ["--chunk-size", "5"], 1), ("two", [], 2)):
+        runs.finish("mama", flags(clip, tmp_path, *plain, "--run-name", name, *more), tmp_path / "log.txt", processes)
+        of[name] = common.load_model(tmp_path / name)[0].state_dict()
+    start = model_of(clip).state_dict()["vision.body.clip.encoder.layers.0.mlp.fc1.weight"]
+    assert not torch.allclose(of["whole"]["vision.body.clip.encoder.layers.0.mlp.fc1.weight"], start, atol=1e-4)
+    for name in ("chunks", "two"):
+        assert of["whole"].keys() == of[name].keys()
+        assert all(torch.allclose(v, of[name][k], rtol=1e-3, atol=2e-5) for k, v in of["whole"].items()), name

@@ -1,0 +1,97 @@
+"""Fig. 4 of MAMA, left and middle, from several runs: val accuracy over the margin a0 / a1 and over a2 of Eq. 6.
+
+    python -m tools.margins runs/mu0 runs/mu1 runs/mu2 --out margins.png
+
+The runs are finished ones of mama.py that differ in --margin-schedule, --a0, --a1, --a2 and --seed alone. A point is a
+run, a line goes through the means over seeds. The paper's caption has a0 in the middle, which is its left panel once
+more (a1 = 10 throughout), and its text a2, which is drawn here. (Right: weights.png of each run.)
+"""
+
+from pathlib import Path
+
+import common
+
+import numpy as np
+
+VARIED = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
+ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_every", "eval_every", "log_every",
+         "eval_batch", "figures", "tracker", "loss_block", "meta_memory"}  # nothing that changes what is learnt
+
+
+def finished(folder):
+    """(args, summary) of a finished run of mama.py. Raises: UserError where it is none."""
+    args, summary = (common.read_json(Path(folder) / name) for name in ("args.json", "summary.json"))
+    if not args or not summary or "margin_schedule" not in args:
+        raise common.UserError(f"{folder}: not a finished run of mama.py")
+    return args, summary
+
+
+def same_but(folders, runs, varied):
+    """Raises: UserError where the flags of the runs differ in more than `varied`, or one run is there twice."""
+    first, *others = (args for args, _ in runs)
+    for folder, args in zip(folders[1:], others):
+        other = [k for k in sorted({*first, *args} - varied - ASIDE) if first.get(k) != args.get(k)]
+        if other:
+            raise common.UserError(f"{folder} and {folders[0]} differ in --{other[0].replace('_', '-')} "
+                                   f"({args.get(other[0])}, {first.get(other[0])}): they cannot be compared")
+    if len({Path(f).resolve() for f in folders}) < len(folders):
+        raise common.UserError(f"{folders[0]} ...: a run is named twice")
+
+
+def point(folder, args, summary):
+    """{mu, a2, value}: the margin's limit, radians (0 = none), a2 (None where it has no part), val accuracy, %."""
+    schedule, val = args["margin_schedule"], summary.get("val", {}).get(args["dataset"])
+    if not val:
+        raise common.UserError(f"{folder}: no evaluation on val of {args['dataset']}")
+    value = val["text_to_image"]["R@1"] if args["task"] == "retrieval" else val["accuracy"]
+    return {"mu": 0.0 if schedule == "none" else args["a0"] / args["a1"], "schedule": schedule, "value": value,
+            "a2": args["a2"] if schedule == "logistic" else None}
+
+
+def lines(points, axis, same):
+    """{label: {x: [values]}} of the points with one `same` each, those that have two x or more; without a margin a run
+    belongs to every line over mu."""
+    out = {}
+    for p in (p for p in points if p[axis] is not None and p["schedule"] != "none"):
+        label = "constant" if p[same] is None else f"{same} = {p[same]:g}"
+        out.setdefault(label, {}).setdefault(p[axis], []).append(p["value"])
+    without = [p["value"] for p in points if p["schedule"] == "none"]
+    if axis == "mu" and without:
+        out = {label: {0.0: without} | line for label, line in out.items()}
+    return {label: line for label, line in out.items() if len(line) > 1}
+
+
+def main(argv=None):
+    """The command line. Raises: UserError."""
+    p = common.OneLine("python -m tools.margins", __doc__.splitlines()[0])
+    p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs of mama.py")
+    p.add_argument("--out", default="margins.png", metavar="FILE", help="picture, .png or .pdf")
+    args = p.parse_args(argv)
+    runs = [finished(folder) for folder in args.runs]
+    same_but(args.runs, runs, VARIED)
+    points = [point(folder, *run) for folder, run in zip(args.runs, runs)]
+    panels = [("margin (Fig. 4, left)", "a0 / a1, radians; 0 = none", lines(points, "mu", "a2")),
+              ("a2 of the margin's growth (Fig. 4, middle)", "a2, per step", lines(points, "a2", "mu"))]
+    panels = [panel for panel in panels if panel[2]]
+    p.require(panels, f"{args.runs[0]} ...: one margin and one a2; it takes two of either")
+    figures, name = common.figures(), "text -> video R@1" if runs[0][0]["task"] == "retrieval" else "accuracy"
+    fig, axes = figures.figure(len(panels))
+    said = []
+    for ax, (title, xlabel, found) in zip(axes, panels):
+        for k, (label, line) in enumerate(sorted(found.items())):
+            xs = sorted(line)
+            means = [np.mean(line[x]) for x in xs]
+            ax.plot(xs, means, label=label, color=f"C{k}", **figures.line_style(k, len(found)))
+            ax.scatter([x for x in xs for _ in line[x]], [v for x in xs for v in line[x]], s=18, color=f"C{k}")
+            said += [f"{title}, {label}: {x:g}: {m:.2f} ({len(line[x])} runs)" for x, m in zip(xs, means)]
+        ax.set(title=title, xlabel=xlabel, ylabel=f"val {name}, %")
+        ax.locator_params(axis="x", nbins=6)
+        ax.legend(frameon=False, fontsize=8)
+    with common.writing(args.out):
+        figures.save_figure(fig, args.out)
+    common.say("\n".join([*said, f"written to {args.out}"]))
+
+
+if __name__ == "__main__":
+    with common.clean_exit():
+        main()
