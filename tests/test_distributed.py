@@ -78,6 +78,7 @@ LOSSES = {  # (embeddings I, T, I~, T~ of these rows, learnable tau, rows) -> me
     "cwcl": lambda e, tau, rows: temo.cwcl_loss(*e[:2], tau),
     "dystress": lambda e, tau, rows: temo.multimodal_loss(*e[:2], temo.dystress_temperature),
     "simclr": lambda e, tau, rows: temo.simclr_loss(e[0], e[1], 0.1),
+    "simclr in blocks": lambda e, tau, rows: temo.simclr_loss(e[0], e[1], 0.1, block=3),
     "ncl, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma),
     "ncl with gradient, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, detach=False),
     "ncl without biases, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, 0),
