@@ -235,8 +235,10 @@ def simclr_loss(z1, z2, tau, block=0):
 
     def one_way(anchor, same, other):
         def rows(x, target):
-            others = (x @ same.T).scatter(1, target[:, None], -math.inf)   # (b, N) without the anchor itself
-            return F.cross_entropy(torch.cat([x @ other.T, others], 1) / tau, target)                        # ()
+            own = x @ same.T                                               # (b, N)
+            logits = torch.cat([x @ other.T, own], 1) / tau                # (b, 2N)
+            itself = len(same) + target[:, None]                           # (b, 1), left out of its negatives
+            return F.cross_entropy(logits.scatter(1, itself, -math.inf), target)                             # ()
         return by_rows(rows, anchor, positive_index(anchor), columns=2 * len(same), block=block)
     return (one_way(a, all_a, all_b) + one_way(b, all_b, all_a)) / 2
 

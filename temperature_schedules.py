@@ -116,9 +116,10 @@ def nt_xent(z1, z2, tau, block=0):
 
     def one_way(anchor, own_view, other_view):
         def rows(x, t, target):                                            # b anchors at a time
-            negatives = (x @ own_view.T).scatter(1, target[:, None], -math.inf)     # (b, N), without the anchor itself
-            logits = torch.cat([x @ other_view.T, negatives], 1) / t       # (b, 2N)
-            return F.cross_entropy(logits, target)                         # ()
+            own = x @ own_view.T                                           # (b, N)
+            logits = torch.cat([x @ other_view.T, own], 1) / t             # (b, 2N)
+            itself = len(own_view) + target[:, None]                       # (b, 1), left out of its negatives
+            return F.cross_entropy(logits.scatter(1, itself, -math.inf), target)                             # ()
         return by_rows(rows, anchor, tau, positive_index(anchor), columns=2 * len(own_view), block=block)
     return (one_way(a, all_a, all_b) + one_way(b, all_b, all_a)) / 2
 
