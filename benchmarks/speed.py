@@ -353,7 +353,7 @@ def loss_memory(rounds):
     No block is asked for. The first block of a process imports 130 MiB of torch, once; it runs before."""
     results = {}
     for name in ("temo", "infonce", "nt_xent", "clip_loss"):
-        for n in (2048, 4096, 8192):
+        for n in (4096, 8192):
             results[f"{name}_mib_{n}"] = "not run" if name == "clip_loss" and not find_spec("open_clip") else peak_mib(
                 f"""{LOSS_MEMORY}
 loss('{name}', 64, 16)()
