@@ -382,8 +382,7 @@ def main():
             "date": str(datetime.date.today()), "machine": machine(), "torch": torch.__version__}
         rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in results[name].items()}
         print(name, json.dumps(rounded), flush=True)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(results, indent=1))
+        common.write_json(path, results)
 
 
 if __name__ == "__main__":

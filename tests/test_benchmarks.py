@@ -3,6 +3,10 @@
 import importlib
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +81,16 @@ def test_every_claim_names_flags_that_its_script_has(tmp_path):
                 if suite == "gpu":
                     assert args.image_encoder == "resnet18-cifar" and not args.index_file or args.frames == 8
                 assert args.max_steps == (3 if suite == "quick" else 0)
+
+
+def test_gpu_steps_run_dry_leave_a_file_and_outlive_one_that_fails():
+    """gpu.sh on the CPU: a step, the same again (its file is there), and one that cannot run."""
+    root = Path(__file__).resolve().parents[1]
+    command = ["bash", "benchmarks/gpu.sh", "--dry", "evaluation", "nonsense", "evaluation"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.endswith("failed, or longer than 9 minutes: nonsense\n"), done.stderr
+    skipped, = (line for line in done.stdout.splitlines() if line.endswith("is there, skipped"))
+    record = json.loads(Path(skipped.split()[1]).read_text())
+    assert record["command"] == "bash benchmarks/gpu.sh --dry evaluation" and record["cards"] == "none: a dry run"
+    assert record["results"]["ranks"]["largest difference"] == 0 and record["results"]["ranks"]["card"]["seconds"] > 0

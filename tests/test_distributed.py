@@ -83,6 +83,7 @@ LOSSES = {  # (embeddings I, T, I~, T~ of these rows, learnable tau, rows) -> me
     "ncl, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma),
     "ncl with gradient, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, detach=False),
     "ncl without biases, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, 0),
+    "ncl in blocks, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, block=3),
     "max-margin": lambda e, tau, rows: ncl.max_margin_loss(e[1], e[0]),
     "mmts": lambda e, tau, rows: mmts.clip_loss(*e[:2], per_anchor(e[0], rows)),
     "mmts smoothed, in blocks": lambda e, tau, rows: mmts.clip_loss(*e[:2], per_anchor(e[0], rows), 0.1, block=3),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ncl
 import temo
 import temperature_schedules as ts
 
@@ -46,6 +47,8 @@ LOSSES = {
     "temo, plain": lambda block: temo.temo_loss(*E, 0.3, unimodal="plain", block=block),
     "temo, experts": lambda block: temo.temo_loss(*E, 0.3, block=block, image_tau=PER_PAIR, text_tau=PER_PAIR.T),
     "cwcl": lambda block: temo.cwcl_loss(*E[:2], SCALAR, block),
+    "ncl": lambda block: ncl.ncl_loss(*E[:2], SCALAR, block=block),
+    "ncl, gradient through the biases": lambda block: ncl.ncl_loss(*E[:2], SCALAR, detach=False, block=block),
     "slip": lambda block: temo.simclr_loss(*E[:2], 0.1, block),
     "nt_xent": lambda block: ts.nt_xent(*E[:2], SCALAR, block),
     "nt_xent, (B,)": lambda block: ts.nt_xent(*E[:2], PER_ANCHOR, block),
