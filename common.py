@@ -406,12 +406,13 @@ def fp32(loss):
 
 
 def by_rows(loss, *rows, columns, block=0):
-    """Per-row losses (B,), recomputed in blocks of rows when the (B, N) matrices would be large: memory linear in N.
+    """Losses of rows, recomputed in blocks of rows when the (B, N) matrices would be large: memory linear in N.
 
     Args:
-        loss: function of slices of `rows` -> (b,); each slice keeps its place in the gradient (checkpointed).
+        loss: function of slices of `rows` -> (b,), or () their mean; each slice keeps its place in the gradient.
         rows: tensors whose first axis is B are sliced; anything else is handed on whole.
         columns: N.   block: rows at a time; 0 = all at once below 1 GiB of float32 temporaries, else 64 MiB at a time.
+    Returns: (B,), or () the mean over all rows.
     """
     B = len(rows[0])
     if not block:
@@ -421,8 +422,11 @@ def by_rows(loss, *rows, columns, block=0):
         return loss(*rows)
     def cut(x, i):
         return x[i:i + block] if torch.is_tensor(x) and x.ndim and len(x) == B else x
-    return torch.cat([checkpoint(loss, *(cut(x, i) for x in rows), use_reentrant=False, preserve_rng_state=False)
-                      for i in range(0, B, block)])
+    parts = [checkpoint(loss, *(cut(x, i) for x in rows), use_reentrant=False, preserve_rng_state=False)
+             for i in range(0, B, block)]
+    if parts[0].ndim:
+        return torch.cat(parts)
+    return sum(part * (min(block, B - i) / B) for part, i in zip(parts, range(0, B, block)))  # the last may be short
 
 
 class Chunks:

@@ -66,7 +66,7 @@ import functools
 import math
 
 import common
-from common import between, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
+from common import between, by_rows, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
 
 import numpy as np
 import torch
@@ -97,29 +97,34 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
 
 
 @fp32
-def ncl_terms(text, video, gamma, iterations=4, detach=True):
+def ncl_terms(text, video, gamma, iterations=4, detach=True, block=0):
     """Both directions of Eq. 4 with the adjusted similarity (Eq. 12); biases from the matrix of the whole global batch.
 
     Args:
         text, video: (B, D) this process's embeddings, row i of both is a pair.
         gamma: temperature, divides the cosine, float or () tensor, > 0.
         iterations: rounds of Sinkhorn-Knopp; 0 = no biases, plain InfoNCE.   detach: no gradient through the biases.
+        block: rows of the loss at a time (0 = automatic, see common.by_rows); the biases need the whole matrix.
     Returns: {"L_t2v", "L_v2t"}: scalars fp32, means over the B local pairs. A random guess is about ln N each.
     """
     text, video = normalize(text), normalize(video)                        # (B, D)
-    texts, videos, target = gather(text), gather(video), positive_index(text)       # (N, D), (N, D), (B,)
+    texts, videos = gather(text), gather(video)                            # (N, D)
     a = b = 0.0
     if iterations:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
             a, b = sinkhorn_biases(texts @ videos.T, gamma, iterations)    # (N,), (N,)
-    t2v = F.cross_entropy((text @ videos.T + b) / gamma, target)           # (B, N); a_i, equal along a row, cancels
-    v2t = F.cross_entropy((video @ texts.T + a) / gamma, target)           # (B, N); here b_j cancels
-    return {"L_t2v": t2v, "L_v2t": v2t}
+
+    def one_way(anchor, candidates, bias):
+        def rows(x, target):                                               # b anchors at a time
+            return F.cross_entropy((x @ candidates.T + bias) / gamma, target)       # ()
+        return by_rows(rows, anchor, positive_index(anchor), columns=len(candidates), block=block)
+    # a_i, equal along a row of text -> video, cancels there, and b_j in the other direction
+    return {"L_t2v": one_way(text, videos, b), "L_v2t": one_way(video, texts, a)}
 
 
-def ncl_loss(text, video, gamma, iterations=4, detach=True):
+def ncl_loss(text, video, gamma, iterations=4, detach=True, block=0):
     """L = 1/2 (L_t2v + L_v2t) (Eq. 4); arguments as ncl_terms. Scalar fp32; a random guess is about ln N."""
-    terms = ncl_terms(text, video, gamma, iterations, detach)
+    terms = ncl_terms(text, video, gamma, iterations, detach, block)
     return (terms["L_t2v"] + terms["L_v2t"]) / 2
 
 
@@ -276,6 +281,9 @@ def parse_args(argv=None):
     g.add_argument("--detach-biases", action=yesno, default=True, help="no gradient through the biases")
     g.add_argument("--loss-scale", type=nonnegative, default=1.0, help="factor of the loss; NCL on SSB 15")
     g.add_argument("--margin", type=nonnegative, default=0.2, help="of --loss max-margin, in cosine units, >= 0")
+    g.add_argument("--loss-block", type=whole, default=0,
+                   help="rows of the loss's (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB; "
+                        "not of --loss max-margin")
     g.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
                    help="biases of the reported numbers: from the queue of training queries, from the test queries "
                         "themselves (not a fair result), or none")
@@ -431,7 +439,7 @@ def main(args):
         if args.loss == "max-margin":
             loss = args.loss_scale * max_margin_loss(text, video, args.margin)
         else:
-            loss = args.loss_scale * ncl_loss(text, video, gamma, rounds, args.detach_biases)
+            loss = args.loss_scale * ncl_loss(text, video, gamma, rounds, args.detach_biases, args.loss_block)
 
         run.check_finite(loss, gamma_of(own, args), (text, video), batch)
         chunks.backward(loss)                                              # the full batch's gradient
@@ -451,7 +459,7 @@ def main(args):
                 if args.loss == "max-margin":
                     terms = max_margin_terms(text, video, args.margin)
                 else:
-                    terms = ncl_terms(text, video, gamma, rounds)
+                    terms = ncl_terms(text, video, gamma, rounds, block=args.loss_block)
                 numbers = common.mean_over_processes(terms, run.device)
                 text, video = gather(normalize(text)), gather(normalize(video))         # (N, D)
                 numbers |= common.embedding_health(video, text)

@@ -228,14 +228,18 @@ def cwcl_loss(image, text, tau, block=0):
 
 
 @fp32
-def simclr_loss(z1, z2, tau):
+def simclr_loss(z1, z2, tau, block=0):
     """SLIP's image loss: NT-Xent of two views over the global batch, 2N - 2 negatives; z1, z2 (B, D) -> scalar fp32."""
     a, b = normalize(z1), normalize(z2)                                    # (B, D)
-    all_a, all_b, target = gather(a), gather(b), positive_index(a)         # (N, D), (N, D), (B,)
-    self_pair = F.one_hot(target, len(all_a)).bool()                       # (B, N)
-    def one_way(x, same, other):
-        others = (x @ same.T).masked_fill(self_pair, -math.inf)            # (B, N) without the anchor itself
-        return F.cross_entropy(torch.cat([x @ other.T, others], 1) / tau, target)
+    all_a, all_b = gather(a), gather(b)                                    # (N, D)
+
+    def one_way(anchor, same, other):
+        def rows(x, target):
+            own = x @ same.T                                               # (b, N)
+            logits = torch.cat([x @ other.T, own], 1) / tau                # (b, 2N)
+            itself = len(same) + target[:, None]                           # (b, 1), left out of its negatives
+            return F.cross_entropy(logits.scatter(1, itself, -math.inf), target)                             # ()
+        return by_rows(rows, anchor, positive_index(anchor), columns=2 * len(same), block=block)
     return (one_way(a, all_a, all_b) + one_way(b, all_b, all_a)) / 2
 
 
@@ -529,7 +533,8 @@ def main(args):
         else:                                                              # infonce, ts, and SLIP's text half
             loss = multimodal_loss(image, text, tau, args.loss_block)
         if args.loss == "slip":
-            loss = loss + args.slip_weight * simclr_loss(own["head"](more[0]), own["head"](more[1]), args.slip_tau)
+            z1, z2 = own["head"](more[0]), own["head"](more[1])            # (B, slip_dim)
+            loss = loss + args.slip_weight * simclr_loss(z1, z2, args.slip_tau, args.loss_block)
 
         run.check_finite(loss, tau, (image, text, *more), batch)
         chunks.backward(loss)                                              # the full batch's gradient

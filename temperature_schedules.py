@@ -71,7 +71,7 @@ import functools
 import math
 
 import common
-from common import between, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
+from common import between, by_rows, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
 
 import numpy as np
 import torch
@@ -101,23 +101,26 @@ def temperature(epoch, schedule="cos", tau_min=0.1, tau_max=1.0, period=400, see
 
 
 @fp32
-def nt_xent(z1, z2, tau):
+def nt_xent(z1, z2, tau, block=0):
     """NT-Xent (Eq. 1, averaged): each of the 2B views has one positive and 2N - 2 negatives.
 
     Args:
         z1, z2: (B, D) two views, any float dtype; row i of both from one image.
         tau: temperature, divides the cosine, > 0: a float, or (B,) per anchor image.
+        block: rows at a time (0 = automatic, see common.by_rows).
     Returns: scalar fp32, mean over the 2B local anchors. A random guess is about ln(2N - 1).
     """
     a, b = normalize(z1), normalize(z2)                                    # (B, D)
-    all_a, all_b, target = gather(a), gather(b), positive_index(a)         # (N, D), (N, D), (B,)
-    itself = F.one_hot(target, len(all_a)).bool()                          # (B, N)
+    all_a, all_b = gather(a), gather(b)                                    # (N, D)
     tau = tau[:, None] if torch.is_tensor(tau) and tau.ndim else tau       # (B, 1)
 
-    def one_way(x, own_view, other_view):
-        negatives = (x @ own_view.T).masked_fill(itself, -math.inf)        # (B, N), the anchor itself left out
-        logits = torch.cat([x @ other_view.T, negatives], 1) / tau         # (B, 2N)
-        return F.cross_entropy(logits, target)
+    def one_way(anchor, own_view, other_view):
+        def rows(x, t, target):                                            # b anchors at a time
+            own = x @ own_view.T                                           # (b, N)
+            logits = torch.cat([x @ other_view.T, own], 1) / t             # (b, 2N)
+            itself = len(own_view) + target[:, None]                       # (b, 1), left out of its negatives
+            return F.cross_entropy(logits.scatter(1, itself, -math.inf), target)                             # ()
+        return by_rows(rows, anchor, tau, positive_index(anchor), columns=2 * len(own_view), block=block)
     return (one_way(a, all_a, all_b) + one_way(b, all_b, all_a)) / 2
 
 
@@ -316,6 +319,8 @@ def parse_args(argv=None):
                    help="weight decay for biases and norms too, as the authors' code")
     g.add_argument("--zero-init", action=yesno, default=True,
                    help="the last BatchNorm of each block of a timm ResNet starts at 0; the authors' start at 1")
+    g.add_argument("--loss-block", type=whole, default=0,
+                   help="rows of NT-Xent's (B, 2N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
     g = p.add_argument_group("views")
     g.add_argument("--crop-min", type=part, default=0.1,
                    help="smallest area of the random crop; CIFAR 0.1, ImageNet 0.08")
@@ -538,7 +543,7 @@ def main(args):
             loss = moco_loss(z[0], keys, queue, tau)
             z = z[0], keys
         else:
-            loss = nt_xent(*z, tau)
+            loss = nt_xent(*z, tau, args.loss_block)
 
         shown = gather(tau).mean().item() if args.tau_head else tau        # coarse: the mean over the anchors
         run.check_finite(loss, shown, z, batch)

@@ -3,6 +3,7 @@
     python benchmarks/claims.py --suite quick                            # minutes: every claim runs, none is decided
     python benchmarks/claims.py --claims ts-long-tail ncl-training --seeds 5 --jobs 2
     python benchmarks/claims.py --plan                                   # what is left, hours, smallest effects; no run
+    python benchmarks/claims.py --suite gpu --fashion FOLDER             # larger towers and clips; claims_gpu.json, .md
 
 A claim compares arms on one metric of the test split. Arms share data, order, views and seeds, so differences are
 taken seed by seed. Every arm of a claim is tuned over the same number of trials, by the same metric on val, on a seed
@@ -121,7 +122,9 @@ def command(claim, trial, suite, seed):
     """The words of one run, without its output folder; they are also its name."""
     script, *flags = shlex.split(trial)
     words = [script, "--seed", str(seed), "--threads", "1", *shlex.split(claim["flags"]), *flags]
-    return words + (["--max-steps", "3"] if suite == "quick" else [])
+    larger = ("--image-size 64 --frames 8" if script != "temperature_schedules.py" else
+              "--image-encoder resnet18-cifar --head-norm batch --index-file '' --mixed-precision bf16")  # all images
+    return words + {"quick": ["--max-steps", "3"], "full": [], "gpu": shlex.split(larger)}[suite]
 
 
 def file_of(words):
@@ -273,10 +276,13 @@ def work_left(names, suite, trials, seeds):
 
 
 def write_tables(names, suite, trials, seeds):
-    """results/claims.json, claims.md and a picture for each claim that has results; returns the markdown table."""
-    results = common.read_json(RESULTS / "claims.json", {})
+    """results/claims.json, claims.md and a picture for each claim that has results; returns the markdown table.
+
+    claims_gpu.json and so on for the suite gpu."""
+    stem = "claims_gpu" if suite == "gpu" else "claims"
+    results = common.read_json(RESULTS / f"{stem}.json", {})
     results |= {n: r for n in names if (r := judge(n, suite, trials, seeds))}
-    common.write_json(RESULTS / "claims.json", results)
+    common.write_json(RESULTS / f"{stem}.json", results)
     lines = ["| claim | paper | method | against | seeds | difference, 95 % interval | could show | verdict |",
              "|---|---|---|---|---|---|---|---|"]
     for result in results.values():
@@ -286,10 +292,10 @@ def write_tables(names, suite, trials, seeds):
                          f"{d['smallest_effect']:.1f} | {d['verdict']} |")
     commits = sorted({c for r in results.values() for arm in r["arms"].values() for c in arm["commits"]})
     table = "\n".join([*lines, "", f"Commits {', '.join(commits)}; {machine()}.", ""])
-    (RESULTS / "claims.md").write_text(table)
+    (RESULTS / f"{stem}.md").write_text(table)
     for name in names:
         if name in results:
-            draw(results[name], RESULTS / "claims" / f"{name}.png")
+            draw(results[name], RESULTS / stem / f"{name}.png")
     return table
 
 
@@ -320,7 +326,8 @@ def draw(result, path):
 def main(argv=None):
     """Tune, run what is missing, write tables and pictures."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--suite", choices=["quick", "full"], default="full", help="quick: 3 steps a run, nothing decided")
+    p.add_argument("--suite", choices=["quick", "full", "gpu"], default="full",
+                   help="quick: 3 steps a run, nothing decided; gpu: ResNet-18, 64 px and 8 frames")
     p.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS), help="which")
     p.add_argument("--seeds", type=int, default=5, help="paired runs of each arm")
     p.add_argument("--trials", type=int, default=3, help="of each arm on val, at most; alike for all arms")

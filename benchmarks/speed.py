@@ -1,9 +1,11 @@
-"""Ratios of speed and memory against the plain product or a plain pipeline, in one run.
+"""Ratios of speed and memory against the plain product, a plain pipeline or a peer, in one run.
 
-    python benchmarks/speed.py [--only ranks knn jpeg views ncl_step mmts_step sinkhorn mama_step]
+    python benchmarks/speed.py [--only ranks knn jpeg views steps sinkhorn mama_step loss_memory]
 
-Timings are CPU seconds of one thread, the minimum of interleaved rounds; only the ratios mean anything. Peak memory is
-the growth of the process's high-water mark over the call, in a process of its own (Linux). Nothing here is a test.
+Timings are CPU seconds of one thread: variants take turns, seconds are medians over the rounds, ratios medians of each
+round's ratio; only the ratios mean anything. Peak memory is the growth of the process's high-water mark over the call,
+in a process of its own (Linux). Peers that are not installed (kornia, open_clip) are "not run". Nothing here is a
+test; what only a GPU shows is in gpu.py.
 """
 
 import argparse
@@ -16,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -28,19 +32,31 @@ import common  # noqa: E402
 
 from claims import machine  # noqa: E402
 
+import mama  # noqa: E402
 import mmts  # noqa: E402
 import ncl  # noqa: E402
+import temo  # noqa: E402
+import temperature_schedules as ts  # noqa: E402
 
 
-def cpu_seconds(functions, rounds):
-    """{name: minimum CPU seconds}; the functions take turns."""
-    best = dict.fromkeys(functions, float("inf"))
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.process_time()
-            function()
-            best[name] = min(best[name], time.process_time() - start)
-    return best
+class Times(dict):
+    """{name: CPU seconds of each round (rounds,)} of functions that take turns."""
+
+    def __init__(self, functions, rounds):
+        super().__init__({name: np.zeros(rounds) for name in functions})
+        for k in range(rounds):
+            for name, function in functions.items():
+                start = time.process_time()
+                function()
+                self[name][k] = time.process_time() - start
+
+    def median(self, name):
+        """Seconds."""
+        return float(np.median(self[name]))
+
+    def ratio(self, name, base):
+        """How many times as long as `base`."""
+        return float(np.median(self[name] / self[base]))
 
 
 def peak_mib(code):
@@ -68,13 +84,14 @@ def ranks(rounds):
     """Exact ranks of 25,010 captions against 5,000 images, D = 512: the COCO test, chunked, against its product."""
     text, image = unit_rows(25010), unit_rows(5000)
     positives = (torch.arange(25010) // 5).clamp(max=4999)[:, None]          # (25010, 1)
-    t = cpu_seconds({"product": lambda: text @ image.T,
-                     "ranks": lambda: common.retrieval_metrics(text, image, positives)}, rounds)
+    t = Times({"product": lambda: text @ image.T,
+               "ranks": lambda: common.retrieval_metrics(text, image, positives)}, rounds)
     peak = peak_mib("""
 text, image = torch.randn(25010, 512), torch.randn(5000, 512)
 positives = (torch.arange(25010) // 5).clamp(max=4999)[:, None]
 def run(): common.retrieval_metrics(text, image, positives)""")
-    return {"product_s": t["product"], "ours_s": t["ranks"], "ratio": t["ranks"] / t["product"], "goal": "<= 4",
+    return {"product_s": t.median("product"), "ours_s": t.median("ranks"), "ratio": t.ratio("ranks", "product"),
+            "goal": "<= 4",
             "peak_mib": peak, "goal_mib": "< 150"}
 
 
@@ -87,8 +104,9 @@ def knn(rounds):
         for i in range(0, 10000, 1024):
             test[i:i + 1024] @ train.T
 
-    t = cpu_seconds({"product": product, "knn": lambda: common.knn_accuracy(train, labels, test, truth, k=10)}, rounds)
-    return {"product_s": t["product"], "ours_s": t["knn"], "ratio": t["knn"] / t["product"], "goal": "<= 1.5"}
+    t = Times({"product": product, "knn": lambda: common.knn_accuracy(train, labels, test, truth, k=10)}, rounds)
+    return {"product_s": t.median("product"), "ours_s": t.median("knn"), "ratio": t.ratio("knn", "product"),
+            "goal": "<= 1.5"}
 
 
 def jpegs():
@@ -134,14 +152,16 @@ def jpeg(rounds, n=192):
             x, draws = worker(rows)
             transform.normalise(view.finish(x.float().div_(255), draws))
 
-    t = cpu_seconds({"pil": old, "ours": ours, "whole": whole}, rounds)
+    t = Times({"pil": old, "ours": ours, "whole": whole}, rounds)
     return {"jpeg_bytes": int(np.mean([len(f) for f in files])),
-            "pil_images_per_s": n / t["pil"], "ours_images_per_s": n / t["ours"], "ratio": t["pil"] / t["ours"],
-            "ratio_with_normalise_on_the_same_core": t["pil"] / t["whole"], "goal": ">= 1.5"}
+            "pil_images_per_s": n / t.median("pil"), "ours_images_per_s": n / t.median("ours"),
+            "ratio": t.ratio("pil", "ours"), "ratio_with_normalise_on_the_same_core": t.ratio("pil", "whole"),
+            "goal": ">= 1.5"}
 
 
 def views(rounds, n=256):
-    """SimCLR views of CIFAR-size images, batched from memory, and compiled, against PIL per sample; views a second.
+    """SimCLR views of CIFAR-size images, batched from memory, and compiled, against PIL per sample and kornia in
+    batches; views a second.
 
     Crop .1-1, flip, jitter .4/.4/.4/.1, grey.
     """
@@ -165,65 +185,79 @@ def views(rounds, n=256):
         return transform.normalise(augment.finish(augment.crop_batch(images, draws), draws))
 
     ours(fused)  # compiles
-    t = cpu_seconds({"pil": lambda: torch.stack([pil(p) for p in pictures]), "eager": lambda: ours(eager),
-                     "compiled": lambda: ours(fused)}, rounds)
-    speeds = {f"{k}_views_per_s": n / v for k, v in t.items()}
-    return speeds | {"ratio": t["pil"] / t["eager"], "ratio_compiled": t["pil"] / t["compiled"],
-                     "goal": ">= 3 eager, >= 8 compiled"}
+    variants = {"pil": lambda: torch.stack([pil(p) for p in pictures]), "eager": lambda: ours(eager),
+                "compiled": lambda: ours(fused)}
+    if find_spec("kornia"):
+        from kornia import augmentation as K
+        batched = torch.nn.Sequential(
+            K.RandomResizedCrop((32, 32), scale=(0.1, 1)), K.RandomHorizontalFlip(),
+            K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8), K.RandomGrayscale(p=0.2), K.Normalize(mean, std))
+        variants["kornia"] = lambda: batched(images.float() / 255)
+    t = Times(variants, rounds)
+    ratios = {"ratio": t.ratio("pil", "eager"), "ratio_compiled": t.ratio("pil", "compiled"),
+              "ratio_kornia": t.ratio("pil", "kornia") if "kornia" in t else "not run"}
+    return {f"{k}_views_per_s": n / t.median(k) for k in t} | ratios | {"goal": ">= 3 eager, >= 8 compiled"}
 
 
-def towers_and_batch(recipe):
-    """The small towers of a recipe on clips, and a batch of its shapes: model, pixels, tokens."""
-    r = recipe
-    batch, length, size = r["batch_size"], r["text_length"], r["image_size"]
-    vision = common.VisionEncoder("small", r["embed_dim"], False, size)
-    text = common.TextEncoder("small", r["embed_dim"], False, length, 1000, r["text_pooling"])
-    model = common.TwoTower(vision, text)
-    pixels = torch.randn(batch, r["frames"], 3, size, size)
-    tokens = {"input_ids": torch.randint(1, 1000, (batch, length)),
-              "attention_mask": torch.ones(batch, length, dtype=torch.long)}
-    return model, pixels, tokens
+def steps(rounds):
+    """A whole step (encode, loss, backward) of each method against one of InfoNCE on the same small towers and clips.
 
-
-def ncl_step(rounds):
-    """A whole step of NCL (encode, loss, backward) against one of InfoNCE, at the shapes of its default recipe."""
-    r = ncl.RECIPES["moving-emoji"]
-    model, pixels, tokens = towers_and_batch(r)
-
-    def step(iterations):
-        video, text, _ = model(pixels, tokens)                               # (B, D), (B, D)
-        ncl.ncl_loss(text, video, r["tau"], iterations).backward()
-        model.zero_grad()
-
-    step(4)
-    t = cpu_seconds({"infonce": lambda: step(0), "ncl": lambda: step(4)}, 5 * rounds)  # the difference is small
-    return {"infonce_s": t["infonce"], "ncl_s": t["ncl"], "ratio": t["ncl"] / t["infonce"], "goal": "<= 1.03"}
-
-
-def mmts_step(rounds):
-    """A whole step of MM-TS (look-up, encode, loss, backward) against one of InfoNCE, at its default recipe."""
-    from types import SimpleNamespace
-
+    ncl, mmts (with its look-up) and mama (margin alone; its look-ahead is in mama_step) encode what InfoNCE encodes.
+    temo encodes the augmentations as well: `infonce_4` is InfoNCE of both pairs, I with T and I~ with T~. ts: a cosine
+    schedule against a fixed temperature, two views of images.
+    """
     from tools import clusters
-    r, train = mmts.RECIPES["moving-emoji"], common.load_data("moving-emoji", "train")
-    model, pixels, tokens = towers_and_batch(r)
-    keys, texts = zip(*((train.key(i), train.captions(i)[0]) for i in range(len(pixels))))
+    r, train = ncl.RECIPES["moving-emoji"], common.load_data("moving-emoji", "train")
+    B, length, size = r["batch_size"], r["text_length"], r["image_size"]
+    vision = common.VisionEncoder("small", r["embed_dim"], False, size)
+    model = common.TwoTower(vision, common.TextEncoder("small", r["embed_dim"], False, length, 1000, "mean"))
+    pixels = torch.randn(2 * B, r["frames"], 3, size, size)
+    tokens = {"input_ids": torch.randint(1, 1000, (2 * B, length)),
+              "attention_mask": torch.ones(2 * B, length, dtype=torch.long)}
+    keys, texts = zip(*((train.key(i), train.captions(i)[0]) for i in range(B)))
     args = SimpleNamespace(clusters="captions", cluster_encoder="tf-idf", num_clusters=200, cluster_starts=1, seed=0,
-                           dataset="moving-emoji")
+                           dataset="moving-emoji", resume="")
     with tempfile.TemporaryDirectory() as folder:
         kmeans = functools.partial(mmts.cluster_captions, k=200, seed=0)
         known = clusters.open_clusters(Path(folder), args, train, torch.device("cpu"), kmeans)
     shifts = mmts.cluster_shift(known.sizes, 0.08, 0.12)                     # (K,)
 
-    def step(scheduled):
-        tau = mmts.sample_temperature(3, shifts[known.look_up(keys, texts)[0]], 72, 0.08) if scheduled else 0.1
-        image, text, _ = model(pixels, tokens)                               # (B, D), (B, D)
-        mmts.clip_loss(image, text, tau).backward()
+    def pair():
+        return model(pixels[:B], {k: x[:B] for k, x in tokens.items()})[:2]  # (B, D), (B, D)
+
+    def four():
+        image, text, _ = model(pixels, tokens)                               # (2B, D), (2B, D)
+        return image[:B], text[:B], image[B:], text[B:]
+
+    def infonce_of_four():
+        image, text, image_aug, text_aug = four()                            # (B, D) each
+        return temo.multimodal_loss(image, text, 0.1) + temo.multimodal_loss(image_aug, text_aug, 0.1)
+
+    def mmts_loss(image, text):
+        tau = mmts.sample_temperature(3, shifts[known.look_up(keys, texts)[0]], 72, 0.08)  # (B,)
+        return mmts.clip_loss(image, text, tau)
+
+    def two_views(tau):
+        return ts.nt_xent(*model(pixels)[0].chunk(2), tau)
+
+    losses = {"infonce": lambda: temo.multimodal_loss(*pair(), 0.1),
+              "ncl": lambda: ncl.ncl_loss(*pair()[::-1], 0.1),
+              "mmts": lambda: mmts_loss(*pair()),
+              "mama": lambda: mama.angular_margin_loss(*pair(), 0.1, mama.margin(3)).mean(),
+              "infonce_4": infonce_of_four,
+              "temo": lambda: temo.temo_loss(*four(), 0.5, 0.1, 0.05, 0.1),
+              "ts_fixed": lambda: two_views(0.1),
+              "ts": lambda: two_views(ts.temperature(3))}
+
+    def step(loss):
+        loss().backward()
         model.zero_grad()
 
-    step(True)
-    t = cpu_seconds({"infonce": lambda: step(False), "mmts": lambda: step(True)}, 5 * rounds)
-    return {"infonce_s": t["infonce"], "mmts_s": t["mmts"], "ratio": t["mmts"] / t["infonce"], "goal": "<= 1.03"}
+    t = Times({name: functools.partial(step, loss) for name, loss in losses.items()}, 2 * rounds)
+    bases = dict.fromkeys(("ncl", "mmts", "mama", "infonce_4"), "infonce") | {"temo": "infonce_4", "ts": "ts_fixed"}
+    return {f"{name}_s": t.median(name) for name in t} | {
+        f"{name}/{base}": t.ratio(name, base) for name, base in bases.items()} | {
+        "temo/infonce": t.ratio("temo", "infonce"), "goal": "<= 1.03; temo/infonce_4 <= 1.05"}
 
 
 def sinkhorn(rounds):
@@ -242,15 +276,15 @@ def sinkhorn(rounds):
         def biases(sim=sim):
             return ncl.sinkhorn_biases(sim, 0.01)
 
-        t = cpu_seconds({"product": product, "biases": biases}, rounds)
+        t = Times({"product": product, "biases": biases}, rounds)
         peak = peak_mib(f"""
 import ncl
 from torch.nn.functional import normalize
 sim = normalize(torch.randn({m}, 512), dim=1) @ normalize(torch.randn({n}, 512), dim=1).T
 def run(): ncl.sinkhorn_biases(sim, 0.01)""")
         shape = f"{m}x{n}"
-        results |= {f"product_s_{shape}": t["product"], f"biases_s_{shape}": t["biases"],
-                    f"ratio_{shape}": t["biases"] / t["product"], f"matrices_{shape}": peak * 2**20 / (4 * m * n)}
+        results |= {f"product_s_{shape}": t.median("product"), f"biases_s_{shape}": t.median("biases"),
+                    f"ratio_{shape}": t.ratio("biases", "product"), f"matrices_{shape}": peak * 2**20 / (4 * m * n)}
     return results | {"goal": "<= 6; about 3 matrices"}
 
 
@@ -296,9 +330,9 @@ def mama_step(rounds, batch=32):
     for meta in (batch, batch // 4):
         steps = names["build"](batch, meta)
         steps["forward"]()                                                   # torch makes its rules at the first use
-        t = cpu_seconds(steps, rounds)
-        results |= {f"{name}_s_M{meta}": s for name, s in t.items()}
-        results |= {f"ratio_{name}_M{meta}": t[name] / t["plain"] for name in ("forward", "second_order", "fast")}
+        t = Times(steps, rounds)
+        results |= {f"{name}_s_M{meta}": t.median(name) for name in t}
+        results |= {f"ratio_{name}_M{meta}": t.ratio(name, "plain") for name in ("forward", "second_order", "fast")}
     peak = {name: peak_mib(f"""{MAMA_STEP}
 run = build({batch}, {batch})['{name}']""") for name in ("plain", "forward", "second_order", "fast")}
     results |= {f"{name}_mib": p for name, p in peak.items()}
@@ -308,14 +342,44 @@ run = build({batch}, {batch})['{name}']""") for name in ("plain", "forward", "se
                       "goal": "forward: time <= 4.4 at M = B, 3.5 at M = B / 4, memory <= 1.3; fast: 3.9, 3.1, 2.4"}
 
 
+LOSS_MEMORY = """
+import temo, temperature_schedules as ts
+def clip(a, b):
+    from open_clip.loss import ClipLoss
+    return ClipLoss()(torch.nn.functional.normalize(a, dim=1), torch.nn.functional.normalize(b, dim=1), 10.0)
+losses = {"temo": lambda block, *e: temo.temo_loss(*e, 0.3, block=block),
+          "infonce": lambda block, *e: temo.multimodal_loss(*e[:2], 0.1, block),
+          "nt_xent": lambda block, *e: ts.nt_xent(*e[:2], 0.1, block),
+          "clip_loss": lambda block, *e: clip(*e[:2])}
+def loss(name, n, block=0):
+    e = [torch.randn(n, 256).requires_grad_() for _ in range(4)]
+    return lambda: losses[name](block, *e).backward()"""
+
+
+def loss_memory(rounds):
+    """Peak MiB beside the embeddings, gradients counted, of the losses over N pairs, D = 256, and open_clip's ClipLoss.
+
+    No block is asked for. The first block of a process imports 130 MiB of torch, once; it runs before."""
+    results = {}
+    for name in ("temo", "infonce", "nt_xent", "clip_loss"):
+        for n in (4096, 8192):
+            results[f"{name}_mib_{n}"] = "not run" if name == "clip_loss" and not find_spec("open_clip") else peak_mib(
+                f"""{LOSS_MEMORY}
+loss('{name}', 64, 16)()
+run = loss('{name}', {n})""")
+    peer = results["clip_loss_mib_8192"]
+    if peer != "not run":
+        results["temo/clip_loss_8192"] = results["temo_mib_8192"] / peer
+    return results | {"goal": "temo at 8192 <= 260 and <= 0.35 of ClipLoss"}
+
+
 def main():
     """Run the chosen benchmarks and update speed.json."""
-    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "ncl_step": ncl_step,
-                  "mmts_step": mmts_step, "sinkhorn": sinkhorn,
-                  "mama_step": mama_step}
+    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "steps": steps, "sinkhorn": sinkhorn,
+                  "mama_step": mama_step, "loss_memory": loss_memory}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the minimum counts")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the median counts")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -327,8 +391,7 @@ def main():
             "date": str(datetime.date.today()), "machine": machine(), "torch": torch.__version__}
         rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in results[name].items()}
         print(name, json.dumps(rounded), flush=True)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(results, indent=1))
+        common.write_json(path, results)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
 """What the claims are decided by: paired intervals by hand, tuning on val alone, no run twice, flags that exist."""
 
+import importlib
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks import claims
 
-CLAIM = {"says": "a beats b", "paper": "none", "script": "temo.py", "flags": "", "metric": "R@1",
-         "arms": {"a": ["--x 1", "--x 2"], "b": ["--y 1", "--y 2"]}}
+CLAIM = {"says": "a beats b", "paper": "none", "flags": "", "metric": "R@1",
+         "arms": {"a": ["temo.py --x 1", "temo.py --x 2"], "b": ["temo.py --y 1", "temo.py --y 2"]}}
 
 
 @pytest.fixture
@@ -62,11 +67,30 @@ def test_a_claim_is_tuned_on_val_and_decided_on_test(results):
     assert (results / "claims" / "claim.png").is_file() and "claim" in json.loads((results / "claims.json").read_text())
 
 
-def test_every_claim_names_flags_that_its_script_has():
-    for name, claim in claims.CLAIMS.items():
-        module = __import__(claim["script"][:-3])
-        commands, metrics = claims.runs_of(name, "quick", 3, 1)
-        trials = {len(of_arm) for of_arm in commands.values()}
-        assert len(trials) == 1 and all(metrics.values()), name  # tuned alike
-        for command in (seeds[0] for of_arm in commands.values() for seeds in of_arm):
-            module.parse_args([word.format(fashion=".") for word in command[1:]])
+def test_every_claim_names_flags_that_its_script_has(tmp_path):
+    tail = tmp_path / "tail.npy"
+    tail.touch()
+    for name in claims.CLAIMS:
+        for suite in ("quick", "full", "gpu"):
+            commands, metrics = claims.runs_of(name, suite, 3, 1)
+            trials = {len(of_arm) for of_arm in commands.values()}
+            assert len(trials) == 1 and all(metrics.values()), name  # tuned alike
+            for command in (seeds[0] for of_arm in commands.values() for seeds in of_arm):
+                parse_args = importlib.import_module(command[0][:-3]).parse_args
+                args = parse_args([word.format(fashion=".", tail=tail) for word in command[1:]])
+                if suite == "gpu":
+                    assert args.image_encoder == "resnet18-cifar" and not args.index_file or args.frames == 8
+                assert args.max_steps == (3 if suite == "quick" else 0)
+
+
+def test_gpu_steps_run_dry_leave_a_file_and_outlive_one_that_fails():
+    """gpu.sh on the CPU: a step, the same again (its file is there), and one that cannot run."""
+    root = Path(__file__).resolve().parents[1]
+    command = ["bash", "benchmarks/gpu.sh", "--dry", "evaluation", "nonsense", "evaluation"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.endswith("failed, or longer than 9 minutes: nonsense\n"), done.stderr
+    skipped, = (line for line in done.stdout.splitlines() if line.endswith("is there, skipped"))
+    record = json.loads(Path(skipped.split()[1]).read_text())
+    assert record["command"] == "bash benchmarks/gpu.sh --dry evaluation" and record["cards"] == "none: a dry run"
+    assert record["results"]["ranks"]["largest difference"] == 0 and record["results"]["ranks"]["card"]["seconds"] > 0

@@ -25,6 +25,7 @@ import temo
 
 N, WIDTH, D = 16, 12, 8  # global batch, input width, embedding width
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DEVICE = "cpu"  # benchmarks/gpu.py calls `compare` on cuda, over NCCL
 
 
 # ----------------------------------------------- gradients on 1, 2 and 4 processes -----------------------------------
@@ -45,14 +46,14 @@ class Towers(nn.Module):
 
 def towers(dtype, dropout=0.0):
     torch.manual_seed(0)
-    return Towers(dropout).to(dtype)
+    return Towers(dropout).to(DEVICE, dtype)
 
 
 def inputs(rows, dtype=torch.float64):
     """These rows of the global batch, a nested dict of (b, WIDTH) tensors; texts are near their images."""
     x = torch.randn(4, N, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x[1:] += x[0]
-    x = x[:, rows].to(dtype)
+    x = x[:, rows].to(DEVICE, dtype)
     return {"pixels": {0: x[0], 1: x[2]}, "tokens": {0: x[1], 1: x[3]}}
 
 
@@ -78,9 +79,11 @@ LOSSES = {  # (embeddings I, T, I~, T~ of these rows, learnable tau, rows) -> me
     "cwcl": lambda e, tau, rows: temo.cwcl_loss(*e[:2], tau),
     "dystress": lambda e, tau, rows: temo.multimodal_loss(*e[:2], temo.dystress_temperature),
     "simclr": lambda e, tau, rows: temo.simclr_loss(e[0], e[1], 0.1),
+    "simclr in blocks": lambda e, tau, rows: temo.simclr_loss(e[0], e[1], 0.1, block=3),
     "ncl, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma),
     "ncl with gradient, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, detach=False),
     "ncl without biases, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, 0),
+    "ncl in blocks, learnable gamma": lambda e, gamma, rows: ncl.ncl_loss(e[1], e[0], gamma, block=3),
     "max-margin": lambda e, tau, rows: ncl.max_margin_loss(e[1], e[0]),
     "mmts": lambda e, tau, rows: mmts.clip_loss(*e[:2], per_anchor(e[0], rows)),
     "mmts smoothed, in blocks": lambda e, tau, rows: mmts.clip_loss(*e[:2], per_anchor(e[0], rows), 0.1, block=3),
@@ -92,7 +95,7 @@ LOSSES = {  # (embeddings I, T, I~, T~ of these rows, learnable tau, rows) -> me
 
 def step(name, dtype, rows, wrap=lambda module: module):
     """Loss and gradients (towers, then the learnable log tau) of one process's rows."""
-    model, log_tau = towers(dtype), nn.Parameter(torch.tensor(-2.0, dtype=dtype))
+    model, log_tau = towers(dtype), nn.Parameter(torch.tensor(-2.0, dtype=dtype, device=DEVICE))
     wrapped = wrap(model)  # DDP must outlive the backward
     loss = LOSSES[name](wrapped(inputs(rows, dtype)), log_tau.exp(), rows)
     loss.backward()
@@ -105,7 +108,7 @@ def step(name, dtype, rows, wrap=lambda module: module):
 
 def queue(rows):
     """NCL's queue after three global batches of which a process has these rows; it holds 1.5 of them."""
-    queue, x = ncl.QueryQueue(24, WIDTH), inputs(slice(0, N), torch.float32)["tokens"]
+    queue, x = ncl.QueryQueue(24, WIDTH).to(DEVICE), inputs(slice(0, N), torch.float32)["tokens"]
     for batch in (x[0], x[1], -x[0]):
         queue.push(batch[rows])
     return queue
@@ -134,35 +137,41 @@ def relative(a, b):
 
 @contextlib.contextmanager
 def group(rank, world, init):
-    """Join a gloo group; the environment is what torchrun sets, for accelerate and clean_exit."""
+    """Join a group, gloo or on cuda NCCL; the environment is what torchrun sets, for accelerate and clean_exit."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                       OMP_NUM_THREADS="1")
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", init_method=init, rank=rank, world_size=world)
     yield
     dist.destroy_process_group()
     AcceleratorState._reset_state(True)
 
 
-def compare(rank, folder):
+def compare(rank, folder, worlds=(2, 4), device="cpu"):
     """Everything that needs a group, in one start of four processes: writes {what: difference from one process} per
     world and rank."""
+    global DEVICE
+    DEVICE = device
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     keys = [(name, dtype) for name in LOSSES for dtype in DTYPES]
     alone = {k: step(k[0], DTYPES[k[1]], slice(0, N)) for k in keys}  # before there is a group: the whole batch
     sgd_alone = {loss: sgd(loss, slice(0, N)) for loss in ("temo", "infonce, learnable tau")}
     embedded, queued = {n: evaluation(n) for n in (7, 3)}, queue(slice(0, N))
-    for world in (2, 4):
+    for world in worlds:
         if rank >= world:
             continue
         rows, out = slice(rank * N // world, (rank + 1) * N // world), {}
         with group(rank, world, f"file://{folder}/init_{world}"):
             for name, dtype in keys:
                 loss, grads = step(name, DTYPES[dtype], rows, DistributedDataParallel)
-                mean, (expected, expected_grads) = common.all_sum(loss.item())[0] / world, alone[name, dtype]
+                mean = common.all_sum(loss.item(), device=DEVICE)[0] / world
+                expected, expected_grads = alone[name, dtype]
                 out[f"{name} {dtype}"] = [abs(mean / expected.item() - 1), relative(grads, expected_grads)]
             for loss, expected in sgd_alone.items():
                 for chunk in (0, 3):
-                    out[f"sgd {loss} {chunk}"] = relative(sgd(loss, rows, Accelerator(cpu=True), chunk), expected)
+                    accelerator = Accelerator(cpu=DEVICE == "cpu")
+                    out[f"sgd {loss} {chunk}"] = relative(sgd(loss, rows, accelerator, chunk), expected)
             for n, (index, image) in embedded.items():
                 both = evaluation(n)
                 once = both[0].tolist() == index.tolist() == list(range(n))
@@ -204,7 +213,8 @@ def test_queues_hold_the_global_batches_in_order(differences, world):
 def sgd(loss, rows, accelerator=None, chunk=0, steps=5):
     """Parameters after some SGD steps: towers in DDP and the learnable tau outside, as in temo.py; accelerator None:
     plain torch."""
-    model, log_tau = towers(torch.float64), nn.Parameter(torch.tensor(-2.0, dtype=torch.float64))
+    model = towers(torch.float64)
+    log_tau = nn.Parameter(torch.tensor(-2.0, dtype=torch.float64, device=DEVICE))
     optimizer = torch.optim.SGD([*model.parameters(), log_tau], lr=0.1, momentum=0.9)
     loss_fn = lambda *e: LOSSES[loss](e, log_tau.exp(), rows)
     if accelerator:
@@ -274,7 +284,7 @@ def evaluation(n):
     table = common.make_table([["a"]] * n, [str(i) for i in range(n)])
     data = common.Data("made", "val", table, pixels=pixels)
     transform = common.EvalTransform(8, (0.5,) * 3, (0.5,) * 3)
-    index, image, _, bad = common.encode_images(Flat(), data, transform, torch.device("cpu"), batch=2)
+    index, image, _, bad = common.encode_images(Flat(), data, transform, torch.device(DEVICE), batch=2)
     assert not bad
     return index, image
 

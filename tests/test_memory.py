@@ -6,11 +6,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import common
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import ncl
 import temo
+import temperature_schedules as ts
 
 ROOT = Path(__file__).resolve().parents[1]
 N, D, WHOLE = 23, 6, 10**9  # a block of at least N rows is the literal form
@@ -43,6 +47,11 @@ LOSSES = {
     "temo, plain": lambda block: temo.temo_loss(*E, 0.3, unimodal="plain", block=block),
     "temo, experts": lambda block: temo.temo_loss(*E, 0.3, block=block, image_tau=PER_PAIR, text_tau=PER_PAIR.T),
     "cwcl": lambda block: temo.cwcl_loss(*E[:2], SCALAR, block),
+    "ncl": lambda block: ncl.ncl_loss(*E[:2], SCALAR, block=block),
+    "ncl, gradient through the biases": lambda block: ncl.ncl_loss(*E[:2], SCALAR, detach=False, block=block),
+    "slip": lambda block: temo.simclr_loss(*E[:2], 0.1, block),
+    "nt_xent": lambda block: ts.nt_xent(*E[:2], SCALAR, block),
+    "nt_xent, (B,)": lambda block: ts.nt_xent(*E[:2], PER_ANCHOR, block),
 }
 
 
@@ -68,7 +77,7 @@ def test_literal_info_nce_is_cross_entropy():
 
 
 PEAK = """
-import sys, torch, temo
+import sys, torch, temo, temperature_schedules
 torch.set_num_threads(1)
 
 def status(name):
@@ -79,11 +88,12 @@ def peak(which, n):
     open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
     before = status("VmRSS")
     block = n if sys.argv[1] == "literal" else 128
-    loss = temo.temo_loss(*e, 0.3, block=block) if which == "temo" else temo.cwcl_loss(e[0], e[1], 0.05, block)
-    loss.backward()
+    losses = {"temo": lambda: temo.temo_loss(*e, 0.3, block=block), "cwcl": lambda: temo.cwcl_loss(*e[:2], 0.05, block),
+              "nt_xent": lambda: temperature_schedules.nt_xent(*e[:2], 0.1, block)}
+    losses[which]().backward()
     return status("VmHWM") - before
 
-for which in ("temo", "cwcl"):
+for which in ("temo", "cwcl", "nt_xent"):
     peak(which, 256)  # libraries and thread pools come in
     print(*(peak(which, n) for n in (2048, 4096)))
 """
@@ -91,23 +101,35 @@ for which in ("temo", "cwcl"):
 
 @pytest.fixture(scope="module")
 def peaks():
-    """{"blocks" or "literal": [MiB at 2048 and 4096 pairs, of temo, then of cwcl]}"""
+    """{"blocks" or "literal": {loss: [MiB at 2048 and 4096 pairs]}}"""
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
 
     def measure(form):
         command = [sys.executable, "-c", PEAK, form]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        return [[float(x) for x in line.split()] for line in done.stdout.splitlines()]
+        lines = [[float(x) for x in line.split()] for line in done.stdout.splitlines()]
+        return dict(zip(["temo", "cwcl", "nt_xent"], lines, strict=True))
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(["blocks", "literal"], pool.map(measure, ["blocks", "literal"])))
 
 
+@pytest.mark.parametrize("loss", [lambda e: temo.temo_loss(*e, 0.3), lambda e: temo.simclr_loss(*e[:2], 0.1),
+                                  lambda e: ts.nt_xent(*e[:2], 0.1)], ids=["temo", "slip", "nt_xent"])
+def test_a_large_batch_is_cut_by_itself(loss, monkeypatch):
+    """At 4,096 pairs the whole matrices would be over 1 GiB; no block is asked for."""
+    seen = []
+    monkeypatch.setattr(common, "checkpoint", lambda f, x, *more, **_: seen.append(len(x)) or f(x, *more))
+    with torch.no_grad():
+        loss([torch.randn(4096, 2, generator=torch.Generator().manual_seed(k)) for k in range(4)])
+    assert seen and max(seen) < 200
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-@pytest.mark.parametrize("loss", ["temo", "cwcl"])
+@pytest.mark.parametrize("loss", ["temo", "cwcl", "nt_xent"])
 def test_memory_of_blocks_is_linear(peaks, loss):
-    blocks, literal = (peaks[form][loss == "cwcl"] for form in ("blocks", "literal"))
+    blocks, literal = (peaks[form][loss] for form in ("blocks", "literal"))
     print(f"{loss}: peak MiB at 2048 and 4096: blocks {blocks}, literal {literal}")
     assert blocks[1] / blocks[0] <= 2.5
     assert literal[1] / literal[0] > 3

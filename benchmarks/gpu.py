@@ -1,0 +1,435 @@
+"""What only a GPU shows, one function a step. benchmarks/gpu.sh runs them, and says what to bring along.
+
+    python benchmarks/gpu.py STEP [--dry]    # writes benchmarks/results/gpu/STEP.json
+
+--dry runs the same code on the CPU at toy size and writes to a temporary folder. Steps that time something take turns
+between variants and give medians; memory is the peak of what torch has allocated on the card. A step ends with an error
+where a promise does not hold (nccl, fp16); the others measure and judge nothing.
+"""
+
+import argparse
+import contextlib
+import datetime
+import functools
+import gc
+import importlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+DRY = "--dry" in sys.argv
+if DRY:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import common  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+DEVICE = torch.device("cpu" if DRY else "cuda")
+ON_CPU = ["--cpu", "--threads", "1"] if DRY else []
+QUIET = "--log-every 1 --eval-every 0".split()
+TOY = "--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16".split() if DRY else []
+SCRIPTS = {"temo": [], "temperature_schedules": [], "ncl": [],  # and flags that keep a toy run small
+           "mmts": ["--num-clusters", "4"] if DRY else [],
+           "mama": "--meta-size 8 --meta-batch-size 4".split() if DRY else []}
+
+
+def size(real, toy):
+    """The first on a card, the second in a dry run."""
+    return toy if DRY else real
+
+
+# ------------------------------------------------------- runs --------------------------------------------------------
+def train(script, *flags):
+    """A run in this process, without pictures, in a folder that goes: its summary, and the rows of its log."""
+    module = importlib.import_module(script)
+    module.draw = lambda *_, **__: None
+    if not DRY:
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*QUIET, "--save-every", "0", *map(str, flags), *ON_CPU, "--output-dir", folder, "--run-name", "r"]
+        summary = module.main(module.parse_args(words))
+        return summary, log_of(Path(folder) / "r")
+
+
+def log_of(folder):
+    """The rows of a run's log that have a loss; a run in progress may be writing the last one."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return [row for row in rows if "loss" in row]
+
+
+def difference(rows, others):
+    """Largest relative difference of the losses of the steps that both logs have."""
+    losses = {row["step"]: row["loss"] for row in rows}
+    return max(abs(row["loss"] / losses[row["step"]] - 1) for row in others if row["step"] in losses)
+
+
+def speed(rows):
+    """Samples a second, the median of the later half of the steps, and the part of the time spent waiting for data."""
+    late = rows[len(rows) // 2:]
+    return {"samples_per_s": statistics.median(r["samples_per_s"] for r in late),
+            "waiting_for_data": statistics.median(r["data_s"] / r["step_s"] for r in late)}
+
+
+def nccl():
+    """The distributed part of the tests over NCCL: a world of one and, with two cards, of two.
+
+    Gradients of every loss, five SGD steps in chunks under DDP, queues and evaluation against one process; then a whole
+    run of temo.py under torchrun against a plain one."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import test_distributed
+    worlds = (1,) if DRY or torch.cuda.device_count() < 2 else (1, 2)
+    results = {"backend": size("nccl", "gloo")}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(test_distributed.compare, (folder, worlds, DEVICE.type), worlds[-1])
+        for world in worlds:
+            ranks = [common.read_json(f"{folder}/{world}_{rank}.json") for rank in range(world)]
+            worst = {dtype: max(max(v) for rank in ranks for k, v in rank.items() if k.endswith(dtype))
+                     for dtype in ("fp32", "fp64")}
+            sgd = max(v for rank in ranks for k, v in rank.items() if k.startswith("sgd"))
+            exact = all(rank["queue"][1] and rank["evaluation 7"][0] and rank["evaluation 3"][0] for rank in ranks)
+            results[f"world {world}"] = {
+                "gradients, largest relative difference": worst, "parameters after 5 steps of SGD": sgd,
+                "queues and evaluation": "as on one process" if exact else "NOT as on one process",
+                "holds": worst["fp64"] < 1e-10 and worst["fp32"] < 1e-5 and sgd < 1e-5 and exact}
+        flags = [*TOY, *QUIET, *ON_CPU, "--max-steps", size("20", "2"), "--lr", "3e-4", "--save-every", "0"]
+        _, plain = train("temo", *flags)
+        for world in worlds:
+            place = ["--output-dir", folder, "--run-name", f"w{world}"]
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+            subprocess.run([sys.executable, *torchrun, "temo.py", *flags, *place], cwd=ROOT, check=True,
+                           stdout=subprocess.DEVNULL)
+            apart = difference(plain, log_of(Path(folder) / f"w{world}"))
+            results[f"world {world}"] |= {"losses of temo.py, largest relative difference": apart}
+    if not all(results[f"world {world}"]["holds"] for world in worlds):
+        raise SystemExit(f"nccl: not as one process: {json.dumps(results, indent=1)}")
+    return results
+
+
+def precision():
+    """Losses of all five scripts in bf16 against float32, same seed, 50 steps; float32 twice shows the card's noise."""
+    results = {}
+    for script, flags in SCRIPTS.items():
+        flags = [*TOY, *flags, "--max-steps", size(50, 2), "--mixed-precision"]
+        runs = {name: train(script, *flags, kind)[1]
+                for name, kind in list({"fp32": "no", "bf16": "bf16", "fp32 again": "no"}.items())[:size(3, 2)]}
+        results[script] = {
+            "largest relative difference": {name: difference(runs["fp32"], rows) for name, rows in runs.items()},
+            "first and last loss": [runs["fp32"][k]["loss"] for k in (0, -1)],
+            "samples_per_s": {name: speed(rows)["samples_per_s"] for name, rows in runs.items()}}
+    return results
+
+
+def compiled():
+    """--compile on and off: samples/s, seconds of the first step (it compiles), and how far the losses differ."""
+    cases = {"temo, small towers, fp32": ("temo", "no", []), "temo, small towers, bf16": ("temo", "bf16", []),
+             "temperature_schedules, ResNet-18, bf16": ("temperature_schedules", "bf16",
+                                                        ["--image-encoder", "resnet18-cifar", "--batch-size", "512"])}
+    if DRY:  # without inductor, whose C++ takes minutes to compile
+        torch.compile = functools.partial(torch.compile, backend="eager")
+    results = {}
+    for name, (script, kind, flags) in list(cases.items())[:size(3, 1)]:
+        flags = [*flags, *TOY, "--max-steps", size(80, 2), "--mixed-precision", kind]
+        rows = {on: train(script, *flags, on)[1] for on in ("--no-compile", "--compile")}
+        results[name] = {on: speed(r) | {"first_step_s": r[0]["step_s"]} for on, r in rows.items()}
+        results[name]["largest relative difference"] = difference(rows["--no-compile"], rows["--compile"])
+    return results
+
+
+def fp16():
+    """fp16 with its gradient scaler: against float32; and killed in mid-run and resumed, against never stopped."""
+    steps, kill, every = size((400, 150, 50), (6, 3, 2))
+    flags = [*TOY, *QUIET, *ON_CPU, "--max-steps", steps, "--save-every", every,
+             "--mixed-precision", size("fp16", "no")]  # torch has no fp16 on a CPU
+    _, plain = train("temo", *TOY, "--max-steps", steps)
+
+    def start(log, *flags):
+        return subprocess.Popen([sys.executable, str(ROOT / "temo.py"), *map(str, flags)], stdout=log, stderr=log)
+
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+        def finish(process):
+            if process.wait():
+                log.seek(0)
+                raise SystemExit(f"fp16: a run failed: {log.read()[-2000:]}")
+
+        finish(start(log, *flags, "--output-dir", folder, "--run-name", "whole"))
+        process = start(log, *flags, "--output-dir", folder, "--run-name", "killed")
+        killed = Path(folder) / "killed"
+        while process.poll() is None and not any(row["step"] >= kill for row in log_of(killed)):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        if process.wait() != -signal.SIGKILL:
+            raise SystemExit("fp16: the run ended before it could be killed")
+        last = max(int(path.name[5:]) for path in (killed / "checkpoints").glob("step_*") if path.suffix != ".tmp")
+        finish(start(log, "--resume", killed))
+        runs = {name: Path(folder) / name for name in ("whole", "killed")}
+        state = {name: common.read_json(run / "checkpoints" / f"step_{steps}" / "state.json")
+                 for name, run in runs.items()}
+        weights = [(run / "model.safetensors").read_bytes() for run in runs.values()]
+        rows = {name: log_of(run) for name, run in runs.items()}
+    soon = [row for row in rows["killed"] if last < row["step"] <= last + 10]  # before rounding has grown
+    apart = difference(rows["whole"], soon)
+    scales = {name: s["scaler"] for name, s in state.items()}
+    results = {"precision": size("fp16", "no"), "steps": steps, "killed_after": kill, "resumed_from": last,
+               "resumed against never stopped, largest relative difference": {
+                   "of 10 steps": apart, "of all": difference(rows["whole"], rows["killed"])},
+               "weights at the end": "bitwise equal" if weights[0] == weights[1] else "not bitwise equal",
+               "scalers at the end": scales, "against float32, largest relative difference": difference(
+                   plain, rows["whole"]),
+               "last losses, float32 and this": [plain[-1]["loss"], rows["whole"][-1]["loss"]]}
+    if scales["whole"] != scales["killed"] or apart > 0.01:
+        raise SystemExit(f"fp16: the resumed run is another: {json.dumps(results, indent=1)}")
+    return results
+
+
+# ------------------------------------------------------- ViT-B/16 ----------------------------------------------------
+VIT = size("vit_base_patch16_224", "vit_tiny_patch16_224")
+PIXELS = size(224, 32)
+
+
+def text_folder(folder):
+    """A transformers text encoder without weights: DistilBERT's shape, and a tokenizer learnt from a few words."""
+    import transformers
+    words = [f"a {colour} {thing} number {i}" for colour in ("red", "blue", "grey") for thing in ("box", "tree", "boat")
+             for i in range(50)]
+    common.train_wordpiece(words).save_pretrained(folder)
+    shape = size({}, dict(dim=32, hidden_dim=64, n_layers=1, n_heads=2))
+    transformers.DistilBertConfig(**shape).save_pretrained(folder)
+    return str(folder), words
+
+
+def write_images(folder, captions):
+    """folder/captions.csv and a JPEG of 256 x 256 coloured blobs for each caption."""
+    from PIL import Image
+    rng, lines = np.random.default_rng(0), ["image,caption"]
+    for i, caption in enumerate(captions):
+        small = rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(small).resize((256, 256), Image.BICUBIC).save(folder / f"{i}.jpg", quality=90)
+        lines.append(f"{i}.jpg,{caption}")
+    (folder / "captions.csv").write_text("\n".join(lines))
+    return str(folder / "captions.csv")
+
+
+def vit():
+    """Peak memory and samples/s of temo.py at 224 px with a ViT-B/16: TeMo and InfoNCE, whole and in chunks."""
+    batch, chunk, steps = size((256, 64, 16), (8, 4, 2))
+    results = {"batch": batch, "chunk": chunk, "precision": "bf16"}
+    with tempfile.TemporaryDirectory() as folder:
+        text, words = text_folder(Path(folder) / "text")
+        (Path(folder) / "images").mkdir()
+        data = write_images(Path(folder) / "images", (words * 3)[:size(1024, 40)])
+        for loss in ("infonce", "temo"):
+            for name, chunks in (("whole", 0), ("in chunks", chunk)):
+                flags = ["--dataset", data, "--image-encoder", VIT, "--no-pretrained", "--text-encoder", text,
+                         "--image-size", PIXELS, "--batch-size", batch, "--chunk-size", chunks, "--max-steps", steps,
+                         "--mixed-precision", "bf16", "--loss", loss, "--workers", size(8, 0)]
+                try:
+                    summary, rows = train("temo", *flags)
+                    results[f"{loss}, {name}"] = speed(rows) | {"peak_memory_mb": summary["peak_memory_mb"]}
+                except (RuntimeError, common.UserError) as error:  # a small card does not hold the whole batch
+                    results[f"{loss}, {name}"] = f"failed: {common.first_line(error)}"
+                gc.collect()
+                torch.cuda.empty_cache()
+    return results
+
+
+def peers():
+    """A step (encode, loss, backward, AdamW) of InfoNCE and TeMo against the same with open_clip's ClipLoss, with the
+    same towers and pixels on the device: ViT-B/16 at 224 px, bf16; and in chunks."""
+    from accelerate import Accelerator
+
+    import temo
+    B, chunk = size((128, 32), (4, 2))
+    with tempfile.TemporaryDirectory() as folder:
+        text, _ = text_folder(folder)
+        model = common.TwoTower(common.VisionEncoder(VIT, 64, False, PIXELS),
+                                common.TextEncoder(text, 64, False, 32)).to(DEVICE)
+    optimizer, accelerator = torch.optim.AdamW(model.parameters(), lr=1e-5), Accelerator(cpu=DRY)
+    pixels = torch.randn(B, 2, 3, PIXELS, PIXELS, device=DEVICE)             # I and I~
+    tokens = {"input_ids": torch.randint(1, 100, (B, 2, 32), device=DEVICE),
+              "attention_mask": torch.ones(B, 2, 32, dtype=torch.long, device=DEVICE)}
+
+    def encode(inputs):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            image, text, _ = model(inputs["pixels"].flatten(0, 1),
+                                   {k: x.flatten(0, 1) for k, x in inputs["tokens"].items()})
+        return *image.unflatten(0, (-1, inputs["pixels"].shape[1])).unbind(1), *text.unflatten(
+            0, (-1, inputs["pixels"].shape[1])).unbind(1)                    # I [I~] T [T~], (b, D) each
+
+    def step(loss, views, chunk=0):
+        inputs = {"pixels": pixels[:, :views], "tokens": {k: x[:, :views] for k, x in tokens.items()}}
+        chunks = common.Chunks(encode, model, accelerator, chunk)
+        chunks.backward(loss(*chunks.encode(inputs)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def infonce(image, text):
+        return temo.multimodal_loss(image, text, 0.07)
+
+    def infonce_of_four(image, image_aug, text, text_aug):
+        return infonce(image, text) + infonce(image_aug, text_aug)
+
+    def temo_loss(image, image_aug, text, text_aug):
+        return temo.temo_loss(image, text, image_aug, text_aug, 0.5)
+
+    variants = {"infonce": (infonce, 1), "infonce, chunks": (infonce, 1, chunk),
+                "infonce, four encodings": (infonce_of_four, 2), "temo": (temo_loss, 2),
+                "temo, chunks": (temo_loss, 2, chunk)}
+    results = {"batch": B, "chunk": chunk, "precision": "bf16", "open_clip": "not installed"}
+    if find_spec("open_clip"):
+        import open_clip
+        from open_clip.loss import ClipLoss
+        results["open_clip"] = open_clip.__version__
+        clip = ClipLoss()
+        variants["open_clip ClipLoss"] = (
+            lambda i, t: clip(F.normalize(i.float(), dim=1), F.normalize(t.float(), dim=1), 1 / 0.07), 1)
+    return results | measure({name: functools.partial(step, *what) for name, what in variants.items()}, size(8, 1))
+
+
+def measure(functions, rounds):
+    """{name: {seconds (median), ratio to the first, peak MiB}} of functions that take turns; the first call is not
+    counted. On a CPU the peak is not known."""
+    seconds, peak, failed = {name: [] for name in functions}, {}, {}
+    for k in range(rounds + 1):
+        for name, function in functions.items():
+            if name in failed:
+                continue
+            if not DRY:
+                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.synchronize()
+            before, start = 0 if DRY else torch.cuda.memory_allocated(), time.perf_counter()
+            try:
+                function()
+            except torch.OutOfMemoryError:
+                failed[name] = "out of memory"
+                torch.cuda.empty_cache()
+                continue
+            if not DRY:
+                torch.cuda.synchronize()
+                peak[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            if k:
+                seconds[name].append(time.perf_counter() - start)
+    middle = {name: statistics.median(s) for name, s in seconds.items() if s and name not in failed}
+    base = middle.get(next(iter(functions)))
+    return failed | {name: {"seconds": s, "ratio": s / base if base else None,
+                            "peak_mib": peak.get(name, "not measured on a CPU")} for name, s in middle.items()}
+
+
+# ------------------------------------------------------- losses and metrics ------------------------------------------
+def losses():
+    """TeMo's loss, InfoNCE, NT-Xent and open_clip's ClipLoss over N pairs, D = 256, with gradients: in the row blocks
+    that they choose, in larger ones, and whole where that fits. Memory beside the embeddings."""
+    import temo
+    import temperature_schedules as ts
+    results = {"open_clip": "installed" if find_spec("open_clip") else "not installed"}
+    for n in size((8192, 32768), (64,)):
+        e = [torch.randn(n, 256, device=DEVICE, requires_grad=True) for _ in range(4)]
+        forms = {"temo": lambda block, e=e: temo.temo_loss(*e, 0.5, block=block),
+                 "infonce": lambda block, e=e: temo.multimodal_loss(*e[:2], 0.05, block),
+                 "nt_xent": lambda block, e=e: ts.nt_xent(*e[:2], 0.1, block)}
+        blocks = {"blocks": 0, "blocks of 1024": size(1024, 16)} | ({"whole": n} if n < 10_000 else {})
+        functions = {f"{name}, {how}": functools.partial(forms[name], block)
+                     for name in forms for how, block in blocks.items()}
+        if find_spec("open_clip"):
+            from open_clip.loss import ClipLoss
+            functions["open_clip ClipLoss"] = lambda e=e: ClipLoss()(
+                F.normalize(e[0], dim=1), F.normalize(e[1], dim=1), 20.0)
+
+        def with_gradient(function, e=e):
+            function().backward()
+            for x in e:
+                x.grad = None
+        results[f"N = {n}"] = measure({name: functools.partial(with_gradient, f) for name, f in functions.items()},
+                                      size(3, 1))
+    return results
+
+
+def evaluation():
+    """Evaluation metrics with their tensors on the card and on the CPU: seconds, and whether they agree.
+
+    The scripts evaluate on the CPU; this says what a card would bring."""
+    import ncl
+    texts, images, width = size((25_010, 5_000, 512), (60, 12, 8))
+    train, test, side = size((50_000, 10_000, 4096), (200, 40, 32))
+    unit = lambda n: F.normalize(torch.randn(n, width), dim=1)
+    text, image, known, asked, left, right = (unit(n) for n in (texts, images, train, test, side, side))
+    positives = (torch.arange(texts) // 5).clamp(max=images - 1)[:, None]    # (texts, 1)
+    labels, truth = torch.randint(0, 100, (train,)), torch.randint(0, 100, (test,))
+    metrics = {"ranks": lambda *x: common.retrieval_metrics(*x), "knn@10": lambda *x: common.knn_accuracy(*x, k=10),
+               "sinkhorn": lambda a, b: {"b": ncl.sinkhorn_biases(a @ b.T, 0.01)[1].cpu().norm().item()}}
+    inputs = {"ranks": (text, image, positives), "knn@10": (known, labels, asked, truth), "sinkhorn": (left, right)}
+    results = {"cpu_threads": torch.get_num_threads()}
+    for name, function in metrics.items():
+        there = [x.to(DEVICE) for x in inputs[name]]
+        both = {"cpu": functools.partial(function, *inputs[name]), "card": functools.partial(function, *there)}
+        values = {where: f() for where, f in both.items()}
+        apart = max(abs(values["cpu"][k] - values["card"][k]) for k in values["cpu"])
+        results[name] = measure(both, size(3, 1)) | {"largest difference": apart}
+    return results
+
+
+def claims():
+    """The gpu suite of claims.py. It takes more than one turn: this step is done when nothing is left to run."""
+    import claims as suite
+    fashion = Path(os.environ.get("FASHION", "clothes")).resolve()
+    names = [name for name in suite.CLAIMS if fashion.is_dir() or not name.startswith("ts-")]
+    note = {} if fashion.is_dir() else {"left out": f"ts-*: no folder {fashion} (FASHION)"}
+    if DRY:
+        suite.RESULTS = Path(tempfile.mkdtemp())
+        toy = "--clips 48 16 16 --batch-size 16 --max-steps 2 --cpu --image-size 16 --frames 2".split()
+        words = suite.runs_of("ncl-training", "gpu", 1, 1)[0]["NCL"][0][0] + toy
+        return note | {"record": suite.run(words, {})}
+    what = ["--suite", "gpu", "--claims", *names, "--fashion", str(fashion), "--jobs", "3"]
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "claims.py"), *what])
+    if done.returncode:
+        raise SystemExit("claims: runs failed; see above")
+    return note | {"results": "benchmarks/results/claims_gpu.json"}
+
+
+# ------------------------------------------------------- one step ----------------------------------------------------
+STEPS = {f.__name__: f for f in (nccl, precision, compiled, fp16, vit, peers, losses, evaluation, claims)}
+
+
+def card():
+    """The cards of this machine, for the record."""
+    if DRY:
+        return "none: a dry run"
+    cards = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
+    return [f"{c.name}, {c.total_memory / 2**30:.0f} GiB, compute capability {c.major}.{c.minor}" for c in cards]
+
+
+def main(argv=None):
+    """Run a step and write its file."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    p.add_argument("step", choices=STEPS, help="which")
+    p.add_argument("--dry", action="store_true", help="on the CPU at toy size; nothing of it is a result")
+    p.add_argument("--results", default="", help="folder of the file; default benchmarks/results/gpu")
+    args = p.parse_args(argv)
+    if not DRY and not torch.cuda.is_available():
+        raise SystemExit("no GPU here; --dry tries the steps on the CPU")
+    folder = Path(args.results or size(ROOT / "benchmarks" / "results" / "gpu", tempfile.mkdtemp()))
+    started = time.time()
+    record = {"command": f"bash benchmarks/gpu.sh {'--dry ' * DRY}{args.step}", "commit": common.commit(),
+              "date": str(datetime.date.today()), "cards": card(), "cuda": torch.version.cuda,
+              "versions": common.versions().split("\n")[:9]}
+    result = STEPS[args.step]()
+    folder.mkdir(parents=True, exist_ok=True)
+    common.write_json(folder / f"{args.step}.json", record | {"seconds": time.time() - started, "results": result})
+    print(f"{args.step}: {time.time() - started:.0f} s, {folder / args.step}.json", flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
