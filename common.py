@@ -952,7 +952,9 @@ def small_cnn(width=32):
 
 
 class Transformer(nn.ModuleList):
-    """Pre-norm layers, dropout 0 unless set: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width)."""
+    """Pre-norm layers, dropout 0 unless set: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width).
+
+    first: only so many of the first tokens are wanted of the last layer, (B, first, width); 0 = all."""
 
     def __init__(self, width, layers, heads):
         super().__init__([nn.ModuleDict({
@@ -964,13 +966,15 @@ class Transformer(nn.ModuleList):
     def drop(self, x):
         return F.dropout(x, self.dropout, self.training)
 
-    def forward(self, x, keep):
+    def forward(self, x, keep, first=0):
         B, L = keep.shape
         for b in self:
             qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
             q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
+            if first and b is self[-1]:
+                q, x = q[:, :, :first], x[:, :first]
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
-            x = x + self.drop(b["out"](y.transpose(1, 2).reshape(B, L, -1)))
+            x = x + self.drop(b["out"](y.transpose(1, 2).flatten(2)))
             x = x + self.drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
         return x
 
@@ -3060,7 +3064,7 @@ class Parser(OneLine):
     """
     FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
              "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model",
-             "shuffle_video", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
+             "qa_similarity", "shuffle_video", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
     # cannot change in a resumed run
 
     def __init__(self, file, description, texts=True):
@@ -4084,7 +4088,8 @@ def _check_spec(spec):
         raise ValueError(f"stats {spec['stats']}")
     asked = spec.get("questions") or {"answers": [], "model": "dual", "layers": 1, "frames": 1}
     small = all(isinstance(asked[k], int) and 1 <= asked[k] <= high for k, high in (("layers", 64), ("frames", 10**4)))
-    if not small or asked["model"] not in ("fusion", "dual") or not all(isinstance(a, str) for a in asked["answers"]):
+    small &= asked["model"] in ("fusion", "dual") and asked.get("similarity", "pooled") in ("pooled", "fused")
+    if not small or not all(isinstance(a, str) for a in asked["answers"]):
         raise ValueError("questions that no run asks")
     ours = {"image_encoder": ("small", "features", "resnet18-cifar", *VIDEO_SWIN), "text_encoder": ("small", "")}
     for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
