@@ -295,6 +295,8 @@ class Case:
             raise UserError("none of its images has a class")
         if task == "qa" and not hasattr(self.subject.model, "answers"):
             raise UserError("the model answers no questions")
+        if task not in ("knn", "probe", "qa"):
+            refuse_untrained(self.subject.model)
         if task not in ("knn", "probe") and not self.subject.tokenizer:
             raise UserError("the model has no text encoder")
         if task in ("gap", "histograms") and not all(self.pieces[k].isfinite().all() for k in ("image", "text")):
@@ -522,6 +524,12 @@ def qa(case):
         common.picture(case.picture("answers"), common.figures().draw_answers, pieces)
 
 
+def refuse_untrained(model):
+    """Raises: UserError where the embeddings of a model that answers questions have reached no loss."""
+    if getattr(model, "similarity", "") == "fused":
+        raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
+
+
 TASKS = {"retrieval": retrieval, "mir": mir, "zero-shot": zero_shot, "knn": knn, "probe": probe, "gap": gap,
          "histograms": histograms, "qa": qa}
 
@@ -531,6 +539,7 @@ def search(subject):
     args, figures = subject.args, common.figures()
     if not subject.tokenizer:
         raise UserError(f"--query: {args.checkpoint} has no text encoder")
+    refuse_untrained(subject.model)
     data = common.load_images(args.dataset, image_column=args.image_column)
     index, image, _, bad = subject.images(data, subject.view("retrieval", args.dataset))
     sim = (common.normalize(subject.texts([args.query])) @ common.normalize(image).T)[0]  # (M,)

@@ -4,15 +4,14 @@ model, their gradients, chunks and processes, what is refused."""
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import common
 
 import numpy as np
 import pytest
+import runs
 import torch
 from helpers import write_rows, write_video
 from safetensors.torch import load_file
@@ -21,7 +20,6 @@ import eval as evaluation
 import mama
 from tools import answers
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 DRAWS = True  # main below says which runs do
 BASE = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
@@ -118,6 +116,51 @@ def test_video_swin_gives_a_token_for_two_frames():
     frames, (features, embedding) = tower.frames(clips), tower(clips)
     assert frames.shape == (3, tower.width) and torch.allclose(features, frames.mean(0, keepdim=True), atol=1e-5)
     assert embedding.shape == (1, 8)
+
+
+def test_fused_cosines_are_those_of_each_pair_alone():
+    """One pass for all pairs, in blocks or not, against a double loop; so is the loss, and its gradient is finite."""
+    model, clips = model_of(["yes", "no"], similarity="fused", layers=2).double(), clips_of(4).double()
+    tokens, question = words(4, 6), words(4, 5)
+    for row, length in enumerate((6, 3, 5, 1)):
+        tokens["attention_mask"][row, length:] = 0
+    assert not torch.equal(model(clips, None, question)[0], model(clips, tokens, question)[0])
+    video, text, scores = model(clips, tokens, question)
+    assert video.shape == text.shape == (4, 4) and torch.equal(video, text.T) and scores.shape == (4, 2)
+    frames = model.vision.frames(clips).unflatten(0, (4, 3))
+    for i in range(4):
+        for j, length in enumerate(tokens["attention_mask"].sum(1).tolist()):
+            short = {k: v[j:j + 1, :length] for k, v in tokens.items()}
+            v, t = model.fuse(model.pair, frames[i:i + 1], model.text.words(**short)[0], short["attention_mask"])[0]
+            assert torch.cosine_similarity(v, t, 0).item() == pytest.approx(video[i, j].item(), abs=1e-9)
+    losses, mu, tau = mama.fused_margin_loss(video, text, 0.5, 0.3), 0.3, 0.5
+    for i in range(4):
+        expected = 0.0
+        for row in (video[i], video[:, i]):
+            angle = math.acos(row[i].item())
+            near = math.cos(max(angle - mu, 0)) if angle <= math.pi / 2 else row[i].item()
+            others = sum(math.exp(row[k].item() / tau) for k in range(4) if k != i)
+            expected += math.log(math.exp(near / tau) + others) - near / tau
+        assert losses[i].item() == pytest.approx(expected, rel=1e-6)
+    gradients = []
+    for model.block in (0, 1, 3):
+        model.zero_grad()
+        mama.fused_margin_loss(*model(clips, tokens, question)[:2], 0.5, 0.3).sum().backward()
+        gradients.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
+    for name in ("pair", "place", "frame.weight", "fusion.0.qkv.weight", "text.body.token.weight"):
+        whole = gradients[0][name]
+        assert whole.isfinite().all() and whole.any()
+        assert all(torch.allclose(whole, parts[name], rtol=1e-6, atol=1e-12) for parts in gradients[1:])
+
+
+def test_fused_loss_of_embeddings_is_the_pooled_one():
+    video, text = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(3))
+    sim = common.normalize(video) @ common.normalize(text).T
+    pooled, fused = mama.angular_margin_loss(video, text, 0.2, 0.4), mama.fused_margin_loss(sim, sim.T, 0.2, 0.4)
+    assert torch.allclose(pooled, fused, rtol=1e-5)
+    seen = mama.pair_cosines(sim)
+    health = common.embedding_health(video, text)
+    assert all(seen[k] == pytest.approx(health[k], rel=1e-4) for k in ("pos_cos", "neg_cos"))
 
 
 # ---------------------------------------------------- accuracy ------------------------------------------------------
@@ -256,7 +299,8 @@ def test_a_run_and_its_checkpoint(runs_of, task, tmp_path):
 
 OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],
          "answers": ["--task", "qa-open", "--answers", "3"], "layers": ["--task", "qa-open", "--fusion-layers", "3"],
-         "control": ["--task", "qa-open", "--shuffle-video"]}
+         "control": ["--task", "qa-open", "--shuffle-video"],
+         "fused": ["--task", "qa-choice", "--qa-similarity", "fused"]}
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -269,12 +313,22 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path):
         assert len(common.load_model(tmp_path / "other")[0].answers) == 3
     if name == "dual":
         assert common.load_model(tmp_path / "other")[0].model == "dual"
+    if name == "fused":
+        assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
+        flags = ["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1", "--tasks", "qa", "retrieval"]
+        found = evaluation.main(evaluation.parse_args([*flags, "--output-dir", str(tmp_path)]))["datasets"]
+        found = found["moving-emoji"]
+        test = summary["test"]["moving-emoji"]
+        assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
+        assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
 
 
-@pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
-def test_meta_gradient_of_questions(task):
+@pytest.mark.parametrize("task, similarity, block", [
+    ("qa-open", "pooled", 0), ("qa-choice", "pooled", 0), ("qa-open", "fused", 0), ("qa-choice", "fused", 2)])
+def test_meta_gradient_of_questions(task, similarity, block):
     """Forward mode is the second-order gradient of L_i with the answers' loss, in float64."""
-    model = model_of(["yes", "no"] if task == "qa-open" else ()).double()
+    model = model_of(["yes", "no"] if task == "qa-open" else (), similarity=similarity).double()
+    model.block, contrast = block, mama.fused_margin_loss if similarity == "fused" else mama.angular_margin_loss
     generator = torch.Generator().manual_seed(5)
 
     def batch(n):
@@ -283,10 +337,10 @@ def test_meta_gradient_of_questions(task):
         there = torch.tensor([[True, True, k > 0] for k in range(n)])
         return made if task == "qa-open" else made | {"choices": words(n, 3, 4) | {"there": there}}
     net = mama.WeightNet(8).double()
-    losses = mama.losses_of(model, 0.5, 0.2, CPU, eta=1.5)
+    losses = mama.losses_of(model, 0.5, 0.2, CPU, eta=1.5, contrast=contrast)
     first, meta = batch(5), batch(4)
-    parameters = dict(model.named_parameters())
-    plain = mama.losses_of(model, 0.5, 0.2, CPU, eta=0.0)(parameters, first)
+    parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    plain = mama.losses_of(model, 0.5, 0.2, CPU, eta=0.0, contrast=contrast)(parameters, first)
     scores = model(first["pixels"], first["tokens"], first["question"], first.get("choices"))[2]
     expected = plain + 1.5 * mama.answer_loss(scores, first["answers"])
     assert torch.allclose(losses(parameters, first), expected, rtol=1e-9)
@@ -307,34 +361,40 @@ def test_chunks_are_exact(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-DRIVER = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
-import common, mama
-mama.draw = lambda *args: None
-if __name__ == "__main__":
-    with common.clean_exit():
-        mama.main(mama.parse_args())
-"""
+TWO = {"pooled": ["--task", "qa-choice"],
+       "fused": ["--task", "qa-open", "--qa-similarity", "fused", "--batch-size", "8", "--meta-batch-size", "4"]}
 
 
-def test_two_processes_are_one(tmp_path):
-    """Losses, weights of the samples and accuracies, with the meta step."""
-    (tmp_path / "driver.py").write_text(DRIVER)
-    flags = [*BASE, "--task", "qa-choice", "--lr", "1e-4", "--meta-every", "1", "--max-steps", "4",
-             "--output-dir", str(tmp_path)]
-    for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-                                                 "2"])):
-        command = [sys.executable, *launcher, str(tmp_path / "driver.py"), *flags, "--run-name", name]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                              timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (logged(tmp_path / name) for name in ("one", "two"))
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_are_one(tmp_path, name):
+    """Losses, weights of the samples and accuracies, with the meta step; of fused pairs, whose texts differ in length
+    between the processes, too."""
+    flags = [*BASE, *TWO[name], "--lr", "1e-4", "--meta-every", "1", "--max-steps", "4", "--output-dir", str(tmp_path)]
+    for run, processes in (("one", 1), ("two", 2)):
+        runs.finish("mama", [*flags, "--run-name", run], tmp_path / f"{run}.txt", processes)
+    one, two = (logged(tmp_path / run) for run in ("one", "two"))
     for a, b in zip(one, two, strict=True):
-        for k in ("loss", "L", "w", "CE", "answered"):
-            assert b[k] == pytest.approx(a[k], rel=1e-4), k
-    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+        for k in ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos"):
+            assert b[k] == pytest.approx(a[k], rel=1e-4, abs=1e-6), k
+    a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("one", "two"))
     assert all(torch.allclose(a[k], b[k], rtol=1e-2, atol=2e-5) for k in a)
-    a, b = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
+    a, b = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two"))
     assert a["test"] == b["test"] and a["chance"] == b["chance"]
+
+
+def test_a_fused_run_goes_on_bitwise(tmp_path):
+    """The weights of three steps, and of two of them resumed from the first one's checkpoint."""
+    main(tmp_path / "run", "--task", "qa-open", "--qa-similarity", "fused", "--max-steps", "3", "--save-every", "1",
+         "--batch-size", "8", "--loss-block", "3")
+    weights = tmp_path / "run" / "model.safetensors"
+    whole = load_file(weights)
+    weights.unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mama, "draw", lambda *a: None)
+        mama.main(mama.parse_args(["--resume", str(tmp_path / "run")]))
+    again = load_file(weights)
+    assert again.keys() == whole.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
 
 
 def test_a_published_set_from_its_files(tmp_path):
@@ -369,7 +429,11 @@ def test_what_cannot_be_asked():
 @pytest.mark.parametrize("flags, words", [
     (["--qa-model", "dual", "--task", "qa-open"], "--qa-model dual: only for --task qa-choice"),
     (["--shuffle-video"], "--shuffle-video: only where there are questions"),
-    (["--task", "qa-choice", "--chunk-size", "4"], "--chunk-size: --weighting meta encodes the whole batch")])
+    (["--task", "qa-choice", "--chunk-size", "4"], "--chunk-size: --weighting meta encodes the whole batch"),
+    (["--qa-similarity", "fused"], "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fus"),
+    (["--task", "qa-choice", "--qa-model", "dual", "--qa-similarity", "fused"], "with --qa-model fusion"),
+    (["--task", "qa-open", "--qa-similarity", "fused", "--weighting", "none", "--chunk-size", "4"],
+     "--chunk-size: --qa-similarity fused needs all videos and texts at once")])
 def test_bad_flags(flags, words, capsys):
     with pytest.raises(SystemExit) as stop:
         mama.parse_args([*BASE, *flags])
