@@ -157,7 +157,7 @@ def run(dataset, out, model, *more):
     """The tool with settings for tests: a 2 x 2 picture of frames of 32 px, colours as features, 6 words."""
     caption.main(["--dataset", str(dataset), "--out", str(out), "--model", str(model), "--grid", "2x2", "--key-frames",
                   "4", "--candidates", "8", "--neighbours", "2", "--cell", "32", "--frame-encoder", "colour",
-                  "--max-new-tokens", "6", "--batch", "2", "--cpu", *map(str, more)])
+                  "--max-new-tokens", "6", "--batch", "2", "--cpu", "--show", "0", *map(str, more)])
     return rows_of(out)
 
 
@@ -228,6 +228,23 @@ def test_a_csv_of_captions_that_the_scripts_read(kind, models, videos, tmp_path,
     read = {d.key(i): d.captions(i) for d in splits.values() for i in range(len(d))}
     assert read == {video: [text] for video, text in rows.items()}
     assert splits["train"].read(0).shape[:2] == (2, 3)
+
+
+def test_a_picture_of_described_clips(models, videos, tmp_path):
+    """Clips with a caption, evenly chosen, four frames each; none of the file that is no video."""
+    from tools import figures, figures_mama
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        true = figures.save_figure
+        patch.setattr(figures, "save_figure", lambda fig, path: (drawn.append(fig), true(fig, path)))
+        rows = run(videos, tmp_path / "captions.csv", models["llava"], "--show", 3)
+    assert (tmp_path / "captions.csv.png").stat().st_size > 1000 and figures_mama.figures is figures
+    axes, height = drawn[0].axes, 32 + 32 % 2
+    assert len(drawn) == 1 and [ax.get_xlabel().split() for ax in axes] == [
+        rows[name].split() for name in ("a.mp4", "b.mp4", "d.mp4")]
+    for ax in axes:
+        shown = ax.images[0].get_array()
+        assert shown.shape[1] == 4 * shown.shape[1] // 4 and shown.shape[0] >= height and shown.std() > 1
 
 
 def test_a_csv_among_the_videos_is_not_taken_for_their_captions(models, tmp_path):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import mama
-from tools import answers
+from tools import answers, score
 
 CPU = torch.device("cpu")
 DRAWS = True  # main below says which runs do
@@ -297,6 +297,55 @@ def test_a_run_and_its_checkpoint(runs_of, task, tmp_path):
         assert model.answers == common.answer_vocabulary(train.column("answer"), 1500)
 
 
+def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
+    """Tables 9 and 10 of two runs: cosines of their embeddings, a csv of all, a picture of some."""
+    folders = [str(runs_of[0] / name) for name in ("qa-open", "qa-choice")]
+
+    def run(*flags, of=folders, split="test"):
+        return score.main([*of, "--out", str(tmp_path / "scores"), "--cpu", "--split", split, *flags])
+    found = run("--short", "noun", "--show", "2")
+    data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
+    assert found.shape == (2, 24, 2) and (tmp_path / "scores.png").is_file()
+    model, tokenizer, transform = common.load_model(folders[1])
+    noun = data.names("noun")[data.column("noun")[5]]
+    texts = [f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}", max(data.captions(5), key=lambda c: len(c.split()))]
+    with torch.no_grad():
+        video, text = model(transform(data.read(5))[None], tokenizer(texts))[:2]
+    assert torch.allclose(torch.tensor(found[1, 5]).float(), torch.cosine_similarity(video, text), atol=1e-4)
+    lines = (tmp_path / "scores.csv").read_text().splitlines()
+    assert lines[0] == "video,detail,caption,qa-open,qa-choice" and len(lines) == 1 + 48
+    assert lines[11].startswith(f"test 5,short,{texts[0]},") and lines[12].startswith("test 5,detailed,")
+    assert f"{'qa-choice':<34}{found[1, :, 0].mean():9.4f}{found[1, :, 1].mean():10.4f}" in capsys.readouterr().out
+    (tmp_path / "short.csv").write_text("video,caption\ntest 3,a thing\ntest 7,x\nval 1,nobody\n")
+    assert run("--short", str(tmp_path / "short.csv")).tolist() == run(  # any order, and one run alone
+        "--short", str(tmp_path / "short.csv"), of=folders[::-1]).tolist()[::-1]
+    assert "2 of 24 videos have a short and a longer caption" in capsys.readouterr().out
+    for flags, words in ((["--short", "tiger"], "neither a file nor a column of moving-emoji with class names"),
+                         (["--short", "question"], "neither a file nor a column"),
+                         (["--out", str(tmp_path / "no" / "x")], "there is no folder")):
+        with pytest.raises(common.UserError, match=words):
+            run(*flags)
+    main(tmp_path / "fewer", "--task", "qa-open", "--clips", "64", "24", "23", "--max-steps", "1")
+    with pytest.raises(common.UserError, match="a run on other videos than"):
+        run("--short", "noun", of=[folders[0], str(tmp_path / "fewer")])
+
+
+def test_short_captions_of_files_are_found_by_their_names(tmp_path):
+    paths = [{"path": str(tmp_path / f"{k}.mp4"), "start": None, "end": None} for k in "abc"]
+    table = common.make_table([["one two", "one two three"], ["four"], ["five six"]], list("abc"), paths)
+    data = common.Data("files", "test", table)
+    assert score.short_captions(data, "") == ["one two", "four", "five six"]
+    assert score.caption_pairs(data, "") == {0: ["one two", "one two three"]}
+    write_rows(tmp_path / "short.csv", ["video", "caption"], [("c.mp4", "x"), ("a.mp4", "one two three four")])
+    assert score.short_captions(data, str(tmp_path / "short.csv")) == ["one two three four", "", "x"]
+    assert score.caption_pairs(data, str(tmp_path / "short.csv")) == {2: ["x", "five six"]}
+    with pytest.raises(common.UserError, match="no video has captions of different lengths"):
+        score.caption_pairs(data.select([1]), "")
+    write_rows(tmp_path / "none.csv", ["video", "caption"], [("x.mp4", "x")])
+    with pytest.raises(common.UserError, match=r"--short .*none of its 1 rows is of a clip of files \(test\)"):
+        score.short_captions(data, str(tmp_path / "none.csv"))
+
+
 OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],
          "answers": ["--task", "qa-open", "--answers", "3"], "layers": ["--task", "qa-open", "--fusion-layers", "3"],
          "control": ["--task", "qa-open", "--shuffle-video"],
@@ -321,6 +370,8 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path):
         test = summary["test"]["moving-emoji"]
         assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
+        with pytest.raises(common.UserError, match="other: its model has no trained embeddings"):
+            score.main([str(tmp_path / "other"), "--short", "noun", "--out", str(tmp_path / "scores"), "--cpu"])
 
 
 @pytest.mark.parametrize("task, similarity, block", [
