@@ -239,12 +239,14 @@ def test_a_picture_of_described_clips(models, videos, tmp_path):
         patch.setattr(figures, "save_figure", lambda fig, path: (drawn.append(fig), true(fig, path)))
         rows = run(videos, tmp_path / "captions.csv", models["llava"], "--show", 3)
     assert (tmp_path / "captions.csv.png").stat().st_size > 1000 and figures_mama.figures is figures
-    axes, height = drawn[0].axes, 32 + 32 % 2
+    axes, gap = drawn[0].axes, figures_mama.GAP
     assert len(drawn) == 1 and [ax.get_xlabel().split() for ax in axes] == [
         rows[name].split() for name in ("a.mp4", "b.mp4", "d.mp4")]
-    for ax in axes:
-        shown = ax.images[0].get_array()
-        assert shown.shape[1] == 4 * shown.shape[1] // 4 and shown.shape[0] >= height and shown.std() > 1
+    for ax, name in zip(axes, "abd"):
+        shown = np.asarray(ax.images[0].get_array())
+        assert shown.shape == (64, 4 * 96 + 3 * gap, 3) and (shown[:, 96:96 + gap] == 255).all()
+        for k, true in enumerate(common.read_frames(str(videos / f"{name}.mp4"), 4)):
+            assert np.array_equal(shown[:, k * (96 + gap):k * (96 + gap) + 96], true)
 
 
 def test_a_csv_among_the_videos_is_not_taken_for_their_captions(models, tmp_path):

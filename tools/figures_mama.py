@@ -6,7 +6,8 @@ import numpy as np
 
 from tools import figures
 
-WRAP, LINES = 44, 5  # letters of a line and lines of a caption beside its video
+WRAP, LINES = 50, 5  # letters of a line and lines of a caption beside its video
+GAP = 4  # px between frames
 
 
 def draw_scores(data, rows, runs, path, title):
@@ -43,11 +44,16 @@ def draw_descriptions(clips, path, title, columns=2):
 
     Args: clips: [(frames (n, 3, H, W) uint8, words)].
     """
-    columns = min(columns, len(clips))
-    fig, axes = figures.figure(columns, -(-len(clips) // columns), 4.4, 1.9, panels=len(clips))
-    for ax, (frames, words) in zip(axes, clips, strict=True):
-        ax.imshow(np.concatenate([*frames.permute(0, 2, 3, 1).numpy()], axis=1))     # (H, n * W, 3)
+    columns, strips = min(columns, len(clips)), []
+    for frames, _ in clips:
+        apart = np.pad(frames.permute(0, 2, 3, 1).numpy(), ((0, 0), (0, 0), (0, GAP), (0, 0)), constant_values=255)
+        strips.append(np.concatenate([*apart], axis=1)[:, :-GAP])    # (H, n * (W + GAP) - GAP, 3)
+    height = 4.4 * max(strip.shape[0] / strip.shape[1] for strip in strips) + 0.6
+    fig, axes = figures.figure(columns, -(-len(clips) // columns), 4.4, height, panels=len(clips))
+    for ax, strip, (_, words) in zip(axes, strips, clips, strict=True):
+        ax.imshow(strip)
         ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
         ax.set_xlabel("\n".join(textwrap.wrap(words, 60, max_lines=3, placeholder=" ...")), fontsize=8)
     fig.suptitle(title, fontsize=10)
     figures.save_figure(fig, path)
