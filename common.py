@@ -3128,7 +3128,7 @@ class Parser(OneLine):
                            help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
             g.add_argument("--extra-captions", default="", metavar="FILE",
                            help="csv, jsonl or parquet of video, start, end, caption: further captions of training "
-                                "clips, as tools/caption.py writes them")
+                                "clips, as tools/caption.py writes them; each epoch draws one of all that a clip has")
             g.add_argument("--streaming", action=yesno, default=False,
                            help="read tars in order, nothing indexed or downloaded first; other layouts are not read "
                                 "so")

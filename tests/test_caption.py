@@ -230,6 +230,19 @@ def test_a_csv_of_captions_that_the_scripts_read(kind, models, videos, tmp_path,
     assert splits["train"].read(0).shape[:2] == (2, 3)
 
 
+def test_mama_trains_on_its_csv(models, videos, tmp_path):
+    run(videos, tmp_path / "captions.csv", models["llava"])
+    flags = ["--dataset", str(tmp_path / "captions.csv"), "--video-dir", str(videos), "--output-dir", str(tmp_path)]
+    flags += "--run-name run --cpu --threads 1 --workers 0 --image-size 32 --frames 2 --batch-size 2".split()
+    flags += "--meta-batch-size 2 --meta-size 2 --embed-dim 16 --max-steps 2 --eval-every 0 --log-every 1".split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mama, "draw", lambda *a: None)
+        summary = mama.main(mama.parse_args(flags))
+    assert summary["steps"] == 2 and not summary["errors"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(np.isfinite(row["loss"]) for row in rows if "loss" in row)
+
+
 def test_a_picture_of_described_clips(models, videos, tmp_path):
     """Clips with a caption, evenly chosen, four frames each; none of the file that is no video."""
     from tools import figures, figures_mama

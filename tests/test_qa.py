@@ -211,7 +211,7 @@ def test_accuracy_of_open_answers_by_hand():
     assert pieces["given"] == ["cat", "cat", "cat", "cat", "dog"] and pieces["hits"].tolist() == [1, 0, 0, 0, 1]
 
 
-def test_accuracy_of_choices_by_hand_and_of_pairs():
+def test_accuracy_of_choices_by_hand_and_of_pairs(capsys):
     """Causal-VidQA's rule: answer and reason must both be right."""
     four = ["a", "b", "c", "d"]
     data = data_of([("0", "b", four), ("1", "a", four), ("2", "c", ["a", "c"]), ("3", "a", ["a", "b"])],
@@ -222,6 +222,11 @@ def test_accuracy_of_choices_by_hand_and_of_pairs():
     assert (metrics["accuracy predictive answer"], metrics["accuracy predictive reason"]) == (100, 50)
     assert chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2) and "upper_bound" not in metrics
     assert pieces["given"] == ["b", "b", "c", "a"]
+    metrics, chance, pieces = scored(Told(scores, []), data.select([1, 2, 3]))  # half of the first pair is gone
+    assert (metrics["accuracy"], metrics["questions"], pieces["given"]) == (100, 2, ["c", "a"])
+    assert chance["accuracy"] == 25 and "1 of 3 questions are left out" in capsys.readouterr().out
+    with pytest.raises(common.UserError, match="no question has both its answer and its reason"):
+        scored(Told(scores, []), data.select([0, 2]))
 
 
 def test_inputs_of_rows():

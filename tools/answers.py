@@ -245,6 +245,24 @@ def question_metrics(hits, types=None, pairs=None, known=None):
     return out | {f"accuracy {name}": percent(hits, rows) for name, rows in sorted(named.items())}
 
 
+def whole_pairs(data, index):
+    """(Q,) bool, False for an answer or a reason without the other among these rows of data (part of the split is
+    meta-data, or beyond --limit): by itself it would count as a question, and be an easier one.
+
+    Raises: UserError where none is whole."""
+    pairs, types = data.column("pair"), data.column("question_type")
+    if pairs is None:
+        return np.ones(len(index), bool)
+    here = Counter(pairs[index].tolist())
+    whole = np.array([here[pairs[i]] > 1 or len(types[i].split()) < 2 for i in index])                   # (Q,)
+    if not whole.all():
+        common.say(f"{data.name} ({data.split}): {(~whole).sum():,} of {len(index):,} questions are left out, answers "
+                   "or reasons without the other")
+    if not whole.any():
+        raise common.UserError(f"{data.name} ({data.split}): no question has both its answer and its reason here")
+    return whole
+
+
 def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
     """Accuracy of the answers, as question_metrics, beside what guessing gives. Collective.
 
@@ -259,6 +277,8 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
         return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
     index, _, scores, bad = common.encode_images(model, data, transform, device, batch, workers, forward=answer)
     common.say_unreadable(data, bad)
+    whole = whole_pairs(data, index)
+    index, scores = index[whole], scores[torch.from_numpy(whole)]
     right = right_answers(data, index, model.answers)                     # (Q,)
     hits = answer_hits(scores, right).numpy()                       # (Q,)
     types, pairs = ([data.column(c)[i] for i in index] if data.column(c) is not None else None
