@@ -511,9 +511,8 @@ def main(args):
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers(questions and (lambda: common.answers().texts(train, 200_000)), questions)
-    contrast, tower.block = angular_margin_loss, args.loss_block
-    if args.qa_similarity == "fused":
-        contrast = fused_margin_loss
+    contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
+    tower.block = args.loss_block                                          # of the pairs that a fusion sees
     if args.weighting in ("meta", "l2rw") and common.world() > 1 and common.has_batchnorm(tower):
         raise common.UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
                                "over several processes have no forward mode; use one process or another encoder")
