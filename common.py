@@ -901,7 +901,9 @@ def small_cnn(width=32):
 
 
 class Transformer(nn.ModuleList):
-    """Pre-norm layers, dropout 0 unless set: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width)."""
+    """Pre-norm layers, dropout 0 unless set: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width).
+
+    first: only so many of the first tokens are wanted of the last layer, (B, first, width); 0 = all."""
 
     def __init__(self, width, layers, heads):
         super().__init__([nn.ModuleDict({
@@ -913,13 +915,15 @@ class Transformer(nn.ModuleList):
     def drop(self, x):
         return F.dropout(x, self.dropout, self.training)
 
-    def forward(self, x, keep):
+    def forward(self, x, keep, first=0):
         B, L = keep.shape
         for b in self:
             qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
             q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
+            if first and b is self[-1]:
+                q, x = q[:, :, :first], x[:, :first]
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
-            x = x + self.drop(b["out"](y.transpose(1, 2).reshape(B, L, -1)))
+            x = x + self.drop(b["out"](y.transpose(1, 2).flatten(2)))
             x = x + self.drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
         return x
 
@@ -2598,7 +2602,7 @@ class Parser(OneLine):
     """
     FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
              "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model",
-             "shuffle_video", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
+             "qa_similarity", "shuffle_video", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
     # cannot change in a resumed run
 
     def __init__(self, file, description, texts=True):
@@ -2662,7 +2666,7 @@ class Parser(OneLine):
                            help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
             g.add_argument("--extra-captions", default="", metavar="FILE",
                            help="csv, jsonl or parquet of video, start, end, caption: further captions of training "
-                                "clips, as tools/caption.py writes them")
+                                "clips, as tools/caption.py writes them; each epoch draws one of all that a clip has")
             g.add_argument("--streaming", action=yesno, default=False,
                            help="read tars in order, nothing indexed or downloaded first; other layouts are not read "
                                 "so")

@@ -260,6 +260,8 @@ class Case:
             raise UserError("none of its images has a class")
         if task == "qa" and not hasattr(self.subject.model, "answers"):
             raise UserError("the model answers no questions")
+        if task not in ("knn", "probe", "qa"):
+            refuse_untrained(self.subject.model)
         if task not in ("knn", "probe") and not self.subject.tokenizer:
             raise UserError("the model has no text encoder")
         if task in ("gap", "histograms") and not all(self.pieces[k].isfinite().all() for k in ("image", "text")):
@@ -375,6 +377,12 @@ def qa(case):
         common.picture(case.picture("answers"), common.figures().draw_answers, pieces)
 
 
+def refuse_untrained(model):
+    """Raises: UserError where the embeddings of a model that answers questions have reached no loss."""
+    if getattr(model, "similarity", "") == "fused":
+        raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
+
+
 TASKS = {"retrieval": retrieval, "mir": mir.task, **by_class.TASKS, "gap": gap, "histograms": histograms, "qa": qa}
 
 
@@ -470,6 +478,8 @@ def main(args):
     result = {"command": " ".join([Path(sys.executable).name] + sys.argv),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": common.versions().splitlines(), "processes": common.world()}
+    if args.query:
+        refuse_untrained(subject.model)
     result |= search.search(subject) if args.query else evaluate_all(subject)
     if common.rank() == 0:
         common.write_json(subject.folder / "eval.json", result)

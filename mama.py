@@ -77,8 +77,9 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
 11. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
 12. Questions are answered by a model in VIOLET's way (tools/answers.py), from published towers but with a new fusion of
     two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before the fusion, so
-    that B + B embeddings give all pairs; the paper's comes from a layer on [CLS], after it. The text is a caption of
-    the row: with the published sets the question itself; moving-emoji, which has but three questions, has captions.
+    that B + B embeddings give all pairs. The paper's comes from a layer on [CLS], after it, and is no cosine as such;
+    --qa-similarity fused sends all pairs through it, and takes the cosine of two tokens there. The text is a caption
+    of the row: with the published sets the question itself; moving-emoji, which has but three questions, has captions.
 13. Its Video Swin-B has torchvision's weights of Kinetics-400, the paper's of Kinetics-600; each token of it is a time,
     the mean over the picture. Any other --image-encoder gives one token a frame.
 14. An answer outside the vocabulary of --answers has no loss in training and is wrong in evaluation, whose upper bound
@@ -135,15 +136,24 @@ def angular_margin_loss(video, text, tau, mu, block=0):
     video, text = normalize(video), normalize(text)                        # (B, D)
     videos, texts = gather(video), gather(text)                            # (N, D)
 
-    def one_way(anchor, candidates, target):                               # b anchors at a time
-        sim = anchor @ candidates.T                                        # (b, N)
-        pair = sim.gather(1, target[:, None])                              # (b, 1)
-        logits = sim.scatter(1, target[:, None], angular_cosine(pair, mu)) / tau
-        return F.cross_entropy(logits, target, reduction="none")           # (b,)
-
-    def rows(v, t, target):
-        return one_way(v, texts, target) + one_way(t, videos, target)
+    def rows(v, t, target):                                                # b pairs at a time
+        return one_way(v @ texts.T, target, tau, mu) + one_way(t @ videos.T, target, tau, mu)
     return by_rows(rows, video, text, positive_index(video), columns=len(videos), block=block)
+
+
+@fp32
+def fused_margin_loss(video, text, tau, mu, block=0):
+    """angular_margin_loss from cosines that a fusion gives: (B, N) of this process's videos with all texts, and of its
+    texts with all videos; -> (B,). block: has no part here, the matrices are there already."""
+    target = positive_index(video)                                         # (B,)
+    return one_way(video, target, tau, mu) + one_way(text, target, tau, mu)
+
+
+def one_way(sim, target, tau, mu):
+    """-log softmax of each row's pair, its angle smaller by mu: cosines (b, N), the pairs' columns (b,) -> (b,)."""
+    pair = sim.gather(1, target[:, None])                                  # (b, 1)
+    logits = sim.scatter(1, target[:, None], angular_cosine(pair, mu)) / tau
+    return F.cross_entropy(logits, target, reduction="none")
 
 
 @fp32
@@ -376,6 +386,9 @@ def parse_args(argv=None):
     g.add_argument("--qa-model", choices=["fusion", "dual"], default="fusion",
                    help="frames and words in one transformer; or, for qa-choice, cosines of the video with texts "
                         "'question choice'")
+    g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
+                   help="s_ij of Eq. 1: cosine of video and text before the fusion; or of two tokens in it, for which "
+                        "all B x N pairs go through it (--loss-block: the texts at a time)")
     g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
     g.add_argument("--shuffle-video", action=yesno, default=False,
                    help="a control: every question, in training and evaluation, gets the video of another")
@@ -479,6 +492,11 @@ def parse_args(argv=None):
     p.require(args.meta_set in ("train", "val") or Path(args.meta_set).is_file(),
               f"--meta-set {args.meta_set}: neither train nor val nor a file of names")
     p.require(args.qa_model == "fusion" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
+    fused = args.qa_similarity == "fused"
+    p.require(not fused or (args.task != "retrieval" and args.qa_model == "fusion"),
+              "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fusion")
+    p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at "
+                                               "once; --loss-block bounds the memory of its pairs")
     p.require(args.task != "retrieval" or not args.shuffle_video, "--shuffle-video: only where there are questions")
     return args
 
@@ -504,6 +522,8 @@ def main(args):
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers(questions and (lambda: common.answers().texts(train, 200_000)), questions)
+    contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
+    tower.block = args.loss_block                                          # of the pairs that a fusion sees
     if args.weighting in ("meta", "l2rw") and common.world() > 1 and common.has_batchnorm(tower):
         raise common.UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
                                "over several processes have no forward mode; use one process or another encoder")
@@ -553,7 +573,7 @@ def main(args):
         alpha, fast = args.virtual_lr or run.lr, args.meta_memory == "fast"
         if due or args.weighting == "l2rw":
             meta_inputs = inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
-            losses = losses_of(plain, args.tau, mu, run.device, args.loss_block, args.eta)
+            losses = losses_of(plain, args.tau, mu, run.device, args.loss_block, args.eta, contrast)
             theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
             look_ahead = losses, theta, inputs, meta_inputs
         if args.weighting == "l2rw":
@@ -562,7 +582,7 @@ def main(args):
             gradient = weightnet_gradient(*look_ahead, weight_net, alpha, args.meta_gradient)
 
         video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions
-        sample = angular_margin_loss(video, text, args.tau, mu, args.loss_block)                         # (B,)
+        sample = contrast(video, text, args.tau, mu, args.loss_block)      # (B,)
         if questions:
             answered = answer_loss(*scores, inputs["answers"])             # (B,)
             sample = sample + args.eta * answered                          # Eq. 3
@@ -601,7 +621,10 @@ def main(args):
                     swapped = torch.as_tensor(noisy[batch["rows"]]).to(sample)
                 seen = gather(torch.stack([sample, weight, swapped], 1))   # (N, 3)
                 numbers = {"mu": mu} | weight_numbers(seen)
-                numbers |= common.embedding_health(gather(normalize(video)), gather(normalize(text)))
+                if contrast is fused_margin_loss:
+                    numbers |= pair_cosines(gather(video))
+                else:
+                    numbers |= common.embedding_health(gather(normalize(video)), gather(normalize(text)))
                 if questions:
                     right = common.answer_hits(*scores, inputs["answers"]).float().mean()
                     numbers |= common.mean_over_processes({"CE": answered.mean(), "answered": 100 * right}, run.device)
@@ -651,13 +674,13 @@ def inputs_of(batch, tokenizer, device, data=None, questions=None):
 
 def encode(model, pixels, tokens, question=None, choices=None, answers=None):
     """pixels (b, [T,] 3, S, S), tokens (b, L) -> video, text: (b, D) each; with a question (b, L) scores (b, A) too, or
-    (b, C) of choices (b, C, L)."""
+    (b, C) of choices (b, C, L), and under --qa-similarity fused cosines (b, N) in place of video and text."""
     if question is None:
         return model(pixels, tokens)[:2]
     return model(pixels, tokens, question, choices)
 
 
-def losses_of(tower, tau, mu, device, block=0, eta=1.0):
+def losses_of(tower, tau, mu, device, block=0, eta=1.0, contrast=angular_margin_loss):
     """The function (parameters, inputs) -> (B,) of weightnet_gradient: the towers with other weights, in float32, with
     the dropout in each call that a step begun now has; neither weights nor statistics of the towers change."""
     cards = [device] if device.type == "cuda" else []
@@ -668,7 +691,7 @@ def losses_of(tower, tau, mu, device, block=0, eta=1.0):
         with torch.random.fork_rng(cards):                                 # afterwards as before
             common.set_random_state(random, device)
             video, text, *scores = encode(lambda *x: functional_call(tower, state, x), **inputs)
-        sample = angular_margin_loss(video, text, tau, mu, block)          # (B,)
+        sample = contrast(video, text, tau, mu, block)                     # (B,)
         return sample + eta * answer_loss(*scores, inputs["answers"]) if scores else sample
     return losses
 
@@ -683,7 +706,8 @@ def questions_of(train, args):
     rooms, choices = common.answers(), args.task == "qa-choice"
     rooms.check(train, choices)
     known = [] if choices else rooms.answer_vocabulary(train.column("answer"), args.answers)
-    return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames}
+    return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames,
+            "similarity": args.qa_similarity}
 
 
 def answers_of(train, questions):
@@ -698,7 +722,7 @@ def question_lines(questions, train, tokenizer, args):
     if not questions:
         return {}
     cut, tried = common.answers().cut_short(train, tokenizer, not questions["answers"])
-    words = f"{args.task}, {args.qa_model}, eta {args.eta:g}"
+    words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
     if questions["answers"]:
         known = set(questions["answers"])
         wrong = sum(a not in known for a in train.column("answer"))
@@ -723,6 +747,12 @@ def weight_numbers(seen):
         if swapped.any() and those.any():
             numbers |= {f"L_{name}": sample[those].mean().item(), f"w_{name}": weight[those].mean().item()}
     return numbers
+
+
+def pair_cosines(sim):
+    """Columns of the log from the cosines of all videos with all texts, (N, N)."""
+    others = sim.sum() - sim.trace()
+    return {"pos_cos": sim.diagonal().mean().item(), "neg_cos": (others / (sim.numel() - len(sim))).item()}
 
 
 def keep_for_pictures(tensors, step, seen, args, weight_net):

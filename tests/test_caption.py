@@ -157,7 +157,7 @@ def run(dataset, out, model, *more):
     """The tool with settings for tests: a 2 x 2 picture of frames of 32 px, colours as features, 6 words."""
     caption.main(["--dataset", str(dataset), "--out", str(out), "--model", str(model), "--grid", "2x2", "--key-frames",
                   "4", "--candidates", "8", "--neighbours", "2", "--cell", "32", "--frame-encoder", "colour",
-                  "--max-new-tokens", "6", "--batch", "2", "--cpu", *map(str, more)])
+                  "--max-new-tokens", "6", "--batch", "2", "--cpu", "--show", "0", *map(str, more)])
     return rows_of(out)
 
 
@@ -228,6 +228,38 @@ def test_a_csv_of_captions_that_the_scripts_read(kind, models, videos, tmp_path,
     read = {d.key(i): d.captions(i) for d in splits.values() for i in range(len(d))}
     assert read == {video: [text] for video, text in rows.items()}
     assert splits["train"].read(0).shape[:2] == (2, 3)
+
+
+def test_mama_trains_on_its_csv(models, videos, tmp_path):
+    run(videos, tmp_path / "captions.csv", models["llava"])
+    flags = ["--dataset", str(tmp_path / "captions.csv"), "--video-dir", str(videos), "--output-dir", str(tmp_path)]
+    flags += "--run-name run --cpu --threads 1 --workers 0 --image-size 32 --frames 2 --batch-size 2".split()
+    flags += "--meta-batch-size 2 --meta-size 2 --embed-dim 16 --max-steps 2 --eval-every 0 --log-every 1".split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mama, "draw", lambda *a: None)
+        summary = mama.main(mama.parse_args(flags))
+    assert summary["steps"] == 2 and not summary["errors"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(np.isfinite(row["loss"]) for row in rows if "loss" in row)
+
+
+def test_a_picture_of_described_clips(models, videos, tmp_path):
+    """Clips with a caption, evenly chosen, four frames each; none of the file that is no video."""
+    from tools import figures, figures_mama
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        true = figures.save_figure
+        patch.setattr(figures, "save_figure", lambda fig, path: (drawn.append(fig), true(fig, path)))
+        rows = run(videos, tmp_path / "captions.csv", models["llava"], "--show", 3)
+    assert (tmp_path / "captions.csv.png").stat().st_size > 1000 and figures_mama.figures is figures
+    axes, gap = drawn[0].axes, figures_mama.GAP
+    assert len(drawn) == 1 and [ax.get_xlabel().split() for ax in axes] == [
+        rows[name].split() for name in ("a.mp4", "b.mp4", "d.mp4")]
+    for ax, name in zip(axes, "abd"):
+        shown = np.asarray(ax.images[0].get_array())
+        assert shown.shape == (64, 4 * 96 + 3 * gap, 3) and (shown[:, 96:96 + gap] == 255).all()
+        for k, true in enumerate(common.read_frames(str(videos / f"{name}.mp4"), 4)):
+            assert np.array_equal(shown[:, k * (96 + gap):k * (96 + gap) + 96], true)
 
 
 def test_a_csv_among_the_videos_is_not_taken_for_their_captions(models, tmp_path):

@@ -4,24 +4,22 @@ model, their gradients, chunks and processes, what is refused."""
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import common
 
 import numpy as np
 import pytest
+import runs
 import torch
 from helpers import write_rows, write_video
 from safetensors.torch import load_file
 
 import eval as evaluation
 import mama
-from tools import answers
+from tools import answers, score
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 DRAWS = True  # main below says which runs do
 BASE = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
@@ -120,6 +118,51 @@ def test_video_swin_gives_a_token_for_two_frames():
     assert embedding.shape == (1, 8)
 
 
+def test_fused_cosines_are_those_of_each_pair_alone():
+    """One pass for all pairs, in blocks or not, against a double loop; so is the loss, and its gradient is finite."""
+    model, clips = model_of(["yes", "no"], similarity="fused", layers=2).double(), clips_of(4).double()
+    tokens, question = words(4, 6), words(4, 5)
+    for row, length in enumerate((6, 3, 5, 1)):
+        tokens["attention_mask"][row, length:] = 0
+    assert not torch.equal(model(clips, None, question)[0], model(clips, tokens, question)[0])
+    video, text, scores = model(clips, tokens, question)
+    assert video.shape == text.shape == (4, 4) and torch.equal(video, text.T) and scores.shape == (4, 2)
+    frames = model.vision.frames(clips).unflatten(0, (4, 3))
+    for i in range(4):
+        for j, length in enumerate(tokens["attention_mask"].sum(1).tolist()):
+            short = {k: v[j:j + 1, :length] for k, v in tokens.items()}
+            v, t = model.fuse(model.pair, frames[i:i + 1], model.text.words(**short)[0], short["attention_mask"])[0]
+            assert torch.cosine_similarity(v, t, 0).item() == pytest.approx(video[i, j].item(), abs=1e-9)
+    losses, mu, tau = mama.fused_margin_loss(video, text, 0.5, 0.3), 0.3, 0.5
+    for i in range(4):
+        expected = 0.0
+        for row in (video[i], video[:, i]):
+            angle = math.acos(row[i].item())
+            near = math.cos(max(angle - mu, 0)) if angle <= math.pi / 2 else row[i].item()
+            others = sum(math.exp(row[k].item() / tau) for k in range(4) if k != i)
+            expected += math.log(math.exp(near / tau) + others) - near / tau
+        assert losses[i].item() == pytest.approx(expected, rel=1e-6)
+    gradients = []
+    for model.block in (0, 1, 3):
+        model.zero_grad()
+        mama.fused_margin_loss(*model(clips, tokens, question)[:2], 0.5, 0.3).sum().backward()
+        gradients.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
+    for name in ("pair", "place", "frame.weight", "fusion.0.qkv.weight", "text.body.token.weight"):
+        whole = gradients[0][name]
+        assert whole.isfinite().all() and whole.any()
+        assert all(torch.allclose(whole, parts[name], rtol=1e-6, atol=1e-12) for parts in gradients[1:])
+
+
+def test_fused_loss_of_embeddings_is_the_pooled_one():
+    video, text = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(3))
+    sim = common.normalize(video) @ common.normalize(text).T
+    pooled, fused = mama.angular_margin_loss(video, text, 0.2, 0.4), mama.fused_margin_loss(sim, sim.T, 0.2, 0.4)
+    assert torch.allclose(pooled, fused, rtol=1e-5)
+    seen = mama.pair_cosines(sim)
+    health = common.embedding_health(video, text)
+    assert all(seen[k] == pytest.approx(health[k], rel=1e-4) for k in ("pos_cos", "neg_cos"))
+
+
 # ---------------------------------------------------- accuracy ------------------------------------------------------
 def data_of(asked, types=None, pairs=None, split="test"):
     """asked: (question, answer, choices) for each row; the clips differ."""
@@ -168,7 +211,7 @@ def test_accuracy_of_open_answers_by_hand():
     assert pieces["given"] == ["cat", "cat", "cat", "cat", "dog"] and pieces["hits"].tolist() == [1, 0, 0, 0, 1]
 
 
-def test_accuracy_of_choices_by_hand_and_of_pairs():
+def test_accuracy_of_choices_by_hand_and_of_pairs(capsys):
     """Causal-VidQA's rule: answer and reason must both be right."""
     four = ["a", "b", "c", "d"]
     data = data_of([("0", "b", four), ("1", "a", four), ("2", "c", ["a", "c"]), ("3", "a", ["a", "b"])],
@@ -179,6 +222,11 @@ def test_accuracy_of_choices_by_hand_and_of_pairs():
     assert (metrics["accuracy predictive answer"], metrics["accuracy predictive reason"]) == (100, 50)
     assert chance["accuracy"] == pytest.approx(100 * (1 / 16 + 1 / 4) / 2) and "upper_bound" not in metrics
     assert pieces["given"] == ["b", "b", "c", "a"]
+    metrics, chance, pieces = scored(Told(scores, []), data.select([1, 2, 3]))  # half of the first pair is gone
+    assert (metrics["accuracy"], metrics["questions"], pieces["given"]) == (100, 2, ["c", "a"])
+    assert chance["accuracy"] == 25 and "1 of 3 questions are left out" in capsys.readouterr().out
+    with pytest.raises(common.UserError, match="no question has both its answer and its reason"):
+        scored(Told(scores, []), data.select([0, 2]))
 
 
 def test_inputs_of_rows():
@@ -254,9 +302,59 @@ def test_a_run_and_its_checkpoint(runs_of, task, tmp_path):
         assert model.answers == common.answer_vocabulary(train.column("answer"), 1500)
 
 
+def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
+    """Tables 9 and 10 of two runs: cosines of their embeddings, a csv of all, a picture of some."""
+    folders = [str(runs_of[0] / name) for name in ("qa-open", "qa-choice")]
+
+    def run(*flags, of=folders, split="test"):
+        return score.main([*of, "--out", str(tmp_path / "scores"), "--cpu", "--split", split, *flags])
+    found = run("--short", "noun", "--show", "2")
+    data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
+    assert found.shape == (2, 24, 2) and (tmp_path / "scores.png").is_file()
+    model, tokenizer, transform = common.load_model(folders[1])
+    noun = data.names("noun")[data.column("noun")[5]]
+    texts = [f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}", max(data.captions(5), key=lambda c: len(c.split()))]
+    with torch.no_grad():
+        video, text = model(transform(data.read(5))[None], tokenizer(texts))[:2]
+    assert torch.allclose(torch.tensor(found[1, 5]).float(), torch.cosine_similarity(video, text), atol=1e-4)
+    lines = (tmp_path / "scores.csv").read_text().splitlines()
+    assert lines[0] == "video,detail,caption,qa-open,qa-choice" and len(lines) == 1 + 48
+    assert lines[11].startswith(f"test 5,short,{texts[0]},") and lines[12].startswith("test 5,detailed,")
+    assert f"{'qa-choice':<34}{found[1, :, 0].mean():9.4f}{found[1, :, 1].mean():10.4f}" in capsys.readouterr().out
+    (tmp_path / "short.csv").write_text("video,caption\ntest 3,a thing\ntest 7,x\nval 1,nobody\n")
+    assert run("--short", str(tmp_path / "short.csv")).tolist() == run(  # any order, and one run alone
+        "--short", str(tmp_path / "short.csv"), of=folders[::-1]).tolist()[::-1]
+    assert "2 of 24 videos have a short and a longer caption" in capsys.readouterr().out
+    for flags, words in ((["--short", "tiger"], "neither a file nor a column of moving-emoji with class names"),
+                         (["--short", "question"], "neither a file nor a column"),
+                         (["--out", str(tmp_path / "no" / "x")], "there is no folder")):
+        with pytest.raises(common.UserError, match=words):
+            run(*flags)
+    main(tmp_path / "fewer", "--task", "qa-open", "--clips", "64", "24", "23", "--max-steps", "1")
+    with pytest.raises(common.UserError, match="a run on other videos than"):
+        run("--short", "noun", of=[folders[0], str(tmp_path / "fewer")])
+
+
+def test_short_captions_of_files_are_found_by_their_names(tmp_path):
+    paths = [{"path": str(tmp_path / f"{k}.mp4"), "start": None, "end": None} for k in "abc"]
+    table = common.make_table([["one two", "one two three"], ["four"], ["five six"]], list("abc"), paths)
+    data = common.Data("files", "test", table)
+    assert score.short_captions(data, "") == ["one two", "four", "five six"]
+    assert score.caption_pairs(data, "") == {0: ["one two", "one two three"]}
+    write_rows(tmp_path / "short.csv", ["video", "caption"], [("c.mp4", "x"), ("a.mp4", "one two three four")])
+    assert score.short_captions(data, str(tmp_path / "short.csv")) == ["one two three four", "", "x"]
+    assert score.caption_pairs(data, str(tmp_path / "short.csv")) == {2: ["x", "five six"]}
+    with pytest.raises(common.UserError, match="no video has captions of different lengths"):
+        score.caption_pairs(data.select([1]), "")
+    write_rows(tmp_path / "none.csv", ["video", "caption"], [("x.mp4", "x")])
+    with pytest.raises(common.UserError, match=r"--short .*none of its 1 rows is of a clip of files \(test\)"):
+        score.short_captions(data, str(tmp_path / "none.csv"))
+
+
 OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],
          "answers": ["--task", "qa-open", "--answers", "3"], "layers": ["--task", "qa-open", "--fusion-layers", "3"],
-         "control": ["--task", "qa-open", "--shuffle-video"]}
+         "control": ["--task", "qa-open", "--shuffle-video"],
+         "fused": ["--task", "qa-choice", "--qa-similarity", "fused"]}
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -269,12 +367,24 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path):
         assert len(common.load_model(tmp_path / "other")[0].answers) == 3
     if name == "dual":
         assert common.load_model(tmp_path / "other")[0].model == "dual"
+    if name == "fused":
+        assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
+        flags = ["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1", "--tasks", "qa", "retrieval"]
+        found = evaluation.main(evaluation.parse_args([*flags, "--output-dir", str(tmp_path)]))["datasets"]
+        found = found["moving-emoji"]
+        test = summary["test"]["moving-emoji"]
+        assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
+        assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
+        with pytest.raises(common.UserError, match="other: its model has no trained embeddings"):
+            score.main([str(tmp_path / "other"), "--short", "noun", "--out", str(tmp_path / "scores"), "--cpu"])
 
 
-@pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
-def test_meta_gradient_of_questions(task):
+@pytest.mark.parametrize("task, similarity, block", [
+    ("qa-open", "pooled", 0), ("qa-choice", "pooled", 0), ("qa-open", "fused", 0), ("qa-choice", "fused", 2)])
+def test_meta_gradient_of_questions(task, similarity, block):
     """Forward mode is the second-order gradient of L_i with the answers' loss, in float64."""
-    model = model_of(["yes", "no"] if task == "qa-open" else ()).double()
+    model = model_of(["yes", "no"] if task == "qa-open" else (), similarity=similarity).double()
+    model.block, contrast = block, mama.fused_margin_loss if similarity == "fused" else mama.angular_margin_loss
     generator = torch.Generator().manual_seed(5)
 
     def batch(n):
@@ -283,10 +393,10 @@ def test_meta_gradient_of_questions(task):
         there = torch.tensor([[True, True, k > 0] for k in range(n)])
         return made if task == "qa-open" else made | {"choices": words(n, 3, 4) | {"there": there}}
     net = mama.WeightNet(8).double()
-    losses = mama.losses_of(model, 0.5, 0.2, CPU, eta=1.5)
+    losses = mama.losses_of(model, 0.5, 0.2, CPU, eta=1.5, contrast=contrast)
     first, meta = batch(5), batch(4)
-    parameters = dict(model.named_parameters())
-    plain = mama.losses_of(model, 0.5, 0.2, CPU, eta=0.0)(parameters, first)
+    parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    plain = mama.losses_of(model, 0.5, 0.2, CPU, eta=0.0, contrast=contrast)(parameters, first)
     scores = model(first["pixels"], first["tokens"], first["question"], first.get("choices"))[2]
     expected = plain + 1.5 * mama.answer_loss(scores, first["answers"])
     assert torch.allclose(losses(parameters, first), expected, rtol=1e-9)
@@ -307,34 +417,40 @@ def test_chunks_are_exact(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-DRIVER = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
-import common, mama
-mama.draw = lambda *args: None
-if __name__ == "__main__":
-    with common.clean_exit():
-        mama.main(mama.parse_args())
-"""
+TWO = {"pooled": ["--task", "qa-choice"],
+       "fused": ["--task", "qa-open", "--qa-similarity", "fused", "--batch-size", "8", "--meta-batch-size", "4"]}
 
 
-def test_two_processes_are_one(tmp_path):
-    """Losses, weights of the samples and accuracies, with the meta step."""
-    (tmp_path / "driver.py").write_text(DRIVER)
-    flags = [*BASE, "--task", "qa-choice", "--lr", "1e-4", "--meta-every", "1", "--max-steps", "4",
-             "--output-dir", str(tmp_path)]
-    for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-                                                 "2"])):
-        command = [sys.executable, *launcher, str(tmp_path / "driver.py"), *flags, "--run-name", name]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                              timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (logged(tmp_path / name) for name in ("one", "two"))
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_are_one(tmp_path, name):
+    """Losses, weights of the samples and accuracies, with the meta step; of fused pairs, whose texts differ in length
+    between the processes, too."""
+    flags = [*BASE, *TWO[name], "--lr", "1e-4", "--meta-every", "1", "--max-steps", "4", "--output-dir", str(tmp_path)]
+    for run, processes in (("one", 1), ("two", 2)):
+        runs.finish("mama", [*flags, "--run-name", run], tmp_path / f"{run}.txt", processes)
+    one, two = (logged(tmp_path / run) for run in ("one", "two"))
     for a, b in zip(one, two, strict=True):
-        for k in ("loss", "L", "w", "CE", "answered"):
-            assert b[k] == pytest.approx(a[k], rel=1e-4), k
-    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+        for k in ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos"):
+            assert b[k] == pytest.approx(a[k], rel=1e-4, abs=1e-6), k
+    a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("one", "two"))
     assert all(torch.allclose(a[k], b[k], rtol=1e-2, atol=2e-5) for k in a)
-    a, b = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
+    a, b = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two"))
     assert a["test"] == b["test"] and a["chance"] == b["chance"]
+
+
+def test_a_fused_run_goes_on_bitwise(tmp_path):
+    """The weights of three steps, and of two of them resumed from the first one's checkpoint."""
+    main(tmp_path / "run", "--task", "qa-open", "--qa-similarity", "fused", "--max-steps", "3", "--save-every", "1",
+         "--batch-size", "8", "--loss-block", "3")
+    weights = tmp_path / "run" / "model.safetensors"
+    whole = load_file(weights)
+    weights.unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mama, "draw", lambda *a: None)
+        mama.main(mama.parse_args(["--resume", str(tmp_path / "run")]))
+    again = load_file(weights)
+    assert again.keys() == whole.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
 
 
 def test_a_published_set_from_its_files(tmp_path):
@@ -369,7 +485,11 @@ def test_what_cannot_be_asked():
 @pytest.mark.parametrize("flags, words", [
     (["--qa-model", "dual", "--task", "qa-open"], "--qa-model dual: only for --task qa-choice"),
     (["--shuffle-video"], "--shuffle-video: only where there are questions"),
-    (["--task", "qa-choice", "--chunk-size", "4"], "--chunk-size: --weighting meta encodes the whole batch")])
+    (["--task", "qa-choice", "--chunk-size", "4"], "--chunk-size: --weighting meta encodes the whole batch"),
+    (["--qa-similarity", "fused"], "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fus"),
+    (["--task", "qa-choice", "--qa-model", "dual", "--qa-similarity", "fused"], "with --qa-model fusion"),
+    (["--task", "qa-open", "--qa-similarity", "fused", "--weighting", "none", "--chunk-size", "4"],
+     "--chunk-size: --qa-similarity fused needs all videos and texts at once")])
 def test_bad_flags(flags, words, capsys):
     with pytest.raises(SystemExit) as stop:
         mama.parse_args([*BASE, *flags])

@@ -3,7 +3,9 @@
 The model is VIOLET's in small (Fu et al. 2021): [CLS], a token for each frame and the words of the question go through
 one transformer, and a linear layer on [CLS] scores the answers. Open questions have a vocabulary of answers, a score
 each; questions with choices one score for each text "question choice", fused likewise. `dual` has no fusion: its scores
-are cosines of the video with these texts. All of them are two towers before that, so their embeddings have cosines.
+are cosines of the video with these texts. All of them are two towers before that, so their embeddings have cosines; or
+every video goes with every text through the fusion, after two tokens in the place of [CLS], one for the video and one
+for the text, and the cosine is that of what these two become (`similarity` fused).
 
 common.build_model opens this file where model.json says `questions`; mama.py through common.answers().
 """
@@ -29,11 +31,14 @@ class QuestionAnswerer(common.TwoTower):
         answers: the vocabulary of open questions, most frequent first; [] = questions with choices.
         model: 'fusion'; or 'dual', for questions with choices alone.
         layers: of the fusion.   frames: tokens of a clip at most.
+        similarity: of videos with texts: 'pooled', of their embeddings before the fusion; or 'fused'.
+    block: texts at a time that go through the fusion with all videos; 0 = automatic, see common.by_rows.
     """
+    block = 0
 
-    def __init__(self, vision, text, answers=(), model="fusion", layers=2, frames=1):
+    def __init__(self, vision, text, answers=(), model="fusion", layers=2, frames=1, similarity="pooled"):
         super().__init__(vision, text)
-        self.answers, self.model, self.frames = list(answers), model, frames
+        self.answers, self.model, self.frames, self.similarity = list(answers), model, frames, similarity
         if model == "dual":
             self.log_scale = nn.Parameter(torch.tensor(1 / 0.07).log())    # as CLIP's
             return
@@ -43,23 +48,33 @@ class QuestionAnswerer(common.TwoTower):
         self.fusion = common.Transformer(width, layers, next(h for h in (12, 8, 4, 2, 1) if width % h == 0))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, max(1, len(self.answers)))
+        if similarity == "fused":
+            self.pair = nn.Parameter(torch.randn(2, width) * 0.02)
+            vision.projection.requires_grad_(False)                        # they reach no loss: DDP would wait for them
+            text.projection.requires_grad_(False)
 
     def forward(self, pixels=None, tokens=None, question=None, choices=None):
         """pixels (B, [T,] 3, S, S); tokens (B, L) of the texts that are paired with them, None in evaluation; question:
         tokens (B, L); choices: tokens (B, C, L) of "question choice", and `there` (B, C), False where one has fewer.
 
         Returns: video (B, D), text (B, D), scores (B, A) of the vocabulary or (B, C), -inf where no choice is; without
-            a question what TwoTower returns.
+            a question what TwoTower returns. Where the similarity is fused and tokens are given, video and text are
+            cosines (B, N) with all texts and all videos of the global batch: see `cosines`.
         """
         if question is None:
             return super().forward(pixels, tokens)
         frames = self.vision.frames(pixels)                                # (B * T, width)
         _, video = self.vision.pool(frames, pixels)                        # (B, D)
         frames = frames.unflatten(0, (len(pixels), -1))                    # (B, T, width)
-        paired = None if tokens is None else self.text(**tokens)           # (B, D)
+        paired = None
+        if tokens is not None and self.similarity == "fused":
+            video, paired = self.cosines(frames, *self.text.words(**tokens)[:1], tokens["attention_mask"])
+        elif tokens is not None:
+            paired = self.text(**tokens)                                   # (B, D)
         if self.answers:
             words, _ = self.text.words(**question)                         # (B, L, W)
-            return video, paired, self.head(self.fuse(frames, words, question["attention_mask"]))        # (B, A)
+            first = self.fuse(self.place[:1], frames, words, question["attention_mask"])                 # (B, 1, W)
+            return video, paired, self.head(first[:, 0])                   # (B, A)
         choices = choices or {k: v[:, None] for k, v in question.items()}  # one choice: the question itself
         B, C = choices["input_ids"].shape[:2]
         flat = {k: choices[k].flatten(0, 1) for k in ("input_ids", "attention_mask")}                    # (B * C, L)
@@ -69,20 +84,40 @@ class QuestionAnswerer(common.TwoTower):
             scores = cosine * self.log_scale.exp()                         # (B, C)
         else:
             each = frames.repeat_interleave(C, 0)                          # (B * C, T, width)
-            scores = self.head(self.fuse(each, words, flat["attention_mask"])).view(B, C)
+            scores = self.head(self.fuse(self.place[:1], each, words, flat["attention_mask"])).view(B, C)
         there = choices.get("there")
         return video, paired, scores if there is None else scores.masked_fill(~there, -math.inf)
 
-    def fuse(self, frames, words, keep):
-        """Frames (b, T, width), words (b, L, W), keep (b, L) where there are words -> [CLS] after it, (b, W)."""
+    def fuse(self, first, frames, words, keep):
+        """What the transformer makes of tokens (f, W) that stand before the frames (b, T, width) of a clip and words
+        (b, L, W), keep (b, L) where there are words: (b, f, W)."""
         b, T = frames.shape[:2]
         if T > self.frames:
             raise common.UserError(f"{T} frames of a clip, but this model knows the places of {self.frames}; use "
                                    f"--frames {self.frames}")
-        seen = torch.cat([self.place[:1].expand(b, 1, -1), self.frame(frames) + self.place[1:1 + T]], 1)
-        x = torch.cat([seen, words], 1)                                    # (b, 1 + T + L, W)
-        keep = torch.cat([keep.new_ones(b, 1 + T), keep], 1).bool()        # (b, 1 + T + L)
-        return self.norm(self.fusion(x, keep)[:, 0])
+        first = first.expand(b, -1, -1)                                    # (b, f, W)
+        x = torch.cat([first, self.frame(frames) + self.place[1:1 + T], words], 1)   # (b, f + T + L, W)
+        keep = torch.cat([keep.new_ones(b, first.shape[1] + T), keep], 1).bool()     # (b, f + T + L)
+        return self.norm(self.fusion(x, keep, first.shape[1]))
+
+    def cosines(self, frames, words, keep):
+        """Cosines of all pairs of the global batch, each by a pass through the fusion.
+
+        Args: frames (B, T, width), words (B, L, W), keep (B, L): of this process; row i of all is a pair.
+        Returns: (B, N) its videos with all texts, (B, N) its texts with all videos. Each process fuses B * N pairs,
+            those of its texts (all clips have T frames, while the texts of other processes may be longer).
+        """
+        videos = common.gather(frames)                                     # (N, T, width)
+        N, length = len(videos), 2 + frames.shape[1] + words.shape[1]
+
+        def rows(words, keep):                                             # b texts at a time
+            each = videos.repeat(len(words), 1, 1)                         # (b * N, T, width)
+            pairs = self.fuse(self.pair, each, words.repeat_interleave(N, 0), keep.repeat_interleave(N, 0))
+            video, text = common.normalize(pairs).unbind(1)                # (b * N, W) each
+            return (video * text).sum(1).view(-1, N)                       # (b, N)
+        size = N * len(self.fusion) * length * words.shape[2]              # numbers in one activation of a text's pairs
+        texts = common.by_rows(rows, words, keep, columns=size, block=self.block)                        # (B, N)
+        return common.gather(texts)[:, common.positive_index(texts)].T, texts
 
 
 # ======================================================= rows ========================================================
@@ -210,6 +245,24 @@ def question_metrics(hits, types=None, pairs=None, known=None):
     return out | {f"accuracy {name}": percent(hits, rows) for name, rows in sorted(named.items())}
 
 
+def whole_pairs(data, index):
+    """(Q,) bool, False for an answer or a reason without the other among these rows of data (part of the split is
+    meta-data, or beyond --limit): by itself it would count as a question, and be an easier one.
+
+    Raises: UserError where none is whole."""
+    pairs, types = data.column("pair"), data.column("question_type")
+    if pairs is None:
+        return np.ones(len(index), bool)
+    here = Counter(pairs[index].tolist())
+    whole = np.array([here[pairs[i]] > 1 or len(types[i].split()) < 2 for i in index])                   # (Q,)
+    if not whole.all():
+        common.say(f"{data.name} ({data.split}): {(~whole).sum():,} of {len(index):,} questions are left out, answers "
+                   "or reasons without the other")
+    if not whole.any():
+        raise common.UserError(f"{data.name} ({data.split}): no question has both its answer and its reason here")
+    return whole
+
+
 def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
     """Accuracy of the answers, as question_metrics, beside what guessing gives. Collective.
 
@@ -224,6 +277,8 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
         return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
     index, _, scores, bad = common.encode_images(model, data, transform, device, batch, workers, forward=answer)
     common.say_unreadable(data, bad)
+    whole = whole_pairs(data, index)
+    index, scores = index[whole], scores[torch.from_numpy(whole)]
     right = right_answers(data, index, model.answers)                     # (Q,)
     hits = answer_hits(scores, right).numpy()                       # (Q,)
     types, pairs = ([data.column(c)[i] for i in index] if data.column(c) is not None else None

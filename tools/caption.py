@@ -7,7 +7,7 @@
 --dataset is a folder of videos, captions or not, or whatever the scripts train on. The csv has video, start, end,
 caption, one row a clip. A call that was stopped goes on, and loses at most a batch on each process; the same clips are
 in one batch whatever the number of processes, so that the captions are the same too. Beside the csv lies its .json with
-the settings and the clips without a caption: another model does not go on with the same file.
+the settings and the clips without a caption: another model does not go on with the same file; and its .png.
 
 Differences from the paper: (1) it does not say which features Eqs. 14-15 measure; here they are --frame-encoder's, of
 unit length (d falls off at a squared distance of 1, so that longer ones would rank by density alone). (2) The picture
@@ -360,6 +360,8 @@ def parse_args(argv=None):
     p.add_argument("--batch", type=common.count, default=4, help="clips at a time on each process")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
                    help="of the weights; auto = as saved, float32 on a CPU")
+    p.add_argument("--show", type=common.whole, default=6,
+                   help="clips of the picture FILE.png, four frames each and their caption (Fig. 6); 0 = no picture")
     p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
     args = p.parse_args(argv)
     columns, rows = map(int, args.grid.split("x"))
@@ -391,6 +393,20 @@ def main(argv=None):
         common.say(f"{args.out}: {rows:,} captions{lost}")
         if not rows:
             raise common.UserError(f"--dataset {args.dataset}: no clip got a caption, first {first[0]}")
+        show(args, clips)
+
+
+def show(args, clips):
+    """The picture of a few clips, evenly chosen, beside the csv."""
+    known = read_known(args.out)
+    told = [clip for clip in clips if "caption" in known.get(clip[:3], {})]
+    some = [told[k] for k in sorted({len(told) * k // args.show for k in range(args.show)})] if told else []
+    if not some or not common.has_tool("figures_mama"):
+        return
+    drawn = [(read_candidates(path, start, end, 4, 96), known[video, start, end]["caption"])
+             for video, start, end, path in some]
+    title = f"{Path(args.dataset).name}: descriptions by {Path(args.model).name}"
+    common.picture(Path(f"{args.out}.png"), common.figures("mama").draw_descriptions, drawn, title=title)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""The picture of mama.py's weights; the paper's Figure 4, right."""
+"""Pictures of MAMA: weights (Fig. 4, right), short and detailed captions (Tables 9, 10), described clips (Fig. 6)."""
+
+import textwrap
 
 import numpy as np
 
 from tools import figures
+
+WRAP, LINES = 50, 5  # letters of a line and lines of a caption beside its video
+GAP = 4  # px between frames
 
 
 def draw_weights(tensors, weighting, path):
@@ -23,4 +28,53 @@ def draw_weights(tensors, weighting, path):
     axes[-1].set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
     axes[-1].legend(frameon=False, fontsize=8)
     fig.suptitle(f"--weighting {weighting}", fontsize=10)
+    figures.save_figure(fig, path)
+
+
+def draw_scores(data, rows, runs, path, title):
+    """Videos, each with a short and a detailed caption and the score that every run gives to both.
+
+    Args: rows: [(row of data, [short, detailed], [[score of each run] of each caption])]; runs: their names.
+    """
+    wide = 3.4 + 1.1 * len(runs)                                 # inches of the captions and their scores
+    strip = figures.picture(data, rows[0][0])
+    left = min(4.0, max(1.6, 1.2 * strip.shape[1] / strip.shape[0]))
+    fig, axes = figures.figure(2, len(rows), (left + wide) / 2, 1.45)
+    grid = axes[0].get_gridspec()
+    grid.set_width_ratios([left, wide])
+    columns = [1 - 1.1 * (len(runs) - k - 0.5) / wide for k in range(len(runs))]
+    for at, (i, captions, scores) in enumerate(rows):
+        strip, beside = axes[2 * at:2 * at + 2]
+        figures.show(strip, data, i)
+        beside.set_axis_off()
+        beside.set(xlim=(0, 1), ylim=(0, 1))
+        for caption, of_runs, y in zip(captions, scores, (0.8, 0.35), strict=True):
+            words = "\n".join(textwrap.wrap(caption, WRAP, max_lines=LINES, placeholder=" ...")) or "(nothing)"
+            beside.text(0, y, words, va="center", fontsize=8)
+            for x, score in zip(columns, of_runs, strict=True):
+                beside.text(x, y, f"{score:.3f}", ha="center", va="center", fontsize=9)
+    for x, name in zip(columns, runs, strict=True):
+        words = "\n".join(textwrap.wrap(name, 15, max_lines=2, placeholder=" ..."))
+        axes[1].text(x, 1.05, words, ha="center", va="bottom", fontsize=8, fontweight="bold")
+    fig.suptitle(title, fontsize=10)
+    figures.save_figure(fig, path)
+
+
+def draw_descriptions(clips, path, title, columns=2):
+    """Clips, a strip of frames each, with what a model says of them (Fig. 6).
+
+    Args: clips: [(frames (n, 3, H, W) uint8, words)].
+    """
+    columns, strips = min(columns, len(clips)), []
+    for frames, _ in clips:
+        apart = np.pad(frames.permute(0, 2, 3, 1).numpy(), ((0, 0), (0, 0), (0, GAP), (0, 0)), constant_values=255)
+        strips.append(np.concatenate([*apart], axis=1)[:, :-GAP])    # (H, n * (W + GAP) - GAP, 3)
+    height = 4.4 * max(strip.shape[0] / strip.shape[1] for strip in strips) + 0.6
+    fig, axes = figures.figure(columns, -(-len(clips) // columns), 4.4, height, panels=len(clips))
+    for ax, strip, (_, words) in zip(axes, strips, clips, strict=True):
+        ax.imshow(strip)
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+        ax.set_xlabel("\n".join(textwrap.wrap(words, 60, max_lines=3, placeholder=" ...")), fontsize=8)
+    fig.suptitle(title, fontsize=10)
     figures.save_figure(fig, path)

@@ -65,7 +65,8 @@ def _check_spec(spec):
         raise ValueError(f"stats {spec['stats']}")
     asked = spec.get("questions") or {"answers": [], "model": "dual", "layers": 1, "frames": 1}
     small = all(isinstance(asked[k], int) and 1 <= asked[k] <= high for k, high in (("layers", 64), ("frames", 10**4)))
-    if not small or asked["model"] not in ("fusion", "dual") or not all(isinstance(a, str) for a in asked["answers"]):
+    small &= asked["model"] in ("fusion", "dual") and asked.get("similarity", "pooled") in ("pooled", "fused")
+    if not small or not all(isinstance(a, str) for a in asked["answers"]):
         raise ValueError("questions that no run asks")
     ours = {"image_encoder": ("small", "features", "resnet18-cifar", *common.VIDEO_SWIN), "text_encoder": ("small", "")}
     for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):

@@ -1,0 +1,152 @@
+"""What runs make of captions with less and with more detail: MAMA's Tables 9 and 10, from finished runs.
+
+    python -m tools.score runs/INFONCE runs/MAMA --out scores                      # the baseline first
+    python -m tools.score runs/INFONCE runs/MAMA --short captions.csv --out scores
+    python -m tools.score runs/INFONCE runs/MAMA --short noun --out scores         # moving-emoji: "a tiger"
+
+The score is the cosine of video and text. The paper compares a short sentence with the data set's own caption of the
+same video, and says that with the margin short ones score lower than before and detailed ones higher. It shows examples
+that somebody chose; here they are drawn at random, and the means over all videos stand beside them. The data set and
+how it is read are those of each run. Written are PREFIX.csv (each video, each caption, each run) and PREFIX.png.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import common
+
+import numpy as np
+import torch
+
+
+def short_captions(data, wanted):
+    """[a short caption of each row, "" where there is none].
+
+    wanted: "" = of its own captions that of the fewest words; a column with class names; or a file of video and
+    caption, where a video is the key of a row or the name of its file (with start and end for windows).
+    Raises: UserError."""
+    own = [data.captions(i) for i in range(len(data))]
+    if not wanted:
+        return [min(texts, key=words, default="") for texts in own]
+    if (names := data.names(wanted)) is not None:
+        classes = [names[c] for c in data.column(wanted)]
+        return [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in classes]
+    if not Path(wanted).is_file():
+        raise common.UserError(f"--short {wanted}: neither a file nor a column of {data.name} with class names")
+    if data.sources is not None:
+        try:
+            with_them = common.add_captions(data, Path(wanted))
+        except common.UserError as error:
+            message = str(error).replace("--extra-captions", "--short").replace("(train)", f"({data.split})")
+            raise common.UserError(message) from error
+        return [next(iter(with_them.captions(i)[len(texts):]), "") for i, texts in enumerate(own)]
+    with open(wanted, newline="", encoding="utf8") as f:
+        of = {row.get("video"): row.get("caption") or "" for row in csv.DictReader(f)}
+    return [of.get(key, "") for key in data.keys()]
+
+
+def words(text):
+    """How many words a caption has."""
+    return len(text.split())
+
+
+def caption_pairs(data, wanted):
+    """{row: [short, detailed]}: the detailed one is the row's own caption of the most words; rows whose short one is
+    not shorter are left out.   Raises: UserError where none is left."""
+    short = short_captions(data, wanted)
+    detailed = [max(data.captions(i), key=words, default="") for i in range(len(data))]
+    pairs = {i: [a, b] for i, (a, b) in enumerate(zip(short, detailed)) if 0 < words(a) < words(b)}
+    common.say(f"{data.name} ({data.split}): {len(pairs):,} of {len(data):,} videos have a short and a longer caption")
+    if not pairs:
+        raise common.UserError(f"{data.name} ({data.split}): no video has captions of different lengths; --short names "
+                               "a file of short ones")
+    return pairs
+
+
+def data_of(folder, split):
+    """The split as a run reads it.   Raises: UserError."""
+    flags = common.read_json(Path(folder) / "args.json", {})
+    if "dataset" not in flags:
+        raise common.UserError(f"{folder}: no args.json of a run there")
+    args = argparse.Namespace(**flags)
+    data = common.load_data(args.dataset, split, **common.data_options(args))
+    if data.streamed:
+        raise common.UserError(f"--split {split}: {args.dataset} is a stream there; use val or test")
+    return data
+
+
+def scores_of(folder, data, pairs, device, batch, workers):
+    """{row: [cosine of the video with each of its two captions]} of a run, for the videos that can be read.
+
+    Raises: UserError where the run has no trained embeddings."""
+    model, tokenizer, transform = common.load_model(folder)
+    if tokenizer is None or getattr(model, "similarity", "") == "fused":
+        raise common.UserError(f"{folder}: its model has no trained embeddings of videos and texts")
+    how = device, batch, workers, list(pairs)
+    index, video, _, bad = common.encode_images(model.to(device), data, transform, *how)              # (M, D)
+    common.say_unreadable(data, bad)
+    texts = common.encode_texts(model, tokenizer, [text for i in index for text in pairs[i]], device)
+    texts = texts.unflatten(0, (-1, 2))                                                                # (M, 2, D)
+    cosine = (common.normalize(video)[:, None] * common.normalize(texts)).sum(2)                       # (M, 2)
+    return dict(zip(index.tolist(), cosine.tolist(), strict=True))
+
+
+def table(runs, found):
+    """Means over the videos as lines of text. found: (R runs, M, 2)."""
+    lines = [f"{'run':<34}{'short':>9}{'detailed':>10}{'detailed higher':>17}"]
+    for name, (short, detailed) in zip(runs, found.transpose(0, 2, 1)):                               # (M,) each
+        higher = 100 * (detailed > short).mean()
+        lines.append(f"{name[-32:]:<34}{short.mean():9.4f}{detailed.mean():10.4f}{higher:15.1f} %")
+    return "\n".join([*lines, f"(mean cosine over {found.shape[1]:,} videos; of how many the detailed one is higher)"])
+
+
+def parse_args(argv=None):
+    """The flags."""
+    p = common.OneLine("python -m tools.score", __doc__.splitlines()[0])
+    p.add_argument("runs", nargs="+", metavar="RUN_DIR", help="finished runs on one data set, the baseline first")
+    p.add_argument("--split", choices=["train", "val", "test"], default="test", help="whose videos")
+    p.add_argument("--short", default="", metavar="FILE|COLUMN",
+                   help="csv of video and caption (tools/caption.py writes one), or a column whose class names are the "
+                        "short captions (noun); none = the own caption of the fewest words")
+    p.add_argument("--show", type=common.count, default=4, help="videos in the picture, drawn with a fixed seed")
+    p.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
+    p.add_argument("--eval-batch", type=common.count, default=256, help="images or frames encoded at a time")
+    p.add_argument("--workers", type=common.whole, default=2, help="processes that read videos")
+    p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    """The command line. Returns: scores (R, M, 2) of R runs, M videos, short and detailed.   Raises: UserError."""
+    args = parse_args(argv)
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise common.UserError(f"--out {out}: cannot be written (there is no folder {out.parent})")
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+    common.set_threads(argparse.Namespace(threads=0))
+    data = data_of(args.runs[0], args.split)
+    pairs, found = caption_pairs(data, args.short), []
+    for folder in args.runs:
+        own = data_of(folder, args.split)
+        if (own.name, list(own.keys())) != (data.name, list(data.keys())):
+            raise common.UserError(f"{folder}: a run on other videos than {args.runs[0]} ({own.name}, {data.name})")
+        found.append(scores_of(folder, own, pairs, device, args.eval_batch, args.workers))
+    rows = [i for i in pairs if all(i in scores for scores in found)]
+    names = [Path(folder).resolve().name for folder in args.runs]
+    scores = np.array([[of[i] for i in rows] for of in found])                                        # (R, M, 2)
+    with common.writing(out), open(f"{out}.csv", "w", newline="", encoding="utf8") as f:
+        csv.writer(f).writerows([("video", "detail", "caption", *names), *(
+            (data.key(i), kind, pairs[i][k], *(f"{x:.4f}" for x in scores[:, at, k]))
+            for at, i in enumerate(rows) for k, kind in enumerate(("short", "detailed")))])
+    common.say(table(names, scores))
+    some = np.sort(np.random.default_rng(0).permutation(len(rows))[:args.show])
+    shown = [(rows[at], pairs[rows[at]], scores[:, at].T.tolist()) for at in some]
+    title = f"{data.name} ({data.split}): cosine with a short and a detailed caption (Tables 9, 10)"
+    common.picture(Path(f"{out}.png"), common.figures("mama").draw_scores, data, shown, names, title=title)
+    return scores
+
+
+if __name__ == "__main__":
+    with common.clean_exit():
+        main()
