@@ -516,7 +516,8 @@ def main(args):
     questions = questions_of(train, args)                                  # None for retrieval
     meta = None
     if args.weighting in ("meta", "l2rw") or args.meta_set == "val":
-        meta, evals = common.meta_data(train, evals, args)
+        meta, evals = common.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
+                                       args.task)
     run = common.Run(__file__, args, train, evals, recipes_of(args.task))
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 

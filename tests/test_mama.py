@@ -374,17 +374,21 @@ def arguments(*flags):
     return mama.parse_args([*BASE, *flags])
 
 
+def meta_of(train, evals, args):
+    return common.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size, args.task)
+
+
 def test_meta_data_are_clean_balanced_and_stay_in_train():
     args = arguments("--caption-noise", "0.5", "--clips", "400", "40", "16", "--meta-size", "48")
     train, evals = common.open_data(args)
-    meta, rest = common.meta_data(train, evals, args)
+    meta, rest = meta_of(train, evals, args)
     assert len(meta) == 48 and not any(meta.column("noisy")) and any(train.column("noisy"))
     assert set(meta.column("key")) <= set(train.column("key")) and rest is evals
     counts = np.bincount(meta.labels, minlength=24)
     clean = np.bincount(np.asarray(train.labels)[~np.asarray(train.column("noisy"))], minlength=24)
     short = clean < counts.max()  # only a class that has no more may have fewer, and then by more than one
     assert (counts[~short] >= counts.max() - 1).all() and (counts[short] == clean[short]).sum() >= short.sum() - 1
-    again, _ = common.meta_data(train, evals, args)
+    again, _ = meta_of(train, evals, args)
     assert again.column("key") == meta.column("key") and "known to be clean" in meta.note
 
 
@@ -392,7 +396,7 @@ def test_meta_data_of_val_leave_every_evaluation():
     for weighting in ("meta", "none"):
         args = arguments("--meta-set", "val", "--meta-size", "10", "--weighting", weighting)
         train, evals = common.open_data(args)
-        meta, rest = common.meta_data(train, evals, args)
+        meta, rest = meta_of(train, evals, args)
         assert len(rest["moving-emoji"]["val"]) == 6 and len(evals["moving-emoji"]["val"]) == 16
         assert rest["moving-emoji"]["test"] is evals["moving-emoji"]["test"]
         assert not set(meta.column("key")) & set(rest["moving-emoji"]["val"].column("key"))
@@ -403,10 +407,10 @@ def test_meta_data_by_name(tmp_path):
     names.write_text("".join(f"train {i}\n" for i in (9, 3, 5, 9, 7, 8, 1, 2, 0)))
     args = arguments("--meta-set", str(names))
     train, evals = common.open_data(args)
-    assert common.meta_data(train, evals, args)[0].column("key") == [f"train {i}" for i in (0, 1, 2, 3, 5, 7, 8, 9)]
+    assert meta_of(train, evals, args)[0].column("key") == [f"train {i}" for i in (0, 1, 2, 3, 5, 7, 8, 9)]
     names.write_text("train 1\nnobody\n")
     with pytest.raises(common.UserError, match="1 of its 2 names are not in train, first 'nobody'"):
-        common.meta_data(train, evals, args)
+        meta_of(train, evals, args)
 
 
 # ---------------------------------------------------- runs -----------------------------------------------------------

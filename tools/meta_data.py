@@ -6,29 +6,29 @@ import common
 import numpy as np
 
 
-def meta_data(train, evals, args):
-    """(Data of the meta-data, the evaluation sets without them), as --meta-set and --meta-size of mama.py ask.
+def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval"):
+    """(Data of the meta-data, the evaluation sets without them).
 
+    Args: wanted: train, val or a file of names; size: examples of train or val; batch: those of a step.
     Raises: UserError where they are too few, or asked of a stream."""
-    source = train if args.meta_set != "val" else evals.get(args.dataset, {}).get("val")
+    source = train if wanted != "val" else evals.get(dataset, {}).get("val")
     if source is None or source.streamed:
-        raise common.UserError(f"--meta-set {args.meta_set}: {args.dataset} has no such split to take rows from"
+        raise common.UserError(f"--meta-set {wanted}: {dataset} has no such split to take rows from"
                                + (" (a stream); use --meta-set val" if source is not None else ""))
-    if args.meta_set in ("train", "val"):
-        columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(args.task, ["label", "verb"])
-        rows, how = balanced_rows(source, args.meta_size, columns)
+    if wanted in ("train", "val"):
+        columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(task, ["label", "verb"])
+        rows, how = balanced_rows(source, size, columns)
     else:
-        rows, how = named_rows(source, args.meta_set), "by name"
-    if len(rows) < args.meta_batch_size:
-        raise common.UserError(f"--meta-set {args.meta_set}: {len(rows)} examples, fewer than --meta-batch-size "
-                               f"{args.meta_batch_size}")
-    note = f"{len(rows)} of {source.split}, {how}; {args.meta_batch_size} a step"
-    if args.meta_set == "val":
+        rows, how = named_rows(source, wanted), "by name"
+    if len(rows) < batch:
+        raise common.UserError(f"--meta-set {wanted}: {len(rows)} examples, fewer than --meta-batch-size {batch}")
+    note = f"{len(rows)} of {source.split}, {how}; {batch} a step"
+    if wanted == "val":
         rest = np.setdiff1d(np.arange(len(source)), rows)
         if not len(rest):
-            raise common.UserError(f"--meta-size {args.meta_size}: val has {len(source)} examples, none would be left "
+            raise common.UserError(f"--meta-size {size}: val has {len(source)} examples, none would be left "
                                    "to evaluate on")
-        evals = evals | {args.dataset: evals[args.dataset] | {"val": source.select(rest)}}
+        evals = evals | {dataset: evals[dataset] | {"val": source.select(rest)}}
         note += "; no evaluation on val sees them, and only --weighting meta and l2rw learn from them"
     meta = source.select(rows)
     meta.note = note
