@@ -2,10 +2,11 @@
 
     python benchmarks/speed.py [--only ranks knn jpeg views steps sinkhorn mama_step loss_memory]
 
-Timings are CPU seconds of one thread: variants take turns, seconds are medians over the rounds, ratios medians of each
-round's ratio; only the ratios mean anything. Peak memory is the growth of the process's high-water mark over the call,
-in a process of its own (Linux). Peers that are not installed (kornia, open_clip) are "not run". Nothing here is a
-test; what only a GPU shows is in gpu.py.
+Timings are CPU seconds of one thread: variants take turns, in another order each round (each leaves caches and free
+memory as it likes them); seconds are medians over the rounds, ratios medians of each round's ratio. Only the ratios
+mean anything. Peak memory is the growth of the process's high-water mark over the call, in a process of its own
+(Linux). Peers that are not installed (kornia, open_clip) are "not run". Nothing here is a test; what only a GPU shows
+is in gpu.py.
 """
 
 import argparse
@@ -44,10 +45,11 @@ class Times(dict):
 
     def __init__(self, functions, rounds):
         super().__init__({name: np.zeros(rounds) for name in functions})
+        order = np.random.default_rng(0)
         for k in range(rounds):
-            for name, function in functions.items():
+            for name in order.permutation(list(functions)):
                 start = time.process_time()
-                function()
+                functions[name]()
                 self[name][k] = time.process_time() - start
 
     def median(self, name):

@@ -584,6 +584,14 @@ def test_every_flag_has_an_effect(run, words, tmp_path):
         assert summary["parameters"] == base["parameters"] + 1
 
 
+def test_the_loss_in_blocks(run, tmp_path, monkeypatch):
+    cut, in_rows = [], common.checkpoint
+    monkeypatch.setattr(common, "checkpoint", lambda f, x, *a, **how: cut.append(len(x)) or in_rows(f, x, *a, **how))
+    main(tmp_path / "a", "--loss-block", "5")
+    assert set(cut) == {5, 1}  # of 16 rows
+    assert dict(losses(tmp_path / "a")) == pytest.approx(dict(losses(run[0])), rel=1e-4)
+
+
 @pytest.mark.parametrize("loss", ["ncl", "infonce", "max-margin"])
 def test_the_log_has_both_directions(loss, tmp_path, capsys):
     """By their names in the paper, without --loss-scale; and the banner's random guess is in the unit of the loss."""
