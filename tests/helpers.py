@@ -184,3 +184,12 @@ def write_video(path, frames, codec="libx264", fps=10, at=None, pixels="yuv420p"
         for packet in packets:
             out.mux(packet)
     return Path(path)
+
+
+def of_set(base, flags):
+    """A test's usual flags, without --clips where the test trains on another set than moving-emoji."""
+    base, flags = [*map(str, base)], [*map(str, flags)]
+    if "--dataset" in flags and flags[flags.index("--dataset") + 1] != "moving-emoji" and "--clips" in base:
+        at = base.index("--clips")
+        del base[at:at + 4]
+    return base

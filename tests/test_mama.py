@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import tar_samples, write_tar
+from helpers import of_set, tar_samples, write_tar
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -419,7 +419,7 @@ def main(folder, *flags, pictures=False):
         if not pictures:
             patch.setattr(mama, "draw", lambda *a: None)
         where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
-        return mama.main(mama.parse_args([*BASE, *where, *flags]))
+        return mama.main(mama.parse_args([*of_set(BASE, flags), *where, *flags]))
 
 
 def rows(folder):

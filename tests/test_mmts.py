@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import write_captions, write_rows, write_video
+from helpers import of_set, write_captions, write_rows, write_video
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -422,7 +422,7 @@ def main(folder, *flags, pictures=False):
         if not pictures:
             patch.setattr(mmts, "draw", lambda *a, **k: None)
         where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
-        return mmts.main(mmts.parse_args([*TINY, *where, *map(str, flags)]))
+        return mmts.main(mmts.parse_args([*of_set(TINY, flags), *where, *map(str, flags)]))
 
 
 def rows(folder):

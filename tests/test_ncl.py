@@ -14,7 +14,7 @@ import pytest
 import runs
 import torch
 import torch.nn.functional as F
-from helpers import write_images, write_rows
+from helpers import of_set, write_images, write_rows
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -464,7 +464,7 @@ def main(folder, *flags, base=SMALL, pictures=False):
         if not pictures:
             patch.setattr(ncl, "draw", lambda *args: None)
         place = ["--output-dir", str(folder.parent), "--run-name", folder.name]
-        return ncl.main(ncl.parse_args([*base, *place, *map(str, flags)]))
+        return ncl.main(ncl.parse_args([*of_set(base, flags), *place, *map(str, flags)]))
 
 
 def rows(folder):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import runs
 import torch
-from helpers import write_rows, write_video
+from helpers import of_set, write_rows, write_video
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -31,7 +31,7 @@ def main(folder, *flags, pictures=False):
         if not pictures:
             patch.setattr(mama, "draw", lambda *a: None)
         where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
-        return mama.main(mama.parse_args([*BASE, *where, *flags]))
+        return mama.main(mama.parse_args([*of_set(BASE, flags), *where, *flags]))
 
 
 def logged(folder):
@@ -477,7 +477,7 @@ def test_what_cannot_be_asked():
     answers.check(data, choices=False)
     with pytest.raises(common.UserError, match="1 of its 2 questions have no choices; use --task qa-open"):
         answers.check(data, choices=True)
-    args = mama.parse_args([*BASE, "--dataset", "emoji", "--task", "qa-open"])
+    args = mama.parse_args([*of_set(BASE, ["--dataset", "emoji"]), "--dataset", "emoji", "--task", "qa-open"])
     with pytest.raises(common.UserError, match=r"emoji \(train\) has no questions"):
         mama.main(args)
 
