@@ -1,1 +1,1 @@
-"""What runs beside training (pictures, paraphrases, captions), and optional parts of common.py and eval.py."""
+"""What runs beside training, and parts of common.py that not every run needs (common.ROOMS, common.open_room)."""
