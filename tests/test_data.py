@@ -1218,7 +1218,8 @@ def copy_of(folder, *names):
 def start(folder, *flags):
     """python temo.py of that folder, as a user starts it."""
     command = [sys.executable, "temo.py", *SMALL, "--output-dir", str(folder / f"out-{flags[1]}"), *flags]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # tests of processes set it: rooms would be found
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def finished(*processes):
