@@ -25,7 +25,7 @@ Equations, s_ij = cos(lambda_ij) = cosine of video i and text j, all candidates 
     symbol     variable               shape      unit and paper value
     v, t       video, text            (B, D)     this process's embeddings, normalised inside the loss
     L_i        sample                 (B,)       nats, both directions, with the margin
-    w_i        weight                 (B,)       0 .. 1, constant for the encoders
+    w_i        weight                 (B,)       0 .. 1 (L2RW: mean 1), constant for the encoders
     tau        tau                    ()         divides the cosine; 1 as printed
     y_i        answers                (B,)       number of the right answer, -1: not in the vocabulary
     eta        eta                    ()         weight of the answers' loss; 1
@@ -361,12 +361,12 @@ def parse_args(argv=None):
                         "focal loss, self-paced learning, L2RW (Table 6); or 1")
     g.add_argument("--weight-hidden", type=count, default=100, help="hidden units of the weight network; MW-Net 100")
     g.add_argument("--meta-lr", type=nonnegative, default=1e-3,
-                   help="beta, of its AdamW in --weighting meta; paper: alpha, MW-Net 1e-3")
+                   help="beta, of its AdamW in --weighting meta (joint: --lr); paper: alpha, MW-Net 1e-3")
     g.add_argument("--meta-weight-decay", type=nonnegative, default=1e-3, help="of that AdamW; authors' code 1e-3")
     g.add_argument("--virtual-lr", type=nonnegative, default=0.0,
                    help="alpha of the virtual step; 0 = the learning rate of the moment")
     g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
-                   help="how the weight network's gradient is found: equal, and forward takes a third of the memory")
+                   help="how the weight network's gradient is found: equal, and forward takes 0.4 of the memory")
     g.add_argument("--meta-memory", choices=["low", "fast"], default="low",
                    help="encode the batch again for the real step; or keep the graph of its first pass, a forward less")
     g.add_argument("--meta-set", default="train", metavar="train|val|FILE",

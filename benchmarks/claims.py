@@ -8,10 +8,11 @@
 A claim compares arms on one metric of the test split. Arms share data, order, views and seeds, so differences are
 taken seed by seed. Every arm of a claim is tuned over the same number of trials, by the same metric on val, on a seed
 of its own; its best trial then runs on every seed. The smallest effect that a claim can show (80 % power, two-sided
-5 %) is computed from the spread of its first two paired differences, before the other seeds run, and kept.
+5 %) is computed from the spread of its first two paired differences alone, a rough figure.
 
 A finished run is one small file below results/claims/; a restart runs what has no file, and claims share runs.
-results/claims.json, claims.md and a picture for each claim are written from those files alone.
+results/claims.json, claims.md and a picture for each claim are written from those files; a claim that is not named
+keeps its row.
 """
 
 import argparse
@@ -194,8 +195,11 @@ def tail_of(fashion, largest=500, ratio=100):
 
 
 def number(record, split, metric):
-    """A metric of the first data set of a record, in percent; None where it is not there."""
-    return common.flatten(next(iter(record[split].values()), {})).get(metric)
+    """A metric of the first data set of a record, in percent."""
+    found = common.flatten(next(iter(record[split].values()), {}))
+    if metric not in found:
+        raise SystemExit(f"{metric}: not in the {split} results of {record['command']}")
+    return found[metric]
 
 
 def best_trial(trials, metric):
@@ -206,8 +210,6 @@ def best_trial(trials, metric):
     if not all(f.exists() for f in files):
         return None
     values = [number(json.loads(f.read_text()), "val", metric) for f in files]
-    if None in values:
-        raise SystemExit(f"{metric}: not in the val results of {files[values.index(None)]}")
     return max(range(len(values)), key=values.__getitem__)
 
 
@@ -234,7 +236,7 @@ def verdict(mean, half):
         return "held"
     if mean + half < 0:
         return "not held: the baseline is better"
-    return f"no difference above {mean + half:.1f}" if half <= WANTED else "not decidable here"
+    return f"no difference above {abs(mean) + half:.1f}" if half <= WANTED else "not decidable here"
 
 
 def judge(name, suite, trials, seeds):
@@ -253,6 +255,7 @@ def judge(name, suite, trials, seeds):
                      "test": {k: claim.get("scale", 1) * number(r, "test", read) for k, r in records.items()},
                      "val": {k: number(r, "val", metrics[arm]) for k, r in records.items()},
                      "commits": sorted({r["commit"] for r in records.values()}),
+                     "machines": sorted({r["machine"] for r in records.values()}),
                      "wall_s": [r["wall_s"] for r in records.values()]}
     method, *baselines = arms
     out = {"says": claim["says"], "paper": claim["paper"], "suite": suite, "method": method, "arms": arms,
@@ -288,18 +291,19 @@ def write_tables(names, suite, trials, seeds):
 
     claims_gpu.json and so on for the suite gpu."""
     stem = "claims_gpu" if suite == "gpu" else "claims"
-    results = common.read_json(RESULTS / f"{stem}.json", {})
-    results |= {n: r for n in names if (r := judge(n, suite, trials, seeds))}
+    results = common.read_json(RESULTS / f"{stem}.json", {}) | {n: judge(n, suite, trials, seeds) for n in names}
+    results = {n: results[n] for n in CLAIMS if results.get(n)}  # no row of claims or arms that are no more
     common.write_json(RESULTS / f"{stem}.json", results)
     lines = ["| claim | paper | method | against | seeds | difference, 95 % interval | could show | verdict |",
              "|---|---|---|---|---|---|---|---|"]
     for result in results.values():
         for rival, d in result["against"].items():
-            lines.append(f"| {result['says']} | {result['paper']} | {cell(result['arms'], result['method'])} | "
-                         f"{cell(result['arms'], rival)} | {len(d['seeds'])} | {d['mean']:+.1f} ± {d['half']:.1f} | "
+            lines.append(f"| {result['says']} | {result['paper']} | {cell(result, result['method'], d)} | "
+                         f"{cell(result, rival, d)} | {len(d['seeds'])} | {d['mean']:+.1f} ± {d['half']:.1f} | "
                          f"{d['smallest_effect']:.1f} | {d['verdict']} |")
     commits = sorted({c for r in results.values() for arm in r["arms"].values() for c in arm["commits"]})
-    table = "\n".join([*lines, "", f"Commits {', '.join(commits)}; {machine()}.", ""])
+    machines = sorted({m for r in results.values() for arm in r["arms"].values() for m in arm.get("machines", [])})
+    table = "\n".join([*lines, "", f"Commits {', '.join(commits)}; {'; '.join(machines)}.", ""])
     (RESULTS / f"{stem}.md").write_text(table)
     for name in names:
         if name in results:
@@ -307,9 +311,10 @@ def write_tables(names, suite, trials, seeds):
     return table
 
 
-def cell(arms, arm):
-    """An arm and the mean of its test metric."""
-    return f"{arm} {statistics.mean(arms[arm]['test'].values()):.1f}"
+def cell(result, arm, against):
+    """An arm and the mean of its test metric, over the seeds of a comparison: two cells differ by its mean."""
+    of_seed = {int(k): v for k, v in result["arms"][arm]["test"].items()}  # words as keys where they come from a file
+    return f"{arm} {statistics.mean(of_seed[k] for k in against['seeds']):.1f}"
 
 
 def draw(result, path):
@@ -352,6 +357,11 @@ def main(argv=None):
     places, failed = {"fashion": str(Path(args.fashion).resolve())}, set()
     if Path(args.fashion).is_dir():
         places["tail"] = tail_of(args.fashion)
+    elif not args.plan:
+        lacking = [n for n in args.claims if "{fashion}" in str(CLAIMS[n]["arms"]) and work_left([n], *what)]
+        if lacking:
+            raise SystemExit(f"--fashion {args.fashion}: no such folder, and {', '.join(lacking)} need it; name it, or "
+                             "other --claims")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not args.plan:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

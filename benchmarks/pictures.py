@@ -40,7 +40,7 @@ def retrieved(run, path):
 
 
 def temperatures(run, path, pairs=20):
-    """TeMo: cosines of the first pairs of test that differ in what they show, and the temperatures made of them."""
+    """TeMo: cosines of pairs that stand far apart in the test split, and the temperatures made of them."""
     import numpy as np
     import torch
 
@@ -81,7 +81,9 @@ def main(argv=None):
     args = p.parse_args(argv)
     folder = claims.RESULTS / "pictures"
     folder.mkdir(exist_ok=True)
-    lines = []
+    listed = folder / "commands.md"
+    known = listed.read_text().splitlines() if listed.is_file() else []
+    lines = {line.split("`")[1]: line for line in known if line.startswith("- `")}
     for name, (claim, arm, source) in SOURCES.items():
         found = run_of(claim, arm, args.keep, args.trials)
         path = folder / f"{name}.png"
@@ -94,9 +96,9 @@ def main(argv=None):
         else:
             (retrieved if name == "ncl" else temperatures)(run, path)
         shrink(path)
-        lines.append(f"- `{path.name}`: `python {' '.join(words)}`")
+        lines[path.name] = f"- `{path.name}`: `python {' '.join(words)}`"
         print(f"{path}: {path.stat().st_size // 1024} KiB")
-    (folder / "commands.md").write_text("\n".join(lines) + "\n")
+    listed.write_text("".join(f"{line}\n" for line in lines.values()))
 
 
 if __name__ == "__main__":

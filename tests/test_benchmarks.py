@@ -26,7 +26,8 @@ def results(tmp_path, monkeypatch):
 
 
 def write(command, val, test):
-    record = {"commit": "c", "wall_s": 1.0, "val": {"set": {"R@1": val}}, "test": {"set": {"R@1": test}}}
+    record = {"command": "python " + " ".join(command), "commit": "c", "machine": "m", "wall_s": 1.0,
+              "val": {"set": {"R@1": val}}, "test": {"set": {"R@1": test}}}
     claims.file_of(command).write_text(json.dumps(record))
 
 
@@ -40,7 +41,8 @@ def test_interval_and_power_by_hand():
 
 
 @pytest.mark.parametrize("mean, half, words", [(2, 1, "held"), (-2, 1, "not held: the baseline is better"),
-                                               (0.5, 1, "no difference above 1.5"), (0.5, 2, "not decidable here")])
+                                               (0.5, 1, "no difference above 1.5"),
+                                               (-1, 1.3, "no difference above 2.3"), (0.5, 2, "not decidable here")])
 def test_verdicts(mean, half, words):
     assert claims.verdict(mean, half) == words
 
@@ -67,6 +69,65 @@ def test_a_claim_is_tuned_on_val_and_decided_on_test(results):
     assert (results / "claims" / "claim.png").is_file() and "claim" in json.loads((results / "claims.json").read_text())
 
 
+def test_a_row_compares_the_same_seeds_and_goes_with_its_claim(results, monkeypatch):
+    what = ("claim", "full", 1, 3)
+    commands, _ = claims.runs_of(*what)
+    for k, (a, b) in enumerate(zip(commands["a"][0][1:], commands["b"][0][1:])):
+        write(a, val=0, test=10.0 + k)
+        if k < 2:
+            write(b, val=0, test=10.0)
+    assert "| a 10.5 | b 10.0 | 2 | +0.5 " in claims.write_tables(["claim"], *what[1:])  # not a 11.0, of three seeds
+    assert "| a 10.5 | b 10.0 | 2 | +0.5 " in claims.write_tables([], *what[1:])  # the row of an earlier call
+    assert claims.write_tables([], *what[1:]).endswith("\nCommits c; m.\n")
+    monkeypatch.setattr(claims, "CLAIMS", {"other": CLAIM})
+    assert "a beats b" not in claims.write_tables([], *what[1:])
+
+
+def test_a_metric_that_is_not_there_and_a_folder_that_is_not_there(results, monkeypatch):
+    with pytest.raises(SystemExit, match=r"R@5: not in the val results of python temo.py"):
+        claims.number({"command": "python temo.py", "val": {"set": {"R@1": 1.0}}}, "val", "R@5")
+    monkeypatch.setattr(claims, "CLAIMS", {"tail": CLAIM | {"arms": {"a": ["temo.py --data-dir {fashion}"]}}})
+    with pytest.raises(SystemExit, match="--fashion nowhere: no such folder, and tail need it"):
+        claims.main(["--fashion", "nowhere"])
+
+
+def test_cross_evaluates_a_run_with_and_without_biases_at_one_gamma(tmp_path, monkeypatch):
+    """A real run of another tau; what is kept of other flags is not taken."""
+    import temo
+    monkeypatch.syspath_prepend(str(claims.ROOT / "benchmarks"))
+    cross = importlib.import_module("cross")
+    monkeypatch.setattr(cross.claims, "RESULTS", tmp_path)
+    (tmp_path / "claims").mkdir()
+    words = ["temo.py", *"--dataset moving-emoji --clips 24 8 8 --image-size 16 --frames 2 --batch-size 8".split(),
+             *"--max-steps 1 --eval-every 0 --loss infonce --tau 0.05".split()]
+    file = cross.claims.file_of(words)
+    temo.main(temo.parse_args([*words[1:], "--cpu", "--output-dir", str(tmp_path / "keep"), "--run-name", file.stem]))
+    kept = file.with_name(f"{file.stem}.normalized.json")
+    kept.write_text(json.dumps({"command": "of another gamma"}))
+    assert cross.evaluation(words, "") is None
+    numbers = cross.evaluation(words, tmp_path / "keep")
+    assert set(cross.COLUMNS.values()) < set(numbers) and numbers["command"].endswith("--gamma 0.1")
+    assert cross.evaluation(words, "") == numbers  # from its file
+    with pytest.raises(SystemExit, match="no seed of which all rows have a run"):
+        cross.table({"a": {0: numbers}, "b": {1: numbers}})
+    assert cross.table({"a": {0: numbers, 1: numbers}, "b": {1: numbers}}).count("| 1 |") == 2
+
+
+def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
+    """Tables are rewritten while runs are made: their records must still name a clean commit."""
+    from tools import run_folder
+    for name in ("benchmarks/results/claims.md", "temo.py", "tools/run_folder.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "tools" / "run_folder.py"))
+    (tmp_path / "benchmarks/results/claims.md").write_text("after")
+    assert len(run_folder.commit()) == 12
+    (tmp_path / "temo.py").write_text("after")
+    assert run_folder.commit().endswith("+changes")
+
+
 def test_every_claim_names_flags_that_its_script_has(tmp_path):
     tail = tmp_path / "tail.npy"
     tail.touch()
@@ -89,7 +150,7 @@ def test_gpu_steps_run_dry_leave_a_file_and_outlive_one_that_fails():
     command = ["bash", "benchmarks/gpu.sh", "--dry", "evaluation", "nonsense", "evaluation"]
     environment = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout.endswith("failed, or longer than 9 minutes: nonsense\n"), done.stderr
+    assert done.returncode == 1 and done.stdout.endswith("failed, or longer than 540 s: nonsense\n"), done.stderr
     skipped, = (line for line in done.stdout.splitlines() if line.endswith("is there, skipped"))
     record = json.loads(Path(skipped.split()[1]).read_text())
     assert record["command"] == "bash benchmarks/gpu.sh --dry evaluation" and record["cards"] == "none: a dry run"

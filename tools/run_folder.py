@@ -63,11 +63,12 @@ def versions():
 
 
 def commit():
-    """git sha of this checkout, '+changes' where the tree differs, 'unknown' outside git."""
+    """git sha of this checkout, '+changes' where more than benchmarks/results differs, 'unknown' outside git."""
     here = Path(__file__).parent.parent
     def git(*words):
         return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
