@@ -179,14 +179,20 @@ class NoRoom(UserError):
 
 
 def open_room(place, wanted=""):
-    """The module of a room, such as "tools.figures".   Raises: NoRoom where it is not there, with what was wanted."""
+    """The module of a room, such as "tools.figures".
+
+    Raises: NoRoom where it is not there, with what was wanted; UserError where it is, but another `tools` is found."""
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        if error.name not in (place, place.split(".")[0]):
+        room, path = place.split(".")[0], place.replace(".", "/") + ".py"
+        if error.name not in (place, room):
             raise
+        if (Path(__file__).parent / path).is_file():  # left out, it would be missed in silence
+            raise UserError(f"{path} is beside common.py, but `import {room}` finds another `{room}` first; put the "
+                            "folder of common.py first in sys.path (PYTHONPATH), or rename the other") from error
         lost = f": no {wanted}" if wanted else ""
-        raise NoRoom(f"{place.replace('.', '/')}.py is not beside common.py{lost}") from error
+        raise NoRoom(f"{path} is not beside common.py{lost}") from error
 
 
 def __getattr__(name):
@@ -964,7 +970,7 @@ class VisionEncoder(nn.Module):
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
         super().__init__()
         self.name, self.config, self.stats, projection = name, None, STATS["half"], None
-        self.whole_clips = name.startswith((VIDEO, CLIP_VIP))
+        self.whole_clips = False  # else a clip is the mean of its frames; a hub id may begin like VIDEO too
         if name == "features":
             self.body = open_room("tools.video_towers", name).FeatureEncoder(features[1], features[0])
             self.width = self.body.width
@@ -976,7 +982,7 @@ class VisionEncoder(nn.Module):
         elif name.startswith(CLIP_VIP):
             vip = open_room("tools.clip_vip", name)
             self.body, self.width, projection, self.config = vip.tower(name, pretrained, config)
-            self.stats = STATS["clip"]
+            self.stats, self.whole_clips = STATS["clip"], True
         elif config or "/" in name or Path(name).is_dir():
             self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
             self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
@@ -984,6 +990,7 @@ class VisionEncoder(nn.Module):
             self.body, self.width, self.stats = _timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
             if name.startswith(VIDEO):
                 self.body = open_room("tools.video_towers", name).video_vit(name, self.body, frames)
+                self.whole_clips = True
         keep = projection is not None and projection.out_features == embed_dim
         if projection is not None and not keep and pretrained and embed_dim:
             say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
@@ -1166,7 +1173,8 @@ def freeze_unused(model, tokenizer, spec):
     """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
     model.eval()
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
-    shape = (spec["frames"], *shape) if spec["image_encoder"].startswith(VIDEO) else shape
+    whole = model.vision.whole_clips and spec["image_encoder"].startswith(VIDEO)
+    shape = (spec["frames"], *shape) if whole else shape
     try:
         with torch.enable_grad():
             tokens = tokenizer(["a"]) if tokenizer else None
@@ -2790,6 +2798,8 @@ class Run:
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
         self.folder, self.lock = start_run(args, self.script)
+        with where_there():  # said now, not when a long run is killed
+            open_room("tools.checkpoints", "checkpoint, and no --resume")
         self.unreadable, self.twins = {}, ""
         if args.verify_images:
             open_room("tools.check", "--verify-images").verify_run(self)

@@ -78,13 +78,15 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--keep", required=True, help="folder of the run folders that claims.py --keep left")
     p.add_argument("--trials", type=int, default=3, help="as for claims.py")
+    p.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES), help="which")
     args = p.parse_args(argv)
     folder = claims.RESULTS / "pictures"
     folder.mkdir(exist_ok=True)
     listed = folder / "commands.md"
     known = listed.read_text().splitlines() if listed.is_file() else []
     lines = {line.split("`")[1]: line for line in known if line.startswith("- `")}
-    for name, (claim, arm, source) in SOURCES.items():
+    for name in args.only:
+        claim, arm, source = SOURCES[name]
         found = run_of(claim, arm, args.keep, args.trials)
         path = folder / f"{name}.png"
         if not found:

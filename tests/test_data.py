@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tracemalloc
+import types
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -1260,6 +1261,7 @@ def test_one_method_and_common_train_alone(tmp_path):
         assert f"{train} training examples" in said and "pictures" in said and "left out" in said
         assert "Traceback" not in said and "WARNING" not in said
         assert said.count("tools/checkpoints.py is not beside common.py: no checkpoint, and no --resume") == 1
+        assert said.index("tools/checkpoints.py") < said.index("random guess")  # before the run, not when it is killed
         assert steps_of(run) == 2 and (run / "model.safetensors").is_file()
         summary = json.loads((run / "summary.json").read_text())
         assert set(summary["test"]) == sets and not summary["errors"] and not list(run.glob("*.png"))
@@ -1282,6 +1284,16 @@ def test_names_in_rooms(monkeypatch):
     with pytest.raises(common.UserError, match="^tools/nowhere.py is not beside common.py: no nothing$"):
         _ = common.nothing
     assert not hasattr(common, "no_such_name")
+
+
+def test_another_folder_called_tools_is_not_taken_for_none(monkeypatch):
+    """Ours is there but hidden: what is optional is not left out in silence."""
+    monkeypatch.setitem(sys.modules, "tools", types.ModuleType("tools"))  # no package: it holds nothing of ours
+    for place in [name for name in sys.modules if name.startswith("tools.")]:
+        monkeypatch.delitem(sys.modules, place)
+    with pytest.raises(common.UserError, match="^tools/checkpoints.py is beside common.py, but `import tools` finds"):
+        with common.where_there():
+            common.open_room("tools.checkpoints", "checkpoint")
 
 
 def test_every_set_says_what_it_is():

@@ -117,6 +117,20 @@ def test_clip_by_name_keeps_its_own_space(tmp_path, tokenizer):
     assert transform.mean == common.STATS["clip"][0]
 
 
+def test_a_clip_whose_folder_begins_like_a_video_tower(tmp_path, tokenizer, monkeypatch):
+    """It sees frames one by one, as every CLIP, and images."""
+    reference = tiny_clip(tmp_path / "video_models" / "clip", tokenizer)
+    monkeypatch.chdir(tmp_path)
+    spec = SPEC | dict(image_encoder="video_models/clip", text_encoder="", image_stats="encoder")
+    model, _ = common.build_model(spec, None, True)
+    clips = torch.randn(2, 3, 3, 32, 32)  # (B, T, 3, S, S)
+    words = tokenizer(["red apple", "green pear"])
+    images = [reference(pixel_values=clips[:, t], **words).image_embeds for t in range(3)]
+    with torch.no_grad():
+        assert torch.allclose(common.normalize(model.eval()(clips[:, 0])[0]), images[0], atol=1e-5)
+        assert torch.allclose(model(clips)[0], sum(images) / 3, atol=1e-5)
+
+
 def test_init_from(tmp_path, tokenizer):
     one, two = (common.build_model(dict(SPEC), tokenizer, False)[0] for _ in range(2))
     wrapped = {f"module._orig_mod.{k}": v.contiguous() for k, v in one.state_dict().items()}

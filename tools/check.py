@@ -58,7 +58,7 @@ def changes(saved, splits):
     for split, data in splits.items():
         was = saved.get(split)
         now = fingerprint(data)
-        if not was or all(was[k] == now[k] for k in was):  # a run of an older version knows less of its data
+        if not was or all(was[k] == now.get(k) for k in was):  # a run of an older version knows less of its data
             continue
         same = f"{now['examples']:,} examples as before"
         if was["examples"] != now["examples"]:
