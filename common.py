@@ -533,6 +533,8 @@ class Augment:
         self.flip, self.grey, self.blur = flip, grey, blur
         self.jitter_p, self.brightness, self.contrast = jitter_p, brightness, contrast
         self.saturation, self.hue = saturation, hue
+        if randaugment[0]:
+            open_room("tools.randaugment", "RandAugment")  # refused here, not by each loader worker
 
     def boxes(self, height, width, u):
         """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.

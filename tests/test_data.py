@@ -1286,7 +1286,7 @@ def test_names_in_rooms(monkeypatch):
     assert not hasattr(common, "no_such_name")
 
 
-def test_another_folder_called_tools_is_not_taken_for_none(monkeypatch):
+def test_another_folder_called_tools_is_not_taken_for_none(monkeypatch, tmp_path):
     """Ours is there but hidden: what is optional is not left out in silence."""
     monkeypatch.setitem(sys.modules, "tools", types.ModuleType("tools"))  # no package: it holds nothing of ours
     for place in [name for name in sys.modules if name.startswith("tools.")]:
@@ -1294,6 +1294,9 @@ def test_another_folder_called_tools_is_not_taken_for_none(monkeypatch):
     with pytest.raises(common.UserError, match="^tools/checkpoints.py is beside common.py, but `import tools` finds"):
         with common.where_there():
             common.open_room("tools.checkpoints", "checkpoint")
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))  # and now it is not there
+    with pytest.raises(common.NoRoom, match="^tools/randaugment.py is not beside common.py: no RandAugment$"):
+        common.Augment(16, randaugment=(2, 7))  # before a loader worker could
 
 
 def test_every_set_says_what_it_is():
