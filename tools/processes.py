@@ -63,7 +63,9 @@ def main_first(work, done):
             work()
         except Exception as error:
             with contextlib.suppress(OSError):
-                failed.write_text(common.own_words(error), encoding="utf8")
+                begun = failed.with_suffix(".failing")  # renamed when whole: the others read it as soon as it is there
+                begun.write_text(common.own_words(error), encoding="utf8")
+                begun.replace(failed)
             raise
     while common.rank() and not Path(done).exists():
         if failed.exists():
