@@ -114,7 +114,7 @@ def ncl_terms(text, video, gamma, iterations=4, detach=True, block=0):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
             a, b = sinkhorn_biases(texts @ videos.T, gamma, iterations)    # (N,), (N,)
 
-    def one_way(anchor, candidates, bias):
+    def one_way(anchor, candidates, bias):                                 # (B, D), (N, D), (N,) or 0.0
         def rows(x, target):                                               # b anchors at a time
             return F.cross_entropy((x @ candidates.T + bias) / gamma, target)       # ()
         return by_rows(rows, anchor, positive_index(anchor), columns=len(candidates), block=block)
@@ -377,6 +377,8 @@ def parse_args(argv=None):
     low, high = args.tau_clamp
     p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
+    p.require(not args.loss_block or args.loss != "max-margin",
+              "--loss-block: --loss max-margin looks for the hardest negative of whole rows; leave it out")
     p.require(not args.learnable_tau or args.loss != "max-margin",
               "--learnable-tau: --loss max-margin has no temperature")
     p.require((args.image_encoder == "features") == bool(args.feature_dir),

@@ -233,7 +233,7 @@ def simclr_loss(z1, z2, tau, block=0):
     a, b = normalize(z1), normalize(z2)                                    # (B, D)
     all_a, all_b = gather(a), gather(b)                                    # (N, D)
 
-    def one_way(anchor, same, other):
+    def one_way(anchor, same, other):                                      # (B, D), (N, D), (N, D)
         def rows(x, target):
             own = x @ same.T                                               # (b, N)
             logits = torch.cat([x @ other.T, own], 1) / tau                # (b, 2N)

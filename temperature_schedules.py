@@ -114,7 +114,7 @@ def nt_xent(z1, z2, tau, block=0):
     all_a, all_b = gather(a), gather(b)                                    # (N, D)
     tau = tau[:, None] if torch.is_tensor(tau) and tau.ndim else tau       # (B, 1)
 
-    def one_way(anchor, own_view, other_view):
+    def one_way(anchor, own_view, other_view):                             # (B, D), (N, D), (N, D)
         def rows(x, t, target):                                            # b anchors at a time
             own = x @ own_view.T                                           # (b, N)
             logits = torch.cat([x @ other_view.T, own], 1) / t             # (b, 2N)
@@ -443,6 +443,8 @@ def parse_args(argv=None):
         p.require(auto == (saved.get("eval_epoch") == "auto"),
                   "--eval-epoch: a resumed run can neither begin nor end auto, which keeps the best weights from the "
                   "start")
+    p.require(args.loss != "moco" or not args.loss_block,
+              "--loss-block: MoCo's matrix has a column for each key of the queue, and is not cut; leave it out")
     p.require(args.loss != "moco" or not args.chunk_size,
               "--chunk-size: MoCo's loss is linear in the batch and its key encoder has no gradient; lower "
               "--batch-size instead")

@@ -72,7 +72,8 @@ CLAIMS = {
         "says": "training with Sinkhorn's biases beats InfoNCE (text -> video R@1)", "paper": "NCL, Tables 1 to 4",
         "flags": MOVING, "metric": T2V, "arms": {"NCL": NCL, "InfoNCE": INFONCE}},
     "ncl-error": {
-        "says": "training with Sinkhorn's biases lowers the normalisation error (text -> video, hundredths, falling)",
+        "says": "training with Sinkhorn's biases lowers the normalisation error "
+                "(text -> video; here its hundredths below 0)",
         "paper": "NCL, Fig. 2", "flags": MOVING, "metric": T2V,
         "read": "normalize/none/error/text_to_image", "scale": -100,
         "arms": {"NCL": NCL, "InfoNCE": INFONCE}},

@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-DRY = "--dry" in sys.argv
+DRY = "--dry" in sys.argv  # before torch looks for a card
 if DRY:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import common  # noqa: E402
@@ -238,8 +238,8 @@ def vit():
                 try:
                     summary, rows = train("temo", *flags)
                     results[f"{loss}, {name}"] = speed(rows) | {"peak_memory_mb": summary["peak_memory_mb"]}
-                except (RuntimeError, common.UserError) as error:  # a small card does not hold the whole batch
-                    results[f"{loss}, {name}"] = f"failed: {common.first_line(error)}"
+                except torch.OutOfMemoryError:  # a small card does not hold the whole batch
+                    results[f"{loss}, {name}"] = "out of memory"
                 gc.collect()
                 torch.cuda.empty_cache()
     return results
@@ -390,7 +390,10 @@ def claims():
         suite.RESULTS = Path(tempfile.mkdtemp())
         toy = "--clips 48 16 16 --batch-size 16 --max-steps 2 --cpu --image-size 16 --frames 2".split()
         words = suite.runs_of("ncl-training", "gpu", 1, 1)[0]["NCL"][0][0] + toy
-        return note | {"record": suite.run(words, {})}
+        record = suite.run(words, {})
+        if record is None:
+            raise SystemExit("claims: the run failed; see above")
+        return note | {"record": record}
     what = ["--suite", "gpu", "--claims", *names, "--fashion", str(fashion), "--jobs", "3"]
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "claims.py"), *what])
     if done.returncode:
@@ -417,6 +420,8 @@ def main(argv=None):
     p.add_argument("--dry", action="store_true", help="on the CPU at toy size; nothing of it is a result")
     p.add_argument("--results", default="", help="folder of the file; default benchmarks/results/gpu")
     args = p.parse_args(argv)
+    if args.dry != DRY:
+        raise SystemExit("--dry: on the command line alone, since it hides the cards before torch is imported")
     if not DRY and not torch.cuda.is_available():
         raise SystemExit("no GPU here; --dry tries the steps on the CPU")
     folder = Path(args.results or size(ROOT / "benchmarks" / "results" / "gpu", tempfile.mkdtemp()))

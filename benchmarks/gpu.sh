@@ -32,7 +32,8 @@ for step in "$@"; do
         continue
     fi
     echo "--- $step"
-    timeout -k 20 "${LIMIT:-540}" "$python" benchmarks/gpu.py "$step" --results "$results" ${dry[@]+"${dry[@]}"} || failed+=("$step")
+    timeout -k 20 "${LIMIT:-540}" "$python" benchmarks/gpu.py "$step" --results "$results" ${dry[@]+"${dry[@]}"} ||
+        failed+=("$step")
 done
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed, or longer than ${LIMIT:-540} s: ${failed[*]}"

@@ -927,6 +927,7 @@ BAD = {
     "--margin nan": "--margin nan: must be at least 0",
     "--loss-scale -1": "--loss-scale -1: must be at least 0",
     "--loss max-margin --learnable-tau": "--loss max-margin has no temperature",
+    "--loss max-margin --loss-block 8": "--loss-block",
     "--frames 0": "--frames 0: must be at least 1",
     "--clips 1 1 1": "--clips 1: must be at least 2",
     "--caption-noise 2": "--caption-noise 2: must be between 0 and 1",

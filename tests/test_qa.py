@@ -349,6 +349,12 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("x.mp4", "x")])
     with pytest.raises(common.UserError, match=r"--short .*none of its 1 rows is of a clip of files \(test\)"):
         score.short_captions(data, str(tmp_path / "none.csv"))
+    write_rows(tmp_path / "odd.csv", ["file", "words"], [("a.mp4", "x")])
+    with pytest.raises(common.UserError, match="--short: a column of videos is needed: odd.csv has none of video"):
+        score.short_captions(data, str(tmp_path / "odd.csv"))
+    drawn = common.load_data("moving-emoji", "test", clips=(8, 8, 8))  # no files: a row's key is its name
+    with pytest.raises(common.UserError, match=r"--short .*no columns video and caption, but \['file', 'words'\]"):
+        score.short_captions(drawn, str(tmp_path / "odd.csv"))
 
 
 OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],

@@ -39,7 +39,8 @@ def same_but(folders, runs, varied):
 
 
 def point(folder, args, summary):
-    """{mu, a2, value}: the margin's limit, radians (0 = none), a2 (None where it has no part), val accuracy, %."""
+    """{mu, a2, value}: a0 / a1, radians (0 = no margin; its limit where a2 > 0), a2 (None where it has no part), val
+    accuracy, %."""
     schedule, val = args["margin_schedule"], summary.get("val", {}).get(args["dataset"])
     if not val:
         raise common.UserError(f"{folder}: no evaluation on val of {args['dataset']}")

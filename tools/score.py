@@ -42,7 +42,10 @@ def short_captions(data, wanted):
             raise common.UserError(message) from error
         return [next(iter(with_them.captions(i)[len(texts):]), "") for i, texts in enumerate(own)]
     with open(wanted, newline="", encoding="utf8") as f:
-        of = {row.get("video"): row.get("caption") or "" for row in csv.DictReader(f)}
+        rows = csv.DictReader(f)
+        if not {"video", "caption"} <= set(rows.fieldnames or ()):
+            raise common.UserError(f"--short {wanted}: no columns video and caption, but {rows.fieldnames}")
+        of = {row["video"]: row["caption"] or "" for row in rows}
     return [of.get(key, "") for key in data.keys()]
 
 
