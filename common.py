@@ -26,6 +26,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import stat
 import sys
@@ -163,7 +164,8 @@ ROOMS = {
     "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.expert": ("Expert",),
     "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
     "tools.meta_data": ("meta_data",),
-    "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions",), "tools.check": ("leave_out",),
+    "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions", "add_pairs"),
+    "tools.check": ("leave_out",),
     "tools.chunks": ("random_state", "set_random_state"), "tools.search": ("load_images",),
     "tools.run_folder": ("commit", "lock_folder", "make_folder", "versions"),
     "tools.processes": ("join_processes", "main_first"),
@@ -1202,10 +1204,10 @@ def set_dropout(model, features, text=True):
                 setattr(module, name, 0.0)
 
 
-def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False):
+def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False, start=""):
     """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process.
 
-    keep: a resumed run keeps the one in its folder."""
+    keep: a resumed run keeps the one in its folder.   start: weights of another run, whose words are taken over."""
     if name != "small":
         from transformers import AutoTokenizer
         try:
@@ -1213,9 +1215,14 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
         except (OSError, ValueError) as error:
             raise UserError(f"--text-encoder {name}: {hub_reason(error)}") from error
     if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
+        theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
         texts = (c[:Tokenizer.LETTERS * length] for c in captions())
         with writing(folder):
-            train_wordpiece(map(clean_caption, texts) if clean else texts).save_pretrained(str(folder))
+            if start and theirs.is_dir():
+                shutil.copytree(theirs, folder, dirs_exist_ok=True)
+                say(f"--init-from: and the words of {theirs}, which its text encoder knows")
+            else:
+                train_wordpiece(map(clean_caption, texts) if clean else texts).save_pretrained(str(folder))
     barrier()
     return Tokenizer.load(folder, length, clean)
 
@@ -1276,6 +1283,7 @@ class Data:
     which: np.ndarray = None          # (M,) number of the one caption of each row, after unfold()
     sentences: object = None          # the texts that multi-instance retrieval ranks, and relevancies (sets/epic.py)
     caption_relevancy: float = 0.0    # training draws among the sentences above this relevancy; 0 = own captions
+    joined: int = 0                   # rows at the end that --extra-pairs brought
     streamed = False                  # sets/stream.py answers True
 
     def __post_init__(self):
@@ -1375,7 +1383,8 @@ class Data:
         rows = np.asarray(rows, dtype=None if len(rows) else np.int64)  # an empty list is no list of floats
         cut = {k: v[rows] for k in ("rows", "which", "shards") if (v := getattr(self, k)) is not None}
         pixels = None if self.pixels is None else self.pixels[torch.from_numpy(rows)]
-        return dataclasses.replace(self, split=split or self.split, table=self.table.select(rows), pixels=pixels, **cut)
+        table = self.table.select(rows)
+        return dataclasses.replace(self, split=split or self.split, table=table, pixels=pixels, joined=0, **cut)
 
     def unfold(self):
         """One example for each (image or clip, caption): an epoch sees every caption, and a batch may hold a clip twice
@@ -1957,6 +1966,9 @@ def open_data(args):
         raise UserError(f"--eval-every {args.eval_every}: {without} without a val split, which is what it evaluates; "
                         "--hold-out-val takes one out of the training images of a set by name, --eval-every 0 "
                         "evaluates at the end alone")
+    for word in args.extra_pairs:
+        add_pairs = open_room("tools.extra_captions", "--extra-pairs").add_pairs
+        train = add_pairs(train, word, args, sets)
     if args.eval_every and without:
         say(f"WARNING: --eval-every: {without} without a val split (see --hold-out-val): read once, at the end")
     return train, sets
@@ -2677,6 +2689,9 @@ class Parser(OneLine):
             g.add_argument("--extra-captions", default="", metavar="FILE",
                            help="csv, jsonl or parquet of video, start, end, caption: further captions of training "
                                 "clips, as tools/caption.py writes them; each epoch draws one of all that a clip has")
+            g.add_argument("--extra-pairs", nargs="*", default=[], metavar="NAME[=DIR]",
+                           help="data sets whose training pairs join the training set's, each with the folder of its "
+                                "files: howto100m=DIR, or tools/caption.py's csv of its videos, captions.csv=DIR")
             g.add_argument("--streaming", action=yesno, default=False,
                            help="read tars in order, nothing indexed or downloaded first; other layouts are not read "
                                 "so")
@@ -2825,7 +2840,7 @@ class Run:
         else:
             texts = texts or (lambda: self.train.first_captions(200_000))
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
-                                        args.clean_captions, keep=bool(args.resume))
+                                        args.clean_captions, keep=bool(args.resume), start=args.init_from)
         if args.image_encoder == "features":
             self.spec["features"] = open_room("sets.video").feature_shape(self.train)
         if args.image_encoder.startswith(VIDEO) and has_clips(self.train):

@@ -497,6 +497,8 @@ def parse_args(argv=None):
               "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fusion")
     p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at "
                                                "once; --loss-block bounds the memory of its pairs")
+    p.require(args.task == "retrieval" or not args.extra_pairs, "--extra-pairs: pairs have no questions; train on them "
+              "with --task retrieval, and give that run's model.safetensors to --init-from")
     p.require(args.task != "retrieval" or not args.shuffle_video, "--shuffle-video: only where there are questions")
     return args
 

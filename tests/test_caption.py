@@ -1,5 +1,6 @@
 """Key frames, and captions of a vision-language model: real mp4 files, tiny models built from their configs."""
 
+import argparse
 import csv
 import functools
 import json
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import TEXT, frame, frame_number, open_splits, write_captions, write_rows, write_video
+from PIL import Image
 
 import mama
 from tools import caption
@@ -447,3 +449,82 @@ def test_extra_captions_after_rows_were_held_out(models, videos, tmp_path):
     data = common.load_data(str(own), "train", extra_captions=str(tmp_path / "more.csv"), **options)
     assert len(data) == 12 and sum(len(data.captions(i)) for i in range(len(data))) > len(data)
     assert "of no training clip" not in data.note
+
+
+def pairs_of(tmp_path, more, evals=(), **flags):
+    """The training split of tmp_path/own.csv with --extra-pairs `more`."""
+    args = argparse.Namespace(**({"video_dir": str(tmp_path), "frames": 2} | flags))
+    own = {k: getattr(args, k) for k in ("video_dir", "frames", "unfold_captions") if hasattr(args, k)}
+    data = common.load_data(str(tmp_path / "own.csv"), "train", **own)
+    return data, common.add_pairs(data, more, args, {"x": dict(evals)})
+
+
+def test_pairs_of_another_set_join_training(tmp_path):
+    """Their rows stand behind the set's own, read as they are alone; clips of the evaluation are left out by name."""
+    for k, name in enumerate(["v0", "v1", "v2", "v3", "more/w0", "more/w1", "more/v9"]):
+        write_video(tmp_path / f"{name}.mp4", [k, k + 1, k + 2])
+    write_rows(tmp_path / "own.csv", ["video", "caption", "label", "split"],
+               [(f"v{k}.mp4", f"own {k}", "ab"[k % 2], "train") for k in range(4)])
+    speech = {v: {"start": [0.0, 0.1], "end": [0.1, 0.3], "text": [f"{v} one", f"{v} two"]} for v in ("w0", "w1", "v9")}
+    (tmp_path / "more" / "caption.json").write_text(json.dumps(speech))
+    held = common.Data("x", "test", common.make_table([["t"]], ["0"], [str(tmp_path / "elsewhere" / "v9.mp4")]))
+    data, both = pairs_of(tmp_path, f"howto100m={tmp_path / 'more'}", {"test": held})
+    alone = common.load_data("howto100m", "train", video_dir=str(tmp_path / "more"), frames=2)
+    kept = [i for i in range(len(alone)) if not alone.key(i).startswith("v9")]
+    assert len(data) == 4 and len(kept) == 4 and len(both) == 8 and both.joined == 4 and data.joined == 0
+    for i in range(4):
+        assert both.captions(i) == data.captions(i) and torch.equal(both.read(i), data.read(i))
+        assert both.captions(4 + i) == alone.captions(kept[i])
+        assert torch.equal(both.read(4 + i), alone.read(kept[i])) and both.key(4 + i) == alone.key(kept[i])
+    assert not torch.equal(both.read(4), both.read(5))  # two windows of one video
+    for words in ("4 further pairs of howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out",
+                  "its columns label are not of both and left out"):
+        assert words in both.note, both.note
+    meta, _ = common.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
+    assert sorted(meta.keys()) == sorted(data.keys())
+    cut = both.select([5, 0])
+    assert cut.joined == 0 and torch.equal(cut.read(0), both.read(5))
+    assert len(pairs_of(tmp_path, f"howto100m={tmp_path / 'more'}", unfold_captions=True)[1].which) == 10
+
+
+def test_pairs_come_from_the_csv_of_this_tool_and_train(tmp_path):
+    """Two steps of mama.py on a batch that takes every row of both; the log and a resumed run know them."""
+    for k in range(8):
+        write_video(tmp_path / f"v{k}.mp4", [k, k + 1, k + 2])
+        write_video(tmp_path / "more" / f"w{k}.mp4", [k + 9, k + 1, k + 2])
+    for name, file, start in (("own", "v", ""), ("more", "w", "more/")):
+        write_rows(tmp_path / f"{name}.csv", ["video", "start", "end", "caption", "split"],
+                   [(f"{start}{file}{k}.mp4", "0.0", "0.3", f"{name} {k}", "val" if name == "own" and k > 5 else "train")
+                    for k in range(8)])
+    flags = ["--dataset", str(tmp_path / "own.csv"), "--extra-pairs", str(tmp_path / "more.csv"), "--output-dir",
+             str(tmp_path / "runs"), "--run-name", "r", "--cpu", "--frames", "2", "--image-size", "32", "--workers", "0",
+             "--batch-size", "14", "--weighting", "none", "--eval-every", "0", "--max-steps", "1"]
+    args = mama.parse_args(flags)
+    train, evals = common.open_data(args)
+    assert len(train) == 14 and len(evals[str(tmp_path / "own.csv")]["val"]) == 2
+    assert sorted({c.split()[0] for i in range(14) for c in train.captions(i)}) == ["more", "own"]
+    mama.main(args)
+    resumed = mama.parse_args(["--resume", str(tmp_path / "runs" / "r"), "--max-steps", "2"])
+    assert resumed.extra_pairs == [str(tmp_path / "more.csv")] and mama.main(resumed)["steps"] == 2
+
+
+def test_pairs_that_cannot_join_are_refused(tmp_path, capsys):
+    for name in ("v0", "v1", "a/v0", "a/v1"):
+        write_video(tmp_path / f"{name}.mp4", [1, 2])
+    write_rows(tmp_path / "own.csv", ["video", "caption", "split"], [("v0.mp4", "x", "train"), ("v1.mp4", "y", "train")])
+    (tmp_path / "pictures").mkdir()
+    for k in range(40):
+        Image.new("RGB", (8, 8), (k, 0, 0)).save(tmp_path / "pictures" / f"{k}.png")
+    write_rows(tmp_path / "pictures" / "metadata.csv", ["file_name", "caption"], [(f"{k}.png", "x") for k in range(40)])
+    write_rows(tmp_path / "same.csv", ["video", "caption", "split"], [("a/v0.mp4", "z", "train")])
+    data, _ = pairs_of(tmp_path, str(tmp_path / "same.csv"))
+    for more, words, evals in (
+            ("moving-emoji", "joins files with files; moving-emoji is a stream, drawn in memory", ()),
+            (str(tmp_path / "pictures"), "cannot stand beside", ()), ("/no/such", "--extra-pairs /no/such", ()),
+            (str(tmp_path / "same.csv"), "all of its 1 rows are of clips that the evaluation reads", {"val": data})):
+        with pytest.raises(common.UserError) as info:
+            pairs_of(tmp_path, more, evals)
+        assert str(info.value).startswith("--extra-pairs") and words in str(info.value), info.value
+    with pytest.raises(SystemExit):
+        mama.parse_args(["--task", "qa-open", "--extra-pairs", "x"])
+    assert "--extra-pairs: pairs have no questions" in capsys.readouterr().err

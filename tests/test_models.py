@@ -4,6 +4,7 @@ Configs are built here: no hub."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,26 @@ def test_init_from(tmp_path, tokenizer):
     save_file({"other": torch.zeros(3)}, tmp_path / "c.safetensors")
     with pytest.raises(common.UserError, match="none of its 1 tensors fits"):
         common.init_from(two, tmp_path / "c.safetensors")
+
+
+def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
+    """A small text encoder of another run knows that run's vocabulary, and no other."""
+    def words(name, captions, start=""):
+        common.build_tokenizer("small", 16, lambda: captions, tmp_path / name / "tokenizer", start=start)
+        return (tmp_path / name / "tokenizer" / "tokenizer.json").read_text()
+    first, other = words("a", ["red apple"] * 9), words("b", ["green pear"] * 9)
+    model = common.build_model(dict(SPEC), common.Tokenizer.load(tmp_path / "a" / "tokenizer", 16), False)[0]
+    weights = tmp_path / "a" / "model.safetensors"
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, weights)
+    for k, start in enumerate((tmp_path / "a", weights)):
+        assert words(f"c{k}", ["green pear"] * 9, str(start)) == first != other
+        assert f"the words of {tmp_path / 'a' / 'tokenizer'}" in capsys.readouterr().out
+    shutil.copy(weights, tmp_path / "alone.safetensors")
+    assert words("d", ["green pear"] * 9, str(tmp_path / "alone.safetensors")) == other
+    common.init_from(model, tmp_path / "a")
+    assert "WARNING" not in capsys.readouterr().out
+    common.init_from(model, tmp_path / "alone.safetensors")
+    assert "WARNING: --init-from" in capsys.readouterr().out
 
 
 def test_init_from_runs_no_pickled_code(tmp_path, tokenizer):

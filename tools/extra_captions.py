@@ -1,6 +1,8 @@
-"""Further captions of training clips from a file, as tools/caption.py writes them; opened for --extra-captions."""
+"""What joins the training set: further captions of its clips from a file, as tools/caption.py writes them
+(--extra-captions), and further clips with their captions, such as HowTo100M's (--extra-pairs)."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import common
@@ -48,3 +50,64 @@ def add_captions(data, file):
     note = f"{new:,} captions added from {file.name}"
     note += f", {len(lost):,} of its rows are of no training clip, first {lost[0]}" if lost else ""
     return dataclasses.replace(data, table=table, note=common.join_notes(data.note, note))
+
+
+def add_pairs(data, word, args, evals):
+    """The training data and after them those of another set, its rows of clips that the evaluation reads left out.
+
+    Args: word: NAME or NAME=DIR of --extra-pairs, DIR with the annotations and the files of the set.
+        args: the flags of the run.   evals: {name: {val, test}}, what is evaluated.
+    Raises: UserError where the two cannot stand in one table."""
+    import datasets
+    import numpy as np
+    name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
+    same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "max_bad_fraction",
+            "unfold_captions")
+    options = {k: v for k in same if (v := getattr(args, k, None)) is not None}
+    try:
+        more = common.load_data(name, "train", data_dir=folder, video_dir=folder or args.video_dir, **options)
+    except UserError as error:
+        raise UserError(str(error).replace("--dataset", "--extra-pairs", 1)) from error
+    for part in (data, more):
+        if part.streamed or part.sources is None or getattr(args, "feature_dir", None):
+            raise UserError(f"--extra-pairs {word}: joins files with files; {part.name} is a stream, drawn in memory, "
+                            "or read as features")
+        if not part.has_captions:
+            raise UserError(f"--extra-pairs {word}: {part.name} has class names instead of captions")
+    if data.sentences is not None or (data.clip is None) != (more.clip is None):
+        raise UserError(f"--extra-pairs {word}: {more.name} cannot stand beside {data.name}, which holds "
+                        + ("sentences with relevancies" if data.sentences is not None else
+                           "images and not videos" if data.clip is None else "videos and not images"))
+    if (data.shards is None) != (more.shards is None):
+        raise UserError(f"--extra-pairs {word}: tars are read shard by shard; {data.name} and {more.name} must both "
+                        "be tars, or neither")
+    read = {n for splits in evals.values() for part in splits.values() if part.sources is not None
+            for n in file_names(part)}
+    kept = np.flatnonzero([n not in read for n in file_names(more)])
+    dropped = len(more) - len(kept)
+    if not len(kept):
+        raise UserError(f"--extra-pairs {word}: all of its {len(more):,} rows are of clips that the evaluation reads")
+    more = more.select(kept) if dropped else more
+    names = ["source", "captions", "key"]
+    lost = sorted(set(data.table.column_names + more.table.column_names) - set(names))
+    parts = [part.table.select_columns(names) for part in (data, more)]
+    kinds = parts[0].features | parts[1].features
+    kinds["source"] = parts[0].features["source"] | parts[1].features["source"]
+    parts = [part if part.features == kinds else part.cast(datasets.Features(kinds)) for part in parts]
+    table = datasets.concatenate_datasets(parts)
+    which = None if data.which is None else np.concatenate([data.which, more.which])
+    shards = None if data.shards is None else np.concatenate([data.shards, more.shards + data.shards.max() + 1])
+    note = f"{len(more):,} further pairs of {more.name}, {len(more) / len(table):.0%} of an epoch"
+    note += f" ({more.note})" if more.note else ""
+    note += f", {dropped:,} of clips that the evaluation reads left out" if dropped else ""
+    note += f"; its columns {', '.join(lost)} are not of both and left out" if lost else ""
+    return dataclasses.replace(data, table=table, rows=None, which=which, shards=shards, joined=data.joined + len(more),
+                               note=common.join_notes(data.note, note))
+
+
+def file_names(data):
+    """For each row its file's name without folder and ending, by which two sets know the same clip."""
+    stem = functools.lru_cache(lambda path: Path(path).stem)
+    places = (source for batch in data.sources.iter(10_000) for source in batch["source"])
+    for key, source in zip(data.keys(), places, strict=True):
+        yield stem(key if source.get("size") is not None or not source.get("path") else source["path"])

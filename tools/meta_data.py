@@ -15,6 +15,7 @@ def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval"):
     if source is None or source.streamed:
         raise common.UserError(f"--meta-set {wanted}: {dataset} has no such split to take rows from"
                                + (" (a stream); use --meta-set val" if source is not None else ""))
+    source = source.select(np.arange(len(source) - source.joined)) if source.joined else source  # the set's own rows
     if wanted in ("train", "val"):
         columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(task, ["label", "verb"])
         rows, how = balanced_rows(source, size, columns)

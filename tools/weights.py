@@ -190,3 +190,7 @@ def init_from(model, path):
                         f"{list(weights)[:3]}, the model {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
+    small = isinstance(getattr(model, "text", None), common.SmallText)
+    if small and any(k.startswith("text.") for k in fit) and not (path.parent / "tokenizer").is_dir():
+        say(f"WARNING: --init-from {path}: no tokenizer beside it; the small text encoder reads its words by another "
+            "vocabulary, unless both were learnt from the same captions")
