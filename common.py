@@ -1248,7 +1248,7 @@ VIDEO_COLUMNS = ("video", "video_path", "video_id", "clip_id")  # a path, a file
 CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentence", "sentences", "title", "description")
 LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
 WINDOW_COLUMNS = (("segment",), ("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds"))
-SPLIT_NAMES = {"train": ("train", "training"), "val": ("validation", "valid", "val", "dev"),
+SPLIT_NAMES = {"train": ("train", "training", "restval"), "val": ("validation", "valid", "val", "dev"),
                "test": ("test", "testing")}
 HELD_OUT = 0.05  # part of the images held out for val, and again for test, where the data come without these splits
 MOST_HELD_OUT = 5000  # of these, used in an evaluation
@@ -1616,7 +1616,7 @@ def _own_data(name, options):
     if path.suffix == ".tar" or PACKED.search(path.name):
         return open_room("sets.tars").open_tars(name, [path], options)
     if path.suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
-        return hold_out({"train": caption_file(name, "train", path, root, options)})
+        return hold_out(_described(name, path, root, options))
     kind = path.suffix or "nameless"
     raise UserError(f"--dataset {name}: a {kind} file is not one of csv, tsv, json, jsonl, parquet, tar")
 
@@ -1628,7 +1628,7 @@ def _own_folder(name, path, options):
         return open_room("sets.tars").open_tars(name, shards, options)
     alone = [*sorted(path.glob("metadata.*")), *sorted(path.glob("captions.csv"))]
     if alone:
-        return hold_out({"train": caption_file(name, "train", alone[0], path, options)})
+        return hold_out(_described(name, alone[0], path, options))
     folders = folders_of(path)
     check_split_names(name, folders)
     described = {f: sorted((path / f).glob("metadata.*")) for f in folders if split_words(f)}
@@ -1655,6 +1655,30 @@ def guard(check, *args):
     """What a check of tools/guards.py says of somebody's own files; None, with a word, where that file is not there."""
     with where_there():
         return getattr(open_room("tools.guards", "checks of own files"), check)(*args)
+
+
+def _described(name, file, root, options):
+    """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as train."""
+    parts = split_column(name, read_caption_file(file))
+    return same_classes({split: caption_file(name, split, file, root, options, rows) for split, rows in parts.items()})
+
+
+def split_column(name, table):
+    """{split: row numbers} of a table by its column `split`; {train: None}, all rows, where it has none.
+
+    Raises: UserError where only some of its values name a split."""
+    column = next((c for c in table.column_names if c.lower() == "split"), None)
+    words = [str(w) for w in table[column][:]] if column else []
+    of_word = {w: split_of(w) for w in dict.fromkeys(words)}
+    odd = [w for w, split in of_word.items() if not split]
+    if len(odd) == len(of_word):
+        return {"train": None}
+    if odd:
+        known = ", ".join(w for words in SPLIT_NAMES.values() for w in words)
+        raise UserError(f"--dataset {name}: {odd[0]!r} in its column {column} names no split ({known}); rename it, or "
+                        "the column where it means something else")
+    splits = np.array([of_word[w] for w in words])
+    return {split: np.flatnonzero(splits == split) for split in SPLIT_NAMES if split in of_word.values()}
 
 
 def _described_folders(name, path, described, options):
@@ -1742,11 +1766,13 @@ def tables(kind, files, name, options, gated="", check=None):
     opened = open_table(kind, name, gated=gated, **files)
     if check:
         check(opened)
-    out = {}
-    for word, table in opened.items():
-        split = split_of(word) or word
-        out[split] = _table_data(name, split, table, options, kind)
-    return same_classes(out)
+    out = {split_of(word) or word: table for word, table in opened.items()}
+    if list(out) == ["train"]:  # all rows lie in one split, which each belongs to says a column
+        parts = split_column(name, table := out["train"])
+        data = {split: _table_data(name, split, table, options, kind, rows) for split, rows in parts.items()}
+    else:
+        data = {split: _table_data(name, split, table, options, kind) for split, table in out.items()}
+    return same_classes(data)
 
 
 def _inside(path, folder):
@@ -1757,8 +1783,10 @@ def _inside(path, folder):
     return path
 
 
-def _table_data(name, split, table, options, folder):
-    """Data of a table with an Image or Video column; its captions, labels and keys are small and lie in memory."""
+def _table_data(name, split, table, options, folder, kept=None):
+    """Data of a table with an Image or Video column; its captions, labels and keys are small and lie in memory.
+
+    kept: row numbers, None = all."""
     import datasets
     columns = table.column_names
     pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
@@ -1768,6 +1796,12 @@ def _table_data(name, split, table, options, folder):
     names = getattr(table.features.get(label), "names", None)
     caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name,
                           required=not names)
+    video = type(table.features[image]).__name__ == "Video"
+    kind = type(table.features[image]) if video else datasets.Image
+    undecoded = table.select_columns(image).cast_column(image, kind(decode=False))
+    paths = undecoded.data.column(image).combine_chunks().field("path").to_pylist()  # without the bytes beside them
+    if kept is not None:
+        table, undecoded, paths = table.select(kept), undecoded.select(kept), [paths[i] for i in kept]
     labels = table[label][:] if label else None
     if label and not names:  # plain strings or numbers: classes in sorted order
         names = [str(y) for y in sorted({y for y in labels if is_class(y)})]
@@ -1781,10 +1815,6 @@ def _table_data(name, split, table, options, folder):
         raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: "
                         f"{', '.join(columns)}")
     captions = [clean_list(t) for t in texts]
-    video = type(table.features[image]).__name__ == "Video"
-    kind = type(table.features[image]) if video else datasets.Image
-    undecoded = table.select_columns(image).cast_column(image, kind(decode=False))
-    paths = undecoded.data.column(image).combine_chunks().field("path").to_pylist()  # without the bytes beside them
     paths = [_inside(p, folder) for p in paths]
     if len(paths) > 1 and len(set(paths)) == 1:  # "image.png" in every row is no name
         paths = [None] * len(paths)
@@ -1821,10 +1851,11 @@ def with_notes(data, silent):
     return dataclasses.replace(data, note=join_notes(data.note, lost, missing, same))
 
 
-def caption_file(name, split, file, root, options):
+def caption_file(name, split, file, root, options, kept=None):
     """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; the rows of an
-    image, or of a window of a video, become its K captions."""
+    image, or of a window of a video, become its K captions. kept: row numbers, None = all."""
     table = read_caption_file(file)
+    table = table if kept is None else table.select(kept)
     columns = table.column_names
     usual = IMAGE_COLUMNS + VIDEO_COLUMNS
     image = pick_column("--image-column", options.get("image_column"), columns, usual, file.name)

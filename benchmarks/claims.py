@@ -321,7 +321,7 @@ def write_tables(names, suite, trials, seeds):
                          f"{d['smallest_effect']:.1f} | {d['verdict']} |")
     commits = sorted({c for r in results.values() for arm in r["arms"].values() for c in arm["commits"]})
     machines = sorted({m for r in results.values() for arm in r["arms"].values() for m in arm.get("machines", [])})
-    lines += ["", "Differences in all directions and metrics, 95 % intervals; the claims above are decided by one each:",
+    lines += ["", "All directions and metrics, differences with 95 % intervals; a claim above is decided by one:",
               "", *also_table(results)]
     table = "\n".join([*lines, "", f"Commits {', '.join(commits)}; {'; '.join(machines)}.", ""])
     (RESULTS / f"{stem}.md").write_text(table)

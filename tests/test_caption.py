@@ -328,13 +328,15 @@ def test_a_killed_call_goes_on_and_writes_nothing_twice(models, videos, tmp_path
              "--candidates", 8, "--cell", 32, "--frame-encoder", "colour", "--max-new-tokens", 6, "--batch", 1, "--cpu",
              "--temperature", 1, "--seed", 3, "--show", 0]
     command = [sys.executable, "-m", "tools.caption", *map(str, flags), "--out", str(tmp_path / "killed.csv")]
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    said = open(tmp_path / "said.txt", "w+", encoding="utf8")
+    child = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
     part = tmp_path / "killed.csv.part0"
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240  # a busy machine
     while not (part.exists() and part.read_text().count('"video"') > 2) and time.monotonic() < until:
         time.sleep(0.01)
     child.kill()
     child.wait()
+    assert part.exists(), (tmp_path / "said.txt").read_text()
     lines = [line for line in part.read_text().splitlines() if line]
     assert 2 < len(lines) and not (tmp_path / "killed.csv").exists(), "killed too late"
     part.write_text(part.read_text() + '{"video": "d.mp4", "start": 0.78, "en')  # cut in the middle of a line
@@ -461,10 +463,10 @@ def pairs_of(tmp_path, more, evals=(), **flags):
 
 def test_pairs_of_another_set_join_training(tmp_path):
     """Their rows stand behind the set's own, read as they are alone; clips of the evaluation are left out by name."""
-    for k, name in enumerate(["v0", "v1", "v2", "v3", "more/w0", "more/w1", "more/v9"]):
+    for k, name in enumerate(["v0", "v1", "v2", "v3", "v4", "v5", "more/w0", "more/w1", "more/v9"]):
         write_video(tmp_path / f"{name}.mp4", [k, k + 1, k + 2])
     write_rows(tmp_path / "own.csv", ["video", "caption", "label", "split"],
-               [(f"v{k}.mp4", f"own {k}", "ab"[k % 2], "train") for k in range(4)])
+               [(f"v{k}.mp4", f"own {k}", "ab"[k % 2], ("train", "val", "test")[max(0, k - 3)]) for k in range(6)])
     speech = {v: {"start": [0.0, 0.1], "end": [0.1, 0.3], "text": [f"{v} one", f"{v} two"]} for v in ("w0", "w1", "v9")}
     (tmp_path / "more" / "caption.json").write_text(json.dumps(speech))
     held = common.Data("x", "test", common.make_table([["t"]], ["0"], [str(tmp_path / "elsewhere" / "v9.mp4")]))
@@ -494,29 +496,30 @@ def test_pairs_come_from_the_csv_of_this_tool_and_train(tmp_path):
         write_video(tmp_path / "more" / f"w{k}.mp4", [k + 9, k + 1, k + 2])
     for name, file, start in (("own", "v", ""), ("more", "w", "more/")):
         write_rows(tmp_path / f"{name}.csv", ["video", "start", "end", "caption", "split"],
-                   [(f"{start}{file}{k}.mp4", "0.0", "0.3", f"{name} {k}", "val" if name == "own" and k > 5 else "train")
+                   [(f"{start}{file}{k}.mp4", "0.0", "0.3", f"{name} {k}", ("train", "val", "test")[max(0, k - 5)])
                     for k in range(8)])
     flags = ["--dataset", str(tmp_path / "own.csv"), "--extra-pairs", str(tmp_path / "more.csv"), "--output-dir",
-             str(tmp_path / "runs"), "--run-name", "r", "--cpu", "--frames", "2", "--image-size", "32", "--workers", "0",
-             "--batch-size", "14", "--weighting", "none", "--eval-every", "0", "--max-steps", "1"]
+             str(tmp_path / "runs"), "--run-name", "r", "--cpu", "--frames", "2", "--image-size", "32", "--workers",
+             "0", "--batch-size", "12", "--weighting", "none", "--eval-every", "0", "--max-steps", "1"]
     args = mama.parse_args(flags)
     train, evals = common.open_data(args)
-    assert len(train) == 14 and len(evals[str(tmp_path / "own.csv")]["val"]) == 2
-    assert sorted({c.split()[0] for i in range(14) for c in train.captions(i)}) == ["more", "own"]
+    assert len(train) == 12 and len(evals[str(tmp_path / "own.csv")]["val"]) == 1
+    assert sorted({c.split()[0] for i in range(12) for c in train.captions(i)}) == ["more", "own"]
     mama.main(args)
     resumed = mama.parse_args(["--resume", str(tmp_path / "runs" / "r"), "--max-steps", "2"])
     assert resumed.extra_pairs == [str(tmp_path / "more.csv")] and mama.main(resumed)["steps"] == 2
 
 
 def test_pairs_that_cannot_join_are_refused(tmp_path, capsys):
-    for name in ("v0", "v1", "a/v0", "a/v1"):
+    for name in ("v0", "v1", "v2", "a/v0"):
         write_video(tmp_path / f"{name}.mp4", [1, 2])
-    write_rows(tmp_path / "own.csv", ["video", "caption", "split"], [("v0.mp4", "x", "train"), ("v1.mp4", "y", "train")])
+    rows = [("v0.mp4", "x", "train"), ("v1.mp4", "y", "val"), ("v2.mp4", "y", "test")]
+    write_rows(tmp_path / "own.csv", ["video", "caption", "split"], rows)
     (tmp_path / "pictures").mkdir()
     for k in range(40):
         Image.new("RGB", (8, 8), (k, 0, 0)).save(tmp_path / "pictures" / f"{k}.png")
     write_rows(tmp_path / "pictures" / "metadata.csv", ["file_name", "caption"], [(f"{k}.png", "x") for k in range(40)])
-    write_rows(tmp_path / "same.csv", ["video", "caption", "split"], [("a/v0.mp4", "z", "train")])
+    write_rows(tmp_path / "same.csv", ["video", "caption", "split"], [("a/v0.mp4", "z", "train"), *rows[1:]])
     data, _ = pairs_of(tmp_path, str(tmp_path / "same.csv"))
     for more, words, evals in (
             ("moving-emoji", "joins files with files; moving-emoji is a stream, drawn in memory", ()),

@@ -108,6 +108,46 @@ def test_two_named_splits_are_these_two(layout, tmp_path):
         assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
 
 
+@pytest.mark.parametrize("layout", ["csv", "jsonl", "metadata", "parquet"])
+def test_a_column_split_says_which_rows_are_whose(layout, tmp_path):
+    """One file for all splits, as Karpathy's: restval is of train; each row keeps its own picture, caption and class."""
+    words = ["train", "val", "restval", "test", "validation", "train"]
+    images = [picture(k) for k in range(6)]
+    rows = [(f"{k}.png", f"words {k}", "cat" if k % 2 else "dog", word) for k, word in enumerate(words)]
+    header = ["image", "caption", "label", "split"]
+    for k, image in enumerate(images):
+        Image.fromarray(image).save(tmp_path / f"{k}.png")
+    where = {"csv": "own.csv", "jsonl": "own.jsonl", "metadata": "metadata.csv"}.get(layout)
+    name = tmp_path if layout == "metadata" else tmp_path / (where or "")
+    if where:
+        write_rows(tmp_path / where, header, rows)
+    else:
+        name = tmp_path / "parquet"
+        name.mkdir()
+        table = {c: [row[i] for row in rows] for i, c in enumerate(header)}
+        table["image"] = [str(tmp_path / f) for f in table["image"]]
+        of = datasets.Dataset.from_dict(table).cast_column("image", datasets.Image())  # paths: embedded when written
+        of.to_parquet(str(name / "0000.parquet"))
+    for split, wanted in (("train", [0, 2, 5]), ("val", [1, 4]), ("test", [3])):
+        data = common.load_data(str(name), split)
+        assert [data.captions(i) for i in range(len(data))] == [[f"words {k}"] for k in wanted]
+        for i, k in enumerate(wanted):
+            assert (data.read(i).permute(1, 2, 0).numpy() == images[k]).all()
+            assert data.label_names[data.labels[i]] == ("cat" if k % 2 else "dog")
+            assert data.key(i).endswith(f"{k}.png")
+
+
+def test_a_column_split_of_other_words(tmp_path):
+    for k in range(60):
+        Image.fromarray(picture(k)).save(tmp_path / f"{k}.png")
+    rows = [(f"{k}.png", "x", "left" if k % 2 else "right") for k in range(60)]
+    write_rows(tmp_path / "own.csv", ["image", "caption", "split"], rows)
+    assert len(common.load_data(str(tmp_path / "own.csv"), "train")) > 40  # no name of a split: no column of splits
+    write_rows(tmp_path / "odd.csv", ["image", "caption", "split"], [*rows[:59], ("59.png", "x", "train")])
+    with pytest.raises(common.UserError, match="'right' in its column split names no split"):
+        common.load_data(str(tmp_path / "odd.csv"), "train")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_capitals_never_put_test_images_into_training(layout, tmp_path):
     """`datasets` knows train/ alone, and takes Train/ and Test/ for one training set."""

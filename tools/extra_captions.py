@@ -64,10 +64,11 @@ def add_pairs(data, word, args, evals):
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "max_bad_fraction",
             "unfold_captions")
     options = {k: v for k in same if (v := getattr(args, k, None)) is not None}
+    options["video_dir"] = folder or ("" if Path(name).is_dir() else args.video_dir)
     try:
-        more = common.load_data(name, "train", data_dir=folder, video_dir=folder or args.video_dir, **options)
+        more = common.load_data(name, "train", data_dir=folder, **options)
     except UserError as error:
-        raise UserError(str(error).replace("--dataset", "--extra-pairs", 1)) from error
+        raise UserError(f"--extra-pairs {word}: {str(error).replace(f'--dataset {name}: ', '')}") from error
     for part in (data, more):
         if part.streamed or part.sources is None or getattr(args, "feature_dir", None):
             raise UserError(f"--extra-pairs {word}: joins files with files; {part.name} is a stream, drawn in memory, "
