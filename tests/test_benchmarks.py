@@ -83,6 +83,25 @@ def test_a_row_compares_the_same_seeds_and_goes_with_its_claim(results, monkeypa
     assert "a beats b" not in claims.write_tables([], *what[1:])
 
 
+def test_all_directions_are_reported_beside_the_one_that_decides(results, monkeypatch):
+    """Differences by hand; InfoNCE's from its own similarities, whose numbers stand below normalize/none."""
+    plain = "normalize/none/" + claims.T2V
+    claim = CLAIM | {"metric": claims.T2V, "arms": {"a": ["temo.py --x 1"], "b": (plain, ["ncl.py --y 1"])}}
+    monkeypatch.setattr(claims, "CLAIMS", {"claim": claim})
+    commands, _ = claims.runs_of("claim", "full", 1, 2)
+    for k in range(2):
+        for arm, shift in (("a", 5.0), ("b", 0.0)):
+            numbers = {"text_to_image": {"R@1": 10.0 + shift, "R@10": 50.0 + shift * k},
+                       "image_to_text": {"R@1": 10.0 - shift, "R@10": 50.0}}
+            test = {"normalize": {"none": numbers}} if arm == "b" else numbers
+            record = {"command": "c", "commit": "c", "machine": "m", "wall_s": 1.0, "val": {"s": test},
+                      "test": {"s": test}}
+            claims.file_of(commands[arm][0][1 + k]).write_text(json.dumps(record))
+    table = claims.write_tables(["claim"], "full", 1, 2)
+    row = "| claim: a | b | **+5.0 ± 0.0** | +2.5 ± 31.8 | **-5.0 ± 0.0** | +0.0 ± 0.0 |  |  |  |"
+    assert row in table and row in claims.write_tables([], "full", 1, 2)
+
+
 def test_a_metric_that_is_not_there_and_a_folder_that_is_not_there(results, monkeypatch):
     with pytest.raises(SystemExit, match=r"R@5: not in the val results of python temo.py"):
         claims.number({"command": "python temo.py", "val": {"set": {"R@1": 1.0}}}, "val", "R@5")
@@ -142,6 +161,29 @@ def test_every_claim_names_flags_that_its_script_has(tmp_path):
                 if suite == "gpu":
                     assert args.image_encoder == "resnet18-cifar" and not args.index_file or args.frames == 8
                 assert args.max_steps == (3 if suite == "quick" else 0)
+
+
+def test_rows_of_questions_name_flags_and_are_written(tmp_path, monkeypatch):
+    """Every row is parsed by mama.py; a table of two records has their means, and names what was not run."""
+    import mama
+    monkeypatch.syspath_prepend(str(claims.ROOT / "benchmarks"))
+    questions = importlib.import_module("questions")
+    monkeypatch.setattr(questions.claims, "RESULTS", tmp_path)
+    (tmp_path / "claims").mkdir()
+    wanted = questions.commands(2)
+    assert len(wanted) == 12
+    for words in (words for of in wanted.values() for words in of):
+        args = mama.parse_args(words[1:])
+        assert args.task == words[words.index("--task") + 1] and args.eval_every == 0
+    answers = {c: 40.0 for c in questions.COLUMNS.values()}
+    for k, words in enumerate(wanted["qa-open", "no margin"]):
+        record = {"command": "python " + " ".join(words), "commit": "c" * 12, "machine": "m", "versions": ["v"],
+                  "test": {"s": answers | {"accuracy": 50.0 + k}}, "val": {"s": answers}, "chance": {"s": answers}}
+        questions.claims.file_of(words).write_text(json.dumps(record))
+    table = questions.write(wanted)
+    assert "| qa-open | no margin | 2 | 50.5 ± 0.7 | 40.0 ± 0.0 |" in table and "qa-choice" not in table
+    text = (tmp_path / "mama_qa_rows.md").read_text()
+    assert text.startswith(table) and "Not run: qa-open, margin and weights (default); qa-open, no weights" in text
 
 
 def test_gpu_steps_run_dry_leave_a_file_and_outlive_one_that_fails():

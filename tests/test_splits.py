@@ -110,12 +110,12 @@ def test_two_named_splits_are_these_two(layout, tmp_path):
 
 @pytest.mark.parametrize("layout", ["csv", "jsonl", "metadata", "parquet"])
 def test_a_column_split_says_which_rows_are_whose(layout, tmp_path):
-    """One file for all splits, as Karpathy's: restval is of train; each row keeps its own picture, caption and class."""
+    """One file for all splits, as Karpathy's: restval is train; each row keeps its own picture, caption and class."""
     words = ["train", "val", "restval", "test", "validation", "train"]
-    images = [picture(k) for k in range(6)]
+    pictures = [picture(k) for k in range(6)]
     rows = [(f"{k}.png", f"words {k}", "cat" if k % 2 else "dog", word) for k, word in enumerate(words)]
     header = ["image", "caption", "label", "split"]
-    for k, image in enumerate(images):
+    for k, image in enumerate(pictures):
         Image.fromarray(image).save(tmp_path / f"{k}.png")
     where = {"csv": "own.csv", "jsonl": "own.jsonl", "metadata": "metadata.csv"}.get(layout)
     name = tmp_path if layout == "metadata" else tmp_path / (where or "")
@@ -132,7 +132,7 @@ def test_a_column_split_says_which_rows_are_whose(layout, tmp_path):
         data = common.load_data(str(name), split)
         assert [data.captions(i) for i in range(len(data))] == [[f"words {k}"] for k in wanted]
         for i, k in enumerate(wanted):
-            assert (data.read(i).permute(1, 2, 0).numpy() == images[k]).all()
+            assert (data.read(i).permute(1, 2, 0).numpy() == pictures[k]).all()
             assert data.label_names[data.labels[i]] == ("cat" if k % 2 else "dog")
             assert data.key(i).endswith(f"{k}.png")
 
