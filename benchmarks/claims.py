@@ -62,6 +62,13 @@ LONG_TAIL = ("temperature_schedules.py --dataset fashion-mnist-lt --data-dir {fa
              "--lr 2e-3 --lr-end 2e-5 --weight-decay 0.05 --beta2 0.98 --eval-every 0")
 COSINE = [f"{LONG_TAIL} {f}" for f in ("--tau-max 0.5", "--tau-max 1.0", "--tau-min 0.07 --tau-max 0.3")]
 FIXED = [f"{LONG_TAIL} --schedule fixed --tau-min {t} --tau-max {t}" for t in (0.1, 0.2, 0.5)]
+
+
+def uniform(trials):
+    """The same trials on as many images, classes of one size."""
+    return [t.replace("{tail}", "{uniform}") + " --imbalance-ratio 1" for t in trials]
+
+
 NOISY = ("mama.py --dataset moving-emoji --clips 2000 300 2000 --caption-noise 0.3 --margin-schedule none "
          "--eval-every 0 --weighting")
 META = [f"{NOISY} meta --meta-lr {r}" for r in ("2e-4", "6e-4", "6e-5")]
@@ -97,6 +104,20 @@ CLAIMS = {
         "says": "a cosine temperature beats the best fixed one on a long tail (few-shot probe)",
         "paper": "TS, Table 1", "flags": "", "metric": KNN, "read": "few-shot/mean_per_class",
         "arms": {"cosine": COSINE, "fixed": FIXED}},
+    "ts-range": {
+        "says": "a wider range of temperatures is better on a long tail (kNN@1)", "paper": "TS, Table 4", "flags": "",
+        "metric": KNN, "arms": {"0.07 to 1.0": [f"{LONG_TAIL} --tau-min 0.07 --tau-max 1.0"],
+                                "0.1 to 0.3": [f"{LONG_TAIL} --tau-max 0.3"]}},
+    "ts-switching": {
+        "says": "the cosine is the best way to switch, and any is better than none (kNN@1)", "paper": "TS, Table 5",
+        "flags": "", "metric": KNN, "arms": {
+            "cosine": COSINE, "step": [f"{c} --schedule step" for c in COSINE],
+            "random": [f"{c} --schedule random" for c in COSINE],
+            "oscillating": [f"{c} --schedule oscillating" for c in COSINE], "fixed": FIXED}},
+    "ts-uniform": {
+        "says": "a cosine temperature beats a fixed one on classes of one size (kNN@1; the paper sees no gain)",
+        "paper": "TS, Table 10", "flags": "", "metric": KNN,
+        "arms": {"cosine": uniform(COSINE), "fixed": uniform(FIXED)}},
     "temo-gap": {
         "says": "TeMo's embeddings have the smallest modality gap (hundredths below 0)", "paper": "TeMo, Fig. 3",
         "flags": MOVING, "metric": T2V, "read": "modality_gap", "scale": -100,
@@ -123,6 +144,17 @@ CLAIMS = {
         "says": "the queue's biases at test time raise R@1 where test queries are like training queries",
         "paper": "NCL, Table 5", "flags": MOVING + " --clip-law zipf", "metric": "",
         "arms": {"queue": (f"normalize/queue/{T2V}", ["ncl.py"]), "none": (f"normalize/none/{T2V}", ["ncl.py"])}},
+    "ncl-oracle": {
+        "says": "biases from the test queries themselves are a bound above the queue's", "paper": "NCL, Table 5",
+        "flags": MOVING + " --clip-law zipf", "metric": "",
+        "arms": {"oracle": (f"normalize/oracle/{T2V}", ["ncl.py"]), "queue": (f"normalize/queue/{T2V}", ["ncl.py"])}},
+    "mmts-margin": {
+        "says": "margins by schedule and cluster size beat the best fixed one (text -> video R@1)",
+        "paper": "MM-TS, Table 9", "flags": MOVING, "metric": T2V,
+        "arms": {"TS and ICS": [f"mmts.py --loss max-margin {f}" for f in (
+                     "", "--alpha 0.1 --shift-min 0.1 --shift-max 0.2", "--alpha 0.1 --shift-min 0.3 --shift-max 0.5")],
+                 "fixed": [f"mmts.py --loss max-margin --no-schedule --no-shifts --margin {m}"
+                           for m in (0.2, 0.1, 0.4)]}},
     "temo-unimodal": {
         "says": "the modulated unimodal losses help classification (kNN@1 of the clips)", "paper": "TeMo, Table 3",
         "flags": MOVING, "metric": KNN, "arms": {"row g": ["temo.py"], "row e": ["temo.py --unimodal none"]}},
@@ -194,14 +226,15 @@ def run(words, places, keep=None):
 
 
 def tail_of(fashion, largest=500, ratio=100):
-    """The path of a new .npy file with the indices of a long tail of Fashion-MNIST, always the same images."""
+    """The path of a new .npy file with the indices of a long tail of Fashion-MNIST, always the same images (ratio 1:
+    classes of one size)."""
     import numpy as np
     labels = np.asarray(common.load_data("fashion-mnist", "train", data_dir=fashion).labels)  # (60000,)
     rng = np.random.default_rng(0)
     classes = rng.permutation(labels.max() + 1)
     counts = common.long_tail_counts(largest, len(classes), ratio)
     rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(classes, counts, strict=True)]
-    file = Path(tempfile.mkdtemp(prefix="claims-")) / "tail.npy"
+    file = Path(tempfile.mkdtemp(prefix="claims-")) / "rows.npy"
     np.save(file, np.sort(np.concatenate(rows)))
     return str(file)
 
@@ -390,7 +423,7 @@ def main(argv=None):
     what = args.suite, args.trials, args.seeds
     places, failed = {"fashion": str(Path(args.fashion).resolve())}, set()
     if Path(args.fashion).is_dir():
-        places["tail"] = tail_of(args.fashion)
+        places |= {"tail": tail_of(args.fashion), "uniform": tail_of(args.fashion, largest=124, ratio=1)}
     elif not args.plan:
         lacking = [n for n in args.claims if "{fashion}" in str(CLAIMS[n]["arms"]) and work_left([n], *what)]
         if lacking:

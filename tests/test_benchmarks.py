@@ -157,7 +157,7 @@ def test_every_claim_names_flags_that_its_script_has(tmp_path):
             assert len(trials) == 1 and all(metrics.values()), name  # tuned alike
             for command in (seeds[0] for of_arm in commands.values() for seeds in of_arm):
                 parse_args = importlib.import_module(command[0][:-3]).parse_args
-                args = parse_args([word.format(fashion=".", tail=tail) for word in command[1:]])
+                args = parse_args([word.format(fashion=".", tail=tail, uniform=tail) for word in command[1:]])
                 if suite == "gpu":
                     assert args.image_encoder == "resnet18-cifar" and not args.index_file or args.frames == 8
                 assert args.max_steps == (3 if suite == "quick" else 0)
