@@ -212,7 +212,7 @@ def has_tool(name):
 
 def figures(paper=""):
     """tools/figures.py, or with a paper ("ts") its own pictures, tools/figures_PAPER.py."""
-    return open_room(f"tools.figures_{paper}" if paper else "tools.figures")
+    return open_room(f"tools.figures_{paper}" if paper else "tools.figures", "pictures")
 
 
 def clusters():
@@ -3095,10 +3095,8 @@ class Run:
                 write_json(self.folder / "summary.json", summary)
             except UserError as error:  # the numbers are printed below all the same
                 problems.append(str(error))
-            if has_tool("figures"):
+            with where_there():
                 draw(self)
-            else:
-                say("tools/figures.py is not there: the pictures are left out")
         say(report(summary, self.folder, table) + (more(test) if more else ""))
         barrier()
         self.accelerator.end_training()  # trackers and the process group are closed

@@ -343,8 +343,9 @@ def normalize(case):
     case.metrics["retrieval"] = {k: v for k, v in results[case.args.normalize].items() if k != "error"}
     case.metrics |= {"normalize": results, "normalized_by": case.args.normalize}
     if common.rank() == 0:
-        queues = {"texts": [] if texts is None else texts, "videos": videos}
-        common.picture(case.picture("normalization"), ncl.draw_normalization, case.pieces, gamma, iterations, queues)
+        queues, draw = {"texts": [] if texts is None else texts, "videos": videos}, common.figures("ncl")
+        common.picture(case.picture("normalization"), draw.draw_normalization, case.pieces, gamma, iterations, queues,
+                       ncl.retrieval_biases)
 
 
 def gap(case):

@@ -688,7 +688,7 @@ def evaluate(checkpoint, out, *flags, pictures=False):
     """Metrics of the checkpoint's own data set."""
     with pytest.MonkeyPatch.context() as patch:
         if not pictures:
-            patch.setattr(ncl, "draw_normalization", lambda *args: None)
+            patch.setattr(common.figures("ncl"), "draw_normalization", lambda *args: None)
             patch.setattr(common.figures(), "draw_retrieval", lambda *args, **options: None)
         command = [*BASE, "--workers", "0", "--tasks", "retrieval", "--checkpoint", str(checkpoint)]
         command += ["--output-dir", str(out), *map(str, flags)]
