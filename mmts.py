@@ -564,7 +564,7 @@ def banner_lines(clusters, shifts, period, args):
 # ======================================================= pictures ====================================================
 def draw(run, clusters, shifts, period):
     """The pictures of a run: curves, retrieval, and the paper's Figures 3 to 11 from its own clusters."""
-    figures, args, log = common.figures(), run.args, run.log
+    figures, papers, args, log = common.figures(), common.figures("mmts"), run.args, run.log
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     run.picture("curves.png", figures.draw_curves, log, [
         ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
@@ -597,15 +597,15 @@ def draw(run, clusters, shifts, period):
         swing = np.array([sample_temperature(t, 0.0, period, swing_of(args)) for t in steps])   # (S,)
         center = shifts[:-1] if args.shifts else shifts.expand(len(clusters.sizes))             # (K,)
         sizes = clusters.sizes.numpy()
-        run.picture("temperatures.png", figures.draw_cluster_curves, steps, swing, center.numpy(), sizes,
+        run.picture("temperatures.png", papers.draw_cluster_curves, steps, swing, center.numpy(), sizes,
                     title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
-        run.picture("distribution.png", figures.draw_distribution, sizes, center.numpy(), (swing.min(), swing.max()),
+        run.picture("distribution.png", papers.draw_distribution, sizes, center.numpy(), (swing.min(), swing.max()),
                     title=f"{source}: {len(center)} clusters (Figs. 5, 8 to 11)", label=word)
     if "sample" in clusters.tensors:
-        run.picture("tsne.png", figures.draw_map, clusters.tensors["sample"].numpy(),
+        run.picture("tsne.png", papers.draw_map, clusters.tensors["sample"].numpy(),
                     clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
     if not run.train.streamed:
-        run.picture("clusters.png", figures.draw_clusters, run.train, clusters.meta["examples"],
+        run.picture("clusters.png", papers.draw_clusters, run.train, clusters.meta["examples"],
                     title=f"{source} (Fig. 6)")
 
 

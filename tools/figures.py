@@ -208,13 +208,13 @@ def draw_retrieval(pieces, path, queries=8, top=5, bias=None):
     sim = sim if bias is None else sim + bias
     best = sim.topk(min(top, sim.shape[1]), dim=1)               # (q, top)
     columns = best.indices.shape[1]
-    width, height = _cell(data, index)
+    width, height = cell(data, index)
     fig, axes = figure(columns, len(rows), width, height)
     fig.set_figwidth(columns * width + 1.6)                      # the captions stand on the left
     axes = axes.reshape(len(rows), columns)
     for r, row in enumerate(rows):
         right = set(pieces["positives"][row].tolist())
-        words = "\n".join(_wrap(pieces["texts"][row], 18))
+        words = "\n".join(wrap(pieces["texts"][row], 18))
         axes[r, 0].set_ylabel(words, rotation=0, ha="right", va="center", fontsize=9, labelpad=8)
         for c, j in enumerate(best.indices[r].tolist()):
             colour, line = (GREEN, 3) if j in right else (GREY, 1)
@@ -236,12 +236,12 @@ def draw_pairs(pieces, path, n=6):
     if not order:
         return _nothing(name, path)
     n = min(n, len(order) // 2) or 1
-    width, height = _cell(data, pieces["index"])
+    width, height = cell(data, pieces["index"])
     fig, axes = figure(n, 2, width=width + 0.3, height=height + 0.9)
     for ax, row in zip(axes, order[:n] + order[-n:][::-1], strict=True):
         show(ax, data, int(pieces["index"][pieces["owner"][row]]))
         ax.set_title(f"cos {sim[row]:.2f}", fontsize=9)
-        ax.set_xlabel("\n".join(_wrap(pieces["texts"][row], 20)), fontsize=8)
+        ax.set_xlabel("\n".join(wrap(pieces["texts"][row], 20)), fontsize=8)
     axes[0].set_ylabel("lowest", fontsize=9)
     axes[n].set_ylabel("highest", fontsize=9)
     fig.suptitle(f"{name} with the lowest (top) and highest (bottom) cosine", fontsize=9)
@@ -256,15 +256,15 @@ def draw_answers(pieces, path, each=4):
     data, index, hits = pieces["data"], pieces["index"], np.asarray(pieces["hits"])
     order = np.random.default_rng(0).permutation(len(index))
     rows = [r for hit in (True, False) for r in order[hits[order] == hit][:each]]
-    width, height = _cell(data, index)
+    width, height = cell(data, index)
     columns = min(each, len(rows))
     fig, axes = figure(columns, math.ceil(len(rows) / columns), max(2.6, width), height + 0.7, panels=len(rows))
     for ax, r in zip(axes, rows, strict=True):
         show(ax, data, int(index[r]), *((GREEN, 3) if hits[r] else (GREY, 1)))
         question, answer = (data.column(c)[int(index[r])] for c in ("question", "answer"))
-        ax.set_title("\n".join(_wrap(question, 34)), fontsize=8)
+        ax.set_title("\n".join(wrap(question, 34)), fontsize=8)
         given = [f"right: {answer}"] if hits[r] else [f"given: {pieces['given'][r]}", f"right: {answer}"]
-        ax.set_xlabel("\n".join(line for words in given for line in _wrap(words, 34)), fontsize=8)
+        ax.set_xlabel("\n".join(line for words in given for line in wrap(words, 34)), fontsize=8)
     fig.suptitle(f"{data.name} ({data.split}): answers, {100 * hits.mean():.1f} % of {len(hits)} right", fontsize=10)
     save_figure(fig, path)
 
@@ -273,7 +273,7 @@ def _kind(data, index):
     return "video" if len(index) and data.read(int(index[0])).ndim != 3 else "image"
 
 
-def _cell(data, index):
+def cell(data, index):
     """Width and height in inches of a panel for this set's pictures, by the first of them."""
     high, wide = picture(data, int(index[0])).shape[:2]
     return min(3.2, 1.5 * max(1, wide / high)), 1.5 if wide < 2 * high else 1.1
@@ -285,7 +285,7 @@ def _nothing(title, path):
     save_figure(fig, path)
 
 
-def _wrap(text, width):
+def wrap(text, width):
     return textwrap.wrap(text, width, max_lines=3, placeholder=" ...") or [""]
 
 
@@ -335,81 +335,3 @@ def _mass(stages):
     low, high = min(u[0] for u in used), max(u[1] for u in used)
     air = 0.08 * (high - low)
     return low - air, high + air
-
-
-# ======================================================= clusters ====================================================
-def draw_cluster_curves(steps, swing, center, sizes, path, title, label, lines=5):
-    """The value of a few clusters over a run, from the largest to the smallest.
-
-    Args: steps, swing (S,): what all clusters add at each step; center, sizes (K,): largest first; label: of the value.
-    """
-    fig, (ax,) = figure(1, width=6.4, height=3.6)
-    shown = np.unique(np.linspace(sizes[0], sizes[-1], lines).round())[::-1]  # even in size, as the value is
-    shown = np.unique([np.abs(sizes - s).argmin() for s in shown])
-    for k, c in enumerate(shown):
-        ax.plot(steps, center[c] + swing, label=f"{sizes[c]:,}", color=f"C{k}", **line_style(k, len(shown)))
-    ax.set(title=title, xlabel="step", ylabel=label)
-    ax.set_ylim(*_with_air(min(0, (center.min() + swing.min())), center.max() + swing.max()))
-    whole_ticks(ax)
-    ax.legend(title="cluster size", frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    save_figure(fig, path)
-
-
-def draw_distribution(sizes, center, swing, path, title, label):
-    """Sizes of clusters, largest first, and beside them each cluster's value and how far it swings.
-
-    Args: sizes, center (K,); swing: (lowest, highest) that the schedule adds; label: of the value."""
-    fig, (left, right) = figure(2)
-    x = np.arange(1, len(sizes) + 1)
-    left.bar(x, sizes, width=1.0)
-    left.set(title="how many captions or examples", xlabel="cluster, largest first", ylabel="size")
-    right.fill_between(x, center + swing[0], center + swing[1], step="mid", color="C1", alpha=0.3, lw=0,
-                       label="range over the run")
-    right.step(x, center, where="mid", color="C1", label="middle")
-    right.set(title=f"{label} of each", xlabel="cluster, largest first", ylabel=label)
-    right.set_ylim(*_with_air(min(0, (center + swing[0]).min()), (center + swing[1]).max()))
-    right.legend(frameon=False, fontsize=8)
-    for ax in (left, right):
-        whole_ticks(ax)
-    fig.suptitle(title, fontsize=10)
-    save_figure(fig, path)
-
-
-def draw_map(embeddings, labels, path, title):
-    """Embeddings (n, D) in the plane by t-SNE, coloured by their clusters, labels (n,)."""
-    from sklearn.manifold import TSNE
-
-    fig, (ax,) = figure(1, width=5.5, height=5)
-    plane = TSNE(perplexity=min(30, max(1, len(embeddings) // 4)), init="pca", random_state=0,
-                 metric="cosine").fit_transform(np.asarray(embeddings, np.float64))  # (n, 2)
-    ax.scatter(*plane.T, c=labels * 7 % 20, cmap="tab20", s=8)
-    below = f"{len(plane):,} points of {len(set(labels.tolist()))} clusters; a colour serves several"
-    ax.set(title=title, xticks=[], yticks=[], xlabel=below)
-    save_figure(fig, path)
-
-
-def draw_clusters(data, examples, path, title):
-    """Pictures and captions from the largest, a middle and the smallest cluster.
-
-    Args: examples: list of {size, captions, rows}, largest cluster first; rows: of data."""
-    shown = [examples[k] for k in sorted({0, len(examples) // 2, len(examples) - 1})]
-    shown = [e for e in shown if e["rows"]]
-    columns = max(len(e["rows"]) for e in shown)
-    width, height = _cell(data, shown[0]["rows"])
-    fig, axes = figure(columns, len(shown), width=width + 0.3, height=height + 0.55)
-    axes = axes.reshape(len(shown), columns)
-    for row, e in zip(axes, shown, strict=True):
-        for k, ax in enumerate(row):
-            if k >= len(e["rows"]):
-                ax.set_axis_off()
-                continue
-            show(ax, data, e["rows"][k])
-            ax.set_xlabel("\n".join(_wrap(e["captions"][k], 22)), fontsize=7)
-        row[0].set_ylabel(f"{e['size']:,}", fontsize=9)
-    fig.suptitle(f"{title}: clusters by size", fontsize=10)
-    save_figure(fig, path)
-
-
-def _with_air(low, high):
-    air = 0.05 * (high - low) or 1
-    return low - air * (low < 0), high + air
