@@ -160,7 +160,7 @@ def leave_processes():
 # ================================================== rooms ============================================================
 # Public names of this module that stand in a file of their own, which opens when one of them is asked for.
 ROOMS = {
-    "sets.video": ("read_frames",), "sets.hub": ("hub_call",), "sets.long_tail": ("long_tail_counts",),
+    "sets.frames": ("read_frames",), "sets.hub": ("hub_call",), "sets.long_tail": ("long_tail_counts",),
     "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.expert": ("Expert",),
     "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
     "tools.meta_data": ("meta_data",),

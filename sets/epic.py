@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from sets import video, videos
+from sets.frames import duration, read_frames
 
 VERBS, NOUNS = 97, 300
 NEEDED = ("narration_id", "video_id", "start_timestamp", "stop_timestamp", "narration", "verb_class", "noun_class",
@@ -237,7 +238,7 @@ class Chunks(video.Clips):
         chunks = _chunks(str(source))
         firsts = np.array([first for first, _ in chunks])
         if end > firsts[-1]:  # the end of the video may come before that of the window
-            end = max(start, min(end, firsts[-1] + video.duration(chunks[-1][1])))
+            end = max(start, min(end, firsts[-1] + duration(chunks[-1][1])))
         if sampling == "uniform":
             at = np.linspace(start, end, n)  # (n,) seconds of the whole video
         else:
@@ -251,5 +252,5 @@ class Chunks(video.Clips):
             if own[0] < 0 or own[-1] > length + 0.5 and k + 1 < len(chunks):
                 raise ValueError(f"no chunk of {source} has second {at[number == k].max():g}")
             # from a second before: the frame on show at a time began earlier
-            frames.append(video.read_frames(path, len(own), max(0.0, own[0] - 1), None, "at", own, self.short))
+            frames.append(read_frames(path, len(own), max(0.0, own[0] - 1), None, "at", own, self.short))
         return np.concatenate(frames)

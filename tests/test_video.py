@@ -34,7 +34,7 @@ from helpers import (
 )
 from PIL import Image
 
-from sets import moving_emoji, video, videos
+from sets import frames, moving_emoji, video, videos
 
 SPLITS = ("train", "val", "test")
 CPU = torch.device("cpu")
@@ -781,15 +781,15 @@ def test_packed_b_frames(tmp_path):
 def test_a_large_clip_is_counted_without_keeping_its_frames(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.avi", range(60), codec="mpeg4", fps=25, options={"bf": "2"})
     expected = video.read_frames(path, 8)
-    monkeypatch.setattr(video, "KEPT", 10_000)
+    monkeypatch.setattr(frames, "KEPT", 10_000)
     assert np.array_equal(video.read_frames(path, 8), expected)
-    monkeypatch.setattr(video, "_decode_frames", lambda *_: pytest.fail("two passes"))
-    monkeypatch.setattr(video, "KEPT", 2**27)
+    monkeypatch.setattr(frames, "_decode_frames", lambda *_: pytest.fail("two passes"))
+    monkeypatch.setattr(frames, "KEPT", 2**27)
     assert np.array_equal(video.read_frames(path, 8), expected)
 
 
 def test_containers_with_sure_times_are_decoded_no_further_than_wanted(tmp_path, monkeypatch):
-    monkeypatch.setattr(video, "_count_frames", lambda *_: pytest.fail("counted"))
+    monkeypatch.setattr(frames, "_count_frames", lambda *_: pytest.fail("counted"))
     for name, codec in (("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")):
         assert len(video.read_frames(write_video(tmp_path / name, range(12), codec=codec), 4)) == 4
 
