@@ -1218,7 +1218,8 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
         theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
         texts = (c[:Tokenizer.LETTERS * length] for c in captions())
         with writing(folder):
-            if start and theirs.is_dir():
+            their_encoder = read_json(theirs.parent / "model.json", {}).get("text_encoder", "small")
+            if start and theirs.is_dir() and their_encoder == "small":
                 shutil.copytree(theirs, folder, dirs_exist_ok=True)
                 say(f"--init-from: and the words of {theirs}, which its text encoder knows")
             else:
@@ -2878,8 +2879,10 @@ class Run:
             self.spec["frames"] = frames_of(self.train)
         if questions:
             self.spec["questions"] = questions
-        weights = "" if args.resume else args.init_from
-        self.tower, transform = build_model(self.spec, tokenizer, args.pretrained, weights)
+        start = args.pretrained, args.init_from
+        if args.resume and open_room("tools.checkpoints", "--resume").latest_checkpoint(self.folder):
+            start = False, ""  # its weights are in the checkpoint; stopped before the first one, it begins again
+        self.tower, transform = build_model(self.spec, tokenizer, *start)
         self.tower.to(self.device)
         self.tokenizer = tokenizer
         return self.tower, tokenizer, transform
