@@ -1673,6 +1673,9 @@ def split_column(name, table):
     of_word = {w: split_of(w) for w in dict.fromkeys(words)}
     odd = [w for w, split in of_word.items() if not split]
     if len(odd) == len(of_word):
+        if odd:
+            say_once(f"WARNING: --dataset {name}: no value of its column {column} names a split, first {odd[0]!r}: all "
+                     "of its rows are training data, of which val and test are held out")
         return {"train": None}
     if odd:
         known = ", ".join(w for words in SPLIT_NAMES.values() for w in words)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import of_set, tar_samples, write_tar
+from helpers import of_set, tar_samples, write_images, write_rows, write_tar
 from safetensors.torch import load_file
 
 import eval as evaluation
@@ -803,6 +803,22 @@ def test_margins_of_several_runs(tmp_path, capsys):
     with pytest.raises(SystemExit):
         margins.main([folders[1], folders[2], "--out", str(tmp_path / "b.png")])
     assert "one margin and one a2" in capsys.readouterr().err and not (tmp_path / "b.png").exists()
+
+
+def test_queries_without_a_class_are_no_concept(tmp_path, capsys):
+    """Class -1 is no name of the last class; further pairs, which have no classes, take none away."""
+    splits = ["train"] * 10 + ["val"] * 2 + ["test"] * 6
+    rows = [(name, f"words {k}", "" if k in (0, 14) else "ab"[k % 2], splits[k])
+            for k, name in enumerate(write_images(tmp_path, range(18)))]
+    write_rows(tmp_path / "own.csv", ["image", "caption", "label", "split"], rows)
+    more = [(f"b/{name}", "x") for name in write_images(tmp_path / "b", range(30, 50))]
+    write_rows(tmp_path / "more.csv", ["image", "caption"], more)
+    main(tmp_path / "r", "--dataset", str(tmp_path / "own.csv"), "--extra-pairs", str(tmp_path / "more.csv"),
+         "--weighting", "none", "--max-steps", "1")
+    found, right, share, keys = concepts.hits(tmp_path / "r", margins.finished(tmp_path / "r")[0])
+    assert sorted(found) == ["a", "a", "b", "b", "b"] and len(keys) == len(right) == 5 and "014.png" not in keys
+    assert share == {"a": 0.4, "b": 0.5}
+    assert "1 of 6 queries have no label and are left out" in capsys.readouterr().out
 
 
 def test_gain_by_concept(run, tmp_path, capsys):

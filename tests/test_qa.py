@@ -352,6 +352,9 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     write_rows(tmp_path / "odd.csv", ["file", "words"], [("a.mp4", "x")])
     with pytest.raises(common.UserError, match="--short: a column of videos is needed: odd.csv has none of video"):
         score.short_captions(data, str(tmp_path / "odd.csv"))
+    table = common.make_table([["one two three"]] * 2, ["a", "b"], paths[:2], {"label": ["ox", "bee"]}, label=[0, -1])
+    some = common.Data("files", "test", table)
+    assert score.short_captions(some, "label") == ["an ox", ""]  # a row without a class has no name of one
     drawn = common.load_data("moving-emoji", "test", clips=(8, 8, 8))  # no files: a row's key is its name
     with pytest.raises(common.UserError, match=r"--short .*no columns video and caption, but \['file', 'words'\]"):
         score.short_captions(drawn, str(tmp_path / "odd.csv"))

@@ -30,8 +30,8 @@ def short_captions(data, wanted):
     if not wanted:
         return [min(texts, key=words, default="") for texts in own]
     if (names := data.names(wanted)) is not None:
-        classes = [names[c] for c in data.column(wanted)]
-        return [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in classes]
+        classes = [names[c] if c >= 0 else "" for c in data.column(wanted)]  # -1: without a class
+        return [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" if name else "" for name in classes]
     if not Path(wanted).is_file():
         raise common.UserError(f"--short {wanted}: neither a file nor a column of {data.name} with class names")
     if data.sources is not None:
