@@ -2756,9 +2756,8 @@ class Parser(OneLine):
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
         saved = self._saved(chosen.resume) if chosen.resume else {}
         defaults = recipes.get(chosen.dataset, recipes["own"]) | {"dataset": chosen.dataset} | own | saved
-        words = sys.argv[1:] if argv is None else argv
-        given = any(str(word).partition("=")[0] == "--batch-size" for word in words)
-        defaults = {"fit_batch": chosen.dataset not in recipes and not given} | defaults
+        self.given = {str(word).partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
+        defaults = {"fit_batch": chosen.dataset not in recipes and "--batch-size" not in self.given} | defaults
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
         for name in (n for n in self.FIXED if n in saved):  # a run of an older version has not all of them
@@ -2767,6 +2766,13 @@ class Parser(OneLine):
                                      f"cannot become {now}; start a new run")
         self._check(args, saved)
         return args
+
+    def only(self, holds, where, *flags):
+        """Refuse these flags where the command line has them (a recipe's or a run's own values are never refused)
+        unless the condition holds, under which alone they have an effect."""
+        for flag in flags:
+            given = next(iter(self.given & {flag, flag.replace("--", "--no-", 1)}), "")
+            self.require(holds or not given, f"{given}: only {where}; it would have no effect")
 
     def _saved(self, folder):
         """The flags of a run to be resumed; refused when it is another script's."""

@@ -371,7 +371,7 @@ def test_l2rw_finds_the_swapped_pairs_of_a_toy():
 
 # ---------------------------------------------------- meta-data ------------------------------------------------------
 def arguments(*flags):
-    return mama.parse_args([*BASE, *flags])
+    return mama.parse_args([*of_set(BASE, flags), *flags])
 
 
 def meta_of(train, evals, args):
@@ -720,7 +720,17 @@ BAD = {
     ("--meta-memory", "fast", "--chunk-size", "4"): "--chunk-size: --weighting meta encodes the whole batch",
     ("--meta-set", "test"): "--meta-set test: neither train nor val nor a file of names",
     ("--tau", "0"): "--tau 0: must be > 0", ("--weighting", "mean"): "--weighting invalid choice: 'mean'",
-    ("--meta-batch-size", "1"): "--meta-batch-size 1: must be at least 2"}
+    ("--meta-batch-size", "1"): "--meta-batch-size 1: must be at least 2",
+    ("--eta", "2"): "--eta: only with --task qa-open or qa-choice; it would have no effect",
+    ("--focal-gamma=2",): "--focal-gamma: only with --weighting focal",
+    ("--spl-start", ".5"): "--spl-start: only with --weighting spl",
+    ("--answers", "9"): "--answers: only with --task qa-open", ("--fusion-layers", "3"): "--fusion-layers: only where",
+    ("--weighting", "none", "--meta-lr", "1"): "--meta-lr: only with --weighting meta;",
+    ("--weighting", "l2rw", "--weight-hidden", "9"): "--weight-hidden: only with --weighting meta or joint",
+    ("--weighting", "none"): "--meta-batch-size: only with --weighting meta or l2rw",
+    ("--meta-set", __file__): "--meta-size: only with --weighting meta or l2rw and --meta-set train or val",
+    ("--margin-schedule", "none", "--a0", "1"): "--a0: only with a margin",
+    ("--margin-schedule", "constant", "--a2", "1"): "--a2: only with --margin-schedule logistic"}
 
 
 @pytest.mark.parametrize("flags", BAD)
@@ -736,7 +746,7 @@ def test_a_meta_batch_that_no_two_processes_share(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         mama.parse_args([*BASE, "--meta-batch-size", "7"])
     assert "--meta-batch-size 7: not divisible by 2 processes" in capsys.readouterr().err
-    assert mama.parse_args([*BASE, "--meta-batch-size", "7", "--weighting", "focal"]).meta_batch_size == 7
+    mama.parse_args([*of_set(BASE, ["--weighting", "focal"]), "--weighting", "focal"])
 
 
 def test_too_little_meta_data(tmp_path):
