@@ -2658,8 +2658,9 @@ class Parser(OneLine):
     Args: file: the script's __file__, which names it.   texts: does the script train on captions?
     """
     FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
-             "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model",
-             "qa_similarity", "shuffle_video", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
+             "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
+             "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder",
+             "cluster_starts")
     # cannot change in a resumed run
 
     def __init__(self, file, description, texts=True):

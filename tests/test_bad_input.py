@@ -376,7 +376,7 @@ def test_resume_a_run_whose_flags_are_broken(tmp_path, capsys):
 
 CHANGED = [("--embed-dim", "16", "32"), ("--image-encoder", "small", "resnet18"), ("--image-size", "16", "32"),
            ("--batch-size", "8", "4"), ("--loss", "temo", "infonce"), ("--seed", "42", "1"), ("--dataset", "", "emoji"),
-           ("--fold", "0", "3"), ("--clip-law", "once", "zipf")]
+           ("--fold", "0", "3"), ("--clip-law", "once", "zipf"), ("--init-from", "", "/weights")]
 
 
 @pytest.mark.parametrize("flag, was, now", CHANGED)

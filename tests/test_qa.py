@@ -367,7 +367,7 @@ OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task"
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_every_flag_has_an_effect(runs_of, name, tmp_path):
+def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys):
     summary = main(tmp_path / "other", *OTHER[name])
     ours, theirs = logged(runs_of[0] / OTHER[name][1]), logged(tmp_path / "other")
     assert len(theirs) == 2 and ours[-1]["loss"] != theirs[-1]["loss"]
@@ -376,6 +376,9 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path):
         assert len(common.load_model(tmp_path / "other")[0].answers) == 3
     if name == "dual":
         assert common.load_model(tmp_path / "other")[0].model == "dual"
+    if name == "control":  # eval.py asks with the right videos, and says that it does
+        evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1"]))
+        assert "the run was a control (--shuffle-video); here each question has its own" in capsys.readouterr().out
     if name == "fused":
         assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
         flags = ["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1", "--tasks", "qa", "retrieval"]

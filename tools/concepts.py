@@ -17,7 +17,8 @@ import torch
 
 from tools.margins import finished
 
-DATA = ("dataset", "data_dir", "task", "clips", "clip_law", "fold", "caption_column", "label_column", "hold_out_val")
+DATA = ("dataset", "data_dir", "task", "clips", "clip_law", "fold", "caption_column", "label_column", "hold_out_val",
+        "shuffle_video")
 
 
 def hits(folder, args):
