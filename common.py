@@ -2725,7 +2725,7 @@ class Parser(OneLine):
             g.add_argument("--extra-captions", default="", metavar="FILE",
                            help="csv, jsonl or parquet of video, start, end, caption: further captions of training "
                                 "clips, as tools/caption.py writes them; each epoch draws one of all that a clip has")
-            g.add_argument("--extra-pairs", nargs="*", default=[], metavar="NAME[=DIR]",
+            g.add_argument("--extra-pairs", nargs="+", default=[], metavar="NAME[=DIR]",
                            help="data sets whose training pairs join the training set's, each with the folder of its "
                                 "files: howto100m=DIR, or tools/caption.py's csv of its videos, captions.csv=DIR")
             g.add_argument("--streaming", action=yesno, default=False,

@@ -523,6 +523,7 @@ def test_pairs_that_cannot_join_are_refused(tmp_path, capsys):
     data, _ = pairs_of(tmp_path, str(tmp_path / "same.csv"))
     for more, words, evals in (
             ("moving-emoji", "joins files with files; moving-emoji is a stream, drawn in memory", ()),
+            (f"={tmp_path}", "expected NAME or NAME=DIR", ()),
             (str(tmp_path / "pictures"), "cannot stand beside", ()), ("/no/such", "--extra-pairs /no/such", ()),
             (str(tmp_path / "same.csv"), "all of its 1 rows are of clips that the evaluation reads", {"val": data})):
         with pytest.raises(common.UserError) as info:
@@ -531,6 +532,8 @@ def test_pairs_that_cannot_join_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         mama.parse_args(["--task", "qa-open", "--extra-pairs", "x"])
     assert "--extra-pairs: pairs have no questions" in capsys.readouterr().err
+    with pytest.raises(common.UserError, match=f"^--extra-captions {tmp_path}: no such file"):
+        common.add_captions(data, tmp_path)
 
 
 def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):

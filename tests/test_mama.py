@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 import eval as evaluation
 import mama
 from tools import concepts, margins
+from tools.meta_data import balanced_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = True  # main below says which runs do
@@ -390,6 +391,13 @@ def test_meta_data_are_clean_balanced_and_stay_in_train():
     assert (counts[~short] >= counts.max() - 1).all() and (counts[short] == clean[short]).sum() >= short.sum() - 1
     again, _ = meta_of(train, evals, args)
     assert again.column("key") == meta.column("key") and "known to be clean" in meta.note
+
+
+def test_rows_without_a_class_are_no_class_of_the_meta_data():
+    table = common.make_table([["x"]] * 9, [f"{k}.png" for k in range(9)], label=[-1] * 6 + [0, 0, 1],
+                              classes={"label": ["a", "b"]})
+    rows, _ = balanced_rows(common.Data("x", "train", table), 3)
+    assert rows.tolist() == [6, 7, 8]
 
 
 def test_meta_data_of_val_leave_every_evaluation():

@@ -20,6 +20,8 @@ def add_captions(data, file):
     import datasets
     if data.streamed or data.sources is None:
         raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
+    if not Path(file).is_file():
+        raise UserError(f"--extra-captions {file}: no such file")
     if data.caption_relevancy:
         raise UserError(f"--extra-captions {file}: --caption-relevancy {data.caption_relevancy:g} draws sentences of "
                         f"{data.name} and would never draw these; set it to 0")
@@ -69,6 +71,8 @@ def add_pairs(data, word, args, evals):
     name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "max_bad_fraction",
             "unfold_captions")
+    if not name:
+        raise UserError(f"--extra-pairs {word}: expected NAME or NAME=DIR")
     options = {k: v for k in same if (v := getattr(args, k, None)) is not None}
     options["video_dir"] = folder or ("" if Path(name).is_dir() else args.video_dir)
     try:
