@@ -1207,7 +1207,8 @@ def set_dropout(model, features, text=True):
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False, start=""):
     """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process.
 
-    keep: a resumed run keeps the one in its folder.   start: weights of another run, whose words are taken over."""
+    keep: a resumed run keeps the one in its folder.   start: weights of another run; where its text encoder is small,
+    too, its words are taken over."""
     if name != "small":
         from transformers import AutoTokenizer
         try:

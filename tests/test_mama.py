@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import mama
-from tools import concepts, margins
+from tools import concepts, margins, score
 from tools.meta_data import balanced_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -837,6 +837,15 @@ def test_queries_without_a_class_are_no_concept(tmp_path, capsys):
     assert sorted(found) == ["a", "a", "b", "b", "b"] and len(keys) == len(right) == 5 and "014.png" not in keys
     assert share == {"a": 0.4, "b": 0.5}
     assert "1 of 6 queries have no label and are left out" in capsys.readouterr().out
+
+
+def test_scores_are_of_a_clip_s_own_captions(tmp_path):
+    """Whatever captions the run has swapped, and with a row for each of them."""
+    args = vars(arguments("--caption-noise", "0.9", "--unfold-captions"))
+    common.write_json(tmp_path / "args.json", args)
+    data = score.data_of(tmp_path, "train")
+    clean = common.load_data("moving-emoji", "train", clips=args["clips"])
+    assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(clean.keys())
 
 
 def test_gain_by_concept(run, tmp_path, capsys):

@@ -68,12 +68,13 @@ def caption_pairs(data, wanted):
 
 
 def data_of(folder, split):
-    """The split as a run reads it.   Raises: UserError."""
+    """The split as a run reads it, each clip once and with its own captions.   Raises: UserError."""
     flags = common.read_json(Path(folder) / "args.json", {})
     if "dataset" not in flags:
         raise common.UserError(f"{folder}: no args.json of a run there")
     args = argparse.Namespace(**flags)
-    data = common.load_data(args.dataset, split, **common.data_options(args))
+    own = common.data_options(args, caption_noise=0.0, unfold_captions=False)
+    data = common.load_data(args.dataset, split, **own)
     if data.streamed:
         raise common.UserError(f"--split {split}: {args.dataset} is a stream there; use val or test")
     return data
