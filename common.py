@@ -1207,7 +1207,8 @@ def set_dropout(model, features, text=True):
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False, start=""):
     """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process.
 
-    keep: a resumed run keeps the one in its folder.   start: weights of another run, whose words are taken over."""
+    keep: a resumed run keeps the one in its folder.   start: weights of another run; where its text encoder is small,
+    too, its words are taken over."""
     if name != "small":
         from transformers import AutoTokenizer
         try:
@@ -1218,7 +1219,8 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
         theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
         texts = (c[:Tokenizer.LETTERS * length] for c in captions())
         with writing(folder):
-            if start and theirs.is_dir():
+            their_encoder = read_json(theirs.parent / "model.json", {}).get("text_encoder", "small")
+            if start and theirs.is_dir() and their_encoder == "small":
                 shutil.copytree(theirs, folder, dirs_exist_ok=True)
                 say(f"--init-from: and the words of {theirs}, which its text encoder knows")
             else:
@@ -1672,6 +1674,9 @@ def split_column(name, table):
     of_word = {w: split_of(w) for w in dict.fromkeys(words)}
     odd = [w for w, split in of_word.items() if not split]
     if len(odd) == len(of_word):
+        if odd:
+            say_once(f"WARNING: --dataset {name}: no value of its column {column} names a split, first {odd[0]!r}: all "
+                     "of its rows are training data, of which val and test are held out")
         return {"train": None}
     if odd:
         known = ", ".join(w for words in SPLIT_NAMES.values() for w in words)
@@ -2654,8 +2659,9 @@ class Parser(OneLine):
     Args: file: the script's __file__, which names it.   texts: does the script train on captions?
     """
     FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
-             "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model",
-             "qa_similarity", "shuffle_video", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
+             "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
+             "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder",
+             "cluster_starts")
     # cannot change in a resumed run
 
     def __init__(self, file, description, texts=True):
@@ -2720,7 +2726,7 @@ class Parser(OneLine):
             g.add_argument("--extra-captions", default="", metavar="FILE",
                            help="csv, jsonl or parquet of video, start, end, caption: further captions of training "
                                 "clips, as tools/caption.py writes them; each epoch draws one of all that a clip has")
-            g.add_argument("--extra-pairs", nargs="*", default=[], metavar="NAME[=DIR]",
+            g.add_argument("--extra-pairs", nargs="+", default=[], metavar="NAME[=DIR]",
                            help="data sets whose training pairs join the training set's, each with the folder of its "
                                 "files: howto100m=DIR, or tools/caption.py's csv of its videos, captions.csv=DIR")
             g.add_argument("--streaming", action=yesno, default=False,
@@ -2752,9 +2758,8 @@ class Parser(OneLine):
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
         saved = self._saved(chosen.resume) if chosen.resume else {}
         defaults = recipes.get(chosen.dataset, recipes["own"]) | {"dataset": chosen.dataset} | own | saved
-        words = sys.argv[1:] if argv is None else argv
-        given = any(str(word).partition("=")[0] == "--batch-size" for word in words)
-        defaults = {"fit_batch": chosen.dataset not in recipes and not given} | defaults
+        self.given = {str(word).partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
+        defaults = {"fit_batch": chosen.dataset not in recipes and "--batch-size" not in self.given} | defaults
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
         for name in (n for n in self.FIXED if n in saved):  # a run of an older version has not all of them
@@ -2763,6 +2768,13 @@ class Parser(OneLine):
                                      f"cannot become {now}; start a new run")
         self._check(args, saved)
         return args
+
+    def only(self, holds, where, *flags):
+        """Refuse these flags where the command line has them (a recipe's or a run's own values are never refused)
+        unless the condition holds, under which alone they have an effect."""
+        for flag in flags:
+            given = next(iter(self.given & {flag, flag.replace("--", "--no-", 1)}), "")
+            self.require(holds or not given, f"{given}: only {where}; it would have no effect")
 
     def _saved(self, folder):
         """The flags of a run to be resumed; refused when it is another script's."""
@@ -2878,8 +2890,10 @@ class Run:
             self.spec["frames"] = frames_of(self.train)
         if questions:
             self.spec["questions"] = questions
-        weights = "" if args.resume else args.init_from
-        self.tower, transform = build_model(self.spec, tokenizer, args.pretrained, weights)
+        start = args.pretrained, args.init_from
+        if args.resume and open_room("tools.checkpoints", "--resume").latest_checkpoint(self.folder):
+            start = False, ""  # its weights are in the checkpoint; stopped before the first one, it begins again
+        self.tower, transform = build_model(self.spec, tokenizer, *start)
         self.tower.to(self.device)
         self.tokenizer = tokenizer
         return self.tower, tokenizer, transform

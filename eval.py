@@ -372,6 +372,8 @@ def qa(case):
     """Answers to questions, by type; the most frequent answer, or a draw among the choices, beside them."""
     subject, args, answers = case.subject, case.args, common.answers()
     how = subject.transform, case.data, subject.device, args.eval_batch, args.workers
+    if subject.own.get("shuffle_video"):
+        say(f"WARNING: {case.name}: the run was a control (--shuffle-video); here each question has its own video")
     metrics, case.chance["qa"], pieces = answers.evaluate(subject.model, subject.tokenizer, *how)
     case.metrics["qa"] = {k: v for k, v in metrics.items() if k != "unreadable"}
     if common.rank() == 0:

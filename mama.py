@@ -500,6 +500,20 @@ def parse_args(argv=None):
     p.require(args.task == "retrieval" or not args.extra_pairs, "--extra-pairs: pairs have no questions; train on them "
               "with --task retrieval, and give that run's model.safetensors to --init-from")
     p.require(args.task != "retrieval" or not args.shuffle_video, "--shuffle-video: only where there are questions")
+    p.only(args.margin_schedule != "none", "with a margin", "--a0", "--a1")
+    p.only(args.margin_schedule == "logistic", "with --margin-schedule logistic", "--a2")
+    p.only(args.weighting == "focal", "with --weighting focal", "--focal-gamma")
+    p.only(args.weighting == "spl", "with --weighting spl", "--spl-start")
+    p.only(args.weighting in ("meta", "joint"), "with --weighting meta or joint", "--weight-hidden")
+    p.only(args.weighting == "meta", "with --weighting meta", "--meta-lr", "--meta-weight-decay", "--virtual-lr",
+           "--meta-gradient", "--meta-every")
+    p.only(looks_ahead or args.meta_set == "val", "with --weighting meta or l2rw", "--meta-set", "--meta-batch-size")
+    p.only(args.meta_set == "val" or looks_ahead and args.meta_set == "train",
+           "with --weighting meta or l2rw and --meta-set train or val", "--meta-size")
+    p.only(args.task != "retrieval", "with --task qa-open or qa-choice", "--eta")
+    p.only(args.task == "qa-open", "with --task qa-open", "--answers")
+    p.only(args.task != "retrieval" and args.qa_model == "fusion", "where questions have --qa-model fusion",
+           "--fusion-layers")
     return args
 
 

@@ -398,6 +398,13 @@ def parse_args(argv=None):
               "--clusters vision: --cluster-encoder must name an image encoder")
     p.require(args.cluster_encoder not in ("small", "features"),
               f"--cluster-encoder {args.cluster_encoder}: has learnt nothing; take tf-idf, an id or a folder")
+    p.only(infonce and not args.shifts, "with --loss infonce --no-shifts", "--tau")
+    p.only(not infonce and not args.shifts, "with --loss max-margin --no-shifts", "--margin")
+    p.only(args.shifts, "with --shifts", "--shift-min", "--shift-max")
+    p.only(args.schedule, "with --schedule", "--alpha", "--periods", "--period")
+    p.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
+    p.only(args.clusters in ("captions", "vision"), "with --clusters captions or vision", "--num-clusters",
+           "--cluster-encoder", "--cluster-starts")
     return args
 
 

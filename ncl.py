@@ -385,6 +385,9 @@ def parse_args(argv=None):
     p.require(args.dropout == 0 or args.image_encoder == "features",
               f"--dropout {args.dropout}: of the tower of --image-encoder features, which alone has dropout")
     p.require(args.dropout < 1, "--dropout 1: nothing would be left")
+    p.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
+    p.only(args.loss == "ncl", "with --loss ncl", "--detach-biases")
+    p.only(args.loss == "max-margin", "with --loss max-margin", "--margin")
     return args
 
 

@@ -444,6 +444,13 @@ def parse_args(argv=None):
     p.require(not (args.image_expert or args.text_expert) or (args.loss == "temo" and served),
               "--image-expert and --text-expert set the temperatures of --loss temo --modulated; with --expert-serves "
               "unimodal those of --unimodal modulated")
+    per_pair = args.loss in ("temo", "dystress", "dystress-shifted")
+    p.only(args.loss == "temo", "with --loss temo", "--base", "--modulated", "--unimodal", "--blend", "--expert-serves")
+    p.only(per_pair or args.loss == "ts", "with --loss temo, ts or dystress", "--tau-min", "--tau-alpha")
+    p.only(per_pair, "with --loss temo or dystress", "--detach-tau")
+    p.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
+    p.only(args.loss == "ts", "with --loss ts", "--ts-periods")
+    p.only(args.loss == "slip", "with --loss slip", "--slip-weight", "--slip-tau", "--slip-hidden", "--slip-dim")
     return args
 
 

@@ -448,6 +448,10 @@ def parse_args(argv=None):
     p.require(args.loss != "moco" or not args.chunk_size,
               "--chunk-size: MoCo's loss is linear in the batch and its key encoder has no gradient; lower "
               "--batch-size instead")
+    p.only(args.loss == "moco", "with --loss moco", "--queue-size", "--momentum", "--key-splits")
+    p.only(args.loss == "sdclr", "with --loss sdclr", "--prune")
+    p.only(args.loss != "moco", "with --loss simclr or sdclr", "--head-norm")
+    p.only(args.tau_head > 0, "with --tau-head and --tau-tail", "--head-part")
     return args
 
 

@@ -247,6 +247,11 @@ def number(record, split, metric):
     return found[metric]
 
 
+def has(record, metric):
+    """Is this among the test results of a record? temo.py has kNN@1 alone."""
+    return metric in common.flatten(next(iter(record["test"].values()), {}))
+
+
 def best_trial(trials, metric):
     """The index of the trial with the best val metric on the tuning seed; 0 where there is one; None: one lacks."""
     if len(trials) == 1:
@@ -302,7 +307,8 @@ def judge(name, suite, trials, seeds):
                      "test": {k: claim.get("scale", 1) * number(r, "test", read) for k, r in records.items()},
                      "val": {k: number(r, "val", metrics[arm]) for k, r in records.items()},
                      "also": {title: {k: number(r, "test", before + path) for k, r in records.items()}
-                              for title, path in others.items()},
+                              for title, path in others.items()
+                              if all(has(r, before + path) for r in records.values())},
                      "commits": sorted({r["commit"] for r in records.values()}),
                      "machines": sorted({r["machine"] for r in records.values()}),
                      "wall_s": [r["wall_s"] for r in records.values()]}
@@ -317,7 +323,8 @@ def judge(name, suite, trials, seeds):
         mean, half = interval(differences)
         out["against"][baseline] = {"seeds": both, "differences": differences, "mean": mean, "half": half,
                                     "also": {title: interval([of[k] - arms[baseline]["also"][title][k] for k in both])
-                                             for title, of in arms[method]["also"].items()},
+                                             for title, of in arms[method]["also"].items()
+                                             if title in arms[baseline]["also"]},
                                     "smallest_effect": smallest_effect(differences[:2], seeds),
                                     "verdict": verdict(mean, half)}
     rival = max(baselines, key=lambda b: statistics.mean(arms[b]["val"].values()))  # chosen on val, judged on test

@@ -60,6 +60,8 @@ def write(wanted):
             chance = cells(records[:1], "chance", COLUMNS.values())
             lines.append(f"| {task} | {CHANCE[task]} | - | " + " | ".join(chance) + " | - |")
     records = [r for of in done.values() for r in of]
+    if not records:
+        raise SystemExit("no run has ended well: nothing to write")
     left = [f"{task}, {row}" for (task, row), of in done.items() if not of]
     words = ["Questions about moving-emoji, the default recipe, test split: accuracy in percent, 100 questions of each "
              "kind (one standard error of a single accuracy is 2.9 points over all and up to 5 of a kind). It shows "
@@ -78,7 +80,7 @@ def write(wanted):
 def main(argv=None):
     """Run what is missing, then write the table."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--seeds", type=int, default=1, help="runs of each row")
+    p.add_argument("--seeds", type=common.count, default=1, help="runs of each row")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one thread each")
     p.add_argument("--keep", default="", help="folder for the run folders; their checkpoints are left out")
     args = p.parse_args(argv)

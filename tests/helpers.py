@@ -187,9 +187,21 @@ def write_video(path, frames, codec="libx264", fps=10, at=None, pixels="yuv420p"
 
 
 def of_set(base, flags):
-    """A test's usual flags, without --clips where the test trains on another set than moving-emoji."""
+    """A test's usual flags without those that have no part beside `flags`: --clips of another set than moving-emoji,
+    meta-data without a look ahead, the number of clusters where classes are counted."""
     base, flags = [*map(str, base)], [*map(str, flags)]
-    if "--dataset" in flags and flags[flags.index("--dataset") + 1] != "moving-emoji" and "--clips" in base:
-        at = base.index("--clips")
-        del base[at:at + 4]
+
+    def asked(flag, usual):
+        return flags[flags.index(flag) + 1] if flag in flags else usual
+    unused = [] if asked("--dataset", "moving-emoji") == "moving-emoji" else [("--clips", 4)]
+    look, source = asked("--weighting", "meta") in ("meta", "l2rw"), asked("--meta-set", "train")
+    look = look and asked("--loss", "mama") == "mama"
+    unused += [] if look or source == "val" else [("--meta-batch-size", 2)]
+    unused += [] if source == "val" or look and source == "train" else [("--meta-size", 2)]
+    usual = "noun" if asked("--dataset", "") == "epic-kitchens-100" else "captions"
+    unused += [] if asked("--clusters", usual) in ("captions", "vision") else [("--num-clusters", 2)]
+    for flag, words in unused:
+        if flag in base:
+            at = base.index(flag)
+            del base[at:at + words]
     return base

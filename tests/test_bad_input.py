@@ -31,6 +31,7 @@ import mama
 import mmts
 import ncl
 import temo
+import temperature_schedules
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -375,7 +376,7 @@ def test_resume_a_run_whose_flags_are_broken(tmp_path, capsys):
 
 CHANGED = [("--embed-dim", "16", "32"), ("--image-encoder", "small", "resnet18"), ("--image-size", "16", "32"),
            ("--batch-size", "8", "4"), ("--loss", "temo", "infonce"), ("--seed", "42", "1"), ("--dataset", "", "emoji"),
-           ("--fold", "0", "3"), ("--clip-law", "once", "zipf")]
+           ("--fold", "0", "3"), ("--clip-law", "once", "zipf"), ("--init-from", "", "/weights")]
 
 
 @pytest.mark.parametrize("flag, was, now", CHANGED)
@@ -440,6 +441,30 @@ def test_weights_that_do_not_fit(good, tmp_path):
     assert f"--init-from {tmp_path / 'w.pt'}: cannot be read" in stopped(
         good, tmp_path / "b", "--init-from", tmp_path / "w.pt"
     )
+
+
+@pytest.mark.parametrize("script, words, refused", [
+    (temo, "--loss infonce --no-modulated", "--no-modulated: only with --loss temo"),
+    (temo, "--loss cwcl --tau-alpha=0.1", "--tau-alpha: only with --loss temo, ts or dystress"),
+    (temo, "--loss ts --no-detach-tau", "--no-detach-tau: only with --loss temo or dystress"),
+    (temo, "--ts-periods 3", "--ts-periods: only with --loss ts"), (temo, "--slip-tau 1", "--slip-tau: only with"),
+    (temo, "--tau-clamp 0.001 0.5", "--tau-clamp: only with --learnable-tau"),
+    (mmts, "--tau 0.1", "--tau: only with --loss infonce --no-shifts"),
+    (mmts, "--no-shifts --tau 0.1 --margin 0.1", "--margin: only with --loss max-margin --no-shifts"),
+    (mmts, "--no-shifts --tau 0.1 --shift-max 1", "--shift-max: only with --shifts"),
+    (mmts, "--no-schedule --periods 3", "--periods: only with --schedule"),
+    (mmts, "--clusters noun --num-clusters 9", "--num-clusters: only with --clusters captions or vision"),
+    (ncl, "--margin 0.1", "--margin: only with --loss max-margin"),
+    (ncl, "--loss infonce --no-detach-biases", "--no-detach-biases: only with --loss ncl"),
+    (temperature_schedules, "--prune 0.9", "--prune: only with --loss sdclr"),
+    (temperature_schedules, "--momentum 0.9", "--momentum: only with --loss moco"),
+    (temperature_schedules, "--loss moco --head-norm none", "--head-norm: only with --loss simclr or sdclr"),
+    (temperature_schedules, "--head-part 0.3", "--head-part: only with --tau-head and --tau-tail")])
+def test_a_flag_of_another_loss_is_refused(script, words, refused, capsys):
+    """Where the command line has it, be it at its default; a recipe's own values are not refused."""
+    with pytest.raises(SystemExit) as end:
+        script.parse_args(words.split())
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(f"error: {refused}")
 
 
 def test_batchnorm_in_chunks_is_refused(good, tmp_path):

@@ -19,7 +19,7 @@ from helpers import TEXT, frame, frame_number, open_splits, write_captions, writ
 from PIL import Image
 
 import mama
-from tools import caption
+from tools import caption, extra_captions
 
 ROOT = Path(__file__).parent.parent
 
@@ -523,6 +523,7 @@ def test_pairs_that_cannot_join_are_refused(tmp_path, capsys):
     data, _ = pairs_of(tmp_path, str(tmp_path / "same.csv"))
     for more, words, evals in (
             ("moving-emoji", "joins files with files; moving-emoji is a stream, drawn in memory", ()),
+            (f"={tmp_path}", "expected NAME or NAME=DIR", ()),
             (str(tmp_path / "pictures"), "cannot stand beside", ()), ("/no/such", "--extra-pairs /no/such", ()),
             (str(tmp_path / "same.csv"), "all of its 1 rows are of clips that the evaluation reads", {"val": data})):
         with pytest.raises(common.UserError) as info:
@@ -531,3 +532,24 @@ def test_pairs_that_cannot_join_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         mama.parse_args(["--task", "qa-open", "--extra-pairs", "x"])
     assert "--extra-pairs: pairs have no questions" in capsys.readouterr().err
+    with pytest.raises(common.UserError, match=f"^--extra-captions {tmp_path}: no such file"):
+        common.add_captions(data, tmp_path)
+
+
+def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
+    """The same file twice, by any path to it; other captions of a clip join, with a word."""
+    for k in range(6):
+        write_video(tmp_path / f"v{k}.mp4", [k, 2])
+    rows = [(f"v{k}.mp4", f"own {k}", ("train", "val", "test")[max(0, k - 3)]) for k in range(6)]
+    write_rows(tmp_path / "own.csv", ["video", "caption", "split"], rows)
+    (tmp_path / "also").symlink_to(tmp_path)
+    with pytest.raises(common.UserError, match=r"^--extra-pairs .*: all of its 4 rows are of clips that are trained"):
+        pairs_of(tmp_path, str(tmp_path / "also" / "own.csv"), video_dir=str(tmp_path))
+    write_video(tmp_path / "w.mp4", [5, 6])
+    write_rows(tmp_path / "more.csv", ["video", "caption", "split"],
+               [("v0.mp4", "other words", "train"), ("w.mp4", "new", "train"), *rows[4:]])
+    _, both = pairs_of(tmp_path, str(tmp_path / "more.csv"))
+    assert len(both) == 6 and "2 further pairs" in both.note
+    assert "1 of clips that are trained on already" in both.note
+    table = common.make_table([["t"]] * 2, ["0", "1"], [{"bytes": b"a", "path": "0.png"}] * 2)  # no file to know it by
+    assert len({*extra_captions.places(common.Data("x", "train", table))}) == 2

@@ -212,15 +212,14 @@ def test_a_released_file_that_does_not_fit(clip, tmp_path, capsys):
 def flags(clip, folder, *more):
     return ["--cpu", "--threads", "1", "--clips", "32", "16", "16", "--batch-size", "16", "--log-every", "1",
             "--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", str(clip[0]), "--pretrained", "--text-length",
-            "12", "--embed-dim", "16", "--image-stats", "encoder", "--meta-size", "8", "--meta-batch-size", "4",
-            "--output-dir", str(folder), *more]
+            "12", "--embed-dim", "16", "--image-stats", "encoder", "--output-dir", str(folder), *more]
 
 
 def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path, monkeypatch):
     monkeypatch.setattr(mama, "draw", lambda *a: None)
     torch.save(published(clip[1].config), tmp_path / "a.pt")
     more = ["--frames", "3", "--max-steps", "2", "--save-every", "1", "--run-name", "run", "--init-from",
-            str(tmp_path / "a.pt")]
+            str(tmp_path / "a.pt"), "--meta-size", "8", "--meta-batch-size", "4"]
     summary = mama.main(mama.parse_args(flags(clip, tmp_path, *more)))
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     weights = [r["w"] for r in logged if "loss" in r]

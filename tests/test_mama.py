@@ -20,12 +20,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import of_set, tar_samples, write_tar
+from helpers import of_set, tar_samples, write_images, write_rows, write_tar
 from safetensors.torch import load_file
 
 import eval as evaluation
 import mama
-from tools import concepts, margins
+from tools import concepts, margins, score
+from tools.meta_data import balanced_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = True  # main below says which runs do
@@ -371,7 +372,7 @@ def test_l2rw_finds_the_swapped_pairs_of_a_toy():
 
 # ---------------------------------------------------- meta-data ------------------------------------------------------
 def arguments(*flags):
-    return mama.parse_args([*BASE, *flags])
+    return mama.parse_args([*of_set(BASE, flags), *flags])
 
 
 def meta_of(train, evals, args):
@@ -390,6 +391,13 @@ def test_meta_data_are_clean_balanced_and_stay_in_train():
     assert (counts[~short] >= counts.max() - 1).all() and (counts[short] == clean[short]).sum() >= short.sum() - 1
     again, _ = meta_of(train, evals, args)
     assert again.column("key") == meta.column("key") and "known to be clean" in meta.note
+
+
+def test_rows_without_a_class_are_no_class_of_the_meta_data():
+    table = common.make_table([["x"]] * 9, [f"{k}.png" for k in range(9)], label=[-1] * 6 + [0, 0, 1],
+                              classes={"label": ["a", "b"]})
+    rows, _ = balanced_rows(common.Data("x", "train", table), 3)
+    assert rows.tolist() == [6, 7, 8]
 
 
 def test_meta_data_of_val_leave_every_evaluation():
@@ -720,7 +728,17 @@ BAD = {
     ("--meta-memory", "fast", "--chunk-size", "4"): "--chunk-size: --weighting meta encodes the whole batch",
     ("--meta-set", "test"): "--meta-set test: neither train nor val nor a file of names",
     ("--tau", "0"): "--tau 0: must be > 0", ("--weighting", "mean"): "--weighting invalid choice: 'mean'",
-    ("--meta-batch-size", "1"): "--meta-batch-size 1: must be at least 2"}
+    ("--meta-batch-size", "1"): "--meta-batch-size 1: must be at least 2",
+    ("--eta", "2"): "--eta: only with --task qa-open or qa-choice; it would have no effect",
+    ("--focal-gamma=2",): "--focal-gamma: only with --weighting focal",
+    ("--spl-start", ".5"): "--spl-start: only with --weighting spl",
+    ("--answers", "9"): "--answers: only with --task qa-open", ("--fusion-layers", "3"): "--fusion-layers: only where",
+    ("--weighting", "none", "--meta-lr", "1"): "--meta-lr: only with --weighting meta;",
+    ("--weighting", "l2rw", "--weight-hidden", "9"): "--weight-hidden: only with --weighting meta or joint",
+    ("--weighting", "none"): "--meta-batch-size: only with --weighting meta or l2rw",
+    ("--meta-set", __file__): "--meta-size: only with --weighting meta or l2rw and --meta-set train or val",
+    ("--margin-schedule", "none", "--a0", "1"): "--a0: only with a margin",
+    ("--margin-schedule", "constant", "--a2", "1"): "--a2: only with --margin-schedule logistic"}
 
 
 @pytest.mark.parametrize("flags", BAD)
@@ -736,7 +754,7 @@ def test_a_meta_batch_that_no_two_processes_share(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         mama.parse_args([*BASE, "--meta-batch-size", "7"])
     assert "--meta-batch-size 7: not divisible by 2 processes" in capsys.readouterr().err
-    assert mama.parse_args([*BASE, "--meta-batch-size", "7", "--weighting", "focal"]).meta_batch_size == 7
+    mama.parse_args([*of_set(BASE, ["--weighting", "focal"]), "--weighting", "focal"])
 
 
 def test_too_little_meta_data(tmp_path):
@@ -803,6 +821,31 @@ def test_margins_of_several_runs(tmp_path, capsys):
     with pytest.raises(SystemExit):
         margins.main([folders[1], folders[2], "--out", str(tmp_path / "b.png")])
     assert "one margin and one a2" in capsys.readouterr().err and not (tmp_path / "b.png").exists()
+
+
+def test_queries_without_a_class_are_no_concept(tmp_path, capsys):
+    """Class -1 is no name of the last class; further pairs, which have no classes, take none away."""
+    splits = ["train"] * 10 + ["val"] * 2 + ["test"] * 6
+    rows = [(name, f"words {k}", "" if k in (0, 14) else "ab"[k % 2], splits[k])
+            for k, name in enumerate(write_images(tmp_path, range(18)))]
+    write_rows(tmp_path / "own.csv", ["image", "caption", "label", "split"], rows)
+    more = [(f"b/{name}", "x") for name in write_images(tmp_path / "b", range(30, 50))]
+    write_rows(tmp_path / "more.csv", ["image", "caption"], more)
+    main(tmp_path / "r", "--dataset", str(tmp_path / "own.csv"), "--extra-pairs", str(tmp_path / "more.csv"),
+         "--weighting", "none", "--max-steps", "1")
+    found, right, share, keys = concepts.hits(tmp_path / "r", margins.finished(tmp_path / "r")[0])
+    assert sorted(found) == ["a", "a", "b", "b", "b"] and len(keys) == len(right) == 5 and "014.png" not in keys
+    assert share == {"a": 0.4, "b": 0.5}
+    assert "1 of 6 queries have no label and are left out" in capsys.readouterr().out
+
+
+def test_scores_are_of_a_clip_s_own_captions(tmp_path):
+    """Whatever captions the run has swapped, and with a row for each of them."""
+    args = vars(arguments("--caption-noise", "0.9", "--unfold-captions"))
+    common.write_json(tmp_path / "args.json", args)
+    data = score.data_of(tmp_path, "train")
+    clean = common.load_data("moving-emoji", "train", clips=args["clips"])
+    assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(clean.keys())
 
 
 def test_gain_by_concept(run, tmp_path, capsys):

@@ -281,6 +281,9 @@ def test_the_published_relevancies_and_those_of_the_classes_are_equal(kitchen, t
 def test_training_captions_are_the_relevant_sentences(kitchen):
     """Uniform over the sentences with relevancy > 0.1, strictly; the same on any number of workers; each epoch anew."""
     own, data = kitchens(kitchen, "train"), kitchens(kitchen, "train", caption_relevancy=0.1)
+    with pytest.raises(common.UserError, match="--extra-captions .*: --caption-relevancy 0.1 draws sentences"):
+        more = str(kitchen / "EPIC_100_verb_classes.csv")
+        kitchens(kitchen, "train", caption_relevancy=0.1, extra_captions=more)
     for i, key in enumerate(data.keys()):
         relevant = {CLIPS[s][3] for s in SENTENCES if plain_relevancy(key, s) > 0.1}
         drawn = [data.training_captions(i, 0, epoch, i)[0] for epoch in range(300)]

@@ -483,7 +483,8 @@ def test_logged_range_is_the_arithmetic_of_the_flags(tmp_path):
     main(tmp_path / "margin", *words.split(), "--loss", "max-margin")
     for row, s in zip(rows(tmp_path / "margin"), swing, strict=True):
         assert (row["margin_min"], row["margin_max"]) == pytest.approx((0.05 + s, 0.2 + s), abs=1e-6)
-    main(tmp_path / "schedule", *words.split(), "--no-shifts", "--tau", "0.07")
+    words = words.replace("--shift-min 0.05 --shift-max 0.2", "--no-shifts --tau 0.07")
+    main(tmp_path / "schedule", *words.split())
     for row, s in zip(rows(tmp_path / "schedule"), swing, strict=True):
         assert [row[k] for k in ("tau", "tau_min", "tau_max")] == pytest.approx([0.07 + s] * 3, abs=1e-6)
 

@@ -14,7 +14,8 @@ import common
 import pytest
 import runs as runs_of_scripts
 import torch
-from safetensors.torch import save_file
+from helpers import write_captions
+from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertModel,
@@ -132,7 +133,7 @@ def test_a_clip_whose_folder_begins_like_a_video_tower(tmp_path, tokenizer, monk
         assert torch.allclose(model(clips)[0], sum(images) / 3, atol=1e-5)
 
 
-def test_init_from(tmp_path, tokenizer):
+def test_init_from(tmp_path, tokenizer, capsys):
     one, two = (common.build_model(dict(SPEC), tokenizer, False)[0] for _ in range(2))
     wrapped = {f"module._orig_mod.{k}": v.contiguous() for k, v in one.state_dict().items()}
     save_file(wrapped, tmp_path / "a.safetensors")
@@ -141,6 +142,9 @@ def test_init_from(tmp_path, tokenizer):
         fresh = common.build_model(dict(SPEC), tokenizer, False)[0]
         common.init_from(fresh, tmp_path / file)
         assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), fresh.state_dict().values()))
+    longer = common.build_model(SPEC | dict(text_length=20), tokenizer, False)[0]
+    common.init_from(longer, tmp_path / "b.pt")
+    assert "the others start as they would, first text.body.position (23, 128)" in capsys.readouterr().out
     save_file({"other": torch.zeros(3)}, tmp_path / "c.safetensors")
     with pytest.raises(common.UserError, match="none of its 1 tensors fits"):
         common.init_from(two, tmp_path / "c.safetensors")
@@ -164,6 +168,31 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
     assert "WARNING" not in capsys.readouterr().out
     common.init_from(model, tmp_path / "alone.safetensors")
     assert "WARNING: --init-from" in capsys.readouterr().out
+
+
+def test_words_of_a_run_with_another_text_encoder_stay_there(tmp_path, tokenizer):
+    """Its tokenizer is of a BERT, say, whose vocabulary a small text encoder has no use for."""
+    tokenizer.save(tmp_path / "a" / "tokenizer")
+    common.write_json(tmp_path / "a" / "model.json", {"text_encoder": "some/bert"})
+    common.build_tokenizer("small", 16, lambda: ["quartz"] * 9, tmp_path / "b", start=str(tmp_path / "a"))
+    assert "apple" not in (tmp_path / "b" / "tokenizer.json").read_text()
+
+
+def test_a_run_stopped_before_its_first_checkpoint_begins_from_the_same_weights(tmp_path, monkeypatch, capsys):
+    """The weights of --init-from, not others in silence; after a checkpoint they are not asked for."""
+    monkeypatch.setattr(temo, "draw", lambda *_: None)
+    write_captions(tmp_path, 60)
+    flags = [*RUN, "--dataset", str(tmp_path / "captions.csv"), "--image-size", "16", "--workers", "0", "--output-dir",
+             str(tmp_path), "--eval-every", "0", "--lr", "0", "--lr-end", "0"]
+    temo.main(temo.parse_args([*flags, "--run-name", "first", "--seed", "1"]))
+    temo.main(temo.parse_args([*flags, "--run-name", "run", "--init-from", str(tmp_path / "first")]))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    for _ in range(2):
+        temo.main(temo.parse_args(["--resume", str(tmp_path / "run")]))
+        first, found = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "run"))
+        assert all(torch.equal(first[k], found[k]) for k in first)
+    assert capsys.readouterr().out.count("tensors read from") == 2
 
 
 def test_init_from_runs_no_pickled_code(tmp_path, tokenizer):

@@ -352,6 +352,9 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     write_rows(tmp_path / "odd.csv", ["file", "words"], [("a.mp4", "x")])
     with pytest.raises(common.UserError, match="--short: a column of videos is needed: odd.csv has none of video"):
         score.short_captions(data, str(tmp_path / "odd.csv"))
+    table = common.make_table([["one two three"]] * 2, ["a", "b"], paths[:2], {"label": ["ox", "bee"]}, label=[0, -1])
+    some = common.Data("files", "test", table)
+    assert score.short_captions(some, "label") == ["an ox", ""]  # a row without a class has no name of one
     drawn = common.load_data("moving-emoji", "test", clips=(8, 8, 8))  # no files: a row's key is its name
     with pytest.raises(common.UserError, match=r"--short .*no columns video and caption, but \['file', 'words'\]"):
         score.short_captions(drawn, str(tmp_path / "odd.csv"))
@@ -364,7 +367,7 @@ OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task"
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_every_flag_has_an_effect(runs_of, name, tmp_path):
+def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys):
     summary = main(tmp_path / "other", *OTHER[name])
     ours, theirs = logged(runs_of[0] / OTHER[name][1]), logged(tmp_path / "other")
     assert len(theirs) == 2 and ours[-1]["loss"] != theirs[-1]["loss"]
@@ -373,6 +376,9 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path):
         assert len(common.load_model(tmp_path / "other")[0].answers) == 3
     if name == "dual":
         assert common.load_model(tmp_path / "other")[0].model == "dual"
+    if name == "control":  # eval.py asks with the right videos, and says that it does
+        evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1"]))
+        assert "the run was a control (--shuffle-video); here each question has its own" in capsys.readouterr().out
     if name == "fused":
         assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
         flags = ["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1", "--tasks", "qa", "retrieval"]

@@ -137,12 +137,13 @@ def test_a_column_split_says_which_rows_are_whose(layout, tmp_path):
             assert data.key(i).endswith(f"{k}.png")
 
 
-def test_a_column_split_of_other_words(tmp_path):
+def test_a_column_split_of_other_words(tmp_path, capsys):
     for k in range(60):
         Image.fromarray(picture(k)).save(tmp_path / f"{k}.png")
     rows = [(f"{k}.png", "x", "left" if k % 2 else "right") for k in range(60)]
     write_rows(tmp_path / "own.csv", ["image", "caption", "split"], rows)
     assert len(common.load_data(str(tmp_path / "own.csv"), "train")) > 40  # no name of a split: no column of splits
+    assert "no value of its column split names a split, first 'right'" in capsys.readouterr().out
     write_rows(tmp_path / "odd.csv", ["image", "caption", "split"], [*rows[:59], ("59.png", "x", "train")])
     with pytest.raises(common.UserError, match="'right' in its column split names no split"):
         common.load_data(str(tmp_path / "odd.csv"), "train")

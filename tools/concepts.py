@@ -17,14 +17,15 @@ import torch
 
 from tools.margins import finished
 
-DATA = ("dataset", "data_dir", "task", "clips", "clip_law", "fold", "caption_column", "label_column", "hold_out_val")
+DATA = ("dataset", "data_dir", "task", "clips", "clip_law", "fold", "caption_column", "label_column", "hold_out_val",
+        "shuffle_video")
 
 
 def hits(folder, args):
     """(concepts (Q,), hits (Q,) 0 or 1, {concept: part of the training rows}, keys (Q,)) of a run's queries.
 
     Raises: UserError where the set has no test split or no classes."""
-    args = argparse.Namespace(**args | {"eval_every": 0})
+    args = argparse.Namespace(**args | {"eval_every": 0, "extra_pairs": []})  # which have no classes
     train, evals = common.open_data(args)
     if "test" not in evals.get(args.dataset, {}):
         raise common.UserError(f"{folder}: {args.dataset} has no test split of its own in this run")
@@ -47,10 +48,13 @@ def hits(folder, args):
     else:
         right = np.asarray(found["hits"]) > 0
     names, known = data.names(column), data.column(column)
+    has = np.array([names is None or known[i] >= 0 for i in rows])         # (Q,) -1: without a class
+    if not has.all():
+        common.say(f"{folder}: {(~has).sum():,} of {len(has):,} queries have no {column} and are left out")
+    rows, right = rows[has], np.asarray(right, dtype=float)[has]
     said = names.__getitem__ if names else str
-    share = {said(c): n / len(train) for c, n in Counter(train.column(column)).items()}
-    return (np.array([said(known[i]) for i in rows]), np.asarray(right, dtype=float), share,
-            [data.key(i) for i in rows])
+    share = {said(c): n / len(train) for c, n in Counter(train.column(column)).items() if not names or c >= 0}
+    return np.array([said(known[i]) for i in rows]), right, share, [data.key(i) for i in rows]
 
 
 def gains(concepts, base, other, share):

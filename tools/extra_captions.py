@@ -3,6 +3,8 @@
 
 import dataclasses
 import functools
+import itertools
+import os
 from pathlib import Path
 
 import common
@@ -18,6 +20,11 @@ def add_captions(data, file):
     import datasets
     if data.streamed or data.sources is None:
         raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
+    if not Path(file).is_file():
+        raise UserError(f"--extra-captions {file}: no such file")
+    if data.caption_relevancy:
+        raise UserError(f"--extra-captions {file}: --caption-relevancy {data.caption_relevancy:g} draws sentences of "
+                        f"{data.name} and would never draw these; set it to 0")
     try:
         extra = common.read_caption_file(file)
     except UserError as error:
@@ -53,7 +60,8 @@ def add_captions(data, file):
 
 
 def add_pairs(data, word, args, evals):
-    """The training data and after them those of another set, its rows of clips that the evaluation reads left out.
+    """The training data and after them those of another set, its rows of clips that the evaluation reads left out; and
+    where that set has no val or test of its own, what is held out for them.
 
     Args: word: NAME or NAME=DIR of --extra-pairs, DIR with the annotations and the files of the set.
         args: the flags of the run.   evals: {name: {val, test}}, what is evaluated.
@@ -63,6 +71,8 @@ def add_pairs(data, word, args, evals):
     name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "max_bad_fraction",
             "unfold_captions")
+    if not name:
+        raise UserError(f"--extra-pairs {word}: expected NAME or NAME=DIR")
     options = {k: v for k in same if (v := getattr(args, k, None)) is not None}
     options["video_dir"] = folder or ("" if Path(name).is_dir() else args.video_dir)
     try:
@@ -89,6 +99,10 @@ def add_pairs(data, word, args, evals):
     if not len(kept):
         raise UserError(f"--extra-pairs {word}: all of its {len(more):,} rows are of clips that the evaluation reads")
     more = more.select(kept) if dropped else more
+    again = int(np.isin(places(more), places(data)).sum())
+    if again == len(more):
+        raise UserError(f"--extra-pairs {word}: all of its {again:,} rows are of clips that are trained on already; "
+                        "--extra-captions adds captions to them")
     names = ["source", "captions", "key"]
     lost = sorted(set(data.table.column_names + more.table.column_names) - set(names))
     parts = [part.table.select_columns(names) for part in (data, more)]
@@ -101,9 +115,23 @@ def add_pairs(data, word, args, evals):
     note = f"{len(more):,} further pairs of {more.name}, {len(more) / len(table):.0%} of an epoch"
     note += f" ({more.note})" if more.note else ""
     note += f", {dropped:,} of clips that the evaluation reads left out" if dropped else ""
+    note += f", {again:,} of clips that are trained on already, which a batch may hold twice" if again else ""
     note += f"; its columns {', '.join(lost)} are not of both and left out" if lost else ""
     return dataclasses.replace(data, table=table, rows=None, which=which, shards=shards, joined=data.joined + len(more),
                                note=common.join_notes(data.note, note))
+
+
+def places(data):
+    """(M,) a number for what each row reads: a file, a place in a tar, a window; of a picture in the table its own."""
+    import numpy as np
+    real = functools.lru_cache(os.path.realpath)
+
+    def number(i, source):
+        if source.get("bytes") or not source.get("path"):
+            return hash((id(data), i))
+        return hash((real(source["path"]), source.get("offset"), source.get("start"), source.get("end")))
+    rows = (source for batch in data.sources.iter(10_000) for source in batch["source"])
+    return np.fromiter(itertools.starmap(number, enumerate(rows)), np.int64, len(data))
 
 
 def file_names(data):

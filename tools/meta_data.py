@@ -47,7 +47,7 @@ def balanced_rows(data, size, columns=("label", "verb")):
         seen, turn = {}, []                                                # how many of its class came before each row
         for c in np.asarray(data.column(column))[rows].tolist():
             seen[c] = seen.get(c, -1) + 1
-            turn.append(seen[c])
+            turn.append(seen[c] if c != -1 else len(rows))                 # without a class: the last to be taken
         rows = rows[np.argsort(turn, kind="stable")]
     clean = ", known to be clean" if noisy is not None else ", not known to be clean"
     return np.sort(rows[:size]), (f"balanced over {column}" if column else "at random") + clean
@@ -55,7 +55,7 @@ def balanced_rows(data, size, columns=("label", "verb")):
 
 def named_rows(data, file):
     """Rows of the names (keys) in a file, one a line. Raises: UserError for a name that is not there."""
-    with open(file, encoding="utf8") as f:
+    with open(file, encoding="utf-8-sig") as f:
         names = dict.fromkeys(line.strip() for line in f if line.strip())
     where = {key: i for i, key in enumerate(data.keys())}
     missing = [n for n in names if n not in where]

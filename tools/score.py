@@ -30,8 +30,8 @@ def short_captions(data, wanted):
     if not wanted:
         return [min(texts, key=words, default="") for texts in own]
     if (names := data.names(wanted)) is not None:
-        classes = [names[c] for c in data.column(wanted)]
-        return [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in classes]
+        classes = [names[c] if c >= 0 else "" for c in data.column(wanted)]  # -1: without a class
+        return [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" if name else "" for name in classes]
     if not Path(wanted).is_file():
         raise common.UserError(f"--short {wanted}: neither a file nor a column of {data.name} with class names")
     if data.sources is not None:
@@ -68,12 +68,13 @@ def caption_pairs(data, wanted):
 
 
 def data_of(folder, split):
-    """The split as a run reads it.   Raises: UserError."""
+    """The split as a run reads it, each clip once and with its own captions.   Raises: UserError."""
     flags = common.read_json(Path(folder) / "args.json", {})
     if "dataset" not in flags:
         raise common.UserError(f"{folder}: no args.json of a run there")
     args = argparse.Namespace(**flags)
-    data = common.load_data(args.dataset, split, **common.data_options(args))
+    own = common.data_options(args, caption_noise=0.0, unfold_captions=False)
+    data = common.load_data(args.dataset, split, **own)
     if data.streamed:
         raise common.UserError(f"--split {split}: {args.dataset} is a stream there; use val or test")
     return data

@@ -189,8 +189,10 @@ def init_from(model, path):
         raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts "
                         f"{list(weights)[:3]}, the model {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
-    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}")
-    small = isinstance(getattr(model, "text", None), common.SmallText)
+    left = [k for k in own if k not in fit]
+    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}"
+        + (f"; the others start as they would, first {left[0]} {tuple(own[left[0]].shape)}" if left else ""))
+    small = getattr(model.text, "name", "") == "small"
     if small and any(k.startswith("text.") for k in fit) and not (path.parent / "tokenizer").is_dir():
         say(f"WARNING: --init-from {path}: no tokenizer beside it; the small text encoder reads its words by another "
             "vocabulary, unless both were learnt from the same captions")
