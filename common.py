@@ -1250,6 +1250,7 @@ LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
 WINDOW_COLUMNS = (("segment",), ("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds"))
 SPLIT_NAMES = {"train": ("train", "training", "restval"), "val": ("validation", "valid", "val", "dev"),
                "test": ("test", "testing")}
+TABLES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".parquet")  # files of paths and captions
 HELD_OUT = 0.05  # part of the images held out for val, and again for test, where the data come without these splits
 MOST_HELD_OUT = 5000  # of these, used in an evaluation
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
@@ -1615,10 +1616,10 @@ def _own_data(name, options):
         return _own_folder(name, path, options)
     if path.suffix == ".tar" or PACKED.search(path.name):
         return open_room("sets.tars").open_tars(name, [path], options)
-    if path.suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
+    if path.suffix.lower() in TABLES:
         return hold_out(_described(name, path, root, options))
     kind = path.suffix or "nameless"
-    raise UserError(f"--dataset {name}: a {kind} file is not one of csv, tsv, json, jsonl, parquet, tar")
+    raise UserError(f"--dataset {name}: a {kind} file is not one of csv, tsv, json, jsonl, parquet, txt, token, tar")
 
 
 def _own_folder(name, path, options):
@@ -1626,7 +1627,8 @@ def _own_folder(name, path, options):
     shards = sorted(path.rglob("*.tar"))
     if shards:
         return open_room("sets.tars").open_tars(name, shards, options)
-    alone = [*sorted(path.glob("metadata.*")), *sorted(path.glob("captions.csv"))]
+    alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
+             if f.is_file() and f.suffix.lower() in TABLES]
     if alone:
         return hold_out(_described(name, alone[0], path, options))
     folders = folders_of(path)
@@ -1667,7 +1669,8 @@ def split_column(name, table):
     """{split: row numbers} of a table by its column `split`; {train: None}, all rows, where it has none.
 
     Raises: UserError where only some of its values name a split."""
-    column = next((c for c in table.column_names if c.lower() == "split"), None)
+    column = plain_names(table.column_names).get("split")
+    guard("check_other_splits", name, table)
     words = [str(w) for w in table[column][:]] if column else []
     of_word = {w: split_of(w) for w in dict.fromkeys(words)}
     odd = [w for w, split in of_word.items() if not split]
@@ -1743,15 +1746,21 @@ def gated_message(name, repo):
 
 
 def pick_column(flag, wanted, columns, usual, name, required=True):
-    """The column a flag names, else the usual one that exists; a wrong name lists the columns there are."""
+    """The column a flag names, else the usual one that exists, in capitals or not; a wrong name lists those there."""
+    named, there = plain_names(columns), ", ".join(columns) if len(columns) < 30 else f"{len(columns)} others"
     if wanted:
-        if wanted not in columns:
-            raise UserError(f"{flag} {wanted}: {name} has no such column; it has: {', '.join(columns)}")
-        return wanted
-    found = next((c for c in usual if c in columns), None)
+        if wanted not in named:
+            raise UserError(f"{flag} {wanted}: {name} has no such column; it has: {there}")
+        return named[wanted]
+    found = next((named[c] for c in usual if c in named), None)
     if found is None and required:
-        raise UserError(f"{flag} is needed: {name} has none of {', '.join(usual)}; it has: {', '.join(columns)}")
+        raise UserError(f"{flag} is needed: {name} has none of {', '.join(usual)}; it has: {there}")
     return found
+
+
+def plain_names(columns):
+    """{name: column}, each by its own name and by that without capitals and blanks around it: ' Caption' is caption."""
+    return {c.strip().lower(): c for c in columns} | {c: c for c in columns}
 
 
 def split_of(word):
@@ -1864,26 +1873,29 @@ def caption_file(name, split, file, root, options, kept=None):
     label = pick_column("--label-column", label, columns, LABEL_COLUMNS, file.name, required=False)
     rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
     labels = table[label][:] if label else [None] * len(table)
+    texts = guard("check_cells", file, table, image, caption) or table[caption][:]
     absent = sum(source is None or source == "" or source != source for source in table[image][:])  # NaN
-    for source, text, y, window in zip(table[image][:], table[caption][:], labels, windows_of(table)):
+    for source, text, y, window in zip(table[image][:], texts, labels, windows_of(table)):
         if source is None or source == "" or source != source:
             continue
-        if isinstance(source, dict):
-            raise UserError(f"--image-column {image}: {file.name} holds image bytes there; give the folder of the "
-                            "parquet files instead")
+        if isinstance(source, (dict, list, bytes)):
+            raise UserError(f"--image-column {image}: {file.name} holds image bytes or records there, not paths; of "
+                            "parquet files with images give the folder")
         if any(isinstance(t, (dict, list)) for t in (text if isinstance(text, list) else [text])):
             raise UserError(f"--caption-column {caption}: {file.name} holds records or lists there, not texts; it has: "
                             f"{', '.join(columns)}")
-        key = (os.path.normpath(str(source)), *window)  # a.png and ./a.png are one image
+        path = os.path.expanduser(str(source).strip())
+        key = (os.path.normpath(path), *window)  # a.png and ./a.png are one image
         captions = rows.setdefault(key, [])
         captions += [t for t in dict.fromkeys(clean_list(text)) if t not in captions]
         if is_class(y):
-            label_of[key] = str(y)
+            label_of[key] = str(y).strip()
     if not any(rows.values()):
         raise UserError(f"--dataset {file}: no row has an image and a caption")
     by_name = options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS
     lost = f"{absent:,} rows without an image left out" if absent else ""
     if by_name or any(is_video(path) for path, *_ in rows):
+        guard("check_windows", file, table, image)
         clips_of = open_room("sets.video").clips_of
         data = clips_of(name, split, rows, options, root, label_of if label else None)
         return dataclasses.replace(data, note=join_notes(data.note, lost))
@@ -1898,18 +1910,21 @@ def caption_file(name, split, file, root, options, kept=None):
 
 def read_caption_file(file):
     """The table of a csv, tsv, json(l) or parquet file."""
-    kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
+    ending = file.suffix.lower()
+    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(ending, "csv")
     more, last = {}, 0
     if kind == "csv":
         import datasets
-        separator = "\t" if file.suffix == ".tsv" else ","
         with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):  # the reader says it, below
-            last = guard("check_csv", file, separator)
             with open(file, newline="", encoding="utf-8-sig") as f:
-                header = next(csv.reader(f, delimiter=separator))
+                first = next(line for line in f if line.strip())
+            separator = next((s for s in ("\t,;|" if ending == ".tsv" else ",\t;|") if s in first), ",")
+            spaced = separator + " " in first and separator == ","  # image, caption: a blank, and then a quote
+            last = guard("check_csv", file, separator, spaced)
+            header = next(csv.reader([first], delimiter=separator, skipinitialspace=spaced))
             names = [c or f"Unnamed: {i}" for i, c in enumerate(header)]  # the nameless column is an index
             text = datasets.Features({c: datasets.Value("string") for c in names})  # 000 is a name, and so is NA
-            more = {"sep": separator, "keep_default_na": False, "features": text}
+            more = {"sep": separator, "keep_default_na": False, "features": text, "skipinitialspace": spaced}
     try:
         return open_table(kind, file, data_files=glob.escape(str(file)), split="train", **more)
     except UserError as error:
@@ -1922,13 +1937,14 @@ def read_caption_file(file):
 
 def windows_of(table):
     """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) without."""
-    pair = next((p for p in WINDOW_COLUMNS if set(p) <= set(table.column_names)), None)
+    named = plain_names(table.column_names)
+    pair = next(([named[c] for c in p] for p in WINDOW_COLUMNS if set(p) <= set(named)), None)
     if not pair:
         return [(None, None)] * len(table)
     def seconds(value):
         return None if value is None or value == "" else float(value)
     try:
-        rows = table["segment"][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
+        rows = table[pair[0]][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
         return [(seconds(start), seconds(end)) for start, end in rows]
     except (TypeError, ValueError) as error:
         raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)})") from error

@@ -382,6 +382,54 @@ def test_column_flags_and_data_dir(tmp_path):
     assert data.captions(0) == [caption(int(Path(data.key(0)).stem))]
 
 
+def own_rows(names, header="image,caption", take=caption, separator=","):
+    """Text of a csv: a row an image, each with a caption that holds the separators of other files."""
+    rows = [f"{x}{separator}{take(i).replace(separator, ' ')}\n" for i, x in enumerate(names)]
+    return header.replace(",", separator) + "\n" + "".join(rows)
+
+
+@pytest.mark.parametrize("name, header, separator", [
+    ("open_clip.csv", "filepath,title", "\t"), ("excel.csv", "image,caption", ";"), ("pipe.csv", "image, text", "|"),
+    ("captions.txt", "image,caption", ","), ("CAPTIONS.CSV", "Image,Caption", ","), ("a.csv", "IMAGE , Text ", ","),
+    ("blank.csv", "\n\nimage,caption", ","), ("tabs.tsv", "image,caption", "\t"), ("named.tsv", "image,caption", ",")])
+def test_spellings_of_a_csv(name, header, separator, tmp_path):
+    names = write_images(tmp_path, range(N))
+    (tmp_path / name).write_text(own_rows(names, header, lambda i: f"a; cat, {i}|\tor so", separator))
+    said = {d.key(i): d.captions(i) for d in open_splits(tmp_path / name).values() for i in range(len(d))}
+    assert said == {x: [f"a; cat, {i}|\tor so".replace(separator, " ")] for i, x in enumerate(names)}
+
+
+def test_blanks_behind_commas_are_no_part_of_names_or_quotes(tmp_path):
+    names = write_images(tmp_path, range(N))
+    rows = [f'{x} , "a ""cat"", {i}", dog\n' for i, x in enumerate(names)]
+    (tmp_path / "a.csv").write_text("image, caption, label\n" + "".join(rows))
+    data = [(d, i) for d in open_splits(tmp_path / "a.csv").values() for i in range(len(d))]
+    assert {d.key(i): d.captions(i) for d, i in data} == {x: [f'a "cat", {i}'] for i, x in enumerate(names)}
+    assert all(d.label_names == ["dog"] and d.read(i).shape == (3, 20, 24) for d, i in data)
+
+
+@pytest.mark.parametrize("write", [str, json.dumps])
+def test_lists_that_a_csv_holds_as_text_are_lists(write, tmp_path):
+    """As pandas and the hub write them: ['a cat', 'one more'] is two captions."""
+    names = write_images(tmp_path, range(N))
+    rows = [(x, write([caption(i), f"it's {i}"])) for i, x in enumerate(names)]
+    file = write_rows(tmp_path / "a.csv", ["image", "captions"], rows)
+    said = {d.key(i): d.captions(i) for d in open_splits(file).values() for i in range(len(d))}
+    assert said == {x: [caption(i), f"it's {i}"] for i, x in enumerate(names)}
+    odd = write_rows(tmp_path / "odd.csv", ["image", "captions"], [*rows, ("a.png", "['cut")] * 60)
+    assert len(common.load_data(str(odd), "train").captions(0)) == 1  # not all are lists: they stay as they are
+    odd = write_rows(tmp_path / "cut.csv", ["image", "captions"], rows * 10 + [("a.png", "['cut")])
+    with pytest.raises(common.UserError, match="holds lists written as text there, not all of them whole"):
+        common.load_data(str(odd), "train")
+
+
+def test_a_home_in_paths_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = [(f"~/{x}", caption(i)) for i, x in enumerate(write_images(tmp_path, range(N)))]
+    data = common.load_data(str(write_rows(tmp_path / "lists" / "a.csv", ["image", "caption"], rows)), "train")
+    assert data.read(0).shape == (3, 20, 24)
+
+
 def test_rows_without_picture_or_caption(tmp_path):
     import datasets
     features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))

@@ -354,6 +354,14 @@ CAPTION_FILES = {
     "inside.json": (json.dumps({"images": [{"image": n, "caption": "a"} for n in NAMES]}), "it has: images"),
     "deep.json": ("[" * 100_000 + "]" * 100_000, DEEP), "objects.json": ('{"a":' * 5000 + "1" + "}" * 5000, DEEP),
     "lists.jsonl": (rows_of(NAMES, lambda i, n: f'{{"image": "{n}", "caption": [["a"]]}}\n'), "holds records or lists"),
+    "twice.csv": ("image,caption,Caption\n" + rows_of(NAMES, lambda i, n: f"{n},a,b\n"), "columns are called caption"),
+    "bare.csv": (rows_of(NAMES, lambda i, n: f"{n},a\n"), "its first line is a row (000.png) and no header"),
+    "cc3m.tsv": (rows_of(NAMES, lambda i, n: f"a\thttp://x.com/{n}\n"), "first line is a row (http://x.com/000.png)"),
+    "web.csv": (HEAD + rows_of(NAMES, lambda i, n: f"http://x.com/{n},a\n"), "holds addresses there (http://x.com/000."),
+    "windows.csv": (HEAD + rows_of(NAMES, lambda i, n: f"C:\\me\\{n},a\n"), "holds paths of Windows there (C:"),
+    "bytes.parquet": (parquet(jpg=[b"\xff\xd8"] * 80, caption=["a"] * 80), "holds image bytes or records there"),
+    "columns.json": (json.dumps({"image": NAMES, "caption": ["a"] * 80}), "holds image bytes or records there"),
+    "many.json": (json.dumps({n: ["a"] for n in NAMES}), "it has: 80 others"),
     "nan.json": ("[" + ",".join(f'{{"image": "{n}", "caption": NaN}}' for n in NAMES) + "]", "no row has an image and"),
     "nan.parquet": (parquet(image=NAMES, caption=[float("nan")] * 80), "no row has an image and a caption"),
     "magic.parquet": (b"PARX" + b"x" * 100, "Parquet magic bytes not found"),
@@ -376,6 +384,33 @@ def test_captions_of_several_lines_are_captions(tmp_path):
     file = write_rows(tmp_path / "a.csv", ["image", "caption"], rows)
     train = common.load_data(str(file), "train")
     assert {train.captions(i)[0] for i in range(len(train))} == set(many)
+
+
+def rows_of_clips(folder, header, seconds):
+    """Twelve clips of one content, two rows each; seconds: (begin, end) of row k."""
+    clip = write_video(folder / "0.mp4", range(4))
+    for i in range(1, 12):
+        shutil.copy(clip, folder / f"{i}.mp4")
+    rows = [(f"{k // 2}.mp4", f"part {k}", *map(str, seconds(k))) for k in range(24)]
+    return write_rows(folder / "a.csv", ["video", "caption", *header], rows)
+
+
+@pytest.mark.parametrize("header", [("time_start", "time_end"), ("start_sec", "end_sec"), ("Begin", "end"),
+                                    ("start_timestamp", "stop_timestamp"), ("start", "duration")])
+def test_windows_by_other_names_are_not_passed_over(header, tmp_path):
+    """Passed over, all rows of a video would be captions of the whole of it."""
+    with pytest.raises(common.UserError, match=f"rows of one video differ in .*{header[0]}.*, which is not read: all"):
+        common.load_data(str(rows_of_clips(tmp_path, header, lambda k: (k % 2 / 10, 0.2))), "train")
+
+
+def test_windows_that_clips_were_cut_by_are_said_to_be_unread(tmp_path, capsys):
+    """Kinetics' csv: where in another file each clip once stood."""
+    file = rows_of_clips(tmp_path, ("time_start", "time_end"), lambda k: (k // 2 + 100, k // 2 + 110))
+    assert len(common.load_data(str(file), "train").captions(0)) == 2
+    assert "WARNING: a.csv: time_start, time_end not read: each row stands for" in capsys.readouterr().out
+    common._own_data.cache_clear()
+    data = common.load_data(str(rows_of_clips(tmp_path, (" Start", " END"), lambda k: (k % 2 / 10, 0.2))), "train")
+    assert len(data.captions(0)) == 1 and data.sources[0]["source"]["end"] == 0.2
 
 
 def test_nan_is_no_caption_and_no_class(tmp_path):

@@ -148,6 +148,27 @@ def test_a_column_split_of_other_words(tmp_path):
         common.load_data(str(tmp_path / "odd.csv"), "train")
 
 
+@pytest.mark.parametrize("column, words, said", [
+    (" split", ("train", "test"), ""), ("SPLIT", ("TRAIN ", " Test"), ""), ("Split ", ("train2017", "test2017"), ""),
+    ("subset", ("train", "test"), "its column subset names splits (test, train) and is not read"),
+    (" Set", ("Train", "Test"), "Set names splits (test, train) and is not read"),
+    ("is_test", ("0", "1"), "its column is_test is not read, all rows would be used alike"),
+    ("is_training_image", ("1", "0"), "its column is_training_image is not read"),
+    ("split", ("0", "1"), "its column split holds numbers (0), which name no split"),
+    ("split", ("True", "False"), "its column split holds numbers (True)")])
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_column_that_says_whose_the_rows_are_is_never_passed_over(column, words, said, ending, tmp_path):
+    """Passed over, its test rows are trained on."""
+    names = write_images(tmp_path, range(30))
+    rows = [(x, caption(i), words[i >= 20]) for i, x in enumerate(names)]
+    file = write_rows(tmp_path / f"own.{ending}", ["image", "caption", column], rows)
+    if said:
+        refused(file, said)
+    else:
+        found = open_splits(file)
+        assert [*found["test"].keys()] == names[20:] and sum(map(len, found.values())) == 30
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_capitals_never_put_test_images_into_training(layout, tmp_path):
     """`datasets` knows train/ alone, and takes Train/ and Test/ for one training set."""

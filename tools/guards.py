@@ -4,9 +4,11 @@ common.py asks before it reads a folder or a csv, of what a plain reading takes 
 `datasets` takes for splits, a README.md that sends it elsewhere, a quote that swallows the rows after it.
 """
 
+import ast
 import csv
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import common
@@ -94,13 +96,16 @@ def _strings(value, seen):
 
 
 # ======================================================= tables ======================================================
-def check_csv(file, separator):
-    """The line at which the last row begins. Raises: UserError where a row has more fields than the header, or seems to
-    hold others."""
+def check_csv(file, separator, spaced=False):
+    """The line at which the last row begins; spaced: blanks stand behind the separators.
+
+    Raises: UserError where the header is none or says a name twice, or where a row has more fields than the header or
+        seems to hold others."""
     csv.field_size_limit(2**31 - 1)  # a caption of a megabyte is one
     with open(file, newline="", encoding="utf-8-sig") as f:
-        rows = csv.reader(f, delimiter=separator)
-        header = next(rows)
+        rows = csv.reader(f, delimiter=separator, skipinitialspace=spaced)
+        header = next(row for row in rows if row)
+        _check_header(file, [c.strip() for c in header])
         begin, end = 1, rows.line_num
         for row in rows:
             begin, end = end + 1, rows.line_num
@@ -109,6 +114,81 @@ def check_csv(file, separator):
                 raise UserError(f"--dataset {file}: line {end} has more fields than the header's {len(header)}; put "
                                 "captions that hold a comma in quotes")
     return begin
+
+
+def _check_header(file, header):
+    """Raises: UserError where the first line of a csv is a row, or has one name for two columns."""
+    types = common.IMAGE_TYPES + common.VIDEO_TYPES
+    row = next((c for c in header if Path(c).suffix.lower().lstrip(".") in types or "://" in c), None)
+    if row:
+        raise UserError(f"--dataset {file}: its first line is a row ({row}) and no header; write one above it, such as "
+                        "image,caption")
+    twice = next((c for c, n in Counter(c.lower() for c in header if c).items() if n > 1), None)
+    if twice:
+        raise UserError(f"--dataset {file}: two columns are called {twice}, and one would be lost; rename it, or write "
+                        "a row for each caption")
+
+
+SPLIT_WORDS = {word for words in common.SPLIT_NAMES.values() for word in words}
+
+
+def check_other_splits(name, table):
+    """Raises: UserError where another column than `split` says which rows are for training and which for testing, or
+    where `split` says it in numbers: all rows would be trained on."""
+    hint = f"; say whose each row is in a column split ({', '.join(sorted(SPLIT_WORDS))}), or remove this one"
+    for column in table.column_names:
+        plain, first = column.strip().lower(), table.data.column(column)[0].as_py() if len(table) else None
+        if plain == "split" and re.fullmatch(r"-?[0-9.]+|true|false", str(first).strip().lower()):
+            raise UserError(f"--dataset {name}: its column {column} holds numbers ({first}), which name no split{hint}")
+        if re.fullmatch(f"is_?({'|'.join(SPLIT_WORDS)})(_.*)?", plain):
+            raise UserError(f"--dataset {name}: its column {column} is not read, all rows would be used alike{hint}")
+        if plain == "split" or not isinstance(first, str) or first.strip().lower() not in SPLIT_WORDS:
+            continue
+        words = {str(w).strip().lower() for w in table.unique(column)}
+        if words <= SPLIT_WORDS and len({common.split_of(w) for w in words}) > 1:
+            raise UserError(f"--dataset {name}: its column {column} names splits ({', '.join(sorted(words))}) and is "
+                            f"not read, so that test rows would be trained on; rename it to split, or remove it")
+
+
+def check_cells(file, table, image, caption):
+    """The texts of the caption column as lists, where they are lists that were written as text; else None.
+
+    Raises: UserError where its images are on the web or have paths of Windows."""
+    path = next((str(p) for p in table[image][:100] if isinstance(p, str) and p.strip()), "")
+    if "://" in path:
+        raise UserError(f"--image-column {image}: {file.name} holds addresses there ({path}), and nothing is fetched; "
+                        "download the images first (img2dataset --output_format webdataset writes tars), then give "
+                        "their folder")
+    if "\\" in path and os.sep == "/" and not (file.parent / path).exists():
+        raise UserError(f"--image-column {image}: {file.name} holds paths of Windows there ({path}); write / for each "
+                        "\\, from beside the file or from --data-dir on")
+    quoted = re.compile(r"""\s*\[\s*['"].*['"]\s*,?\s*\]\s*""", re.DOTALL)  # ["a cat", "one more"]
+    head = [t for t in table[caption][:100] if isinstance(t, str) and t.strip()]
+    if not head or not all(quoted.fullmatch(t) for t in head):
+        return None
+    try:
+        return [ast.literal_eval(t.strip()) if t and t.strip() else [] for t in table[caption][:]]
+    except (ValueError, SyntaxError, TypeError) as error:
+        raise UserError(f"--caption-column {caption}: {file.name} holds lists written as text there, not all of them "
+                        f"whole ({common.first_line(error)}); write a row for each caption, or a .jsonl") from error
+
+
+def check_windows(file, table, image):
+    """What looks like the window of a clip and has another name than WINDOW_COLUMNS: said.
+
+    Raises: UserError where rows of one video differ in it: they would become captions of the whole video."""
+    named = common.plain_names(table.column_names)
+    odd = [c for c in table.column_names
+           if set(re.split("[^a-z]+", c.lower())) & {"start", "begin", "end", "stop", "from", "to", "timestamps"}]
+    if not odd or any(set(pair) <= set(named) for pair in common.WINDOW_COLUMNS):
+        return
+    known = " or ".join(", ".join(pair) for pair in common.WINDOW_COLUMNS)
+    windows = dict(zip(map(str, table[image][:]), table[odd[0]][:]))
+    if any(windows[str(v)] != w for v, w in zip(table[image][:], table[odd[0]][:])):
+        raise UserError(f"--dataset {file}: rows of one video differ in {', '.join(odd)}, which is not read: all would "
+                        f"be captions of the whole video; call the window's seconds {known}")
+    common.say_once(f"WARNING: {file.name}: {', '.join(odd)} not read: each row stands for the whole file; windows "
+                    f"in seconds are called {known}")
 
 
 def _swallowed_rows(file, row, separator, begin):
