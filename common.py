@@ -744,10 +744,14 @@ def _decode_jpeg(data):
 
 def _decode_picture(image):
     """Pillow's image -> (3 or 4, H, W) uint8, upright. Raises: ValueError."""
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if image.mode in ("I", "F") and image.format != "PPM":  # converted, all that is above 255 would be white
+                raise OSError("pixels of 32 bits, whose range is not known; save it with 8 or 16")
+            if image.mode[0] == "I":  # 16 bits
+                image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
             transparent = "A" in image.getbands() or "transparency" in image.info
             image = ImageOps.exif_transpose(image.convert("RGBA" if transparent else "RGB"))
             return torch.from_numpy(np.array(image)).permute(2, 0, 1)
@@ -1240,7 +1244,7 @@ def has_batchnorm(model):
 
 
 # ================================================== data =============================================================
-IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jp2", "ppm", "pgm")
 VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "filename", "filepath", "image_path",
                  "path")
@@ -1626,6 +1630,7 @@ def _own_folder(name, path, options):
     """{split: Data} of a folder: tars, files of captions, class folders of videos or images, parquet."""
     shards = sorted(path.rglob("*.tar"))
     if shards:
+        guard("check_links", name, path)
         return open_room("sets.tars").open_tars(name, shards, options)
     alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
              if f.is_file() and f.suffix.lower() in TABLES]
@@ -1638,6 +1643,7 @@ def _own_folder(name, path, options):
         return hold_out(_described_folders(name, path, described, options))
     files = [f for f in path.rglob("*") if f.is_file()]
     if not files:
+        guard("check_links", name, path)
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
     guard("check_folder", name, path, files)

@@ -490,6 +490,19 @@ def test_decode_16_bit_png(channels):
     assert np.abs(out - np.round(values[..., 0] / 257)).max() <= 1  # scaled, not clipped
 
 
+@pytest.mark.parametrize("kind", ["tiff", "ppm"])
+def test_decode_16_bits_of_other_formats(kind):
+    """Grey TIFFs of microscopes and satellites: Pillow's own conversion makes everything above 255 white."""
+    values = np.linspace(0, 65535, 64).reshape(8, 8).round().astype(np.uint16)
+    for order in ("<u2", ">u2") if kind == "tiff" else ("<u2",):
+        out = common.decode(encode(Image.fromarray(values.astype(order)), kind)).numpy().astype(int)
+        assert np.abs(out - np.round(values / 257)).max() <= 1
+    if kind == "tiff":
+        for wide in (np.int32, np.float32):
+            with pytest.raises(ValueError, match="pixels of 32 bits, whose range is not known"):
+                common.decode(encode(Image.fromarray(values.astype(wide)), kind))
+
+
 @pytest.mark.parametrize("kind", ["gif", "webp", "bmp", "tiff"])
 def test_decode_other_formats(kind):
     image = Image.new("RGB", (12, 8), (200, 40, 90))

@@ -386,6 +386,81 @@ def test_captions_of_several_lines_are_captions(tmp_path):
     assert {train.captions(i)[0] for i in range(len(train))} == set(many)
 
 
+def linked(folder):
+    shutil.move(folder / "b", folder.parent / "elsewhere")
+    (folder / "b").symlink_to(folder.parent / "elsewhere")
+
+
+def texts_beside(folder):
+    for file in sorted(folder.glob("*/*.png")):
+        file.with_suffix(".txt").write_text(f"words of {file.stem}")
+
+
+def deeper(folder):
+    shutil.move(folder / "b", folder / "c" / "b")
+
+
+def saved_to_disk(folder):
+    import datasets
+    shutil.rmtree(folder)
+    datasets.Dataset.from_dict({"image": ["a"], "caption": ["b"]}).save_to_disk(str(folder))
+
+
+def listed(name, file_column="file_name"):
+    def spoil(folder):
+        rows = [(str(f.relative_to(folder)), "words") for f in sorted(folder.glob("*/*.png"))]
+        write_rows(folder / name, [file_column, "text"], rows)
+    return spoil
+
+
+FOLDERS = {
+    "link": (linked, "b is a link to a folder and is not followed: what it holds would be missing"),
+    "texts": (texts_beside, "a/000.txt beside its image is not read; pack the folder into a tar"),
+    "deep": (deeper, "c/b/001.png lies deeper than others, so that no one folder says its class"),
+    "disk": (saved_to_disk, "a folder of save_to_disk; give a folder with its data-*.arrow alone, or write parquet"),
+    "csv": (listed("labels.csv", "Image"), "labels.csv lists files and captions and is not read"),
+    "jsonl": (listed("a/captions.jsonl"), "a/captions.jsonl lists files and captions and is not read"),
+    "parquet": (listed("all.parquet"), "all.parquet lists files and captions and is not read")}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_what_lies_in_a_folder_and_is_not_read_is_refused(name, classes, tmp_path):
+    """Passed over, a class would be missing, or the names of the folders would serve as captions."""
+    spoil, words = FOLDERS[name]
+    shutil.copytree(classes, tmp_path / "own")
+    write_rows(tmp_path / "own" / "classes.csv", ["class", "caption"], [("a", "no list of files")])
+    spoil(tmp_path / "own")
+    with pytest.raises(common.UserError, match=re.escape(words)):
+        common.load_data(str(tmp_path / "own"), "train")
+
+
+def test_texts_beside_images_are_captions_once_in_a_tar(classes, tmp_path):
+    """What the refusal says to do."""
+    import subprocess
+    shutil.copytree(classes, tmp_path / "own")
+    texts_beside(tmp_path / "own")
+    (tmp_path / "dir").mkdir()
+    subprocess.run(["tar", "--sort=name", "-cf", tmp_path / "dir" / "0.tar", "-C", tmp_path / "own", "."], check=True)
+    data = common.load_data(str(tmp_path / "dir"), "train")
+    assert len(data) > 45 and all(data.captions(i) == [f"words of {Path(data.key(i)).name}"] for i in range(len(data)))
+
+
+def test_pictures_of_other_kinds_are_counted(classes, tmp_path, capsys):
+    """A phone leaves HEIC beside JPEG; TIFF is read."""
+    shutil.copytree(classes, tmp_path / "own")
+    for i in range(3):
+        (tmp_path / "own" / "a" / f"{i}.HEIC").write_bytes(b"ftypheic")
+        (tmp_path / "own" / "a" / f"{i}.tif").write_bytes(encode(picture(i), "tiff"))
+    found = [common.load_data(str(tmp_path / "own"), split) for split in ("train", "val", "test")]
+    assert sum(map(len, found)) == 63 and "3 .heic files are not read; convert them to jpg" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "own" / "b")
+    for file in (*(tmp_path / "own").rglob("*.png"), *(tmp_path / "own").rglob("*.tif")):
+        file.unlink()
+    common._own_data.cache_clear()
+    with pytest.raises(common.UserError, match="own: 3 .heic files are not read; convert them"):
+        common.load_data(str(tmp_path / "own"), "train")
+
+
 def rows_of_clips(folder, header, seconds):
     """Twelve clips of one content, two rows each; seconds: (begin, end) of row k."""
     clip = write_video(folder / "0.mp4", range(4))

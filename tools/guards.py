@@ -17,13 +17,96 @@ from common import UserError, split_words
 HELD_BY_FOLDERS = (*common.IMAGE_TYPES, *common.VIDEO_TYPES, "parquet", "csv", "jsonl", "arrow")
 
 
+# Endings of pictures and videos that are not looked for: said, with their number, and not missed in silence.
+NOT_READ = ("heic", "heif", "avif", "jxl", "svg", "psd", "dng", "cr2", "cr3", "nef", "arw", "raw", "exr", "dcm", "mts",
+            "vob", "rm", "rmvb", "asf")
+
+
 def check_folder(name, path, files):
     """Raises: UserError for a folder that no reader reads as meant. files: all below it."""
     check_utf8(name, path, files)
+    check_links(name, path)
+    endings = Counter(ending(f) for f in files)
+    odd = {kind: endings[kind] for kind in NOT_READ if endings[kind]}
+    if odd:
+        kinds = ", ".join(f"{n:,} .{kind}" for kind, n in odd.items())
+        words = f"{kinds} files are not read; convert them to jpg or mp4"
+        if sum(odd.values()) == len(files):
+            raise UserError(f"--dataset {name}: {words}")
+        common.say_once(f"WARNING: {name}: {words}")
+    pixels = [f for f in files if ending(f) in (*common.IMAGE_TYPES, *common.VIDEO_TYPES)]
+    if len(pixels) > sum(endings[kind] for kind in ("parquet", "arrow", "csv", "jsonl")):  # else these are the data
+        check_beside(name, path, pixels, files)
+        check_depth(name, path, pixels)
     packed = [f for f in files if common.PACKED.search(f.name)]
-    if packed and not any(f.suffix.lower().lstrip(".") in HELD_BY_FOLDERS for f in files):
+    if packed and not any(ending(f) in HELD_BY_FOLDERS for f in files):
         raise UserError(f"--dataset {name}: {len(packed)} compressed tars and nothing else to read, first "
                         f"{min(packed)}: unpack them (gunzip), an index needs plain tars")
+
+
+def ending(path):
+    """'jpg' of a.JPG."""
+    return Path(path).suffix.lower().lstrip(".")
+
+
+def check_links(name, path):
+    """Raises: UserError for a link to a folder below a data folder: what lies behind it would be missing."""
+    below = (os.path.join(folder, x) for folder, names, _ in os.walk(path) for x in sorted(names))
+    link = next((f for f in below if os.path.islink(f)), None)
+    if link:
+        raise UserError(f"--dataset {name}: {os.path.relpath(link, path)} is a link to a folder and is not followed: "
+                        "what it holds would be missing; put the folder itself there (mount --bind, or cp -rL)")
+
+
+def check_beside(name, path, pixels, files):
+    """Raises: UserError where captions lie beside images or clips in files that are not looked into, so that the names
+    of the folders would serve as captions. pixels: the images and clips among the files."""
+    stems = {f.with_suffix("") for f in pixels}
+    texts = [f for f in files if ending(f) in ("txt", "caption") and f.with_suffix("") in stems]
+    if texts:
+        raise UserError(f"--dataset {name}: {os.path.relpath(min(texts), path)} beside its image is not read; pack the "
+                        f"folder into a tar, whose texts are (tar --sort=name -cf DIR/0.tar -C {path} .), and give DIR")
+    tables = [f for f in files if ending(f) in TABLES and f.stem != "metadata" and _lists_captions(f)]
+    if tables:
+        table = min(tables)
+        raise UserError(f"--dataset {name}: {os.path.relpath(table, path)} lists files and captions and is not read; "
+                        "give it as --dataset, with --data-dir where its paths start, or call it metadata"
+                        f"{table.suffix} in the folder where they start")
+
+
+TABLES = tuple(kind.lstrip(".") for kind in common.TABLES)
+
+
+def _lists_captions(file):
+    """Does the beginning of a table name a column of images or videos and one of captions?"""
+    if ending(file) == "parquet":
+        import pyarrow.parquet
+        try:
+            names = pyarrow.parquet.read_schema(file).names
+        except (OSError, ValueError):  # no parquet
+            return False
+    else:
+        with open(file, encoding="utf-8-sig", errors="replace") as f:
+            head = f.read(4096)
+        fields = re.findall(r'"(\w+)"\s*:', head)  # of json
+        names = fields if ending(file) in ("json", "jsonl") else re.split(r"[,;|\t]", head.partition("\n")[0])
+    names = {n.strip().strip('"').lower() for n in names}
+    return bool(names & {*common.IMAGE_COLUMNS, *common.VIDEO_COLUMNS} and names & {*common.CAPTION_COLUMNS})
+
+
+def check_depth(name, path, pixels):
+    """Raises: UserError where class folders hold folders: a class is called by the innermost, and cat/1 and dog/1 would
+    be one class. Folders of splits, and one folder around all classes, are no such folders."""
+    around = {}  # the folders around a class folder -> the first file there
+    for f in pixels:
+        parts = f.relative_to(path).parts
+        if len(parts) > 1 and not any(part.startswith((".", "__")) for part in parts):
+            place = tuple(part for part in parts[:-2] if not split_words(part))
+            around[place] = min(around.get(place, f), f)
+    if len(around) > 1:
+        deep = os.path.relpath(around[max(around, key=len)], path)
+        raise UserError(f"--dataset {name}: {deep} lies deeper than others, so that no one folder says its class; "
+                        "put all images of a class into one folder, or list them in a metadata.csv (image, caption)")
 
 
 def check_utf8(name, path, files):
@@ -50,7 +133,7 @@ def check_splits(name, path, files, listed, opened):
     if named and named != found:
         raise UserError(f"--dataset {name}: its names say {', '.join(sorted(named))}, but {', '.join(sorted(found))} "
                         f"would be read: {hint}")
-    images = sum(f.suffix.lower().lstrip(".") in common.IMAGE_TYPES for f in inside)
+    images = sum(ending(f) in common.IMAGE_TYPES for f in inside)
     if images <= len(listed):
         return
     columns = [t.data.column("image").combine_chunks() for t in opened.values() if "image" in t.column_names]
@@ -119,7 +202,7 @@ def check_csv(file, separator, spaced=False):
 def _check_header(file, header):
     """Raises: UserError where the first line of a csv is a row, or has one name for two columns."""
     types = common.IMAGE_TYPES + common.VIDEO_TYPES
-    row = next((c for c in header if Path(c).suffix.lower().lstrip(".") in types or "://" in c), None)
+    row = next((c for c in header if ending(c) in types or "://" in c), None)
     if row:
         raise UserError(f"--dataset {file}: its first line is a row ({row}) and no header; write one above it, such as "
                         "image,caption")
@@ -195,8 +278,8 @@ def _swallowed_rows(file, row, separator, begin):
     """Raises: UserError where a caption over several lines holds lines that look like rows of their own: what they
     begin or end with is a file as in this row, or called alike but for numbers. A quote was opened and not closed."""
     def kind(name):
-        ending = Path(name).suffix.lower().lstrip(".")
-        return ending if ending in common.IMAGE_TYPES + common.VIDEO_TYPES else re.sub(r"[0-9]+", "0", name)
+        known = ending(name) in common.IMAGE_TYPES + common.VIDEO_TYPES
+        return ending(name) if known else re.sub(r"[0-9]+", "0", name)
     for field in (f for f in row if "\n" in f):
         for number, line in enumerate(field.split("\n")[1:], start=1):
             ends = {line.partition(separator)[0]: row[0], line.rpartition(separator)[2]: row[-1]}
@@ -208,6 +291,9 @@ def _swallowed_rows(file, row, separator, begin):
 
 
 TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
+                "save_to_disk": "a folder of save_to_disk; give a folder with its data-*.arrow alone, or write parquet "
+                                "(Dataset.to_parquet)",
+                "No (supported) data files": "nothing in it can be read; expected images, videos, tars or tables",
                 "recursion depth": "nested too deeply; expected rows of image and caption",
                 "decoding depth limit": "nested too deeply; expected rows of image and caption"}
 
