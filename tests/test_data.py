@@ -388,6 +388,61 @@ def own_rows(names, header="image,caption", take=caption, separator=","):
     return header.replace(",", separator) + "\n" + "".join(rows)
 
 
+def coco_json(folder, names):
+    """captions_train2017.json: ids in another order than the images, five captions each."""
+    (folder / "annotations").mkdir()
+    images = [{"license": 1, "file_name": x, "height": 20, "width": 24, "id": 1000 - i} for i, x in enumerate(names)]
+    notes = [{"image_id": 1000 - i, "id": 10 * k + i, "caption": caption(i, k)} for k in range(5) for i in range(N)]
+    content = {"info": {"year": 2017}, "images": images, "licenses": [], "annotations": notes}
+    file = folder / "annotations" / "captions_train2017.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def karpathy_json(folder, names):
+    """dataset_coco.json: train, restval, val, test."""
+    images = []
+    for i, name in enumerate(names):
+        word = ("train", "restval", "val", "test")[i % 4]
+        said = [{"tokens": ["a"], "raw": caption(i, k), "imgid": i, "sentid": 5 * i + k} for k in range(5)]
+        images.append({"filepath": ".", "filename": name, "imgid": i, "split": word, "sentences": said, "cocoid": i})
+    (folder / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
+    return folder / "dataset_coco.json"
+
+
+def token_file(folder, names):
+    """results_20130124.token of Flickr30k."""
+    lines = [f"{x}#{k}\t{caption(i, k)}\n" for i, x in enumerate(names) for k in range(5)]
+    (folder / "results_20130124.token").write_text("".join(lines))
+    return folder / "results_20130124.token"
+
+
+@pytest.mark.parametrize("write", [coco_json, karpathy_json, token_file])
+def test_published_files_of_captions(write, tmp_path):
+    names = write_images(tmp_path, range(N))
+    found = open_splits(write(tmp_path, names), data_dir=str(tmp_path))
+    said = {d.key(i): d.captions(i) for d in found.values() for i in range(len(d))}
+    assert said == {x: [caption(i, k) for k in range(5)] for i, x in enumerate(names)}
+    for split, data in found.items():
+        for i in range(len(data)):
+            assert np.array_equal(data.read(i).permute(1, 2, 0), picture(names.index(data.key(i))))
+        if write is karpathy_json:
+            assert {names.index(x) % 4 for x in data.keys()} == {"train": {0, 1}, "val": {2}, "test": {3}}[split]
+
+
+def test_published_files_that_are_others(tmp_path):
+    """Boxes have no captions; one odd line is no token file."""
+    names = write_images(tmp_path, range(N))
+    content = json.loads(coco_json(tmp_path, names).read_text())
+    (tmp_path / "instances.json").write_text(json.dumps(content | {"annotations": [{"image_id": 1000, "bbox": [0]}]}))
+    with pytest.raises(common.UserError, match="not as in COCO's or Karpathy's files .*: KeyError 'caption'"):
+        common.load_data(str(tmp_path / "instances.json"), "train")
+    with open(token_file(tmp_path, names), "a") as f:
+        f.write("cut\n")
+    with pytest.raises(common.UserError, match=f"line {5 * N + 1} is not as the others, name.jpg#0<tab>caption"):
+        common.load_data(str(tmp_path / "results_20130124.token"), "train", data_dir=str(tmp_path))
+
+
 @pytest.mark.parametrize("name, header, separator", [
     ("open_clip.csv", "filepath,title", "\t"), ("excel.csv", "image,caption", ";"), ("pipe.csv", "image, text", "|"),
     ("captions.txt", "image,caption", ","), ("CAPTIONS.CSV", "Image,Caption", ","), ("a.csv", "IMAGE , Text ", ","),
