@@ -744,14 +744,12 @@ def _decode_jpeg(data):
 
 def _decode_picture(image):
     """Pillow's image -> (3 or 4, H, W) uint8, upright. Raises: ValueError."""
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if image.mode in ("I", "F") and image.format != "PPM":  # converted, all that is above 255 would be white
-                raise OSError("pixels of 32 bits, whose range is not known; save it with 8 or 16")
-            if image.mode[0] == "I":  # 16 bits
-                image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+            if image.mode[0] in "IF":  # converted, all that is above 255 would be white
+                image = open_room("tools.deep_png", "reader of greys with 16 bits").decode_deep_grey(image)
             transparent = "A" in image.getbands() or "transparency" in image.info
             image = ImageOps.exif_transpose(image.convert("RGBA" if transparent else "RGB"))
             return torch.from_numpy(np.array(image)).permute(2, 0, 1)

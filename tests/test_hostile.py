@@ -478,6 +478,32 @@ def test_windows_by_other_names_are_not_passed_over(header, tmp_path):
         common.load_data(str(rows_of_clips(tmp_path, header, lambda k: (k % 2 / 10, 0.2))), "train")
 
 
+def test_a_name_of_several_videos_is_said(tmp_path):
+    for k, name in enumerate(("cat/0.mp4", "dog/0.mp4", "cat/1.mp4", "dog/2.mp4", "cat/3.mp4", "old/3.mp4")):
+        write_video(tmp_path / "v" / name, range(k + 1))
+    shutil.copy(tmp_path / "v" / "cat" / "3.mp4", tmp_path / "v" / "old" / "3.mp4")  # a copy is no other video
+    rows = [(name, caption(i), "train") for i, name in enumerate(["0", "1", "2", "3"])]
+    file = write_rows(tmp_path / "a.csv", ["video", "caption", "split"], rows)
+    note = common.load_data(str(file), "train", video_dir=str(tmp_path / "v")).note
+    assert re.search("1 names stand for SEVERAL videos, of 0 .*/cat/0.mp4 is read and not .*/dog/0.mp4", note)
+    file = write_rows(tmp_path / "b.csv", ["video", "caption", "split"], [("dog/0", "a", "train"), *rows[1:]])
+    assert "SEVERAL" not in common.load_data(str(file), "train", video_dir=str(tmp_path / "v")).note
+
+
+def test_captions_that_are_lost_or_not_chosen_are_said(tmp_path, capsys):
+    """Flickr30k of Kaggle has a row without its separator."""
+    names = write_images(tmp_path, range(40))
+    lines = [f"{x}|{k}|{caption(i, k)}, so\n" for i, x in enumerate(names) for k in range(2)]
+    (tmp_path / "a.csv").write_text("image|title|caption\n" + "".join(lines))
+    common.load_data(str(tmp_path / "a.csv"), "train")
+    said = capsys.readouterr().out
+    assert "a.csv: the captions are its column caption, and title is not read; --caption-column chooses" in said
+    (tmp_path / "b.csv").write_text("image|take|caption\n" + "".join(lines[:7] + ["003.png|1 no bar\n"] + lines[8:]))
+    common.load_data(str(tmp_path / "b.csv"), "train")
+    said = capsys.readouterr().out
+    assert "1 rows have no caption where others of their image have, first of 003.png" in said and "column" not in said
+
+
 def test_windows_that_clips_were_cut_by_are_said_to_be_unread(tmp_path, capsys):
     """Kinetics' csv: where in another file each clip once stood."""
     file = rows_of_clips(tmp_path, ("time_start", "time_end"), lambda k: (k // 2 + 100, k // 2 + 110))

@@ -245,6 +245,7 @@ def check_cells(file, table, image, caption):
     if "\\" in path and os.sep == "/" and not (file.parent / path).exists():
         raise UserError(f"--image-column {image}: {file.name} holds paths of Windows there ({path}); write / for each "
                         "\\, from beside the file or from --data-dir on")
+    _say_captions(file, table, image, caption)
     quoted = re.compile(r"""\s*\[\s*['"].*['"]\s*,?\s*\]\s*""", re.DOTALL)  # ["a cat", "one more"]
     head = [t for t in table[caption][:100] if isinstance(t, str) and t.strip()]
     if not head or not all(quoted.fullmatch(t) for t in head):
@@ -254,6 +255,21 @@ def check_cells(file, table, image, caption):
     except (ValueError, SyntaxError, TypeError) as error:
         raise UserError(f"--caption-column {caption}: {file.name} holds lists written as text there, not all of them "
                         f"whole ({common.first_line(error)}); write a row for each caption, or a .jsonl") from error
+
+
+def _say_captions(file, table, image, caption):
+    """Says which of several columns the captions are, and how many rows have none where their image has others."""
+    named = common.plain_names(table.column_names)
+    others = [named[c] for c in common.CAPTION_COLUMNS if named.get(c, caption) != caption]
+    if others:
+        common.say_once(f"WARNING: {file.name}: the captions are its column {caption}, and {', '.join(others)} is not "
+                        "read; --caption-column chooses")
+    rows = [(str(x), bool(common.clean_list(t))) for x, t in zip(table[image][:], table[caption][:]) if x]
+    with_one = {x for x, says in rows if says}
+    lost = [x for x, says in rows if not says and x in with_one]
+    if lost:
+        common.say_once(f"WARNING: {file.name}: {len(lost):,} rows have no caption where others of their image have, "
+                        f"first of {lost[0]}; is a separator missing there?")
 
 
 def check_windows(file, table, image):
