@@ -1561,7 +1561,8 @@ def _own_split(name, split, options):
     splits = _own_data(name, options)
     if split not in splits:
         kind = UserError if split == "train" else EmptySplit
-        raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(splits)}")
+        rename = "; its name says so, rename it to train on it" if Path(name).is_file() and split == "train" else ""
+        raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(splits)}{rename}")
     if splits[split].streamed or len(splits[split]):
         return splits[split]
     if split == "train":
@@ -1664,8 +1665,11 @@ def guard(check, *args):
 
 
 def _described(name, file, root, options):
-    """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as train."""
+    """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as the one split
+    that its own name says (test.csv), or as train."""
     parts = split_column(name, read_caption_file(file))
+    if parts == {"train": None} and split_words(file.stem) in (["val"], ["test"]):
+        parts = {split_of(file.stem): None}
     return same_classes({split: caption_file(name, split, file, root, options, rows) for split, rows in parts.items()})
 
 
@@ -1997,7 +2001,8 @@ def hold_out(splits):
     for k, s in enumerate(missing):
         rows = np.flatnonzero(band == k)
         used = np.sort(rows[np.argsort(place[rows], kind="stable")[:MOST_HELD_OUT]])
-        out[s] = train.select(used, s)
+        note = f"{len(used):,} of its {len(train):,} images, held out since none of its names says {s}"
+        out[s] = dataclasses.replace(train.select(used, s), note=join_notes(train.note, note))
         some = f", {len(used):,} of them used" if len(used) < len(rows) else ""
         notes.append(f"{s}: {len(rows):,} images held out of train{some}")
     out["train"] = dataclasses.replace(train.select(np.flatnonzero(band >= len(missing)), "train"),
@@ -2044,6 +2049,7 @@ def evaluation_sets(args):
         for split in (s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)):
             try:
                 sets[name][split] = load_data(name, split, **options)
+                guard("say_part", sets[name][split], args.dataset)
             except EmptySplit as error:
                 say(f"WARNING: {error}; there is no {split} evaluation")
         if not sets[name] and args.eval_datasets:

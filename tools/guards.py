@@ -290,6 +290,14 @@ def check_windows(file, table, image):
                     f"in seconds are called {known}")
 
 
+def say_part(data, trained):
+    """Says where an evaluation of other data than those that are trained on reads the part held out of them."""
+    part = re.search("[0-9,]+ of its [0-9,]+ images, held out", data.note)
+    if part and data.name != trained:
+        common.say_once(f"WARNING: {data.name}: {data.split} is {part[0]} for it, a small gallery; call the file "
+                        f"{data.split}{Path(data.name).suffix}, or give it a column split, to evaluate on all of it")
+
+
 def _swallowed_rows(file, row, separator, begin):
     """Raises: UserError where a caption over several lines holds lines that look like rows of their own: what they
     begin or end with is a file as in this row, or called alike but for numbers. A quote was opened and not closed."""
