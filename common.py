@@ -748,6 +748,8 @@ def _decode_picture(image):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if image.mode[0] in "IF":  # converted, all that is above 255 would be white
+                image = open_room("tools.deep_png", "reader of greys with 16 bits").decode_deep_grey(image)
             transparent = "A" in image.getbands() or "transparency" in image.info
             image = ImageOps.exif_transpose(image.convert("RGBA" if transparent else "RGB"))
             return torch.from_numpy(np.array(image)).permute(2, 0, 1)
@@ -1242,7 +1244,7 @@ def has_batchnorm(model):
 
 
 # ================================================== data =============================================================
-IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jp2", "ppm", "pgm")
 VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "filename", "filepath", "image_path",
                  "path")
@@ -1252,6 +1254,7 @@ LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
 WINDOW_COLUMNS = (("segment",), ("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds"))
 SPLIT_NAMES = {"train": ("train", "training", "restval"), "val": ("validation", "valid", "val", "dev"),
                "test": ("test", "testing")}
+TABLES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".parquet")  # files of paths and captions
 HELD_OUT = 0.05  # part of the images held out for val, and again for test, where the data come without these splits
 MOST_HELD_OUT = 5000  # of these, used in an evaluation
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
@@ -1560,7 +1563,8 @@ def _own_split(name, split, options):
     splits = _own_data(name, options)
     if split not in splits:
         kind = UserError if split == "train" else EmptySplit
-        raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(splits)}")
+        rename = "; its name says so, rename it to train on it" if Path(name).is_file() and split == "train" else ""
+        raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(splits)}{rename}")
     if splits[split].streamed or len(splits[split]):
         return splits[split]
     if split == "train":
@@ -1617,18 +1621,20 @@ def _own_data(name, options):
         return _own_folder(name, path, options)
     if path.suffix == ".tar" or PACKED.search(path.name):
         return open_room("sets.tars").open_tars(name, [path], options)
-    if path.suffix in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
+    if path.suffix.lower() in TABLES:
         return hold_out(_described(name, path, root, options))
     kind = path.suffix or "nameless"
-    raise UserError(f"--dataset {name}: a {kind} file is not one of csv, tsv, json, jsonl, parquet, tar")
+    raise UserError(f"--dataset {name}: a {kind} file is not one of csv, tsv, json, jsonl, parquet, txt, token, tar")
 
 
 def _own_folder(name, path, options):
     """{split: Data} of a folder: tars, files of captions, class folders of videos or images, parquet."""
     shards = sorted(path.rglob("*.tar"))
     if shards:
+        guard("check_links", name, path)
         return open_room("sets.tars").open_tars(name, shards, options)
-    alone = [*sorted(path.glob("metadata.*")), *sorted(path.glob("captions.csv"))]
+    alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
+             if f.is_file() and f.suffix.lower() in TABLES]
     if alone:
         return hold_out(_described(name, alone[0], path, options))
     folders = folders_of(path)
@@ -1638,6 +1644,7 @@ def _own_folder(name, path, options):
         return hold_out(_described_folders(name, path, described, options))
     files = [f for f in path.rglob("*") if f.is_file()]
     if not files:
+        guard("check_links", name, path)
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
     guard("check_folder", name, path, files)
@@ -1660,8 +1667,11 @@ def guard(check, *args):
 
 
 def _described(name, file, root, options):
-    """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as train."""
+    """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as the one split
+    that its own name says (test.csv), or as train."""
     parts = split_column(name, read_caption_file(file))
+    if parts == {"train": None} and split_words(file.stem) in (["val"], ["test"]):
+        parts = {split_of(file.stem): None}
     return same_classes({split: caption_file(name, split, file, root, options, rows) for split, rows in parts.items()})
 
 
@@ -1669,7 +1679,8 @@ def split_column(name, table):
     """{split: row numbers} of a table by its column `split`; {train: None}, all rows, where it has none.
 
     Raises: UserError where only some of its values name a split."""
-    column = next((c for c in table.column_names if c.lower() == "split"), None)
+    column = plain_names(table.column_names).get("split")
+    guard("check_other_splits", name, table)
     words = [str(w) for w in table[column][:]] if column else []
     of_word = {w: split_of(w) for w in dict.fromkeys(words)}
     odd = [w for w, split in of_word.items() if not split]
@@ -1748,15 +1759,21 @@ def gated_message(name, repo):
 
 
 def pick_column(flag, wanted, columns, usual, name, required=True):
-    """The column a flag names, else the usual one that exists; a wrong name lists the columns there are."""
+    """The column a flag names, else the usual one that exists, in capitals or not; a wrong name lists those there."""
+    named, there = plain_names(columns), ", ".join(columns) if len(columns) < 30 else f"{len(columns)} others"
     if wanted:
-        if wanted not in columns:
-            raise UserError(f"{flag} {wanted}: {name} has no such column; it has: {', '.join(columns)}")
-        return wanted
-    found = next((c for c in usual if c in columns), None)
+        if wanted not in named:
+            raise UserError(f"{flag} {wanted}: {name} has no such column; it has: {there}")
+        return named[wanted]
+    found = next((named[c] for c in usual if c in named), None)
     if found is None and required:
-        raise UserError(f"{flag} is needed: {name} has none of {', '.join(usual)}; it has: {', '.join(columns)}")
+        raise UserError(f"{flag} is needed: {name} has none of {', '.join(usual)}; it has: {there}")
     return found
+
+
+def plain_names(columns):
+    """{name: column}, each by its own name and by that without capitals and blanks around it: ' Caption' is caption."""
+    return {c.strip().lower(): c for c in columns} | {c: c for c in columns}
 
 
 def split_of(word):
@@ -1869,26 +1886,29 @@ def caption_file(name, split, file, root, options, kept=None):
     label = pick_column("--label-column", label, columns, LABEL_COLUMNS, file.name, required=False)
     rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
     labels = table[label][:] if label else [None] * len(table)
+    texts = guard("check_cells", file, table, image, caption) or table[caption][:]
     absent = sum(source is None or source == "" or source != source for source in table[image][:])  # NaN
-    for source, text, y, window in zip(table[image][:], table[caption][:], labels, windows_of(table)):
+    for source, text, y, window in zip(table[image][:], texts, labels, windows_of(table)):
         if source is None or source == "" or source != source:
             continue
-        if isinstance(source, dict):
-            raise UserError(f"--image-column {image}: {file.name} holds image bytes there; give the folder of the "
-                            "parquet files instead")
+        if isinstance(source, (dict, list, bytes)):
+            raise UserError(f"--image-column {image}: {file.name} holds image bytes or records there, not paths; of "
+                            "parquet files with images give the folder")
         if any(isinstance(t, (dict, list)) for t in (text if isinstance(text, list) else [text])):
             raise UserError(f"--caption-column {caption}: {file.name} holds records or lists there, not texts; it has: "
                             f"{', '.join(columns)}")
-        key = (os.path.normpath(str(source)), *window)  # a.png and ./a.png are one image
+        path = os.path.expanduser(str(source).strip())
+        key = (os.path.normpath(path), *window)  # a.png and ./a.png are one image
         captions = rows.setdefault(key, [])
         captions += [t for t in dict.fromkeys(clean_list(text)) if t not in captions]
         if is_class(y):
-            label_of[key] = str(y)
+            label_of[key] = str(y).strip()
     if not any(rows.values()):
         raise UserError(f"--dataset {file}: no row has an image and a caption")
     by_name = options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS
     lost = f"{absent:,} rows without an image left out" if absent else ""
     if by_name or any(is_video(path) for path, *_ in rows):
+        guard("check_windows", file, table, image)
         clips_of = open_room("sets.video").clips_of
         data = clips_of(name, split, rows, options, root, label_of if label else None)
         return dataclasses.replace(data, note=join_notes(data.note, lost))
@@ -1903,18 +1923,26 @@ def caption_file(name, split, file, root, options, kept=None):
 
 def read_caption_file(file):
     """The table of a csv, tsv, json(l) or parquet file."""
-    kind = {"csv": "csv", "tsv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
+    ending, rows = file.suffix.lower(), None
+    with contextlib.suppress(NoRoom, UnicodeDecodeError, OSError):  # the reader says it, below
+        rows = open_room("sets.records").read(file)
+    if rows:
+        import datasets
+        return datasets.Dataset.from_list(rows)
+    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(ending, "csv")
     more, last = {}, 0
     if kind == "csv":
         import datasets
-        separator = "\t" if file.suffix == ".tsv" else ","
         with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):  # the reader says it, below
-            last = guard("check_csv", file, separator)
             with open(file, newline="", encoding="utf-8-sig") as f:
-                header = next(csv.reader(f, delimiter=separator))
+                first = next(line for line in f if line.strip())
+            separator = next((s for s in ("\t,;|" if ending == ".tsv" else ",\t;|") if s in first), ",")
+            spaced = separator + " " in first and separator == ","  # image, caption: a blank, and then a quote
+            last = guard("check_csv", file, separator, spaced)
+            header = next(csv.reader([first], delimiter=separator, skipinitialspace=spaced))
             names = [c or f"Unnamed: {i}" for i, c in enumerate(header)]  # the nameless column is an index
             text = datasets.Features({c: datasets.Value("string") for c in names})  # 000 is a name, and so is NA
-            more = {"sep": separator, "keep_default_na": False, "features": text}
+            more = {"sep": separator, "keep_default_na": False, "features": text, "skipinitialspace": spaced}
     try:
         return open_table(kind, file, data_files=glob.escape(str(file)), split="train", **more)
     except UserError as error:
@@ -1927,13 +1955,14 @@ def read_caption_file(file):
 
 def windows_of(table):
     """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) without."""
-    pair = next((p for p in WINDOW_COLUMNS if set(p) <= set(table.column_names)), None)
+    named = plain_names(table.column_names)
+    pair = next(([named[c] for c in p] for p in WINDOW_COLUMNS if set(p) <= set(named)), None)
     if not pair:
         return [(None, None)] * len(table)
     def seconds(value):
         return None if value is None or value == "" else float(value)
     try:
-        rows = table["segment"][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
+        rows = table[pair[0]][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
         return [(seconds(start), seconds(end)) for start, end in rows]
     except (TypeError, ValueError) as error:
         raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)})") from error
@@ -1977,7 +2006,8 @@ def hold_out(splits):
     for k, s in enumerate(missing):
         rows = np.flatnonzero(band == k)
         used = np.sort(rows[np.argsort(place[rows], kind="stable")[:MOST_HELD_OUT]])
-        out[s] = train.select(used, s)
+        note = f"{len(used):,} of its {len(train):,} images, held out since none of its names says {s}"
+        out[s] = dataclasses.replace(train.select(used, s), note=join_notes(train.note, note))
         some = f", {len(used):,} of them used" if len(used) < len(rows) else ""
         notes.append(f"{s}: {len(rows):,} images held out of train{some}")
     out["train"] = dataclasses.replace(train.select(np.flatnonzero(band >= len(missing)), "train"),
@@ -2024,6 +2054,7 @@ def evaluation_sets(args):
         for split in (s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)):
             try:
                 sets[name][split] = load_data(name, split, **options)
+                guard("say_part", sets[name][split], args.dataset)
             except EmptySplit as error:
                 say(f"WARNING: {error}; there is no {split} evaluation")
         if not sets[name] and args.eval_datasets:

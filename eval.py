@@ -195,6 +195,7 @@ class Case:
             # temperature_schedules.py or its fork: the run's long tail, its held-out images, the classes it counts
             self.sets = common.labelled_sets(argparse.Namespace(**own | options))
         data = self.open(args.split)
+        common.guard("say_part", data, own.get("dataset"))
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream there; use --split val or test")
         self.changed = []

@@ -152,6 +152,11 @@ def video_index(folder):
 def find_video(index, name):
     """Path of a video by its file name or stem ('v_' may be missing), or None; where several have the name, the one
     below the folders that the name says."""
+    return next(iter(_namesakes(index, name)), None)
+
+
+def _namesakes(index, name):
+    """Paths of all videos that a name may mean."""
     video = Path(name)
     names = (video.name, video.stem, video.stem.removeprefix("v_"), f"v_{video.stem}")
     found = next((index[n] for n in names if n in index), [])
@@ -159,7 +164,18 @@ def find_video(index, name):
         tails = tuple(f"/{v.as_posix()}" for v in (video, video.with_suffix("")))
         either = ((p, Path(p).as_posix(), Path(p).with_suffix("").as_posix()) for p in found)
         found = [p for p, whole, bare in either if whole.endswith(tails) or bare.endswith(tails)]
-    return found[0] if found else None
+    return found
+
+
+def _said_of_namesakes(index, videos):
+    """A note where names stand for several files that are no copies of one: the first of them is read."""
+    several = {v: found for v in videos if len(found := _namesakes(index, v)) > 1}
+    several = {v: found for v, found in several.items() if len({os.path.getsize(p) for p in found}) > 1}
+    if not several:
+        return ""
+    video, found = next(iter(several.items()))
+    return (f"{len(several):,} names stand for SEVERAL videos, of {video} {found[0]} is read and not {found[1]}: say "
+            "the folder in the name")
 
 
 def clips_of(name, split, annotations, options, root=None, labels=None):
@@ -204,6 +220,8 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
         classes, columns = {"label": names}, {"label": [number[labels[k]] if k in labels else -1 for k in found]}
     table = common.make_table(captions, [_window_key(*k) for k in found], sources, classes, **columns)
     notes = [f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}"] if missing else []
+    by_name = dict.fromkeys(str(v) for v, *_ in found if not (folder / str(v)).is_file())
+    notes += [note for note in [_said_of_namesakes(index, by_name)] if note]
     data = common.Data(name, split, table, clip=clip_options(options), note="; ".join(notes))
     return common.with_notes(data, len(annotations) - len(texts))
 

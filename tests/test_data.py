@@ -382,6 +382,109 @@ def test_column_flags_and_data_dir(tmp_path):
     assert data.captions(0) == [caption(int(Path(data.key(0)).stem))]
 
 
+def own_rows(names, header="image,caption", take=caption, separator=","):
+    """Text of a csv: a row an image, each with a caption that holds the separators of other files."""
+    rows = [f"{x}{separator}{take(i).replace(separator, ' ')}\n" for i, x in enumerate(names)]
+    return header.replace(",", separator) + "\n" + "".join(rows)
+
+
+def coco_json(folder, names):
+    """captions_train2017.json: ids in another order than the images, five captions each."""
+    (folder / "annotations").mkdir()
+    images = [{"license": 1, "file_name": x, "height": 20, "width": 24, "id": 1000 - i} for i, x in enumerate(names)]
+    notes = [{"image_id": 1000 - i, "id": 10 * k + i, "caption": caption(i, k)} for k in range(5) for i in range(N)]
+    content = {"info": {"year": 2017}, "images": images, "licenses": [], "annotations": notes}
+    file = folder / "annotations" / "captions_train2017.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def karpathy_json(folder, names):
+    """dataset_coco.json: train, restval, val, test."""
+    images = []
+    for i, name in enumerate(names):
+        word = ("train", "restval", "val", "test")[i % 4]
+        said = [{"tokens": ["a"], "raw": caption(i, k), "imgid": i, "sentid": 5 * i + k} for k in range(5)]
+        images.append({"filepath": ".", "filename": name, "imgid": i, "split": word, "sentences": said, "cocoid": i})
+    (folder / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
+    return folder / "dataset_coco.json"
+
+
+def token_file(folder, names):
+    """results_20130124.token of Flickr30k."""
+    lines = [f"{x}#{k}\t{caption(i, k)}\n" for i, x in enumerate(names) for k in range(5)]
+    (folder / "results_20130124.token").write_text("".join(lines))
+    return folder / "results_20130124.token"
+
+
+@pytest.mark.parametrize("write", [coco_json, karpathy_json, token_file])
+def test_published_files_of_captions(write, tmp_path):
+    names = write_images(tmp_path, range(N))
+    found = open_splits(write(tmp_path, names), data_dir=str(tmp_path))
+    said = {d.key(i): d.captions(i) for d in found.values() for i in range(len(d))}
+    assert said == {x: [caption(i, k) for k in range(5)] for i, x in enumerate(names)}
+    for split, data in found.items():
+        for i in range(len(data)):
+            assert np.array_equal(data.read(i).permute(1, 2, 0), picture(names.index(data.key(i))))
+        if write is karpathy_json:
+            assert {names.index(x) % 4 for x in data.keys()} == {"train": {0, 1}, "val": {2}, "test": {3}}[split]
+
+
+def test_published_files_that_are_others(tmp_path):
+    """Boxes have no captions; one odd line is no token file."""
+    names = write_images(tmp_path, range(N))
+    content = json.loads(coco_json(tmp_path, names).read_text())
+    (tmp_path / "instances.json").write_text(json.dumps(content | {"annotations": [{"image_id": 1000, "bbox": [0]}]}))
+    with pytest.raises(common.UserError, match="not as in COCO's or Karpathy's files .*: KeyError 'caption'"):
+        common.load_data(str(tmp_path / "instances.json"), "train")
+    with open(token_file(tmp_path, names), "a") as f:
+        f.write("cut\n")
+    with pytest.raises(common.UserError, match=f"line {5 * N + 1} is not as the others, name.jpg#0<tab>caption"):
+        common.load_data(str(tmp_path / "results_20130124.token"), "train", data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("name, header, separator", [
+    ("open_clip.csv", "filepath,title", "\t"), ("excel.csv", "image,caption", ";"), ("pipe.csv", "image, text", "|"),
+    ("captions.txt", "image,caption", ","), ("CAPTIONS.CSV", "Image,Caption", ","), ("a.csv", "IMAGE , Text ", ","),
+    ("blank.csv", "\n\nimage,caption", ","), ("tabs.tsv", "image,caption", "\t"), ("named.tsv", "image,caption", ",")])
+def test_spellings_of_a_csv(name, header, separator, tmp_path):
+    names = write_images(tmp_path, range(N))
+    (tmp_path / name).write_text(own_rows(names, header, lambda i: f"a; cat, {i}|\tor so", separator))
+    said = {d.key(i): d.captions(i) for d in open_splits(tmp_path / name).values() for i in range(len(d))}
+    assert said == {x: [f"a; cat, {i}|\tor so".replace(separator, " ")] for i, x in enumerate(names)}
+
+
+def test_blanks_behind_commas_are_no_part_of_names_or_quotes(tmp_path):
+    names = write_images(tmp_path, range(N))
+    rows = [f'{x} , "a ""cat"", {i}", dog\n' for i, x in enumerate(names)]
+    (tmp_path / "a.csv").write_text("image, caption, label\n" + "".join(rows))
+    data = [(d, i) for d in open_splits(tmp_path / "a.csv").values() for i in range(len(d))]
+    assert {d.key(i): d.captions(i) for d, i in data} == {x: [f'a "cat", {i}'] for i, x in enumerate(names)}
+    assert all(d.label_names == ["dog"] and d.read(i).shape == (3, 20, 24) for d, i in data)
+
+
+@pytest.mark.parametrize("write", [str, json.dumps])
+def test_lists_that_a_csv_holds_as_text_are_lists(write, tmp_path):
+    """As pandas and the hub write them: ['a cat', 'one more'] is two captions."""
+    names = write_images(tmp_path, range(N))
+    rows = [(x, write([caption(i), f"it's {i}"])) for i, x in enumerate(names)]
+    file = write_rows(tmp_path / "a.csv", ["image", "captions"], rows)
+    said = {d.key(i): d.captions(i) for d in open_splits(file).values() for i in range(len(d))}
+    assert said == {x: [caption(i), f"it's {i}"] for i, x in enumerate(names)}
+    odd = write_rows(tmp_path / "odd.csv", ["image", "captions"], [*rows, ("a.png", "['cut")] * 60)
+    assert len(common.load_data(str(odd), "train").captions(0)) == 1  # not all are lists: they stay as they are
+    odd = write_rows(tmp_path / "cut.csv", ["image", "captions"], rows * 10 + [("a.png", "['cut")])
+    with pytest.raises(common.UserError, match="holds lists written as text there, not all of them whole"):
+        common.load_data(str(odd), "train")
+
+
+def test_a_home_in_paths_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = [(f"~/{x}", caption(i)) for i, x in enumerate(write_images(tmp_path, range(N)))]
+    data = common.load_data(str(write_rows(tmp_path / "lists" / "a.csv", ["image", "caption"], rows)), "train")
+    assert data.read(0).shape == (3, 20, 24)
+
+
 def test_rows_without_picture_or_caption(tmp_path):
     import datasets
     features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
@@ -440,6 +543,19 @@ def test_decode_16_bit_png(channels):
         values[..., 3] = 65535
     out = common.decode(png16(values)).numpy().astype(int)
     assert np.abs(out - np.round(values[..., 0] / 257)).max() <= 1  # scaled, not clipped
+
+
+@pytest.mark.parametrize("kind", ["tiff", "ppm"])
+def test_decode_16_bits_of_other_formats(kind):
+    """Grey TIFFs of microscopes and satellites: Pillow's own conversion makes everything above 255 white."""
+    values = np.linspace(0, 65535, 64).reshape(8, 8).round().astype(np.uint16)
+    for order in ("<u2", ">u2") if kind == "tiff" else ("<u2",):
+        out = common.decode(encode(Image.fromarray(values.astype(order)), kind)).numpy().astype(int)
+        assert np.abs(out - np.round(values / 257)).max() <= 1
+    if kind == "tiff":
+        for wide in (np.int32, np.float32):
+            with pytest.raises(ValueError, match="pixels of 32 bits, whose range is not known"):
+                common.decode(encode(Image.fromarray(values.astype(wide)), kind))
 
 
 @pytest.mark.parametrize("kind", ["gif", "webp", "bmp", "tiff"])

@@ -354,6 +354,14 @@ CAPTION_FILES = {
     "inside.json": (json.dumps({"images": [{"image": n, "caption": "a"} for n in NAMES]}), "it has: images"),
     "deep.json": ("[" * 100_000 + "]" * 100_000, DEEP), "objects.json": ('{"a":' * 5000 + "1" + "}" * 5000, DEEP),
     "lists.jsonl": (rows_of(NAMES, lambda i, n: f'{{"image": "{n}", "caption": [["a"]]}}\n'), "holds records or lists"),
+    "twice.csv": ("image,caption,Caption\n" + rows_of(NAMES, lambda i, n: f"{n},a,b\n"), "columns are called caption"),
+    "bare.csv": (rows_of(NAMES, lambda i, n: f"{n},a\n"), "its first line is a row (000.png) and no header"),
+    "cc3m.tsv": (rows_of(NAMES, lambda i, n: f"a\thttp://x.com/{n}\n"), "first line is a row (http://x.com/000.png)"),
+    "web.csv": (HEAD + rows_of(NAMES, lambda i, n: f"http://x.com/{n},a\n"), "holds addresses there (http://x.com/000."),
+    "windows.csv": (HEAD + rows_of(NAMES, lambda i, n: f"C:\\me\\{n},a\n"), "holds paths of Windows there (C:"),
+    "bytes.parquet": (parquet(jpg=[b"\xff\xd8"] * 80, caption=["a"] * 80), "holds image bytes or records there"),
+    "columns.json": (json.dumps({"image": NAMES, "caption": ["a"] * 80}), "holds image bytes or records there"),
+    "many.json": (json.dumps({n: ["a"] for n in NAMES}), "it has: 80 others"),
     "nan.json": ("[" + ",".join(f'{{"image": "{n}", "caption": NaN}}' for n in NAMES) + "]", "no row has an image and"),
     "nan.parquet": (parquet(image=NAMES, caption=[float("nan")] * 80), "no row has an image and a caption"),
     "magic.parquet": (b"PARX" + b"x" * 100, "Parquet magic bytes not found"),
@@ -376,6 +384,134 @@ def test_captions_of_several_lines_are_captions(tmp_path):
     file = write_rows(tmp_path / "a.csv", ["image", "caption"], rows)
     train = common.load_data(str(file), "train")
     assert {train.captions(i)[0] for i in range(len(train))} == set(many)
+
+
+def linked(folder):
+    shutil.move(folder / "b", folder.parent / "elsewhere")
+    (folder / "b").symlink_to(folder.parent / "elsewhere")
+
+
+def texts_beside(folder):
+    for file in sorted(folder.glob("*/*.png")):
+        file.with_suffix(".txt").write_text(f"words of {file.stem}")
+
+
+def deeper(folder):
+    shutil.move(folder / "b", folder / "c" / "b")
+
+
+def saved_to_disk(folder):
+    import datasets
+    shutil.rmtree(folder)
+    datasets.Dataset.from_dict({"image": ["a"], "caption": ["b"]}).save_to_disk(str(folder))
+
+
+def listed(name, file_column="file_name"):
+    def spoil(folder):
+        rows = [(str(f.relative_to(folder)), "words") for f in sorted(folder.glob("*/*.png"))]
+        write_rows(folder / name, [file_column, "text"], rows)
+    return spoil
+
+
+FOLDERS = {
+    "link": (linked, "b is a link to a folder and is not followed: what it holds would be missing"),
+    "texts": (texts_beside, "a/000.txt beside its image is not read; pack the folder into a tar"),
+    "deep": (deeper, "c/b/001.png lies deeper than others, so that no one folder says its class"),
+    "disk": (saved_to_disk, "a folder of save_to_disk; give a folder with its data-*.arrow alone, or write parquet"),
+    "csv": (listed("labels.csv", "Image"), "labels.csv lists files and captions and is not read"),
+    "jsonl": (listed("a/captions.jsonl"), "a/captions.jsonl lists files and captions and is not read"),
+    "parquet": (listed("all.parquet"), "all.parquet lists files and captions and is not read")}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_what_lies_in_a_folder_and_is_not_read_is_refused(name, classes, tmp_path):
+    """Passed over, a class would be missing, or the names of the folders would serve as captions."""
+    spoil, words = FOLDERS[name]
+    shutil.copytree(classes, tmp_path / "own")
+    write_rows(tmp_path / "own" / "classes.csv", ["class", "caption"], [("a", "no list of files")])
+    spoil(tmp_path / "own")
+    with pytest.raises(common.UserError, match=re.escape(words)):
+        common.load_data(str(tmp_path / "own"), "train")
+
+
+def test_texts_beside_images_are_captions_once_in_a_tar(classes, tmp_path):
+    """What the refusal says to do."""
+    import subprocess
+    shutil.copytree(classes, tmp_path / "own")
+    texts_beside(tmp_path / "own")
+    (tmp_path / "dir").mkdir()
+    subprocess.run(["tar", "--sort=name", "-cf", tmp_path / "dir" / "0.tar", "-C", tmp_path / "own", "."], check=True)
+    data = common.load_data(str(tmp_path / "dir"), "train")
+    assert len(data) > 45 and all(data.captions(i) == [f"words of {Path(data.key(i)).name}"] for i in range(len(data)))
+
+
+def test_pictures_of_other_kinds_are_counted(classes, tmp_path, capsys):
+    """A phone leaves HEIC beside JPEG; TIFF is read."""
+    shutil.copytree(classes, tmp_path / "own")
+    for i in range(3):
+        (tmp_path / "own" / "a" / f"{i}.HEIC").write_bytes(b"ftypheic")
+        (tmp_path / "own" / "a" / f"{i}.tif").write_bytes(encode(picture(i), "tiff"))
+    found = [common.load_data(str(tmp_path / "own"), split) for split in ("train", "val", "test")]
+    assert sum(map(len, found)) == 63 and "3 .heic files are not read; convert them to jpg" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "own" / "b")
+    for file in (*(tmp_path / "own").rglob("*.png"), *(tmp_path / "own").rglob("*.tif")):
+        file.unlink()
+    common._own_data.cache_clear()
+    with pytest.raises(common.UserError, match="own: 3 .heic files are not read; convert them"):
+        common.load_data(str(tmp_path / "own"), "train")
+
+
+def rows_of_clips(folder, header, seconds):
+    """Twelve clips of one content, two rows each; seconds: (begin, end) of row k."""
+    clip = write_video(folder / "0.mp4", range(4))
+    for i in range(1, 12):
+        shutil.copy(clip, folder / f"{i}.mp4")
+    rows = [(f"{k // 2}.mp4", f"part {k}", *map(str, seconds(k))) for k in range(24)]
+    return write_rows(folder / "a.csv", ["video", "caption", *header], rows)
+
+
+@pytest.mark.parametrize("header", [("time_start", "time_end"), ("start_sec", "end_sec"), ("Begin", "end"),
+                                    ("start_timestamp", "stop_timestamp"), ("start", "duration")])
+def test_windows_by_other_names_are_not_passed_over(header, tmp_path):
+    """Passed over, all rows of a video would be captions of the whole of it."""
+    with pytest.raises(common.UserError, match=f"rows of one video differ in .*{header[0]}.*, which is not read: all"):
+        common.load_data(str(rows_of_clips(tmp_path, header, lambda k: (k % 2 / 10, 0.2))), "train")
+
+
+def test_a_name_of_several_videos_is_said(tmp_path):
+    for k, name in enumerate(("cat/0.mp4", "dog/0.mp4", "cat/1.mp4", "dog/2.mp4", "cat/3.mp4", "old/3.mp4")):
+        write_video(tmp_path / "v" / name, range(k + 1))
+    shutil.copy(tmp_path / "v" / "cat" / "3.mp4", tmp_path / "v" / "old" / "3.mp4")  # a copy is no other video
+    rows = [(name, caption(i), "train") for i, name in enumerate(["0", "1", "2", "3"])]
+    file = write_rows(tmp_path / "a.csv", ["video", "caption", "split"], rows)
+    note = common.load_data(str(file), "train", video_dir=str(tmp_path / "v")).note
+    assert re.search("1 names stand for SEVERAL videos, of 0 .*/cat/0.mp4 is read and not .*/dog/0.mp4", note)
+    file = write_rows(tmp_path / "b.csv", ["video", "caption", "split"], [("dog/0", "a", "train"), *rows[1:]])
+    assert "SEVERAL" not in common.load_data(str(file), "train", video_dir=str(tmp_path / "v")).note
+
+
+def test_captions_that_are_lost_or_not_chosen_are_said(tmp_path, capsys):
+    """Flickr30k of Kaggle has a row without its separator."""
+    names = write_images(tmp_path, range(40))
+    lines = [f"{x}|{k}|{caption(i, k)}, so\n" for i, x in enumerate(names) for k in range(2)]
+    (tmp_path / "a.csv").write_text("image|title|caption\n" + "".join(lines))
+    common.load_data(str(tmp_path / "a.csv"), "train")
+    said = capsys.readouterr().out
+    assert "a.csv: the captions are its column caption, and title is not read; --caption-column chooses" in said
+    (tmp_path / "b.csv").write_text("image|take|caption\n" + "".join(lines[:7] + ["003.png|1 no bar\n"] + lines[8:]))
+    common.load_data(str(tmp_path / "b.csv"), "train")
+    said = capsys.readouterr().out
+    assert "1 rows have no caption where others of their image have, first of 003.png" in said and "column" not in said
+
+
+def test_windows_that_clips_were_cut_by_are_said_to_be_unread(tmp_path, capsys):
+    """Kinetics' csv: where in another file each clip once stood."""
+    file = rows_of_clips(tmp_path, ("time_start", "time_end"), lambda k: (k // 2 + 100, k // 2 + 110))
+    assert len(common.load_data(str(file), "train").captions(0)) == 2
+    assert "WARNING: a.csv: time_start, time_end not read: each row stands for" in capsys.readouterr().out
+    common._own_data.cache_clear()
+    data = common.load_data(str(rows_of_clips(tmp_path, (" Start", " END"), lambda k: (k % 2 / 10, 0.2))), "train")
+    assert len(data.captions(0)) == 1 and data.sources[0]["source"]["end"] == 0.2
 
 
 def test_nan_is_no_caption_and_no_class(tmp_path):

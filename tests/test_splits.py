@@ -29,6 +29,7 @@ from helpers import (
 )
 from PIL import Image
 
+import temo
 from sets import long_tail
 from tools import by_class, check
 
@@ -147,6 +148,49 @@ def test_a_column_split_of_other_words(tmp_path, capsys):
     write_rows(tmp_path / "odd.csv", ["image", "caption", "split"], [*rows[:59], ("59.png", "x", "train")])
     with pytest.raises(common.UserError, match="'right' in its column split names no split"):
         common.load_data(str(tmp_path / "odd.csv"), "train")
+
+
+@pytest.mark.parametrize("column, words, said", [
+    (" split", ("train", "test"), ""), ("SPLIT", ("TRAIN ", " Test"), ""), ("Split ", ("train2017", "test2017"), ""),
+    ("subset", ("train", "test"), "its column subset names splits (test, train) and is not read"),
+    (" Set", ("Train", "Test"), "Set names splits (test, train) and is not read"),
+    ("is_test", ("0", "1"), "its column is_test is not read, all rows would be used alike"),
+    ("is_training_image", ("1", "0"), "its column is_training_image is not read"),
+    ("split", ("0", "1"), "its column split holds numbers (0), which name no split"),
+    ("split", ("True", "False"), "its column split holds numbers (True)")])
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_column_that_says_whose_the_rows_are_is_never_passed_over(column, words, said, ending, tmp_path):
+    """Passed over, its test rows are trained on."""
+    names = write_images(tmp_path, range(30))
+    rows = [(x, caption(i), words[i >= 20]) for i, x in enumerate(names)]
+    file = write_rows(tmp_path / f"own.{ending}", ["image", "caption", column], rows)
+    if said:
+        refused(file, said)
+    else:
+        found = open_splits(file)
+        assert [*found["test"].keys()] == names[20:] and sum(map(len, found.values())) == 30
+
+
+def test_a_file_called_test_is_evaluated_whole(tmp_path, capsys):
+    """A twentieth of it would be a gallery of few, and its recall a high one."""
+    names = write_images(tmp_path, range(40))
+    rows = [(x, caption(i)) for i, x in enumerate(names)]
+    for word in ("flickr_test", "captions_val2017"):
+        file, split = write_rows(tmp_path / f"{word}.json", ["image", "caption"], rows), common.split_of(word)
+        assert len(common.load_data(str(file), split)) == 40
+        refused(file, f"no train split; it has: {split}; its name says so, rename it to train on it")
+    for word in ("trainval", "train_test", "greatest"):
+        file = write_rows(tmp_path / f"{word}.csv", ["image", "caption"], rows)
+        assert len(common.load_data(str(file), "train")) > 30
+    file = write_rows(tmp_path / "other.csv", ["image", "caption"], rows)
+    held = common.load_data(str(file), "test")
+    assert f"{len(held)} of its 40 images, held out since none of its names says test" in held.note
+    assert capsys.readouterr().out == ""
+    flags = ["--cpu", "--dataset", str(tmp_path / "train_test.csv"), "--eval-datasets", str(file)]
+    common.evaluation_sets(temo.parse_args(flags))
+    assert f"WARNING: {file}: test is {len(held)} of its 40 images, held out for it" in capsys.readouterr().out
+    common.evaluation_sets(temo.parse_args(["--cpu", "--dataset", str(file)]))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

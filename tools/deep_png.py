@@ -1,4 +1,4 @@
-"""PNGs of 16 bits a colour, which Pillow would cut; opened by common.decode."""
+"""Images of 16 bits a colour, which Pillow would cut: PNGs, and grey ones of other formats; opened by common.decode."""
 
 import io
 
@@ -7,6 +7,7 @@ import common
 import av
 import numpy as np
 import torch
+from PIL import Image
 
 
 def decode_deep_png(data):
@@ -18,3 +19,10 @@ def decode_deep_png(data):
     except (av.FFmpegError, StopIteration, ValueError) as error:
         raise ValueError(f"not a readable image ({common.first_line(error)})") from error
     return torch.from_numpy((array.astype(np.float32) / 257).round().astype(np.uint8)).permute(2, 0, 1)
+
+
+def decode_deep_grey(image):
+    """Pillow's image of one grey of 16 bits (TIFF, PGM) -> with 8 bits. Raises: OSError for 32 bits or floats."""
+    if image.mode in ("I", "F") and image.format != "PPM":
+        raise OSError("pixels of 32 bits, whose range is not known; save it with 8 or 16")
+    return Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))

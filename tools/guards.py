@@ -4,9 +4,11 @@ common.py asks before it reads a folder or a csv, of what a plain reading takes 
 `datasets` takes for splits, a README.md that sends it elsewhere, a quote that swallows the rows after it.
 """
 
+import ast
 import csv
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import common
@@ -15,13 +17,96 @@ from common import UserError, split_words
 HELD_BY_FOLDERS = (*common.IMAGE_TYPES, *common.VIDEO_TYPES, "parquet", "csv", "jsonl", "arrow")
 
 
+# Endings of pictures and videos that are not looked for: said, with their number, and not missed in silence.
+NOT_READ = ("heic", "heif", "avif", "jxl", "svg", "psd", "dng", "cr2", "cr3", "nef", "arw", "raw", "exr", "dcm", "mts",
+            "vob", "rm", "rmvb", "asf")
+
+
 def check_folder(name, path, files):
     """Raises: UserError for a folder that no reader reads as meant. files: all below it."""
     check_utf8(name, path, files)
+    check_links(name, path)
+    endings = Counter(ending(f) for f in files)
+    odd = {kind: endings[kind] for kind in NOT_READ if endings[kind]}
+    if odd:
+        kinds = ", ".join(f"{n:,} .{kind}" for kind, n in odd.items())
+        words = f"{kinds} files are not read; convert them to jpg or mp4"
+        if sum(odd.values()) == len(files):
+            raise UserError(f"--dataset {name}: {words}")
+        common.say_once(f"WARNING: {name}: {words}")
+    pixels = [f for f in files if ending(f) in (*common.IMAGE_TYPES, *common.VIDEO_TYPES)]
+    if len(pixels) > sum(endings[kind] for kind in ("parquet", "arrow", "csv", "jsonl")):  # else these are the data
+        check_beside(name, path, pixels, files)
+        check_depth(name, path, pixels)
     packed = [f for f in files if common.PACKED.search(f.name)]
-    if packed and not any(f.suffix.lower().lstrip(".") in HELD_BY_FOLDERS for f in files):
+    if packed and not any(ending(f) in HELD_BY_FOLDERS for f in files):
         raise UserError(f"--dataset {name}: {len(packed)} compressed tars and nothing else to read, first "
                         f"{min(packed)}: unpack them (gunzip), an index needs plain tars")
+
+
+def ending(path):
+    """'jpg' of a.JPG."""
+    return Path(path).suffix.lower().lstrip(".")
+
+
+def check_links(name, path):
+    """Raises: UserError for a link to a folder below a data folder: what lies behind it would be missing."""
+    below = (os.path.join(folder, x) for folder, names, _ in os.walk(path) for x in sorted(names))
+    link = next((f for f in below if os.path.islink(f)), None)
+    if link:
+        raise UserError(f"--dataset {name}: {os.path.relpath(link, path)} is a link to a folder and is not followed: "
+                        "what it holds would be missing; put the folder itself there (mount --bind, or cp -rL)")
+
+
+def check_beside(name, path, pixels, files):
+    """Raises: UserError where captions lie beside images or clips in files that are not looked into, so that the names
+    of the folders would serve as captions. pixels: the images and clips among the files."""
+    stems = {f.with_suffix("") for f in pixels}
+    texts = [f for f in files if ending(f) in ("txt", "caption") and f.with_suffix("") in stems]
+    if texts:
+        raise UserError(f"--dataset {name}: {os.path.relpath(min(texts), path)} beside its image is not read; pack the "
+                        f"folder into a tar, whose texts are (tar --sort=name -cf DIR/0.tar -C {path} .), and give DIR")
+    tables = [f for f in files if ending(f) in TABLES and f.stem != "metadata" and _lists_captions(f)]
+    if tables:
+        table = min(tables)
+        raise UserError(f"--dataset {name}: {os.path.relpath(table, path)} lists files and captions and is not read; "
+                        "give it as --dataset, with --data-dir where its paths start, or call it metadata"
+                        f"{table.suffix} in the folder where they start")
+
+
+TABLES = tuple(kind.lstrip(".") for kind in common.TABLES)
+
+
+def _lists_captions(file):
+    """Does the beginning of a table name a column of images or videos and one of captions?"""
+    if ending(file) == "parquet":
+        import pyarrow.parquet
+        try:
+            names = pyarrow.parquet.read_schema(file).names
+        except (OSError, ValueError):  # no parquet
+            return False
+    else:
+        with open(file, encoding="utf-8-sig", errors="replace") as f:
+            head = f.read(4096)
+        fields = re.findall(r'"(\w+)"\s*:', head)  # of json
+        names = fields if ending(file) in ("json", "jsonl") else re.split(r"[,;|\t]", head.partition("\n")[0])
+    names = {n.strip().strip('"').lower() for n in names}
+    return bool(names & {*common.IMAGE_COLUMNS, *common.VIDEO_COLUMNS} and names & {*common.CAPTION_COLUMNS})
+
+
+def check_depth(name, path, pixels):
+    """Raises: UserError where class folders hold folders: a class is called by the innermost, and cat/1 and dog/1 would
+    be one class. Folders of splits, and one folder around all classes, are no such folders."""
+    around = {}  # the folders around a class folder -> the first file there
+    for f in pixels:
+        parts = f.relative_to(path).parts
+        if len(parts) > 1 and not any(part.startswith((".", "__")) for part in parts):
+            place = tuple(part for part in parts[:-2] if not split_words(part))
+            around[place] = min(around.get(place, f), f)
+    if len(around) > 1:
+        deep = os.path.relpath(around[max(around, key=len)], path)
+        raise UserError(f"--dataset {name}: {deep} lies deeper than others, so that no one folder says its class; "
+                        "put all images of a class into one folder, or list them in a metadata.csv (image, caption)")
 
 
 def check_utf8(name, path, files):
@@ -48,7 +133,7 @@ def check_splits(name, path, files, listed, opened):
     if named and named != found:
         raise UserError(f"--dataset {name}: its names say {', '.join(sorted(named))}, but {', '.join(sorted(found))} "
                         f"would be read: {hint}")
-    images = sum(f.suffix.lower().lstrip(".") in common.IMAGE_TYPES for f in inside)
+    images = sum(ending(f) in common.IMAGE_TYPES for f in inside)
     if images <= len(listed):
         return
     columns = [t.data.column("image").combine_chunks() for t in opened.values() if "image" in t.column_names]
@@ -94,13 +179,16 @@ def _strings(value, seen):
 
 
 # ======================================================= tables ======================================================
-def check_csv(file, separator):
-    """The line at which the last row begins. Raises: UserError where a row has more fields than the header, or seems to
-    hold others."""
+def check_csv(file, separator, spaced=False):
+    """The line at which the last row begins; spaced: blanks stand behind the separators.
+
+    Raises: UserError where the header is none or says a name twice, or where a row has more fields than the header or
+        seems to hold others."""
     csv.field_size_limit(2**31 - 1)  # a caption of a megabyte is one
     with open(file, newline="", encoding="utf-8-sig") as f:
-        rows = csv.reader(f, delimiter=separator)
-        header = next(rows)
+        rows = csv.reader(f, delimiter=separator, skipinitialspace=spaced)
+        header = next(row for row in rows if row)
+        _check_header(file, [c.strip() for c in header])
         begin, end = 1, rows.line_num
         for row in rows:
             begin, end = end + 1, rows.line_num
@@ -111,12 +199,111 @@ def check_csv(file, separator):
     return begin
 
 
+def _check_header(file, header):
+    """Raises: UserError where the first line of a csv is a row, or has one name for two columns."""
+    types = common.IMAGE_TYPES + common.VIDEO_TYPES
+    row = next((c for c in header if ending(c) in types or "://" in c), None)
+    if row:
+        raise UserError(f"--dataset {file}: its first line is a row ({row}) and no header; write one above it, such as "
+                        "image,caption")
+    twice = next((c for c, n in Counter(c.lower() for c in header if c).items() if n > 1), None)
+    if twice:
+        raise UserError(f"--dataset {file}: two columns are called {twice}, and one would be lost; rename it, or write "
+                        "a row for each caption")
+
+
+SPLIT_WORDS = {word for words in common.SPLIT_NAMES.values() for word in words}
+
+
+def check_other_splits(name, table):
+    """Raises: UserError where another column than `split` says which rows are for training and which for testing, or
+    where `split` says it in numbers: all rows would be trained on."""
+    hint = f"; say whose each row is in a column split ({', '.join(sorted(SPLIT_WORDS))}), or remove this one"
+    for column in table.column_names:
+        plain, first = column.strip().lower(), table.data.column(column)[0].as_py() if len(table) else None
+        if plain == "split" and re.fullmatch(r"-?[0-9.]+|true|false", str(first).strip().lower()):
+            raise UserError(f"--dataset {name}: its column {column} holds numbers ({first}), which name no split{hint}")
+        if re.fullmatch(f"is_?({'|'.join(SPLIT_WORDS)})(_.*)?", plain):
+            raise UserError(f"--dataset {name}: its column {column} is not read, all rows would be used alike{hint}")
+        if plain == "split" or not isinstance(first, str) or first.strip().lower() not in SPLIT_WORDS:
+            continue
+        words = {str(w).strip().lower() for w in table.unique(column)}
+        if words <= SPLIT_WORDS and len({common.split_of(w) for w in words}) > 1:
+            raise UserError(f"--dataset {name}: its column {column} names splits ({', '.join(sorted(words))}) and is "
+                            f"not read, so that test rows would be trained on; rename it to split, or remove it")
+
+
+def check_cells(file, table, image, caption):
+    """The texts of the caption column as lists, where they are lists that were written as text; else None.
+
+    Raises: UserError where its images are on the web or have paths of Windows."""
+    path = next((str(p) for p in table[image][:100] if isinstance(p, str) and p.strip()), "")
+    if "://" in path:
+        raise UserError(f"--image-column {image}: {file.name} holds addresses there ({path}), and nothing is fetched; "
+                        "download the images first (img2dataset --output_format webdataset writes tars), then give "
+                        "their folder")
+    if "\\" in path and os.sep == "/" and not (file.parent / path).exists():
+        raise UserError(f"--image-column {image}: {file.name} holds paths of Windows there ({path}); write / for each "
+                        "\\, from beside the file or from --data-dir on")
+    _say_captions(file, table, image, caption)
+    quoted = re.compile(r"""\s*\[\s*['"].*['"]\s*,?\s*\]\s*""", re.DOTALL)  # ["a cat", "one more"]
+    head = [t for t in table[caption][:100] if isinstance(t, str) and t.strip()]
+    if not head or not all(quoted.fullmatch(t) for t in head):
+        return None
+    try:
+        return [ast.literal_eval(t.strip()) if t and t.strip() else [] for t in table[caption][:]]
+    except (ValueError, SyntaxError, TypeError) as error:
+        raise UserError(f"--caption-column {caption}: {file.name} holds lists written as text there, not all of them "
+                        f"whole ({common.first_line(error)}); write a row for each caption, or a .jsonl") from error
+
+
+def _say_captions(file, table, image, caption):
+    """Says which of several columns the captions are, and how many rows have none where their image has others."""
+    named = common.plain_names(table.column_names)
+    others = [named[c] for c in common.CAPTION_COLUMNS if named.get(c, caption) != caption]
+    if others:
+        common.say_once(f"WARNING: {file.name}: the captions are its column {caption}, and {', '.join(others)} is not "
+                        "read; --caption-column chooses")
+    rows = [(str(x), bool(common.clean_list(t))) for x, t in zip(table[image][:], table[caption][:]) if x]
+    with_one = {x for x, says in rows if says}
+    lost = [x for x, says in rows if not says and x in with_one]
+    if lost:
+        common.say_once(f"WARNING: {file.name}: {len(lost):,} rows have no caption where others of their image have, "
+                        f"first of {lost[0]}; is a separator missing there?")
+
+
+def check_windows(file, table, image):
+    """What looks like the window of a clip and has another name than WINDOW_COLUMNS: said.
+
+    Raises: UserError where rows of one video differ in it: they would become captions of the whole video."""
+    named = common.plain_names(table.column_names)
+    odd = [c for c in table.column_names
+           if set(re.split("[^a-z]+", c.lower())) & {"start", "begin", "end", "stop", "from", "to", "timestamps"}]
+    if not odd or any(set(pair) <= set(named) for pair in common.WINDOW_COLUMNS):
+        return
+    known = " or ".join(", ".join(pair) for pair in common.WINDOW_COLUMNS)
+    windows = dict(zip(map(str, table[image][:]), table[odd[0]][:]))
+    if any(windows[str(v)] != w for v, w in zip(table[image][:], table[odd[0]][:])):
+        raise UserError(f"--dataset {file}: rows of one video differ in {', '.join(odd)}, which is not read: all would "
+                        f"be captions of the whole video; call the window's seconds {known}")
+    common.say_once(f"WARNING: {file.name}: {', '.join(odd)} not read: each row stands for the whole file; windows "
+                    f"in seconds are called {known}")
+
+
+def say_part(data, trained):
+    """Says where an evaluation of other data than those that are trained on reads the part held out of them."""
+    part = re.search("[0-9,]+ of its [0-9,]+ images, held out", data.note)
+    if part and data.name != trained:
+        common.say_once(f"WARNING: {data.name}: {data.split} is {part[0]} for it, a small gallery; call the file "
+                        f"{data.split}{Path(data.name).suffix}, or give it a column split, to evaluate on all of it")
+
+
 def _swallowed_rows(file, row, separator, begin):
     """Raises: UserError where a caption over several lines holds lines that look like rows of their own: what they
     begin or end with is a file as in this row, or called alike but for numbers. A quote was opened and not closed."""
     def kind(name):
-        ending = Path(name).suffix.lower().lstrip(".")
-        return ending if ending in common.IMAGE_TYPES + common.VIDEO_TYPES else re.sub(r"[0-9]+", "0", name)
+        known = ending(name) in common.IMAGE_TYPES + common.VIDEO_TYPES
+        return ending(name) if known else re.sub(r"[0-9]+", "0", name)
     for field in (f for f in row if "\n" in f):
         for number, line in enumerate(field.split("\n")[1:], start=1):
             ends = {line.partition(separator)[0]: row[0], line.rpartition(separator)[2]: row[-1]}
@@ -128,6 +315,9 @@ def _swallowed_rows(file, row, separator, begin):
 
 
 TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
+                "save_to_disk": "a folder of save_to_disk; give a folder with its data-*.arrow alone, or write parquet "
+                                "(Dataset.to_parquet)",
+                "No (supported) data files": "nothing in it can be read; expected images, videos, tars or tables",
                 "recursion depth": "nested too deeply; expected rows of image and caption",
                 "decoding depth limit": "nested too deeply; expected rows of image and caption"}
 
