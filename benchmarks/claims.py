@@ -155,6 +155,13 @@ CLAIMS = {
                      "", "--alpha 0.1 --shift-min 0.1 --shift-max 0.2", "--alpha 0.1 --shift-min 0.3 --shift-max 0.5")],
                  "fixed": [f"mmts.py --loss max-margin --no-schedule --no-shifts --margin {m}"
                            for m in (0.2, 0.1, 0.4)]}},
+    "temo-rows": {
+        "says": "the whole of TeMo is better than its parts (text -> video R@1)", "paper": "TeMo, Table 3",
+        "flags": MOVING, "metric": T2V, "arms": {
+            "row g": ["temo.py"], "row f": ["temo.py --blend fixed"], "row e": ["temo.py --unimodal none"],
+            "row d": ["temo.py --unimodal none --blend fixed"],
+            "row c": ["temo.py --no-modulated --unimodal plain --blend fixed"],
+            "row b": ["temo.py --no-base --unimodal none"], "row a": ["temo.py --no-modulated --unimodal none"]}},
     "temo-unimodal": {
         "says": "the modulated unimodal losses help classification (kNN@1 of the clips)", "paper": "TeMo, Table 3",
         "flags": MOVING, "metric": KNN, "arms": {"row g": ["temo.py"], "row e": ["temo.py --unimodal none"]}},
