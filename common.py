@@ -1670,7 +1670,7 @@ def _described(name, file, root, options):
     """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as the one split
     that its own name says (test.csv), or as train."""
     parts = split_column(name, read_caption_file(file))
-    if parts == {"train": None} and split_words(file.stem) in (["val"], ["test"]):
+    if parts.get("train", "") is None and split_words(file.stem) in (["val"], ["test"]):
         parts = {split_of(file.stem): None}
     return same_classes({split: caption_file(name, split, file, root, options, rows) for split, rows in parts.items()})
 
