@@ -752,7 +752,9 @@ def test_a_loader_worker_that_is_killed(when, data, tmp_path):
         common.Run.done = done if when == "training" else inner
         run(data, tmp_path, "--workers", 2, "--eval-batch", 1, "--max-steps", 12)
     code = ended(forked(work, tmp_path / "log"), 60)
-    line = the_line(code, (tmp_path / "log").read_text(errors="replace"))
+    # a worker that dies while Python's own thread hands it a tensor: that thread prints this, whatever we do
+    own = r"Traceback [^\n]*\n[^\n]*resource_sharer.*?\n *(ConnectionReset|BrokenPipe|EOF)Error[^\n]*"
+    line = the_line(code, re.sub(own, "", (tmp_path / "log").read_text(errors="replace"), flags=re.DOTALL))
     start = "a loader worker died or hangs (" if when == "training" else "evaluation failed: "
     assert line.startswith(start) and "try fewer --workers, or 0" in line
     assert (tmp_path / "a" / "summary.json").exists() == (when == "evaluation")
