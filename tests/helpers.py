@@ -198,7 +198,7 @@ def of_set(base, flags):
     look = look and asked("--loss", "mama") == "mama"
     unused += [] if look or source == "val" else [("--meta-batch-size", 2)]
     unused += [] if source == "val" or look and source == "train" else [("--meta-size", 2)]
-    usual = "noun" if asked("--dataset", "") == "epic-kitchens-100" else "captions"
+    usual = {"epic-kitchens-100": "noun", "ssv2-lt": "label"}.get(asked("--dataset", ""), "captions")
     unused += [] if asked("--clusters", usual) in ("captions", "vision") else [("--num-clusters", 2)]
     for flag, words in unused:
         if flag in base:

@@ -537,7 +537,7 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     lr = 0.05
     main(tmp_path / "run", "--weighting", weighting, "--lr", str(lr),
          *"--max-steps 2 --optimizer sgd --beta1 0 --lr-schedule constant --warmup-epochs 0 --weight-decay 0".split(),
-         *"--grad-clip 0 --meta-lr 0.01 --meta-weight-decay 0".split())
+         *"--grad-clip 0".split(), *("--meta-lr 0.01 --meta-weight-decay 0".split() if weighting == "meta" else ()))
     net, theta = seen["first net"], dict(seen["tower"].named_parameters())
     adam = torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.9, 0.98), eps=1e-12, weight_decay=0)
     steps = seen["inputs"][::2], seen["inputs"][1::2] if weighting == "meta" else [None] * 2
