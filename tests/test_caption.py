@@ -480,7 +480,7 @@ def test_pairs_of_another_set_join_training(tmp_path):
         assert torch.equal(both.read(4 + i), alone.read(kept[i])) and both.key(4 + i) == alone.key(kept[i])
     assert not torch.equal(both.read(4), both.read(5))  # two windows of one video
     for words in ("4 further pairs of howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out",
-                  "its columns label are not of both and left out"):
+                  "captions alone are joined, without label"):
         assert words in both.note, both.note
     meta, _ = common.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
     assert sorted(meta.keys()) == sorted(data.keys())

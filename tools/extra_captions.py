@@ -116,7 +116,7 @@ def add_pairs(data, word, args, evals):
     note += f" ({more.note})" if more.note else ""
     note += f", {dropped:,} of clips that the evaluation reads left out" if dropped else ""
     note += f", {again:,} of clips that are trained on already, which a batch may hold twice" if again else ""
-    note += f"; its columns {', '.join(lost)} are not of both and left out" if lost else ""
+    note += f"; captions alone are joined, without {', '.join(lost)}" if lost else ""
     return dataclasses.replace(data, table=table, rows=None, which=which, shards=shards, joined=data.joined + len(more),
                                note=common.join_notes(data.note, note))
 
