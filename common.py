@@ -1669,10 +1669,12 @@ def guard(check, *args):
 def _described(name, file, root, options):
     """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as the one split
     that its own name says (test.csv), or as train."""
-    parts = split_column(name, read_caption_file(file))
+    table = read_caption_file(file)
+    parts = split_column(name, table)
     if parts.get("train", "") is None and split_words(file.stem) in (["val"], ["test"]):
         parts = {split_of(file.stem): None}
-    return same_classes({split: caption_file(name, split, file, root, options, rows) for split, rows in parts.items()})
+    of_split = {split: table if rows is None else table.select(rows) for split, rows in parts.items()}
+    return same_classes({split: caption_file(name, split, file, root, options, t) for split, t in of_split.items()})
 
 
 def split_column(name, table):
@@ -1873,11 +1875,10 @@ def with_notes(data, silent):
     return dataclasses.replace(data, note=join_notes(data.note, lost, missing, same))
 
 
-def caption_file(name, split, file, root, options, kept=None):
+def caption_file(name, split, file, root, options, table=None):
     """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; the rows of an
-    image, or of a window of a video, become its K captions. kept: row numbers, None = all."""
-    table = read_caption_file(file)
-    table = table if kept is None else table.select(kept)
+    image, or of a window of a video, become its K captions. table: the rows that are meant, None = all of the file."""
+    table = read_caption_file(file) if table is None else table
     columns = table.column_names
     usual = IMAGE_COLUMNS + VIDEO_COLUMNS
     image = pick_column("--image-column", options.get("image_column"), columns, usual, file.name)

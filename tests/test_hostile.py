@@ -357,7 +357,7 @@ CAPTION_FILES = {
     "twice.csv": ("image,caption,Caption\n" + rows_of(NAMES, lambda i, n: f"{n},a,b\n"), "columns are called caption"),
     "bare.csv": (rows_of(NAMES, lambda i, n: f"{n},a\n"), "its first line is a row (000.png) and no header"),
     "cc3m.tsv": (rows_of(NAMES, lambda i, n: f"a\thttp://x.com/{n}\n"), "first line is a row (http://x.com/000.png)"),
-    "web.csv": (HEAD + rows_of(NAMES, lambda i, n: f"http://x.com/{n},a\n"), "holds addresses there (http://x.com/000."),
+    "web.csv": (HEAD + rows_of(NAMES, lambda i, n: f"http://x.y/{n},a\n"), "holds addresses there (http://x.y/000."),
     "windows.csv": (HEAD + rows_of(NAMES, lambda i, n: f"C:\\me\\{n},a\n"), "holds paths of Windows there (C:"),
     "bytes.parquet": (parquet(jpg=[b"\xff\xd8"] * 80, caption=["a"] * 80), "holds image bytes or records there"),
     "columns.json": (json.dumps({"image": NAMES, "caption": ["a"] * 80}), "holds image bytes or records there"),

@@ -10,6 +10,8 @@ from pathlib import Path
 import common
 from common import UserError
 
+import numpy as np
+
 
 def add_captions(data, file):
     """The data with further captions of its rows, from a file of video (or image) and caption, and start, end where the
@@ -67,7 +69,6 @@ def add_pairs(data, word, args, evals):
         args: the flags of the run.   evals: {name: {val, test}}, what is evaluated.
     Raises: UserError where the two cannot stand in one table."""
     import datasets
-    import numpy as np
     name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "max_bad_fraction",
             "unfold_captions")
@@ -123,7 +124,6 @@ def add_pairs(data, word, args, evals):
 
 def places(data):
     """(M,) a number for what each row reads: a file, a place in a tar, a window; of a picture in the table its own."""
-    import numpy as np
     real = functools.lru_cache(os.path.realpath)
 
     def number(i, source):

@@ -286,6 +286,7 @@ def _nothing(title, path):
 
 
 def wrap(text, width):
+    """A text as at most three lines of about `width` letters; one empty line where there is none."""
     return textwrap.wrap(text, width, max_lines=3, placeholder=" ...") or [""]
 
 
