@@ -32,6 +32,7 @@ import stat
 import sys
 import threading
 import time
+import typing
 import warnings
 import zlib
 from pathlib import Path
@@ -161,15 +162,17 @@ def leave_processes():
 # Public names of this module that stand in a file of their own, which opens when one of them is asked for.
 ROOMS = {
     "sets.frames": ("read_frames",), "sets.hub": ("hub_call",), "sets.long_tail": ("long_tail_counts",),
-    "tools.video_towers": ("FeatureEncoder", "VideoViT"), "tools.expert": ("Expert",),
-    "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
-    "tools.meta_data": ("meta_data",),
+    "tools.towers": ("hub_encoder", "set_dropout"), "tools.video_towers": ("FeatureEncoder", "VideoViT"),
+    "tools.expert": ("Expert",), "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
     "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions", "add_pairs"),
-    "tools.check": ("leave_out",),
     "tools.chunks": ("random_state", "set_random_state"), "tools.search": ("load_images",),
+    "tools.check": ("leave_out",), "tools.meta_data": ("meta_data",),
     "tools.run_folder": ("commit", "lock_folder", "make_folder", "versions"),
     "tools.processes": ("join_processes", "main_first"),
     "tools.checkpoints": ("damaged_files", "latest_checkpoint", "write_checksums"),
+    "tools.evaluation": ("encode_images", "encode_texts", "evaluate", "few_queries", "metrics_table",
+                         "normalization_error", "positives_table", "recalls", "retrieval_both_ways",
+                         "retrieval_chance", "retrieval_metrics", "retrieval_pieces", "say_unreadable"),
     "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy", "knn_chance",
                        "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class", "zero_shot_accuracy"),
     "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
@@ -884,6 +887,7 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
 
 
 # ================================================== encoders =========================================================
+VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
 VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
 CLIP_VIP = "clip_vip:"  # before a transformers id or folder of a CLIP: the same with proxy tokens, tools/clip_vip.py
 
@@ -963,6 +967,16 @@ class SmallText(nn.Module):
         return self.words(input_ids, attention_mask)[1]
 
 
+class Tower(typing.NamedTuple):
+    """A network that makes features (., width) of images or clips, and what is known of it."""
+    body: nn.Module
+    width: int
+    projection: nn.Module = None      # a CLIP's own
+    config: dict = None               # of transformers
+    stats: tuple = STATS["half"]      # of its pixels
+    whole_clips: bool = False         # else a clip is the mean of its frames
+
+
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
@@ -975,28 +989,13 @@ class VisionEncoder(nn.Module):
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
         super().__init__()
-        self.name, self.config, self.stats, projection = name, None, STATS["half"], None
-        self.whole_clips = False  # else a clip is the mean of its frames; a hub id may begin like VIDEO too
-        if name == "features":
-            self.body = open_room("tools.video_towers", name).FeatureEncoder(features[1], features[0])
-            self.width = self.body.width
-        elif name == "small":
-            self.body = small_cnn().to(memory_format=torch.channels_last)
-            self.width = 128
-        elif name in VIDEO_SWIN:
-            self.body, self.width, self.stats = open_room("tools.video_towers", name).video_swin(name, pretrained)
-        elif name.startswith(CLIP_VIP):
-            vip = open_room("tools.clip_vip", name)
-            self.body, self.width, projection, self.config = vip.tower(name, pretrained, config)
-            self.stats, self.whole_clips = STATS["clip"], True
-        elif config or "/" in name or Path(name).is_dir():
-            self.body, self.width, projection, self.config = _hub_encoder(name, "vision", pretrained, config)
-            self.stats = STATS["clip"] if self.config["model_type"].startswith("clip") else STATS["imagenet"]
+        if name == "small":
+            tower = Tower(small_cnn().to(memory_format=torch.channels_last), 128)
         else:
-            self.body, self.width, self.stats = _timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
-            if name.startswith(VIDEO):
-                self.body = open_room("tools.video_towers", name).video_vit(name, self.body, frames)
-                self.whole_clips = True
+            by_name = open_room("tools.towers", f"--image-encoder {name}").image_tower
+            tower = by_name(name, pretrained, image_size, config, features, frames)
+        self.name, self.body, self.width, self.config = name, tower.body, tower.width, tower.config
+        self.stats, self.whole_clips, projection = tower.stats, tower.whole_clips, tower.projection
         keep = projection is not None and projection.out_features == embed_dim
         if projection is not None and not keep and pretrained and embed_dim:
             say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
@@ -1050,7 +1049,8 @@ class TextEncoder(nn.Module):
             self.body = SmallText(vocabulary, length)
             self.width = self.body.width
         else:
-            self.body, self.width, projection, self.config = _hub_encoder(name, "text", pretrained, config)
+            hub_encoder = open_room("tools.towers", f"--text-encoder {name}").hub_encoder
+            self.body, self.width, projection, self.config = hub_encoder(name, "text", pretrained, config)
         keep = projection is not None and embed_dim in (0, projection.out_features)
         new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
         self.projection = projection if keep else new
@@ -1082,56 +1082,6 @@ def hub_reason(error):
     hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a "
             "timm model)")
     return text[:300] + (hint if offline else "")
-
-
-VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
-
-
-def _timm_encoder(name, pretrained, image_size):
-    """A timm model without its classifier, its width, and its pixel statistics."""
-    import timm
-    cifar = name == "resnet18-cifar"
-    arch = "resnet18" if cifar else name
-    if not timm.is_model(arch):
-        near = timm.list_models(f"*{arch.split('.')[0].split('_')[0]}*")[:5]
-        raise UserError(f"--image-encoder {name}: not small, features, resnet18-cifar, a timm model"
-                        + (f" (near: {near})" if near else "") + " or a transformers id")
-    size = {"img_size": image_size} if re.match("(vit|deit|eva|beit)", arch) else {}
-    try:
-        body = timm.create_model(arch, pretrained=pretrained and not cifar, num_classes=0, **size)
-    except Exception as error:
-        raise UserError(f"--image-encoder {name}: {hub_reason(error)}") from error
-    if cifar:
-        body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
-    stats = STATS["imagenet"] if cifar else (body.pretrained_cfg["mean"], body.pretrained_cfg["std"])
-    return body, body.num_features, stats
-
-
-def _hub_encoder(name, tower, pretrained, config):
-    """A transformers model, its width, its CLIP projection (or None) and its config as a dict."""
-    import transformers
-    try:
-        if config is None:
-            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        else:
-            config = transformers.AutoConfig.for_model(**config)
-        if config.model_type == "clip":
-            kind = transformers.CLIPModel
-            whole = kind.from_pretrained(name, dtype=torch.float32) if pretrained else kind(config)  # its own class
-            body = whole.vision_model if tower == "vision" else whole.text_model
-            projection = whole.visual_projection if tower == "vision" else whole.text_projection
-            return body, body.config.hidden_size, projection, config.to_dict()
-        encoder_alone = tower == "text" and config.model_type == "t5"
-        auto = transformers.AutoModelForTextEncoding if encoder_alone else transformers.AutoModel
-        if pretrained:
-            body = auto.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
-        else:
-            body = auto.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {hub_reason(error)}") from error
-    known = config.to_dict()
-    width = known.get("hidden_size") or (known.get("hidden_sizes") or [0])[-1] or known.get("d_model") or 0
-    return body, width or getattr(config, "hidden_size", 0), None, known
 
 
 class TwoTower(nn.Module):
@@ -1169,41 +1119,10 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     if spec.get("questions"):
         model = answers().QuestionAnswerer(vision, text, **spec["questions"])
     if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):
-        freeze_unused(model, tokenizer, spec)
+        open_room("tools.towers", "encoders by name").freeze_unused(model, tokenizer, spec)
     if weights:
         open_room("tools.weights", "--init-from").init_from(model, weights)
     return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
-
-
-def freeze_unused(model, tokenizer, spec):
-    """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
-    model.eval()
-    shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
-    whole = model.vision.whole_clips and spec["image_encoder"].startswith(VIDEO)
-    shape = (spec["frames"], *shape) if whole else shape
-    try:
-        with torch.enable_grad():
-            tokens = tokenizer(["a"]) if tokenizer else None
-            out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
-            sum(x.sum() for x in out if x is not None).backward()
-    except (ValueError, RuntimeError, AssertionError) as error:
-        raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and "
-                        f"--text-encoder {spec['text_encoder']}: {first_line(error)}") from error
-    for p in model.parameters():
-        p.requires_grad_(p.requires_grad and p.grad is not None)
-    model.zero_grad(set_to_none=True)
-    model.train()
-
-
-def set_dropout(model, features, text=True):
-    """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features, after its projection
-    and after attention and MLP; text False: none in a transformers text encoder, which else keeps its own."""
-    if model.vision.name == "features":
-        model.vision.body.blocks.dropout = features
-    for module in model.text.modules() if not text else ():
-        for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
-            if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
-                setattr(module, name, 0.0)
 
 
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False, start=""):
@@ -1241,6 +1160,20 @@ def decay_groups(modules, weight_decay):
 def has_batchnorm(model):
     """Does any layer keep batch statistics?"""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+def batchnorm_policy(model, args):
+    """SyncBatchNorm on several GPUs, a warning on several CPU processes; chunks need --allow-batchnorm-chunks."""
+    if not has_batchnorm(model):
+        return model
+    if args.chunk_size and not args.allow_batchnorm_chunks:
+        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
+                        "come from chunks; --allow-batchnorm-chunks accepts that")
+    if world() > 1 and torch.cuda.is_available() and not args.cpu:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if world() > 1:
+        say("BatchNorm on several CPU processes: statistics are per process, so the run differs from one process")
+    return model
 
 
 # ================================================== data =============================================================
@@ -1638,7 +1571,7 @@ def _own_folder(name, path, options):
     if alone:
         return hold_out(_described(name, alone[0], path, options))
     folders = folders_of(path)
-    check_split_names(name, folders)
+    guard("check_split_names", name, folders)
     described = {f: sorted((path / f).glob("metadata.*")) for f in folders if split_words(f)}
     if any(described.values()):
         return hold_out(_described_folders(name, path, described, options))
@@ -1654,7 +1587,7 @@ def _own_folder(name, path, options):
         listed = [f for f in files if f.suffix == kind]             # is not
         if listed:
             break
-    check_split_names(name, [f.stem for f in listed])
+    guard("check_split_names", name, [f.stem for f in listed])
     guard("check_card", name, path)
     check = functools.partial(guard, "check_splits", name, path, files, listed)
     return hold_out(tables(str(path), {}, name, options, check=check))
@@ -1721,18 +1654,6 @@ def split_words(name):
     """The splits that the words of a file's or folder's name say, train first: 'photos-train-00' -> ['train']."""
     words = re.split("[^a-z]+", name.lower())
     return [s for s, known in SPLIT_NAMES.items() if any(w in known for w in words)]
-
-
-def check_split_names(dataset, names):
-    """Where some files or folders name a split, all must: the others would be left out, or be taken for training.
-
-    Raises: UserError with the names and the words that are known."""
-    named = {n: bool(split_words(n)) for n in names}
-    if any(named.values()) and not all(named.values()):
-        odd = ", ".join(sorted(n for n, known in named.items() if not known)[:5])
-        words = ", ".join(w for known in SPLIT_NAMES.values() for w in known)
-        raise UserError(f"--dataset {dataset}: {odd} beside {', '.join(sorted(n for n in named if named[n])[:5])}: no "
-                        f"split is called so ({words}); rename or remove it")
 
 
 def open_table(kind, name, gated="", **files):
@@ -2154,41 +2075,10 @@ LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
 
 
 def watched(batches, workers):
-    """The items of a loader with its workers' misfortunes as one line.
-
-    Short of memory, Python waits for a thread that never began, and no timeout of a loader ends that: an alarm does.
-    Raises: UserError where a worker died, or none answers for LOADER_SECONDS and a little."""
-    source = None
-    while True:
-        try:
-            with alarm(LOADER_SECONDS + 30 if workers else 0):
-                source = source or iter(batches)
-                item = next(source)
-        except StopIteration:
-            return
-        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:  # a worker's pipe may end, too
-            if not workers or isinstance(error, RuntimeError) and "worker" not in str(error):
-                raise
-            raise UserError(worker_died(error)) from error
-        yield item
-
-
-@contextlib.contextmanager
-def alarm(seconds):
-    """Raises RuntimeError inside when that many seconds have passed; 0, or outside of the main thread: never."""
-    main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGALRM")
-    if not (seconds and main and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL):
-        yield
-        return
-    def ring(*_):
-        raise RuntimeError(f"no loader worker answered for {seconds:g} s")
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    """The items of a loader; one that dies or hangs ends the run with one line, where tools/watch.py is there."""
+    with where_there():
+        return open_room("tools.watch", "watch over loader workers").watched(batches, workers)
+    return iter(batches)
 
 
 def loader_options(batches):
@@ -2287,78 +2177,8 @@ def list_bad_samples(folder, bad):
 
 
 # ================================================== metrics ==========================================================
-RECALLS = (1, 5, 10, 50)
-
-
 class NotFinite(ValueError):
     """Embeddings or features that hold NaN or infinity: the model is broken, not the data."""
-
-
-def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4096, ranks=False):
-    """Exact retrieval ranks of the best positive, by cosine, in chunks of queries.
-
-    Args:
-        query (Q, D), gallery (G, D): embeddings, normalised here.
-        positives (Q, P) long: indices into the gallery (into the groups when groups are given), padded with -1.
-        bias (G,): added to each gallery item's cosine.   chunk: queries at a time, at most.
-        groups (G,) long: items of a group count as one, by their maximum, and groups are ranked.
-        ranks: give the ranks (Q,) themselves, numpy, from 1 (for recall_by_frequency).
-    Returns: dict of R@1 R@5 R@10 R@50 in percent, MdR and MnR (ranks from 1). Ties count against the model.
-    Raises: ValueError on non-finite input, or on a query without positives.
-    """
-    gallery, positives = normalize(gallery), positives.to(query.device)
-    for name, x in (("query", query), ("gallery", gallery), ("bias", bias)):
-        if x is not None and not all(torch.isfinite(part).all() for part in x.split(chunk)):
-            raise NotFinite(f"{name} holds non-finite values")
-    rows = max(1, min(chunk, 2**22 // len(gallery)))  # 16 MiB of similarities at a time
-    known = positives >= 0
-    if not known.any(1).all():
-        raise ValueError(f"query {int((~known.any(1)).nonzero()[0])} has no positive")
-    first = positives.gather(1, known.long().argmax(1, keepdim=True))  # (Q, 1)
-    positives = torch.where(known, positives, first)  # padding repeats a positive: no effect on a maximum or a mask
-    found = []
-    for i in range(0, len(query), rows):
-        sim = normalize(query[i:i + rows]) @ gallery.T  # (c, G)
-        if bias is not None:
-            sim += bias.to(sim)
-        if groups is not None:
-            index = groups.to(sim.device)
-            best_of = sim.new_full((len(sim), int(index.max()) + 1), -math.inf)  # (c, groups)
-            sim = best_of.scatter_reduce_(1, index.expand(len(sim), -1), sim, "amax")  # (c, groups)
-        own = positives[i:i + rows]
-        best = sim.gather(1, own).amax(1, keepdim=True)  # (c, 1)
-        sim.scatter_(1, own, -math.inf)  # the other positives are not mistakes
-        found.append(1 + (sim >= best).sum(1))
-    found = torch.cat(found).cpu().numpy()  # (Q,)
-    return found if ranks else recalls(found)
-
-
-def recalls(ranks):
-    """R@1 R@5 R@10 R@50 in percent, MdR and MnR of ranks (Q,) from 1."""
-    recalls = {f"R@{k}": float(100 * (ranks <= k).mean()) for k in RECALLS}
-    return recalls | {"MdR": float(np.median(ranks)), "MnR": float(ranks.mean())}
-
-
-def retrieval_chance(positives, gallery):
-    """The same keys for a random ranking of `gallery` items: positives (Q, P) padded with -1."""
-    count = (positives >= 0).sum(1).cpu().numpy()  # (Q,)
-    r = np.arange(1, gallery + 1)
-    found = np.zeros(gallery)  # probability that the best positive stands at rank <= r, mean over the queries
-    for p, share in zip(*np.unique(count, return_counts=True)):
-        miss = np.cumprod(np.maximum(gallery - p - (r - 1), 0) / (gallery - (r - 1)))
-        found += (1 - miss) * share / len(count)
-    out = {f"R@{k}": float(100 * found[min(k, gallery) - 1]) for k in RECALLS}
-    return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
-
-
-def normalization_error(sim, gamma):
-    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5, where
-    n = m). 0 = every item gets its share.
-
-    Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
-    exact = sim.dtype if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    total = sum(F.softmax(part.to(exact) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
-    return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
 
 
 def modality_gap(a, b):
@@ -2383,30 +2203,6 @@ def embedding_health(image, text, limit=1024):
 
 
 # ================================================== evaluation =======================================================
-class _EvalImages(torch.utils.data.Dataset):
-    def __init__(self, data, rows, transform):
-        self.data, self.rows, self.transform = data, rows, transform
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, k):
-        i = int(self.rows[k])
-        try:
-            return i, self.transform.raw(self.data.read(i)), ""
-        except (OSError, ValueError, RuntimeError, MemoryError) as error:
-            if no_fault_of_a_sample(error):
-                raise UserError(plain_words(error)) from error
-            return i, None, first_line(error)
-
-
-def _collate_eval(items):
-    """One tensor a batch: a worker sends every tensor as an open file, and 1,024 of these is the usual limit."""
-    good = [(i, x) for i, x, _ in items if x is not None]
-    pixels = torch.stack([x for _, x in good]) if good else None  # (b, [T,] 3, S, S)
-    return [i for i, _ in good], pixels, [(i, why) for i, x, why in items if x is None]
-
-
 def has_clips(data):
     """Are its examples clips? Tables then say video."""
     return bool(data.clip) or data.pixels is not None and data.pixels.ndim == 5
@@ -2417,180 +2213,6 @@ def frames_of(data):
     if data.pixels is not None and data.pixels.ndim == 5:
         return data.pixels.shape[1]
     return data.clip.frames if data.clip else 1
-
-
-@torch.no_grad()
-def encode_images(model, data, transform, device, batch=256, workers=0, rows=None, forward=None):
-    """Embeddings of a data set's images or clips, each item once over all processes; batch: images, or frames of clips.
-
-    forward: function (rows, pixels (b, ...)) -> what stands in for image (b, D) and features (b, width).
-    Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, {key: reason} of what could not be read."""
-    rows = np.arange(len(data)) if rows is None else np.asarray(rows)
-    mine, training = rows[rank()::world()], model.training
-    model.eval()
-    index, image, features, bad = [], [], [], {}
-    batch = max(1, batch // frames_of(data))
-    few = data.pixels is not None or len(mine) < 2 * batch  # starting workers costs more than they save
-    workers = 0 if few else min(workers, os.cpu_count() or 1)
-    loader = torch.utils.data.DataLoader(_EvalImages(data, mine, transform), batch_size=batch, num_workers=workers,
-                                         collate_fn=_collate_eval, worker_init_fn=_place_worker,
-                                         timeout=LOADER_SECONDS * bool(workers),
-                                         generator=torch.Generator().manual_seed(0))
-    failure = None
-    try:
-        for good, pixels, broken in watched(loader, workers):
-            bad |= {data.key(i): why for i, why in broken}
-            if good:
-                pixels = pixels.to(device)
-                if pixels.dtype == torch.uint8:
-                    pixels = transform.normalise(pixels.float() / 255)
-                e, f = forward(good, pixels) if forward else model(pixels)[::2]  # (b, D), (b, width)
-                index += good
-                image.append(e.float().cpu())
-                features.append(f.float().cpu())
-    except Exception as error:  # no process may wait for one that failed
-        failure = own_words(error)
-    model.train(training)
-    mine = [torch.cat(x) if x else None for x in (image, features)]
-    parts = gather_objects((np.array(index, dtype=np.int64), *mine, bad, failure))
-    if any(p[4] for p in parts):
-        raise RuntimeError(next(p[4] for p in parts if p[4]))
-    index = np.concatenate([p[0] for p in parts])
-    if not len(index):
-        first = next((f", first {key}: {why}" for p in parts for key, why in p[3].items()), "")
-        raise UserError(f"{data.name} ({data.split}): none of its {len(rows)} images can be read{first}")
-    order = np.argsort(index)
-    image, features = (torch.cat([p[k] for p in parts if p[k] is not None])[order] for k in (1, 2))
-    return index[order], image, features, {k: v for p in parts for k, v in p[3].items()}
-
-
-@torch.no_grad()
-def encode_texts(model, tokenizer, texts, device, batch=512):
-    """Embeddings (len(texts), D) on the CPU, each text once over all processes."""
-    training = model.training
-    model.eval()
-    mine = list(range(len(texts)))[rank()::world()]
-    out, failure = [], None
-    try:
-        for j in range(0, len(mine), batch):
-            tokens = {k: v.to(device) for k, v in tokenizer([texts[i] for i in mine[j:j + batch]]).items()}
-            out.append(model(tokens=tokens)[1].float().cpu())
-    except Exception as error:  # no process may wait for one that failed
-        failure = own_words(error)
-    model.train(training)
-    parts = gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None, failure))
-    if any(p[2] for p in parts):
-        raise RuntimeError(next(p[2] for p in parts if p[2]))
-    order = np.argsort(np.concatenate([p[0] for p in parts]))
-    return torch.cat([p[1] for p in parts if p[1] is not None])[order]
-
-
-def positives_table(query_groups, gallery_groups):
-    """(Q, P) long, padded with -1: which gallery items share each query's group."""
-    members = {}
-    for j, g in enumerate(gallery_groups):
-        members.setdefault(int(g), []).append(j)
-    width = max(len(m) for m in members.values())
-    return torch.tensor([(members[int(g)] + [-1] * width)[:width] for g in query_groups])
-
-
-def retrieval_pieces(model, tokenizer, data, index, image, device):
-    """Embed the captions of the encoded images; what retrieval metrics and pictures need. Every caption is a query.
-
-    Returns: dict of image (M, D), text (C, D), owner (C,) row of each caption's image, texts, index (M,) into data,
-        positives both ways."""
-    pairs = [(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]]
-    texts, owner = [c for c, _ in pairs], np.array([k for _, k in pairs])
-    text, groups = encode_texts(model, tokenizer, texts, device), data.groups[index]
-    return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
-            "positives": positives_table(groups[owner], groups),
-            "positives_of_image": positives_table(groups, groups[owner])}
-
-
-def retrieval_both_ways(pieces, image_bias=None, text_bias=None):
-    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: R@1/5/10 both ways (TeMo, Table 4).
-
-    image_bias (M,), text_bias (C,): added to the cosines of the items that are ranked (NCL); grouped sets take the
-    maximum over the captions of a clip after that."""
-    image, text, to_image, to_text = (pieces[k] for k in ("image", "text", "positives", "positives_of_image"))
-    groups, ranked = None, len(text)
-    if pieces["data"].grouped:
-        groups, ranked, to_text = torch.from_numpy(pieces["owner"]), len(image), torch.arange(len(image))[:, None]
-    metrics = {"text_to_image": retrieval_metrics(text, image, to_image, image_bias),
-               "image_to_text": retrieval_metrics(image, text, to_text, text_bias, groups)}
-    chance = {"text_to_image": retrieval_chance(to_image, len(image)),
-              "image_to_text": retrieval_chance(to_text, ranked)}
-    for r in (metrics, chance):
-        recalls = [r[way][k] for way in ("text_to_image", "image_to_text") for k in ("R@1", "R@5", "R@10")]
-        r["R-Mean"] = float(np.mean(recalls))
-    return metrics, chance
-
-
-def say_unreadable(data, bad):
-    """How many images an evaluation has left out; bad: {key: reason}."""
-    if bad:
-        say(f"{data.name} ({data.split}): {len(bad)} of {len(data)} images cannot be read and are left out, first "
-            f"{next(iter(bad.items()))}")
-
-
-def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0):
-    """Retrieval both ways, modality gap, multi-instance retrieval where there are relevancies, and kNN@1 where there
-    are labels and a training set.
-
-    Returns: metrics, the same keys for chance, and the pieces pictures are drawn from.
-    """
-    index, image, features, bad = encode_images(model, data, transform, device, batch, workers)
-    say_unreadable(data, bad)
-    pieces = retrieval_pieces(model, tokenizer, data, index, image, device)
-    metrics, chance = retrieval_both_ways(pieces)
-    metrics["modality_gap"] = modality_gap(image, pieces["text"])
-    chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
-    by_relevancy = open_room("tools.mir").mir_of(model, tokenizer, pieces, device) if has_tool("mir") else [{}]
-    if by_relevancy[0]:
-        metrics["mir"], chance["mir"] = by_relevancy
-    labelled = train is not None and train.labels is not None and data.labels is not None
-    if labelled and train.label_names == data.label_names:
-        rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
-        with where_there():
-            nearest = open_room("tools.by_class", "kNN").nearest
-            metrics["knn@1"], chance["knn@1"] = nearest(known, train.labels[rows], features, data.labels[index])
-    counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
-    if has_clips(data):
-        counts["clips"] = len(image)
-    return metrics | counts, chance, pieces
-
-
-FEW_QUERIES = 50  # below, a single query moves the numbers
-
-
-def few_queries(**counts):
-    """What one query is worth where there are few, for under a table: {what it is: how many} -> text or ""."""
-    few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items() if 0 < n < FEW_QUERIES]
-    return "FEW QUERIES: " + ", ".join(few) if few else ""
-
-
-def metrics_table(title, metrics, chance):
-    """The result as lines of text, each number beside its chance level."""
-    keys, it = ["R@1", "R@5", "R@10", "MdR"], "video" if "clips" in metrics else "image"
-    number = f"{metrics['clips']} clips" if "clips" in metrics else f"{metrics['images']} images"
-    lines = [f"{title}: {number}, {metrics['captions']} captions",
-             f"{'':<22}" + "".join(f"{k:>8} (chance)" for k in keys)]
-    ways = (("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))
-    for name, label in ways:
-        cells = [f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys]
-        lines.append(f"{label:<22}" + "".join(cells))
-    if "R-Mean" in metrics:
-        lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
-    if "mir" in metrics:
-        lines += open_room("tools.mir").table_lines(metrics["mir"], chance["mir"], ways)
-    if "knn@1" in metrics:
-        m, c = metrics["knn@1"], chance["knn@1"]
-        lines.append(f"{f'kNN@1 ({it})':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "
-                     f"{m['mean_per_class']:.1f} ({c['mean_per_class']:.1f})")
-    gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
-    lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
-    lines.append(few_queries(texts=metrics["captions"], images=metrics["images"]))
-    return "\n".join(line for line in lines if line)
 
 
 class Evaluator:
@@ -2615,10 +2237,10 @@ class Evaluator:
                 continue
             train = self.train if self.train.name == name and not self.train.streamed else None
             try:
-                found, by_chance, piece = self.measure(splits[split], train)
                 with where_there():
+                    found, by_chance, piece = self.measure(splits[split], train)
                     found |= self.also(piece) if self.also else {}
-                metrics[name], chance[name], pieces[name] = found, by_chance, piece
+                    metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = first_line(error)
                 say(f"evaluation of {name} ({split}) failed and is left out: {first_line(error)}")
@@ -2627,6 +2249,7 @@ class Evaluator:
     def measure(self, data, train):
         """metrics, chance and pieces of one split."""
         towers = self.model, self.tokenizer, self.transform
+        evaluate = open_room("tools.evaluation", "evaluation").evaluate
         return evaluate(*towers, data, self.device, train, self.args.eval_batch, self.args.workers)
 
 
@@ -3217,20 +2840,6 @@ def epoch_length(data, batch_size):
     return data.examples // batch_size
 
 
-def batchnorm_policy(model, args):
-    """SyncBatchNorm on several GPUs, a warning on several CPU processes; chunks need --allow-batchnorm-chunks."""
-    if not has_batchnorm(model):
-        return model
-    if args.chunk_size and not args.allow_batchnorm_chunks:
-        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
-                        "come from chunks; --allow-batchnorm-chunks accepts that")
-    if world() > 1 and torch.cuda.is_available() and not args.cpu:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if world() > 1:
-        say("BatchNorm on several CPU processes: statistics are per process, so the run differs from one process")
-    return model
-
-
 def log_row(step, batch, loss, lr, tau, args, seconds):
     """The numbers every row of metrics.jsonl has; the loss is the mean over processes. Collective."""
     loss, waited = (v / world() for v in all_sum(loss.item(), batch["seconds"], device=loss.device))
@@ -3246,7 +2855,8 @@ def mean_over_processes(numbers, device):
 
 def report(summary, folder, table=None):
     """The last words of a run: one table per evaluation set, and where everything lies."""
-    table = table or metrics_table
+    if summary["test"]:
+        table = table or open_room("tools.evaluation").metrics_table
     tables = [table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
     errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]
     end = (f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, "

@@ -42,7 +42,7 @@ def open_tars(name, tars, options):
     taken = {tar for files in of.values() for tar in files}
     others = [tar for tar in tars if tar not in taken]
     if others and taken:
-        common.check_split_names(name, [inside[tar].removesuffix(".tar") for tar in [*sorted(taken), *others]])
+        common.guard("check_split_names", name, [inside[tar].removesuffix(".tar") for tar in [*sorted(taken), *others]])
     of["train"] += others
     of = {split: files for split, files in of.items() if files or split == "train"}
     if options.get("streaming"):

@@ -237,7 +237,7 @@ def video_folder(name, path, options):
     """{split: Data} of class folders of videos, in train/val/test folders where there are some; the class names serve
     as captions. Raises UserError for a video in no class folder."""
     files = {p for paths in video_index(str(path)).values() for p in paths if not p.endswith(".npy")}
-    common.check_split_names(name, common.folders_of(path))
+    common.guard("check_split_names", name, common.folders_of(path))
     splits = {}
     for file in sorted(Path(p) for p in files):
         parts = file.relative_to(path).parts

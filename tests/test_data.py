@@ -1363,21 +1363,29 @@ def test_a_new_set_is_one_file(tmp_path):
 
 
 def test_one_method_and_common_train_alone(tmp_path):
-    """On a folder, on a parquet file, and evaluated on a folder of parquet: what is missing is optional, and said."""
-    alone = copy_of(tmp_path / "alone", "common.py", "temo.py")
-    write_captions(alone / "own", 48)
-    rows = [(f"own/{i:03}.png", caption(i)) for i in range(48)]
-    write_rows(alone / "rows.parquet", ["image", "caption"], rows)
-    write_parquet_images(alone / "inside" / "train.parquet", range(48))
-    folder = start(alone, "--dataset", "own")
-    parquet = start(alone, "--dataset", "rows.parquet", "--eval-datasets", "rows.parquet", "inside")
-    expected = (("own", 45, {"own"}), ("rows.parquet", 46, {"rows.parquet", "inside"}))
-    for said, (name, train, sets) in zip(finished(folder, parquet), expected, strict=True):
-        run = alone / f"out-{name}" / "r"
+    """On a folder and on a parquet file; with the one file for it evaluated, too, on both and on a folder of parquet.
+    What is missing is optional, and said."""
+    alone, evaluates = (copy_of(tmp_path / name, "common.py", "temo.py") for name in ("alone", "evaluates"))
+    (evaluates / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "evaluation.py", evaluates / "tools")
+    for house in (alone, evaluates):
+        write_captions(house / "own", 48)
+        rows = [(f"own/{i:03}.png", caption(i)) for i in range(48)]
+        write_rows(house / "rows.parquet", ["image", "caption"], rows)
+        write_parquet_images(house / "inside" / "train.parquet", range(48))
+    parquet = ["--dataset", "rows.parquet", "--eval-datasets", "rows.parquet", "inside"]
+    runs = [(alone, "own", 45, set(), start(alone, "--dataset", "own")),
+            (alone, "rows.parquet", 46, set(), start(alone, *parquet)),
+            (evaluates, "own", 45, {"own"}, start(evaluates, "--dataset", "own")),
+            (evaluates, "rows.parquet", 46, {"rows.parquet", "inside"}, start(evaluates, *parquet))]
+    for house, name, train, sets, process in runs:
+        said, = finished(process)
+        run = house / f"out-{name}" / "r"
         assert f"{train} training examples" in said and "pictures" in said and "left out" in said
         assert "Traceback" not in said and "WARNING" not in said
         assert said.count("tools/checkpoints.py is not beside common.py: no checkpoint, and no --resume") == 1
         assert said.index("tools/checkpoints.py") < said.index("random guess")  # before the run, not when it is killed
+        assert said.count("tools/evaluation.py is not beside common.py: no evaluation") == (not sets)
         assert steps_of(run) == 2 and (run / "model.safetensors").is_file()
         summary = json.loads((run / "summary.json").read_text())
         assert set(summary["test"]) == sets and not summary["errors"] and not list(run.glob("*.png"))

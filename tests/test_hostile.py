@@ -742,7 +742,7 @@ def test_a_process_whose_partner_is_lost(how, data, tmp_path):
 def test_a_loader_worker_that_is_killed(when, data, tmp_path):
     def work():
         if when == "evaluation":
-            common._collate_eval = lambda items: os.kill(os.getpid(), signal.SIGKILL)
+            common.open_room("tools.evaluation")._collate_eval = lambda items: os.kill(os.getpid(), signal.SIGKILL)
         inner = common.Run.done
 
         def done(self, *args):

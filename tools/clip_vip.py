@@ -82,7 +82,7 @@ def tower(name, pretrained, config):
 
     Raises: UserError where it is no CLIP."""
     of = name.removeprefix(common.CLIP_VIP)
-    body, width, projection, config = common._hub_encoder(of, "vision", pretrained, config)
+    body, width, projection, config = common.hub_encoder(of, "vision", pretrained, config)
     if config["model_type"] != "clip":
         raise common.UserError(f"--image-encoder {name}: {of} is no CLIP but {config['model_type']}; use "
                                f"{common.CLIP_VIP}openai/clip-vit-base-patch32, for example")

@@ -14,7 +14,7 @@ class Expert:
 
     def __init__(self, name, kind, transform, device):
         self.kind, self.transform, self.device = kind, transform, device
-        self.model, _, _, self.config = common._hub_encoder(name, "vision" if kind == "image" else "text", True, None)
+        self.model, _, _, self.config = common.hub_encoder(name, "vision" if kind == "image" else "text", True, None)
         self.model = self.model.to(device).eval().requires_grad_(False)
         self.tokenizer = common.build_tokenizer(name, 128) if kind == "text" else None
 

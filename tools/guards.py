@@ -116,6 +116,18 @@ def check_utf8(name, path, files):
         raise UserError(f"--dataset {name}: the name {ascii(os.path.relpath(odd, path))} is no UTF-8; rename it")
 
 
+def check_split_names(name, names):
+    """Where some files or folders name a split, all must: the others would be left out, or be taken for training.
+
+    Raises: UserError with the names and the words that are known."""
+    named = {n: bool(split_words(n)) for n in names}
+    if any(named.values()) and not all(named.values()):
+        odd = ", ".join(sorted(n for n, known in named.items() if not known)[:5])
+        words = ", ".join(w for known in common.SPLIT_NAMES.values() for w in known)
+        raise UserError(f"--dataset {name}: {odd} beside {', '.join(sorted(n for n in named if named[n])[:5])}: no "
+                        f"split is called so ({words}); rename or remove it")
+
+
 def check_splits(name, path, files, listed, opened):
     """Compares what `datasets` made of a folder, {word: table}, with what lies there: it takes words for splits.
 
