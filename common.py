@@ -1965,8 +1965,10 @@ def open_data(args):
 def evaluation_sets(args):
     """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR."""
     sets = {}
-    for word in args.eval_datasets or [args.dataset]:
+    for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
         name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
+        if name in sets:
+            raise UserError(f"--eval-datasets {name}: named with two folders; one has to be left out")
         same = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels",
                                               "hold_out_val")}
         options = {"data_dir": folder, "video_dir": folder or args.video_dir} | same

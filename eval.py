@@ -30,7 +30,6 @@ The result is a table, eval.json, and pictures in --output-dir.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -40,15 +39,14 @@ from pathlib import Path
 import common
 from common import UserError, count, nonnegative, say, whole
 
-import numpy as np
 import torch
 
 import ncl
 from sets.hub import CIFAR_STATS, TEMO_17
-from tools import by_class, check, mir, search, stand_ins, weights
+from tools import by_class, mir, search, stand_ins, weights
+from tools.case import Case, table
 
 SEVENTEEN = "temo-17"
-BY_CLASS = tuple(by_class.TASKS)                                           # zero-shot, knn, probe: they want labels
 
 
 def parse_args(argv=None):
@@ -160,7 +158,7 @@ class Subject:
     def view(self, task, name):
         """(resize, name of the statistics) in which a task sees the images of a set; 'own' = as trained."""
         resize, stats, cifar = self.args.eval_resize, self.args.image_stats, "cifar10"
-        trainer = self.transform.resize == "squash" and task in BY_CLASS and name != self.own.get("dataset")
+        trainer = self.transform.resize == "squash" and task in by_class.TASKS and name != self.own.get("dataset")
         if name.startswith("cifar100"):
             cifar = "cifar100"
         if stats == "auto" and trainer:
@@ -180,157 +178,8 @@ class Subject:
         return common.encode_texts(self.model, self.tokenizer, texts, self.device)
 
 
-# ======================================================= one data set ================================================
-class Case:
-    """One data set under evaluation: what its tasks share, and their numbers. Collective.
-
-    Attributes: data; metrics, chance: {task: numbers}."""
-
-    def __init__(self, subject, name, options):
-        self.subject, self.args, self.name, self.options = subject, subject.args, name, options
-        self.sets = None
-        self.metrics, self.chance, self.encoded, self.known = {}, {}, {}, {}
-        args, own = subject.args, subject.own
-        if "imbalance_ratio" in own and name == own["dataset"]:
-            # temperature_schedules.py or its fork: the run's long tail, its held-out images, the classes it counts
-            self.sets = common.labelled_sets(argparse.Namespace(**own | options))
-        data = self.open(args.split)
-        common.guard("say_part", data, own.get("dataset"))
-        if data.streamed:
-            raise UserError(f"--split {args.split}: {name} is a stream there; use --split val or test")
-        self.changed = []
-        if own and not common.rank():
-            self.changed = check.since_training(args.checkpoint, self.key_of(args.split), data)
-        if args.limit:
-            data = data.select(np.arange(min(args.limit, len(data))), args.split)
-        self.data = data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
-        self.images(next((t for t in args.tasks if t in BY_CLASS or data.has_captions), args.tasks[0]))
-
-    def open(self, split):
-        """That split of the data set, as the run had it: without its meta-data and what --verify-images left out."""
-        data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
-        learnt = set(self.subject.meta_data.get(self.key_of(split), ()))
-        data = data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
-        bad = self.subject.unreadable.get(self.key_of(split))
-        return common.leave_out(data, bad) if bad else data
-
-    def key_of(self, split):
-        """What data.json, meta_data.json and unreadable.json of the run call a split."""
-        return "train" if split == "train" and self.name == self.subject.own.get("dataset") else f"{self.name} {split}"
-
-    def images(self, task):
-        """index (M,) of the rows that could be read, image (M, D), features (M, width), as this task sees them."""
-        view = self.subject.view(task, self.name)
-        if view not in self.encoded:
-            *found, bad = self.subject.images(self.data, view)
-            if not self.encoded:
-                common.say_unreadable(self.data, bad)
-                self.metrics |= {"images": len(found[0]), "unreadable": len(bad)}
-                self.metrics |= {"clips": len(found[0])} if common.has_clips(self.data) else {}
-            self.encoded[view] = found
-        if view != ("own", "own"):
-            self.metrics.setdefault("views", {})[task] = dict(zip(("resize", "stats"), view))
-        return self.encoded[view]
-
-    def labelled(self, task):
-        """image (M, D), features (M, width), labels (M,) of the images that have a class."""
-        index, image, features = self.images(task)
-        labels = np.asarray(self.data.labels)[index]
-        known = torch.from_numpy(labels >= 0)
-        if not known.all():
-            self.metrics["without_class"] = int((~known).sum())
-        return image[known], features[known], torch.from_numpy(labels)[known]
-
-    @functools.cached_property
-    def pieces(self):
-        """common.retrieval_pieces of the set: images and all their captions."""
-        subject, (index, image, _) = self.subject, self.images("retrieval")
-        towers = subject.model, subject.tokenizer
-        pieces = common.retrieval_pieces(*towers, self.data, index, image, subject.device)
-        self.metrics["captions"] = len(pieces["text"])
-        return pieces
-
-    def check(self, task):
-        """Raises: UserError that says why the set cannot have this task; common.NotFinite where its numbers mean
-        nothing."""
-        if task in ("retrieval", "gap", "histograms", "mir") and not self.data.has_captions:
-            raise UserError("the set has no captions")
-        if task in BY_CLASS and self.data.labels is None:
-            raise UserError("the set has no labels")
-        if task in BY_CLASS and not len(self.labelled(task)[2]):
-            raise UserError("none of its images has a class")
-        if task == "qa" and not hasattr(self.subject.model, "answers"):
-            raise UserError("the model answers no questions")
-        if task not in ("knn", "probe", "qa"):
-            refuse_untrained(self.subject.model)
-        if task not in ("knn", "probe") and not self.subject.tokenizer:
-            raise UserError("the model has no text encoder")
-        if task in ("gap", "histograms") and not all(self.pieces[k].isfinite().all() for k in ("image", "text")):
-            raise common.NotFinite("embeddings hold non-finite values")
-
-    def train(self, task):
-        """Features (K, width) and labels (K,) of the training images that have a class, encoded once in each view, as
-        the run itself sees them (--train-features). Raises: UserError without a training set."""
-        view = self.subject.view(task, self.name)
-        if view not in self.known:
-            train = self.open("train")
-            if train.streamed:
-                raise UserError("the training set is a stream: no kNN or probe")
-            if train.label_names != self.data.label_names:
-                raise UserError("train and test name different classes")
-            if self.sets and self.subject.own.get("train_features") == "augmented":
-                train = common.padded_and_flipped(train, self.subject.own["seed"])
-            self.known[view] = self._features(train, view)
-        return self.known[view]
-
-    def few_shot(self, task):
-        """The same of the images that the run's few-shot probe learns from (--few-shot-file), or None."""
-        listed = self.sets and "few-shot" in self.sets and not self.args.few_shot
-        return self._features(self.sets["few-shot"], self.subject.view(task, self.name)) if listed else None
-
-    def _features(self, data, view):
-        rows, _, features, _ = self.subject.images(data, view)
-        labels = np.asarray(data.labels)[rows]
-        (labels,), (features,) = common.with_class((labels,), (features,))
-        return features, torch.from_numpy(labels)
-
-    def picture(self, kind):
-        """Path of a picture of this set."""
-        return self.subject.folder / f"{kind}_{common.slug(self.name)}.{self.args.figures}"
-
-
-def evaluate(subject, name, options, first=True):
-    """All tasks of one data set -> ({metrics, chance, left_out: {task: why the set has it not}, changed: what its data
-    are no more}, {task: why it failed}); pictures go to the folder.
-
-    Args: options: of common.load_data; first: retrieval.png does not name the set. Collective."""
-    args, case, left_out, failed = subject.args, Case(subject, name, options), {}, {}
-    for task in args.tasks:
-        step = task                                                        # what is left out if it fails
-        try:
-            case.check(task)
-            TASKS[task](case)
-            if task == "retrieval" and args.normalize != "none":
-                step = "normalize"
-                normalize(case)
-        except common.NotFinite as error:
-            failed[step] = str(error)
-        except (UserError, ValueError) as error:
-            left_out[step] = common.first_line(error)
-        if step == "normalize" and step in failed | left_out:
-            case.metrics["normalized_by"] = "none"
-            say(f"WARNING: {name}: --normalize {args.normalize} is not possible: the retrieval numbers are those "
-                "without normalisation")
-    if common.rank() == 0 and "retrieval" in case.metrics:
-        path = subject.folder / f"retrieval.{args.figures}" if first else case.picture("retrieval")
-        bias, *_ = case.pieces.get("biases", {}).get(case.metrics.get("normalized_by"), [None])
-        common.picture(path, functools.partial(common.figures().draw_retrieval, bias=bias), case.pieces)
-    found = {"metrics": case.metrics, "chance": case.chance, "left_out": left_out}
-    return found | ({"changed": case.changed} if case.changed else {}), failed
-
-
 # ======================================================= tasks =======================================================
-# Each takes a Case and writes its numbers into case.metrics and case.chance.
+# Each takes a Case (tools/case.py) and writes its numbers into case.metrics and case.chance.
 def retrieval(case):
     """Ranks both ways, without normalisation."""
     case.metrics["retrieval"], case.chance["retrieval"] = common.retrieval_both_ways(case.pieces)
@@ -381,49 +230,19 @@ def qa(case):
         common.picture(case.picture("answers"), common.figures().draw_answers, pieces)
 
 
-def refuse_untrained(model):
-    """Raises: UserError where the embeddings of a model that answers questions have reached no loss."""
-    if getattr(model, "similarity", "") == "fused":
-        raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
-
-
 TASKS = {"retrieval": retrieval, "mir": mir.task, **by_class.TASKS, "gap": gap, "histograms": histograms, "qa": qa}
 
 
-# ======================================================= main ========================================================
-def table(name, metrics, chance):
-    """One data set's result as lines, every number beside its chance level where it has one."""
-    by_chance = common.flatten(chance)
-    captions = f", {metrics['captions']} captions" if "captions" in metrics else ""
-    unknown = f", {metrics['without_class']} without a class" if "without_class" in metrics else ""
-    clips = "clips" in metrics
-    number = f"{metrics['clips']} clips" if clips else f"{metrics['images']} images"
-    lines = [f"\n{name}: {number}{captions}{unknown}"]
-    for task in TASKS:
-        groups = {}
-        for key, value in common.flatten(metrics.get(task, {})).items() if task != "histograms" else ():
-            group, _, last = key.rpartition("/")
-            groups.setdefault(group, []).append(_cell(last, value, by_chance.get(f"{task}/{key}")))
-        view = metrics.get("views", {}).get(task)
-        if groups and view:
-            lines.append(f"  {task}: images seen as {view['resize']}, statistics {view['stats']}")
-        for group, cells in groups.items():
-            label = f"{task} {group.replace('_', ' ')}".strip()
-            label = label.replace("image", "video") if clips else label
-            lines.append(f"  {label:<26} {'  '.join(cells)}")
-    few = common.few_queries(texts=metrics.get("captions", 0), images=metrics["images"])
-    return "\n".join(lines + ([f"  {few}"] if few else []))
-
-
-def _cell(name, value, chance):
-    number = f"{value:.2f}" if isinstance(value, float) else f"{value}"
-    return f"{name} {number}" + ("" if chance is None else f" ({chance:.2f})")
-
-
+# ======================================================= data sets ===================================================
 def wanted_sets(args, own):
-    """[(name, its local copy or '')] of --datasets, else of the run. Raises: UserError where there are none."""
+    """[(name, its local copy or '')] of --datasets, else of the run. Raises: UserError where there are none, or two of
+    one name."""
     words = args.datasets or own.get("eval_datasets") or []
-    wanted = [pair for w in words for pair in _pairs(w)]
+    wanted = list(dict.fromkeys(pair for w in words for pair in _pairs(w)))
+    names = [name for name, _ in wanted]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"--datasets {twice[0]}: named with two folders; evaluate them one after the other")
     if not wanted and own.get("dataset"):
         wanted = [(own["dataset"], own.get("data_dir", ""))]
     if not wanted or not wanted[0][0]:
@@ -446,16 +265,49 @@ def _pairs(word):
 def data_options(subject, name, data_dir):
     """Options of common.load_data: as the run read its own set, changed by the flags."""
     own = subject.own
-    flags = common.DATA_FLAGS if name == own.get("dataset") else ("frames", "max_pixels", "hold_out_val")
+    others = ("frames", "frame_sampling", "max_pixels", "hold_out_val")    # as common.evaluation_sets
+    flags = common.DATA_FLAGS if name == own.get("dataset") else others
     saved = {k: own[k] for k in flags if own.get(k)}
     options = saved | common.data_options(subject.args) | {"image_size": subject.transform.size}
     return options | ({"data_dir": data_dir} if data_dir else {}) | {"unfold_captions": False, "caption_noise": 0.0,
                                                                        "extra_captions": ""}
 
 
+def evaluate(subject, name, options, first=True):
+    """All tasks of one data set -> ({metrics, chance, left_out: {task: why the set has it not}, changed: what its data
+    are no more}, {task: why it failed}); pictures go to the folder.
+
+    Args: options: of common.load_data; first: retrieval.png does not name the set. Collective."""
+    args, case, left_out, failed = subject.args, Case(subject, name, options), {}, {}
+    for task in args.tasks:
+        step = task                                                        # what is left out if it fails
+        try:
+            case.check(task)
+            TASKS[task](case)
+            if task == "retrieval" and args.normalize != "none":
+                step = "normalize"
+                normalize(case)
+        except common.NotFinite as error:
+            failed[step] = str(error)
+        except (UserError, ValueError) as error:
+            left_out[step] = common.first_line(error)
+        if step == "normalize" and step in failed | left_out:
+            case.metrics["normalized_by"] = "none"
+            say(f"WARNING: {name}: --normalize {args.normalize} is not possible: the retrieval numbers are those "
+                "without normalisation")
+    if common.rank() == 0 and "retrieval" in case.metrics:
+        path = subject.folder / f"retrieval.{args.figures}" if first else case.picture("retrieval")
+        bias, *_ = case.pieces.get("biases", {}).get(case.metrics.get("normalized_by"), [None])
+        common.picture(path, functools.partial(common.figures().draw_retrieval, bias=bias), case.pieces)
+    found = {"metrics": case.metrics, "chance": case.chance, "left_out": left_out}
+    return found | ({"changed": case.changed} if case.changed else {}), failed
+
+
 def evaluate_all(subject):
     """{datasets: {name: {metrics, chance, left_out}}, errors: {name: why}} of all sets that are asked for, printed."""
-    found, errors, wanted = {}, {}, wanted_sets(subject.args, subject.own)
+    args, found, errors, wanted = subject.args, {}, {}, wanted_sets(subject.args, subject.own)
+    if args.normalize != "none" and "retrieval" not in args.tasks:
+        raise UserError(f"--normalize {args.normalize} is for the task retrieval; the tasks are {' '.join(args.tasks)}")
     for name, data_dir in wanted:
         try:
             options = data_options(subject, name, data_dir)
@@ -468,7 +320,8 @@ def evaluate_all(subject):
             continue
         errors |= {f"{name}/{task}": why for task, why in failed.items()}
         metrics, chance = found[name]["metrics"], found[name]["chance"]
-        say(table(name, metrics, chance) + (ncl.normalization_table({name: metrics}) if "normalize" in metrics else ""))
+        say(table(name, metrics, chance, TASKS) +
+            (ncl.normalization_table({name: metrics}) if "normalize" in metrics else ""))
         for task, why in (found[name]["left_out"] | failed).items():
             say(f"  {task:<26} left out: {why}")
     return {"datasets": found, "errors": errors}
@@ -482,8 +335,6 @@ def main(args):
     result = {"command": " ".join([Path(sys.executable).name] + sys.argv),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": common.versions().splitlines(), "processes": common.world()}
-    if args.query:
-        refuse_untrained(subject.model)
     result |= search.search(subject) if args.query else evaluate_all(subject)
     if common.rank() == 0:
         common.write_json(subject.folder / "eval.json", result)

@@ -12,7 +12,7 @@ import pytest
 import runs
 import torch
 import torch.nn.functional as F
-from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar
+from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
 from sklearn.svm import LinearSVC
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
@@ -345,6 +345,44 @@ def test_other_classes_leave_both_tasks_out(run, tmp_path):
         result = evaluate("--checkpoint", run, "--tasks", *tasks, "--output-dir", tmp_path / "out")["datasets"]["emoji"]
     assert result["left_out"] == dict.fromkeys(("knn", "probe"), "train and test name different classes")
     assert result["metrics"]["zero-shot"]["classes"] == len(emoji.label_names)
+
+
+def test_training_images_are_not_found_among_themselves(run, tmp_path):
+    """kNN with k = 1 would be 100 % whatever the model; what needs no training set is there."""
+    result = evaluate("--checkpoint", run, "--split", "train", "--limit", "20", "--tasks", "retrieval", "knn", "probe",
+                      "--output-dir", tmp_path)["datasets"]["emoji"]
+    assert result["left_out"] == dict.fromkeys(("knn", "probe"), "--split train: each image would be found among the "
+                                               "training images")
+    assert result["metrics"]["images"] == 20 and "retrieval" in result["metrics"]
+
+
+def test_what_would_be_lost_in_silence_is_refused(run, hub, tmp_path):  # noqa: F811
+    """A set with two folders has one place in eval.json; a normalisation without retrieval changes nothing."""
+    sets = [f"dtd={hub / 'dtd'}", "emoji", f"dtd={tmp_path}"]
+    with pytest.raises(common.UserError, match="--datasets dtd: named with two folders"):
+        evaluate("--checkpoint", run, "--datasets", *sets)
+    with pytest.raises(common.UserError, match="--eval-datasets dtd: named with two folders"):
+        common.evaluation_sets(temo.parse_args(["--eval-datasets", *sets, "--cpu"]))
+    with pytest.raises(common.UserError, match="--normalize oracle is for the task retrieval; the tasks are knn gap"):
+        evaluate("--checkpoint", run, "--tasks", "knn", "gap", "--normalize", "oracle")
+    once = evaluate("--checkpoint", run, "--datasets", *sets[:2], sets[0], "--tasks", "zero-shot", "--output-dir",
+                    tmp_path)
+    assert list(once["datasets"]) == ["dtd", "emoji"]
+
+
+def test_other_videos_are_seen_as_in_training(tmp_path):
+    """--frame-sampling of the run counts for the sets that it evaluates beside its own."""
+    rows = [(f"{i}.mp4", f"picture {i}", "val" if i < 2 else "test") for i in range(6)]
+    write_rows(tmp_path / "videos" / "metadata.csv", ["video", "caption", "split"], rows)
+    for i, (name, *_) in enumerate(rows):
+        write_video(tmp_path / "videos" / name, range(8 * i, 8 * i + 8))
+    flags = ["--dataset", "moving-emoji", "--clips", "40", "8", "8", "--frames", "2", "--frame-sampling", "middle",
+             "--eval-datasets", tmp_path / "videos", "--eval-every", "0", "--max-steps", "1", "--batch-size", "8",
+             "--image-size", "16", "--cpu", "--threads", "1", "--workers", "0", "--output-dir", tmp_path]
+    own = temo.main(temo.parse_args([*map(str, flags), "--run-name", "r"]))["test"][str(tmp_path / "videos")]
+    found = evaluate("--checkpoint", tmp_path / "r", "--tasks", "gap")["datasets"][str(tmp_path / "videos")]["metrics"]
+    assert found["clips"] == own["clips"] == 4
+    assert found["gap"]["modality_gap"] == pytest.approx(own["modality_gap"], rel=1e-5)
 
 
 def test_a_streamed_run_is_tested_on_what_it_held_out(tmp_path):

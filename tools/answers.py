@@ -120,6 +120,12 @@ class QuestionAnswerer(common.TwoTower):
         return common.gather(texts)[:, common.positive_index(texts)].T, texts
 
 
+def refuse_untrained(model):
+    """Raises: UserError where the embeddings of a model that answers questions have reached no loss."""
+    if getattr(model, "similarity", "") == "fused":
+        raise common.UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
+
+
 # ======================================================= rows ========================================================
 def check(data, choices):
     """Raises: UserError where the rows are no questions, or have no choices that are asked for."""

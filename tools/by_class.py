@@ -249,7 +249,7 @@ def padded_and_flipped(data, seed):
 
 
 # ======================================================= tasks of eval.py ============================================
-# Each takes a Case of eval.py and writes its numbers into case.metrics and case.chance.
+# Each takes a Case (tools/case.py) and writes its numbers into case.metrics and case.chance.
 def zero_shot(case):
     """Top-1/3/5 against class embeddings, both readings: the mean of normalised template embeddings, as CLIP and the
     CC3M trainer (templates), and the class name alone (names)."""

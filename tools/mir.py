@@ -159,7 +159,7 @@ def table_lines(metrics, chance, ways):
 
 
 def task(case):
-    """The task mir of eval.py: writes the numbers of a Case into case.metrics and case.chance."""
+    """The task mir of eval.py: writes the numbers of a Case (tools/case.py) into case.metrics and case.chance."""
     subject = case.subject
     metrics, chance = mir_of(subject.model, subject.tokenizer, case.pieces, subject.device)
     if not metrics:

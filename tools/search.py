@@ -5,10 +5,13 @@ from pathlib import Path
 import common
 from common import UserError, say
 
+from tools import answers
+
 
 def search(subject):
     """The images of --dataset nearest to --query: printed and drawn. Collective."""
     args, figures = subject.args, common.figures()
+    answers.refuse_untrained(subject.model)
     if not subject.tokenizer:
         raise UserError(f"--query: {args.checkpoint} has no text encoder")
     data = load_images(args.dataset, image_column=args.image_column)
