@@ -24,8 +24,8 @@ JPEG_ROWS = 65_500  # no jpeg can hold more
 class Clips:
     """How a video becomes (T, 3, H, W) uint8: frames T, sampling, short side in pixels, a cache folder ('' = none).
 
-    The cache holds one JPEG per clip, its frames one below the other (three for each wanted one with random
-    sampling): decoded once, 4:4:4."""
+    The cache holds one JPEG per clip, its frames one below the other: decoded once, 4:4:4. Random frames have a JPEG of
+    their own, three for each wanted one; evaluation sees the same frames with and without a cache."""
 
     at_rest = "uniform"  # how random frames are placed in evaluation
 
@@ -34,28 +34,27 @@ class Clips:
 
     def __call__(self, source, start=None, end=None, draws=None):
         """(T, 3, H, W) uint8; draws (T,) in 0..1 place random frames, None = evaluation. Raises as read_frames."""
-        if self.cache:
-            return self._cached(source, start, end, draws)
         sampling = self.at_rest if self.sampling == "random" and draws is None else self.sampling
+        if self.cache:
+            return self._cached(source, start, end, sampling, draws)
         return _channels_first(self.decode(source, self.frames, start, end, sampling, draws))
 
     def decode(self, source, n, start, end, sampling, draws):
         """(n, H, W, 3) uint8 frames of one source, as read_frames."""
         return read_frames(source, n, start, end, sampling, draws, self.short)
 
-    def _cached(self, source, start, end, draws):
-        spare = self.sampling == "random"  # three frames to choose from
-        keep, spread = (3 * self.frames, "middle") if spare else (self.frames, self.sampling)
+    def _cached(self, source, start, end, sampling, draws):
+        keep, spread = self.frames, sampling
+        if sampling == "random":  # three frames to choose from
+            keep, spread = 3 * self.frames, "middle"
         file = self._file(source, f"{start} {end} {keep} {spread} {self.short}")
         try:
             x = common.decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (keep, 3, H, W)
         except (OSError, ValueError, RuntimeError):  # not there yet, or cut by a crash
             x = self._fill(file, self.decode(source, keep, start, end, spread, None))  # (keep, 3, H, W)
-        if not spare:
+        if sampling != "random":
             return x
-        choice = 1  # the middle one of three
-        if draws is not None:
-            choice = np.minimum(np.asarray(draws)[:self.frames] * 3, 2).astype(int)  # (T,)
+        choice = np.minimum(np.asarray(draws)[:self.frames] * 3, 2).astype(int)  # (T,)
         return x[torch.from_numpy(np.arange(self.frames) * 3 + choice)]  # (T, 3, H, W)
 
     def _file(self, source, settings):
