@@ -2307,6 +2307,18 @@ class OneLine(argparse.ArgumentParser):
         if not holds:
             self.error(message)
 
+    def only(self, holds, where, *flags):
+        """Refuse these flags where the command line has them (a recipe's or a run's own values are never refused)
+        unless the condition holds, under which alone they have an effect."""
+        for flag in flags:
+            given = next(iter(self.given & {flag, flag.replace("--", "--no-", 1)}), "")
+            self.require(holds or not given, f"{given}: only {where}; it would have no effect")
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does; `given` are the flags of the command line."""
+        self.given = {str(word).partition("=")[0] for word in (sys.argv[1:] if args is None else args)}
+        return super().parse_args(args, namespace)
+
 
 class Parser(OneLine):
     """The flags that all scripts share: what names files, columns, folders, logging and resume.
@@ -2408,15 +2420,14 @@ class Parser(OneLine):
         """
         chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         first = {"--dataset": next(iter(recipes)), "--loss": self.get_default("loss"), "--resume": "",
-                 "--image-encoder": ""}
+                 "--image-encoder": "", "--batch-size": None}
         for flag, default in first.items():
             chooser.add_argument(flag, default=default)
         chosen, _ = chooser.parse_known_args(argv)
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
         saved = self._saved(chosen.resume) if chosen.resume else {}
         defaults = recipes.get(chosen.dataset, recipes["own"]) | {"dataset": chosen.dataset} | own | saved
-        self.given = {str(word).partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
-        defaults = {"fit_batch": chosen.dataset not in recipes and "--batch-size" not in self.given} | defaults
+        defaults = {"fit_batch": chosen.dataset not in recipes and chosen.batch_size is None} | defaults
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
         for name in (n for n in self.FIXED if n in saved):  # a run of an older version has not all of them
@@ -2425,13 +2436,6 @@ class Parser(OneLine):
                                      f"cannot become {now}; start a new run")
         self._check(args, saved)
         return args
-
-    def only(self, holds, where, *flags):
-        """Refuse these flags where the command line has them (a recipe's or a run's own values are never refused)
-        unless the condition holds, under which alone they have an effect."""
-        for flag in flags:
-            given = next(iter(self.given & {flag, flag.replace("--", "--no-", 1)}), "")
-            self.require(holds or not given, f"{given}: only {where}; it would have no effect")
 
     def _saved(self, folder):
         """The flags of a run to be resumed; refused when it is another script's."""

@@ -125,6 +125,15 @@ def parse_args(argv=None):
               "--normalize oracle")
     p.require(args.normalize != "queue" or args.queue_split != "run" or args.split != "train",
               "--split train: the queue holds its own queries; that is --normalize oracle")
+    a_run = (Path(args.checkpoint or "none") / "model.json").is_file()
+    p.only(not args.checkpoint, "without --checkpoint", "--image-encoder", "--text-encoder", "--text-pooling")
+    p.only(not a_run, "with a model by name: a run has its own weights", "--init-from", "--pretrained",
+           "--image-size")
+    p.only(args.normalize != "none", "with --normalize queue or oracle", "--gamma", "--iterations")
+    p.only(args.normalize == "queue", "with --normalize queue", "--queue-size", "--queue-split")
+    p.only(args.query, "with --query", "--top")
+    p.only(not args.query, "without --query", "--tasks", "--normalize", "--split", "--limit", "--knn-k", "--few-shot",
+           "--max-captions")
     seventeen = any(word.partition("=")[0] == SEVENTEEN for word in args.datasets)
     args.tasks = args.tasks or (["zero-shot"] if seventeen else [])         # else by the model, when it is open
     return args

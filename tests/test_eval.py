@@ -205,6 +205,11 @@ def test_two_processes_count_each_item_once(run, tmp_path):
     (["--checkpoint", "x", "--gamma", "-1"], "--gamma -1: must be at least 0"),
     (["--checkpoint", "x", "--knn-k", "1", "0"], "--knn-k 0: must be at least 1"),
     (["--checkpoint", "x", "--normalize", "queue", "--split", "val", "--queue-split", "val"], "--normalize oracle"),
+    (["--checkpoint", "x", "--gamma", "0.1"], "--gamma: only with --normalize queue or oracle"),
+    (["--checkpoint", "x", "--normalize", "oracle", "--queue-split", "val"], "--queue-split: only with --normalize"),
+    (["--checkpoint", "x", "--text-encoder", "y"], "--text-encoder: only without --checkpoint"),
+    (["--checkpoint", "x", "--top", "3"], "--top: only with --query"),
+    (["--checkpoint", "x", "--query", "a", "--dataset", "b", "--tasks", "knn"], "--tasks: only without --query"),
     (["--checkpoint", "x", "--tasks", "magic"], "invalid choice")])
 def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -234,7 +239,11 @@ def test_figures_as_pdf(run, tmp_path, pictures):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bad_checkpoints(tmp_path, run):
+def test_bad_checkpoints(tmp_path, run, capsys):
+    for flag in (["--init-from", "w.pt"], ["--no-pretrained"], ["--image-size", "64"]):
+        with pytest.raises(SystemExit):
+            evaluation.parse_args(["--checkpoint", str(run), *flag])
+        assert f"{flag[0]}: only with a model by name: a run has its own weights" in capsys.readouterr().err
     with pytest.raises(common.UserError, match="neither a run folder nor a model"):
         evaluate("--checkpoint", tmp_path)
     (tmp_path / "half" / "checkpoints").mkdir(parents=True)

@@ -98,8 +98,6 @@ def open_model(args):
     """(model, tokenizer, transform, flags of its run): a run folder, a CLIP by name, or a pair by name."""
     folder = Path(args.checkpoint) if args.checkpoint else None
     if folder and (folder / "model.json").is_file():
-        if args.image_size:
-            say("--image-size: a run keeps its own")
         own = common.read_json(folder / "args.json", {})
         if not own:
             say(f"WARNING: {folder}: no args.json there; how the run read its data is not known")
