@@ -162,6 +162,7 @@ def leave_processes():
 # Public names of this module that stand in a file of their own, which opens when one of them is asked for.
 ROOMS = {
     "sets.frames": ("read_frames",), "sets.hub": ("hub_call",), "sets.long_tail": ("long_tail_counts",),
+    "sets.video": ("windows_of",),
     "tools.towers": ("hub_encoder", "set_dropout"), "tools.video_towers": ("FeatureEncoder", "VideoViT"),
     "tools.expert": ("Expert",), "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
     "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions", "add_pairs"),
@@ -689,7 +690,7 @@ def decode(source, max_pixels=MAX_PIXELS):
     if header.format == "PNG":
         _check_png(data)
     if data[:2] == b"\xff\xd8":
-        image = _decode_jpeg(data)
+        image = _decode_jpeg(data, header)
     elif header.format == "PNG" and data[24] == 16:  # bits of a colour
         image = open_room("tools.deep_png", "reader of PNGs with 16 bits").decode_deep_png(data)
     else:
@@ -733,8 +734,8 @@ def _check_png(data):
         position = end
 
 
-def _decode_jpeg(data):
-    """(3, H, W) uint8. Raises: ValueError."""
+def _decode_jpeg(data, header):
+    """(3, H, W) uint8; header: Pillow's image of the same bytes. Raises: ValueError."""
     from torchvision.io import ImageReadMode, decode_jpeg
     if data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):  # no end after the last scan
         raise ValueError("truncated jpeg")  # the decoder would fill the rest with grey and say nothing
@@ -742,7 +743,7 @@ def _decode_jpeg(data):
     try:
         return decode_jpeg(buffer, ImageReadMode.RGB, apply_exif_orientation=True)
     except RuntimeError:  # an odd colour space
-        return _decode_picture(_open_picture(data))
+        return _decode_picture(header)
 
 
 def _decode_picture(image):
@@ -1656,23 +1657,33 @@ def split_words(name):
     return [s for s, known in SPLIT_NAMES.items() if any(w in known for w in words)]
 
 
+@contextlib.contextmanager
+def quiet_datasets():
+    """The library `datasets` without bars and without its own words for errors, which are said once, by us."""
+    import datasets
+    logging, no_bars = datasets.utils.logging, datasets.are_progress_bars_disabled()
+    level = logging.get_verbosity()
+    logging.set_verbosity(50)  # not even errors
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if not no_bars:
+            datasets.enable_progress_bars()
+
+
 def open_table(kind, name, gated="", **files):
     """datasets.load_dataset, quietly, with its dozen kinds of errors as one line."""
     import datasets
-    logging = datasets.utils.logging
-    level = logging.get_verbosity()
-    logging.set_verbosity(50)  # not even errors: they are said once, below
-    datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(kind, **files)
+        with quiet_datasets():
+            return datasets.load_dataset(kind, **files)
     except Exception as error:
         reason = error.__cause__ or error
         if "gated" in f"{error} {reason}".lower():
             raise UserError(gated_message(name, gated or name)) from error
         raise UserError(f"--dataset {name}: {guard('plain_words', error, reason) or hub_reason(reason)}") from error
-    finally:
-        logging.set_verbosity(level)
-        datasets.enable_progress_bars()
 
 
 def gated_message(name, repo):
@@ -1694,6 +1705,18 @@ def pick_column(flag, wanted, columns, usual, name, required=True):
     return found
 
 
+def class_column(wanted, table, name):
+    """The column of the class, or None. One of lists or records, several classes an example, is said and not read."""
+    label = pick_column("--label-column", wanted, table.column_names, LABEL_COLUMNS, name, required=False)
+    if label is None or hasattr(table.features[label], "dtype"):
+        return label
+    several = f"{name} holds lists or records there, and an example has one class"
+    if wanted:
+        raise UserError(f"--label-column {label}: {several}")
+    say_once(f"WARNING: --label-column {label} is not read: {several}")
+    return None
+
+
 def plain_names(columns):
     """{name: column}, each by its own name and by that without capitals and blanks around it: ' Caption' is caption."""
     return {c.strip().lower(): c for c in columns} | {c: c for c in columns}
@@ -1712,12 +1735,13 @@ def tables(kind, files, name, options, gated="", check=None):
     if check:
         check(opened)
     out = {split_of(word) or word: table for word, table in opened.items()}
-    if list(out) == ["train"]:  # all rows lie in one split, which each belongs to says a column
-        parts = split_column(name, table := out["train"])
-        data = {split: _table_data(name, split, table, options, kind, rows) for split, rows in parts.items()}
-    else:
-        data = {split: _table_data(name, split, table, options, kind) for split, table in out.items()}
-    return same_classes(data)
+    if len(out) < len(opened):
+        raise UserError(f"--dataset {name}: two of {', '.join(opened)} name one split; give a local copy with the one "
+                        "that is meant")
+    one = out["train"] if list(out) == ["train"] else None  # all rows in one split: a column may say whose each is
+    parts = dict.fromkeys(out) if one is None else split_column(name, one)
+    return same_classes({s: _table_data(name, s, out[s] if one is None else one, options, kind, rows)
+                         for s, rows in parts.items()})
 
 
 def _inside(path, folder):
@@ -1733,18 +1757,19 @@ def _table_data(name, split, table, options, folder, kept=None):
 
     kept: row numbers, None = all."""
     import datasets
+    import pyarrow.compute
     columns = table.column_names
     pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
     usual = pictures or IMAGE_COLUMNS + VIDEO_COLUMNS
     image = pick_column("--image-column", options.get("image_column"), columns, usual, name)
-    label = pick_column("--label-column", options.get("label_column"), columns, LABEL_COLUMNS, name, required=False)
+    label = class_column(options.get("label_column"), table, name)
     names = getattr(table.features.get(label), "names", None)
     caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name,
                           required=not names)
     video = type(table.features[image]).__name__ == "Video"
     kind = type(table.features[image]) if video else datasets.Image
     undecoded = table.select_columns(image).cast_column(image, kind(decode=False))
-    paths = undecoded.data.column(image).combine_chunks().field("path").to_pylist()  # without the bytes beside them
+    paths = pyarrow.compute.struct_field(undecoded.data.column(image), "path").to_pylist()  # not the bytes beside them
     if kept is not None:
         table, undecoded, paths = table.select(kept), undecoded.select(kept), [paths[i] for i in kept]
     labels = table[label][:] if label else None
@@ -1804,14 +1829,16 @@ def caption_file(name, split, file, root, options, table=None):
     usual = IMAGE_COLUMNS + VIDEO_COLUMNS
     image = pick_column("--image-column", options.get("image_column"), columns, usual, file.name)
     caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, file.name)
-    label = options.get("label_column")
-    label = pick_column("--label-column", label, columns, LABEL_COLUMNS, file.name, required=False)
+    label = class_column(options.get("label_column"), table, file.name)
     rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
     labels = table[label][:] if label else [None] * len(table)
     texts = guard("check_cells", file, table, image, caption) or table[caption][:]
-    absent = sum(source is None or source == "" or source != source for source in table[image][:])  # NaN
-    for source, text, y, window in zip(table[image][:], texts, labels, windows_of(table)):
-        if source is None or source == "" or source != source:
+    sources = [None if x == "" or x != x else x for x in table[image][:]]  # NaN differs from itself
+    by_name = options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS
+    videos = by_name or any(is_video(x.strip()) for x in sources if isinstance(x, str))
+    windows = open_room("sets.video").windows_of(table) if videos else [(None, None)] * len(table)
+    for source, text, y, window in zip(sources, texts, labels, windows):
+        if source is None:
             continue
         if isinstance(source, (dict, list, bytes)):
             raise UserError(f"--image-column {image}: {file.name} holds image bytes or records there, not paths; of "
@@ -1827,9 +1854,8 @@ def caption_file(name, split, file, root, options, table=None):
             label_of[key] = str(y).strip()
     if not any(rows.values()):
         raise UserError(f"--dataset {file}: no row has an image and a caption")
-    by_name = options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS
-    lost = f"{absent:,} rows without an image left out" if absent else ""
-    if by_name or any(is_video(path) for path, *_ in rows):
+    lost = f"{sources.count(None):,} rows without an image left out" if None in sources else ""
+    if videos:
         guard("check_windows", file, table, image)
         clips_of = open_room("sets.video").clips_of
         data = clips_of(name, split, rows, options, root, label_of if label else None)
@@ -1875,21 +1901,6 @@ def read_caption_file(file):
                         'caption as ""') from error
 
 
-def windows_of(table):
-    """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) without."""
-    named = plain_names(table.column_names)
-    pair = next(([named[c] for c in p] for p in WINDOW_COLUMNS if set(p) <= set(named)), None)
-    if not pair:
-        return [(None, None)] * len(table)
-    def seconds(value):
-        return None if value is None or value == "" else float(value)
-    try:
-        rows = table[pair[0]][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
-        return [(seconds(start), seconds(end)) for start, end in rows]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)})") from error
-
-
 def same_classes(splits):
     """One list of class names for all splits, labels renumbered by name: a split may lack a class."""
     import datasets
@@ -1898,10 +1909,9 @@ def same_classes(splits):
     if len({tuple(d.label_names) for d in known.values()}) < 2:
         return splits
     for s, d in known.items():
-        number = np.array([names.index(n) for n in d.label_names])  # (classes,) old -> new
-        labels = datasets.Dataset.from_dict({"label": number[d.labels].tolist()},
-                                            features=datasets.Features(label=datasets.ClassLabel(names=names)))
-        table = datasets.concatenate_datasets([d.table.remove_columns("label"), labels], axis=1)
+        number = np.array([*(names.index(n) for n in d.label_names), -1])  # (classes + 1,) old -> new; -1 is the last
+        feature = datasets.ClassLabel(names=names)
+        table = d.table.remove_columns("label").add_column("label", number[d.labels], feature=feature)
         splits = splits | {s: dataclasses.replace(d, table=table)}
     return splits
 
@@ -2292,8 +2302,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 class OneLine(argparse.ArgumentParser):
     """argparse whose errors are one line from the main process, exit code 2; --help shows the effective defaults."""
 
-    def __init__(self, prog, description):
-        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=Help)
+    def __init__(self, prog, description, **more):
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=Help, **more)
 
     def error(self, message):
         """One line, from the main process; exit code 2."""
@@ -2418,7 +2428,7 @@ class Parser(OneLine):
         Args: recipes: {dataset: {flag: default}}, the first one is the default set, 'own' serves any other; their entry
             'recipe' is a remark.   losses: {loss: {flag: default}}, or a function of the flags that choose -> defaults.
         """
-        chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        chooser = OneLine(self.prog, "", add_help=False)
         first = {"--dataset": next(iter(recipes)), "--loss": self.get_default("loss"), "--resume": "",
                  "--image-encoder": "", "--batch-size": None}
         for flag, default in first.items():
@@ -2512,10 +2522,8 @@ class Run:
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem
         self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
-        self.fitted = fit_batch(args, train)
-        self.per_epoch = epoch_length(train, args.batch_size)
-        self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
-        self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
+        self.fitted = ""
+        self.count_steps()
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
         self.folder, self.lock = start_run(args, self.script)
@@ -2530,6 +2538,14 @@ class Run:
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
+    def count_steps(self):
+        """Batch, epoch, steps and warm-up, by the training set as it is now."""
+        args = self.args
+        self.fitted = fit_batch(args, self.train) or self.fitted
+        self.per_epoch = epoch_length(self.train, args.batch_size)
+        self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
+        self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
+
     def towers(self, texts=None, questions=None):
         """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe.
 
@@ -3027,8 +3043,11 @@ def flatten(d, prefix=""):
 
 
 def peak_memory_mb():
-    """Peak memory of this process: of the GPU when there is one, else resident."""
-    if torch.cuda.is_available():
+    """Peak memory of this process: of the GPU where it uses one, else resident; 0 where it is not known (Windows)."""
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
-    import resource
+    try:
+        import resource
+    except ImportError:
+        return 0.0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

@@ -160,12 +160,9 @@ def _table(name, **arguments):
         "source": source, "captions": datasets.List(datasets.Value("string")), "key": datasets.Value("string"),
         "label": datasets.Value("int64"), "shard": datasets.Value("int32"), "video": datasets.Value("bool"),
         "left_out": datasets.Value("string"), "fault": datasets.Value("int8"), "lost": datasets.Value("int32")})
-    logging, quiet = datasets.utils.logging, datasets.are_progress_bars_disabled()
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    datasets.disable_progress_bars()
     try:
-        return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=arguments)
+        with common.quiet_datasets():
+            return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=arguments)
     except Exception as error:  # `datasets` wraps what _rows raises, once or twice
         reason = error
         while reason.__cause__ and not isinstance(reason, common.UserError):
@@ -177,10 +174,6 @@ def _table(name, **arguments):
                                    f"{datasets.config.HF_DATASETS_CACHE} ({common.first_line(reason)}); "
                                    "HF_DATASETS_CACHE names another folder") from error
         raise common.UserError(f"--dataset {name}: no index of its tars ({common.first_line(reason)})") from error
-    finally:
-        logging.set_verbosity(level)
-        if not quiet:
-            datasets.enable_progress_bars()
 
 
 def _rows(name, tars, flags, version):

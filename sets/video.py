@@ -126,6 +126,21 @@ def feature_shape(data):
     raise UserError(f"{data.name}: none of its first features can be read, first {reasons[0]}")
 
 
+def windows_of(table):
+    """(start, end) in seconds of each row, from one of common.WINDOW_COLUMNS; (None, None) without."""
+    named = common.plain_names(table.column_names)
+    pair = next(([named[c] for c in p] for p in common.WINDOW_COLUMNS if set(p) <= set(named)), None)
+    if not pair:
+        return [(None, None)] * len(table)
+    def seconds(value):
+        return None if value is None or value == "" else float(value)
+    try:
+        rows = table[pair[0]][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
+        return [(seconds(start), seconds(end)) for start, end in rows]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)})") from error
+
+
 def clip_options(options, kind=Clips):
     """Clips (or another kind of them), or Features with --feature-dir, from the options of load_data."""
     frames = options.get("frames") or 12

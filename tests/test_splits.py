@@ -667,3 +667,55 @@ def test_the_command_reads_every_split_there_is(tmp_path, capsys):
     assert "no train split; it has: test" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="no such path"):
         check.main(["--dataset", str(tmp_path / "nothing")])
+
+
+# ---------------------------------------------------- classes, windows, bars -----------------------------------------
+def test_rows_without_a_class_have_none_where_a_split_lacks_one(tmp_path):
+    """Classes are numbered anew for all splits; -1 is no class and stays -1."""
+    for word, labels in (("train", ["dog", "", "cat"]), ("validation", ["dog", ""]), ("test", ["cat", "dog", ""])):
+        names = write_images(tmp_path / word, range(len(labels)))
+        rows = [(x, f"words of {x}", y) for x, y in zip(names, labels)]
+        write_rows(tmp_path / word / "metadata.csv", ["file_name", "caption", "label"], rows)
+    splits = open_anew(tmp_path)
+    assert {tuple(d.label_names) for d in splits.values()} == {("cat", "dog")}
+    assert {s: d.labels.tolist() for s, d in splits.items()} == {"train": [1, -1, 0], "val": [1, -1], "test": [0, 1, -1]}
+    assert "1 without a class" in splits["train"].note
+
+
+def test_two_tables_of_one_split_are_refused(tmp_path):
+    """A card may give them any names; the second would take the place of the first."""
+    for word in ("train_a", "train_b"):
+        write_parquet_images(tmp_path / f"{word}.parquet", range(6))
+    files = "".join(f"\n  - split: {w}\n    path: {w}.parquet" for w in ("train_a", "train_b"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:{files}\n---\n")
+    refused(tmp_path, "two of train_a, train_b name one split")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_several_classes_of_an_example_are_none(ending, tmp_path, capsys):
+    names = write_images(tmp_path, range(12))
+    rows = [(x, caption(i), [i % 3, 2]) for i, x in enumerate(names)]
+    file = write_rows(tmp_path / f"a.{ending}", ["image", "caption", "label"], rows)
+    common.say_once.cache_clear()
+    assert common.load_data(str(file), "train").labels is None
+    assert "--label-column label is not read: " in capsys.readouterr().out
+    with pytest.raises(common.UserError, match="--label-column label: a.* holds lists or records there"):
+        common.load_data(str(file), "train", label_column="label")
+
+
+def test_windows_are_of_videos(tmp_path):
+    """A column of an image csv that is called like one is nothing that an image has."""
+    names = write_images(tmp_path, range(12))
+    rows = [(x, caption(i), "left half") for i, x in enumerate(names)]
+    file = write_rows(tmp_path / "a.csv", ["image", "caption", "segment"], rows)
+    assert sum(map(len, open_anew(file).values())) == 12
+    file = write_rows(tmp_path / "b.csv", ["video", "caption", "segment"], [("a.mp4", "words", "left half")])
+    refused(file, "column segment: expected seconds")
+
+
+def test_bars_of_the_library_stay_as_they_were(tmp_path):
+    write_captions(tmp_path, 12)
+    for switch, off in ((datasets.disable_progress_bars, True), (datasets.enable_progress_bars, False)):
+        switch()
+        open_anew(tmp_path)
+        assert datasets.are_progress_bars_disabled() == off

@@ -89,9 +89,7 @@ def verify_run(run):
     if run.train.streamed:
         raise common.UserError("--verify-images: a stream cannot be read beforehand")
     run.train, run.evals, run.unreadable = verify(run.folder, run.train, run.evals, run.args.max_bad_fraction)
-    run.fitted = common.fit_batch(run.args, run.train) or run.fitted
-    run.per_epoch = common.epoch_length(run.train, run.args.batch_size)
-    run.total = run.last = run.args.max_steps or max(1, round(run.args.epochs * run.per_epoch))
+    run.count_steps()
 
 
 def verify(folder, train, evals, limit):
