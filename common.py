@@ -21,6 +21,7 @@ import functools
 import glob
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -57,14 +58,6 @@ class UserError(ValueError):
 def first_line(error):
     """What an error says, on one line; its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
-
-
-def own_words(error):
-    """Kind and first line of an error; of one that a loader worker raised, its own, not the traceback around it."""
-    lines = str(error).strip().splitlines()
-    if len(lines) > 2 and "DataLoader worker" in lines[0]:
-        return re.sub(r"^[\w.]*UserError: ", "", lines[-1])
-    return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def printable(text):
@@ -161,8 +154,8 @@ def leave_processes():
 # ================================================== rooms ============================================================
 # Public names of this module that stand in a file of their own, which opens when one of them is asked for.
 ROOMS = {
-    "sets.frames": ("read_frames",), "sets.hub": ("hub_call",), "sets.long_tail": ("long_tail_counts",),
-    "sets.video": ("windows_of",),
+    "sets.frames": ("read_frames",), "sets.video": ("clip_options", "windows_of"), "sets.hub": ("hub_call",),
+    "sets.long_tail": ("labelled_splits", "long_tail_counts"),
     "tools.towers": ("hub_encoder", "set_dropout"), "tools.video_towers": ("FeatureEncoder", "VideoViT"),
     "tools.expert": ("Expert",), "tools.weights": ("init_from", "load_model"), "tools.avion": ("avion_weights",),
     "tools.paraphrase": ("Paraphrases",), "tools.extra_captions": ("add_captions", "add_pairs"),
@@ -171,8 +164,8 @@ ROOMS = {
     "tools.run_folder": ("commit", "lock_folder", "make_folder", "versions"),
     "tools.processes": ("join_processes", "main_first"),
     "tools.checkpoints": ("damaged_files", "latest_checkpoint", "write_checksums"),
-    "tools.evaluation": ("encode_images", "encode_texts", "evaluate", "few_queries", "metrics_table",
-                         "normalization_error", "positives_table", "recalls", "retrieval_both_ways",
+    "tools.evaluation": ("NotFinite", "encode_images", "encode_texts", "evaluate", "few_queries", "metrics_table",
+                         "normalization_error", "own_words", "positives_table", "recalls", "retrieval_both_ways",
                          "retrieval_chance", "retrieval_metrics", "retrieval_pieces", "say_unreadable"),
     "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy", "knn_chance",
                        "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class", "zero_shot_accuracy"),
@@ -219,14 +212,8 @@ def figures(paper=""):
     return open_room(f"tools.figures_{paper}" if paper else "tools.figures", "pictures")
 
 
-def clusters():
-    """tools/clusters.py, for a script that counts kinds of captions."""
-    return open_room("tools.clusters", "clusters of captions")
-
-
-def answers():
-    """tools/answers.py, for a model that answers questions."""
-    return open_room("tools.answers", "answers to questions")
+clusters = functools.partial(open_room, "tools.clusters", "clusters of captions")  # for a script that counts kinds
+answers = functools.partial(open_room, "tools.answers", "answers to questions")  # for a model that answers
 
 
 @contextlib.contextmanager
@@ -562,20 +549,10 @@ class Augment:
         from torchvision.transforms.v2 import functional as V
         top, left, h, w = self.boxes(*image.shape[-2:], u[None])[0].tolist()
         image = V.resized_crop(image, top, left, h, w, [self.size, self.size], antialias=True)
-        return self._randaugment(image, u) if self.randaugment[0] else image
+        return self.randaugmented(image, u) if self.randaugment[0] else image
 
-    def crop_batch(self, images, u):
-        """Device side: (B, [T,] 3, H, W) uint8 -> (B, [T,] 3, size, size) float in 0..1; the boxes of crop_one."""
-        boxes = torch.from_numpy(self.boxes(*images.shape[-2:], u)).to(images.device)  # (B, 4)
-        frames = images.reshape(-1, *images.shape[-3:])  # (B * T, 3, H, W)
-        boxes = boxes.repeat_interleave(len(frames) // len(images), 0)  # (B * T, 4): one box for all frames of a clip
-        out = resize_boxes(frames, boxes, self.size).unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
-        if self.randaugment[0]:
-            views = [self._randaugment((x * 255).round().byte().cpu(), row) for x, row in zip(out, u)]
-            out = torch.stack(views).to(images.device) / 255
-        return out
-
-    def _randaugment(self, image, u):
+    def randaugmented(self, image, u):
+        """RandAugment of one uint8 image or clip, by its draws u (DRAWS,)."""
         return open_room("tools.randaugment", "RandAugment").randaugment(image, u, *self.randaugment)
 
     def finish(self, x, u):
@@ -642,30 +619,6 @@ def gaussian_blur(x, sigma):
     y = F.pad(x.reshape(1, B * C, S, S), (radius,) * 4, mode="reflect")
     y = F.conv2d(y, kernel[:, None, :, None], groups=B * C)
     return F.conv2d(y, kernel[:, None, None, :], groups=B * C).reshape(B, C, S, S)
-
-
-def resize_boxes(images, boxes, size):
-    """Crop and resize each image by its own box, antialiased bilinear as torchvision: two small matrix products.
-
-    images (B, 3, H, W) uint8 or float; boxes (B, 4) top, left, height, width -> (B, 3, size, size) float, in 0..1.
-    """
-    x = images.float() / 255 if images.dtype == torch.uint8 else images
-    rows = _resize_weights(boxes[:, 0], boxes[:, 2], size, x.shape[-2])  # (B, size, H)
-    cols = _resize_weights(boxes[:, 1], boxes[:, 3], size, x.shape[-1])  # (B, size, W)
-    B, C, H, W = x.shape
-    x = torch.bmm(x.reshape(B, C * H, W), cols.transpose(1, 2))  # (B, C * H, size), one product for each image
-    return (rows[:, None] @ x.view(B, C, H, size)).clamp_(0, 1)
-
-
-def _resize_weights(start, length, size, side):
-    """(B, size, side): weight of each input pixel in each output pixel; triangle filter as wide as the shrinking."""
-    start, length = start[:, None, None].float(), length[:, None, None].float()
-    scale = length / size
-    centre = start + (torch.arange(size, device=start.device)[:, None] + 0.5) * scale  # (B, size, 1)
-    pixel = torch.arange(side, device=start.device) + 0.5  # (side,)
-    inside = (pixel > start) & (pixel < start + length)
-    weight = (1 - (pixel - centre).abs() / scale.clamp(min=1)).clamp(min=0) * inside
-    return weight / weight.sum(-1, keepdim=True)
 
 
 def read_file(path):
@@ -976,16 +929,14 @@ class Tower(typing.NamedTuple):
     config: dict = None               # of transformers
     stats: tuple = STATS["half"]      # of its pixels
     whole_clips: bool = False         # else a clip is the mean of its frames
+    read: object = None               # function (encoder, pixels) -> features, where body(frames) does not give them
 
 
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
-    name: 'small'; 'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_'
-    and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision,
-    Kinetics-400; also _t, _s); a transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own
-    projection when D agrees; others give the class token); 'clip_vip:' and a CLIP (CLIP-ViP's tower, no mean over
-    frames). embed_dim 0: features alone.
+    name: 'small', or one that tools/towers.py knows: of timm, of transformers, a tower over whole clips.
+    embed_dim 0: features alone.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
@@ -996,7 +947,8 @@ class VisionEncoder(nn.Module):
             by_name = open_room("tools.towers", f"--image-encoder {name}").image_tower
             tower = by_name(name, pretrained, image_size, config, features, frames)
         self.name, self.body, self.width, self.config = name, tower.body, tower.width, tower.config
-        self.stats, self.whole_clips, projection = tower.stats, tower.whole_clips, tower.projection
+        self.stats, self.whole_clips, self.read = tower.stats, tower.whole_clips, tower.read
+        projection = tower.projection
         keep = projection is not None and projection.out_features == embed_dim
         if projection is not None and not keep and pretrained and embed_dim:
             say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
@@ -1009,23 +961,17 @@ class VisionEncoder(nn.Module):
 
     def frames(self, pixels):
         """Features of each frame, (B * T, width); a video tower may have fewer times than frames."""
-        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
         if (self.name == "features") != (pixels.ndim == 3):
             raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
                             "alone")
         if self.whole_clips:
             return self.body(pixels)  # (B, width)
-        if self.name in VIDEO_SWIN:  # it sees the whole clip, and halves the time
-            clips = pixels if pixels.ndim == 5 else pixels[:, None]  # (B, T, 3, S, S)
-            features = self.body(clips.transpose(1, 2)).unflatten(1, (self.width, -1))  # (B, width, T / 2)
-            return features.transpose(1, 2).flatten(0, 1)
+        if self.read:
+            return self.read(self, pixels)
+        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
         if self.name == "small":
             frames = frames.contiguous(memory_format=torch.channels_last)
-        features = self.body(frames) if self.config is None else self.body(pixel_values=frames)
-        if not torch.is_tensor(features):
-            pooled = getattr(features, "pooler_output", None)
-            features = features.last_hidden_state[:, 0] if pooled is None else pooled
-        return features
+        return self.body(frames)
 
     def pool(self, features, pixels):
         """Features of each frame -> features (B, width) and embeddings (B, D) of the images or clips."""
@@ -1050,8 +996,9 @@ class TextEncoder(nn.Module):
             self.body = SmallText(vocabulary, length)
             self.width = self.body.width
         else:
-            hub_encoder = open_room("tools.towers", f"--text-encoder {name}").hub_encoder
-            self.body, self.width, projection, self.config = hub_encoder(name, "text", pretrained, config)
+            towers = open_room("tools.towers", f"--text-encoder {name}")
+            self.read = towers.read_words
+            self.body, self.width, projection, self.config = towers.hub_encoder(name, "text", pretrained, config)
         keep = projection is not None and embed_dim in (0, projection.out_features)
         new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
         self.projection = projection if keep else new
@@ -1063,16 +1010,8 @@ class TextEncoder(nn.Module):
         """Hidden states of the tokens, (B, L, width), and embeddings (B, D)."""
         if self.name == "small":
             words, out = self.body.words(input_ids, attention_mask)
-            return words, self.projection(out)
-        found = self.body(input_ids=input_ids, attention_mask=attention_mask)
-        words = found.last_hidden_state
-        if self.config["model_type"].startswith("clip"):
-            out = found.pooler_output
-        elif self.pooling == "mean":
-            keep = attention_mask[..., None].to(words.dtype)  # (B, L, 1)
-            out = (words * keep).sum(1) / keep.sum(1)
         else:
-            out = words[:, 0]
+            words, out = self.read(self, input_ids, attention_mask)
         return words, self.projection(out)
 
 
@@ -1163,20 +1102,6 @@ def has_batchnorm(model):
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
-def batchnorm_policy(model, args):
-    """SyncBatchNorm on several GPUs, a warning on several CPU processes; chunks need --allow-batchnorm-chunks."""
-    if not has_batchnorm(model):
-        return model
-    if args.chunk_size and not args.allow_batchnorm_chunks:
-        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
-                        "come from chunks; --allow-batchnorm-chunks accepts that")
-    if world() > 1 and torch.cuda.is_available() and not args.cpu:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if world() > 1:
-        say("BatchNorm on several CPU processes: statistics are per process, so the run differs from one process")
-    return model
-
-
 # ================================================== data =============================================================
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jp2", "ppm", "pgm")
 VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
@@ -1191,7 +1116,6 @@ SPLIT_NAMES = {"train": ("train", "training", "restval"), "val": ("validation", 
 TABLES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".parquet")  # files of paths and captions
 HELD_OUT = 0.05  # part of the images held out for val, and again for test, where the data come without these splits
 MOST_HELD_OUT = 5000  # of these, used in an evaluation
-SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
 PACKED = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)  # names of compressed tars
 IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are asked row by row
 
@@ -1236,15 +1160,7 @@ class Data:
     def __len__(self):
         return len(self.table)
 
-    @property
-    def examples(self):
-        """Number of training examples, for the length of an epoch (a stream may have only a guess)."""
-        return len(self)
-
-    @property
-    def distinct(self):
-        """Number of different examples; a stream of unknown length answers with infinity."""
-        return len(self)
+    examples = distinct = property(__len__)  # of one epoch, and different ones; a stream may not know them
 
     def column(self, name):
         """A whole column: numbers as an array (M,), anything else as a list; None where the set has no such column."""
@@ -1364,20 +1280,12 @@ class Data:
         positions."""
         plan = epoch_batches(len(self), batches.batch_size, batches.seed, batches.first, batches.last, self.shards)
         mine = ((epoch, batch[rank() * batches.local:(rank() + 1) * batches.local]) for epoch, batch in plan)
-        if self.pixels is None:
-            order = ([(epoch, i) for i in index] for epoch, index in mine)
-            views, how = _Views(self, batches.augments, batches.seed), loader_options(batches)
-            yield from torch.utils.data.DataLoader(views, batch_sampler=order, collate_fn=collate, **how)
+        if self.pixels is not None:
+            yield from open_room("sets.memory", "batches of pixels in memory").raw_batches(self, batches, mine)
             return
-        pixels = self.pixels.to(batches.device)  # (M, [T,] 3, H, W) uint8
-        for epoch, index in mine:
-            x = pixels[torch.from_numpy(index).to(batches.device)]  # (B, [T,] 3, H, W)
-            views = [a.crop_batch(x, uniforms(batches.seed, epoch, index, a.DRAWS, stream=v + 1))
-                     for v, a in enumerate(batches.augments)]
-            captions = [self.training_captions(i, batches.seed, epoch, i) for i in index]
-            yield {"views": views, "captions": captions, "index": index, "rows": index,
-                   "bad": [], "keys": [self.key(i) for i in index], "epochs": np.full(len(index), epoch),
-                   "positions": {}}
+        order = ([(epoch, i) for i in index] for epoch, index in mine)
+        views, how = _Views(self, batches.augments, batches.seed), loader_options(batches)
+        yield from torch.utils.data.DataLoader(views, batch_sampler=order, collate_fn=collate, **how)
 
 
 def make_table(captions, keys, sources=None, classes=None, **columns):
@@ -1416,7 +1324,7 @@ def from_rows(name, split, rows, options, classes=None, **attributes):
     sources = [r["source"] for r in kept]
     table = make_table([r["captions"] for r in kept], [r["key"] for r in kept], sources, classes, **more)
     paths = [s if isinstance(s, str) else s.get("path", "") for s in sources]
-    clip = clip_options(options) if any(is_video(p) for p in paths) else None
+    clip = open_room("sets.video").clip_options(options) if any(is_video(p) for p in paths) else None
     return with_notes(Data(name, split, table, **({"clip": clip} | attributes)), len(rows) - len(kept))
 
 
@@ -1428,11 +1336,6 @@ def join_notes(*notes):
 def is_video(path):
     """By the ending of its name."""
     return Path(path).suffix.lower().lstrip(".") in VIDEO_TYPES
-
-
-def clip_options(options):
-    """How videos become frames, from the options of load_data."""
-    return open_room("sets.video").clip_options(options)
 
 
 def set_rooms():
@@ -1477,6 +1380,12 @@ def load_data(name, split, **options):
              and k not in ("unfold_captions", "max_pixels", "extra_captions")}
     key = tuple(sorted(given.items()))
     data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
+    if not data.streamed and not len(data):
+        if split == "train":
+            raise UserError(f"--dataset {name}: all of its names fall into what is held out for val and test; give "
+                            "these splits, or more data")
+        raise EmptySplit(f"--dataset {name}: none of its names falls into the {HELD_OUT:.0%} that are held out for "
+                         f"{split}; give a {split} split, or more data")
     if data.streamed and (options.get("unfold_captions") or options.get("feature_dir")):
         raise UserError("--streaming goes with neither --unfold-captions nor --feature-dir")
     if options.get("max_pixels"):
@@ -1499,18 +1408,7 @@ def _own_split(name, split, options):
         kind = UserError if split == "train" else EmptySplit
         rename = "; its name says so, rename it to train on it" if Path(name).is_file() and split == "train" else ""
         raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(splits)}{rename}")
-    if splits[split].streamed or len(splits[split]):
-        return splits[split]
-    if split == "train":
-        raise UserError(f"--dataset {name}: all of its names fall into what is held out for val and test; give these "
-                        "splits, or more data")
-    raise EmptySplit(nothing_held_out(name, split))
-
-
-def nothing_held_out(name, split):
-    """Why a held-out split is empty, and what helps."""
-    return (f"--dataset {name}: none of its names falls into the {HELD_OUT:.0%} that are held out for {split}; give a "
-            f"{split} split, or more data")
+    return splits[split]
 
 
 @functools.lru_cache(maxsize=32)
@@ -1522,10 +1420,7 @@ def _known_set(name, split, options):
     train = room.load(name, "train", options)
     if train.streamed:
         raise UserError(f"--hold-out-val: {name} is a stream here, of which nothing can be held out")
-    part = hold_out({"train": train, "test": ()})[split]
-    if not len(part):
-        raise EmptySplit(nothing_held_out(name, split))
-    return part
+    return hold_out({"train": train, "test": ()})[split]
 
 
 # What load_data takes from the flags of a script.
@@ -1793,7 +1688,7 @@ def _table_data(name, split, table, options, folder, kept=None):
     beside = make_table(captions, keys, classes={"label": names}, **({"label": labels} if label else {}))
     whole = datasets.concatenate_datasets([undecoded.rename_column(image, "source"), beside], axis=1)
     note = "" if caption else "no captions: the class names serve as captions"
-    clip = clip_options(options) if video else None
+    clip = open_room("sets.video").clip_options(options) if video else None
     kept = np.flatnonzero([bool(c) for c in captions])
     data = Data(name, split, whole, clip=clip, note=note, has_captions=bool(caption))
     return with_notes(data if len(kept) == len(data) else data.select(kept), len(data) - len(kept))
@@ -1947,13 +1842,6 @@ def hold_out(splits):
     return out
 
 
-def labelled_sets(args):
-    """{train, val, test} of labelled images, small ones in memory, with the long tail that the flags ask for."""
-    files = {k: getattr(args, k, "") for k in ("index_file", "test_file", "val_file", "few_shot_file")}
-    labelled = open_room("sets.long_tail").labelled_sets
-    return labelled(args.dataset, args.imbalance_ratio, args.split_seed, **files, **data_options(args))
-
-
 def open_data(args):
     """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick.
 
@@ -1998,16 +1886,10 @@ def evaluation_sets(args):
 
 # ================================================== batches ==========================================================
 def epoch_order(n, seed, epoch, shards=None):
-    """A permutation of n rows, a pure function of (seed, epoch). With many shards: the shards in random order, and the
-    rows of SHARDS_AT_ONCE of them mixed, so that a disk reads a few files at a time."""
+    """A permutation of n rows, a pure function of (seed, epoch); with shards (n,), one that reads few of them at a
+    time."""
     rng = np.random.default_rng([seed, epoch])
-    if shards is None or len(present := np.unique(shards)) <= SHARDS_AT_ONCE:
-        return rng.permutation(n)
-    turn = rng.permutation(len(present))  # when each shard is read
-    place = turn[np.searchsorted(present, shards)]  # (n,)
-    by_place = np.argsort(place, kind="stable")
-    ends = np.searchsorted(place[by_place], np.arange(SHARDS_AT_ONCE, len(present), SHARDS_AT_ONCE))
-    return np.concatenate([rng.permutation(part) for part in np.split(by_place, ends)])
+    return rng.permutation(n) if shards is None else open_room("sets.tars").shard_order(rng, shards)
 
 
 def epoch_batches(n, batch, seed, first_step, last_step, shards=None):
@@ -2040,18 +1922,13 @@ class _Views(torch.utils.data.Dataset):
                 image = self.data.read(i, draws)
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 item["bad"].append((self.data.key(i), first_line(error)))
-                if no_fault_of_a_sample(error):
-                    return item | {"fatal": plain_words(error)}
+                if words := plain_words(error):  # a full disk, no memory: any other sample would fail like this one
+                    return item | {"fatal": words}
                 continue
             views = crop_views(image, self.augments, self.seed, epoch, index)
             captions = self.data.training_captions(i, self.seed, epoch, index)
             return item | {"views": views, "captions": captions, "key": self.data.key(i), "row": i}
         return item
-
-
-def no_fault_of_a_sample(error):
-    """Would any other sample fail like this one (a full frame cache, no memory, too many files)? Then the run stops."""
-    return bool(plain_words(error))
 
 
 def frame_draws(clip, seed, epoch, number):
@@ -2189,10 +2066,6 @@ def list_bad_samples(folder, bad):
 
 
 # ================================================== metrics ==========================================================
-class NotFinite(ValueError):
-    """Embeddings or features that hold NaN or infinity: the model is broken, not the data."""
-
-
 def modality_gap(a, b):
     """||mean a - mean b|| of unit rows, the distance between two modalities (Liang et al. 2022): a float, 0..2."""
     return (normalize(a).mean(0) - normalize(b).mean(0)).norm().item()
@@ -2337,12 +2210,6 @@ class Parser(OneLine):
 
     Args: file: the script's __file__, which names it.   texts: does the script train on captions?
     """
-    FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
-             "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
-             "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder",
-             "cluster_starts")
-    # cannot change in a resumed run
-
     def __init__(self, file, description, texts=True):
         super().__init__(Path(file).name, description)
         yesno = argparse.BooleanOptionalAction
@@ -2435,28 +2302,20 @@ class Parser(OneLine):
             chooser.add_argument(flag, default=default)
         chosen, _ = chooser.parse_known_args(argv)
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
-        saved = self._saved(chosen.resume) if chosen.resume else {}
+        saved = {}
+        if chosen.resume:
+            try:
+                saved = open_room("tools.checkpoints", "--resume").saved_flags(self, chosen.resume)
+            except UserError as error:
+                self.error(str(error))
         defaults = recipes.get(chosen.dataset, recipes["own"]) | {"dataset": chosen.dataset} | own | saved
         defaults = {"fit_batch": chosen.dataset not in recipes and chosen.batch_size is None} | defaults
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
-        for name in (n for n in self.FIXED if n in saved):  # a run of an older version has not all of them
-            was, now = saved.get(name), getattr(args, name, None)
-            self.require(was == now, f"--resume {args.resume}: --{name.replace('_', '-')} was {was} in that run and "
-                                     f"cannot become {now}; start a new run")
+        if saved:
+            open_room("tools.checkpoints").refuse_changes(self, args, saved)
         self._check(args, saved)
         return args
-
-    def _saved(self, folder):
-        """The flags of a run to be resumed; refused when it is another script's."""
-        try:
-            saved = open_room("tools.checkpoints", "--resume").run_args(folder, Path(self.prog).stem)
-        except UserError as error:
-            self.error(str(error))
-        unknown = sorted(set(saved) - {a.dest for a in self._actions})
-        self.require(not unknown, f"--resume {folder}: it was run with --{''.join(unknown[:1]).replace('_', '-')}, "
-                                  f"which {self.prog} does not know; resume it with the script that made it")
-        return saved
 
     def _check(self, args, saved):
         """What all scripts require between flags."""
@@ -2583,7 +2442,9 @@ class Run:
             second: an optimiser of the loss's own parameters, saved and read back as well, whose step is the script's.
         """
         args, self.second = self.args, second
-        self.trained, self.own = batchnorm_policy(trained, args), own
+        if has_batchnorm(trained):
+            trained = open_room("tools.towers", "encoders with BatchNorm").batchnorm_policy(trained, args)
+        self.trained, self.own = trained, own
         torch.manual_seed(args.seed + rank())  # the weights are the same on all processes; dropout should not be
         model = torch.compile(trained) if args.compile else trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -2617,9 +2478,7 @@ class Run:
         self.evaluator, self.after_val = evaluator, after_val
         self.banner(guess, lines)
         evaluator.check()
-        pieces = {}
-        if self.step in (0, self.last):
-            pieces = self.evaluate_val()
+        pieces = self.evaluate_val() if self.step in (0, self.last) else {}
         if self.step == 0 and rank() == 0 and self.tokenizer and has_tool("figures"):
             before = {name: figures().similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
             write_json(self.folder / "similarity_before.json", before)
@@ -2637,9 +2496,8 @@ class Run:
         args, train, tower = self.args, self.train, self.tower
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         examples = f"a stream of about {train.examples:,}" if train.streamed else f"{len(train):,}"
-        sizes = []
-        for name, splits in self.evals.items():
-            sizes.append(f"{name}: " + ", ".join(f"{len(d):,} {s}" for s, d in splits.items()))
+        sizes = [f"{name}: " + ", ".join(f"{len(d):,} {s}" for s, d in splits.items())
+                 for name, splits in self.evals.items()]
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
@@ -2947,20 +2805,16 @@ def _new_folder(args, script):
     which nothing was trained yet is taken over."""
     name = args.run_name or f"{script}__{slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    folder, number = Path(args.output_dir) / name, 1
-    while True:
-        try:
+    for number in itertools.count(1):
+        folder = Path(args.output_dir) / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
             folder.mkdir()
-            break
-        except FileExistsError:
-            if args.run_name and folder.is_dir() and not (folder / "metrics.jsonl").exists():
-                break
-            if args.run_name:
-                raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name, or --resume "
-                                f"{folder}") from None
-        number += 1
-        folder = folder.with_name(f"{name}-{number}")
-    return folder
+            return folder
+        if args.run_name and folder.is_dir() and not (folder / "metrics.jsonl").exists():
+            return folder
+        if args.run_name:
+            raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name, or --resume "
+                            f"{folder}")
 
 
 def together(work, what):

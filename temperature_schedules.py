@@ -459,7 +459,7 @@ def parse_args(argv=None):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
-    sets = common.labelled_sets(args)
+    sets = common.labelled_splits(args)
     train, evals = sets["train"], {args.dataset: {s: sets[s] for s in ("val", "test") if s in sets}}
     if args.eval_epoch == "auto" and "val" not in sets:
         raise common.UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one, or "

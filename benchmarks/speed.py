@@ -38,6 +38,7 @@ import mmts  # noqa: E402
 import ncl  # noqa: E402
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
+from sets import memory  # noqa: E402
 
 
 class Times(dict):
@@ -184,7 +185,7 @@ def views(rounds, n=256):
 
     def ours(augment):
         draws = common.uniforms(0, 0, range(n), augment.DRAWS)               # (n, DRAWS)
-        return transform.normalise(augment.finish(augment.crop_batch(images, draws), draws))
+        return transform.normalise(augment.finish(memory.crop_batch(augment, images, draws), draws))
 
     ours(fused)  # compiles
     variants = {"pil": lambda: torch.stack([pil(p) for p in pictures]), "eager": lambda: ours(eager),

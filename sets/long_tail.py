@@ -42,6 +42,12 @@ def load(name, split, options):
     return labelled_sets(name, ratio, **options)[split]
 
 
+def labelled_splits(args):
+    """labelled_sets of the flags of a script."""
+    files = {k: getattr(args, k, "") for k in ("index_file", "test_file", "val_file", "few_shot_file")}
+    return labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, **files, **common.data_options(args))
+
+
 def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", val_file="", few_shot_file="", **options):
     """{train, val, test} of labelled images, small ones in memory.
 

@@ -44,6 +44,7 @@ from torchvision.transforms.v2 import functional as V
 
 import temo
 from sets import emoji as emoji_set
+from sets import memory
 from sets import stream as streams
 from sets import tars as tars_of
 from tools import paraphrase
@@ -766,7 +767,7 @@ def test_many_shards_are_read_a_few_at_a_time(seed, epoch, forty):
     read = forty[order]  # (n,) the shard of each row in the order of reading
     begin, end = (np.array([np.flatnonzero(read == s)[k] for s in range(40)]) for k in (0, -1))  # (40,) of each shard
     open_at = ((begin[:, None] <= np.arange(n)) & (np.arange(n) <= end[:, None])).sum(0)  # (n,) shards begun, not done
-    assert open_at.max() <= common.SHARDS_AT_ONCE == 16
+    assert open_at.max() <= tars_of.SHARDS_AT_ONCE == 16
     sizes = np.bincount(forty)
     turns = np.argsort(begin)  # shards as they are begun
     windows = [turns[:16], turns[16:32], turns[32:]]
@@ -1059,7 +1060,7 @@ def draws(n=4, **at):
 def test_crop_batch_is_torchvisions_resized_crop(scale_min, size):
     images, u = noise(8), common.uniforms(0, 0, range(8), 16)
     augment = common.Augment(size, scale_min)
-    out = augment.crop_batch(images, u)
+    out = memory.crop_batch(augment, images, u)
     for x, y, (top, left, h, w) in zip(images, out, augment.boxes(37, 53, u).tolist(), strict=True):
         assert 0 <= top <= top + h <= 37 and 0 <= left <= left + w <= 53 and h > 0 and w > 0
         close(y, V.resized_crop(x, top, left, h, w, [size, size], antialias=True))
@@ -1078,7 +1079,7 @@ def test_crop_one_and_crop_batch_see_the_same_boxes():
     augment = common.Augment(24, 0.3)
     one = torch.stack([augment.crop_one(x, row) for x, row in zip(images, u)])
     assert one.dtype == torch.uint8
-    close(one.float() / 255, augment.crop_batch(images, u), 1.5 / 255)  # but for rounding to uint8
+    close(one.float() / 255, memory.crop_batch(augment, images, u), 1.5 / 255)  # but for rounding to uint8
 
 
 @pytest.mark.parametrize("column, strength, function", [

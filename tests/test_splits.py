@@ -678,7 +678,8 @@ def test_rows_without_a_class_have_none_where_a_split_lacks_one(tmp_path):
         write_rows(tmp_path / word / "metadata.csv", ["file_name", "caption", "label"], rows)
     splits = open_anew(tmp_path)
     assert {tuple(d.label_names) for d in splits.values()} == {("cat", "dog")}
-    assert {s: d.labels.tolist() for s, d in splits.items()} == {"train": [1, -1, 0], "val": [1, -1], "test": [0, 1, -1]}
+    labels = {s: d.labels.tolist() for s, d in splits.items()}
+    assert labels == {"train": [1, -1, 0], "val": [1, -1], "test": [0, 1, -1]}
     assert "1 without a class" in splits["train"].note
 
 

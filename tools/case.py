@@ -25,7 +25,7 @@ class Case:
         args, own = subject.args, subject.own
         if "imbalance_ratio" in own and name == own["dataset"]:
             # temperature_schedules.py or its fork: the run's long tail, its held-out images, the classes it counts
-            self.sets = common.labelled_sets(argparse.Namespace(**own | options))
+            self.sets = common.labelled_splits(argparse.Namespace(**own | options))
         data = self.open(args.split)
         common.guard("say_part", data, own.get("dataset"))
         if data.streamed:

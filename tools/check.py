@@ -159,8 +159,8 @@ def _why_unreadable(data, i):
         data.read(i)
         return ""
     except (OSError, ValueError, RuntimeError) as error:
-        if common.no_fault_of_a_sample(error):
-            raise common.UserError(common.plain_words(error)) from error
+        if words := common.plain_words(error):  # any other sample would fail like this one
+            raise common.UserError(words) from error
         return common.first_line(error)
 
 

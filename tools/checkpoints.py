@@ -133,6 +133,29 @@ def run_args(folder, script):
     return saved
 
 
+# Flags that cannot change in a resumed run.
+FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
+         "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
+         "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
+
+
+def saved_flags(parser, folder):
+    """The flags of the run that --resume names. Raises: UserError; refused where this script does not know them all."""
+    saved = run_args(folder, Path(parser.prog).stem)
+    unknown = sorted(set(saved) - {a.dest for a in parser._actions})
+    parser.require(not unknown, f"--resume {folder}: it was run with --{''.join(unknown[:1]).replace('_', '-')}, "
+                                f"which {parser.prog} does not know; resume it with the script that made it")
+    return saved
+
+
+def refuse_changes(parser, args, saved):
+    """Refuse flags of FIXED that are not as they were; a run of an older version has not all of them."""
+    for name in (n for n in FIXED if n in saved):
+        was, now = saved[name], getattr(args, name, None)
+        parser.require(was == now, f"--resume {args.resume}: --{name.replace('_', '-')} was {was} in that run and "
+                                   f"cannot become {now}; start a new run")
+
+
 def whole_checkpoint(folder):
     """The newest checkpoint whose files are as they were written, or None where there is none at all.
 

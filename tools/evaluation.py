@@ -6,6 +6,7 @@ by_class.py, by relevancy in mir.py, of answers in answers.py.
 
 import math
 import os
+import re
 
 import common
 
@@ -15,6 +16,10 @@ import torch.nn.functional as F
 
 RECALLS = (1, 5, 10, 50)
 FEW_QUERIES = 50  # below, a single query moves the numbers
+
+
+class NotFinite(ValueError):
+    """Embeddings or features that hold NaN or infinity: the model is broken, not the data."""
 
 
 # ======================================================= metrics =====================================================
@@ -33,7 +38,7 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
     gallery, positives = common.normalize(gallery), positives.to(query.device)
     for name, x in (("query", query), ("gallery", gallery), ("bias", bias)):
         if x is not None and not all(torch.isfinite(part).all() for part in x.split(chunk)):
-            raise common.NotFinite(f"{name} holds non-finite values")
+            raise NotFinite(f"{name} holds non-finite values")
     rows = max(1, min(chunk, 2**22 // len(gallery)))  # 16 MiB of similarities at a time
     known = positives >= 0
     if not known.any(1).all():
@@ -86,6 +91,15 @@ def normalization_error(sim, gamma):
 
 
 # ======================================================= embeddings of a data set ====================================
+def own_words(error):
+    """Kind and first line of an error; of one that a loader worker raised, its own, not the traceback around it."""
+    lines = str(error).strip().splitlines()
+    if len(lines) > 2 and "DataLoader worker" in lines[0]:
+        return re.sub(r"^[\w.]*UserError: ", "", lines[-1])
+    kind = "" if isinstance(error, common.UserError) else f"{type(error).__name__}: "
+    return kind + common.first_line(error)
+
+
 class _EvalImages(torch.utils.data.Dataset):
     def __init__(self, data, rows, transform):
         self.data, self.rows, self.transform = data, rows, transform
@@ -98,8 +112,8 @@ class _EvalImages(torch.utils.data.Dataset):
         try:
             return i, self.transform.raw(self.data.read(i)), ""
         except (OSError, ValueError, RuntimeError, MemoryError) as error:
-            if common.no_fault_of_a_sample(error):
-                raise common.UserError(common.plain_words(error)) from error
+            if words := common.plain_words(error):  # any other sample would fail like this one
+                raise common.UserError(words) from error
             return i, None, common.first_line(error)
 
 
@@ -140,7 +154,7 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
                 image.append(e.float().cpu())
                 features.append(f.float().cpu())
     except Exception as error:  # no process may wait for one that failed
-        failure = common.own_words(error)
+        failure = own_words(error)
     model.train(training)
     mine = [torch.cat(x) if x else None for x in (image, features)]
     parts = common.gather_objects((np.array(index, dtype=np.int64), *mine, bad, failure))
@@ -167,7 +181,7 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
             tokens = {k: v.to(device) for k, v in tokenizer([texts[i] for i in mine[j:j + batch]]).items()}
             out.append(model(tokens=tokens)[1].float().cpu())
     except Exception as error:  # no process may wait for one that failed
-        failure = common.own_words(error)
+        failure = own_words(error)
     model.train(training)
     parts = common.gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None, failure))
     if any(p[2] for p in parts):

@@ -13,7 +13,12 @@ from tools import clip_vip, video_towers
 
 
 def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
-    """common.Tower of a name, as common.VisionEncoder lists them: all but 'small'.
+    """common.Tower of a name.
+
+    'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_' and a timm ViT (a
+    VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision, Kinetics-400; also _t, _s);
+    a transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own projection where D agrees;
+    others give the class token); 'clip_vip:' and a CLIP (CLIP-ViP's tower, no mean over frames).
 
     Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (F, T) of
         'features'.   frames: T, for a tower over whole clips."""
@@ -22,14 +27,14 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
         return common.Tower(body, body.width)
     if name in common.VIDEO_SWIN:
         body, width, stats = video_towers.video_swin(name, pretrained)
-        return common.Tower(body, width, stats=stats)
+        return common.Tower(body, width, stats=stats, read=read_swin)
     if name.startswith(common.CLIP_VIP):
         body, width, projection, config = clip_vip.tower(name, pretrained, config)
         return common.Tower(body, width, projection, config, STATS["clip"], whole_clips=True)
     if config or "/" in name or Path(name).is_dir():  # a hub id may begin like VIDEO, too
         body, width, projection, config = hub_encoder(name, "vision", pretrained, config)
         stats = STATS["clip"] if config["model_type"].startswith("clip") else STATS["imagenet"]
-        return common.Tower(body, width, projection, config, stats)
+        return common.Tower(body, width, projection, config, stats, read=read_hub)
     body, width, stats = timm_encoder(name.removeprefix(common.VIDEO), pretrained, image_size)
     if not name.startswith(common.VIDEO):
         return common.Tower(body, width, stats=stats)
@@ -83,6 +88,33 @@ def hub_encoder(name, tower, pretrained, config):
     return body, width or getattr(config, "hidden_size", 0), None, known
 
 
+def read_swin(encoder, pixels):
+    """Video Swin sees the whole clip, and halves the time: features (B * T / 2, width)."""
+    clips = pixels if pixels.ndim == 5 else pixels[:, None]  # (B, T, 3, S, S)
+    features = encoder.body(clips.transpose(1, 2)).unflatten(1, (encoder.width, -1))  # (B, width, T / 2)
+    return features.transpose(1, 2).flatten(0, 1)
+
+
+def read_hub(encoder, pixels):
+    """Pooled features of a transformers model, else its class token: (B * T, width)."""
+    frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
+    found = encoder.body(pixel_values=frames)
+    pooled = getattr(found, "pooler_output", None)
+    return found.last_hidden_state[:, 0] if pooled is None else pooled
+
+
+def read_words(encoder, input_ids, attention_mask):
+    """Hidden states of the tokens, (B, L, width), and of the text, (B, width): CLIP's own, the first, or the mean."""
+    found = encoder.body(input_ids=input_ids, attention_mask=attention_mask)
+    words = found.last_hidden_state
+    if encoder.config["model_type"].startswith("clip"):
+        return words, found.pooler_output
+    if encoder.pooling == "mean":
+        keep = attention_mask[..., None].to(words.dtype)  # (B, L, 1)
+        return words, (words * keep).sum(1) / keep.sum(1)
+    return words, words[:, 0]
+
+
 def freeze_unused(model, tokenizer, spec):
     """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
     model.eval()
@@ -112,3 +144,16 @@ def set_dropout(model, features, text=True):
         for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
             if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
                 setattr(module, name, 0.0)
+
+
+def batchnorm_policy(model, args):
+    """SyncBatchNorm on several GPUs, a warning on several CPU processes; chunks need --allow-batchnorm-chunks."""
+    if args.chunk_size and not args.allow_batchnorm_chunks:
+        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
+                        "come from chunks; --allow-batchnorm-chunks accepts that")
+    if common.world() > 1 and torch.cuda.is_available() and not args.cpu:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if common.world() > 1:
+        common.say("BatchNorm on several CPU processes: statistics are per process, so the run differs from one "
+                   "process")
+    return model
