@@ -31,7 +31,6 @@ import shutil
 import signal
 import stat
 import sys
-import threading
 import time
 import typing
 import warnings
@@ -637,9 +636,6 @@ def decode(source, max_pixels=MAX_PIXELS):
     if not data:
         raise ValueError("empty file")
     header = _open_picture(data, max_pixels)
-    if header.width * header.height > max_pixels:
-        raise ValueError(f"{header.width} x {header.height} pixels, more than the {max_pixels:,} that are read "
-                         "(--max-pixels)")
     if header.format == "PNG":
         _check_png(data)
     if data[:2] == b"\xff\xd8":
@@ -2485,7 +2481,9 @@ class Run:
         tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
                         mininterval=1.0, miniters=1)
-        self._listen()
+        self.signal, self.handlers = 0, {}
+        with where_there():
+            open_room("tools.checkpoints", "checkpoint, and no --resume").listen(self)
         self.trained.train()
         self.own.train()
         self.clock, self.logged = time.perf_counter(), self.step
@@ -2550,7 +2548,10 @@ class Run:
         due = self._due(self.step)
         if due["log"]:
             seconds = (time.perf_counter() - self.clock) / (self.step - self.logged)
-            row = log_row(self.step, batch, loss, self.lr, tau, self.args, seconds) | (numbers or {})
+            means = mean_over_processes({"loss": loss, "data_s": batch["seconds"]}, self.device)
+            row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * self.args.batch_size,
+                   "loss": means["loss"], "lr": self.lr, "tau": tau, "step_s": seconds, "data_s": means["data_s"],
+                   "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
             self.log.write(row)
             self.clock, self.logged = time.perf_counter(), self.step
             self.bar.set_postfix(loss=f"{row['loss']:.3f}", tau=f"{row.get('tau_pos', tau):.3f}",
@@ -2565,7 +2566,7 @@ class Run:
         if due["eval"] or due["save"]:
             self.clock, self.logged = time.perf_counter(), self.step  # the speed of training alone
         if number and self.step < self.last:
-            self._stop(number, saved=due["save"])
+            open_room("tools.checkpoints").stop(self, number, saved=due["save"])
 
     def _check_weights(self, batch):
         """Every process learns of broken weights, and of a signal, on any of them; returns the signal's number or 0."""
@@ -2578,30 +2579,8 @@ class Run:
                             f"{batch['keys'][:8]}); try a lower --lr, or --grad-clip 1")
         return int(number)
 
-    def _stop(self, number, saved):
-        """Leave after a signal, with a checkpoint and the command that goes on. Collective."""
-        if not saved:
-            self.save()
-        self.bar.close()
-        go_on = f"to go on: {self.script}.py --resume {self.folder}" if has_tool("checkpoints") else "nothing is kept"
-        say(f"stopped after step {self.step} by {signal.Signals(number).name}; {go_on}")
-        barrier()
-        raise SystemExit(128 + number)
-
-    def _listen(self):
-        """From here on Ctrl-C and SIGTERM let the step end and write a checkpoint; a second one stops at once."""
-        self.signal, self.handlers = 0, {}
-        if threading.current_thread() is not threading.main_thread():
-            return
-        def note(number, _):
-            self.signal = number
-            self._ignore_no_more()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(number, note)
-            self.handlers[number] = getattr(before, "originals", {}).get(number, before)  # not a failed run's
-        note.originals = self.handlers
-
-    def _ignore_no_more(self):
+    def ignore_no_more(self):
+        """Signals do again what they did before the run listened to them."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         self.handlers = {}
@@ -2633,7 +2612,7 @@ class Run:
         Returns: the summary."""
         from safetensors.torch import load_file
         self.bar.close()
-        self._ignore_no_more()
+        self.ignore_no_more()
         save = functools.partial(save_model, self.folder, self.tower, self.tokenizer, self.spec)
         together(save if rank() == 0 else None, f"the model in {self.folder}")
         self.tower.load_state_dict(load_file(self.folder / "model.safetensors"))
@@ -2718,13 +2697,6 @@ def epoch_length(data, batch_size):
         raise UserError(f"--batch-size {batch_size}: larger than the {data.examples} training examples of "
                         f"{data.name}{hint}")
     return data.examples // batch_size
-
-
-def log_row(step, batch, loss, lr, tau, args, seconds):
-    """The numbers every row of metrics.jsonl has; the loss is the mean over processes. Collective."""
-    loss, waited = (v / world() for v in all_sum(loss.item(), batch["seconds"], device=loss.device))
-    return {"step": step, "epoch": batch["epoch"], "samples_seen": step * args.batch_size, "loss": loss, "lr": lr,
-            "tau": tau, "step_s": seconds, "data_s": waited, "samples_per_s": args.batch_size / seconds}
 
 
 def mean_over_processes(numbers, device):

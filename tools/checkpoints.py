@@ -9,6 +9,8 @@ import json
 import os
 import random
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import common
@@ -263,3 +265,28 @@ def _whole_rows(path):
             row = json.loads(line)
             rows += [row] if isinstance(row, dict) and "step" in row else []
     return rows
+
+
+# ======================================================= signals =====================================================
+def listen(run):
+    """From here on Ctrl-C and SIGTERM let the step end and write a checkpoint; a second one stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    def note(number, _):
+        run.signal = number
+        run.ignore_no_more()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = signal.signal(number, note)
+        run.handlers[number] = getattr(before, "originals", {}).get(number, before)  # not a failed run's
+    note.originals = run.handlers
+
+
+def stop(run, number, saved):
+    """Leave after a signal, with a checkpoint and the command that goes on. Collective."""
+    if not saved:
+        run.save()
+    run.bar.close()
+    say(f"stopped after step {run.step} by {signal.Signals(number).name}; to go on: {run.script}.py --resume "
+        f"{run.folder}")
+    common.barrier()
+    raise SystemExit(128 + number)
