@@ -1365,12 +1365,17 @@ def load_data(name, split, **options):
             image_size, feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
             hold_out_val: a set by name that has no val gives a part of train, and trains on the rest;
             max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
-            extra_captions, a file of further captions for the train split; and what a file of sets/ asks for.
+            extra_captions, a file of further captions for the train split; columns_of_training, {image_column: ...}
+            that other data than those trained on may have, too; and what a file of sets/ asks for.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
     if split not in SPLIT_NAMES:
         raise ValueError(f"split must be one of {list(SPLIT_NAMES)}, not {split!r}")
+    columns = options.pop("columns_of_training", None)
+    if columns and not find_set(name):
+        with contextlib.suppress(NoColumn):  # then by the usual names
+            return load_data(name, split, **options | columns)
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
              if (v or v == 0.0 and k == "max_bad_fraction")
              and k not in ("unfold_captions", "max_pixels", "extra_captions")}
@@ -1583,12 +1588,16 @@ def gated_message(name, repo):
             "login`, or give a local copy with --data-dir")
 
 
+class NoColumn(UserError):
+    """A column that a flag names is not there."""
+
+
 def pick_column(flag, wanted, columns, usual, name, required=True):
     """The column a flag names, else the usual one that exists, in capitals or not; a wrong name lists those there."""
     named, there = plain_names(columns), ", ".join(columns) if len(columns) < 30 else f"{len(columns)} others"
     if wanted:
         if wanted not in named:
-            raise UserError(f"{flag} {wanted}: {name} has no such column; it has: {there}")
+            raise NoColumn(f"{flag} {wanted}: {name} has no such column; it has: {there}")
         return named[wanted]
     found = next((named[c] for c in usual if c in named), None)
     if found is None and required:
@@ -1838,6 +1847,11 @@ def hold_out(splits):
     return out
 
 
+def columns_of(flags):
+    """{flag: column} of the columns that the flags name."""
+    return {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
+
+
 def open_data(args):
     """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick.
 
@@ -1866,6 +1880,7 @@ def evaluation_sets(args):
         same = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels",
                                               "hold_out_val")}
         options = {"data_dir": folder, "video_dir": folder or args.video_dir} | same
+        options["columns_of_training"] = columns_of(vars(args))
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder} if folder else {}))
         sets[name] = {}

@@ -278,6 +278,8 @@ def data_options(subject, name, data_dir):
     flags = common.DATA_FLAGS if name == own.get("dataset") else others
     saved = {k: own[k] for k in flags if own.get(k)}
     options = saved | common.data_options(subject.args) | {"image_size": subject.transform.size}
+    if flags is others and not common.columns_of(options):
+        options["columns_of_training"] = common.columns_of(own)
     return options | ({"data_dir": data_dir} if data_dir else {}) | {"unfold_captions": False, "caption_noise": 0.0,
                                                                        "extra_captions": ""}
 

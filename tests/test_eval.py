@@ -407,3 +407,21 @@ def test_a_streamed_run_is_tested_on_what_it_held_out(tmp_path):
     assert result["left_out"] == dict.fromkeys(("knn", "probe"), "the training set is a stream: no kNN or probe")
     with pytest.raises(common.UserError, match="--split train: .* is a stream"):
         evaluate("--checkpoint", tmp_path / "s", "--split", "train")
+
+
+def test_other_data_have_the_columns_of_training_or_the_usual_ones(tmp_path, monkeypatch):
+    """In training and in eval.py; a column that is asked for by a flag must be there."""
+    names = write_images(tmp_path, range(60))
+    for file, column in (("a", "words"), ("b", "words"), ("c", "caption")):
+        rows = [(x, f"{file} {i}", "no caption") for i, x in enumerate(names)]
+        write_rows(tmp_path / f"{file}.csv", ["image", column, "remark"], rows)
+    a, b, c = (str(tmp_path / f"{x}.csv") for x in "abc")
+    flags = "--cpu --threads 1 --max-steps 1 --batch-size 16 --image-size 16 --workers 0 --caption-column words".split()
+    flags += ["--dataset", a, "--eval-datasets", a, b, c, "--output-dir", str(tmp_path), "--run-name", "r"]
+    monkeypatch.setattr(temo, "draw", lambda run: None)
+    summary = temo.main(temo.parse_args(flags))
+    assert set(summary["test"]) == {a, b, c}
+    found = evaluate("--checkpoint", tmp_path / "r", "--datasets", b, c, "--tasks", "retrieval")["datasets"]
+    assert all(found[x]["metrics"]["retrieval"]["R-Mean"] == summary["test"][x]["R-Mean"] for x in (b, c))
+    with pytest.raises(common.UserError, match="--caption-column words: c.csv has no such column"):
+        evaluate("--checkpoint", tmp_path / "r", "--datasets", c, "--caption-column", "words", "--tasks", "retrieval")
