@@ -1847,9 +1847,12 @@ def hold_out(splits):
     return out
 
 
-def columns_of(flags):
-    """{flag: column} of the columns that the flags name."""
-    return {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
+def other_options(flags, folder=""):
+    """Options of load_data for other data than those that a run with these flags {name: value} trains on."""
+    same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "hold_out_val")
+    columns = {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
+    places = {"data_dir": folder, "video_dir": folder or flags.get("video_dir", "")}
+    return places | {k: flags.get(k) for k in same} | {"columns_of_training": columns}
 
 
 def open_data(args):
@@ -1877,10 +1880,7 @@ def evaluation_sets(args):
         name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
         if name in sets:
             raise UserError(f"--eval-datasets {name}: named with two folders; one has to be left out")
-        same = {k: getattr(args, k) for k in ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels",
-                                              "hold_out_val")}
-        options = {"data_dir": folder, "video_dir": folder or args.video_dir} | same
-        options["columns_of_training"] = columns_of(vars(args))
+        options = other_options(vars(args), folder)
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder} if folder else {}))
         sets[name] = {}

@@ -274,14 +274,14 @@ def _pairs(word):
 def data_options(subject, name, data_dir):
     """Options of common.load_data: as the run read its own set, changed by the flags."""
     own = subject.own
-    others = ("frames", "frame_sampling", "max_pixels", "hold_out_val")    # as common.evaluation_sets
-    flags = common.DATA_FLAGS if name == own.get("dataset") else others
-    saved = {k: own[k] for k in flags if own.get(k)}
-    options = saved | common.data_options(subject.args) | {"image_size": subject.transform.size}
-    if flags is others and not common.columns_of(options):
-        options["columns_of_training"] = common.columns_of(own)
-    return options | ({"data_dir": data_dir} if data_dir else {}) | {"unfold_captions": False, "caption_noise": 0.0,
-                                                                       "extra_captions": ""}
+    saved = common.other_options(own, data_dir)
+    if name == own.get("dataset"):
+        saved = {k: own[k] for k in common.DATA_FLAGS if own.get(k)} | ({"data_dir": data_dir} if data_dir else {})
+    given = common.data_options(subject.args)
+    if given.keys() & saved.get("columns_of_training", {}).keys():
+        saved["columns_of_training"] = {}
+    never = {"unfold_captions": False, "caption_noise": 0.0, "extra_captions": ""}
+    return saved | given | {"image_size": subject.transform.size} | never
 
 
 def evaluate(subject, name, options, first=True):
