@@ -364,11 +364,12 @@ def write_tables(names, suite, trials, seeds):
     common.write_json(RESULTS / f"{stem}.json", results)
     lines = ["| claim | paper | method | against | seeds | difference, 95 % interval | could show | verdict |",
              "|---|---|---|---|---|---|---|---|"]
-    for result in results.values():
-        for rival, d in result["against"].items():
-            lines.append(f"| {result['says']} | {result['paper']} | {cell(result, result['method'], d)} | "
-                         f"{cell(result, rival, d)} | {len(d['seeds'])} | {d['mean']:+.1f} ± {d['half']:.1f} | "
-                         f"{d['smallest_effect']:.1f} | {d['verdict']} |")
+    for result in results.values():  # one row a claim; several baselines below each other
+        rows = [(cell(result, result["method"], d), cell(result, rival, d), str(len(d["seeds"])),
+                 f"{d['mean']:+.1f} ± {d['half']:.1f}", f"{d['smallest_effect']:.1f}", d["verdict"])
+                for rival, d in result["against"].items()]
+        once = [dict.fromkeys(column) if k in (0, 2) else column for k, column in enumerate(zip(*rows))]
+        lines.append(" | ".join(["| " + result["says"], result["paper"], *map("<br>".join, once)]) + " |")
     commits = sorted({c for r in results.values() for arm in r["arms"].values() for c in arm["commits"]})
     machines = sorted({m for r in results.values() for arm in r["arms"].values() for m in arm.get("machines", [])})
     lines += ["", "All directions and metrics, differences with 95 % intervals; a claim above is decided by one:",
