@@ -1,4 +1,4 @@
-"""What the five method files share and a reader may skip: encoders, data, metrics, and the book-keeping of a run.
+"""What the five method files share and a reader may skip: encoders, data, and the book-keeping of a run.
 
 Notation, used in every file of this project:
     B  batch of this process      W  processes      N = B * W  global batch (every loss sees N candidates)
@@ -8,8 +8,9 @@ Notation, used in every file of this project:
 
 Sections: errors | rooms | processes | losses on any card | random numbers | image views | text | encoders | data |
 batches | metrics | evaluation | flags | runs. What knows the layout of somebody's files stands in sets/; what runs
-beside training, and what is optional, in tools/. Both are opened where they are needed, by ROOMS and open_room, and so
-are heavy libraries; without the two folders, this file and a method file still train on any own images and hub id.
+beside training (evaluation, checkpoints, pictures), and what is optional, in tools/. Both are opened where they are
+needed, by ROOMS and open_room, and so are heavy libraries; without the two folders, this file and a method file still
+train on any own images and hub id, and say what is left out.
 """
 
 import argparse

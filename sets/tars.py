@@ -23,22 +23,7 @@ FLAGS = ("image_column", "caption_column", "label_column")  # the options that c
 VERSION = 3  # of the index: the cache knows arguments, not code, so a change of _rows needs another number
 UNUSABLE, REFUSED, LOST = 1, 2, 3  # why a row of an index is no sample to use; 0 = it is one
 LARGE = 10**9  # bytes of tars from which the making of an index is announced, with a bar
-
-
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
-
-
-def shard_order(rng, shards):
-    """A permutation of rows by the shard of each, (n,): the shards in random order, and the rows of SHARDS_AT_ONCE of
-    them mixed, so that a disk reads a few files at a time."""
-    present = np.unique(shards)
-    if len(present) <= SHARDS_AT_ONCE:
-        return rng.permutation(len(shards))
-    turn = rng.permutation(len(present))  # when each shard is read
-    place = turn[np.searchsorted(present, shards)]  # (n,)
-    by_place = np.argsort(place, kind="stable")
-    ends = np.searchsorted(place[by_place], np.arange(SHARDS_AT_ONCE, len(present), SHARDS_AT_ONCE))
-    return np.concatenate([rng.permutation(part) for part in np.split(by_place, ends)])
 
 
 def open_tars(name, tars, options):
@@ -130,6 +115,19 @@ def index(name, split, tars, options):
     clip = common.clip_options(options) if video else None
     data = common.Data(name, split, table, clip=clip, note=note, has_captions=not class_names, shards=shards)
     return common.with_notes(data, 0)
+
+
+def shard_order(rng, shards):
+    """A permutation of rows by the shard of each, (n,): the shards in random order, and the rows of SHARDS_AT_ONCE of
+    them mixed, so that a disk reads a few files at a time."""
+    present = np.unique(shards)
+    if len(present) <= SHARDS_AT_ONCE:
+        return rng.permutation(len(shards))
+    turn = rng.permutation(len(present))  # when each shard is read
+    place = turn[np.searchsorted(present, shards)]  # (n,)
+    by_place = np.argsort(place, kind="stable")
+    ends = np.searchsorted(place[by_place], np.arange(SHARDS_AT_ONCE, len(present), SHARDS_AT_ONCE))
+    return np.concatenate([rng.permutation(part) for part in np.split(by_place, ends)])
 
 
 def _said(name, table, files, limit):
