@@ -528,7 +528,8 @@ def main(args):
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     train, evals = common.open_data(args)
     if args.shuffle_video:
-        train, evals = shuffle_videos(train, evals)
+        shuffled = common.answers().shuffled                               # each question with another's video
+        train, evals = shuffled(train), {name: {k: shuffled(d) for k, d in of.items()} for name, of in evals.items()}
     questions = questions_of(train, args)                                  # None for retrieval
     meta = None
     if args.weighting in ("meta", "l2rw") or args.meta_set == "val":
@@ -580,7 +581,8 @@ def main(args):
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
     margins = margin_at(0, args), margin_at(run.total, args)
     guesses = [random_guess(mu, args, answers_of(train, questions)) for mu in margins]
-    run.begin(evaluator, guesses, banner_lines(args, meta, margins) | question_lines(questions, train, tokenizer, args))
+    about = common.answers().banner_lines(questions, train, tokenizer, args) if questions else {}
+    run.begin(evaluator, guesses, banner_lines(args, meta, margins) | about)
     noisy = train.column("noisy")                                          # (M,) bool where the set knows them, or None
     for batch in batches:
         progress, mu = run.step / run.total, margin_at(run.step, args)
@@ -732,27 +734,6 @@ def answers_of(train, questions):
     if not questions:
         return 1
     return len(questions["answers"]) or sum(map(len, train.column("choices"))) / len(train)
-
-
-def question_lines(questions, train, tokenizer, args):
-    """What the banner says of them."""
-    if not questions:
-        return {}
-    cut, tried = common.answers().cut_short(train, tokenizer, not questions["answers"])
-    words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
-    if questions["answers"]:
-        known = set(questions["answers"])
-        wrong = sum(a not in known for a in train.column("answer"))
-        words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
-                  "have another, and no loss of it")
-    words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
-    return {"questions": words + ("; SHUFFLED VIDEOS, a control" if args.shuffle_video else "")}
-
-
-def shuffle_videos(train, evals):
-    """All splits, each question with another's video."""
-    change = common.answers().shuffled
-    return change(train), {name: {split: change(d) for split, d in of.items()} for name, of in evals.items()}
 
 
 # ======================================================= pictures ====================================================

@@ -179,6 +179,19 @@ def cut_short(data, tokenizer, choices, limit=1000):
     return cut, n
 
 
+def banner_lines(questions, train, tokenizer, args):
+    """What the banner of a run says of its questions: {word: text}."""
+    cut, tried = cut_short(train, tokenizer, not questions["answers"])
+    words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
+    if questions["answers"]:
+        known = set(questions["answers"])
+        wrong = sum(a not in known for a in train.column("answer"))
+        words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
+                  "have another, and no loss of it")
+    words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
+    return {"questions": words + ("; SHUFFLED VIDEOS, a control" if args.shuffle_video else "")}
+
+
 def _choices(data, i):
     choices = data.column("choices")
     return choices[i] or [] if choices is not None else []
