@@ -165,8 +165,8 @@ ROOMS = {
     "tools.processes": ("join_processes", "main_first"),
     "tools.checkpoints": ("damaged_files", "latest_checkpoint", "write_checksums"),
     "tools.evaluation": ("NotFinite", "encode_images", "encode_texts", "evaluate", "few_queries", "metrics_table",
-                         "normalization_error", "own_words", "positives_table", "recalls", "retrieval_both_ways",
-                         "retrieval_chance", "retrieval_metrics", "retrieval_pieces", "say_unreadable"),
+                         "own_words", "positives_table", "recalls", "retrieval_both_ways", "retrieval_chance",
+                         "retrieval_metrics", "retrieval_pieces", "say_unreadable"),
     "tools.by_class": ("ClassEvaluator", "class_metrics", "class_table", "head_mid_tail", "knn_accuracy", "knn_chance",
                        "linear_probe", "padded_and_flipped", "recall_by_frequency", "with_class", "zero_shot_accuracy"),
     "tools.mir": ("mir_metrics", "mir_chance", "mir_of", "class_relevancy", "multi_hot"),
@@ -2078,6 +2078,16 @@ def list_bad_samples(folder, bad):
 
 
 # ================================================== metrics ==========================================================
+def normalization_error(sim, gamma):
+    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5, where
+    n = m). 0 = every item gets its share.
+
+    Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
+    exact = sim.dtype if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    total = sum(F.softmax(part.to(exact) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
+    return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
+
+
 def modality_gap(a, b):
     """||mean a - mean b|| of unit rows, the distance between two modalities (Liang et al. 2022): a float, 0..2."""
     return (normalize(a).mean(0) - normalize(b).mean(0)).norm().item()
@@ -2222,6 +2232,7 @@ class Parser(OneLine):
 
     Args: file: the script's __file__, which names it.   texts: does the script train on captions?
     """
+
     def __init__(self, file, description, texts=True):
         super().__init__(Path(file).name, description)
         yesno = argparse.BooleanOptionalAction

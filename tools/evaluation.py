@@ -12,7 +12,6 @@ import common
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 RECALLS = (1, 5, 10, 50)
 FEW_QUERIES = 50  # below, a single query moves the numbers
@@ -78,16 +77,6 @@ def retrieval_chance(positives, gallery):
         found += (1 - miss) * share / len(count)
     out = {f"R@{k}": float(100 * found[min(k, gallery) - 1]) for k in RECALLS}
     return out | {"MdR": float(1 + np.searchsorted(found, 0.5)), "MnR": float(((gallery + 1) / (count + 1)).mean())}
-
-
-def normalization_error(sim, gamma):
-    """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5, where
-    n = m). 0 = every item gets its share.
-
-    Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
-    exact = sim.dtype if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    total = sum(F.softmax(part.to(exact) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
-    return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
 
 
 # ======================================================= embeddings of a data set ====================================
