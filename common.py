@@ -1372,10 +1372,14 @@ def load_data(name, split, **options):
     """
     if split not in SPLIT_NAMES:
         raise ValueError(f"split must be one of {list(SPLIT_NAMES)}, not {split!r}")
-    columns = options.pop("columns_of_training", None)
+    columns = dict(options.pop("columns_of_training", {}))
     if columns and not find_set(name):
-        with contextlib.suppress(NoColumn):  # then by the usual names
+        try:
             return load_data(name, split, **options | columns)
+        except NoColumn as error:  # then the usual one in its place
+            if not columns.pop(error.option, ""):
+                raise
+            return load_data(name, split, **options, columns_of_training=columns)
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
              if (v or v == 0.0 and k == "max_bad_fraction")
              and k not in ("unfold_captions", "max_pixels", "extra_captions")}
@@ -1445,7 +1449,7 @@ def _own_data(name, options):
     if not path.exists():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
             return hold_out(tables(name, {}, name, options))
-        known = ", ".join(n for room in set_rooms() for n in room.SETS)
+        known = ", ".join(n for room in set_rooms() for n in room.SETS) or "none, without sets/"
         raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
     if path.is_dir():
         return _own_folder(name, path, options)
@@ -1589,7 +1593,7 @@ def gated_message(name, repo):
 
 
 class NoColumn(UserError):
-    """A column that a flag names is not there."""
+    """A column that a flag names is not there; option: of load_data."""
 
 
 def pick_column(flag, wanted, columns, usual, name, required=True):
@@ -1597,7 +1601,9 @@ def pick_column(flag, wanted, columns, usual, name, required=True):
     named, there = plain_names(columns), ", ".join(columns) if len(columns) < 30 else f"{len(columns)} others"
     if wanted:
         if wanted not in named:
-            raise NoColumn(f"{flag} {wanted}: {name} has no such column; it has: {there}")
+            error = NoColumn(f"{flag} {wanted}: {name} has no such column; it has: {there}")
+            error.option = flag.removeprefix("--").replace("-", "_")
+            raise error
         return named[wanted]
     found = next((named[c] for c in usual if c in named), None)
     if found is None and required:
@@ -2135,7 +2141,8 @@ class Evaluator:
             try:
                 with where_there():
                     found, by_chance, piece = self.measure(splits[split], train)
-                    found |= self.also(piece) if self.also else {}
+                    with where_there():  # without the method's own, the others still count
+                        found |= self.also(piece) if self.also else {}
                     metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = first_line(error)
@@ -2509,7 +2516,7 @@ class Run:
         args, train, tower = self.args, self.train, self.tower
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         examples = f"a stream of about {train.examples:,}" if train.streamed else f"{len(train):,}"
-        sizes = [f"{name}: " + ", ".join(f"{len(d):,} {s}" for s, d in splits.items())
+        sizes = [f"{name}: " + ", ".join(f"{len(d):,} {s}" + f" ({d.note})" * bool(d.note) for s, d in splits.items())
                  for name, splits in self.evals.items()]
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
