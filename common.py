@@ -2473,6 +2473,9 @@ class Run:
         if self.step > self.last:
             raise UserError(f"--resume {args.resume}: its checkpoint is at step {self.step}, beyond the {self.last} "
                             "steps that --max-steps or --epochs ask for")
+        if args.resume:  # now that nothing refuses them
+            flags = {k: v for k, v in vars(args).items() if k not in ("resume", "run_name")}
+            on_main(write_json, self.folder / "args.json", read_json(self.folder / "args.json", {}) | flags)
         self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, self.last)
         return self.model, self.optimizer
 
@@ -2781,13 +2784,11 @@ def _open_folder(args, script):
             (folder / "versions.txt").write_text(held.versions(), encoding="utf8")
     (folder / "checkpoints").mkdir(exist_ok=True)
     saved, flags = read_json(folder / "args.json", {}), vars(args)
-    changed = {}
     for k, v in flags.items() if args.resume else ():
         if k not in ("resume", "run_name") and saved.get(k, v) != v:
-            changed[k] = v
             say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
-    if changed or not args.resume:
-        write_json(folder / "args.json", {"script": script} | flags | {"resume": ""})
+    if not args.resume:
+        write_json(folder / "args.json", {"script": script} | flags)
     with open(folder / "command.txt", "a", encoding="utf8") as f:
         words = [Path(sys.executable).name, *sys.argv]
         f.write(" ".join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
