@@ -1445,7 +1445,7 @@ def _own_data(name, options):
     """{split: Data} of the user's own data; splits that do not exist are held out from train, by image."""
     options = dict(options)
     path = Path(name).expanduser()
-    root = Path(options.get("data_dir") or (path if path.is_dir() else path.parent)).expanduser()
+    root = Path(options.get("data_dir") or path.parent).expanduser()
     if not path.exists():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
             return hold_out(tables(name, {}, name, options))
@@ -1464,13 +1464,16 @@ def _own_data(name, options):
 def _own_folder(name, path, options):
     """{split: Data} of a folder: tars, files of captions, class folders of videos or images, parquet."""
     shards = sorted(path.rglob("*.tar"))
+    alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
+             if f.is_file() and f.suffix.lower() in TABLES and not shards]
+    if alone:
+        return hold_out(_described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options))
+    if options.get("data_dir"):
+        raise UserError(f"--data-dir {options['data_dir']}: of no effect, {name} is a folder with files in it; give "
+                        "the one that is meant alone")
     if shards:
         guard("check_links", name, path)
         return open_room("sets.tars").open_tars(name, shards, options)
-    alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
-             if f.is_file() and f.suffix.lower() in TABLES]
-    if alone:
-        return hold_out(_described(name, alone[0], path, options))
     folders = folders_of(path)
     guard("check_split_names", name, folders)
     described = {f: sorted((path / f).glob("metadata.*")) for f in folders if split_words(f)}

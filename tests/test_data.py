@@ -1425,6 +1425,21 @@ def test_a_column_of_training_that_is_missing_leaves_the_others(tmp_path):
         common.load_data(file, "test", image_column="photo", columns_of_training=columns)
 
 
+def test_a_folder_and_where_its_paths_start(tmp_path):
+    """--data-dir, or NAME=DIR in an evaluation: where the paths of its captions start; refused where it would do
+    nothing."""
+    write_images(tmp_path / "images", range(4))
+    rows = [(f"{i:03}.png", caption(i), "test") for i in range(4)]
+    write_rows(tmp_path / "words" / "captions.csv", ["image", "caption", "split"], rows)
+    data = common.load_data(str(tmp_path / "words"), "test", data_dir=str(tmp_path / "images"))
+    assert (data.read(3).permute(1, 2, 0).numpy() == picture(3)).all()
+    write_images(tmp_path / "classes" / "a", range(4))
+    for name in ("classes", "tars"):
+        with pytest.raises(common.UserError, match=f"--data-dir .*images: of no effect, .*{name} is a folder with"):
+            write_tar(tmp_path / "tars" / "0.tar", tar_samples(range(4), "png", "txt"))
+            common.load_data(str(tmp_path / name), "test", data_dir=str(tmp_path / "images"))
+
+
 def test_another_folder_called_tools_is_not_taken_for_none(monkeypatch, tmp_path):
     """Ours is there but hidden: what is optional is not left out in silence."""
     monkeypatch.setitem(sys.modules, "tools", types.ModuleType("tools"))  # no package: it holds nothing of ours
