@@ -1596,7 +1596,8 @@ def gated_message(name, repo):
 
 
 class NoColumn(UserError):
-    """A column that a flag names is not there; option: of load_data."""
+    """A column that a flag names is not there; the flag is the first word."""
+    option = property(lambda error: str(error).split()[0].removeprefix("--").replace("-", "_"))  # of load_data
 
 
 def pick_column(flag, wanted, columns, usual, name, required=True):
@@ -1604,9 +1605,7 @@ def pick_column(flag, wanted, columns, usual, name, required=True):
     named, there = plain_names(columns), ", ".join(columns) if len(columns) < 30 else f"{len(columns)} others"
     if wanted:
         if wanted not in named:
-            error = NoColumn(f"{flag} {wanted}: {name} has no such column; it has: {there}")
-            error.option = flag.removeprefix("--").replace("-", "_")
-            raise error
+            raise NoColumn(f"{flag} {wanted}: {name} has no such column; it has: {there}")
         return named[wanted]
     found = next((named[c] for c in usual if c in named), None)
     if found is None and required:

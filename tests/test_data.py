@@ -1421,6 +1421,11 @@ def test_a_column_of_training_that_is_missing_leaves_the_others(tmp_path):
     data = common.load_data(file, "test", columns_of_training=columns)
     assert data.column("captions") == [[caption(i)] for i in range(4)]
     assert columns == {"caption_column": "blurb", "label_column": "kind"}  # the caller's own
+    tars = str(write_tar(tmp_path / "test.tar", tar_samples(range(4), "png", "json")))
+    data = common.load_data(tars, "test", columns_of_training={"caption_column": "json.title", "label_column": "kind"})
+    assert data.column("captions") == [[caption(i)] for i in range(4)]
+    tars = str(write_tar(tmp_path / "words" / "test.tar", tar_samples(range(4), "png", "txt")))
+    assert common.load_data(tars, "test", columns_of_training=columns).captions(3) == [caption(3), caption(3, 1)]
     with pytest.raises(common.UserError, match="--image-column photo: test.csv has no such column"):
         common.load_data(file, "test", image_column="photo", columns_of_training=columns)
 
