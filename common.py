@@ -2472,12 +2472,6 @@ class Run:
             state = open_room("tools.checkpoints", "--resume").resume(self)
             self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
             self.wall_before = state.get("wall_s", 0.0)
-        if self.step > self.last:
-            raise UserError(f"--resume {args.resume}: its checkpoint is at step {self.step}, beyond the {self.last} "
-                            "steps that --max-steps or --epochs ask for")
-        if args.resume:  # now that nothing refuses them
-            flags = {k: v for k, v in vars(args).items() if k not in ("resume", "run_name")}
-            on_main(write_json, self.folder / "args.json", read_json(self.folder / "args.json", {}) | flags)
         self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, self.last)
         return self.model, self.optimizer
 
@@ -2785,12 +2779,8 @@ def _open_folder(args, script):
         if not args.resume:
             (folder / "versions.txt").write_text(held.versions(), encoding="utf8")
     (folder / "checkpoints").mkdir(exist_ok=True)
-    saved, flags = read_json(folder / "args.json", {}), vars(args)
-    for k, v in flags.items() if args.resume else ():
-        if k not in ("resume", "run_name") and saved.get(k, v) != v:
-            say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
     if not args.resume:
-        write_json(folder / "args.json", {"script": script} | flags)
+        write_json(folder / "args.json", {"script": script} | vars(args))
     with open(folder / "command.txt", "a", encoding="utf8") as f:
         words = [Path(sys.executable).name, *sys.argv]
         f.write(" ".join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
