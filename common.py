@@ -1373,10 +1373,14 @@ def load_data(name, split, **options):
     """
     if split not in SPLIT_NAMES:
         raise ValueError(f"split must be one of {list(SPLIT_NAMES)}, not {split!r}")
-    columns = options.pop("columns_of_training", None)
+    columns = dict(options.pop("columns_of_training", {}))
     if columns and not find_set(name):
-        with contextlib.suppress(NoColumn):  # then by the usual names
+        try:
             return load_data(name, split, **options | columns)
+        except NoColumn as error:  # then the usual one in its place
+            if not columns.pop(error.option, ""):
+                raise
+            return load_data(name, split, **options, columns_of_training=columns)
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
              if (v or v == 0.0 and k == "max_bad_fraction")
              and k not in ("unfold_captions", "max_pixels", "extra_captions")}
@@ -1442,11 +1446,11 @@ def _own_data(name, options):
     """{split: Data} of the user's own data; splits that do not exist are held out from train, by image."""
     options = dict(options)
     path = Path(name).expanduser()
-    root = Path(options.get("data_dir") or (path if path.is_dir() else path.parent)).expanduser()
+    root = Path(options.get("data_dir") or path.parent).expanduser()
     if not path.exists():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
             return hold_out(tables(name, {}, name, options))
-        known = ", ".join(n for room in set_rooms() for n in room.SETS)
+        known = ", ".join(n for room in set_rooms() for n in room.SETS) or "none, without sets/"
         raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
     if path.is_dir():
         return _own_folder(name, path, options)
@@ -1461,13 +1465,16 @@ def _own_data(name, options):
 def _own_folder(name, path, options):
     """{split: Data} of a folder: tars, files of captions, class folders of videos or images, parquet."""
     shards = sorted(path.rglob("*.tar"))
+    alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
+             if f.is_file() and f.suffix.lower() in TABLES and not shards]
+    if alone:
+        return hold_out(_described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options))
+    if options.get("data_dir"):
+        raise UserError(f"--data-dir {options['data_dir']}: of no effect, {name} is a folder with files in it; give "
+                        "the one that is meant alone")
     if shards:
         guard("check_links", name, path)
         return open_room("sets.tars").open_tars(name, shards, options)
-    alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
-             if f.is_file() and f.suffix.lower() in TABLES]
-    if alone:
-        return hold_out(_described(name, alone[0], path, options))
     folders = folders_of(path)
     guard("check_split_names", name, folders)
     described = {f: sorted((path / f).glob("metadata.*")) for f in folders if split_words(f)}
@@ -1590,7 +1597,8 @@ def gated_message(name, repo):
 
 
 class NoColumn(UserError):
-    """A column that a flag names is not there."""
+    """A column that a flag names is not there; the flag is the first word."""
+    option = property(lambda error: str(error).split()[0].removeprefix("--").replace("-", "_"))  # of load_data
 
 
 def pick_column(flag, wanted, columns, usual, name, required=True):
@@ -2146,7 +2154,8 @@ class Evaluator:
             try:
                 with where_there():
                     found, by_chance, piece = self.measure(splits[split], train)
-                    found |= self.also(piece) if self.also else {}
+                    with where_there():  # without the method's own, the others still count
+                        found |= self.also(piece) if self.also else {}
                     metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = first_line(error)
@@ -2475,9 +2484,6 @@ class Run:
             state = open_room("tools.checkpoints", "--resume").resume(self)
             self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
             self.wall_before = state.get("wall_s", 0.0)
-        if self.step > self.last:
-            raise UserError(f"--resume {args.resume}: its checkpoint is at step {self.step}, beyond the {self.last} "
-                            "steps that --max-steps or --epochs ask for")
         self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, self.last)
         return self.model, self.optimizer
 
@@ -2521,7 +2527,7 @@ class Run:
         args, train, tower = self.args, self.train, self.tower
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         examples = f"a stream of about {train.examples:,}" if train.streamed else f"{len(train):,}"
-        sizes = [f"{name}: " + ", ".join(f"{len(d):,} {s}" for s, d in splits.items())
+        sizes = [f"{name}: " + ", ".join(f"{len(d):,} {s}" + f" ({d.note})" * bool(d.note) for s, d in splits.items())
                  for name, splits in self.evals.items()]
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
@@ -2785,14 +2791,8 @@ def _open_folder(args, script):
         if not args.resume:
             (folder / "versions.txt").write_text(held.versions(), encoding="utf8")
     (folder / "checkpoints").mkdir(exist_ok=True)
-    saved, flags = read_json(folder / "args.json", {}), vars(args)
-    changed = {}
-    for k, v in flags.items() if args.resume else ():
-        if k not in ("resume", "run_name") and saved.get(k, v) != v:
-            changed[k] = v
-            say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
-    if changed or not args.resume:
-        write_json(folder / "args.json", {"script": script} | flags | {"resume": ""})
+    if not args.resume:
+        write_json(folder / "args.json", {"script": script} | vars(args))
     with open(folder / "command.txt", "a", encoding="utf8") as f:
         words = [Path(sys.executable).name, *sys.argv]
         f.write(" ".join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")

@@ -23,7 +23,8 @@ Tasks
     probe       LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the
                 smallest class's size) and all
     qa          accuracy of the answers, by the type of the question, of a model that mama.py trained to answer
-    gap         modality gap, alignment, uniformity        histograms   densities of positive and negative cosines
+    gap         modality gap; of images and their first captions alignment, uniformity, mean cosines
+    histograms  densities of positive and negative cosines
 Images are seen as in training, but where a run squashes them (the CC3M trainer's recipe): of other sets than its own
 zero-shot, knn and probe resize and cut the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
 The result is a table, eval.json, and pictures in --output-dir.
@@ -39,6 +40,7 @@ from pathlib import Path
 import common
 from common import UserError, count, nonnegative, say, whole
 
+import numpy as np
 import torch
 
 import ncl
@@ -209,10 +211,12 @@ def normalize(case):
 
 def gap(case):
     """Distance of the modalities, and whether the space is alive."""
-    pieces = case.pieces
-    image, text = pieces["image"], pieces["text"]                          # (M, D), (C, D)
-    health = common.embedding_health(image[pieces["owner"]], text, limit=4096)
-    health.pop("gap")                                                      # of these pairs; here that of all items
+    image, text = case.pieces["image"], case.pieces["text"]                # (M, D), (C, D)
+    owner, first = np.unique(case.pieces["owner"], return_index=True)      # one caption an image: else an image stands
+    health = {}                                                            # among its own negatives
+    if len(owner) > 1:
+        health = common.embedding_health(image[owner], text[first], limit=4096)
+        health.pop("gap")                                                  # of these pairs; here that of all items
     case.metrics["gap"] = {"modality_gap": common.modality_gap(image, text)} | health
     case.chance["gap"] = {"modality_gap": (1 / len(image) + 1 / len(text)) ** 0.5}
 
@@ -258,7 +262,10 @@ def wanted_sets(args, own):
         raise UserError("--datasets is needed: this model has no data set of its own that is known")
     if args.datasets:
         return wanted
-    return [w for w in wanted if args.split in common.splits_of(w[0], own.get("hold_out_val"))] or wanted
+    there = [w for w in wanted if args.split in common.splits_of(w[0], own.get("hold_out_val"))] or wanted
+    if without := ", ".join(name for name, _ in wanted if name not in dict(there)):
+        say(f"WARNING: left out, without a {args.split} split: {without}")
+    return there
 
 
 def _pairs(word):
@@ -278,8 +285,8 @@ def data_options(subject, name, data_dir):
     if name == own.get("dataset"):
         saved = {k: own[k] for k in common.DATA_FLAGS if own.get(k)} | ({"data_dir": data_dir} if data_dir else {})
     given = common.data_options(subject.args)
-    if given.keys() & saved.get("columns_of_training", {}).keys():
-        saved["columns_of_training"] = {}
+    columns = saved.pop("columns_of_training", {})
+    saved["columns_of_training"] = {k: v for k, v in columns.items() if k not in given}
     never = {"unfold_captions": False, "caption_noise": 0.0, "extra_captions": ""}
     return saved | given | {"image_size": subject.transform.size} | never
 

@@ -138,7 +138,7 @@ def _said(name, table, files, limit):
     reasons, number = table.select_columns("left_out"), np.bincount(fault, minlength=4)  # (4,) rows of each kind
     why = {kind: reasons[int(np.argmax(fault == kind))]["left_out"] for kind in (1, 2, 3) if number[kind]}  # the first
     if number[UNUSABLE] > number[0]:
-        raise common.UserError(why[UNUSABLE])
+        raise (common.NoColumn if "has no such column" in why[UNUSABLE] else common.UserError)(why[UNUSABLE])
 
     found = np.bincount(shard[fault <= UNUSABLE], minlength=len(files))  # (tars,) samples
     missing = np.bincount(shard, lost, len(files)).astype(int)  # (tars,)

@@ -119,10 +119,14 @@ def feature_shape(data):
     for i in range(min(len(data), 100)):
         try:
             shape = list(data.read(i).shape)
-            data.clip.width = shape[1]
-            return shape
         except (OSError, ValueError) as error:
             reasons.append(f"{data.key(i)}: {first_line(error)}")
+            continue
+        if len(shape) > 2:
+            raise UserError("--image-encoder features: the data set has pixels; features come with --feature-dir of "
+                            "ncl.py")
+        data.clip.width = shape[1]
+        return shape
     raise UserError(f"{data.name}: none of its first features can be read, first {reasons[0]}")
 
 

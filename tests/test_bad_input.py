@@ -411,6 +411,17 @@ def test_run_name_of_an_existing_run(finished, good):
     )
 
 
+@pytest.mark.parametrize("flags, why", [(["--max-steps", "1"], "beyond the 1 steps"),
+                                        (["--caption-column", "image"], "other captions")], ids=["steps", "column"])
+def test_a_refused_resume_leaves_the_flags_of_the_run(flags, why, finished):
+    """Else the next --resume without any flag would be refused as well."""
+    folder = finished[0]
+    before = (folder / "args.json").read_text()
+    with pytest.raises(common.UserError, match=why):
+        temo.main(temo.parse_args(["--resume", str(folder), *flags]))
+    assert (folder / "args.json").read_text() == before
+
+
 @pytest.mark.parametrize("inside", ["file", "file/deeper"])
 def test_output_that_cannot_be_written(inside, good, tmp_path):
     (tmp_path / "file").write_text("")

@@ -1374,11 +1374,13 @@ def test_one_method_and_common_train_alone(tmp_path):
         rows = [(f"own/{i:03}.png", caption(i)) for i in range(48)]
         write_rows(house / "rows.parquet", ["image", "caption"], rows)
         write_parquet_images(house / "inside" / "train.parquet", range(48))
-    parquet = ["--dataset", "rows.parquet", "--eval-datasets", "rows.parquet", "inside"]
+        for i in range(9):
+            write_images(house / "classes" / SPLITS[i // 3] / CLASSES[i % 3], [i])  # whose zero-shot has no room
+    parquet = ["--dataset", "rows.parquet", "--eval-datasets", "rows.parquet", "inside", "classes"]
     runs = [(alone, "own", 45, set(), start(alone, "--dataset", "own")),
             (alone, "rows.parquet", 46, set(), start(alone, *parquet)),
             (evaluates, "own", 45, {"own"}, start(evaluates, "--dataset", "own")),
-            (evaluates, "rows.parquet", 46, {"rows.parquet", "inside"}, start(evaluates, *parquet))]
+            (evaluates, "rows.parquet", 46, {"rows.parquet", "inside", "classes"}, start(evaluates, *parquet))]
     for house, name, train, sets, process in runs:
         said, = finished(process)
         run = house / f"out-{name}" / "r"
@@ -1409,6 +1411,38 @@ def test_names_in_rooms(monkeypatch):
     with pytest.raises(common.UserError, match="^tools/nowhere.py is not beside common.py: no nothing$"):
         _ = common.nothing
     assert not hasattr(common, "no_such_name")
+
+
+def test_a_column_of_training_that_is_missing_leaves_the_others(tmp_path):
+    """Another file without its class column still has its captions in the column that training took them from."""
+    rows = [(x, caption(i), "words in the picture") for i, x in enumerate(write_images(tmp_path, range(4)))]
+    file = str(write_rows(tmp_path / "test.csv", ["image", "blurb", "text"], rows))
+    columns = {"caption_column": "blurb", "label_column": "kind"}
+    data = common.load_data(file, "test", columns_of_training=columns)
+    assert data.column("captions") == [[caption(i)] for i in range(4)]
+    assert columns == {"caption_column": "blurb", "label_column": "kind"}  # the caller's own
+    tars = str(write_tar(tmp_path / "test.tar", tar_samples(range(4), "png", "json")))
+    data = common.load_data(tars, "test", columns_of_training={"caption_column": "json.title", "label_column": "kind"})
+    assert data.column("captions") == [[caption(i)] for i in range(4)]
+    tars = str(write_tar(tmp_path / "words" / "test.tar", tar_samples(range(4), "png", "txt")))
+    assert common.load_data(tars, "test", columns_of_training=columns).captions(3) == [caption(3), caption(3, 1)]
+    with pytest.raises(common.UserError, match="--image-column photo: test.csv has no such column"):
+        common.load_data(file, "test", image_column="photo", columns_of_training=columns)
+
+
+def test_a_folder_and_where_its_paths_start(tmp_path):
+    """--data-dir, or NAME=DIR in an evaluation: where the paths of its captions start; refused where it would do
+    nothing."""
+    write_images(tmp_path / "images", range(4))
+    rows = [(f"{i:03}.png", caption(i), "test") for i in range(4)]
+    write_rows(tmp_path / "words" / "captions.csv", ["image", "caption", "split"], rows)
+    data = common.load_data(str(tmp_path / "words"), "test", data_dir=str(tmp_path / "images"))
+    assert (data.read(3).permute(1, 2, 0).numpy() == picture(3)).all()
+    write_images(tmp_path / "classes" / "a", range(4))
+    for name in ("classes", "tars"):
+        with pytest.raises(common.UserError, match=f"--data-dir .*images: of no effect, .*{name} is a folder with"):
+            write_tar(tmp_path / "tars" / "0.tar", tar_samples(range(4), "png", "txt"))
+            common.load_data(str(tmp_path / name), "test", data_dir=str(tmp_path / "images"))
 
 
 def test_another_folder_called_tools_is_not_taken_for_none(monkeypatch, tmp_path):

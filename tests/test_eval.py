@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import shutil
+import types
 
 import common
 
@@ -20,6 +22,7 @@ from test_temperature_schedules import cifar  # noqa: F401
 
 import eval as evaluation
 import temo
+from tools import towers
 
 
 @pytest.fixture(scope="module")
@@ -407,6 +410,66 @@ def test_a_streamed_run_is_tested_on_what_it_held_out(tmp_path):
     assert result["left_out"] == dict.fromkeys(("knn", "probe"), "the training set is a stream: no kNN or probe")
     with pytest.raises(common.UserError, match="--split train: .* is a stream"):
         evaluate("--checkpoint", tmp_path / "s", "--split", "train")
+
+
+def test_a_flag_for_one_column_leaves_the_others_of_training():
+    own = {"dataset": "x.csv", "image_column": "photo", "caption_column": "blurb"}
+    subject = types.SimpleNamespace(own=own, transform=types.SimpleNamespace(size=8),
+                                    args=evaluation.parse_args(["--checkpoint", "r", "--image-column", "pic"]))
+    options = evaluation.data_options(subject, "y.csv", "")
+    assert options["image_column"] == "pic" and options["columns_of_training"] == {"caption_column": "blurb"}
+
+
+def test_sets_without_the_split_are_named(capsys):
+    args = evaluation.parse_args(["--checkpoint", "r", "--split", "val"])
+    assert evaluation.wanted_sets(args, {"eval_datasets": ["emoji", "coco"]}) == [("emoji", "")]
+    assert "left out, without a val split: coco" in capsys.readouterr().out
+
+
+def test_no_image_is_its_own_negative():
+    """gap: the health of the space by one caption of each image; one image has none."""
+    image, text = torch.randn(6, 5, generator=torch.manual_seed(0)).split([3, 3])
+    pieces = {"image": image, "text": text.repeat_interleave(4, 0), "owner": np.arange(3).repeat(4)}
+    case = types.SimpleNamespace(pieces=pieces, metrics={}, chance={})
+    evaluation.gap(case)
+    a, b = (F.normalize(x.double(), dim=1) for x in (image, text))
+    others = [(i, j) for i in range(3) for j in range(3) if i != j]
+    far = np.log(np.mean([np.exp(-2 * float((a[i] - a[j]).square().sum())) for i, j in others]))
+    assert case.metrics["gap"]["uniformity"] == pytest.approx(far, abs=1e-5)
+    assert case.metrics["gap"]["neg_cos"] == pytest.approx(np.mean([float(a[i] @ b[j]) for i, j in others]), abs=1e-5)
+    case.pieces = {"image": image[:1], "text": text[:2], "owner": np.zeros(2, int)}
+    evaluation.gap(case)
+    assert list(case.metrics["gap"]) == ["modality_gap"]  # a spread of one is nan, which is no JSON
+
+
+def test_class_names_as_captions_and_what_a_fork_adds(tmp_path, monkeypatch, capsys):
+    """Every image of a class is right for its name; a tower that a fork adds is rebuilt; what a method measures itself
+    stands in the table, and what an evaluation set has lost in the banner and beside the table."""
+    for i in range(12):
+        write_images(tmp_path / "classes" / ("train", "test")[i % 2] / "abc"[i % 3], [i])
+    rows = [(x, f"picture {i}" if i % 5 else "") for i, x in enumerate(write_images(tmp_path / "own", range(40)))]
+    train, test = (str(write_rows(tmp_path / "own" / f"{s}.csv", ["image", "caption"], rows)) for s in ("all", "test"))
+    by_name = towers.image_tower
+    def image_tower(name, *args):
+        body = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
+        return common.Tower(body, 12) if name == "mean_tower" else by_name(name, *args)
+    monkeypatch.setattr(towers, "image_tower", image_tower)
+    monkeypatch.setattr(temo, "draw", lambda run: None)
+    flags = ["--dataset", train, "--eval-datasets", str(tmp_path / "classes"), test, "--image-encoder", "mean_tower",
+             "--output-dir", str(tmp_path), "--run-name", "r", "--max-steps", "1", "--batch-size", "8", "--cpu"]
+    summary = temo.main(temo.parse_args([*flags, "--threads", "1", "--workers", "0", "--image-size", "16"]))
+    said, name = capsys.readouterr().out, str(tmp_path / "classes")
+    assert re.search(r"\nzero-shot +top1 +[0-9.]+ +top3 100.000 ", said)
+    assert "32 test (8 without a caption left out)" in said
+    assert summary["test"][name]["captions"] == 6
+    assert summary["chance"][name]["text_to_image"]["R@1"] == pytest.approx(100 / 3)  # 2 of 6 images
+    assert summary["test"][name]["image_to_text"]["R@1"] == summary["test"][name]["zero-shot"]["top1"]
+    result = evaluate("--checkpoint", tmp_path / "r", "--datasets", test, "--tasks", "retrieval")
+    assert result["datasets"][test]["metrics"]["retrieval"]["R-Mean"] == summary["test"][test]["R-Mean"]
+    assert f"{test} (test): 8 without a caption left out" in capsys.readouterr().out
+    monkeypatch.undo()
+    with pytest.raises(common.UserError, match="^--image-encoder mean_tower: not small"):
+        common.load_model(tmp_path / "r")
 
 
 def test_other_data_have_the_columns_of_training_or_the_usual_ones(tmp_path, monkeypatch):

@@ -1428,6 +1428,8 @@ def test_features_of_two_folders_stand_side_by_side(features):
     path, folders = features
     sets = [common.load_data(str(path), s, frames=4, feature_dir=folders) for s in SPLITS]
     assert sum(map(len, sets)) == 8 and video.feature_shape(sets[0]) == [4, 5]
+    with pytest.raises(common.UserError, match="^--image-encoder features: the data set has pixels"):
+        video.feature_shape(common.load_data("emoji", "test"))
     for d in sets:
         for i in range(len(d)):
             k, x = int(d.key(i)[1]), d[i]["pixels"]

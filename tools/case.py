@@ -35,6 +35,8 @@ class Case:
             self.changed = check.since_training(args.checkpoint, self.key_of(args.split), data)
         if args.limit:
             data = data.select(np.arange(min(args.limit, len(data))), args.split)
+        if data.note:
+            common.say(f"\n{name} ({args.split}): {data.note}")
         self.data = data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
         self.images(next((t for t in args.tasks if t in by_class.TASKS or data.has_captions), args.tasks[0]))
 

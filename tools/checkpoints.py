@@ -220,10 +220,28 @@ def load_checkpoint(path, model, extra, optimizer, scaler=None):
 
 def resume(run):
     """Put back into a common.Run what its last whole checkpoint holds; its counters, {} where there is none.
-    Collective."""
-    path = common.on_main(whole_checkpoint, run.folder)
-    if not path:
-        return {}
+    Collective.   Raises: UserError where it is beyond the last step that is asked for."""
+    path, state = common.on_main(whole_checkpoint, run.folder), {}
+    if path:
+        state = _put_back(run, path)
+    if state.get("step", 0) > run.last:
+        raise UserError(f"--resume {run.args.resume}: its checkpoint is at step {state['step']}, beyond the {run.last} "
+                        "steps that --max-steps or --epochs ask for")
+    common.on_main(_keep_flags, run.folder / "args.json", run.args)  # now that nothing refuses them
+    return state
+
+
+def _keep_flags(path, args):
+    """Say which flags are no more what they were, and save them as they are."""
+    saved = common.read_json(path, {})
+    flags = {k: v for k, v in vars(args).items() if k not in ("resume", "run_name")}
+    for k, v in flags.items():
+        if saved.get(k, v) != v:
+            say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
+    common.write_json(path, saved | flags)
+
+
+def _put_back(run, path):
     inside = run.optimizer.optimizer, run.accelerator.scaler
     state, run.tensors, run.positions = load_checkpoint(path, run.trained, run.own, *inside)
     if run.second:

@@ -203,7 +203,9 @@ def retrieval_pieces(model, tokenizer, data, index, image, device):
         positives both ways."""
     pairs = [(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]]
     texts, owner = [c for c, _ in pairs], np.array([k for _, k in pairs])
-    text, groups = common.encode_texts(model, tokenizer, texts, device), data.groups[index]
+    # class names that stand in for captions: each image of the class is meant
+    groups = (data.groups if data.has_captions or data.labels is None else data.labels)[index]  # (M,)
+    text = common.encode_texts(model, tokenizer, texts, device)
     return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
             "positives": positives_table(groups[owner], groups),
             "positives_of_image": positives_table(groups, groups[owner])}
@@ -263,8 +265,12 @@ def few_queries(**counts):
     return "FEW QUERIES: " + ", ".join(few) if few else ""
 
 
+SHOWN = ("text_to_image", "image_to_text", "R-Mean", "mir", "knn@1", "modality_gap", "images", "captions", "unreadable",
+         "clips")  # what metrics_table has a place for
+
+
 def metrics_table(title, metrics, chance):
-    """The result as lines of text, each number beside its chance level."""
+    """The result as lines of text, each number beside its chance level; a method's own numbers as they come."""
     keys, it = ["R@1", "R@5", "R@10", "MdR"], "video" if "clips" in metrics else "image"
     number = f"{metrics['clips']} clips" if "clips" in metrics else f"{metrics['images']} images"
     lines = [f"{title}: {number}, {metrics['captions']} captions",
@@ -283,5 +289,9 @@ def metrics_table(title, metrics, chance):
                      f"{m['mean_per_class']:.1f} ({c['mean_per_class']:.1f})")
     gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
     lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
+    for name in (k for k in metrics if k not in SHOWN):  # nested deeper, the method has a table of its own
+        numbers = metrics[name] if isinstance(metrics[name], dict) else {"": metrics[name]}
+        if numbers and all(isinstance(x, (int, float)) for x in numbers.values()):
+            lines.append(f"{name:<22}" + " ".join(f"{k:>8} {x:.3f}" for k, x in numbers.items()))
     lines.append(few_queries(texts=metrics["captions"], images=metrics["images"]))
     return "\n".join(line for line in lines if line)
