@@ -113,7 +113,7 @@ def load(name, split, options):
         held = [len(set(zip(*_scenes(s, clips, law)[:2], strict=True))) for s in ("val", "test")]
         note += f"; val and test: law {law}, {held[0]} and {held[1]} descriptions"
     else:
-        note += "; " + {"once": "each pair in turn, none that training shows", "zipf": "the law of training"}[law]
+        note = {"once": "each pair in turn, none that training shows", "zipf": "the law of training"}[law]
         note += f", {len(set(groups))} descriptions"
     if noisy.any():
         note += f"; {int(noisy.sum())} clips with another's captions"
