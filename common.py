@@ -2351,6 +2351,11 @@ class Parser(OneLine):
 
     def _check(self, args, saved):
         """What all scripts require between flags."""
+        for flag in ("dataset", "resume", "eval_datasets"):
+            given, value = f"--{flag.replace('_', '-')}", getattr(args, flag, None)
+            empty = "" in value if isinstance(value, list) else not value
+            self.require(given not in self.given or not empty, f"{given}: empty; a variable of the shell that is not "
+                                                               "set?")
         processes = int(os.environ.get("WORLD_SIZE", 1))
         batch, local = args.batch_size, args.batch_size // processes
         self.require(batch % processes == 0, f"--batch-size {batch}: not divisible by {processes} processes; use "

@@ -279,6 +279,12 @@ OUT_OF_RANGE = {
 }
 
 
+@pytest.mark.parametrize("flag", ["--dataset", "--resume", "--eval-datasets"])
+def test_a_variable_that_is_not_set(flag, capsys):
+    """An empty word would be the current folder, or a new run in place of the one that is to go on."""
+    assert f"{flag}: empty; a variable of the shell that is not set?" in refused(capsys, flag, "")
+
+
 @pytest.mark.parametrize("flag", OUT_OF_RANGE)
 def test_number_out_of_range(flag, capsys):
     assert f"{flag}: {OUT_OF_RANGE[flag]}" in refused(capsys, *flag.split())
