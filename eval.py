@@ -45,7 +45,7 @@ import torch
 
 import ncl
 from sets.hub import CIFAR_STATS, TEMO_17
-from tools import by_class, mir, search, stand_ins, weights
+from tools import answers, by_class, mir, search, stand_ins, weights
 from tools.case import Case, table
 
 SEVENTEEN = "temo-17"
@@ -231,19 +231,8 @@ def histograms(case):
         common.picture(case.picture("similarities"), draw, stages)
 
 
-def qa(case):
-    """Answers to questions, by type; the most frequent answer, or a draw among the choices, beside them."""
-    subject, args, answers = case.subject, case.args, common.answers()
-    how = subject.transform, case.data, subject.device, args.eval_batch, args.workers
-    if subject.own.get("shuffle_video"):
-        say(f"WARNING: {case.name}: the run was a control (--shuffle-video); here each question has its own video")
-    metrics, case.chance["qa"], pieces = answers.evaluate(subject.model, subject.tokenizer, *how)
-    case.metrics["qa"] = {k: v for k, v in metrics.items() if k != "unreadable"}
-    if common.rank() == 0:
-        common.picture(case.picture("answers"), common.figures().draw_answers, pieces)
-
-
-TASKS = {"retrieval": retrieval, "mir": mir.task, **by_class.TASKS, "gap": gap, "histograms": histograms, "qa": qa}
+TASKS = {"retrieval": retrieval, "mir": mir.task, **by_class.TASKS, "gap": gap, "histograms": histograms,
+         "qa": answers.task}
 
 
 # ======================================================= data sets ===================================================

@@ -335,3 +335,17 @@ def table(title, metrics, chance):
         lines.append(f"{'answers in the vocabulary':<28}{metrics['upper_bound']:8.1f}")
     guess = "the most frequent answer of training" if "upper_bound" in metrics else "a draw among the choices"
     return "\n".join([*lines, f"(in brackets: {guess})"])
+
+
+def task(case):
+    """The task qa of eval.py: writes the numbers of a Case (tools/case.py), answers by type of question, beside them the
+    most frequent answer, or a draw among the choices."""
+    subject, args = case.subject, case.args
+    how = subject.transform, case.data, subject.device, args.eval_batch, args.workers
+    if subject.own.get("shuffle_video"):
+        common.say(f"WARNING: {case.name}: the run was a control (--shuffle-video); here each question has its own "
+                   "video")
+    metrics, case.chance["qa"], pieces = evaluate(subject.model, subject.tokenizer, *how)
+    case.metrics["qa"] = {k: v for k, v in metrics.items() if k != "unreadable"}
+    if common.rank() == 0:
+        common.picture(case.picture("answers"), common.figures().draw_answers, pieces)
