@@ -338,8 +338,8 @@ def table(title, metrics, chance):
 
 
 def task(case):
-    """The task qa of eval.py: writes the numbers of a Case (tools/case.py), answers by type of question, beside them the
-    most frequent answer, or a draw among the choices."""
+    """The task qa of eval.py: writes the numbers of a Case (tools/case.py): answers by type of question, beside them
+    the most frequent answer, or a draw among the choices."""
     subject, args = case.subject, case.args
     how = subject.transform, case.data, subject.device, args.eval_batch, args.workers
     if subject.own.get("shuffle_video"):
