@@ -2532,8 +2532,9 @@ class Run:
         args, train, tower = self.args, self.train, self.tower
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         examples = f"a stream of about {train.examples:,}" if train.streamed else f"{len(train):,}"
-        sizes = [f"{name}: " + ", ".join(f"{len(d):,} {s}" + f" ({d.note})" * bool(d.note) for s, d in splits.items())
-                 for name, splits in self.evals.items()]
+        def size(data):  # what is said of the training set is not said again
+            return f"{len(data):,} {data.split}" + (f" ({data.note})" if data.note not in ("", train.note) else "")
+        sizes = [f"{name}: " + ", ".join(map(size, splits.values())) for name, splits in self.evals.items()]
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
