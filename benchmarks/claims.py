@@ -368,7 +368,8 @@ def write_tables(names, suite, trials, seeds):
         rows = [(cell(result, result["method"], d), cell(result, rival, d), str(len(d["seeds"])),
                  f"{d['mean']:+.1f} ± {d['half']:.1f}", f"{d['smallest_effect']:.1f}", d["verdict"])
                 for rival, d in result["against"].items()]
-        once = [dict.fromkeys(column) if k in (0, 2) else column for k, column in enumerate(zip(*rows))]
+        method, seeds = ({row[k] for row in rows} for k in (0, 2))
+        once = [c[:1] if k in (0, 2) and len(method) == len(seeds) == 1 else c for k, c in enumerate(zip(*rows))]
         lines.append(" | ".join(["| " + result["says"], result["paper"], *map("<br>".join, once)]) + " |")
     commits = sorted({c for r in results.values() for arm in r["arms"].values() for c in arm["commits"]})
     machines = sorted({m for r in results.values() for arm in r["arms"].values() for m in arm.get("machines", [])})
