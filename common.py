@@ -1743,8 +1743,10 @@ def caption_file(name, split, file, root, options, table=None):
     labels = table[label][:] if label else [None] * len(table)
     texts = guard("check_cells", file, table, image, caption) or table[caption][:]
     sources = [None if x == "" or x != x else x for x in table[image][:]]  # NaN differs from itself
-    by_name = options.get("video_dir") or options.get("feature_dir") or image in VIDEO_COLUMNS
-    videos = by_name or any(is_video(x.strip()) for x in sources if isinstance(x, str))
+    endings = {Path(x.strip()).suffix.lower().lstrip(".") for x in sources if isinstance(x, str)}
+    images = endings & {*IMAGE_TYPES} - {"gif"}  # a --video-dir is of other data then, those trained on
+    by_name = options.get("feature_dir") or image in VIDEO_COLUMNS or options.get("video_dir") and not images
+    videos = by_name or endings & {*VIDEO_TYPES}
     windows = open_room("sets.video").windows_of(table) if videos else [(None, None)] * len(table)
     for source, text, y, window in zip(sources, texts, labels, windows):
         if source is None:

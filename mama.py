@@ -470,7 +470,7 @@ def parse_args(argv=None):
                    help="of the encoders; the loss is always float32")
     # <<< shared
     # the task is read ahead of the other flags, because it decides whose defaults they have
-    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ahead = common.OneLine(p.prog, "", add_help=False)
     ahead.add_argument("--task", default="retrieval")
     args = p.parse(argv, recipes_of(ahead.parse_known_args(argv)[0].task), LOSSES)
     looks_ahead = args.weighting in ("meta", "l2rw")

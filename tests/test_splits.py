@@ -714,6 +714,14 @@ def test_windows_are_of_videos(tmp_path):
     refused(file, "column segment: expected seconds")
 
 
+def test_images_beside_a_folder_of_videos_are_images(tmp_path):
+    """--video-dir is of the videos that are trained on; an evaluation on images is given it, too."""
+    write_captions(tmp_path / "images", 12)
+    for file in ("images", "images/captions.csv"):
+        splits = open_anew(tmp_path / file, video_dir=str(tmp_path))
+        assert all(d.clip is None for d in splits.values()) and splits["train"].read(0).shape == (3, 20, 24)
+
+
 def test_bars_of_the_library_stay_as_they_were(tmp_path):
     write_captions(tmp_path, 12)
     for switch, off in ((datasets.disable_progress_bars, True), (datasets.enable_progress_bars, False)):
