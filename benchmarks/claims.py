@@ -13,7 +13,7 @@ of its own; its best trial then runs on every seed. The smallest effect that a c
 
 A finished run is one small file below results/claims/; a restart runs what has no file, and claims share runs.
 results/claims.json, claims.md and a picture for each claim are written from those files; a claim that is not named
-keeps its row.
+keeps its row. lengths.py runs the same claims 3 and 10 times as long.
 """
 
 import argparse
@@ -57,6 +57,8 @@ MMTS = ["mmts.py", "mmts.py --alpha 0.04 --shift-min 0.04 --shift-max 0.08",
         "mmts.py --alpha 0.04 --shift-min 0.1 --shift-max 0.2"]
 MARGIN = [f"{MAMA} --tau 0.1 --a0 0.5", f"{MAMA} --tau 0.1 --a0 1", f"{MAMA} --tau 0.2 --a0 2"]
 TEMO = ["temo.py", "temo.py --tau 0.05 --tau-min 0.05", "temo.py --tau 0.1 --tau-min 0.1"]
+GRID = [(0.1, 0.1), (0.5, 0.1), (1, 0.1), (2, 0.1), (1, 0.05), (1, 0.2)]  # (mu / tau, tau); mu is a0 / 10 radians
+TAUS = (0.1, 0.05, 0.2, 0.07, 0.14, 0.03)
 TS = [f"temo.py --loss ts --tau-min {t} --tau-alpha {a}" for t, a in ((0.05, 0.1), (0.03, 0.07), (0.1, 0.1))]
 # Fashion-MNIST, 500 images of the largest class to 5 of the smallest; 5 periods of 30 epochs, less the last 0.3
 LONG_TAIL = ("temperature_schedules.py --dataset fashion-mnist-lt --data-dir {fashion} --index-file {tail} "
@@ -96,6 +98,12 @@ CLAIMS = {
     "mama-margin": {
         "says": "the subtractive margin beats none (text -> video R@1)", "paper": "MAMA, Fig. 4",
         "flags": MOVING, "metric": T2V, "arms": {"margin": MARGIN, "InfoNCE": INFONCE}},
+    **{f"mama-margin-grid{'' if w == 'none' else '-weights'}": {
+        "says": f"the subtractive margin beats none, both of a fine grid, {says} (text -> video R@1)",
+        "paper": "MAMA, Fig. 4", "flags": MOVING, "metric": T2V, "grid": len(GRID), "arms": {
+            "margin": [f"{MAMA.replace('none', w)} --tau {t} --a0 {10 * r * t:g}" for r, t in GRID],
+            "no margin": [f"{MAMA.replace('none', w)} --margin-schedule none --tau {t}" for t in TAUS]}}
+       for w, says in (("none", "without weights"), ("meta", "with learnt weights"))},
     "ts-long-tail": {
         "says": "a cosine temperature beats the best fixed one on a long tail (kNN@1)", "paper": "TS, Table 1",
         "flags": "", "metric": KNN, "arms": {"cosine": COSINE, "fixed": FIXED}},
@@ -164,6 +172,10 @@ CLAIMS = {
             "row d": ["temo.py --unimodal none --blend fixed"],
             "row c": ["temo.py --no-modulated --unimodal plain --blend fixed"],
             "row b": ["temo.py --no-base --unimodal none"], "row a": ["temo.py --no-modulated --unimodal none"]}},
+    "temo-knn": {
+        "says": "TeMo's clips are classified better than those of InfoNCE and TS (kNN@1 of the clips)",
+        "paper": "TeMo, Fig. 3", "flags": MOVING, "metric": T2V, "read": KNN, "arms": {
+            "TeMo": TEMO, "InfoNCE": [f"temo.py --loss infonce --tau {t}" for t in (0.05, 0.1, 0.2)], "TS": TS}},
     "temo-unimodal": {
         "says": "the modulated unimodal losses help classification (kNN@1 of the clips)", "paper": "TeMo, Table 3",
         "flags": MOVING, "metric": KNN, "arms": {"row g": ["temo.py"], "row e": ["temo.py --unimodal none"]}},
@@ -249,6 +261,14 @@ def tail_of(fashion, largest=500, ratio=100):
     return str(file)
 
 
+def places_of(fashion):
+    """{name: path} for the braces in flags; without the long tails where there is no such folder."""
+    places = {"fashion": str(Path(fashion).resolve())}
+    if Path(fashion).is_dir():
+        places |= {"tail": tail_of(fashion), "uniform": tail_of(fashion, largest=124, ratio=1)}
+    return places
+
+
 def number(record, split, metric):
     """A metric of the first data set of a record, in percent."""
     found = common.flatten(next(iter(record[split].values()), {}))
@@ -299,9 +319,11 @@ def verdict(mean, half):
     return f"no difference above {abs(mean) + half:.1f}" if half <= WANTED else "not decidable here"
 
 
-def judge(name, suite, trials, seeds):
-    """The result of a claim from the files there are; None before every arm has two seeds in common."""
-    commands, metrics = runs_of(name, suite, trials, seeds)
+def judge(name, suite, trials, seeds, runs=None):
+    """The result of a claim from the files there are; None before every arm has two seeds in common.
+
+    runs: what to read in place of runs_of, where its commands are others (lengths.py)."""
+    commands, metrics = runs or runs_of(name, suite, trials, seeds)
     claim, arms = CLAIMS[name], {}
     for arm, of_trials in commands.items():
         best = best_trial(of_trials, metrics[arm])
@@ -447,10 +469,8 @@ def main(argv=None):
         RESULTS = Path(tempfile.mkdtemp(prefix="claims-quick-"))
         args.seeds, args.trials = min(args.seeds, 2), min(args.trials, 2)
     what = args.suite, args.trials, args.seeds
-    places, failed = {"fashion": str(Path(args.fashion).resolve())}, set()
-    if Path(args.fashion).is_dir():
-        places |= {"tail": tail_of(args.fashion), "uniform": tail_of(args.fashion, largest=124, ratio=1)}
-    elif not args.plan:
+    places, failed = places_of(args.fashion), set()
+    if "tail" not in places and not args.plan:
         lacking = [n for n in args.claims if "{fashion}" in str(CLAIMS[n]["arms"]) and work_left([n], *what)]
         if lacking:
             raise SystemExit(f"--fashion {args.fashion}: no such folder, and {', '.join(lacking)} need it; name it, or "

@@ -181,6 +181,96 @@ def test_claims_on_other_data(results, monkeypatch, capsys):
     assert (results / "claims_own.md").is_file() and not (results / "claims.md").exists()
 
 
+@pytest.fixture
+def lengths(tmp_path, monkeypatch):
+    """benchmarks/lengths.py with an empty results folder."""
+    monkeypatch.syspath_prepend(str(claims.ROOT / "benchmarks"))
+    module = importlib.import_module("lengths")
+    monkeypatch.setattr(module.claims, "RESULTS", tmp_path)
+    (tmp_path / "claims").mkdir()
+    return module
+
+
+def test_longer_runs_scale_what_is_counted_in_epochs_and_steps(lengths, tmp_path):
+    """As each script reads its flags: epochs, warm-up, period and margin, for every claim; length 1 to the word."""
+    tail = tmp_path / "tail.npy"
+    tail.touch()
+    for name, claim in claims.CLAIMS.items():
+        counts = set()
+        for arm in claim["arms"]:
+            _, trials = lengths.trials_of(name, arm, 4)
+            counts.add(len(trials))
+            words = lengths.claims.command(lengths.claims.CLAIMS[name], trials[0], "full", 0)
+            assert lengths.words_of(name, (trials[0], 1), 1, 0) == words
+            parse_args = importlib.import_module(words[0][:-3]).parse_args
+            today, longer, twice = (
+                parse_args([w.format(fashion=".", tail=tail, uniform=tail) for w in words_of[1:]]) for words_of in (
+                    words, lengths.scaled(words, 10), lengths.scaled(words, 3, 2)))
+            assert twice.epochs == 3 * today.epochs and twice.lr == 2 * today.lr and twice.lr_end == today.lr_end
+            changed = {k for k, v in vars(today).items() if vars(longer)[k] != v}
+            margin = {"a2"} if words[0] == "mama.py" and today.margin_schedule != "none" else set()
+            of_script = {"period"} if words[0] == "temperature_schedules.py" else margin
+            assert changed == {"epochs", "warmup_epochs"} | of_script, name
+            for key in changed:
+                factor = 0.1 if key == "a2" else 10
+                assert vars(longer)[key] == pytest.approx(factor * vars(today)[key]), (name, key)
+        assert len(counts) == 1, name  # tuned alike
+    first, second = (lengths.claims.runs_of("ts-long-tail", "full", 3, 5)[0][arm][0][0] for arm in ("cosine", "fixed"))
+    kept = claims.ROOT / "benchmarks" / "results" / "claims"  # the runs there are: a changed word would lose them
+    assert (kept / lengths.claims.file_of(lengths.scaled(first, 1)).name).is_file()
+    assert (kept / lengths.claims.file_of(lengths.scaled(second, 1)).name).is_file()
+
+
+@pytest.mark.parametrize("points, words", [
+    ([(310, 2, 1), (930, 3, 1)], "holds from 310 steps on"),
+    ([(1692, 2, 1), (564, -3, 1), (5640, 3, 1)], "holds from 1,692 steps on"),
+    ([(564, 3, 1), (1692, -1, 2), (5640, 3, 1)], "holds from 5,640 steps on"),
+    ([(564, -3, 1), (1692, 0, 2), (5640, -2, 1)], "does not hold up to 5,640 steps"),
+    ([(564, -3, 1), (5640, -0.5, 1)], "not decidable"), ([(564, 3, 1), (5640, -2, 1)], "not decidable"),
+    ([(564, 3, 1), (5640, 1, math.inf)], "not decidable"), ([], "not decidable")])
+def test_verdicts_over_lengths(lengths, points, words):
+    assert lengths.verdict(points) == words
+
+
+def test_lengths_are_tuned_at_three_and_keep_the_choice(lengths, tmp_path, monkeypatch):
+    """Trials, then rates of the best, then pairs; ten times as long with the same choice; one table and picture."""
+    monkeypatch.setattr(lengths.claims, "CLAIMS", {"claim": CLAIM})
+    monkeypatch.setattr(lengths, "PAPER", {"claim": {"b": {"their data": 1.5}}})
+
+    def record(words, val, test):
+        lengths.claims.file_of(words).write_text(json.dumps(
+            {"command": "python " + " ".join(words), "commit": "c", "machine": "m", "wall_s": 36.0,
+             "steps": int(words[words.index("--epochs") + 1]) * 10, "val": {"set": {"R@1": val}},
+             "test": {"set": {"R@1": test}}}))
+    what = (2, [2.0], 3)
+    assert lengths.hours("claim", 3, *what)[0] == 2 * (2 + 1 + 3)
+    first = lengths.wanted("claim", 10, *what)
+    assert [w[5:7] for w in first] == [["--x", "1"], ["--x", "2"], ["--y", "1"], ["--y", "2"]]
+    assert all(w[7:] == ["--epochs", "30", "--warmup-epochs", "3"] and w[2] == "1000" for w in first)
+    for k, words in enumerate(first):
+        record(words, val=10 + (k in (1, 2)), test=99 - k)
+    rates = lengths.wanted("claim", 3, *what)
+    assert [w[5:7] + w[-2:] for w in rates if not lengths.claims.file_of(w).exists()] == [
+        ["--x", "2", "--lr", "0.004"], ["--y", "1", "--lr", "0.004"]]
+    for k, words in enumerate(rates):
+        record(words, val=12 - 4 * k, test=0)  # better for a, worse for b
+    for length in (3, 10):
+        pairs = lengths.wanted("claim", length, *what)
+        assert [w[2] for w in pairs] == list("001122") and all(w[8] == str(10 * length) for w in pairs)
+        assert [w[-2:] == ["--lr", "0.004"] for w in pairs] == [True, False] * 3
+        for k, words in enumerate(pairs):
+            record(words, val=0, test=50 + k if k % 2 else 50 + k + length)
+        assert not lengths.wanted("claim", length, *what)
+    assert lengths.hours("claim", 3, *what)[0] == 0
+    table = lengths.write_tables(["claim"], [3, 10], *what)
+    assert "| a beats b | a - b | 300: +2.0 ± 0.0 (3) | 1,000: +9.0 ± 0.0 (3) | +1.5 their data | " in table
+    assert table.endswith("| holds from 300 steps on |")
+    kept = json.loads((tmp_path / "claims_lengths.json").read_text())["claim"]["lengths"]["10"]["arms"]["a"]
+    assert [t["chosen"] for t in kept["tuning"]] == [False, False, True] and kept["flags"].endswith("--lr 0.004")
+    assert (tmp_path / "claims_lengths" / "claim.png").is_file()
+    assert "| claim | a | 300 | `--x 2 --epochs 30" in (tmp_path / "claims_lengths.md").read_text()
+
+
 def test_rows_of_questions_name_flags_and_are_written(tmp_path, monkeypatch):
     """Every row is parsed by mama.py; a table of two records has their means, and names what was not run."""
     import mama

