@@ -32,15 +32,26 @@ import shutil
 import signal
 import stat
 import sys
+import tempfile
 import time
 import typing
 import warnings
+import weakref
 import zlib
 from pathlib import Path
 
 # Before torch: its threads spin while they wait, which makes a step on a busy machine 3 to 10 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers' threads and forked loader workers do not mix
+# Cores that this process may use, which SLURM and taskset restrict; torch's threads may be bound to fewer.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+try:
+    tempfile.gettempdir()  # torch needs one before it can be imported
+except OSError as nowhere:
+    print(f"error: no folder takes temporary files ({nowhere.strerror}): is the disk full? TMPDIR names another",
+          file=sys.stderr, flush=True)
+    sys.exit(2)
 
 import numpy as np
 import torch
@@ -53,6 +64,13 @@ from torch.utils.checkpoint import checkpoint
 # ================================================== errors ===========================================================
 class UserError(ValueError):
     """Something the user can mend: one line that says what, where and what to do. Exit code 2 at the entry point."""
+
+
+class Stopped(Exception):
+    """A signal asks the run to end in the middle of an evaluation: raised by all processes together."""
+
+
+signals = []  # that asked this process's run to end, and that a step or an evaluation will heed
 
 
 def first_line(error):
@@ -89,11 +107,16 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 @contextlib.contextmanager
 def clean_exit():
     """Entry point: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
+    if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"}:
+        end_with_parent(signal.SIGTERM)  # `accelerate launch` of one process does not pass on what ends it
     try:
         yield
-    except (UserError, OSError, RuntimeError, MemoryError) as error:
+    except Exception as error:
         words = plain_words(error)
         if not words:
+            if over_nccl():
+                sys.excepthook(*sys.exc_info())
+                leave_processes(1)
             raise
         error = printable(words)
         if int(os.environ.get("RANK", 0)) == 0:
@@ -105,14 +128,16 @@ def clean_exit():
             time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
             # reached where this process failed alone
             print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr, flush=True)
-        leave_processes()
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's: workers that are ended now are no news
+        leave_processes(2)
         sys.exit(2)
     except SystemExit:  # a signal, after its checkpoint
         leave_processes()
         raise
     except KeyboardInterrupt:  # before the loop, or a second one
         print("stopped", file=sys.stderr, flush=True)
-        leave_processes()
+        leave_processes(128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     leave_processes()
 
@@ -141,12 +166,34 @@ def plain_words(error):
 
 def worker_died(error):
     """What to do when a DataLoader says that one of its processes is gone; it may say so in the middle of any call."""
+    if re.search("(?i)bus error|shared memory|shm", f"{error} {error.__cause__}"):
+        return ("a loader worker died: shared memory (/dev/shm) is full; in Docker start the container with --shm-size "
+                "8g or --ipc=host, or try fewer --workers")
     return (f"a loader worker died or hangs ({first_line(error)}); too little memory, perhaps: try fewer --workers, or "
             "0 to see its own words")
 
 
-def leave_processes():
-    """Close the process group: left open, gloo's threads abort the interpreter now and then (exit code -6)."""
+def end_with_parent(number):
+    """From here on this process gets the signal when the one that started it ends, however it ends (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
+
+
+def over_nccl():
+    """Is there a process group whose messages go over NCCL?"""
+    return dist.is_initialized() and "nccl" in dist.get_backend()
+
+
+def leave_processes(failed=0):
+    """Close the process group: left open, gloo's threads abort the interpreter now and then (exit code -6).
+
+    failed: the exit code of a process that ends, perhaps alone. NCCL closes when all that is in flight is done, and the
+    others wait for this process there, up to half an hour: it goes at once, so that the launcher ends them."""
+    if failed and over_nccl():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failed)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -356,9 +403,26 @@ def check_finite(loss, step, tau, embeddings, keys):
 
 
 def set_threads(args):
-    """The launchers set one thread: share the cores between the local processes instead, unless --threads says more."""
+    """--threads, or OMP_NUM_THREADS; without these the local processes share the cores."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // local))
+    torch.set_num_threads(args.threads or threads_by_hand() or max(1, CORES // local))
+
+
+def threads_by_hand():
+    """OMP_NUM_THREADS as the user set it; 0 where nobody did. torchrun and accelerate launch set it as well, mostly to
+    1: then it is not in the environment that they were started in, which is that of the first parent without their own
+    variables."""
+    threads = re.match("[0-9]*", os.environ.get("OMP_NUM_THREADS", ""))[0] or 0
+    launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"}
+    if launched & os.environ.keys():
+        import psutil
+        try:
+            launcher = next(p for p in psutil.Process().parents() if not launched & p.environ().keys())
+            flag = "num_cpu_threads_per_process" in " ".join(launcher.cmdline()).replace("-", "_")  # of accelerate
+            threads = threads if flag or "OMP_NUM_THREADS" in launcher.environ() else 0
+        except (psutil.Error, OSError, StopIteration):  # not known: more than one thread is nobody's default
+            threads = 0 if threads == "1" else threads
+    return int(threads)
 
 
 def set_up(args):
@@ -369,7 +433,6 @@ def set_up(args):
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedDataParallelKwargs
 
-    set_threads(args)
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -382,10 +445,12 @@ def set_up(args):
     if not dist.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)  # a second run in one process may choose anew
     try:
-        return Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,
-                           project_dir=args.output_dir, kwargs_handlers=[ddp])
+        accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,
+                                  project_dir=args.output_dir, kwargs_handlers=[ddp])
     except ValueError as error:  # e.g. fp16 on a CPU
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
+    set_threads(args)  # after the Accelerator, which sets threads of its own where OMP_NUM_THREADS is not there
+    return accelerator
 
 
 # ================================================== losses on any card ===============================================
@@ -1282,7 +1347,7 @@ class Data:
             return
         order = ([(epoch, i) for i in index] for epoch, index in mine)
         views, how = _Views(self, batches.augments, batches.seed), loader_options(batches)
-        yield from torch.utils.data.DataLoader(views, batch_sampler=order, collate_fn=collate, **how)
+        yield from Loader(views, batch_sampler=order, collate_fn=collate, **how)
 
 
 def make_table(captions, keys, sources=None, classes=None, **columns):
@@ -1582,12 +1647,21 @@ def open_table(kind, name, gated="", **files):
     import datasets
     try:
         with quiet_datasets():
-            return datasets.load_dataset(kind, **files)
+            return datasets.load_dataset(kind, **(files or _literal(kind)))
     except Exception as error:
         reason = error.__cause__ or error
         if "gated" in f"{error} {reason}".lower():
             raise UserError(gated_message(name, gated or name)) from error
         raise UserError(f"--dataset {name}: {guard('plain_words', error, reason) or hub_reason(reason)}") from error
+
+
+def _literal(path):
+    """What `datasets` would find in a folder whose path holds signs of its patterns, as keywords of load_dataset."""
+    if not glob.has_magic(path) or not os.path.isdir(path):
+        return {}
+    from datasets.data_files import get_data_patterns
+    place = glob.escape(os.path.realpath(path))
+    return {"data_files": {s: [f"{place}/{p}" for p in found] for s, found in get_data_patterns(place).items()}}
 
 
 def gated_message(name, repo):
@@ -1995,15 +2069,46 @@ def watched(batches, workers):
 def loader_options(batches):
     """Keywords of a DataLoader: workers with one thread each, a generator of their own, two or four batches ahead."""
     ahead = 2 if batches.data.clip else 4
-    return dict(num_workers=batches.workers, worker_init_fn=_place_worker, pin_memory=batches.device.type == "cuda",
-                generator=torch.Generator().manual_seed(batches.seed), timeout=LOADER_SECONDS * bool(batches.workers),
-                prefetch_factor=ahead if batches.workers else None)
+    return dict(num_workers=batches.workers, pin_memory=batches.device.type == "cuda",
+                generator=torch.Generator().manual_seed(batches.seed),
+                prefetch_factor=ahead if batches.workers else None, **worker_options(batches.workers))
+
+
+class Loader(torch.utils.data.DataLoader):
+    """A DataLoader whose workers begin with SIGTERM held back, until they have left the process group."""
+
+    def __iter__(self):
+        if not self.num_workers or not hasattr(signal, "pthread_sigmask"):
+            return super().__iter__()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def worker_options(workers):
+    """Keywords of any DataLoader with so many workers: in a place of their own, and not waited for without end."""
+    if not workers:
+        return {}
+    start = "fork" if sys.platform == "linux" else None  # a server of forks would be ended by a signal to the group
+    return dict(worker_init_fn=_place_worker, timeout=LOADER_SECONDS, multiprocessing_context=start)
 
 
 def _place_worker(_):
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the main process decides
+    """First in a worker. A scheduler's SIGTERM and Ctrl-C go to the whole process group: the main process decides."""
+    with contextlib.suppress(AttributeError, OSError):  # Windows has no groups
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that Loader held back
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    end_with_parent(signal.SIGKILL)
+    torch.set_num_threads(1)
+
+
+being_read = weakref.WeakSet()  # of raw batches, by generators whose workers end with them
 
 
 class Batches:
@@ -2021,7 +2126,8 @@ class Batches:
         self.data, self.augments, self.transform, self.device, self.seed = data, augments, transform, device, seed
         self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
         self.max_bad_fraction, self.folder, self.bad = max_bad_fraction, folder, {}
-        self.positions, self.workers, self.compiled = dict(positions or {}), min(workers, os.cpu_count() or 1), compiled
+        self.positions, self.compiled = dict(positions or {}), compiled
+        self.workers = 0 if data.pixels is not None else min(workers, CORES)  # those that are started
         data.raw_batches(self)  # nothing is read yet, but a stream refuses now what it cannot do
 
     def __iter__(self):
@@ -2029,6 +2135,7 @@ class Batches:
         if self.compiled:  # in this process: workers get plain views
             finish = [torch.compile(f, dynamic=False) for f in finish]
         source = watched(self.data.raw_batches(self), self.workers)
+        being_read.add(source)
         for step in range(self.first, self.last):
             began = time.perf_counter()
             raw = next(source)
@@ -2191,8 +2298,10 @@ def between(low, high=math.inf, kind=float, words=""):
 
 
 positive = between(math.nextafter(0, 1), words="> 0")          # temperatures, periods
-nonnegative = between(0)                                       # weights, learning rates
+nonnegative = between(0)                                       # weights, strengths
+rate = between(0, 1e30)                                        # learning rates, weight decay: float32 holds the step
 part = between(0, 1)                                           # probabilities, shares
+below_one = between(0, 1 - 1e-7, words="at least 0 and below 1")  # betas, momentum
 count = between(1, 10**9, int, words="at least 1")             # sizes, rounds
 whole = between(0, 10**9, int, words="at least 0")             # 0 = off
 
@@ -2255,7 +2364,7 @@ class Parser(OneLine):
                        help="continue this run exactly, from its last checkpoint; needs no other flag")
         g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU even where there is a GPU")
         g.add_argument("--threads", type=between(0, 1024, int), default=0,
-                       help="CPU threads of each process; 0 = cores / local processes")
+                       help="CPU threads of each process; 0 = OMP_NUM_THREADS, or cores / local processes")
         g.add_argument("--compile", action=yesno, default=False,
                        help="torch.compile the encoders and the colour operations of the views")
         g.add_argument("--save-every", type=whole, default=1000,
@@ -2434,6 +2543,7 @@ class Run:
             compare = open_room("tools.check").compare
             self.twins = on_main(compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
+        self.unevaluated, self.bar, self.handlers = False, None, {}
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def count_steps(self):
@@ -2491,7 +2601,9 @@ class Run:
             state = open_room("tools.checkpoints", "--resume").resume(self)
             self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
             self.wall_before = state.get("wall_s", 0.0)
-        self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, self.last)
+            self.unevaluated = state.get("unevaluated", False)  # stopped in the evaluation of that step
+        first = self.step in (0, self.last) or self.unevaluated
+        self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, first)
         return self.model, self.optimizer
 
     def batches(self, views, transform):
@@ -2514,16 +2626,15 @@ class Run:
         self.evaluator, self.after_val = evaluator, after_val
         self.banner(guess, lines)
         evaluator.check()
-        pieces = self.evaluate_val() if self.step in (0, self.last) else {}
+        with where_there():
+            open_room("tools.checkpoints", "checkpoint, and no --resume").listen(self)
+        pieces = self.evaluate_val() if self.step in (0, self.last) or self.unevaluated else {}
         if self.step == 0 and rank() == 0 and self.tokenizer and has_tool("figures"):
             before = {name: figures().similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
             write_json(self.folder / "similarity_before.json", before)
         tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
                         mininterval=1.0, miniters=1)
-        self.signal, self.handlers = 0, {}
-        with where_there():
-            open_room("tools.checkpoints", "checkpoint, and no --resume").listen(self)
         self.trained.train()
         self.own.train()
         self.clock, self.logged = time.perf_counter(), self.step
@@ -2550,7 +2661,7 @@ class Run:
             "evaluation": "; ".join(sizes), **({"WARNING": self.twins} if self.twins else {}),
             "model": f"{', '.join(towers)} parameters, {start}" + (f", beside them {beside:.2f} M" if beside else ""),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
-                         f"{args.mixed_precision}, {args.workers} workers each",
+                         f"{args.mixed_precision}, {self.data.workers} workers each",
             "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {args.batch_size - 1} negatives per anchor",
             "random guess": f"loss {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else ""),
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
@@ -2606,6 +2717,7 @@ class Run:
             self.save()
         if due["eval"] or due["save"]:
             self.clock, self.logged = time.perf_counter(), self.step  # the speed of training alone
+            number = self.asked_to_stop()
         if number and self.step < self.last:
             open_room("tools.checkpoints").stop(self, number, saved=due["save"])
 
@@ -2613,12 +2725,16 @@ class Run:
         """Every process learns of broken weights, and of a signal, on any of them; returns the signal's number or 0."""
         weights = [p.detach() for m in (self.trained, self.own) for p in m.parameters() if p.is_floating_point()]
         largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
-        mine = float(not math.isfinite(largest.item())), self.signal
+        mine = float(not math.isfinite(largest.item())), max(signals, default=0)
         broken, number = all_sum(*mine, device=self.device, op=dist.ReduceOp.MAX)
         if broken:
             raise UserError(f"the weights are not finite after step {self.step} (lr {self.lr:.4g}, keys "
                             f"{batch['keys'][:8]}); try a lower --lr, or --grad-clip 1")
         return int(number)
+
+    def asked_to_stop(self):
+        """The number of a signal that came to any of the processes, or 0. Collective."""
+        return int(all_sum(max(signals, default=0), device=self.device, op=dist.ReduceOp.MAX)[0])
 
     def ignore_no_more(self):
         """Signals do again what they did before the run listened to them."""
@@ -2626,9 +2742,19 @@ class Run:
             signal.signal(number, handler)
         self.handlers = {}
 
+    def evaluate(self, split):
+        """What the evaluator gives, or the end of the run by a signal. Collective."""
+        try:
+            return self.evaluator(split)
+        except Stopped:
+            self.unevaluated = True
+            saved = split == "test" or self.bar is None  # before the loop there is nothing new
+            return open_room("tools.checkpoints").stop(self, self.asked_to_stop(), saved)
+
     def evaluate_val(self):
         """Evaluate the val splits, log it, keep it in self.val; returns the picture pieces. Collective."""
-        self.val, _, self.val_pieces = self.evaluator("val")
+        self.val, _, self.val_pieces = self.evaluate("val")
+        self.unevaluated = False
         row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
         if self.after_val and self.val_pieces:
             self.after_val(row, self.val_pieces)
@@ -2653,11 +2779,11 @@ class Run:
         Returns: the summary."""
         from safetensors.torch import load_file
         self.bar.close()
-        self.ignore_no_more()
         save = functools.partial(save_model, self.folder, self.tower, self.tokenizer, self.spec)
         together(save if rank() == 0 else None, f"the model in {self.folder}")
         self.tower.load_state_dict(load_file(self.folder / "model.safetensors"))
-        test, chance, self.test_pieces = self.evaluator("test")
+        test, chance, self.test_pieces = self.evaluate("test")
+        self.ignore_no_more()
         summary, problems = self.summarize(test, chance) | extra, []
         if rank() == 0:
             try:
@@ -2785,7 +2911,11 @@ def start_run(args, script):
             raise UserError(f"--output-dir {args.output_dir}: cannot be written ({reason})") from error
         locks.append(lock)
         return folder
-    return on_main(open_it), next(iter(locks), None)
+    folder = on_main(open_it)
+    if world() > 1 and has_tool("run_folder"):
+        flag = f"--resume {folder}" if args.resume else f"--output-dir {args.output_dir}"
+        open_room("tools.run_folder").seen_by_all(folder, flag)
+    return folder, next(iter(locks), None)
 
 
 def _open_folder(args, script):
@@ -2870,11 +3000,11 @@ class Log:
 
     The main process alone writes."""
 
-    def __init__(self, folder, accelerator, tracker, tracker_id=None, config=None, first_step=0, total=0):
+    def __init__(self, folder, accelerator, tracker, tracker_id=None, config=None, first_step=0, again=False):
         self.path, self.accelerator, self.tracker, self.rows = Path(folder) / "metrics.jsonl", accelerator, tracker, []
         self.tracker_id = tracker_id
         if self.path.exists():  # a resumed run drops what its checkpoint had not seen
-            self.rows = open_room("tools.checkpoints", "--resume").kept_rows(self.path, first_step, total)
+            self.rows = open_room("tools.checkpoints", "--resume").kept_rows(self.path, first_step, again)
         if tracker:
             opened = open_room("tools.tracker", "--tracker").open_tracker
             self.tracker_id = opened(tracker, Path(folder), accelerator, tracker_id, config or {})

@@ -360,10 +360,10 @@ def parse_args(argv=None):
                    help="weights of the samples: a network learnt by Algorithm 1, or with the encoders (Table 8); "
                         "focal loss, self-paced learning, L2RW (Table 6); or 1")
     g.add_argument("--weight-hidden", type=count, default=100, help="hidden units of the weight network; MW-Net 100")
-    g.add_argument("--meta-lr", type=nonnegative, default=1e-3,
+    g.add_argument("--meta-lr", type=common.rate, default=1e-3,
                    help="beta, of its AdamW in --weighting meta (joint: --lr); paper: alpha, MW-Net 1e-3")
-    g.add_argument("--meta-weight-decay", type=nonnegative, default=1e-3, help="of that AdamW; authors' code 1e-3")
-    g.add_argument("--virtual-lr", type=nonnegative, default=0.0,
+    g.add_argument("--meta-weight-decay", type=common.rate, default=1e-3, help="of that AdamW; authors' code 1e-3")
+    g.add_argument("--virtual-lr", type=common.rate, default=0.0,
                    help="alpha of the virtual step; 0 = the learning rate of the moment")
     g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
                    help="how the weight network's gradient is found: equal, and forward takes 0.4 of the memory")
@@ -455,16 +455,16 @@ def parse_args(argv=None):
                    help="let BatchNorm see chunks: an approximation")
     g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
                    help="sgd takes --beta1 as its momentum")
-    g.add_argument("--lr", type=nonnegative, default=2e-4, help="peak learning rate")
-    g.add_argument("--lr-end", type=nonnegative, default=1e-5, help="last learning rate of the cosine")
+    g.add_argument("--lr", type=common.rate, default=2e-4, help="peak learning rate")
+    g.add_argument("--lr-end", type=common.rate, default=1e-5, help="last learning rate of the cosine")
     g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
     g.add_argument("--warmup-epochs", type=nonnegative, default=1.0,
                    help="epochs of linear warm-up; at most a tenth of the run")
-    g.add_argument("--weight-decay", type=nonnegative, default=0.02,
+    g.add_argument("--weight-decay", type=common.rate, default=0.02,
                    help="of matrices and kernels; none for biases, norms and scalars")
-    g.add_argument("--beta1", type=part, default=0.9, help="Adam's first moment")
-    g.add_argument("--beta2", type=part, default=0.999, help="Adam's second moment")
-    g.add_argument("--eps", type=nonnegative, default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
+    g.add_argument("--beta1", type=common.below_one, default=0.9, help="Adam's first moment")
+    g.add_argument("--beta2", type=common.below_one, default=0.999, help="Adam's second moment")
+    g.add_argument("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
     g.add_argument("--grad-clip", type=nonnegative, default=0.0, help="largest global gradient norm; 0 = off")
     g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
                    help="of the encoders; the loss is always float32")

@@ -363,16 +363,16 @@ def parse_args(argv=None):
                    help="let BatchNorm see chunks: an approximation")
     g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
                    help="sgd takes --beta1 as its momentum")
-    g.add_argument("--lr", type=nonnegative, default=2e-4, help="peak learning rate")
-    g.add_argument("--lr-end", type=nonnegative, default=1e-5, help="last learning rate of the cosine")
+    g.add_argument("--lr", type=common.rate, default=2e-4, help="peak learning rate")
+    g.add_argument("--lr-end", type=common.rate, default=1e-5, help="last learning rate of the cosine")
     g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
     g.add_argument("--warmup-epochs", type=nonnegative, default=1.0,
                    help="epochs of linear warm-up; at most a tenth of the run")
-    g.add_argument("--weight-decay", type=nonnegative, default=0.02,
+    g.add_argument("--weight-decay", type=common.rate, default=0.02,
                    help="of matrices and kernels; none for biases, norms and scalars")
-    g.add_argument("--beta1", type=part, default=0.9, help="Adam's first moment")
-    g.add_argument("--beta2", type=part, default=0.999, help="Adam's second moment")
-    g.add_argument("--eps", type=nonnegative, default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
+    g.add_argument("--beta1", type=common.below_one, default=0.9, help="Adam's first moment")
+    g.add_argument("--beta2", type=common.below_one, default=0.999, help="Adam's second moment")
+    g.add_argument("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
     g.add_argument("--grad-clip", type=nonnegative, default=0.0, help="largest global gradient norm; 0 = off")
     g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
                    help="of the encoders; the loss is always float32")

@@ -42,8 +42,8 @@ Differences from the paper and from the authors' code:
  4. Gradients: their no-grad gather with the loss times W is right only together with DDP's mean; ours is exact for any
     optimiser.
  5. MoCo's code is not released. Ours: one linear head, momentum 0.99. BatchNorm would let a query see its key through
-    the batch statistics; the keys are therefore encoded in a random order and in --key-splits groups, so that no key
-    shares its query's statistics. The default towers have no BatchNorm and nothing to leak.
+    the batch statistics; the keys are therefore encoded in a random order and in --key-splits groups of the global
+    batch, so that no key shares its query's statistics. The default towers have no BatchNorm and nothing to leak.
  6. SDCLR, as its authors' code: the second view goes through the pruned network (the smallest `prune` of all weights of
     the encoder's convolutions and linear layers together, masks refreshed every epoch), which has BatchNorms of its
     own, weights and statistics, in the head too; both branches receive the gradient. Theirs encodes the pruned view
@@ -229,11 +229,12 @@ def project(head, features):
 @torch.no_grad()
 def encode_keys(encoder, pixels, splits, seed):
     """MoCo's keys (B, D). With BatchNorm: in random order and in groups, so that no key shares the batch statistics of
-    its own query."""
+    its own query. splits: groups of the global batch, so that a group has as many images on any number of processes."""
     if not common.has_batchnorm(encoder):
         return encoder(pixels)
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed)).to(pixels.device)
-    groups = order.chunk(min(splits, max(1, len(pixels) // 2)))
+    least = 1 if pixels.is_cuda else min(splits, 2)                        # a CPU has no SyncBatchNorm for the queries
+    groups = order.tensor_split(min(max(least, splits // common.world()), max(1, len(pixels) // 2)))
     return torch.cat([encoder(pixels[g]) for g in groups])[order.argsort()]
 
 
@@ -311,7 +312,7 @@ def parse_args(argv=None):
     g.add_argument("--queue-size", type=count, default=10_000, help="K, keys in MoCo's queue; paper 10,000")
     g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder, 0..1")
     g.add_argument("--key-splits", type=count, default=8,
-                   help="groups in which MoCo's keys are encoded where the encoder has BatchNorm")
+                   help="groups of the global batch in which MoCo's keys are encoded where the encoder has BatchNorm")
     g.add_argument("--prune", type=part, default=0.9,
                    help="SDCLR: part of the weights that the second branch loses, the smallest of all layers together, "
                         "0..1; SDCLR 0.9, ImageNet100-LT 0.3")
@@ -404,16 +405,16 @@ def parse_args(argv=None):
                    help="let BatchNorm see chunks: an approximation")
     g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
                    help="sgd takes --beta1 as its momentum")
-    g.add_argument("--lr", type=nonnegative, default=2e-4, help="peak learning rate")
-    g.add_argument("--lr-end", type=nonnegative, default=1e-5, help="last learning rate of the cosine")
+    g.add_argument("--lr", type=common.rate, default=2e-4, help="peak learning rate")
+    g.add_argument("--lr-end", type=common.rate, default=1e-5, help="last learning rate of the cosine")
     g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
     g.add_argument("--warmup-epochs", type=nonnegative, default=1.0,
                    help="epochs of linear warm-up; at most a tenth of the run")
-    g.add_argument("--weight-decay", type=nonnegative, default=0.02,
+    g.add_argument("--weight-decay", type=common.rate, default=0.02,
                    help="of matrices and kernels; none for biases, norms and scalars")
-    g.add_argument("--beta1", type=part, default=0.9, help="Adam's first moment")
-    g.add_argument("--beta2", type=part, default=0.999, help="Adam's second moment")
-    g.add_argument("--eps", type=nonnegative, default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
+    g.add_argument("--beta1", type=common.below_one, default=0.9, help="Adam's first moment")
+    g.add_argument("--beta2", type=common.below_one, default=0.999, help="Adam's second moment")
+    g.add_argument("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
     g.add_argument("--grad-clip", type=nonnegative, default=0.0, help="largest global gradient norm; 0 = off")
     g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
                    help="of the encoders; the loss is always float32")
@@ -542,7 +543,8 @@ def main(args):
 
         inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
         if args.loss == "moco":
-            keys = encode_keys(own["key"], inputs.pop(1), args.key_splits, args.seed + run.step)            # (B, D)
+            with run.accelerator.autocast():                               # as the queries
+                keys = encode_keys(own["key"], inputs.pop(1), args.key_splits, args.seed + run.step)        # (B, D)
         z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; of MoCo q alone
         if args.loss == "moco":                                            # at first with the batch's own keys
             queue = own["queue"].get() if run.step else gather(keys)       # (up to K, D)

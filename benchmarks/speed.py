@@ -31,13 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 
-from claims import machine  # noqa: E402
-
 import mama  # noqa: E402
 import mmts  # noqa: E402
 import ncl  # noqa: E402
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
+from claims import machine  # noqa: E402
 from sets import memory  # noqa: E402
 
 

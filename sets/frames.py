@@ -37,7 +37,7 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
         if not inside and os.path.exists(source) and not os.path.isfile(source):
             raise ValueError("not a regular file")  # a pipe would be waited for
         file = io.BytesIO(source) if inside else str(source)
-        with av.open(file, metadata_errors="ignore") as container:
+        with _open(file) as container:
             cover = av.stream.Disposition.attached_pic  # the cover of an mp3 is no video
             stream = next((s for s in container.streams.video if not s.disposition & cover), None)
             if stream is None:
@@ -65,11 +65,16 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
     return np.stack(pictures + pictures[-1:] * (n - len(pictures)))  # (n, H, W, 3)
 
 
+def _open(file):
+    """av.open for reading; a title that is not UTF-8 is no fault (PyAV 19 never minds, those before are told so)."""
+    import av
+    return av.open(file, **({"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}))
+
+
 @functools.lru_cache(maxsize=1024)
 def duration(path):
     """Seconds of a video file, by its packets. Raises as read_frames."""
-    import av
-    with av.open(path, metadata_errors="ignore") as container:
+    with _open(path) as container:
         times = _times(container, container.streams.video[0], None, None)
         return times.seconds[-1] + times.tail
 
@@ -223,10 +228,11 @@ def _rgb(frame, short):
     w, h = frame.width, frame.height
     if short and min(w, h) > short:
         w, h = (max(short, round(side * short / min(w, h))) for side in (w, h))
+    size = {"width": w, "height": h, "threads": 1}  # PyAV 19 keeps its threads, and a forked loader waits for them
     if frame.format.name in ALPHA:
-        x = frame.to_ndarray(format="rgba", width=w, height=h).astype(np.int32)  # (H, W, 4)
+        x = frame.to_ndarray(format="rgba", **size).astype(np.int32)  # (H, W, 4)
         rgb, alpha = x[..., :3], x[..., 3:]
         x = ((rgb * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)  # (H, W, 3)
     else:
-        x = frame.to_ndarray(format="rgb24", width=w, height=h)  # (H, W, 3)
+        x = frame.to_ndarray(format="rgb24", **size)  # (H, W, 3)
     return np.rot90(x, frame.rotation // 90) if frame.rotation else x

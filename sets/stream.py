@@ -111,8 +111,8 @@ class Stream:
             common.say(f"--workers: {batches.workers} cut to {workers}, one shard each at least")
         batches.workers = workers
         views = StreamViews(self, batches.augments, batches.seed, common.rank(), processes, dict(batches.positions))
-        loader = torch.utils.data.DataLoader(views, batch_size=batches.local, drop_last=True,
-                                             collate_fn=common.collate, **common.loader_options(batches))
+        loader = common.Loader(views, batch_size=batches.local, drop_last=True,
+                               collate_fn=common.collate, **common.loader_options(batches))
 
         def read():  # the workers start with the first batch
             yield from loader

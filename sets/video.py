@@ -7,6 +7,8 @@ The `clip` of a data set is callable: clip(source, start=None, end=None, draws=N
 import functools
 import hashlib
 import os
+import secrets
+import socket
 from pathlib import Path
 
 import common
@@ -73,7 +75,8 @@ class Clips:
         from PIL import Image
         if len(frames) * frames.shape[1] > JPEG_ROWS:  # not cached
             return _channels_first(frames)
-        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        # two containers may have the same process numbers
+        temporary = file.with_suffix(f".{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
         tall = frames.reshape(-1, *frames.shape[2:])  # (keep * H, W, 3)
         with common.writing(f"--frame-cache {self.cache}"):  # no fault of this video, so no bad sample
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -186,6 +186,19 @@ def write_video(path, frames, codec="libx264", fps=10, at=None, pixels="yuv420p"
     return Path(path)
 
 
+def drift(got, wanted, start):
+    """How far apart two trainings from `start` ended: of each tensor |got - wanted| / |wanted - start|, the largest.
+
+    A few steps of SGD: rounding gives 1e-6 to 1e-2, a wrong gradient 0.5 and more. A tensor that moves less than a
+    hundredth of all is measured by that hundredth: some gradients are nothing but rounding."""
+    assert got.keys() == wanted.keys() <= start.keys()
+    way = {k: (v - start[k]).double().norm() for k, v in wanted.items() if v.is_floating_point()}
+    least = sum(x ** 2 for x in way.values()) ** 0.5 / 100
+    assert least > 0, "nothing was trained"
+    apart = {k: (got[k] - wanted[k]).double().norm() / max(x, least) for k, x in way.items()}
+    return max((x if x.isfinite() else x.new_tensor(float("inf"))).item() for x in apart.values())
+
+
 def of_set(base, flags):
     """A test's usual flags without those that have no part beside `flags`: --clips of another set than moving-emoji,
     meta-data without a look ahead, the number of clusters where classes are counted."""

@@ -15,10 +15,10 @@ import common
 import numpy as np
 import pytest
 import torch
-from helpers import TEXT, frame, frame_number, open_splits, write_captions, write_rows, write_video
 from PIL import Image
 
 import mama
+from helpers import TEXT, frame, frame_number, open_splits, write_captions, write_rows, write_video
 from tools import caption, extra_captions
 
 ROOT = Path(__file__).parent.parent
@@ -321,22 +321,37 @@ def test_greedy_captions_do_not_depend_on_the_batch_and_sampled_ones_on_the_seed
 
 
 # ---------------------------------------------------- going on ------------------------------------------------------
+def caption_and_wait(flags, said):
+    """tools.caption, its words in a file; before its 30th clip it waits to be killed, which may come late."""
+    sys.stdout = sys.stderr = open(said, "w", buffering=1, encoding="utf8")
+    calls, read = [], caption.read_candidates
+
+    def read_and_wait(*args):
+        calls.append(args)
+        if len(calls) == 30:
+            time.sleep(600)
+        return read(*args)
+    caption.read_candidates = read_and_wait
+    caption.main(flags)
+
+
 def test_a_killed_call_goes_on_and_writes_nothing_twice(models, videos, tmp_path):
     own = write_rows(tmp_path / "own.csv", ["video", "start", "end", "caption"],
                      [("d", k / 50, 2, "x") for k in range(40)])
     flags = ["--dataset", own, "--video-dir", videos, "--model", models["llava"], "--grid", "1x1", "--key-frames", 1,
              "--candidates", 8, "--cell", 32, "--frame-encoder", "colour", "--max-new-tokens", 6, "--batch", 1, "--cpu",
              "--temperature", 1, "--seed", 3, "--show", 0]
-    command = [sys.executable, "-m", "tools.caption", *map(str, flags), "--out", str(tmp_path / "killed.csv")]
-    said = open(tmp_path / "said.txt", "w+", encoding="utf8")
-    child = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+    said = tmp_path / "said.txt"
+    said.touch()
+    killed = [*map(str, flags), "--out", str(tmp_path / "killed.csv")]
+    child = launch.server().Process(target=caption_and_wait, args=(killed, said))
+    child.start()
     part = tmp_path / "killed.csv.part0"
-    until = time.monotonic() + 240  # a busy machine
-    while not (part.exists() and part.read_text().count('"video"') > 2) and time.monotonic() < until:
+    while not (part.exists() and part.read_text().count('"video"') > 2):
+        assert child.is_alive(), said.read_text()
         time.sleep(0.01)
     child.kill()
-    child.wait()
-    assert part.exists(), (tmp_path / "said.txt").read_text()
+    child.join(300)
     lines = [line for line in part.read_text().splitlines() if line]
     assert 2 < len(lines) and not (tmp_path / "killed.csv").exists(), "killed too late"
     part.write_text(part.read_text() + '{"video": "d.mp4", "start": 0.78, "en')  # cut in the middle of a line
@@ -360,7 +375,7 @@ def test_two_processes_write_the_file_that_one_writes(models, videos, tmp_path):
              "--key-frames", 4, "--candidates", 8, "--neighbours", 2, "--cell", 32, "--frame-encoder", "colour",
              "--max-new-tokens", 6, "--batch", 2, "--cpu", "--temperature", 1]
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
-                           "tools.caption", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=200)
+                           "tools.caption", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert rows_of(tmp_path / "two.csv") == one and done.stdout.count("5 captions; 1 clips") == 1
     assert not list(tmp_path.glob("*.part*"))

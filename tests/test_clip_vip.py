@@ -5,13 +5,14 @@ import json
 import common
 
 import pytest
-import runs
 import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel
 
 import eval as evaluation
+import launch
 import mama
+from helpers import drift
 from tools import clip_vip
 
 TOWER = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
@@ -232,7 +233,8 @@ def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path, monkeypat
         image, text, _ = model(torch.randn(2, 3, 3, 32, 32), tokenizer(["red apple", "green pear"]))
     assert image.shape == text.shape == (2, 16)
     done = evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--split", "test",
-                                                  "--tasks", "retrieval", "--output-dir", str(tmp_path / "eval")]))
+                                                  "--threads", "1", "--tasks", "retrieval", "--output-dir",
+                                                  str(tmp_path / "eval")]))
     metrics = done["datasets"]["moving-emoji"]["metrics"]["retrieval"]
     assert metrics["text_to_image"]["R@10"] == summary["test"]["moving-emoji"]["text_to_image"]["R@10"]
     pair = ["--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", str(clip[0])]
@@ -246,13 +248,12 @@ def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path, monkeypat
 
 def test_chunks_and_processes_give_the_same_step(clip, tmp_path):
     """SGD, so that the step is as near as the gradients are."""
-    plain = ["--frames", "2", "--max-steps", "2", "--weighting", "focal", "--optimizer", "sgd", "--lr", ".1"]
+    plain = ["--frames", "2", "--max-steps", "2", "--weighting", "focal", "--optimizer", "sgd", "--lr", ".02",
+             "--grad-clip", "0"]
     of = {}
-    for name, more, processes in (("whole", [], 1), ("chunks", ["--chunk-size", "5"], 1), ("two", [], 2)):
-        runs.finish("mama", flags(clip, tmp_path, *plain, "--run-name", name, *more), tmp_path / "log.txt", processes)
+    for name, more, processes in (("start", ["--lr", "0"], 1), ("whole", [], 1), ("chunks", ["--chunk-size", "5"], 1),
+                                  ("two", [], 2)):
+        launch.finish("mama", flags(clip, tmp_path, *plain, "--run-name", name, *more), tmp_path / "log.txt", processes)
         of[name] = common.load_model(tmp_path / name)[0].state_dict()
-    start = model_of(clip).state_dict()["vision.body.clip.encoder.layers.0.mlp.fc1.weight"]
-    assert not torch.allclose(of["whole"]["vision.body.clip.encoder.layers.0.mlp.fc1.weight"], start, atol=1e-4)
     for name in ("chunks", "two"):
-        assert of["whole"].keys() == of[name].keys()
-        assert all(torch.allclose(v, of[name][k], rtol=1e-3, atol=2e-5) for k, v in of["whole"].items()), name
+        assert drift(of[name], of["whole"], of["start"]) < 0.05, name

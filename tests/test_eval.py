@@ -11,17 +11,17 @@ import common
 import datasets
 import numpy as np
 import pytest
-import runs
 import torch
 import torch.nn.functional as F
-from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
 from sklearn.svm import LinearSVC
+
+import eval as evaluation
+import launch
+import temo
+from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
 from test_temperature_schedules import cifar  # noqa: F401
-
-import eval as evaluation
-import temo
 from tools import towers
 
 
@@ -43,7 +43,7 @@ def test_it_gives_the_numbers_of_the_run(run):
     got = result["datasets"]["emoji"]["metrics"]
     assert got["retrieval"]["text_to_image"] == own["text_to_image"] and got["retrieval"]["R-Mean"] == own["R-Mean"]
     assert got["knn"]["k=1"]["top1"] == own["knn@1"]["top1"]
-    assert got["gap"]["modality_gap"] == pytest.approx(own["modality_gap"])
+    assert got["gap"]["modality_gap"] == pytest.approx(own["modality_gap"], rel=1e-4)
     assert (run / "eval" / "eval.json").exists() and (run / "eval" / "retrieval.png").exists()
 
 
@@ -196,9 +196,9 @@ def test_clip_by_folder(tmp_path, tokenizer):  # noqa: F811
 def test_two_processes_count_each_item_once(run, tmp_path):
     flags = ["--checkpoint", str(run), "--cpu", "--tasks", "retrieval", "zero-shot", "knn", "gap", "--output-dir"]
     evaluation.main(evaluation.parse_args([*flags, str(tmp_path / "1")]))
-    runs.finish("eval", [*flags, tmp_path / "2"], tmp_path / "log", processes=2)
+    launch.finish("eval", [*flags, tmp_path / "2"], tmp_path / "log", processes=2)
     a, b = (common.flatten(json.loads((tmp_path / n / "eval.json").read_text())["datasets"]) for n in "12")
-    assert a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-4) for k in a)
+    assert a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-3, abs=1e-3) for k in a)
     assert (tmp_path / "log").read_text().count("written to") == 1
 
 
@@ -394,7 +394,7 @@ def test_other_videos_are_seen_as_in_training(tmp_path):
     own = temo.main(temo.parse_args([*map(str, flags), "--run-name", "r"]))["test"][str(tmp_path / "videos")]
     found = evaluate("--checkpoint", tmp_path / "r", "--tasks", "gap")["datasets"][str(tmp_path / "videos")]["metrics"]
     assert found["clips"] == own["clips"] == 4
-    assert found["gap"]["modality_gap"] == pytest.approx(own["modality_gap"], rel=1e-5)
+    assert found["gap"]["modality_gap"] == pytest.approx(own["modality_gap"], rel=1e-4)
 
 
 def test_a_streamed_run_is_tested_on_what_it_held_out(tmp_path):

@@ -11,9 +11,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from helpers import CLASSES, encode, picture, tar_samples, write_parquet_images, write_tar
 
 import temo
+from helpers import CLASSES, encode, picture, tar_samples, write_parquet_images, write_tar
 from sets import hub as hub_sets
 from sets.stream import Stream
 

@@ -106,7 +106,7 @@ def peaks():
 
     def measure(form):
         command = [sys.executable, "-c", PEAK, form]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
         lines = [[float(x) for x in line.split()] for line in done.stdout.splitlines()]
         return dict(zip(["temo", "cwcl", "nt_xent"], lines, strict=True))

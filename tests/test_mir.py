@@ -10,12 +10,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from helpers import frame_number, write_rows, write_video
 from safetensors.torch import save_file
 from transformers import CLIPConfig
 
 import eval as evaluation
 import temo
+from helpers import frame_number, write_rows, write_video
 from sets import epic as sets_epic
 from sets import moving_emoji, ssv2
 

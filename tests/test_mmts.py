@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import of_set, write_captions, write_rows, write_video
 from safetensors.torch import load_file
 
 import eval as evaluation
 import mmts
+from helpers import of_set, write_captions, write_rows, write_video
 from tools import clusters as tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -467,8 +467,8 @@ def test_what_a_run_leaves(run):
 
 def test_eval_evaluates_it(run, tmp_path):
     folder, summary = run
-    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(folder), "--cpu", "--tasks", "retrieval",
-                                                    "--output-dir", str(tmp_path)]))
+    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(folder), "--cpu", "--threads", "1",
+                                                    "--tasks", "retrieval", "--output-dir", str(tmp_path)]))
     found = result["datasets"]["moving-emoji"]["metrics"]["retrieval"]
     assert found["text_to_image"] == summary["test"]["moving-emoji"]["text_to_image"]
 
@@ -511,7 +511,7 @@ def test_every_flag_acts(words, short, tmp_path):
     main(tmp_path / "a", *words.split(), "--max-steps", 2)
     ours, default = losses(tmp_path / "a"), losses(short)
     if words.startswith(("--loss-block", "--chunk")):
-        assert ours == pytest.approx(default, rel=1e-4)
+        assert ours == pytest.approx(default, rel=1e-3)
     else:
         assert ours[1] != default[1] and (ours[0] != default[0]) != words.startswith("--period")  # step 0: the top
 
@@ -697,7 +697,7 @@ def test_two_processes_are_one(run, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "mmts.py", *TINY,
                "--output-dir", str(tmp_path), "--run-name", "two"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = rows(run[0]), rows(tmp_path / "two")
     for a, b in zip(one, two, strict=True):

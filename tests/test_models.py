@@ -12,9 +12,7 @@ from pathlib import Path
 import common
 
 import pytest
-import runs as runs_of_scripts
 import torch
-from helpers import write_captions
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
@@ -26,9 +24,11 @@ from transformers import (
     DistilBertModel,
 )
 
+import launch
 import mama
 import ncl
 import temo
+from helpers import write_captions
 
 SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12,
             text_pooling="mean", image_stats="half", eval_resize="crop")
@@ -289,11 +289,11 @@ def test_experts(tmp_path, tokenizer, runs):
     # the runs of Tables 9 and 10, without I~ and T~: on one process, and on two in row blocks, the same curve
     flags += ["--unimodal", "none", "--blend", "fixed", "--lr", "3e-4", "--run-name"]
     temo.main(temo.parse_args([*flags, "one"]))
-    runs_of_scripts.finish("temo", [*flags, "two", "--loss-block", "3"], tmp_path / "log", processes=2)
+    launch.finish("temo", [*flags, "two", "--loss-block", "3"], tmp_path / "log", processes=2)
     one, two = ([r for r in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
                  if "loss" in r] for name in ("one", "two"))
     for name in ("loss", "L_MM", "L_M-MM", "tau_pos", "tau_neg"):
-        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-4)
+        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-3)
     assert one[0]["tau_pos"] == pytest.approx(0.15)  # 0.05 + 0.1 sqrt(1): an image is like itself
 
 
@@ -338,7 +338,7 @@ def test_no_hub_for_the_tokenizer_is_one_line(tmp_path):
     code = ("import common, sys\nwith common.clean_exit():\n"
             "    common.build_tokenizer('openai/clip-vit-base-patch32', 77)")
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(temo.__file__).parent, capture_output=True, text=True,
-                          env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}, timeout=120)
+                          env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}, timeout=900)
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and "download it once and give the folder" in lines[0]
 

@@ -11,13 +11,13 @@ import common
 
 import numpy as np
 import pytest
-import runs
 import torch
-from helpers import of_set, write_rows, write_video
 from safetensors.torch import load_file
 
 import eval as evaluation
+import launch
 import mama
+from helpers import drift, of_set, write_rows, write_video
 from tools import answers, score
 
 CPU = torch.device("cpu")
@@ -418,15 +418,18 @@ def test_meta_gradient_of_questions(task, similarity, block):
         assert a.isfinite().all() and a.any() and torch.allclose(a, b, rtol=1e-5, atol=1e-10)
 
 
+SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()  # as near as gradients are
+
+
 def test_chunks_are_exact(tmp_path):
     """--chunk-size encodes questions and choices in parts: the losses and the weights of the whole batch."""
-    flags = ["--task", "qa-choice", "--weighting", "none", "--lr", "1e-4"]
-    for name, chunk in (("whole", 0), ("parts", 5)):
-        main(tmp_path / name, *flags, "--chunk-size", str(chunk))
-    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert all(torch.allclose(a[k], b[k], rtol=1e-2, atol=2e-5) for k in a)
+    flags = ["--task", "qa-choice", "--weighting", "none", *SGD]
+    for name, chunk, lr in (("start", 0, 0), ("whole", 0, 0.02), ("parts", 5, 0.02)):
+        main(tmp_path / name, *flags, "--chunk-size", str(chunk), "--lr", str(lr))
+    start, whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "whole", "parts"))
+    assert drift(parts, whole, start) < 0.05
     losses = [[r["loss"] for r in logged(tmp_path / name)] for name in ("whole", "parts")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 TWO = {"pooled": ["--task", "qa-choice"],
@@ -437,15 +440,15 @@ TWO = {"pooled": ["--task", "qa-choice"],
 def test_two_processes_are_one(tmp_path, name):
     """Losses, weights of the samples and accuracies, with the meta step; of fused pairs, whose texts differ in length
     between the processes, too."""
-    flags = [*BASE, *TWO[name], "--lr", "1e-4", "--meta-every", "1", "--max-steps", "4", "--output-dir", str(tmp_path)]
-    for run, processes in (("one", 1), ("two", 2)):
-        runs.finish("mama", [*flags, "--run-name", run], tmp_path / f"{run}.txt", processes)
+    flags = [*BASE, *TWO[name], *SGD, "--meta-every", "1", "--max-steps", "4", "--output-dir", str(tmp_path)]
+    for run, processes, lr in (("start", 1, 0), ("one", 1, 0.005), ("two", 2, 0.005)):
+        launch.finish("mama", [*flags, "--lr", lr, "--run-name", run], tmp_path / f"{run}.txt", processes)
     one, two = (logged(tmp_path / run) for run in ("one", "two"))
     for a, b in zip(one, two, strict=True):
         for k in ("loss", "L", "w", "CE", "answered", "pos_cos", "neg_cos"):
-            assert b[k] == pytest.approx(a[k], rel=1e-4, abs=1e-6), k
-    a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("one", "two"))
-    assert all(torch.allclose(a[k], b[k], rtol=1e-2, atol=2e-5) for k in a)
+            assert b[k] == pytest.approx(a[k], rel=1e-2, abs=1e-4), k
+    start, a, b = (load_file(tmp_path / run / "model.safetensors") for run in ("start", "one", "two"))
+    assert drift(b, a, start) < 0.1
     a, b = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two"))
     assert a["test"] == b["test"] and a["chance"] == b["chance"]
 

@@ -7,8 +7,8 @@ import common
 
 import pytest
 import torch
-from helpers import write_rows, write_video
 
+from helpers import write_rows, write_video
 from sets import questions
 
 OPTIONS = {"frames": 2, "image_size": 32}

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_command(command, place):
         return
     words[script] = str(ROOT / words[script])
     words += ["--max-steps", "2", "--eval-batch", "512", "--image-size", "16"]
-    result = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=300)
+    result = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     assert "run folder:" in result.stdout and "(chance)" in result.stdout
 
@@ -135,3 +136,33 @@ def test_readme_says_nothing_of_where_it_was_made():
     for path in [p for p in ROOT.rglob("*") if p.suffix in kinds and not out & set(p.parts)]:
         text = path.read_text(encoding="utf8", errors="ignore")
         assert not re.search(r"(?<![\w.])/(tmp|home|root|mnt)/\w", text), path
+
+
+@pytest.mark.parametrize("failing", ["", "accelerate", "pytest"])
+def test_ci_runs_the_two_commands_in_one_copy(failing, tmp_path):
+    """.ci/run, with programs in place of the real ones that only say where they are called: the README's commands in
+    its order, in one copy of the checkout and one environment; what fails is its exit code, and nothing is left."""
+    checkout, programs, place, log = (tmp_path / name for name in ("a check out", "programs", "place", "log"))
+    for folder in (checkout / ".ci", checkout / "runs", programs, place):
+        folder.mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", checkout / ".ci" / "run")
+    (checkout / "temo.py").touch()
+    said = """echo "$(echo $(basename "$0") $*)|$(ls | tr '\\n' ' ')|$PWD" >> "$LOG"
+[ "$(basename "$0")" != "$FAILING" ]
+"""
+    for name in ("pip", "accelerate", "pytest"):
+        (programs / name).write_text("#!/bin/sh\n" + ("mkdir runs\n" if name == "accelerate" else "") + said)
+    (programs / "python3").write_text(f'#!/bin/sh\nmkdir -p "$3/bin"\ncp "{programs}"/[ap]* "$3/bin"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    own = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "LOG": str(log), "TMPDIR": str(place)}
+    done = subprocess.run([checkout / ".ci" / "run"], env=os.environ | own | {"FAILING": failing}, capture_output=True,
+                          text=True)
+    calls, files, folders = zip(*(line.split("|") for line in log.read_text().splitlines()))
+    first, second = (line.split(" && ") for line in LINES[:2])
+    expected = [c.replace("install", "install -q") for c in first + second]
+    assert list(calls) == (expected[:2] if failing == "accelerate" else expected), done.stderr
+    assert len({*folders}) == 1 and str(place) in folders[0]
+    assert files[0].split() == ["temo.py"] and files[-1].split() == ["runs", "temo.py"]
+    assert (done.returncode == 0) == (not failing) and ("default command: 0 s" in done.stdout) == (len(calls) == 4)
+    assert not any(place.iterdir()) and sorted(f.name for f in checkout.iterdir()) == [".ci", "runs", "temo.py"]

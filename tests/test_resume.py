@@ -15,10 +15,10 @@ import common
 import numpy as np
 import psutil
 import pytest
-import runs as runs_of_scripts
 from safetensors.torch import load_file
 
 import eval as evaluation
+import launch
 import temo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +76,7 @@ def finish_by_command(script, flags, log):
     with open(log, "w") as out:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run([sys.executable, script, *flags], stdout=out, stderr=subprocess.STDOUT, env=environment,
-                              timeout=600)
+                              timeout=900)
     assert done.returncode == 0, log.read_text()[-3000:]
 
 
@@ -93,7 +93,7 @@ def kinds(folder):
 
 def kill_at(step, folder, script, processes, flags, log):
     """Start a run and SIGKILL all its processes (ranks, loader workers) once `step` is logged."""
-    run = runs_of_scripts.start_all(script, flags, log, processes)
+    run = launch.start_all(script, flags, log, processes, hold=10)
     while not any(r["step"] >= step and "loss" in r for r in rows(folder)):
         assert all(p.is_alive() for p in run), log.read_text()[-3000:]
         time.sleep(0.01)
@@ -102,8 +102,8 @@ def kill_at(step, folder, script, processes, flags, log):
         with contextlib.suppress(psutil.NoSuchProcess):
             p.kill()
     for p in run:
-        p.join(60)
-    psutil.wait_procs(family, timeout=60)
+        p.join(300)
+    psutil.wait_procs(family, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def runs(tmp_path_factory):
         if script == "mine":
             finish_by_command(place_of(script), own, log)
         else:
-            runs_of_scripts.finish(script, own, log, processes)
+            launch.finish(script, own, log, processes)
 
     def killed(name):
         _, script, processes, extra = KILLED[name]
@@ -137,7 +137,7 @@ def runs(tmp_path_factory):
         shutil.copytree(last, last.with_name("step_9.tmp"))  # what a crash inside a save leaves
         (last.with_name("step_9.tmp") / "model.safetensors").write_bytes(b"cut")
         log = root / f"resumed {name}.txt"
-        runs_of_scripts.finish(place_of(script), ["--resume", str(folder)], log, processes)
+        launch.finish(place_of(script), ["--resume", str(folder)], log, processes)
         assert f"resumed {last} at step {last.name[5:]} of {STEPS}" in log.read_text()
 
     with ThreadPoolExecutor(2) as pool:
@@ -223,7 +223,8 @@ def test_a_fork_is_another_script(runs, capsys):
 
 def test_a_fork_is_evaluated(runs):
     folder = runs["whole", "fork"]
-    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(folder), "--cpu", "--tasks", "retrieval"]))
+    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(folder), "--cpu", "--threads", "1", "--tasks",
+                                                    "retrieval"]))
     found, summary = result["datasets"]["emoji"]["metrics"]["retrieval"], common.read_json(folder / "summary.json")
     assert {k: found[k] for k in ("text_to_image", "R-Mean")} == {
         k: summary["test"]["emoji"][k] for k in ("text_to_image", "R-Mean")

@@ -1,18 +1,24 @@
 """The scripts stay siblings: shared blocks are identical, no flag is dead, METHOD comes first, lines stay narrow."""
 
 import ast
+import importlib
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import common
+
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
 SCRIPTS = [ROOT / f"{n}.py" for n in NAMES if (ROOT / f"{n}.py").exists()]
 ROOMS = [*(ROOT / "sets").glob("*.py"), *(ROOT / "tools").glob("*.py")]
+FILES = ("*.py", "sets/*.py", "tools/*.py", "benchmarks/*.py", "tests/*.py")
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 
 
@@ -130,15 +136,53 @@ def test_a_script_is_named_by_its_file(script):
     assert code.count("__file__") == 2
 
 
+RATES = ["-1", "1e31", "nan", "inf", "fast"]
+OPTIMISER = {"beta1": ["-0.1", "1", "1.5", "nan"], "beta2": ["-0.1", "1", "0.99999999", "nan"],
+             "eps": ["0", "-1", "1e-40", "1e40", "nan"], "lr": RATES, "lr-end": RATES, "weight-decay": RATES,
+             "warmup-epochs": ["-1", "nan"], "grad-clip": ["-1", "inf"], "meta-lr": RATES, "virtual-lr": RATES,
+             "meta-weight-decay": RATES}
+
+
+@each_script
+def test_an_optimiser_takes_what_its_flags_take(script, capsys, monkeypatch):
+    """What torch would refuse with a traceback, at the start or in the first step, is one line and exit code 2."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    parse = importlib.import_module(script.stem).parse_args
+    for flag, values in OPTIMISER.items():
+        for value in values if script.stem == "mama" or flag.split("-")[0] not in ("meta", "virtual") else ():
+            with pytest.raises(SystemExit) as end:
+                parse([f"--{flag}", value])
+            said = capsys.readouterr().err
+            assert end.value.code == 2 and said.count("\n") == 1 and said.startswith(f"error: --{flag}"), (said, value)
+    for kind in ("adamw", "adam", "sgd"):
+        least = parse(["--optimizer", kind, *"--beta1 0 --beta2 0 --eps 1e-30 --lr 0 --weight-decay 0".split()])
+        most = parse(["--optimizer", kind, *"--beta1 0.9999999 --beta2 0.9999999 --eps 1e30 --lr 1e30".split(),
+                      "--weight-decay", "1e30"])
+        for args in (least, most):  # the block of the script itself
+            tower, own = torch.nn.Linear(2, 2), torch.nn.Module()
+            names = {"common": common, "torch": torch, "args": args, "tower": tower, "own": own}
+            exec(textwrap.dedent("    " + blocks(script)["optimizer"].strip()), names)
+            tower(torch.ones(1, 2)).sum().backward()
+            names["optimizer"].step()
+
+
 def test_containers_are_asked_not_told_apart():
     for path in [ROOT / "common.py", ROOT / "eval.py", *SCRIPTS, *ROOMS]:
         for word in (r"isinstance\([^()]+, (common\.)?(Data|Stream)\)", r"object\.__new__", r"__dict__\.update"):
             assert not re.search(word, path.read_text(encoding="utf8")), (path, word)
 
 
-def test_ruff():
-    """Line width (E501), names, imports: the rules stand in pyproject.toml."""
+def test_ruff(tmp_path):
+    """Line width (E501), names, imports: the rules stand in pyproject.toml. The answer does not hang on what else lies
+    in the clone: a run's folder `runs`, or folders called as any module that is imported."""
+    for file in [ROOT / "pyproject.toml", *(f for room in FILES for f in ROOT.glob(room))]:
+        (tmp_path / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / file.relative_to(ROOT))
+    names = {"runs", "data"}.union(*(imports(f) for room in FILES for f in ROOT.glob(room)))
     ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
-    done = subprocess.run([ruff, "check", "--no-cache", "--output-format", "concise", "."], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    for bare in (True, False):
+        for name in () if bare else names:
+            (tmp_path / name).mkdir(exist_ok=True)
+        done = subprocess.run([ruff, "check", "--no-cache", "--output-format", "concise", "."], cwd=tmp_path,
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout

@@ -12,6 +12,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
+import temo
 from helpers import (
     CLASSES,
     caption,
@@ -27,9 +30,6 @@ from helpers import (
     write_tar,
     write_video,
 )
-from PIL import Image
-
-import temo
 from sets import long_tail
 from tools import by_class, check
 
@@ -388,6 +388,30 @@ def test_a_fingerprint_knows_rows_names_and_sizes(tmp_path):
     (tmp_path / "a" / "005.png").unlink()
     assert check.changes(saved, open_anew(path)) == other
     assert check.changes({}, open_splits(path)) == []  # a run from before there were fingerprints
+
+
+def test_a_fingerprint_of_very_many_rows_is_that_of_a_sample(tmp_path, monkeypatch, capsys):
+    """All processes wait for it: 136 million rows took most of an hour."""
+    def data(n, changed=-1):
+        captions = [["another" if i == changed else f"number {i}"] for i in range(n)]
+        return common.Data("made", "train", common.make_table(captions, [f"{i}.mp4" for i in range(n)], ["a.mp4"] * n))
+    whole = check.fingerprint(data(100))
+    monkeypatch.setattr(check, "SAMPLE", 20)
+    monkeypatch.setattr(check, "STRETCH", 5)
+    read, keys = [], common.Data.keys
+    monkeypatch.setattr(common.Data, "keys", lambda self: (read.append(key) or key for key in keys(self)))
+    saved = check.fingerprint(data(100))
+    assert saved["examples"] == 100 and saved["sample"] == 20
+    assert read[:5] == [f"{i}.mp4" for i in range(5)] and read[-1] == "99.mp4" and len(set(read)) == len(read) == 20
+    assert check.changes({"train": saved}, {"train": data(100)}) == []
+    assert check.changes({"train": saved}, {"train": data(101)}) == ["train: 100 examples, now 101"]
+    assert len(check.changes({"train": saved}, {"train": data(100, changed=99)})) == 1
+    assert check.changes({"train": saved}, {"train": data(100, changed=6)}) == []  # that is the price
+    assert check.changes({"train": whole}, {"train": data(100)}) == []  # a run from before there were samples
+    assert len(check.changes({"train": whole}, {"train": data(100, changed=6)})) == 1
+    check.compare(tmp_path, data(100), {})
+    assert "train: a resumed run compares 20 of its 100 examples, and their number" in capsys.readouterr().out
+    assert common.read_json(tmp_path / "data.json") == {"train": saved}
 
 
 @pytest.mark.parametrize("layout", [class_folders, parquet, tars, clips])

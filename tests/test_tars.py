@@ -17,8 +17,8 @@ import common
 import numpy as np
 import pytest
 import torch
-from helpers import caption, tar_samples, write_tar
 
+from helpers import caption, tar_samples, write_tar
 from sets import damage, stream
 from sets import tars as tars_of
 

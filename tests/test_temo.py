@@ -12,9 +12,9 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import picture, write_images
 
 import temo
+from helpers import picture, write_images
 
 N, D = 6, 5
 

@@ -12,14 +12,14 @@ import common
 
 import numpy as np
 import pytest
-import runs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import CLASSES, encode, picture, write_captions, write_images
 from safetensors.torch import load_file
 
+import launch
 import temperature_schedules as ts
+from helpers import CLASSES, encode, picture, write_captions, write_images
 from sets import long_tail
 
 N, D, K = 5, 4, 7
@@ -193,6 +193,46 @@ def test_keys_do_not_share_their_query_s_batch_statistics():
     assert split.shape == whole.shape and not torch.allclose(whole, split, atol=1e-3)  # other statistics
     encoder.eval()
     assert torch.allclose(encoder(x), ts.encode_keys(encoder, x, 4, seed=1), atol=1e-5)  # same order
+
+
+def _key_groups(rank, world, folder):
+    """Sizes of the groups in which this process's share of 64 images becomes keys."""
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/init{world}", rank=rank, world_size=world)
+    encoder, sizes = ts.Contrastive(resnet(), 8, "batch", linear=True).train(), []
+    encoder.register_forward_hook(lambda module, inputs, out: sizes.append(len(out)))
+    for splits in (8, 1):
+        ts.encode_keys(encoder, torch.randn(64 // world, 3, 8, 8), splits, seed=1)
+    common.write_json(f"{folder}/{world}_{rank}.json", sizes)
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_key_groups_do_not_depend_on_the_processes(tmp_path):
+    """The images in a group, 64 / 8; on a CPU, where queries have their process's statistics, always two groups."""
+    for world in (1, 2):
+        launch.spawn(_key_groups, (world, str(tmp_path)), world)
+    one, two, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("1_0", "2_0", "2_1"))
+    assert one == [8] * 8 + [64] and two == other == [8] * 4 + [32]
+
+
+def test_keys_are_encoded_in_the_precision_of_the_queries(tmp_path):
+    for i, name in enumerate(CLASSES):
+        write_images(tmp_path / "data" / name, range(i, 48, 3))
+    seen, flags = {}, [*SMALL, "--dataset", str(tmp_path / "data"), *"--batch-size 8 --workers 0".split()]
+    def note(module, inputs, out):
+        if isinstance(module, torch.nn.Linear) and module.training:
+            seen.setdefault("query" if module.weight.requires_grad else "key", set()).add(out.dtype)
+    hook = torch.nn.modules.module.register_module_forward_hook(note)
+    try:
+        for precision, kind in (("no", torch.float32), ("bf16", torch.bfloat16)):
+            seen.clear()
+            ts.main(ts.parse_args([*flags, *"--loss moco --max-steps 2 --queue-size 100 --mixed-precision".split(),
+                                   precision, "--output-dir", str(tmp_path)]))
+            assert seen == {"query": {kind}, "key": {kind}}
+    finally:
+        hook.remove()
 
 
 def test_coverage_counts_directions():
@@ -583,15 +623,17 @@ def test_eval_epoch_auto_on_two_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(ts, "draw", lambda *a: None)
     flags = [*TAIL, *"--max-steps 4 --lr 3e-4 --eval-epoch auto".split(), "--output-dir", str(tmp_path), "--run-name"]
     one = ts.main(ts.parse_args([*flags, "one"]))
-    runs.finish("temperature_schedules", [*flags, "two"], tmp_path / "log", processes=2)
-    two = common.read_json(tmp_path / "two" / "summary.json")
-    assert two["processes"] == 2 and (two["eval_epoch"], two["test"]) == (one["eval_epoch"], one["test"])
-    for name in ("one", "two"):  # a pure function of the rows
-        means = {}
+    launch.finish("temperature_schedules", [*flags, "two"], tmp_path / "log", processes=2)
+    two, means = common.read_json(tmp_path / "two" / "summary.json"), {"one": {}, "two": {}}
+    for name, summary in (("one", one), ("two", two)):  # a pure function of the rows
         for row in [r for r in rows(tmp_path / name) if "eval" in r and r["step"]]:
             results = [m["mean_per_class"] for m in row["eval"]["emoji"].values() if isinstance(m, dict)]
-            means[row["step"]] = np.mean(results)
-        assert list(means) == [2, 4] and max(means, key=means.get) == round(27 * one["eval_epoch"])
+            means[name][row["step"]] = np.mean(results)
+        best = max(means[name], key=means[name].get)
+        assert list(means[name]) == [2, 4] and best == round(27 * summary["eval_epoch"])
+    assert two["processes"] == 2 and two["eval_epoch"] == one["eval_epoch"]
+    assert list(means["two"].values()) == pytest.approx(list(means["one"].values()), abs=1)  # of 140 images rounding
+    assert common.flatten(two["test"]) == pytest.approx(common.flatten(one["test"]), abs=7)  # may turn one or two
 
 
 def test_the_paper_s_stop():
@@ -691,7 +733,7 @@ def test_gradients_and_queue_on_several_processes(tmp_path):
     _gradients(0, 1, str(tmp_path))
     one = torch.load(tmp_path / "1_0.pt", weights_only=True)
     for world in (2, 4):
-        runs.spawn(_gradients, (world, str(tmp_path)), world)
+        launch.spawn(_gradients, (world, str(tmp_path)), world)
         for rank in range(world):
             got = torch.load(tmp_path / f"{world}_{rank}.pt", weights_only=True)
             for name in one:

@@ -6,11 +6,13 @@ import dataclasses
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import re
 import struct
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
@@ -19,6 +21,8 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
 from helpers import (
     CLASSES,
     ENCODERS,
@@ -32,8 +36,6 @@ from helpers import (
     write_tar,
     write_video,
 )
-from PIL import Image
-
 from sets import frames, moving_emoji, video, videos
 
 SPLITS = ("train", "val", "test")
@@ -1261,6 +1263,15 @@ def test_the_frame_cache_needs_the_video_once(sampling, tmp_path):
     assert sorted(f for f in (tmp_path / "cache").rglob("*") if f.is_file()) == files  # nothing half written
 
 
+def test_two_at_once_may_cache_one_clip(tmp_path):
+    """With one process number, as in two containers: threads have one too."""
+    path, clips = write_video(tmp_path / "a.mp4", range(4)), video.Clips(4, cache=str(tmp_path / "cache"))
+    with ThreadPoolExecutor(8) as pool:
+        found = [job.result() for job in [pool.submit(clips, path) for _ in range(8)]]
+    assert all(torch.equal(x, found[0]) for x in found)
+    assert [p.suffix for p in (tmp_path / "cache").rglob("*.*")] == [".jpg"]
+
+
 def test_clips_of_one_name_and_clips_from_memory_have_their_own_cache(tmp_path):
     clips = video.Clips(4, cache=str(tmp_path / "cache"))
     paths = [write_video(tmp_path / d / "a.mp4", range(8 * k, 8 * k + 8)) for k, d in enumerate(("x", "y"))]
@@ -1337,6 +1348,19 @@ def same(a, b):
     words = (a["keys"], a["captions"], a["epoch"]) == (b["keys"], b["captions"], b["epoch"])
     views = all(torch.equal(x, y) for x, y in zip(a["views"], b["views"]))
     return words and views and np.array_equal(a["draws"], b["draws"])
+
+
+def test_a_forked_process_reads_clips_after_its_parent(tmp_path):
+    """As loader workers do after an evaluation without any: no thread that the fork left behind is waited for."""
+    clip = str(write_video(tmp_path / "a.mp4", range(6)))
+    whole = frames.read_frames(clip, 4, short=32)
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(int(
+        not np.array_equal(whole, frames.read_frames(clip, 4, short=32)))))
+    child.start()
+    child.join(60)
+    code = child.exitcode
+    child.kill()
+    assert code == 0
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "random"])

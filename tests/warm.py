@@ -1,4 +1,4 @@
-"""What the server of tests/runs.py does once for all its processes: late imports, and the drawings of emoji."""
+"""What the server of tests/launch.py does once for all its processes: late imports, and the drawings of emoji."""
 
 import accelerate.utils  # noqa: F401
 import torch

@@ -17,6 +17,7 @@ import common
 import numpy as np
 
 MOST = 200_000  # rows up to which the sizes of single files are asked for
+SAMPLE, STRETCH = 1_000_000, 1000  # rows of a larger set that a fingerprint reads, in stretches, for the sake of disks
 
 
 def sizes(data):
@@ -40,16 +41,21 @@ def sizes(data):
     return out
 
 
-def fingerprint(data):
+def fingerprint(data, sample=None):
     """{"examples": M, "digest": text, "captions": text}, by the keys and sizes of a split and by its captions: another
-    one means other data."""
-    digest, words = hashlib.sha256(), hashlib.sha256()
+    one means other data. Of more than `sample` rows (SAMPLE) so many are read, evenly spread: {"sample": ..., ...}."""
+    digest, words, found = hashlib.sha256(), hashlib.sha256(), {"examples": len(data)}
+    sample = sample or SAMPLE
+    if len(data) > sample:  # 136 million captions take most of an hour, for which all processes would wait
+        starts = np.linspace(0, len(data) - STRETCH, sample // STRETCH).astype(np.int64)
+        data = data.select((starts[:, None] + np.arange(STRETCH)).ravel())
+        found["sample"] = sample
     for key in data.keys():
         digest.update(key.encode("utf8", "replace") + b"\0")
     digest.update(np.ascontiguousarray(sizes(data), dtype=np.int64).tobytes())
     for batch in data.texts.select_columns("captions").iter(10_000):
         words.update(json.dumps(batch["captions"]).encode())
-    return {"examples": len(data), "digest": digest.hexdigest()[:16], "captions": words.hexdigest()[:16]}
+    return found | {"digest": digest.hexdigest()[:16], "captions": words.hexdigest()[:16]}
 
 
 def changes(saved, splits):
@@ -57,13 +63,14 @@ def changes(saved, splits):
     lines = []
     for split, data in splits.items():
         was = saved.get(split)
-        now = fingerprint(data)
+        if was and was["examples"] != len(data):
+            lines.append(f"{split}: {was['examples']:,} examples, now {len(data):,}")
+            continue
+        now = fingerprint(data, was.get("sample", len(data))) if was else {}  # as the saved one was made
         if not was or all(was[k] == now.get(k) for k in was):  # a run of an older version knows less of its data
             continue
-        same = f"{now['examples']:,} examples as before"
-        if was["examples"] != now["examples"]:
-            lines.append(f"{split}: {was['examples']:,} examples, now {now['examples']:,}")
-        elif was["digest"] != now["digest"]:
+        same = f"{len(data):,} examples as before"
+        if was["digest"] != now["digest"]:
             lines.append(f"{split}: {same}, but other names or sizes")
         else:
             lines.append(f"{split}: {same}, but other captions")
@@ -178,7 +185,12 @@ def compare(folder, train, evals, resumed=""):
                                    "new run")
         common.say(f"WARNING: the data are not what they were when this run began: {line}")
     if not saved:
-        common.write_json(folder / "data.json", {s: fingerprint(data) for s, data in splits.items()})
+        prints = {s: fingerprint(data) for s, data in splits.items()}
+        for s, of in prints.items():
+            if "sample" in of:
+                common.say(f"{s}: a resumed run compares {of['sample']:,} of its {of['examples']:,} examples, and "
+                           "their number")
+        common.write_json(folder / "data.json", prints)
     words = []
     for s, data in splits.items():
         found = twins(train, data) if s != "train" and not train.streamed else 0

@@ -8,9 +8,12 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
+import sys
 import threading
+import time
 from pathlib import Path
 
 import common
@@ -86,7 +89,7 @@ def save_checkpoint(folder, step, model, extra, optimizer, scaler=None, state=No
 
 def save(run):
     """Write a checkpoint of a common.Run. Collective."""
-    state = {"tracker_id": run.log.tracker_id, "wall_s": run.wall()}
+    state = {"tracker_id": run.log.tracker_id, "wall_s": run.wall(), "unevaluated": run.unevaluated}
     inside = run.optimizer.optimizer, run.accelerator.scaler
     second = _pack_optimizer(run.second)[0] if run.second else {}
     tensors = run.tensors | {f"second.{k}": v for k, v in second.items()}
@@ -260,13 +263,12 @@ def _unpack_optimizer(optimizer, tensors, plain=None):
     optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
 
 
-def kept_rows(path, step, total):
+def kept_rows(path, step, again):
     """The rows of metrics.jsonl up to the step of the checkpoint; the main process drops the others from the file.
 
-    An evaluation of that very step is dropped where the run that goes on makes it itself: at the first step and the
-    last."""
+    again: the run that goes on evaluates that very step itself (the first, the last, one stopped in its evaluation)."""
     rows = [r for r in _whole_rows(path) if r["step"] <= step]
-    rows = [r for r in rows if not (step in (0, total) and r["step"] == step and "eval" in r)]
+    rows = [r for r in rows if not (again and r["step"] == step and "eval" in r)]
     if rank() == 0:
         temporary = path.with_suffix(".tmp")
         with common.writing(path):
@@ -286,25 +288,65 @@ def _whole_rows(path):
 
 
 # ======================================================= signals =====================================================
+TWICE = 5  # seconds in which a second SIGTERM is the first one: a scheduler's own, and a launcher's that passes it on
+
+
 def listen(run):
     """From here on Ctrl-C and SIGTERM let the step end and write a checkpoint; a second one stops at once."""
     if threading.current_thread() is not threading.main_thread():
         return
+    common.signals.clear()
+    began = None
     def note(number, _):
-        run.signal = number
+        nonlocal began
+        if began is None or number == signal.SIGTERM and time.monotonic() - began < TWICE:
+            began = began or time.monotonic()
+            common.signals.append(int(number))
+            return
         run.ignore_no_more()
+        signal.raise_signal(number)
     for number in (signal.SIGINT, signal.SIGTERM):
         before = signal.signal(number, note)
         run.handlers[number] = getattr(before, "originals", {}).get(number, before)  # not a failed run's
-    note.originals = run.handlers
+    note.originals = dict(run.handlers)
 
 
 def stop(run, number, saved):
     """Leave after a signal, with a checkpoint and the command that goes on. Collective."""
     if not saved:
         run.save()
-    run.bar.close()
-    say(f"stopped after step {run.step} by {signal.Signals(number).name}; to go on: {run.script}.py --resume "
-        f"{run.folder}")
+    if run.bar is not None:
+        run.bar.close()
+    say(f"stopped after step {run.step} by {signal.Signals(number).name}; to go on: {command(run.folder)}")
+    for source in list(common.being_read):
+        source.close()  # in the interpreter's last moments each worker would take five seconds to end
     common.barrier()
+    common.signals.clear()
+    run.ignore_no_more()
     raise SystemExit(128 + number)
+
+
+def command(folder):
+    """The command that goes on with a run: by the launcher that started this one, as far as it tells."""
+    here = os.environ
+    processes = int(here.get("WORLD_SIZE", 1))
+    local = int(here.get("LOCAL_WORLD_SIZE", processes))
+    if "ACCELERATE_MIXED_PRECISION" in here and processes == local:
+        words = [*_program("accelerate", "-m", "accelerate.commands.accelerate_cli"), "launch"]
+        if processes > 1 or torch.cuda.device_count() > 1:
+            words += [*["--multi_gpu"] * (processes > 1), "--num_processes", str(processes)]
+        words += ["--cpu"] * (here.get("ACCELERATE_USE_CPU") == "True" and torch.cuda.is_available())
+    elif processes > 1 or "TORCHELASTIC_RUN_ID" in here:
+        words = [*_program("torchrun", "-m", "torch.distributed.run"), "--nproc_per_node", str(local)]
+        if processes > local:
+            words += ["--nnodes", str(processes // local), "--rdzv_backend", "c10d", "--rdzv_id",
+                      here.get("TORCHELASTIC_RUN_ID", "1"), "--rdzv_endpoint", f"{here['MASTER_ADDR']}:29500"]
+    else:
+        words = _program(Path(sys.executable).name)
+    where = "on each node: " if processes > local else ""
+    return where + shlex.join([*words, sys.argv[0], "--resume", str(folder)])
+
+
+def _program(name, *module):
+    """A program beside this Python as a shell calls it; one that the shell would not find, as a module."""
+    return [name] if shutil.which(name) == str(Path(sys.executable).with_name(name)) else [sys.executable, *module]

@@ -5,7 +5,6 @@ by_class.py, by relevancy in mir.py, of answers in answers.py.
 """
 
 import math
-import os
 import re
 
 import common
@@ -113,6 +112,17 @@ def _collate_eval(items):
     return [i for i, _ in good], pixels, [(i, why) for i, x, why in items if x is None]
 
 
+def _heed_signals():
+    if common.signals:  # of this process; the others learn of it when all have come to the end of their share
+        raise common.Stopped
+
+
+def _raise_first(failures):
+    """What went wrong on any process, on all of them: words, or that a signal came."""
+    for failure in filter(None, failures):
+        raise failure if isinstance(failure, common.Stopped) else RuntimeError(failure)
+
+
 @torch.no_grad()
 def encode_images(model, data, transform, device, batch=256, workers=0, rows=None, forward=None):
     """Embeddings of a data set's images or clips, each item once over all processes; batch: images, or frames of clips.
@@ -125,14 +135,14 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
     index, image, features, bad = [], [], [], {}
     batch = max(1, batch // common.frames_of(data))
     few = data.pixels is not None or len(mine) < 2 * batch  # starting workers costs more than they save
-    workers = 0 if few else min(workers, os.cpu_count() or 1)
-    loader = torch.utils.data.DataLoader(_EvalImages(data, mine, transform), batch_size=batch, num_workers=workers,
-                                         collate_fn=_collate_eval, worker_init_fn=common._place_worker,
-                                         timeout=common.LOADER_SECONDS * bool(workers),
-                                         generator=torch.Generator().manual_seed(0))
+    workers = 0 if few else min(workers, common.CORES)
+    loader = common.Loader(_EvalImages(data, mine, transform), batch_size=batch, num_workers=workers,
+                                         collate_fn=_collate_eval, generator=torch.Generator().manual_seed(0),
+                                         **common.worker_options(workers))
     failure = None
     try:
         for good, pixels, broken in common.watched(loader, workers):
+            _heed_signals()
             bad |= {data.key(i): why for i, why in broken}
             if good:
                 pixels = pixels.to(device)
@@ -143,12 +153,11 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
                 image.append(e.float().cpu())
                 features.append(f.float().cpu())
     except Exception as error:  # no process may wait for one that failed
-        failure = own_words(error)
+        failure = error if isinstance(error, common.Stopped) else own_words(error)
     model.train(training)
     mine = [torch.cat(x) if x else None for x in (image, features)]
     parts = common.gather_objects((np.array(index, dtype=np.int64), *mine, bad, failure))
-    if any(p[4] for p in parts):
-        raise RuntimeError(next(p[4] for p in parts if p[4]))
+    _raise_first(p[4] for p in parts)
     index = np.concatenate([p[0] for p in parts])
     if not len(index):
         first = next((f", first {key}: {why}" for p in parts for key, why in p[3].items()), "")
@@ -167,14 +176,14 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
     out, failure = [], None
     try:
         for j in range(0, len(mine), batch):
+            _heed_signals()
             tokens = {k: v.to(device) for k, v in tokenizer([texts[i] for i in mine[j:j + batch]]).items()}
             out.append(model(tokens=tokens)[1].float().cpu())
     except Exception as error:  # no process may wait for one that failed
-        failure = own_words(error)
+        failure = error if isinstance(error, common.Stopped) else own_words(error)
     model.train(training)
     parts = common.gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None, failure))
-    if any(p[2] for p in parts):
-        raise RuntimeError(next(p[2] for p in parts if p[2]))
+    _raise_first(p[2] for p in parts)
     order = np.argsort(np.concatenate([p[0] for p in parts]))
     return torch.cat([p[1] for p in parts if p[1] is not None])[order]
 

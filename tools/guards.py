@@ -6,6 +6,7 @@ common.py asks before it reads a folder or a csv, of what a plain reading takes 
 
 import ast
 import csv
+import glob
 import os
 import re
 from collections import Counter
@@ -162,9 +163,6 @@ def check_card(name, path):
     """README.md and .huggingface.yaml in a data folder may tell `datasets` to read other places: say so and refuse."""
     import yaml  # of huggingface_hub
     from huggingface_hub import DatasetCard
-    if re.search(r"[][*?]", str(path)):
-        raise UserError(f"--dataset {name}: `datasets` takes the [ ] * ? in this path for a pattern; rename the "
-                        "folder, or list the images in a metadata.csv (file_name, caption)")
     readers = {"README.md": lambda p: DatasetCard.load(p, ignore_metadata_errors=False).data.to_dict(),
                ".huggingface.yaml": lambda p: yaml.safe_load(p.read_text(encoding="utf8"))}
     for file, read in readers.items():
@@ -173,7 +171,11 @@ def check_card(name, path):
         except Exception as error:
             raise UserError(f"--dataset {name}: its {file} cannot be read ({common.first_line(error)}); mend or remove "
                             "it") from error
-        for text in _strings(said.get("configs") if isinstance(said, dict) else None, set()):
+        texts = [*_strings(said.get("configs") if isinstance(said, dict) else None, set())]
+        if texts and glob.has_magic(str(path)):
+            raise UserError(f"--dataset {name}: its {file} says which files are read, where `datasets` takes the [ ] * "
+                            "? in this path for a pattern; rename the folder")
+        for text in texts:
             if re.search(r"^[/~\\]|^[A-Za-z]:|://|::|(^|[/\\])[.][.]([/\\]|$)", text.strip()):
                 raise UserError(f"--dataset {name}: its {file} says that data lie outside the folder ({text.strip()}); "
                                 "remove that line, or name the files themselves")

@@ -6,6 +6,7 @@
 The file has one JSON object a line, {"caption": str, "paraphrases": [str, ...]}; a call that was stopped goes on.
 """
 
+import glob
 import itertools
 import json
 from pathlib import Path
@@ -27,7 +28,7 @@ class Paraphrases:
     def __init__(self, path):
         import datasets
         try:
-            self.table = datasets.load_dataset("json", data_files=str(path), split="train")
+            self.table = datasets.load_dataset("json", data_files=glob.escape(str(path)), split="train")
             keys = self.table["caption"][:]
             _ = self.table.features["paraphrases"]
         except FileNotFoundError as error:

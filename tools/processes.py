@@ -22,15 +22,17 @@ def join_processes(args):
         return
     from torch.distributed.rendezvous import rendezvous
     gpu = torch.cuda.is_available() and not args.cpu
+    card = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else None
     if gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(card)
     try:
-        soon = datetime.timedelta(minutes=RENDEZVOUS_MINUTES)
+        soon, later = (datetime.timedelta(minutes=m) for m in (RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES))
         with native_words_dropped():
             store, place, processes = next(iter(rendezvous("env://", timeout=soon)))
             store.set_timeout(soon)
             dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=place, world_size=processes,
-                                    timeout=datetime.timedelta(minutes=COLLECTIVE_MINUTES))
+                                    timeout=later, device_id=card)  # with its card NCCL connects here, within limits
+            store.set_timeout(later)  # for what asks it later: NCCL for each further group
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise UserError(f"the {os.environ['WORLD_SIZE']} processes did not find each other "
                         f"({common.first_line(error)}); start them all with one launcher") from error

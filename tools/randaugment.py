@@ -13,7 +13,8 @@ def randaugment(image, u, operations, magnitude):
     transform = v2.RandAugment(num_ops=1, magnitude=magnitude)
     transform._AUGMENTATION_SPACE = {k: v for k, v in transform._AUGMENTATION_SPACE.items() if k in KEPT}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
+        # of the CPU alone: torch.manual_seed would reseed the GPU as well, which nothing puts back
+        torch.default_generator.manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
         for _ in range(operations):
             image = transform(image) if torch.rand(()) < 0.5 else image
     return image

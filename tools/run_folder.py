@@ -6,11 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
-from common import UserError, on_main, say
+from common import CORES, UserError, gather_objects, on_main, rank, say, writing
 
 import torch
+
+GRACE = 20  # seconds until what one node wrote must be seen by the others: network file systems remember what was not
 
 
 def make_folder(folder, flag):
@@ -21,6 +25,30 @@ def make_folder(folder, flag):
         except OSError as error:
             raise UserError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from error
     on_main(make)
+
+
+def seen_by_all(folder, flag):
+    """Every process sees the run folder, which may lie on the main process's node alone. Collective.
+
+    Raises: UserError on all processes, before anything is trained that could not be saved."""
+    def leave_token():
+        token = folder / f"seen_{uuid.uuid4().hex}"  # a folder of this name may lie on each node
+        with writing(token):
+            token.touch()
+        return token
+    token, blind, began = on_main(leave_token), "", time.monotonic()
+    while not blind:
+        with contextlib.suppress(OSError):
+            if token.name in os.listdir(folder):  # a list is asked of the server, a single name may not be
+                break
+        blind = f"process {rank()} on {socket.gethostname()}" if time.monotonic() > began + GRACE else ""
+        time.sleep(0.2)
+    blind = [who for who in gather_objects(blind) if who]
+    if rank() == 0:
+        token.unlink(missing_ok=True)
+    if blind:
+        raise UserError(f"{flag}: {blind[0]} does not see the folder {folder} of the main process; give a folder that "
+                        "all nodes share")
 
 
 def lock_folder(folder, flag):
@@ -58,7 +86,7 @@ def versions():
             lines.append(f"{package} {version(package)}")
     lines.append(f"commit {commit()}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    lines.append(f"device {device}, {os.cpu_count()} cores, {torch.get_num_threads()} threads")
+    lines.append(f"device {device}, {CORES} cores, {torch.get_num_threads()} threads")
     return "\n".join(lines) + "\n"
 
 

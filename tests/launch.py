@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,27 +29,28 @@ def spawn(function, arguments, processes, join=True):
     return torch.multiprocessing.start_processes(function, arguments, processes, join, start_method="forkserver")
 
 
-def start(script, flags, log, **environment):
+def start(script, flags, log, hold=0, **environment):
     """`python SCRIPT.py FLAGS` without its pictures, its words in the file `log`; a process that can be killed.
 
-    script: a name, or the path of a fork that lies elsewhere."""
+    script: a name, or the path of a fork that lies elsewhere; hold: after this step it waits for whoever is to kill it,
+    whose poll may come late on a busy machine."""
     Path(log).write_text("")
-    process = server().Process(target=_run, args=(script, [str(f) for f in flags], str(log), environment))
+    process = server().Process(target=_run, args=(script, [str(f) for f in flags], str(log), environment, hold))
     process.start()
     return process
 
 
-def start_all(script, flags, log, processes):
+def start_all(script, flags, log, processes, hold=0, **environment):
     """The same as so many processes of one run, with what torchrun tells each of them: a list of processes."""
     if processes == 1:
-        return [start(script, flags, log)]
+        return [start(script, flags, log, hold, **environment)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes),
              "LOCAL_WORLD_SIZE": str(processes)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return [start(script, flags, log, **place, **rank) for rank in ranks]
+    return [start(script, flags, log, hold, **environment, **place, **rank) for rank in ranks]
 
 
 def finish(script, flags, log, processes=1):
@@ -62,7 +64,7 @@ def finish(script, flags, log, processes=1):
     assert codes == [0] * processes, (codes, Path(log).read_text()[-3000:])
 
 
-def _run(script, flags, log, environment):
+def _run(script, flags, log, environment, hold):
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -75,5 +77,12 @@ def _run(script, flags, log, environment):
     import common
     module = importlib.import_module(script)
     module.draw = lambda *_, **__: None  # the pictures take longer than these runs
+    done = common.Run.done
+
+    def done_and_held(run, *args, **more):
+        done(run, *args, **more)
+        if run.step == hold:
+            time.sleep(600)
+    common.Run.done = done_and_held
     with common.clean_exit():
         module.main(module.parse_args(flags))
