@@ -33,27 +33,37 @@ The result is a table, eval.json, and pictures in --output-dir.
 import argparse
 import functools
 import json
-import os
 import sys
 from pathlib import Path
 
 import common
-from common import UserError, count, nonnegative, say, whole
+from engine.base import UserError, clean_exit, first_line, rank, say, world, write_json
+from engine.data import DATA_FLAGS, data_options, other_options
+from engine.flags import OneLine
+from engine.folder import versions
+from engine.processes import join_processes, set_threads
+from engine.ranges import count, nonnegative, whole
 
 import numpy as np
-import torch
 
-import ncl
-from sets.hub import CIFAR_STATS, TEMO_17
-from tools import answers, by_class, mir, search, stand_ins, weights
-from tools.case import Case, table
+from evaluation import answers, mir
+from evaluation.by_class import TASKS
+from evaluation.case import Case, Subject, table
+from evaluation.metrics import NotFinite, embedding_health, modality_gap
+from evaluation.retrieval import retrieval_both_ways
+from evaluation.search import search
+from evaluation.stand_ins import stand_ins
+from figures.base import draw_histograms, draw_picture, draw_retrieval, similarity_histograms
+from figures.ncl import draw_normalization
+from ncl import normalization_table, normalized_retrieval, retrieval_biases
+from sets.hub import TEMO_17
 
 SEVENTEEN = "temo-17"
 
 
 def parse_args(argv=None):
     """Flags; see the module docstring for the tasks."""
-    p = common.OneLine("eval.py", "Evaluate any checkpoint.")
+    p = OneLine("eval.py", "Evaluate any checkpoint.")
     yesno = argparse.BooleanOptionalAction
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", default="", help="run folder, or a CLIP by transformers id or folder")
@@ -141,72 +151,24 @@ def parse_args(argv=None):
     return args
 
 
-# ======================================================= model =======================================================
-class Subject:
-    """What is evaluated: model, tokenizer (None without texts), transform, device; own: the flags of its run, {} for a
-    model by name; folder: where the result goes. Collective."""
-
-    def __init__(self, args):
-        gpu, run = torch.cuda.is_available() and not args.cpu, Path(args.checkpoint)
-        self.args, self.device = args, torch.device("cpu")
-        if gpu:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        model, self.tokenizer, self.transform, self.own = weights.open_model(args)
-        self.model = model.to(self.device)
-        usual = ["qa"] if hasattr(model, "answers") else ["retrieval", "knn", "gap"]     # tools/answers.py
-        args.tasks = args.tasks or usual
-        self.unreadable = common.read_json(run / "unreadable.json", {}) if self.own else {}
-        self.meta_data = common.read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt from these
-        beside = run / "eval" if (run / "model.json").is_file() else "runs/eval"
-        self.folder = Path(args.output_dir or beside)
-        common.make_folder(self.folder, "--output-dir")
-
-    def images(self, data, view=("own", "own"), rows=None):
-        """As common.encode_images: index (M,), image (M, D), features (M, width), {key: reason}. Collective."""
-        batch, workers = self.args.eval_batch, self.args.workers
-        return common.encode_images(self.model, data, self._transform(*view), self.device, batch, workers, rows)
-
-    def view(self, task, name):
-        """(resize, name of the statistics) in which a task sees the images of a set; 'own' = as trained."""
-        resize, stats, cifar = self.args.eval_resize, self.args.image_stats, "cifar10"
-        trainer = self.transform.resize == "squash" and task in by_class.TASKS and name != self.own.get("dataset")
-        if name.startswith("cifar100"):
-            cifar = "cifar100"
-        if stats == "auto" and trainer:
-            stats = "cifar" if name.startswith("cifar") else "imagenet"
-        if resize == "auto":
-            resize = "crop" if trainer else "own"
-        return resize, {"auto": "own", "cifar": cifar}.get(stats, stats)
-
-    def _transform(self, resize, stats):
-        own = self.transform
-        mean, std = (own.mean, own.std) if stats == "own" else (common.STATS | CIFAR_STATS)[stats]
-        return common.EvalTransform(own.size, mean, std, own.resize if resize == "own" else resize,
-                                    own.size / own.short)
-
-    def texts(self, texts):
-        """Embeddings (len(texts), D). Collective."""
-        return common.encode_texts(self.model, self.tokenizer, texts, self.device)
-
-
 # ======================================================= tasks =======================================================
-# Each takes a Case (tools/case.py) and writes its numbers into case.metrics and case.chance.
+# Each takes a Case (evaluation/case.py) and writes its numbers into case.metrics and case.chance.
 def retrieval(case):
     """Ranks both ways, without normalisation."""
-    case.metrics["retrieval"], case.chance["retrieval"] = common.retrieval_both_ways(case.pieces)
+    case.metrics["retrieval"], case.chance["retrieval"] = retrieval_both_ways(case.pieces)
 
 
 def normalize(case):
     """Retrieval with NCL's biases; the one of --normalize becomes the set's retrieval."""
     iterations = case.args.iterations or case.subject.own.get("iterations") or 4
-    texts, videos, gamma = stand_ins.stand_ins(case)
-    results, case.pieces["biases"] = ncl.normalized_retrieval(case.pieces, gamma, iterations, texts, videos)
+    texts, videos, gamma = stand_ins(case)
+    results, case.pieces["biases"] = normalized_retrieval(case.pieces, gamma, iterations, texts, videos)
     case.metrics["retrieval"] = {k: v for k, v in results[case.args.normalize].items() if k != "error"}
     case.metrics |= {"normalize": results, "normalized_by": case.args.normalize}
-    if common.rank() == 0:
-        queues, draw = {"texts": [] if texts is None else texts, "videos": videos}, common.figures("ncl")
-        common.picture(case.picture("normalization"), draw.draw_normalization, case.pieces, gamma, iterations, queues,
-                       ncl.retrieval_biases)
+    if rank() == 0:
+        queues = {"texts": [] if texts is None else texts, "videos": videos}
+        draw_picture(case.picture("normalization"), draw_normalization, case.pieces, gamma, iterations, queues,
+                     retrieval_biases)
 
 
 def gap(case):
@@ -215,23 +177,23 @@ def gap(case):
     owner, first = np.unique(case.pieces["owner"], return_index=True)      # one caption an image: else an image stands
     health = {}                                                            # among its own negatives
     if len(owner) > 1:
-        health = common.embedding_health(image[owner], text[first], limit=4096)
+        health = embedding_health(image[owner], text[first], limit=4096)
         health.pop("gap")                                                  # of these pairs; here that of all items
-    case.metrics["gap"] = {"modality_gap": common.modality_gap(image, text)} | health
+    case.metrics["gap"] = {"modality_gap": modality_gap(image, text)} | health
     case.chance["gap"] = {"modality_gap": (1 / len(image) + 1 / len(text)) ** 0.5}
 
 
 def histograms(case):
     """Densities of the cosines, drawn."""
-    case.metrics["histograms"] = common.figures().similarity_histograms(case.pieces)
-    if common.rank() == 0:
+    case.metrics["histograms"] = similarity_histograms(case.pieces)
+    if rank() == 0:
         stages = {case.args.checkpoint or "model": case.metrics["histograms"]}
         title = f"{case.name} ({case.args.split}): image-text cosines"
-        draw = functools.partial(common.figures().draw_histograms, title=title)
-        common.picture(case.picture("similarities"), draw, stages)
+        draw = functools.partial(draw_histograms, title=title)
+        draw_picture(case.picture("similarities"), draw, stages)
 
 
-TASKS = {"retrieval": retrieval, "mir": mir.task, **by_class.TASKS, "gap": gap, "histograms": histograms,
+TASKS = {"retrieval": retrieval, "mir": mir.task, **TASKS, "gap": gap, "histograms": histograms,
          "qa": answers.task}
 
 
@@ -267,13 +229,13 @@ def _pairs(word):
     return [(n, str(Path(folder) / n) if folder else "") for n in TEMO_17]
 
 
-def data_options(subject, name, data_dir):
+def options_of_set(subject, name, data_dir):
     """Options of common.load_data: as the run read its own set, changed by the flags."""
     own = subject.own
-    saved = common.other_options(own, data_dir)
+    saved = other_options(own, data_dir)
     if name == own.get("dataset"):
-        saved = {k: own[k] for k in common.DATA_FLAGS if own.get(k)} | ({"data_dir": data_dir} if data_dir else {})
-    given = common.data_options(subject.args)
+        saved = {k: own[k] for k in DATA_FLAGS if own.get(k)} | ({"data_dir": data_dir} if data_dir else {})
+    given = data_options(subject.args)
     columns = saved.pop("columns_of_training", {})
     saved["columns_of_training"] = {k: v for k, v in columns.items() if k not in given}
     never = {"unfold_captions": False, "caption_noise": 0.0, "extra_captions": ""}
@@ -294,18 +256,18 @@ def evaluate(subject, name, options, first=True):
             if task == "retrieval" and args.normalize != "none":
                 step = "normalize"
                 normalize(case)
-        except common.NotFinite as error:
+        except NotFinite as error:
             failed[step] = str(error)
         except (UserError, ValueError) as error:
-            left_out[step] = common.first_line(error)
+            left_out[step] = first_line(error)
         if step == "normalize" and step in failed | left_out:
             case.metrics["normalized_by"] = "none"
             say(f"WARNING: {name}: --normalize {args.normalize} is not possible: the retrieval numbers are those "
                 "without normalisation")
-    if common.rank() == 0 and "retrieval" in case.metrics:
+    if rank() == 0 and "retrieval" in case.metrics:
         path = subject.folder / f"retrieval.{args.figures}" if first else case.picture("retrieval")
         bias, *_ = case.pieces.get("biases", {}).get(case.metrics.get("normalized_by"), [None])
-        common.picture(path, functools.partial(common.figures().draw_retrieval, bias=bias), case.pieces)
+        draw_picture(path, functools.partial(draw_retrieval, bias=bias), case.pieces)
     found = {"metrics": case.metrics, "chance": case.chance, "left_out": left_out}
     return found | ({"changed": case.changed} if case.changed else {}), failed
 
@@ -317,18 +279,18 @@ def evaluate_all(subject):
         raise UserError(f"--normalize {args.normalize} is for the task retrieval; the tasks are {' '.join(args.tasks)}")
     for name, data_dir in wanted:
         try:
-            options = data_options(subject, name, data_dir)
+            options = options_of_set(subject, name, data_dir)
             found[name], failed = evaluate(subject, name, options, first=name == wanted[0][0])
         except (UserError, ValueError, RuntimeError) as error:
             if len(wanted) == 1:
                 raise UserError(f"{name}: {error}" if not isinstance(error, UserError) else str(error)) from error
-            errors[name] = common.first_line(error)
+            errors[name] = first_line(error)
             say(f"\n{name} is left out: {errors[name]}")
             continue
         errors |= {f"{name}/{task}": why for task, why in failed.items()}
         metrics, chance = found[name]["metrics"], found[name]["chance"]
         say(table(name, metrics, chance, TASKS) +
-            (ncl.normalization_table({name: metrics}) if "normalize" in metrics else ""))
+            (normalization_table({name: metrics}) if "normalize" in metrics else ""))
         for task, why in (found[name]["left_out"] | failed).items():
             say(f"  {task:<26} left out: {why}")
     return {"datasets": found, "errors": errors}
@@ -336,15 +298,15 @@ def evaluate_all(subject):
 
 def main(args):
     """Evaluate, print, write eval.json; returns its content."""
-    common.set_threads(args)
-    common.join_processes(args)
+    set_threads(args)
+    join_processes(args)
     subject = Subject(args)
     result = {"command": " ".join([Path(sys.executable).name] + sys.argv),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
-              "versions": common.versions().splitlines(), "processes": common.world()}
-    result |= search.search(subject) if args.query else evaluate_all(subject)
-    if common.rank() == 0:
-        common.write_json(subject.folder / "eval.json", result)
+              "versions": versions().splitlines(), "processes": world()}
+    result |= search(subject) if args.query else evaluate_all(subject)
+    if rank() == 0:
+        write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")
     return json.loads(json.dumps(result, default=str))
 
@@ -357,5 +319,5 @@ def complain(result):
 
 
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         complain(main(parse_args()))

@@ -51,7 +51,7 @@ comparable and reproducible; a fork edits METHOD, the flags of the method group,
 Differences from the paper and from the authors' code, which has neither schedule nor weights for retrieval (its margin
 is 0) and whose meta step for question answering changes nothing (it joins the letters of a name, not its parts):
  1. The recipes encode with CLIP and the mean of its frames. CLIP-ViP, which the paper starts from, is run with
-    --image-encoder clip_vip:openai/clip-vit-base-patch16 --init-from pretrain_clipvip_base_16.pt (tools/clip_vip.py)
+    --image-encoder clip_vip:openai/clip-vit-base-patch16 --init-from pretrain_clipvip_base_16.pt (encoders/clip_vip.py)
     and the batch and tau of its authors, --batch-size 128 --tau 0.01, where the margin must be tuned anew (--a0).
  2. Batch 4 at tau = 1 is what the paper prints (3 negatives, at least 0.34 nats a direction). At a small tau the margin
     weighs much more: mu / tau = 18 at 0.01, where hardly a pair has a gradient left. Tune them together; the banner
@@ -75,11 +75,12 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
 10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
     losses that occur, and cannot lower the highest without those in the middle.
 11. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
-12. Questions are answered by a model in VIOLET's way (tools/answers.py), from published towers but with a new fusion of
-    two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before the fusion, so
-    that B + B embeddings give all pairs. The paper's comes from a layer on [CLS], after it, and is no cosine as such;
-    --qa-similarity fused sends all pairs through it, and takes the cosine of two tokens there. The text is a caption
-    of the row: with the published sets the question itself; moving-emoji, which has but three questions, has captions.
+12. Questions are answered by a model in VIOLET's way (common.QuestionAnswerer), from published towers but with a new
+    fusion of two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before
+    the fusion, so that B + B embeddings give all pairs. The paper's comes from a layer on [CLS], after it, and is no
+    cosine as such; --qa-similarity fused sends all pairs through it, and takes the cosine of two tokens there. The text
+    is a caption of the row: with the published sets the question itself; moving-emoji, which has but three questions,
+    has captions.
 13. Its Video Swin-B has torchvision's weights of Kinetics-400, the paper's of Kinetics-600; each token of it is a time,
     the mean over the picture. Any other --image-encoder gives one token a frame.
 14. An answer outside the vocabulary of --answers has no loss in training and is wrong in evaluation, whose upper bound
@@ -96,15 +97,27 @@ import warnings
 from pathlib import Path
 
 import common
-from common import between, by_rows, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
+from common import by_rows, fp32, gather, normalize, positive_index
+from engine.base import UserError, clean_exit, rank, world, write_json, write_tensors
+from engine.data import open_data
+from engine.flags import OneLine, Parser
+from engine.meta_data import meta_data
+from engine.ranges import between, count, nonnegative, part, positive, rate, whole
+from engine.run import Run
 
 import torch
 import torch.nn as nn
-from safetensors.torch import load_file
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from encoders.base import has_batchnorm
+from evaluation import answers
+from evaluation.answers import question_lines, table
+from evaluation.metrics import answer_hits, pair_cosines
+from evaluation.retrieval import Evaluator
+from figures.mama import draw
 
 
 # ======================================================= METHOD ======================================================
@@ -295,6 +308,18 @@ def l2rw_weights(losses, parameters, batch, meta_batch):
     return len(gather(useful)) * useful / total if total > 0 else useful
 
 
+def weights_of(losses, weighting, weight_net, focal_gamma=2.0, kept=1.0):
+    """Weights (B,) of the weightings that need the losses (B,) alone: 'meta', by the new theta (Eq. 11); 'joint', with
+    gradient for theta (Table 8); 'focal' and 'spl' (Table 6); 'none', ones. l2rw_weights looks ahead instead."""
+    if weighting == "none":
+        return torch.ones_like(losses)
+    if weighting == "focal":
+        return focal_weights(losses, focal_gamma)
+    if weighting == "spl":
+        return spl_weights(losses, kept)
+    return weight_net(losses) if weighting == "joint" else weight_net(losses).detach()
+
+
 # ======================================================= flags =======================================================
 # Defaults by data set, one line a group. 'paper': Section 4.1 and Appendix D; what they do not say from the authors'
 # code; 'ours': ncl.py's towers and optimiser, with tau and margin not tuned and --meta-lr from one seed's training
@@ -305,8 +330,9 @@ MSRVTT = dict(
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", pretrained=True,
     embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="random",
     text_length=70, text_pooling="cls", clean_captions=False,
-    epochs=5.0, batch_size=4, optimizer="adamw", lr=5e-6, lr_end=0.0, warmup_epochs=0.05, weight_decay=5e-2,
-    beta2=0.98, grad_clip=1.0,
+    join_captions=False, unfold_captions=False,
+    epochs=5.0, batch_size=4, optimizer="adamw", lr=5e-6, lr_end=0.0, lr_schedule="cosine", warmup_epochs=0.05,
+    weight_decay=5e-2, beta1=0.9, beta2=0.98, eps=1e-8, grad_clip=1.0,
     tau=1.0, meta_lr=5e-6, meta_batch_size=4,
     crop_min=1.0, flip=0.0, jitter=0.0,
     mixed_precision="no", log_every=50, save_every=1000, eval_every=0)
@@ -314,13 +340,13 @@ LONGER = MSRVTT | dict(epochs=20.0, warmup_epochs=0.2)
 MOVING = MSRVTT | dict(
     recipe="ours; captions of 30 % of the training clips swapped, for the weights to find",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
-    image_size=32, image_stats="half", frames=4, text_length=24, text_pooling="mean", caption_noise=0.3,
+    image_size=32, image_stats="half", frames=4, text_length=24, text_pooling="mean",
     epochs=10.0, batch_size=64, lr=2e-3, lr_end=2e-5, warmup_epochs=1.0, weight_decay=0.1,
     tau=0.1, meta_lr=2e-4, meta_batch_size=32,
     crop_min=0.8, jitter=0.2,
     log_every=10, save_every=120, eval_every=100)
 OWN = MOVING | dict(
-    recipe="ours; small towers from scratch", caption_noise=0.0,
+    recipe="ours; small towers from scratch",
     image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
 QUESTIONS = MSRVTT | dict(
     recipe="paper; warm-up, schedule and clipping from the authors' code or ours", task="qa-open",
@@ -328,23 +354,29 @@ QUESTIONS = MSRVTT | dict(
     epochs=10.0, lr=2e-5, warmup_epochs=0.1, weight_decay=1e-3, meta_lr=2e-5)
 CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)               # of "question choice"
 RECIPES = {
-    "moving-emoji": MOVING, "emoji": OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4),
+    "moving-emoji": MOVING | dict(caption_noise=0.3),
+    "emoji": OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4),
     "msrvtt": MSRVTT, "didemo": LONGER, "activitynet": LONGER,
     "msvd": MSRVTT | dict(recipe="ours; as msrvtt"), "youcook2": MSRVTT | dict(recipe="ours; as msrvtt"),
     "howto100m": MSRVTT | dict(recipe="ours; as msrvtt", epochs=1.0), "own": OWN,
     "msrvtt-qa": QUESTIONS, "msvd-qa": QUESTIONS, "tgif-qa-r-frame": QUESTIONS,
     "tgif-qa-r-action": CHOICES, "tgif-qa-r-transition": CHOICES, "nextqa": CHOICES, "causal-vidqa": CHOICES}
 ASKED = RECIPES | {                                                        # under --task qa-open and qa-choice
-    "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", caption_noise=0.0, fusion_layers=1,
+    "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", fusion_layers=1,
                                   meta_every=4)}
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
 
 
+def looks_ahead(args):
+    """Does the weighting take a virtual step on meta-data (Algorithm 1, L2RW)?"""
+    return args.weighting in ("meta", "l2rw")
+
+
 def parse_args(argv=None):
     """Flags; the recipe of --dataset, --task and --loss gives the defaults."""
-    p = common.Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
+    p = Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
     yesno = argparse.BooleanOptionalAction
-    g = p.add_argument_group("method")
+    g = p.group("method")
     g.add_argument("--loss", choices=["mama", "infonce"], default="mama",
                    help="MAMA; or its baseline, with neither margin nor weights")
     g.add_argument("--task", choices=["retrieval", "qa-open", "qa-choice"], default="retrieval",
@@ -352,142 +384,81 @@ def parse_args(argv=None):
     g.add_argument("--tau", type=positive, default=1.0, help="temperature, divides the cosine, > 0; paper 1")
     g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
                    help="margin of Eq. 6; its limit a0 / a1 throughout; or none")
-    g.add_argument("--a0", type=nonnegative, default=2.0, help="of Eq. 6; the limit of the margin is a0 / a1, radians")
-    g.add_argument("--a1", type=positive, default=10.0, help="of Eq. 6; the margin starts at a0 / (a1 + 1)")
-    g.add_argument("--a2", type=between(-1000), default=0.1,
-                   help="of Eq. 6, per step; below 0 the margin falls to 0")
     g.add_argument("--weighting", choices=["meta", "joint", "focal", "spl", "l2rw", "none"], default="meta",
                    help="weights of the samples: a network learnt by Algorithm 1, or with the encoders (Table 8); "
                         "focal loss, self-paced learning, L2RW (Table 6); or 1")
-    g.add_argument("--weight-hidden", type=count, default=100, help="hidden units of the weight network; MW-Net 100")
-    g.add_argument("--meta-lr", type=common.rate, default=1e-3,
-                   help="beta, of its AdamW in --weighting meta (joint: --lr); paper: alpha, MW-Net 1e-3")
-    g.add_argument("--meta-weight-decay", type=common.rate, default=1e-3, help="of that AdamW; authors' code 1e-3")
-    g.add_argument("--virtual-lr", type=common.rate, default=0.0,
-                   help="alpha of the virtual step; 0 = the learning rate of the moment")
-    g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
-                   help="how the weight network's gradient is found: equal, and forward takes 0.4 of the memory")
     g.add_argument("--meta-memory", choices=["low", "fast"], default="low",
                    help="encode the batch again for the real step; or keep the graph of its first pass, a forward less")
-    g.add_argument("--meta-set", default="train", metavar="train|val|FILE",
-                   help="where the meta-data come from; FILE: one name (key) of a training example a line")
-    g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data from train or val; not said")
-    g.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
-                   help="M, GLOBAL: meta-data of a step; paper: not said")
-    g.add_argument("--meta-every", type=count, default=1, help="steps between updates of the weight network; paper 1")
-    g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="exponent of --weighting focal")
-    g.add_argument("--spl-start", type=part, default=0.5, help="part of the batch that --weighting spl starts with")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
-    g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
-    g.add_argument("--answers", type=between(2, 10**6, int), default=1500,
-                   help="of --task qa-open: the most frequent answers of training that the model knows; all others "
-                        "count as wrong")
     g.add_argument("--qa-model", choices=["fusion", "dual"], default="fusion",
                    help="frames and words in one transformer; or, for qa-choice, cosines of the video with texts "
                         "'question choice'")
     g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
                    help="s_ij of Eq. 1: cosine of video and text before the fusion; or of two tokens in it, for which "
                         "all B x N pairs go through it (--loss-block: the texts at a time)")
-    g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
     g.add_argument("--shuffle-video", action=yesno, default=False,
                    help="a control: every question, in training and evaluation, gets the video of another")
-    g = p.add_argument_group("views")
+    g = p.group("with a margin", lambda a: a.margin_schedule != "none")
+    g.add_argument("--a0", type=nonnegative, default=2.0, help="of Eq. 6; the limit of the margin is a0 / a1, radians")
+    g.add_argument("--a1", type=positive, default=10.0, help="of Eq. 6; the margin starts at a0 / (a1 + 1)")
+    g = p.group("with --margin-schedule logistic", lambda a: a.margin_schedule == "logistic")
+    g.add_argument("--a2", type=between(-1000), default=0.1,
+                   help="of Eq. 6, per step; below 0 the margin falls to 0")
+    g = p.group("with --weighting focal", lambda a: a.weighting == "focal")
+    g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="exponent of --weighting focal")
+    g = p.group("with --weighting spl", lambda a: a.weighting == "spl")
+    g.add_argument("--spl-start", type=part, default=0.5, help="part of the batch that --weighting spl starts with")
+    g = p.group("with --weighting meta or joint", lambda a: a.weighting in ("meta", "joint"))
+    g.add_argument("--weight-hidden", type=count, default=100, help="hidden units of the weight network; MW-Net 100")
+    g = p.group("with --weighting meta", lambda a: a.weighting == "meta")
+    g.add_argument("--meta-lr", type=rate, default=1e-3,
+                   help="beta, of its AdamW in --weighting meta (joint: --lr); paper: alpha, MW-Net 1e-3")
+    g.add_argument("--meta-weight-decay", type=rate, default=1e-3, help="of that AdamW; authors' code 1e-3")
+    g.add_argument("--virtual-lr", type=rate, default=0.0,
+                   help="alpha of the virtual step; 0 = the learning rate of the moment")
+    g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
+                   help="how the weight network's gradient is found: equal, and forward takes 0.4 of the memory")
+    g.add_argument("--meta-every", type=count, default=1, help="steps between updates of the weight network; paper 1")
+    g = p.group("with --weighting meta or l2rw", lambda a: looks_ahead(a) or a.meta_set == "val")
+    g.add_argument("--meta-set", default="train", metavar="train|val|FILE",
+                   help="where the meta-data come from; FILE: one name (key) of a training example a line")
+    g.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
+                   help="M, GLOBAL: meta-data of a step; paper: not said")
+    g = p.group("with --weighting meta or l2rw and --meta-set train or val",
+                lambda a: a.meta_set == "val" or looks_ahead(a) and a.meta_set == "train")
+    g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data from train or val; not said")
+    g = p.group("with --task qa-open or qa-choice", lambda a: a.task != "retrieval")
+    g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
+    g = p.group("with --task qa-open", lambda a: a.task == "qa-open")
+    g.add_argument("--answers", type=between(2, 10**6, int), default=1500,
+                   help="of --task qa-open: the most frequent answers of training that the model knows; all others "
+                        "count as wrong")
+    g = p.group("where questions have --qa-model fusion", lambda a: a.task != "retrieval" and a.qa_model == "fusion")
+    g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
+    g = p.group("views")
     g.add_argument("--crop-min", type=part, default=1.0,
                    help="smallest area of the random crop, all frames alike, 0..1; 1 = none")
     g.add_argument("--flip", type=part, default=0.0, help="probability of a mirror image")
     g.add_argument("--jitter", type=nonnegative, default=0.0,
                    help="brightness, contrast and saturation strength, all frames alike")
-    # >>> shared: texts
-    g = p.add_argument_group("texts")
-    g.add_argument("--text-encoder", default="small",
-                   help="small, or a transformers id or folder (CLIP: its text tower)")
-    g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls",
-                   help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls")
-    g.add_argument("--text-length", type=between(4, 4096, int), default=32, help="tokens kept of a caption")
-    g.add_argument("--clean-captions", action=yesno, default=False,
-                   help="lower case, no punctuation, 30 words, as the CC3M trainer")
-    g.add_argument("--join-captions", action=yesno, default=False,
-                   help="the captions of a video become one paragraph (ActivityNet and DiDeMo always)")
-    g.add_argument("--unfold-captions", action=yesno, default=False,
-                   help="a training example for each (image or clip, caption), not a caption drawn each epoch")
-    # <<< shared
-    # >>> shared: pixels
-    g = p.add_argument_group("pixels")
-    g.add_argument("--image-size", type=between(8, 4096, int), default=224, help="pixels of a side")
-    g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder",
-                   help="mean and std of the pixels; encoder = what its weights saw")
-    g.add_argument("--eval-resize", choices=["crop", "squash"], default="crop",
-                   help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
-    g.add_argument("--frames", type=count, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
-    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
-                   help="frames from the first to the last; of the middles of T segments; random in each (in training)")
-    g.add_argument("--clips", type=between(2, 10**6, int), nargs=3, default=[2000, 300, 300],
-                   metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
-    g.add_argument("--caption-noise", type=part, default=0.0,
-                   help="part of moving-emoji's training clips that get the captions of another, 0..1")
-    # <<< shared
-    # >>> shared: model
-    g = p.add_argument_group("model")
-    g.add_argument("--image-encoder", default="small",
-                   help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
-    g.add_argument("--pretrained", action=yesno, default=True,
-                   help="start from published weights; --no-pretrained = from scratch")
-    g.add_argument("--init-from", default="",
-                   help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one "
-                        "encoder; timm weights are then not downloaded")
-    g.add_argument("--embed-dim", type=between(2, 10**6, int), default=256,
-                   help="D, width of the space of the loss; the paper's value is its recipe's default")
-    # <<< shared
-    # >>> shared: optimisation
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
-    g.add_argument("--epochs", type=positive, default=30.0,
-                   help="passes over the training set; the paper's value is its recipe's default")
-    g.add_argument("--max-steps", type=whole, default=0,
-                   help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
-    g.add_argument("--batch-size", type=between(2, 10**9, int), default=256,
-                   help="N, GLOBAL: split over processes, sets the negatives; the paper's is its recipe's default")
-    g.add_argument("--chunk-size", type=whole, default=0,
-                   help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; "
-                        "0 = all")
-    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False,
-                   help="let BatchNorm see chunks: an approximation")
-    g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
-                   help="sgd takes --beta1 as its momentum")
-    g.add_argument("--lr", type=common.rate, default=2e-4, help="peak learning rate")
-    g.add_argument("--lr-end", type=common.rate, default=1e-5, help="last learning rate of the cosine")
-    g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
-    g.add_argument("--warmup-epochs", type=nonnegative, default=1.0,
-                   help="epochs of linear warm-up; at most a tenth of the run")
-    g.add_argument("--weight-decay", type=common.rate, default=0.02,
-                   help="of matrices and kernels; none for biases, norms and scalars")
-    g.add_argument("--beta1", type=common.below_one, default=0.9, help="Adam's first moment")
-    g.add_argument("--beta2", type=common.below_one, default=0.999, help="Adam's second moment")
-    g.add_argument("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
-    g.add_argument("--grad-clip", type=nonnegative, default=0.0, help="largest global gradient norm; 0 = off")
-    g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
-                   help="of the encoders; the loss is always float32")
-    # <<< shared
     # the task is read ahead of the other flags, because it decides whose defaults they have
-    ahead = common.OneLine(p.prog, "", add_help=False)
+    ahead = OneLine(p.prog, "", add_help=False)
     ahead.add_argument("--task", default="retrieval")
     args = p.parse(argv, recipes_of(ahead.parse_known_args(argv)[0].task), LOSSES)
-    looks_ahead = args.weighting in ("meta", "l2rw")
     p.require(args.loss == "mama" or (args.margin_schedule, args.weighting) == ("none", "none"),
               "--loss infonce has neither margin nor weights; leave out --margin-schedule and --weighting, or --loss")
     p.require(args.a0 / args.a1 <= math.pi / 2,
               f"--a0 {args.a0:g} --a1 {args.a1:g}: the margin a0 / a1 must be at most pi / 2")
-    p.require(not (looks_ahead and args.chunk_size),
+    p.require(not (looks_ahead(args) and args.chunk_size),
               f"--chunk-size: --weighting {args.weighting} encodes the whole batch in its passes; use a smaller "
               "--batch-size, or another --weighting")
     plain = (args.weighting, args.meta_gradient, args.mixed_precision, args.compile) == ("meta", "forward", "no", False)
     p.require(plain or args.meta_memory == "low",
               "--meta-memory fast: only with --weighting meta, --meta-gradient forward, --mixed-precision no and "
               "without --compile")
-    p.require(args.weighting != "l2rw" or args.meta_every == 1, "--meta-every: --weighting l2rw needs every step's")
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    p.require(not looks_ahead or args.meta_batch_size % processes == 0,
+    p.require(not looks_ahead(args) or args.meta_batch_size % processes == 0,
               f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
     p.require(args.meta_set in ("train", "val") or Path(args.meta_set).is_file(),
               f"--meta-set {args.meta_set}: neither train nor val nor a file of names")
@@ -500,20 +471,6 @@ def parse_args(argv=None):
     p.require(args.task == "retrieval" or not args.extra_pairs, "--extra-pairs: pairs have no questions; train on them "
               "with --task retrieval, and give that run's model.safetensors to --init-from")
     p.require(args.task != "retrieval" or not args.shuffle_video, "--shuffle-video: only where there are questions")
-    p.only(args.margin_schedule != "none", "with a margin", "--a0", "--a1")
-    p.only(args.margin_schedule == "logistic", "with --margin-schedule logistic", "--a2")
-    p.only(args.weighting == "focal", "with --weighting focal", "--focal-gamma")
-    p.only(args.weighting == "spl", "with --weighting spl", "--spl-start")
-    p.only(args.weighting in ("meta", "joint"), "with --weighting meta or joint", "--weight-hidden")
-    p.only(args.weighting == "meta", "with --weighting meta", "--meta-lr", "--meta-weight-decay", "--virtual-lr",
-           "--meta-gradient", "--meta-every")
-    p.only(looks_ahead or args.meta_set == "val", "with --weighting meta or l2rw", "--meta-set", "--meta-batch-size")
-    p.only(args.meta_set == "val" or looks_ahead and args.meta_set == "train",
-           "with --weighting meta or l2rw and --meta-set train or val", "--meta-size")
-    p.only(args.task != "retrieval", "with --task qa-open or qa-choice", "--eta")
-    p.only(args.task == "qa-open", "with --task qa-open", "--answers")
-    p.only(args.task != "retrieval" and args.qa_model == "fusion", "where questions have --qa-model fusion",
-           "--fusion-layers")
     return args
 
 
@@ -526,25 +483,25 @@ def recipes_of(task):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
-    train, evals = common.open_data(args)
+    train, evals = open_data(args)
     if args.shuffle_video:
-        shuffled = common.answers().shuffled                               # each question with another's video
+        shuffled = answers.shuffled                               # each question with another's video
         train, evals = shuffled(train), {name: {k: shuffled(d) for k, d in of.items()} for name, of in evals.items()}
-    questions = questions_of(train, args)                                  # None for retrieval
+    questions = answers.questions_of(train, args)                          # None for retrieval
     meta = None
     if args.weighting in ("meta", "l2rw") or args.meta_set == "val":
-        meta, evals = common.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
-                                       args.task)
-    run = common.Run(__file__, args, train, evals, recipes_of(args.task))
+        meta, evals = meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
+                                args.task)
+    run = Run(__file__, args, train, evals, recipes_of(args.task))
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
-    tower, tokenizer, transform = run.towers(questions and (lambda: common.answers().texts(train, 200_000)), questions)
+    tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)
     contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
     tower.block = args.loss_block                                          # of the pairs that a fusion sees
-    if args.weighting in ("meta", "l2rw") and common.world() > 1 and common.has_batchnorm(tower):
-        raise common.UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
-                               "over several processes have no forward mode; use one process or another encoder")
+    if args.weighting in ("meta", "l2rw") and world() > 1 and has_batchnorm(tower):
+        raise UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
+                        "over several processes have no forward mode; use one process or another encoder")
     weight_net, own = WeightNet(args.weight_hidden).to(run.device), nn.ModuleDict()
     if args.weighting == "joint":                                          # then the optimiser of the towers trains it
         own["weight_net"] = weight_net
@@ -576,14 +533,13 @@ def main(args):
                                            run.device, min(2, args.workers), args.max_bad_fraction, run.folder))
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    evaluator = (common.answers() if questions else common).Evaluator(tower, tokenizer, transform, evals, train,
+    evaluator = (answers.Evaluator if questions else Evaluator)(tower, tokenizer, transform, evals, train,
                                                                       run.device, args)
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
     margins = margin_at(0, args), margin_at(run.total, args)
-    guesses = [random_guess(mu, args, answers_of(train, questions)) for mu in margins]
-    about = common.answers().banner_lines(questions, train, tokenizer, args) if questions else {}
+    guesses = [random_guess(mu, args, answers.answers_of(train, questions)) for mu in margins]
+    about = question_lines(questions, train, tokenizer, args) if questions else {}
     run.begin(evaluator, guesses, banner_lines(args, meta, margins) | about)
-    noisy = train.column("noisy")                                          # (M,) bool where the set knows them, or None
     for batch in batches:
         progress, mu = run.step / run.total, margin_at(run.step, args)
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
@@ -612,16 +568,9 @@ def main(args):
                 p.grad = g
             meta_optimizer.step()                                          # Eq. 10
             meta_optimizer.zero_grad()
-        if args.weighting == "meta":
-            weight = weight_net(sample.detach()).detach()                  # (B,) of the new theta, Eq. 11
-        elif args.weighting == "joint":
-            weight = weight_net(sample.detach())                           # (B,) with gradient for theta
-        elif args.weighting == "focal":
-            weight = focal_weights(sample.detach(), args.focal_gamma)
-        elif args.weighting == "spl":
-            weight = spl_weights(sample.detach(), args.spl_start + (1 - args.spl_start) * progress)
-        elif args.weighting == "none":
-            weight = torch.ones_like(sample)
+        if args.weighting != "l2rw":
+            kept = args.spl_start + (1 - args.spl_start) * progress
+            weight = weights_of(sample.detach(), args.weighting, weight_net, args.focal_gamma, kept)             # (B,)
         loss = (weight * sample).mean()                                    # Eq. 8
 
         run.check_finite(loss, args.tau, (video, text), batch)
@@ -634,28 +583,19 @@ def main(args):
 
         numbers = {}
         if run.logs_now():
-            with torch.no_grad():
-                swapped = torch.zeros_like(sample)                         # (B,) 1 where the captions are another's
-                if noisy is not None:
-                    swapped = torch.as_tensor(noisy[batch["rows"]]).to(sample)
-                seen = gather(torch.stack([sample, weight, swapped], 1))   # (N, 3)
-                numbers = {"mu": mu} | weight_numbers(seen)
-                if contrast is fused_margin_loss:
-                    numbers |= pair_cosines(gather(video))
-                else:
-                    numbers |= common.embedding_health(gather(normalize(video)), gather(normalize(text)))
-                if questions:
-                    right = common.answer_hits(*scores, inputs["answers"]).float().mean()
-                    numbers |= common.mean_over_processes({"CE": answered.mean(), "answered": 100 * right}, run.device)
-                keep_for_pictures(run.tensors, run.step + 1, seen, args, weight_net)
+            swapped = swapped_of(train, batch, sample)                     # (B,)
+            numbers = {"mu": mu} | numbers_of(sample, weight, swapped, (video, text), args, run, weight_net)
+            if questions:
+                right = answer_hits(*scores, inputs["answers"]).float().mean()
+                numbers |= common.mean_over_processes({"CE": answered.mean(), "answered": 100 * right}, run.device)
         run.done(batch, loss, args.tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
-    if common.rank() == 0:
-        common.write_tensors(run.folder / "weights.safetensors", run.tensors)
+    if rank() == 0:
+        write_tensors(run.folder / "weights.safetensors", run.tensors)
         if args.meta_set == "val":                                         # eval.py leaves them out as well
-            common.write_json(run.folder / "meta_data.json", {f"{args.dataset} val": meta.column("key")})
-    return run.finish(draw, common.answers().table if questions else None)
+            write_json(run.folder / "meta_data.json", {f"{args.dataset} val": meta.column("key")})
+    return run.finish(draw, table if questions else None)
 
 
 def margin_at(step, args):
@@ -686,7 +626,7 @@ def inputs_of(batch, tokenizer, device, data=None, questions=None):
     are questions, question (B, L), answers (B,), choices (B, C, L)."""
     asked = {}
     if questions:
-        asked = common.answers().inputs(data, batch["rows"], tokenizer, questions["answers"], device)
+        asked = answers.inputs(data, batch["rows"], tokenizer, questions["answers"], device)
     texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
     return {"pixels": batch["views"][0], "tokens": {k: v.to(device) for k, v in tokenizer(texts).items()}} | asked
 
@@ -715,28 +655,24 @@ def losses_of(tower, tau, mu, device, block=0, eta=1.0, contrast=angular_margin_
     return losses
 
 
-# ------------------------------------------------------- questions ---------------------------------------------------
-def questions_of(train, args):
-    """What the model that answers questions is made with (tools/answers.py); None for retrieval.
-
-    Raises: UserError where the rows are no such questions."""
-    if args.task == "retrieval":
-        return None
-    rooms, choices = common.answers(), args.task == "qa-choice"
-    rooms.check(train, choices)
-    known = [] if choices else rooms.answer_vocabulary(train.column("answer"), args.answers)
-    return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames,
-            "similarity": args.qa_similarity}
+# ------------------------------------------------------- numbers of the log ------------------------------------------
+def swapped_of(data, batch, like):
+    """(B,) 1 where the data set knows that the captions are another's (moving-emoji's `noisy`)."""
+    noisy = data.column("noisy")                                           # (M,) bool, or None
+    return torch.zeros_like(like) if noisy is None else torch.as_tensor(noisy[batch["rows"]]).to(like)
 
 
-def answers_of(train, questions):
-    """How many answers a random guess has: of the vocabulary, or the mean number of choices; 1 without questions."""
-    if not questions:
-        return 1
-    return len(questions["answers"]) or sum(map(len, train.column("choices"))) / len(train)
+@torch.no_grad()
+def numbers_of(sample, weight, swapped, embeddings, args, run, weight_net):
+    """Columns of the log: losses and weights, also of mismatched pairs, (B,) each; the health of the space."""
+    seen = gather(torch.stack([sample, weight, swapped], 1))               # (N, 3)
+    keep_for_pictures(run.tensors, run.step + 1, seen, args, weight_net)
+    video, text = embeddings                                               # (B, D) each, or cosines (B, N)
+    if args.qa_similarity == "fused":
+        return weight_numbers(seen) | pair_cosines(gather(video))
+    return weight_numbers(seen) | common.embedding_health(gather(normalize(video)), gather(normalize(text)))
 
 
-# ======================================================= pictures ====================================================
 def weight_numbers(seen):
     """Columns of the log from a batch's losses, weights and marks of mismatched pairs, (N, 3)."""
     sample, weight, swapped = seen.unbind(1)                               # (N,) each
@@ -745,12 +681,6 @@ def weight_numbers(seen):
         if swapped.any() and those.any():
             numbers |= {f"L_{name}": sample[those].mean().item(), f"w_{name}": weight[those].mean().item()}
     return numbers
-
-
-def pair_cosines(sim):
-    """Columns of the log from the cosines of all videos with all texts, (N, N)."""
-    others = sim.sum() - sim.trace()
-    return {"pos_cos": sim.diagonal().mean().item(), "neg_cos": (others / (sim.numel() - len(sim))).item()}
 
 
 def keep_for_pictures(tensors, step, seen, args, weight_net):
@@ -762,33 +692,6 @@ def keep_for_pictures(tensors, step, seen, args, weight_net):
         tensors |= {"loss_grid": grid, "curves": torch.cat([tensors.get("curves", curve[:0]), curve])}
 
 
-def draw(run):
-    """The pictures of a run: curves, weights (Fig. 4, right), retrieval."""
-    figures, args, log = common.figures(), run.args, run.log
-    val = next(iter(run.val_pieces or run.test_pieces), "")
-    scores = {f"{k}, {label}": f"eval/{val}/{way}/{k}"
-              for way, label in (("text_to_image", "t->v"), ("image_to_text", "v->t")) for k in ("R@1", "R@10")}
-    if args.task != "retrieval":
-        scores = {"val": f"eval/{val}/accuracy", "training batch": "answered"}
-    kinds = {"all": "", "matched": "_matched", "mismatched": "_mismatched"}
-    run.picture("curves.png", figures.draw_curves, log, [
-        ("loss", "nats", {"weighted, Eq. 8": "loss", "L_i, all pairs": "L"}
-         | {f"L_i, {k}": f"L{v}" for k, v in kinds.items() if v and log.column(f"L{v}")[0]}),
-        ("margin", "mu, radians", {"mu": "mu"}), ("learning rate", "lr", {"lr": "lr"}),
-        ("weights", "mean over the batch", {k: f"w{v}" for k, v in kinds.items() if log.column(f"w{v}")[0]}),
-        ("cosine", "mean over the batch", {"pairs": "pos_cos", "others": "neg_cos"}),
-        ("answers" if args.task != "retrieval" else "retrieval, val", "%", scores)])
-    if args.weighting != "none":
-        tensors = load_file(run.folder / "weights.safetensors")
-        run.picture("weights.png", common.figures("mama").draw_weights, tensors, args.weighting)
-    for name, pieces in run.test_pieces.items():
-        suffix = "" if name == next(iter(run.test_pieces)) else f"_{common.slug(name)}"
-        if args.task == "retrieval":
-            run.picture(f"retrieval{suffix}.png", figures.draw_retrieval, pieces)
-        else:
-            run.picture(f"answers{suffix}.png", figures.draw_answers, pieces)
-
-
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main(parse_args())

@@ -56,9 +56,9 @@ Differences from the paper and from the authors' code (released for EPIC-KITCHEN
     65.3, is 65.8 in Tables 2 and 4. In Table 9 the authors' own baseline with refinement (53.1, R@1) is no worse than
     MM-TS (53.0).
 12. Thirds of the test queries by the size of their training cluster (head, mid, tail) are reported; the paper has none.
-13. AVION's tower is common.VideoViT, whose docstring says what differs; its fp16, jitter in each of 16 segments and
-    captions by relevancy (--caption-relevancy) are here. Table 2 needs LaViLa's weights (--init-from). The best epoch
-    is chosen on the test split there; here the last weights are tested.
+13. AVION's tower is VideoViT (encoders/video.py), whose docstring says what differs; its fp16, jitter in each of 16
+    segments and captions by relevancy (--caption-relevancy) are here. Table 2 needs LaViLa's weights (--init-from). The
+    best epoch is chosen on the test split there; here the last weights are tested.
 """
 
 import argparse
@@ -68,12 +68,21 @@ import warnings
 from pathlib import Path
 
 import common
-from common import between, by_rows, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
+from common import by_rows, fp32, gather, normalize, positive_index
+from engine.base import UserError, all_sum, clean_exit
+from engine.clusters import check, head_mid_tail, head_mid_tail_table, open_clusters
+from engine.data import open_data
+from engine.flags import Parser
+from engine.ranges import between, count, nonnegative, part, positive, whole
+from engine.run import Run
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from evaluation.retrieval import Evaluator
+from figures.mmts import draw
 
 
 # ======================================================= METHOD ======================================================
@@ -169,10 +178,10 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     x = normalize(torch.as_tensor(embeddings)).numpy()                     # (M, D)
     broken = (~np.isfinite(x)).any(1).sum()
     if broken:
-        raise common.UserError(f"{broken:,} of {len(x):,} embeddings to be clustered are not finite; take another "
-                               "--cluster-encoder")
+        raise UserError(f"{broken:,} of {len(x):,} embeddings to be clustered are not finite; take another "
+                        "--cluster-encoder")
     if len(x) < k:
-        raise common.UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered; lower it")
+        raise UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered; lower it")
     kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
     with threadpool_limits(1), warnings.catch_warnings():                  # one thread: the same sums on any machine
         warnings.simplefilter("ignore", ConvergenceWarning)                # that points coincide: the banner says it
@@ -190,7 +199,8 @@ CC3M = dict(
     image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
     image_size=256, image_stats="clip", eval_resize="squash", text_length=30, text_pooling="cls", clean_captions=True,
     epochs=30.0, batch_size=512, lr=2e-4, lr_end=1e-5, warmup_epochs=0.35,  # 2,000 steps of 5,680 an epoch
-    weight_decay=0.02, beta2=0.999, grad_clip=0.0,
+    optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8, weight_decay=0.02, beta2=0.999, grad_clip=0.0,
+    frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
     loss="infonce", tau=0.01, clusters="captions", cluster_encoder="distilbert/distilbert-base-uncased",
     crop_min=0.5, flip=0.5, jitter=0.0, randaugment_ops=2, randaugment_magnitude=21,
     mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
@@ -199,16 +209,17 @@ AVION = dict(
     # AVION's text tower has GELU, as this one; --init-from takes AVION's training of LaViLa for both towers
     image_encoder="video_vit_base_patch16_clip_224.openai", text_encoder="laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
     pretrained=True, embed_dim=256, image_size=224, image_stats="clip", eval_resize="crop", frames=16,
-    frame_sampling="random", text_length=77, text_pooling="cls", clean_captions=False, caption_relevancy=0.1,
+    frame_sampling="random", text_length=77, text_pooling="cls", clean_captions=False,
     epochs=100.0, batch_size=512, lr=3e-5, lr_end=1e-5, warmup_epochs=1.0, weight_decay=0.01, beta2=0.999,
-    grad_clip=0.0,
+    grad_clip=0.0, optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
+    join_captions=False, unfold_captions=False,
     loss="max-margin", tau=0.07, clusters="noun", cluster_encoder="sentence-transformers/all-MiniLM-L6-v2",
     crop_min=0.5, flip=0.0, jitter=0.0, randaugment_ops=0, randaugment_magnitude=0,
     mixed_precision="fp16", log_every=20, save_every=500, eval_every=0)
 VAST = AVION | dict(
     recipe="paper; CLIP's towers with VAST's fine-tuning values",
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", embed_dim=512,
-    frames=8, frame_sampling="uniform", caption_relevancy=0.0,
+    frames=8, frame_sampling="uniform",
     epochs=30.0, batch_size=64, lr=2e-5, lr_end=0.0, warmup_epochs=3.0, beta2=0.98, grad_clip=2.0,
     loss="infonce", label_smoothing=0.1, clusters="captions",
     crop_min=1.0)
@@ -218,6 +229,8 @@ MOVING = dict(
     image_size=32, image_stats="half", eval_resize="crop", frames=4, text_length=24, text_pooling="mean",
     clean_captions=False,
     epochs=24.0, batch_size=128, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
+    optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
+    frame_sampling="uniform", join_captions=False, unfold_captions=False,
     loss="infonce", tau=0.1, clusters="captions", cluster_encoder="tf-idf",
     crop_min=0.8, flip=0.0, jitter=0.2, randaugment_ops=0, randaugment_magnitude=0,
     mixed_precision="no", eval_datasets=[], log_every=5, save_every=120, eval_every=120)
@@ -225,8 +238,9 @@ EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.
 OWN = MOVING | dict(
     recipe="ours; small towers from scratch",
     image_size=64, frames=8, text_length=32, log_every=10, save_every=500, eval_every=0)
-RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "epic-kitchens-100": AVION, "youcook2": VAST,
-           "ssv2-lt": VAST | dict(clusters="label"), "own": OWN}
+RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN,
+           "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
+           "youcook2": VAST, "ssv2-lt": VAST | dict(clusters="label")}
 # alpha, sh-, sh+ of the supplement's Section 7 by recipe and loss; where it has none, the nearest, marked 'ours'
 RANGES = {("cc3m", "infonce"): (0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
           ("cc3m", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM"),
@@ -236,6 +250,7 @@ RANGES = {("cc3m", "infonce"): (0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
           ("youcook2", "max-margin"): (0.20, 0.10, 0.30, "paper: VAST, MI-MM"),
           ("own", "infonce"): (0.08, 0.08, 0.12, "ours"),
           ("own", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM")}
+WORDS = {"infonce": "tau", "max-margin": "margin"}                        # what the schedule and the shifts set
 SOURCES = ("captions", "vision", "label", "verb", "noun", "verb-noun", "none")
 
 
@@ -259,28 +274,16 @@ def loss_defaults(chosen):
 
 def parse_args(argv=None):
     """Flags; the recipe of --dataset and --loss gives the defaults."""
-    p = common.Parser(__file__, "MM-TS: temperatures and margins per sample, from the distribution of the captions.")
+    p = Parser(__file__, "MM-TS: temperatures and margins per sample, from the distribution of the captions.")
     yesno = argparse.BooleanOptionalAction
-    g = p.add_argument_group("method")
+    g = p.group("method")
     g.add_argument("--loss", choices=["infonce", "max-margin"], default=None,
                    help="which of the two, with or without the paper's schedule and shifts")
     g.add_argument("--schedule", action=yesno, default=True, help="tau_base, or the margin's (TS of Tables 4 and 9)")
     g.add_argument("--shifts", action=yesno, default=True,
                    help="by the size of the cluster (ICS of Tables 4 and 9); without, --tau or --margin in their place")
-    g.add_argument("--alpha", type=nonnegative, default=0.04,
-                   help="range of the schedule, twice its amplitude; by --dataset and --loss as in the paper (Sec. 7)")
-    g.add_argument("--shift-min", type=nonnegative, default=0.05,
-                   help="sh-, of the smallest cluster: tau (> 0), or the margin (cosine units); paper: Sec. 7")
-    g.add_argument("--shift-max", type=nonnegative, default=0.10, help="sh+, of the largest cluster; paper: Sec. 7")
-    g.add_argument("--periods", type=positive, default=5.0, help="periods of the schedule in the run; code 5")
-    g.add_argument("--period", type=whole, default=0, help="T in optimiser steps instead; 0 = by --periods")
-    g.add_argument("--tau", type=positive, default=0.01,
-                   help="temperature without shifts, divides the cosine; CLIP on CC3M 0.01, AVION and VAST 0.07")
-    g.add_argument("--margin", type=nonnegative, default=0.2, help="margin without shifts, cosine units; AVION 0.2")
     g.add_argument("--learnable-tau", action=yesno, default=False,
                    help="learn tau, from --tau on (infonce without schedule and shifts)")
-    g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1.0], metavar=("LOW", "HIGH"),
-                   help="limits of a learnable tau; CLIP and AVION at least 0.01")
     g.add_argument("--label-smoothing", type=part, default=0.0,
                    help="part of InfoNCE's target spread over all candidates, 0..1; VAST 0.1")
     g.add_argument("--loss-block", type=whole, default=0,
@@ -288,15 +291,30 @@ def parse_args(argv=None):
     g.add_argument("--clusters", default="captions", metavar="SOURCE",
                    help="what is counted: captions or vision (K-Means of embeddings), label, verb, noun, verb-noun "
                         "(classes); a JSON file of {key: cluster, or cluster of each caption}; none")
+    g = p.group("with --loss infonce --no-shifts", lambda a: a.loss == "infonce" and not a.shifts)
+    g.add_argument("--tau", type=positive, default=0.01,
+                   help="temperature without shifts, divides the cosine; CLIP on CC3M 0.01, AVION and VAST 0.07")
+    g = p.group("with --loss max-margin --no-shifts", lambda a: a.loss == "max-margin" and not a.shifts)
+    g.add_argument("--margin", type=nonnegative, default=0.2, help="margin without shifts, cosine units; AVION 0.2")
+    g = p.group("with --shifts", lambda a: a.shifts)
+    g.add_argument("--shift-min", type=nonnegative, default=0.05,
+                   help="sh-, of the smallest cluster: tau (> 0), or the margin (cosine units); paper: Sec. 7")
+    g.add_argument("--shift-max", type=nonnegative, default=0.10, help="sh+, of the largest cluster; paper: Sec. 7")
+    g = p.group("with --schedule", lambda a: a.schedule)
+    g.add_argument("--alpha", type=nonnegative, default=0.04,
+                   help="range of the schedule, twice its amplitude; by --dataset and --loss as in the paper (Sec. 7)")
+    g.add_argument("--periods", type=positive, default=5.0, help="periods of the schedule in the run; code 5")
+    g.add_argument("--period", type=whole, default=0, help="T in optimiser steps instead; 0 = by --periods")
+    g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
+    g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1.0], metavar=("LOW", "HIGH"),
+                   help="limits of a learnable tau; CLIP and AVION at least 0.01")
+    g = p.group("with --clusters captions or vision", lambda a: a.clusters in ("captions", "vision"))
     g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200, help="K of K-Means; paper 200")
     g.add_argument("--cluster-encoder", default="tf-idf",
                    help="tf-idf, or a transformers id or folder, mean-pooled (CLIP: its own); of --clusters vision an "
                         "image encoder; paper: SentenceBERT, on CC3M DistilBERT")
     g.add_argument("--cluster-starts", type=count, default=1, help="starts of K-Means, of which the best is kept")
-    g.add_argument("--caption-relevancy", type=part, default=0.0,
-                   help="epic-kitchens-100: train on a sentence drawn among those of a higher relevancy, 0..1; AVION "
-                        "0.1; 0 = the clip's own narration")
-    g = p.add_argument_group("views")
+    g = p.group("views")
     g.add_argument("--crop-min", type=part, default=0.5,
                    help="smallest area of the random crop, all frames alike, 0..1; 1 = none; AVION, CC3M trainer 0.5")
     g.add_argument("--flip", type=part, default=0.0, help="probability of a mirror image; CC3M trainer 0.5")
@@ -306,77 +324,6 @@ def parse_args(argv=None):
                    help="RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=21,
                    help="RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
-    # >>> shared: texts
-    g = p.add_argument_group("texts")
-    g.add_argument("--text-encoder", default="small",
-                   help="small, or a transformers id or folder (CLIP: its text tower)")
-    g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls",
-                   help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls")
-    g.add_argument("--text-length", type=between(4, 4096, int), default=32, help="tokens kept of a caption")
-    g.add_argument("--clean-captions", action=yesno, default=False,
-                   help="lower case, no punctuation, 30 words, as the CC3M trainer")
-    g.add_argument("--join-captions", action=yesno, default=False,
-                   help="the captions of a video become one paragraph (ActivityNet and DiDeMo always)")
-    g.add_argument("--unfold-captions", action=yesno, default=False,
-                   help="a training example for each (image or clip, caption), not a caption drawn each epoch")
-    # <<< shared
-    # >>> shared: pixels
-    g = p.add_argument_group("pixels")
-    g.add_argument("--image-size", type=between(8, 4096, int), default=224, help="pixels of a side")
-    g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder",
-                   help="mean and std of the pixels; encoder = what its weights saw")
-    g.add_argument("--eval-resize", choices=["crop", "squash"], default="crop",
-                   help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
-    g.add_argument("--frames", type=count, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
-    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
-                   help="frames from the first to the last; of the middles of T segments; random in each (in training)")
-    g.add_argument("--clips", type=between(2, 10**6, int), nargs=3, default=[2000, 300, 300],
-                   metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
-    g.add_argument("--caption-noise", type=part, default=0.0,
-                   help="part of moving-emoji's training clips that get the captions of another, 0..1")
-    # <<< shared
-    # >>> shared: model
-    g = p.add_argument_group("model")
-    g.add_argument("--image-encoder", default="small",
-                   help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
-    g.add_argument("--pretrained", action=yesno, default=True,
-                   help="start from published weights; --no-pretrained = from scratch")
-    g.add_argument("--init-from", default="",
-                   help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one "
-                        "encoder; timm weights are then not downloaded")
-    g.add_argument("--embed-dim", type=between(2, 10**6, int), default=256,
-                   help="D, width of the space of the loss; the paper's value is its recipe's default")
-    # <<< shared
-    # >>> shared: optimisation
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
-    g.add_argument("--epochs", type=positive, default=30.0,
-                   help="passes over the training set; the paper's value is its recipe's default")
-    g.add_argument("--max-steps", type=whole, default=0,
-                   help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
-    g.add_argument("--batch-size", type=between(2, 10**9, int), default=256,
-                   help="N, GLOBAL: split over processes, sets the negatives; the paper's is its recipe's default")
-    g.add_argument("--chunk-size", type=whole, default=0,
-                   help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; "
-                        "0 = all")
-    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False,
-                   help="let BatchNorm see chunks: an approximation")
-    g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
-                   help="sgd takes --beta1 as its momentum")
-    g.add_argument("--lr", type=common.rate, default=2e-4, help="peak learning rate")
-    g.add_argument("--lr-end", type=common.rate, default=1e-5, help="last learning rate of the cosine")
-    g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
-    g.add_argument("--warmup-epochs", type=nonnegative, default=1.0,
-                   help="epochs of linear warm-up; at most a tenth of the run")
-    g.add_argument("--weight-decay", type=common.rate, default=0.02,
-                   help="of matrices and kernels; none for biases, norms and scalars")
-    g.add_argument("--beta1", type=common.below_one, default=0.9, help="Adam's first moment")
-    g.add_argument("--beta2", type=common.below_one, default=0.999, help="Adam's second moment")
-    g.add_argument("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
-    g.add_argument("--grad-clip", type=nonnegative, default=0.0, help="largest global gradient norm; 0 = off")
-    g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
-                   help="of the encoders; the loss is always float32")
-    # <<< shared
     args = p.parse(argv, RECIPES, loss_defaults)
     infonce, plain = args.loss == "infonce", not args.schedule and not args.shifts
     p.require(args.shift_min <= args.shift_max,
@@ -398,13 +345,6 @@ def parse_args(argv=None):
               "--clusters vision: --cluster-encoder must name an image encoder")
     p.require(args.cluster_encoder not in ("small", "features"),
               f"--cluster-encoder {args.cluster_encoder}: has learnt nothing; take tf-idf, an id or a folder")
-    p.only(infonce and not args.shifts, "with --loss infonce --no-shifts", "--tau")
-    p.only(not infonce and not args.shifts, "with --loss max-margin --no-shifts", "--margin")
-    p.only(args.shifts, "with --shifts", "--shift-min", "--shift-max")
-    p.only(args.schedule, "with --schedule", "--alpha", "--periods", "--period")
-    p.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
-    p.only(args.clusters in ("captions", "vision"), "with --clusters captions or vision", "--num-clusters",
-           "--cluster-encoder", "--cluster-starts")
     return args
 
 
@@ -422,17 +362,16 @@ def range_of(args):
 def main(args):
     """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
-    train, evals = common.open_data(args)
-    tool = common.clusters()
-    tool.check(train, args.clusters)
-    run = common.Run(__file__, args, train, evals, RECIPES)
+    train, evals = open_data(args)
+    check(train, args.clusters)
+    run = Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
     # after the towers, whose first weights thus are the same with any clusters; None with --clusters none
     kmeans = functools.partial(cluster_captions, k=args.num_clusters, seed=args.seed, starts=args.cluster_starts)
-    clusters = tool.open_clusters(run.folder, args, train, run.device, kmeans)
+    clusters = open_clusters(run.folder, args, train, run.device, kmeans)
     own = nn.ModuleDict()                                                  # a learnable tau stays outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     own.to(run.device)
@@ -455,8 +394,8 @@ def main(args):
 
     # ------------------------------------------- loop ----------------------------------------------------------------
     shifts, period, alpha = shifts_of(clusters, args), args.period or run.total / args.periods, swing_of(args)
-    evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
-                                 also=functools.partial(tool.head_mid_tail, clusters=clusters))
+    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
+                          also=functools.partial(head_mid_tail, clusters=clusters))
     guess = [random_guess(step, shifts, clusters, period, args) for step in (0, run.total)]
     run.begin(evaluator, guess, banner_lines(clusters, shifts, period, args))
     for batch in batches:
@@ -490,27 +429,31 @@ def main(args):
             own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
             tau = own["tau"]["log_tau"].detach().exp()
 
-        mean, numbers = tau.mean().item(), {}
-        if run.logs_now():
-            with torch.no_grad():
-                numbers = common.mean_over_processes(terms, run.device)
-                all_tau = gather(tau) if tau.ndim else tau[None]           # (N,)
-                word, mean = "tau" if args.loss == "infonce" else "margin", all_tau.mean().item()
-                numbers |= {f"{word}_{k}": v.item() for k, v in
-                            (("min", all_tau.min()), ("mean", all_tau.mean()), ("max", all_tau.max()))}
-                numbers["not_in_clusters"] = common.all_sum(lost, device=run.device)[0]
-                numbers |= common.embedding_health(gather(normalize(image)), gather(normalize(text)))
-        run.done(batch, loss, mean, numbers)                               # its column tau holds the margin, too
+        numbers = run.logs_now() and numbers_of(terms, tau, lost, image, text, args, run)
+        run.done(batch, loss, (numbers or {}).get(f"{WORDS[args.loss]}_mean", tau.mean().item()), numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
-    return run.finish(functools.partial(draw, clusters=clusters, shifts=shifts, period=period),
-                      more=tool.head_mid_tail_table)
+    curve = functools.partial(sample_temperature, shift=0.0, period=period, alpha=alpha)    # step -> swing around sh(c)
+    return run.finish(functools.partial(draw, clusters=clusters, shifts=shifts, period=period, curve=curve),
+                      more=head_mid_tail_table)
 
 
 def encode(model, pixels, tokens):
     """pixels (b, [T,] 3, S, S), tokens (b, L) -> image, text: (b, D) each."""
     image, text, _ = model(pixels, tokens)
     return image, text
+
+
+@torch.no_grad()
+def numbers_of(terms, tau, lost, image, text, args, run):
+    """Columns of the log: both directions of the loss, the range of temperatures (margins) over all processes, the
+    health of the space. tau: (B,) or (); lost: keys of this batch that no cluster has."""
+    all_tau = gather(tau) if tau.ndim else tau[None]                       # (N,)
+    numbers = common.mean_over_processes(terms, run.device)
+    numbers |= {f"{WORDS[args.loss]}_{k}": v.item()
+                for k, v in (("min", all_tau.min()), ("mean", all_tau.mean()), ("max", all_tau.max()))}
+    numbers["not_in_clusters"] = all_sum(lost, device=run.device)[0]
+    return numbers | common.embedding_health(gather(normalize(image)), gather(normalize(text)))
 
 
 def swing_of(args):
@@ -568,54 +511,6 @@ def banner_lines(clusters, shifts, period, args):
     return lines
 
 
-# ======================================================= pictures ====================================================
-def draw(run, clusters, shifts, period):
-    """The pictures of a run: curves, retrieval, and the paper's Figures 3 to 11 from its own clusters."""
-    figures, papers, args, log = common.figures(), common.figures("mmts"), run.args, run.log
-    word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
-    run.picture("curves.png", figures.draw_curves, log, [
-        ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
-        (f"{long_word} of the batch", word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}),
-        ("learning rate", "lr", {"lr": "lr"}),
-        ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
-        ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
-        ("speed", "samples per second", {"all processes": "samples_per_s"})])
-    for name, pieces in run.val_pieces.items():
-        suffix = "" if name == next(iter(run.val_pieces)) else f"_{common.slug(name)}"
-        it = "video" if common.has_clips(pieces["data"]) else "image"
-        ways = {f"text -> {it}": "text_to_image", f"{it} -> text": "image_to_text"}
-        recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
-        thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}
-        scores = {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}
-        mir = [("multi-instance retrieval, val", "%", scores)] if log.column(scores["mAP"])[0] else []
-        run.picture(f"evaluation{suffix}.png", figures.draw_curves, log, [
-            ("retrieval, val", "%", recalls), *mir,
-            ("by the size of the query's cluster, val", f"R@1, text -> {it}, %", thirds),
-            ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})])
-    for name, pieces in run.test_pieces.items():
-        suffix = "" if name == next(iter(run.test_pieces)) else f"_{common.slug(name)}"
-        run.picture(f"retrieval{suffix}.png", figures.draw_retrieval, pieces)
-    if clusters is None:
-        return
-    source = f"{args.dataset}, {args.clusters}"
-    if not args.learnable_tau:                                             # which no cluster has a part in
-        points = min(run.total, max(1000, round(20 * run.total / period)))  # 20 a period, where there are so many
-        steps = np.unique(np.linspace(0, run.total, points + 1).round())
-        swing = np.array([sample_temperature(t, 0.0, period, swing_of(args)) for t in steps])   # (S,)
-        center = shifts[:-1] if args.shifts else shifts.expand(len(clusters.sizes))             # (K,)
-        sizes = clusters.sizes.numpy()
-        run.picture("temperatures.png", papers.draw_cluster_curves, steps, swing, center.numpy(), sizes,
-                    title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
-        run.picture("distribution.png", papers.draw_distribution, sizes, center.numpy(), (swing.min(), swing.max()),
-                    title=f"{source}: {len(center)} clusters (Figs. 5, 8 to 11)", label=word)
-    if "sample" in clusters.tensors:
-        run.picture("tsne.png", papers.draw_map, clusters.tensors["sample"].numpy(),
-                    clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
-    if not run.train.streamed:
-        run.picture("clusters.png", papers.draw_clusters, run.train, clusters.meta["examples"],
-                    title=f"{source} (Fig. 6)")
-
-
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main(parse_args())

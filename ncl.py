@@ -66,12 +66,20 @@ import functools
 import math
 
 import common
-from common import between, by_rows, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
+from common import by_rows, fp32, gather, normalize, positive_index
+from engine.base import clean_exit, rank, write_tensors
+from engine.data import open_data
+from engine.flags import Parser
+from engine.ranges import count, nonnegative, part, positive, whole
+from engine.run import Run
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import load_file
+
+from encoders.towers import set_dropout
+from evaluation.retrieval import Evaluator, retrieval_both_ways
+from figures.ncl import draw
 
 
 # ======================================================= METHOD ======================================================
@@ -170,7 +178,7 @@ class QueryQueue(nn.Module):
 def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
     """Retrieval as it is, with biases from stand-in queries, and from the test queries themselves (Table 5).
 
-    Args: pieces: as common.retrieval_pieces gives them.
+    Args: pieces: as retrieval_pieces gives them.
         texts (K, D), videos (K, D): stand-in queries; None or none at all = no 'queue' row.
     Returns: {none, queue, oracle} -> {text_to_image, image_to_text, R-Mean, error {text_to_image, image_to_text}},
         and by the same names the biases, (M,) of the images and (C,) of the texts.
@@ -186,7 +194,7 @@ def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
     for name, (b, a) in biases.items():                                    # (M,), (C,)
         error = {"text_to_image": common.normalization_error(sim + b, gamma),
                  "image_to_text": common.normalization_error(sim.T + a, gamma)}
-        results[name] = common.retrieval_both_ways(pieces, b, a)[0] | {"error": error}
+        results[name] = retrieval_both_ways(pieces, b, a)[0] | {"error": error}
     return results, biases
 
 
@@ -220,10 +228,10 @@ def max_margin_loss(text, video, margin=0.2):
 CLIP4CLIP = dict(
     recipe="paper; optimiser and batch from CLIP4Clip",
     image_encoder="openai/clip-vit-base-patch32", text_encoder="openai/clip-vit-base-patch32", pretrained=True,
-    embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12,
-    text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True,
-    epochs=5.0, batch_size=128, optimizer="adamw", lr=1e-7, lr_end=0.0, warmup_epochs=0.5,
-    weight_decay=0.2, beta2=0.98, eps=1e-6, grad_clip=1.0,
+    embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="uniform",
+    text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True, join_captions=False,
+    epochs=5.0, batch_size=128, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine", warmup_epochs=0.5,
+    weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
     tau=0.01, learnable_tau=True, tau_clamp=[0.01, 1000.0], loss_scale=1.0, queue_size=16_384,
     crop_min=1.0, flip=0.0, jitter=0.0,
     mixed_precision="no", log_every=50, save_every=500, eval_every=0)
@@ -266,20 +274,16 @@ def loss_defaults(chosen):
 
 def parse_args(argv=None):
     """Flags; the recipe of --dataset, --loss and --image-encoder gives the defaults."""
-    p = common.Parser(__file__, "NCL: Sinkhorn-normalised contrastive retrieval, in training and at test time.")
+    p = Parser(__file__, "NCL: Sinkhorn-normalised contrastive retrieval, in training and at test time.")
     yesno = argparse.BooleanOptionalAction
-    g = p.add_argument_group("method")
+    g = p.group("method")
     g.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
                    help="NCL; CLIP4Clip's loss; SSB's hardest-negative margin loss")
     g.add_argument("--tau", type=positive, default=0.01,
                    help="gamma, divides the cosine, > 0; CLIP's 0.01; SSB 0.07; where it starts when it is learnt")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn gamma, as CLIP's logit scale")
-    g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1000.0], metavar=("LOW", "HIGH"),
-                   help="limits of a learnable gamma; CLIP: at least 0.01")
     g.add_argument("--iterations", type=count, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
-    g.add_argument("--detach-biases", action=yesno, default=True, help="no gradient through the biases")
     g.add_argument("--loss-scale", type=nonnegative, default=1.0, help="factor of the loss; NCL on SSB 15")
-    g.add_argument("--margin", type=nonnegative, default=0.2, help="of --loss max-margin, in cosine units, >= 0")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of the loss's (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB; "
                         "not of --loss max-margin")
@@ -288,41 +292,20 @@ def parse_args(argv=None):
                         "themselves (not a fair result), or none")
     g.add_argument("--queue-size", type=count, default=16_384,
                    help="K, training queries kept of each kind for test-time normalisation; paper 16,384")
-    g = p.add_argument_group("views")
+    g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
+    g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1000.0], metavar=("LOW", "HIGH"),
+                   help="limits of a learnable gamma; CLIP: at least 0.01")
+    g = p.group("with --loss ncl", lambda a: a.loss == "ncl")
+    g.add_argument("--detach-biases", action=yesno, default=True, help="no gradient through the biases")
+    g = p.group("with --loss max-margin", lambda a: a.loss == "max-margin")
+    g.add_argument("--margin", type=nonnegative, default=0.2, help="of --loss max-margin, in cosine units, >= 0")
+    g = p.group("views")
     g.add_argument("--crop-min", type=part, default=1.0,
                    help="smallest area of the random crop, all frames alike, 0..1; 1 = none (CLIP4Clip)")
     g.add_argument("--flip", type=part, default=0.0, help="probability of a mirror image")
     g.add_argument("--jitter", type=nonnegative, default=0.0,
                    help="brightness, contrast and saturation strength, all frames alike")
-    # >>> shared: texts
-    g = p.add_argument_group("texts")
-    g.add_argument("--text-encoder", default="small",
-                   help="small, or a transformers id or folder (CLIP: its text tower)")
-    g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls",
-                   help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls")
-    g.add_argument("--text-length", type=between(4, 4096, int), default=32, help="tokens kept of a caption")
-    g.add_argument("--clean-captions", action=yesno, default=False,
-                   help="lower case, no punctuation, 30 words, as the CC3M trainer")
-    g.add_argument("--join-captions", action=yesno, default=False,
-                   help="the captions of a video become one paragraph (ActivityNet and DiDeMo always)")
-    g.add_argument("--unfold-captions", action=yesno, default=False,
-                   help="a training example for each (image or clip, caption), not a caption drawn each epoch")
-    # <<< shared
-    # >>> shared: pixels
-    g = p.add_argument_group("pixels")
-    g.add_argument("--image-size", type=between(8, 4096, int), default=224, help="pixels of a side")
-    g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder",
-                   help="mean and std of the pixels; encoder = what its weights saw")
-    g.add_argument("--eval-resize", choices=["crop", "squash"], default="crop",
-                   help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
-    g.add_argument("--frames", type=count, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
-    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
-                   help="frames from the first to the last; of the middles of T segments; random in each (in training)")
-    g.add_argument("--clips", type=between(2, 10**6, int), nargs=3, default=[2000, 300, 300],
-                   metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
-    g.add_argument("--caption-noise", type=part, default=0.0,
-                   help="part of moving-emoji's training clips that get the captions of another, 0..1")
-    # <<< shared
+    g = p.group("features")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
                    help="for --image-encoder features: folders of VIDEO.npy (time, width), motion and appearance say, "
                         "side by side")
@@ -330,48 +313,6 @@ def parse_args(argv=None):
                    help="of the feature tower, 0..1; App. C: 0.1 on msvd and msrvtt, else 0; other towers have none")
     g.add_argument("--text-dropout", action=yesno, default=True,
                    help="a transformers text encoder keeps its own dropout (T5, DistilBERT 0.1; CLIP 0)")
-    # >>> shared: model
-    g = p.add_argument_group("model")
-    g.add_argument("--image-encoder", default="small",
-                   help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
-    g.add_argument("--pretrained", action=yesno, default=True,
-                   help="start from published weights; --no-pretrained = from scratch")
-    g.add_argument("--init-from", default="",
-                   help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one "
-                        "encoder; timm weights are then not downloaded")
-    g.add_argument("--embed-dim", type=between(2, 10**6, int), default=256,
-                   help="D, width of the space of the loss; the paper's value is its recipe's default")
-    # <<< shared
-    # >>> shared: optimisation
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
-    g.add_argument("--epochs", type=positive, default=30.0,
-                   help="passes over the training set; the paper's value is its recipe's default")
-    g.add_argument("--max-steps", type=whole, default=0,
-                   help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
-    g.add_argument("--batch-size", type=between(2, 10**9, int), default=256,
-                   help="N, GLOBAL: split over processes, sets the negatives; the paper's is its recipe's default")
-    g.add_argument("--chunk-size", type=whole, default=0,
-                   help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; "
-                        "0 = all")
-    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False,
-                   help="let BatchNorm see chunks: an approximation")
-    g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
-                   help="sgd takes --beta1 as its momentum")
-    g.add_argument("--lr", type=common.rate, default=2e-4, help="peak learning rate")
-    g.add_argument("--lr-end", type=common.rate, default=1e-5, help="last learning rate of the cosine")
-    g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
-    g.add_argument("--warmup-epochs", type=nonnegative, default=1.0,
-                   help="epochs of linear warm-up; at most a tenth of the run")
-    g.add_argument("--weight-decay", type=common.rate, default=0.02,
-                   help="of matrices and kernels; none for biases, norms and scalars")
-    g.add_argument("--beta1", type=common.below_one, default=0.9, help="Adam's first moment")
-    g.add_argument("--beta2", type=common.below_one, default=0.999, help="Adam's second moment")
-    g.add_argument("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
-    g.add_argument("--grad-clip", type=nonnegative, default=0.0, help="largest global gradient norm; 0 = off")
-    g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
-                   help="of the encoders; the loss is always float32")
-    # <<< shared
     args = p.parse(argv, RECIPES, loss_defaults)
     low, high = args.tau_clamp
     p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
@@ -385,9 +326,6 @@ def parse_args(argv=None):
     p.require(args.dropout == 0 or args.image_encoder == "features",
               f"--dropout {args.dropout}: of the tower of --image-encoder features, which alone has dropout")
     p.require(args.dropout < 1, "--dropout 1: nothing would be left")
-    p.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
-    p.only(args.loss == "ncl", "with --loss ncl", "--detach-biases")
-    p.only(args.loss == "max-margin", "with --loss max-margin", "--margin")
     return args
 
 
@@ -395,13 +333,13 @@ def parse_args(argv=None):
 def main(args):
     """One run: data, model, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
-    train, evals = common.open_data(args)
-    run = common.Run(__file__, args, train, evals, RECIPES)
+    train, evals = open_data(args)
+    run = Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
-    common.set_dropout(tower, args.dropout, args.text_dropout)
+    set_dropout(tower, args.dropout, args.text_dropout)
     own = nn.ModuleDict()                                                  # gamma and the queues stay outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     own["texts"] = QueryQueue(args.queue_size, args.embed_dim)
@@ -425,13 +363,13 @@ def main(args):
 
     # ------------------------------------------- loop ----------------------------------------------------------------
     rounds = args.iterations if args.loss == "ncl" else 0                  # 0: plain InfoNCE
-    evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
-                                 also=functools.partial(evaluate_normalized, own=own, args=args))
+    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
+                          also=functools.partial(evaluate_normalized, own=own, args=args))
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
     before = run.begin(evaluator, (guess, guess), banner_lines(train, evals, args))
-    if run.step == 0 and common.rank() == 0:                               # Figs. 7 and 8 compare with the start
+    if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
         start = {f"{name}/{k}": p[k][:500] for name, p in before.items() for k in ("text", "image")}
-        common.write_tensors(run.folder / "embeddings_before.safetensors", start)
+        write_tensors(run.folder / "embeddings_before.safetensors", start)
     for batch in batches:
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
@@ -457,34 +395,35 @@ def main(args):
         own["texts"].push(text)
         own["videos"].push(video)
 
-        tau, numbers = gamma_of(own, args), {}
-        if run.logs_now():
-            with torch.no_grad():
-                if args.loss == "max-margin":
-                    terms = max_margin_terms(text, video, args.margin)
-                else:
-                    terms = ncl_terms(text, video, gamma, rounds, block=args.loss_block)
-                numbers = common.mean_over_processes(terms, run.device)
-                text, video = gather(normalize(text)), gather(normalize(video))         # (N, D)
-                numbers |= common.embedding_health(video, text)
-                sim = text @ video.T                                       # (N, N)
-                fair = sim + sinkhorn_biases(sim, tau, args.iterations)[1]              # (N, N)
-                numbers |= {"error": common.normalization_error(sim, tau),
-                            "error_normalized": common.normalization_error(fair, tau)}
-        run.done(batch, loss, tau, numbers)
+        run.done(batch, loss, gamma_of(own, args), run.logs_now() and numbers_of(text, video, gamma, own, args, run))
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
-    if common.rank() == 0:
+    if rank() == 0:
         queues = {kind: own[kind].get() for kind in ("texts", "videos")}
         queues["gamma"] = torch.tensor([gamma_of(own, args)])
-        common.write_tensors(run.folder / "queues.safetensors", queues)
-    return run.finish(draw, more=normalization_table)
+        write_tensors(run.folder / "queues.safetensors", queues)
+    return run.finish(lambda run: draw(run, retrieval_biases), more=normalization_table)
 
 
 def encode(model, pixels, tokens):
     """pixels (b, [T,] 3, S, S), tokens (b, L) -> text, video: (b, D) each."""
     video, text, _ = model(pixels, tokens)
     return text, video
+
+
+@torch.no_grad()
+def numbers_of(text, video, gamma, own, args, run):
+    """Columns of the log: both directions of the loss, the health of the space, the normalisation error (Fig. 2)."""
+    if args.loss == "max-margin":
+        terms = max_margin_terms(text, video, args.margin)
+    else:
+        terms = ncl_terms(text, video, gamma, args.iterations if args.loss == "ncl" else 0, block=args.loss_block)
+    numbers = common.mean_over_processes(terms, run.device)
+    text, video = gather(normalize(text)), gather(normalize(video))                     # (N, D)
+    sim, tau = text @ video.T, gamma_of(own, args)                         # (N, N)
+    fair = sim + sinkhorn_biases(sim, tau, args.iterations)[1]                          # (N, N)
+    errors = {"error": common.normalization_error(sim, tau), "error_normalized": common.normalization_error(fair, tau)}
+    return numbers | common.embedding_health(video, text) | errors
 
 
 def gamma_of(own, args):
@@ -538,33 +477,6 @@ def normalization_table(metrics):
     return "\n".join(lines)
 
 
-# ======================================================= pictures ====================================================
-def draw(run):
-    """The pictures of a run: curves, retrieval, the paper's Figures 2, 3 and 5 of each test set, 7 and 8 of val."""
-    figures, papers, args, log = common.figures(), common.figures("ncl"), run.args, run.log
-    queues = load_file(run.folder / "queues.safetensors")
-    before = load_file(run.folder / "embeddings_before.safetensors")
-    val = run.val_pieces or run.test_pieces
-    ways = {"t->v": "text_to_image", "v->t": "image_to_text"}
-    recalls = {f"{way}, {mode}": f"eval/{next(iter(val), '')}/normalize/{mode}/{key}/R@1"
-               for way, key in ways.items() for mode in ("none", "queue")}
-    run.picture("curves.png", figures.draw_curves, log, [
-        ("loss", "loss", {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t"}),
-        ("temperature", "gamma", {"gamma": "tau"}), ("learning rate", "lr", {"lr": "lr"}),
-        ("normalisation error, batch", "mean |1 - sum P|",
-         {"as it is": "error", f"{args.iterations} rounds": "error_normalized"}),
-        ("cosine", "mean over the batch", {"pairs": "pos_cos", "others": "neg_cos"}),
-        ("retrieval, val", "R@1, %", recalls)])
-    for name, pieces in run.test_pieces.items():
-        suffix = "" if name == next(iter(run.test_pieces)) else f"_{common.slug(name)}"
-        run.picture(f"normalization{suffix}.png", papers.draw_normalization, pieces, queues["gamma"].item(),
-                    args.iterations, queues, retrieval_biases)
-        start = {k: before[f"{name}/{k}"] for k in ("text", "image") if f"{name}/{k}" in before}
-        run.picture(f"modalities{suffix}.png", papers.draw_modalities, start, val.get(name, pieces))
-        bias = pieces["biases"].get(args.normalize, (None,))[0]
-        run.picture(f"retrieval{suffix}.png", figures.draw_retrieval, pieces, bias=bias)
-
-
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main(parse_args())

@@ -71,11 +71,23 @@ import functools
 import math
 
 import common
-from common import between, by_rows, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
+from common import by_rows, fp32, gather, normalize, positive_index
+from engine.base import clean_exit
+from engine.data import open_data
+from engine.flags import Parser
+from engine.ranges import between, count, nonnegative, part, positive, whole
+from engine.run import Run
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from encoders.experts import Expert
+from evaluation.by_class import with_class
+from evaluation.embed import encode_texts
+from evaluation.retrieval import Evaluator
+from figures.temo import draw
+from readers.paraphrases import Paraphrases
 
 
 # ======================================================= METHOD ======================================================
@@ -266,7 +278,8 @@ CC3M = dict(
     image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
     image_size=256, image_stats="clip", eval_resize="squash", text_length=30, text_pooling="cls", clean_captions=True,
     epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, warmup_epochs=1.4,  # 2,000 steps of 1,420 an epoch
-    weight_decay=0.02, beta2=0.999, grad_clip=0.0,
+    optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8, weight_decay=0.02, beta2=0.999, grad_clip=0.0,
+    frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
     tau=0.01, tau_min=0.01, tau_alpha=0.04,
     crop_min=0.5, flip=0.5, aug_flip=0.5, randaugment_ops=2, randaugment_magnitude=21, jitter=0.0,
     aug_crop_min=0.08, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.1, aug_blur=0.5,
@@ -285,6 +298,8 @@ EMOJI = dict(
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
     image_size=48, image_stats="half", eval_resize="crop", text_length=24, text_pooling="mean", clean_captions=False,
     epochs=24.0, batch_size=256, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
+    optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
+    frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
     tau=0.1, tau_min=0.05, tau_alpha=0.1,
     crop_min=0.35, flip=0.5, aug_flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
     # no change of hue: it is in the names
@@ -297,46 +312,53 @@ OWN = EMOJI | dict(
     recipe="ours; small towers from scratch",
     image_size=64, text_length=32, aug_hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN}
+PER_PAIR = ("temo", "dystress", "dystress-shifted")                         # losses with a temperature for each pair
 LOSSES = {"slip": dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])}  # paper, Section 4; clamp of SLIP's code
 
 
 def parse_args(argv=None):
     """Flags; the recipe of --dataset and --loss gives the defaults."""
-    p = common.Parser(__file__, "TeMo: per-pair temperature, multimodal and unimodal.")
+    p = Parser(__file__, "TeMo: per-pair temperature, multimodal and unimodal.")
     yesno = argparse.BooleanOptionalAction
-    g = p.add_argument_group("method")
+    g = p.group("method")
     g.add_argument("--loss", choices=["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl", "slip"],
                    default="temo", help="TeMo or a baseline of its tables")
     g.add_argument("--tau", type=positive, default=0.01,
                    help="temperature of L_MM and of the baselines, divides the cosine; paper 0.01, SLIP starts at 0.07")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau (infonce, slip, cwcl)")
-    g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
-                   help="limits of a learnable tau; CC3M trainer 0.001 0.5, SLIP 0.01 1")
-    g.add_argument("--tau-min", type=positive, default=0.01,
-                   help="lowest modulated temperature, > 0; paper 0.01. ts, dystress: their lowest as well")
-    g.add_argument("--tau-alpha", type=nonnegative, default=0.04,
-                   help="range of the modulated temperature, >= 0; paper 0.04")
+    g.add_argument("--image-expert", default="",
+                   help="transformers id or folder whose mean patch features set temperatures (App. F: DINOv2-Small)")
+    g.add_argument("--text-expert", default="",
+                   help="the same of texts, mean-pooled (App. F: all-roberta-large-v1)")
+    g.add_argument("--loss-block", type=whole, default=0,
+                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
+    g = p.group("with --loss temo", lambda a: a.loss == "temo")
     g.add_argument("--base", action=yesno, default=True, help="L_MM in the loss (Table 3: Base)")
     g.add_argument("--modulated", action=yesno, default=True, help="L_M-MM in the loss (Table 3: Mod.)")
     g.add_argument("--unimodal", choices=["none", "plain", "modulated"], default="modulated",
                    help="unimodal losses (Table 3: U.L.); plain = at --tau")
     g.add_argument("--blend", choices=["quadratic", "fixed"], default="quadratic",
                    help="weights (1-t)^2, t^2; or 0.5, 0.5, and 1 where one part is alone")
+    g.add_argument("--expert-serves", choices=["multimodal", "unimodal"], default="multimodal",
+                   help="L_M-MM by cosines among I (T), as Tables 9 and 10 read; or L_M-I2I (L_M-T2T)")
+    g = p.group("with --loss temo, ts or dystress", lambda a: a.loss in (*PER_PAIR, "ts"))
+    g.add_argument("--tau-min", type=positive, default=0.01,
+                   help="lowest modulated temperature, > 0; paper 0.01. ts, dystress: their lowest as well")
+    g.add_argument("--tau-alpha", type=nonnegative, default=0.04,
+                   help="range of the modulated temperature, >= 0; paper 0.04")
+    g = p.group("with --loss temo or dystress", lambda a: a.loss in PER_PAIR)
     g.add_argument("--detach-tau", action=yesno, default=True, help="no gradient through the per-pair temperature")
+    g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
+    g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
+                   help="limits of a learnable tau; CC3M trainer 0.001 0.5, SLIP 0.01 1")
+    g = p.group("with --loss ts", lambda a: a.loss == "ts")
     g.add_argument("--ts-periods", type=count, default=5, help="periods of the cosine of --loss ts; paper 5")
+    g = p.group("with --loss slip", lambda a: a.loss == "slip")
     g.add_argument("--slip-weight", type=nonnegative, default=1.0, help="weight of SLIP's image loss")
     g.add_argument("--slip-tau", type=positive, default=0.1, help="temperature of SLIP's image loss, > 0")
     g.add_argument("--slip-hidden", type=count, default=4096, help="hidden width of SLIP's projection head")
     g.add_argument("--slip-dim", type=count, default=256, help="output width of SLIP's projection head")
-    g.add_argument("--image-expert", default="",
-                   help="transformers id or folder whose mean patch features set temperatures (App. F: DINOv2-Small)")
-    g.add_argument("--text-expert", default="",
-                   help="the same of texts, mean-pooled (App. F: all-roberta-large-v1)")
-    g.add_argument("--expert-serves", choices=["multimodal", "unimodal"], default="multimodal",
-                   help="L_M-MM by cosines among I (T), as Tables 9 and 10 read; or L_M-I2I (L_M-T2T)")
-    g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
-    g = p.add_argument_group("views")
+    g = p.group("views")
     g.add_argument("--paraphrases", default="", metavar="FILE",
                    help="JSON lines of caption and paraphrases, for T~; paper: five by PEGASUS (tools/paraphrase.py)")
     g.add_argument("--word-drop", type=part, default=0.1,
@@ -361,77 +383,6 @@ def parse_args(argv=None):
     g.add_argument("--aug-hue", type=between(0, 0.5), default=0.1, help="I~: strength, 0..0.5; SLIP 0.1")
     g.add_argument("--aug-grey", type=part, default=0.2, help="I~: probability of grey; SimCLR 0.2")
     g.add_argument("--aug-blur", type=part, default=0.5, help="I~: probability of a Gaussian blur; SimCLR 0.5")
-    # >>> shared: texts
-    g = p.add_argument_group("texts")
-    g.add_argument("--text-encoder", default="small",
-                   help="small, or a transformers id or folder (CLIP: its text tower)")
-    g.add_argument("--text-pooling", choices=["cls", "mean"], default="cls",
-                   help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls")
-    g.add_argument("--text-length", type=between(4, 4096, int), default=32, help="tokens kept of a caption")
-    g.add_argument("--clean-captions", action=yesno, default=False,
-                   help="lower case, no punctuation, 30 words, as the CC3M trainer")
-    g.add_argument("--join-captions", action=yesno, default=False,
-                   help="the captions of a video become one paragraph (ActivityNet and DiDeMo always)")
-    g.add_argument("--unfold-captions", action=yesno, default=False,
-                   help="a training example for each (image or clip, caption), not a caption drawn each epoch")
-    # <<< shared
-    # >>> shared: pixels
-    g = p.add_argument_group("pixels")
-    g.add_argument("--image-size", type=between(8, 4096, int), default=224, help="pixels of a side")
-    g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder",
-                   help="mean and std of the pixels; encoder = what its weights saw")
-    g.add_argument("--eval-resize", choices=["crop", "squash"], default="crop",
-                   help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
-    g.add_argument("--frames", type=count, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
-    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
-                   help="frames from the first to the last; of the middles of T segments; random in each (in training)")
-    g.add_argument("--clips", type=between(2, 10**6, int), nargs=3, default=[2000, 300, 300],
-                   metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
-    g.add_argument("--caption-noise", type=part, default=0.0,
-                   help="part of moving-emoji's training clips that get the captions of another, 0..1")
-    # <<< shared
-    # >>> shared: model
-    g = p.add_argument_group("model")
-    g.add_argument("--image-encoder", default="small",
-                   help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
-    g.add_argument("--pretrained", action=yesno, default=True,
-                   help="start from published weights; --no-pretrained = from scratch")
-    g.add_argument("--init-from", default="",
-                   help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one "
-                        "encoder; timm weights are then not downloaded")
-    g.add_argument("--embed-dim", type=between(2, 10**6, int), default=256,
-                   help="D, width of the space of the loss; the paper's value is its recipe's default")
-    # <<< shared
-    # >>> shared: optimisation
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
-    g.add_argument("--epochs", type=positive, default=30.0,
-                   help="passes over the training set; the paper's value is its recipe's default")
-    g.add_argument("--max-steps", type=whole, default=0,
-                   help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
-    g.add_argument("--batch-size", type=between(2, 10**9, int), default=256,
-                   help="N, GLOBAL: split over processes, sets the negatives; the paper's is its recipe's default")
-    g.add_argument("--chunk-size", type=whole, default=0,
-                   help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; "
-                        "0 = all")
-    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False,
-                   help="let BatchNorm see chunks: an approximation")
-    g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
-                   help="sgd takes --beta1 as its momentum")
-    g.add_argument("--lr", type=common.rate, default=2e-4, help="peak learning rate")
-    g.add_argument("--lr-end", type=common.rate, default=1e-5, help="last learning rate of the cosine")
-    g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
-    g.add_argument("--warmup-epochs", type=nonnegative, default=1.0,
-                   help="epochs of linear warm-up; at most a tenth of the run")
-    g.add_argument("--weight-decay", type=common.rate, default=0.02,
-                   help="of matrices and kernels; none for biases, norms and scalars")
-    g.add_argument("--beta1", type=common.below_one, default=0.9, help="Adam's first moment")
-    g.add_argument("--beta2", type=common.below_one, default=0.999, help="Adam's second moment")
-    g.add_argument("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
-    g.add_argument("--grad-clip", type=nonnegative, default=0.0, help="largest global gradient norm; 0 = off")
-    g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
-                   help="of the encoders; the loss is always float32")
-    # <<< shared
     args = p.parse(argv, RECIPES, LOSSES)
     low, high = args.tau_clamp
     p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
@@ -444,13 +395,6 @@ def parse_args(argv=None):
     p.require(not (args.image_expert or args.text_expert) or (args.loss == "temo" and served),
               "--image-expert and --text-expert set the temperatures of --loss temo --modulated; with --expert-serves "
               "unimodal those of --unimodal modulated")
-    per_pair = args.loss in ("temo", "dystress", "dystress-shifted")
-    p.only(args.loss == "temo", "with --loss temo", "--base", "--modulated", "--unimodal", "--blend", "--expert-serves")
-    p.only(per_pair or args.loss == "ts", "with --loss temo, ts or dystress", "--tau-min", "--tau-alpha")
-    p.only(per_pair, "with --loss temo or dystress", "--detach-tau")
-    p.only(args.learnable_tau, "with --learnable-tau", "--tau-clamp")
-    p.only(args.loss == "ts", "with --loss ts", "--ts-periods")
-    p.only(args.loss == "slip", "with --loss slip", "--slip-weight", "--slip-tau", "--slip-hidden", "--slip-dim")
     return args
 
 
@@ -458,9 +402,9 @@ def parse_args(argv=None):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
-    train, evals = common.open_data(args)
-    paraphrases = common.Paraphrases(args.paraphrases) if args.paraphrases else None
-    run = common.Run(__file__, args, train, evals, RECIPES)
+    train, evals = open_data(args)
+    paraphrases = Paraphrases(args.paraphrases) if args.paraphrases else None
+    run = Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
@@ -470,8 +414,8 @@ def main(args):
     if args.loss == "slip":
         own["head"] = SlipHead(tower.vision.width, args.slip_hidden, args.slip_dim)
     own.to(run.device)
-    image_expert, text_expert = (name and common.Expert(name, kind, transform, run.device)
-                                 for name, kind in ((args.image_expert, "image"), (args.text_expert, "text")))
+    experts = {kind: Expert(name, kind, transform, run.device)
+               for name, kind in ((args.image_expert, "image"), (args.text_expert, "text")) if name}
     # >>> shared: optimizer
     groups = common.decay_groups([tower, own], args.weight_decay)
     if args.optimizer == "sgd":
@@ -495,11 +439,11 @@ def main(args):
 
     # ------------------------------------------- loop ----------------------------------------------------------------
     tau_max = args.tau_min + args.tau_alpha
-    per_pair = args.loss in ("temo", "dystress", "dystress-shifted")
+    per_pair = args.loss in PER_PAIR
     tau_of = functools.partial(pair_temperature, loss=args.loss, tau_min=args.tau_min, tau_max=tau_max,
                                detach=args.detach_tau)
-    evaluator = common.Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
-                                 also=functools.partial(zero_shot, tower, tokenizer, run.device))
+    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
+                          also=functools.partial(zero_shot, tower, tokenizer, run.device))
     parts = f" (base {args.base}, modulated {args.modulated}, unimodal {args.unimodal}, blend {args.blend})"
     ranged = per_pair or args.loss == "ts"
     run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
@@ -508,20 +452,10 @@ def main(args):
                        + (f"; per pair {args.tau_min} .. {tau_max:g}" if ranged else ""),
         "texts T~": second_texts(train, paraphrases, args.dataset) if pairs else "not used"})
     for batch in batches:
-        progress = run.step / run.total
+        progress = run.step / run.total                                    # t of Eq. 8
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         texts, other = common.text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, args.word_drop,
                                         args.word_swap, second=pairs)
-        experts = {}                                                       # (B, N) temperatures that experts set
-        inside = args.expert_serves == "multimodal"                        # cosines among I, among T; not with I~, T~
-        for name, expert, pair in (("image", image_expert, batch["views"]), ("text", text_expert, (texts, other))):
-            if expert:
-                anchor = expert(pair[0])                                   # (B, width)
-                candidates = anchor if inside else expert(pair[1])         # (B, width)
-                experts[f"{name}_tau"] = expert_temperature(anchor, candidates, args.tau_min, args.tau_alpha)
-        if experts and inside:
-            experts = {"multimodal_tau": sum(experts.values()) / len(experts)}                               # (B, N)
-
         inputs = {"pixels": dict(enumerate(batch["views"])), "tokens": tokens_of(tokenizer, texts, other, run.device)}
         image, text, *more = chunks.encode(inputs)                         # (B, D) each; I~ and T~, or SLIP's features
 
@@ -529,7 +463,7 @@ def main(args):
         if args.loss == "ts":
             tau = ts_temperature(progress, args.tau_min, tau_max, args.ts_periods)
         modulation = dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha, detach=args.detach_tau, block=args.loss_block,
-                          **experts)
+                          **expert_temperatures(experts, batch["views"], (texts, other), args))
         if args.loss == "temo":
             loss = temo_loss(image, text, *(more or (None, None)), progress, tau, base=args.base,
                              modulated=args.modulated, unimodal=args.unimodal, blend=args.blend, **modulation)
@@ -553,23 +487,7 @@ def main(args):
         if args.learnable_tau:
             own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
             tau = own["tau"]["log_tau"].exp().item()
-
-        numbers = {}
-        if run.logs_now():
-            with torch.no_grad():
-                names = term_weights(0.5, True, args.modulated, args.unimodal) if args.loss == "temo" else ["L_MM"]
-                terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, **modulation)
-                numbers = common.mean_over_processes(terms, run.device)    # L_MM: comparable along the run
-                image, text = gather(normalize(image)), gather(normalize(text))                              # (N, D)
-                numbers |= common.embedding_health(image, text)
-                if per_pair:                                               # Fig. 2, over at most 2,048 pairs
-                    temperatures = tau_of(image[:2048] @ text[:2048].T)    # (n, n)
-                    if "multimodal_tau" in experts:
-                        temperatures = gather(experts["multimodal_tau"])[:2048, :2048]
-                    n, on_pairs = len(temperatures), temperatures.diagonal().mean().item()
-                    between_others = (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)
-                    numbers |= {"tau_pos": on_pairs, "tau_neg": between_others}
-        run.done(batch, loss, tau, numbers)
+        run.done(batch, loss, tau, run.logs_now() and numbers_of((image, text, *more), tau_of, modulation, args, run))
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     return run.finish(draw)
@@ -593,9 +511,41 @@ def zero_shot(tower, tokenizer, device, pieces):
     if data.has_captions or not data.label_names:
         return {}
     names = [n.strip().replace("_", " ") for n in data.label_names]
-    (labels,), (image,) = common.with_class((data.labels[pieces["index"]],), (pieces["image"],))  # (M,), (M, D)
-    classes = common.encode_texts(tower, tokenizer, names, device)         # (C, D)
+    (labels,), (image,) = with_class((data.labels[pieces["index"]],), (pieces["image"],))  # (M,), (M, D)
+    classes = encode_texts(tower, tokenizer, names, device)                # (C, D)
     return {"zero-shot": common.zero_shot_accuracy(image, torch.from_numpy(labels), classes)}
+
+
+@torch.no_grad()
+def numbers_of(embeddings, tau_of, modulation, args, run):
+    """Columns of the log: the terms of the loss by their names, the health of the space, temperatures (Fig. 2).
+
+    embeddings: I, T[, I~, T~], (B, D) each; tau_of: cosines (n, n) -> temperatures; modulation: as in temo_terms."""
+    image, text, *more = embeddings
+    names = term_weights(0.5, True, args.modulated, args.unimodal) if args.loss == "temo" else ["L_MM"]
+    terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, **modulation)
+    numbers = common.mean_over_processes(terms, run.device)                # L_MM: comparable along the run
+    image, text = gather(normalize(image)), gather(normalize(text))                                          # (N, D)
+    numbers |= common.embedding_health(image, text)
+    if args.loss not in PER_PAIR:
+        return numbers
+    temperatures = tau_of(image[:2048] @ text[:2048].T)                    # (n, n), of at most 2,048 pairs
+    if "multimodal_tau" in modulation:
+        temperatures = gather(modulation["multimodal_tau"])[:2048, :2048]
+    n, on_pairs = len(temperatures), temperatures.diagonal().mean().item()
+    between_others = (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)
+    return numbers | {"tau_pos": on_pairs, "tau_neg": between_others}
+
+
+def expert_temperatures(experts, views, texts, args):
+    """Temperatures (B, N) that experts {kind: Expert} set, as keywords of temo_terms (App. F); {} without any."""
+    found, inside = {}, args.expert_serves == "multimodal"                 # cosines among I, among T; not with I~, T~
+    for kind, expert in experts.items():
+        pair = views if kind == "image" else texts                         # with --unimodal none no I~, T~
+        anchor = expert(pair[0])                                           # (B, width)
+        candidates = anchor if inside else expert(pair[1])                 # (B, width)
+        found[f"{kind}_tau"] = expert_temperature(anchor, candidates, args.tau_min, args.tau_alpha)
+    return {"multimodal_tau": sum(found.values()) / len(found)} if found and inside else found
 
 
 def tokens_of(tokenizer, texts, other, device):
@@ -624,44 +574,6 @@ def random_guess(progress, args):
     return log_n + (args.slip_weight * math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0)
 
 
-# ======================================================= pictures ====================================================
-def draw(run):
-    """The pictures of a run: curves, retrieval, and the paper's Figures 2 to 7."""
-    figures, args, log = common.figures(), run.args, run.log
-    per_pair = args.loss in ("temo", "dystress", "dystress-shifted")
-    tau = {"positive pairs": "tau_pos", "negative pairs": "tau_neg"} if per_pair else {"tau": "tau"}
-    terms = {name: name for name in ("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T", "L_I2I", "L_T2T") if log.column(name)[0]}
-    run.picture("curves.png", figures.draw_curves, log, [
-        ("loss" + (" (its weights change along the run)" if args.loss == "temo" else ""), "loss",
-         {"the run's loss": "loss"} | terms),
-        ("temperature (Fig. 2)", "mean over the batch", tau), ("learning rate", "lr", {"lr": "lr"}),
-        ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
-        ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
-        ("speed", "samples per second", {"all processes": "samples_per_s"})])
-    before = common.read_json(run.folder / "similarity_before.json", {})
-    val = run.val_pieces or run.test_pieces
-    for name, pieces in val.items():
-        suffix = "" if name == next(iter(val)) else f"_{common.slug(name)}"
-        it = "video" if common.has_clips(pieces["data"]) else "image"
-        ways = (("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))
-        recalls = {f"{k}, {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
-        knn = {"top-1": f"eval/{name}/knn@1/top1", "mean per class": f"eval/{name}/knn@1/mean_per_class"}
-        top = {f"top-{k}": f"eval/{name}/zero-shot/top{k}" for k in (1, 3, 5)}
-        zero = [("zero-shot by class names, val (Fig. 7)", "%", top)] if log.column(top["top-1"])[0] else []
-        run.picture(f"evaluation{suffix}.png", figures.draw_curves, log, [
-            ("retrieval, val", "%", recalls), *zero,
-            ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
-            (f"kNN@1 of {it}s, val (Fig. 3)", "%", knn)], x="samples_seen")
-        stages = {"before training": before[name]} if name in before else {}
-        stages[f"after {args.loss}"] = figures.similarity_histograms(pieces)
-        run.picture(f"similarities{suffix}.png", figures.draw_histograms, stages,
-                    title=f"{name} ({pieces['data'].split}): {it}-text cosines (Fig. 4)")
-        run.picture(f"positive_pairs{suffix}.png", figures.draw_pairs, pieces)
-    for name, pieces in run.test_pieces.items():
-        suffix = "" if name == next(iter(run.test_pieces)) else f"_{common.slug(name)}"
-        run.picture(f"retrieval{suffix}.png", figures.draw_retrieval, pieces)
-
-
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main(parse_args())

@@ -71,13 +71,22 @@ import functools
 import math
 
 import common
-from common import between, by_rows, count, fp32, gather, nonnegative, normalize, part, positive, positive_index, whole
+from common import by_rows, fp32, gather, normalize, positive_index
+from engine.base import UserError, clean_exit, rank, read_json, say, world, write_json
+from engine.flags import Parser
+from engine.ranges import between, count, nonnegative, part, positive, whole
+from engine.run import Run
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
+
+from encoders.base import has_batchnorm
+from evaluation.by_class import ClassEvaluator, class_table
+from figures.ts import draw
+from sets.long_tail import labelled_splits
 
 
 # ======================================================= METHOD ======================================================
@@ -230,11 +239,11 @@ def project(head, features):
 def encode_keys(encoder, pixels, splits, seed):
     """MoCo's keys (B, D). With BatchNorm: in random order and in groups, so that no key shares the batch statistics of
     its own query. splits: groups of the global batch, so that a group has as many images on any number of processes."""
-    if not common.has_batchnorm(encoder):
+    if not has_batchnorm(encoder):
         return encoder(pixels)
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed)).to(pixels.device)
     least = 1 if pixels.is_cuda else min(splits, 2)                        # a CPU has no SyncBatchNorm for the queries
-    groups = order.tensor_split(min(max(least, splits // common.world()), max(1, len(pixels) // 2)))
+    groups = order.tensor_split(min(max(least, splits // world()), max(1, len(pixels) // 2)))
     return torch.cat([encoder(pixels[g]) for g in groups])[order.argsort()]
 
 
@@ -255,6 +264,7 @@ CIFAR = dict(
     image_size=32, image_stats="imagenet", eval_resize="crop",
     epochs=2000.0, batch_size=512, optimizer="sgd", lr=0.5, lr_end=1e-6, warmup_epochs=10.0, weight_decay=1e-4,
     decay_all=True, zero_init=False, beta1=0.9, grad_clip=0.0,
+    lr_schedule="cosine", beta2=0.999, eps=1e-8, mixed_precision="no", frames=12, frame_sampling="uniform",
     tau_min=0.1, tau_max=1.0, period=400.0, queue_size=10_000,
     crop_min=0.1, flip=0.5, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, grey=0.2, blur=0.0,
     imbalance_ratio=100.0, train_features="augmented", save_every=1000, eval_every=0, log_every=50)
@@ -287,9 +297,9 @@ SDCLR = {"cifar10-lt": dict(schedule="fixed", tau_min=0.2, prune=0.9),
 
 def parse_args(argv=None):
     """Flags; the recipe of --dataset gives the defaults."""
-    p = common.Parser(__file__, "TS: a temperature schedule for SimCLR and MoCo on long-tail images.", texts=False)
+    p = Parser(__file__, "TS: a temperature schedule for SimCLR and MoCo on long-tail images.", texts=False)
     yesno = argparse.BooleanOptionalAction
-    g = p.add_argument_group("method")
+    g = p.group("method")
     g.add_argument("--loss", choices=["simclr", "moco", "sdclr"], default="simclr",
                    help="the contrastive method under the schedule")
     g.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"], default="cos",
@@ -305,24 +315,28 @@ def parse_args(argv=None):
                         "0 = off; needs --tau-tail")
     g.add_argument("--tau-tail", type=nonnegative, default=0.0,
                    help="coarse supervision: tau of the other anchors (paper 0.1)")
-    g.add_argument("--head-part", type=part, default=0.5,
-                   help="part of the classes, largest first, that counts as head there; paper 5 of 10")
-    g.add_argument("--head-norm", choices=["batch", "none"], default="batch",
-                   help="BatchNorm in SimCLR's head, as the authors' code; none = the default towers' promise")
-    g.add_argument("--queue-size", type=count, default=10_000, help="K, keys in MoCo's queue; paper 10,000")
-    g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder, 0..1")
-    g.add_argument("--key-splits", type=count, default=8,
-                   help="groups of the global batch in which MoCo's keys are encoded where the encoder has BatchNorm")
-    g.add_argument("--prune", type=part, default=0.9,
-                   help="SDCLR: part of the weights that the second branch loses, the smallest of all layers together, "
-                        "0..1; SDCLR 0.9, ImageNet100-LT 0.3")
     g.add_argument("--decay-all", action=yesno, default=False,
                    help="weight decay for biases and norms too, as the authors' code")
     g.add_argument("--zero-init", action=yesno, default=True,
                    help="the last BatchNorm of each block of a timm ResNet starts at 0; the authors' start at 1")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of NT-Xent's (B, 2N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
-    g = p.add_argument_group("views")
+    g = p.group("with --loss moco", lambda a: a.loss == "moco")
+    g.add_argument("--queue-size", type=count, default=10_000, help="K, keys in MoCo's queue; paper 10,000")
+    g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder, 0..1")
+    g.add_argument("--key-splits", type=count, default=8,
+                   help="groups of the global batch in which MoCo's keys are encoded where the encoder has BatchNorm")
+    g = p.group("with --loss sdclr", lambda a: a.loss == "sdclr")
+    g.add_argument("--prune", type=part, default=0.9,
+                   help="SDCLR: part of the weights that the second branch loses, the smallest of all layers together, "
+                        "0..1; SDCLR 0.9, ImageNet100-LT 0.3")
+    g = p.group("with --loss simclr or sdclr", lambda a: a.loss != "moco")
+    g.add_argument("--head-norm", choices=["batch", "none"], default="batch",
+                   help="BatchNorm in SimCLR's head, as the authors' code; none = the default towers' promise")
+    g = p.group("with --tau-head and --tau-tail", lambda a: a.tau_head > 0)
+    g.add_argument("--head-part", type=part, default=0.5,
+                   help="part of the classes, largest first, that counts as head there; paper 5 of 10")
+    g = p.group("views")
     g.add_argument("--crop-min", type=part, default=0.1,
                    help="smallest area of the random crop; CIFAR 0.1, ImageNet 0.08")
     g.add_argument("--flip", type=part, default=0.5, help="probability of a mirror image")
@@ -333,7 +347,7 @@ def parse_args(argv=None):
     g.add_argument("--hue", type=between(0, 0.5), default=0.1, help="strength, 0..0.5; paper 0.1")
     g.add_argument("--grey", type=part, default=0.2, help="probability of grey; paper 0.2")
     g.add_argument("--blur", type=part, default=0.0, help="probability of a Gaussian blur; ImageNet 0.5")
-    g = p.add_argument_group("long tail", "--dataset: emoji, cifar10-lt, cifar100-lt, fashion-mnist-lt, "
+    g = p.group("long tail", description="--dataset: emoji, cifar10-lt, cifar100-lt, fashion-mnist-lt, "
                                           "imagenet100-lt; or any labelled folder, parquet or hub id (org/name)")
     g.add_argument("--imbalance-ratio", type=nonnegative, default=0.0,
                    help="largest class over smallest, >= 1; paper 50, 100, 150; 1 = balanced; 0 = the data as they are")
@@ -350,7 +364,7 @@ def parse_args(argv=None):
     g.add_argument("--few-shot-file", default="",
                    help="images that the few-shot probe of imagenet100-lt learns from, likewise; empty = training "
                         "images, as many of each class as the smallest has")
-    g = p.add_argument_group("evaluation by class")
+    g = p.group("evaluation by class")
     g.add_argument("--train-features", choices=["clean", "augmented"], default="clean",
                    help="views of the training images in kNN and probes; the authors' notebook: augmented (crop with "
                         "padding, flip) on CIFAR")
@@ -362,63 +376,6 @@ def parse_args(argv=None):
     g.add_argument("--eval-epoch", default="", metavar="auto|N",
                    help="whose weights are tested; empty = of the end; auto = of the best val evaluation after step 0 "
                         "(App. A.2); N = the run ends after epoch N of the same schedules")
-    # >>> shared: pixels
-    g = p.add_argument_group("pixels")
-    g.add_argument("--image-size", type=between(8, 4096, int), default=224, help="pixels of a side")
-    g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"], default="encoder",
-                   help="mean and std of the pixels; encoder = what its weights saw")
-    g.add_argument("--eval-resize", choices=["crop", "squash"], default="crop",
-                   help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
-    g.add_argument("--frames", type=count, default=12, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
-    g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"], default="uniform",
-                   help="frames from the first to the last; of the middles of T segments; random in each (in training)")
-    g.add_argument("--clips", type=between(2, 10**6, int), nargs=3, default=[2000, 300, 300],
-                   metavar=("TRAIN", "VAL", "TEST"), help="clips of moving-emoji")
-    g.add_argument("--caption-noise", type=part, default=0.0,
-                   help="part of moving-emoji's training clips that get the captions of another, 0..1")
-    # <<< shared
-    # >>> shared: model
-    g = p.add_argument_group("model")
-    g.add_argument("--image-encoder", default="small",
-                   help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
-    g.add_argument("--pretrained", action=yesno, default=True,
-                   help="start from published weights; --no-pretrained = from scratch")
-    g.add_argument("--init-from", default="",
-                   help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one "
-                        "encoder; timm weights are then not downloaded")
-    g.add_argument("--embed-dim", type=between(2, 10**6, int), default=256,
-                   help="D, width of the space of the loss; the paper's value is its recipe's default")
-    # <<< shared
-    # >>> shared: optimisation
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
-    g.add_argument("--epochs", type=positive, default=30.0,
-                   help="passes over the training set; the paper's value is its recipe's default")
-    g.add_argument("--max-steps", type=whole, default=0,
-                   help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
-    g.add_argument("--batch-size", type=between(2, 10**9, int), default=256,
-                   help="N, GLOBAL: split over processes, sets the negatives; the paper's is its recipe's default")
-    g.add_argument("--chunk-size", type=whole, default=0,
-                   help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; "
-                        "0 = all")
-    g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False,
-                   help="let BatchNorm see chunks: an approximation")
-    g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"], default="adamw",
-                   help="sgd takes --beta1 as its momentum")
-    g.add_argument("--lr", type=common.rate, default=2e-4, help="peak learning rate")
-    g.add_argument("--lr-end", type=common.rate, default=1e-5, help="last learning rate of the cosine")
-    g.add_argument("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
-    g.add_argument("--warmup-epochs", type=nonnegative, default=1.0,
-                   help="epochs of linear warm-up; at most a tenth of the run")
-    g.add_argument("--weight-decay", type=common.rate, default=0.02,
-                   help="of matrices and kernels; none for biases, norms and scalars")
-    g.add_argument("--beta1", type=common.below_one, default=0.9, help="Adam's first moment")
-    g.add_argument("--beta2", type=common.below_one, default=0.999, help="Adam's second moment")
-    g.add_argument("--eps", type=between(1e-30, 1e30), default=1e-8, help="Adam's epsilon; CLIP4Clip 1e-6")
-    g.add_argument("--grad-clip", type=nonnegative, default=0.0, help="largest global gradient norm; 0 = off")
-    g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no",
-                   help="of the encoders; the loss is always float32")
-    # <<< shared
     args = p.parse(argv, RECIPES, lambda chosen: SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {})
     epoch, auto = args.eval_epoch, args.eval_epoch == "auto"
     number = float(epoch) if epoch.replace(".", "", 1).isdecimal() else 0.0
@@ -440,7 +397,7 @@ def parse_args(argv=None):
     p.require(not auto or args.eval_every,
               "--eval-epoch auto: needs --eval-every > 0, the steps between the evaluations it chooses from")
     if args.resume:
-        saved = common.read_json(f"{args.resume}/args.json", {})
+        saved = read_json(f"{args.resume}/args.json", {})
         p.require(auto == (saved.get("eval_epoch") == "auto"),
                   "--eval-epoch: a resumed run can neither begin nor end auto, which keeps the best weights from the "
                   "start")
@@ -449,10 +406,6 @@ def parse_args(argv=None):
     p.require(args.loss != "moco" or not args.chunk_size,
               "--chunk-size: MoCo's loss is linear in the batch and its key encoder has no gradient; lower "
               "--batch-size instead")
-    p.only(args.loss == "moco", "with --loss moco", "--queue-size", "--momentum", "--key-splits")
-    p.only(args.loss == "sdclr", "with --loss sdclr", "--prune")
-    p.only(args.loss != "moco", "with --loss simclr or sdclr", "--head-norm")
-    p.only(args.tau_head > 0, "with --tau-head and --tau-tail", "--head-part")
     return args
 
 
@@ -460,26 +413,26 @@ def parse_args(argv=None):
 def main(args):
     """One run: data, model, views, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
-    sets = common.labelled_splits(args)
+    sets = labelled_splits(args)
     train, evals = sets["train"], {args.dataset: {s: sets[s] for s in ("val", "test") if s in sets}}
     if args.eval_epoch == "auto" and "val" not in sets:
-        raise common.UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one, or "
-                               "--hold-out-val takes one out of train")
+        raise UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one, or "
+                        "--hold-out-val takes one out of train")
     if args.eval_every and "val" not in sets:
-        common.say(f"WARNING: --eval-every: {args.dataset} has no val split (see --hold-out-val): nothing but the "
-                   "coverage of the sphere is measured along the run")
+        say(f"WARNING: --eval-every: {args.dataset} has no val split (see --hold-out-val): nothing but the "
+            "coverage of the sphere is measured along the run")
     if len(np.unique(train.labels)) < 2:
-        raise common.UserError(f"--dataset {args.dataset}: all of its training images are of one class, so nothing can "
-                               "be classified; --label-column names another column")
-    run = common.Run(__file__, args, train, evals, RECIPES)
+        raise UserError(f"--dataset {args.dataset}: all of its training images are of one class, so nothing can "
+                        "be classified; --label-column names another column")
+    run = Run(__file__, args, train, evals, RECIPES)
     train = run.train                                                      # --verify-images leaves some out
     sets = {"train": train} | run.evals[args.dataset]
     run.last = last_step(run)                                              # the schedules span run.total all the same
     sizes = class_sizes(train)                                             # (classes,)
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
     head_classes = set(order[:round(args.head_part * len(order))].tolist())
-    if common.rank() == 0:
-        common.write_json(run.folder / "class_counts.json", {train.label_names[c]: int(sizes[c]) for c in order})
+    if rank() == 0:
+        write_json(run.folder / "class_counts.json", {train.label_names[c]: int(sizes[c]) for c in order})
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     encoder, _, transform = run.towers()                                   # what is saved and tested
@@ -529,7 +482,7 @@ def main(args):
             own["best"].load_state_dict(tower.state_dict())
 
     guess = [math.log(1 + negatives(step, args)) for step in (0, run.last - 1)]
-    run.begin(common.ClassEvaluator(encoder, transform, sets, run.device, args), guess,
+    run.begin(ClassEvaluator(encoder, transform, sets, run.device, args), guess,
               banner_lines(run, sizes, head_classes), after_val)
     for batch in batches:
         epoch = run.step // run.per_epoch
@@ -564,12 +517,7 @@ def main(args):
             update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)
 
-        numbers = {}
-        if run.logs_now():
-            with torch.no_grad():
-                numbers = common.mean_over_processes({"L_c": loss}, run.device)
-                numbers |= common.embedding_health(*(gather(normalize(e)) for e in z))                      # (N, D)
-        run.done(batch, loss, shown, numbers)
+        run.done(batch, loss, shown, run.logs_now() and numbers_of(loss, z, run))
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     chosen = chosen_row(run.log.rows, args)
@@ -577,8 +525,10 @@ def main(args):
         tower.load_state_dict(own.pop("best").state_dict())
     run.val, epoch, mean = chosen["eval"], chosen["step"] / run.per_epoch, chosen.get("val_mean")
     val = "no val accuracy" if mean is None else f"mean of the four val accuracies {mean:.1f} %"
-    common.say(f"tested: the weights of epoch {epoch:g}, {val}")
-    return run.finish(draw, common.class_table, eval_epoch=epoch, eval_epoch_val=mean)
+    say(f"tested: the weights of epoch {epoch:g}, {val}")
+    def sphere(features):                                                  # (M, width) -> (M, D), unit rows
+        return normalize(project(tower.head, features)).cpu()
+    return run.finish(lambda run: draw(run, sizes, tau_of, sphere), class_table, eval_epoch=epoch, eval_epoch_val=mean)
 
 
 def schedule_of(args):
@@ -611,6 +561,13 @@ def encode(model, views, masks):
     return z.chunk(len(views))
 
 
+@torch.no_grad()
+def numbers_of(loss, z, run):
+    """Columns of the log: the loss, and the health of the space of both views, z (B, D) each."""
+    health = common.embedding_health(*(gather(normalize(e)) for e in z))   # of (N, D) each
+    return common.mean_over_processes({"L_c": loss}, run.device) | health
+
+
 def negatives(step, args):
     """Negatives of an anchor at a step: the other views, or the keys that MoCo's queue holds by then."""
     if args.loss == "moco":
@@ -620,7 +577,7 @@ def negatives(step, args):
 
 def banner_lines(run, sizes, head_classes):
     """What the flags of the method came to, for the banner: {word: text}."""
-    args, processes, tau_of = run.args, common.world(), schedule_of(run.args)
+    args, processes, tau_of = run.args, world(), schedule_of(run.args)
     batch = f"{args.batch_size} = {processes} x {args.batch_size // processes}"
     if args.chunk_size:
         batch += f" in chunks of {args.chunk_size}"
@@ -648,26 +605,6 @@ def chosen_row(rows, args):
     return max(rows, key=lambda r: (r["step"] > 0, r.get("val_mean", 0)))
 
 
-# ======================================================= pictures ====================================================
-def draw(run):
-    """The pictures of a run: curves; class sizes with tau beside them; the paper's Figures 1 to 5."""
-    figures, of_paper, name, args = common.figures(), common.figures("ts"), run.args.dataset, run.args
-    run.picture("curves.png", figures.draw_curves, run.log, [
-        ("loss", "L_c", {"L_c": "loss"}), ("temperature", "tau", {"tau": "tau"}),
-        ("learning rate", "lr", {"lr": "lr"}),
-        ("cosine", "mean over the batch", {"views of one image": "pos_cos", "other images": "neg_cos"}),
-        ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"view 1": "std_image"}),
-        ("kNN@1, val", "%", {"top-1": f"eval/{name}/knn@1/top1", "tail": f"eval/{name}/knn@1/tail"})])
-    sizes, tau_of = class_sizes(run.train), schedule_of(args)
-    run.picture("classes.png", of_paper.draw_classes, run, sizes, tau_of)
-    if name in run.test_pieces:
-        pieces = run.test_pieces[name]
-        some = np.random.default_rng(0).permutation(len(pieces["train_labels"]))[:4000]
-        features, truth = pieces["train_features"][some], pieces["train_labels"][some]            # (M, width), (M,)
-        z = normalize(project(run.trained.head, features)).cpu()                                  # (M, D)
-        run.picture("figures.png", of_paper.draw_figures, run, sizes, tau_of, pieces, features, truth, z)
-
-
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main(parse_args())

@@ -35,6 +35,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
+from engine.base import flatten, read_json, write_json  # noqa: E402
+from engine.folder import commit, versions  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
@@ -231,7 +233,7 @@ def run(words, places, keep=None):
         flags = [word.format(**places) for word in words[1:]] + ["--output-dir", folder, "--run-name", "r"]
         result = subprocess.run([sys.executable, str(ROOT / words[0]), *flags], stdout=subprocess.DEVNULL,
                                 stderr=subprocess.PIPE, text=True)
-        summary = common.read_json(Path(folder) / "r" / "summary.json", {})
+        summary = read_json(Path(folder) / "r" / "summary.json", {})
         if keep and summary:
             shutil.rmtree(Path(folder) / "r" / "checkpoints", ignore_errors=True)
             shutil.copytree(Path(folder) / "r", Path(keep) / file.stem, dirs_exist_ok=True)
@@ -239,8 +241,8 @@ def run(words, places, keep=None):
         last = (result.stderr.strip().splitlines() or ["no words"])[-1]
         print(f"failed ({result.returncode}): {' '.join(words)}\n  {last}", flush=True)
         return None
-    record = {"command": "python " + " ".join(words), "commit": common.commit(), "date": str(datetime.date.today()),
-              "machine": machine(), "versions": common.versions().split("\n")[:9], **{k: summary[k] for k in KEPT}}
+    record = {"command": "python " + " ".join(words), "commit": commit(), "date": str(datetime.date.today()),
+              "machine": machine(), "versions": versions().split("\n")[:9], **{k: summary[k] for k in KEPT}}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=1))
     print(f"{record['wall_s']:6.0f} s  {' '.join(words)}", flush=True)
@@ -271,7 +273,7 @@ def places_of(fashion):
 
 def number(record, split, metric):
     """A metric of the first data set of a record, in percent."""
-    found = common.flatten(next(iter(record[split].values()), {}))
+    found = flatten(next(iter(record[split].values()), {}))
     if metric not in found:
         raise SystemExit(f"{metric}: not in the {split} results of {record['command']}")
     return found[metric]
@@ -279,7 +281,7 @@ def number(record, split, metric):
 
 def has(record, metric):
     """Is this among the test results of a record? temo.py has kNN@1 alone."""
-    return metric in common.flatten(next(iter(record["test"].values()), {}))
+    return metric in flatten(next(iter(record["test"].values()), {}))
 
 
 def best_trial(trials, metric):
@@ -381,9 +383,9 @@ def write_tables(names, suite, trials, seeds):
 
     claims_gpu.json and so on for the suite gpu."""
     stem = "claims_own" if OWN else "claims_gpu" if suite == "gpu" else "claims"
-    results = common.read_json(RESULTS / f"{stem}.json", {}) | {n: judge(n, suite, trials, seeds) for n in names}
+    results = read_json(RESULTS / f"{stem}.json", {}) | {n: judge(n, suite, trials, seeds) for n in names}
     results = {n: results[n] for n in CLAIMS if results.get(n)}  # no row of claims or arms that are no more
-    common.write_json(RESULTS / f"{stem}.json", results)
+    write_json(RESULTS / f"{stem}.json", results)
     lines = ["| claim | paper | method | against | seeds | difference, 95 % interval | could show | verdict |",
              "|---|---|---|---|---|---|---|---|"]
     for result in results.values():  # one row a claim; several baselines below each other

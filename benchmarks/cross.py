@@ -19,8 +19,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import claims
-from claims import common
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from engine.base import flatten, read_json, write_json  # noqa: E402
+from engine.folder import commit  # noqa: E402
+
+import claims  # noqa: E402
 
 ARMS = {  # row of the table: (claim, arm)
     "InfoNCE": ("ncl-training", "InfoNCE"), "TS (in temo.py)": ("temo-retrieval", "TS"),
@@ -42,7 +45,7 @@ def evaluation(words, keep):
     file = record.with_name(record.stem + ".normalized.json")
     flags = ["--tasks", "retrieval", "--normalize", "queue", "--queue-split", "train", "--gamma", str(GAMMA)]
     command = "python eval.py --checkpoint RUN " + " ".join(flags)
-    kept = common.read_json(file, {})
+    kept = read_json(file, {})
     if kept.get("command") == command:
         return kept
     run = Path(keep) / record.stem
@@ -53,8 +56,8 @@ def evaluation(words, keep):
         subprocess.run([sys.executable, str(claims.ROOT / "eval.py"), *place, *flags], check=True,
                        stdout=subprocess.DEVNULL)
         found = json.loads((Path(folder) / "eval.json").read_text())
-    numbers = common.flatten(next(iter(found["datasets"].values()))["metrics"])
-    kept = {"command": command, "commit": common.commit(), **{path: numbers[path] for path in COLUMNS.values()}}
+    numbers = flatten(next(iter(found["datasets"].values()))["metrics"])
+    kept = {"command": command, "commit": commit(), **{path: numbers[path] for path in COLUMNS.values()}}
     file.write_text(json.dumps(kept, indent=1))
     return kept
 
@@ -105,7 +108,7 @@ def main(argv=None):
              *[f"- {row}: `{flags[row]}`" if row in rows else f"- {row}: not run, or not kept" for row in ARMS], "",
              f"Commits of the evaluations {', '.join(commits)}; {claims.machine()}.", ""]
     (claims.RESULTS / "cross.md").write_text(table(rows) + "\n" + "\n".join(words))
-    common.write_json(claims.RESULTS / "cross.json", {"rows": rows, "flags": flags})
+    write_json(claims.RESULTS / "cross.json", {"rows": rows, "flags": flags})
     print(table(rows))
 
 

@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import functools
 import gc
-import importlib
 import json
 import os
 import signal
@@ -30,15 +29,25 @@ DRY = "--dry" in sys.argv  # before torch looks for a card
 if DRY:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import common  # noqa: E402
+from engine.base import read_json, write_json  # noqa: E402
+from engine.folder import commit, versions  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
+import claims as suite  # noqa: E402
+import mama  # noqa: E402
+import mmts  # noqa: E402
+import ncl  # noqa: E402
+import temo  # noqa: E402
+import temperature_schedules as ts  # noqa: E402
+
 DEVICE = torch.device("cpu" if DRY else "cuda")
 ON_CPU = ["--cpu", "--threads", "1"] if DRY else []
 QUIET = "--log-every 1 --eval-every 0".split()
 TOY = "--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16".split() if DRY else []
+MODULES = {"temo": temo, "temperature_schedules": ts, "ncl": ncl, "mmts": mmts, "mama": mama}
 SCRIPTS = {"temo": [], "temperature_schedules": [], "ncl": [],  # and flags that keep a toy run small
            "mmts": ["--num-clusters", "4"] if DRY else [],
            "mama": "--meta-size 8 --meta-batch-size 4".split() if DRY else []}
@@ -52,7 +61,7 @@ def size(real, toy):
 # ------------------------------------------------------- runs --------------------------------------------------------
 def train(script, *flags):
     """A run in this process, without pictures, in a folder that goes: its summary, and the rows of its log."""
-    module = importlib.import_module(script)
+    module = MODULES[script]
     module.draw = lambda *_, **__: None
     if not DRY:
         torch.cuda.reset_peak_memory_stats()
@@ -95,7 +104,7 @@ def nccl():
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(test_distributed.compare, (folder, worlds, DEVICE.type), worlds[-1])
         for world in worlds:
-            ranks = [common.read_json(f"{folder}/{world}_{rank}.json") for rank in range(world)]
+            ranks = [read_json(f"{folder}/{world}_{rank}.json") for rank in range(world)]
             worst = {dtype: max(max(v) for rank in ranks for k, v in rank.items() if k.endswith(dtype))
                      for dtype in ("fp32", "fp64")}
             sgd = max(v for rank in ranks for k, v in rank.items() if k.startswith("sgd"))
@@ -175,7 +184,7 @@ def fp16():
         last = max(int(path.name[5:]) for path in (killed / "checkpoints").glob("step_*") if path.suffix != ".tmp")
         finish(start(log, "--resume", killed))
         runs = {name: Path(folder) / name for name in ("whole", "killed")}
-        state = {name: common.read_json(run / "checkpoints" / f"step_{steps}" / "state.json")
+        state = {name: read_json(run / "checkpoints" / f"step_{steps}" / "state.json")
                  for name, run in runs.items()}
         weights = [(run / "model.safetensors").read_bytes() for run in runs.values()]
         rows = {name: log_of(run) for name, run in runs.items()}
@@ -250,7 +259,6 @@ def peers():
     same towers and pixels on the device: ViT-B/16 at 224 px, bf16; and in chunks."""
     from accelerate import Accelerator
 
-    import temo
     B, chunk = size((128, 32), (4, 2))
     with tempfile.TemporaryDirectory() as folder:
         text, _ = text_folder(folder)
@@ -331,8 +339,6 @@ def measure(functions, rounds):
 def losses():
     """TeMo's loss, InfoNCE, NT-Xent and open_clip's ClipLoss over N pairs, D = 256, with gradients: in the row blocks
     that they choose, in larger ones, and whole where that fits. Memory beside the embeddings."""
-    import temo
-    import temperature_schedules as ts
     results = {"open_clip": "installed" if find_spec("open_clip") else "not installed"}
     for n in size((8192, 32768), (64,)):
         e = [torch.randn(n, 256, device=DEVICE, requires_grad=True) for _ in range(4)]
@@ -360,7 +366,6 @@ def evaluation():
     """Evaluation metrics with their tensors on the card and on the CPU: seconds, and whether they agree.
 
     The scripts evaluate on the CPU; this says what a card would bring."""
-    import ncl
     texts, images, width = size((25_010, 5_000, 512), (60, 12, 8))
     train, test, side = size((50_000, 10_000, 4096), (200, 40, 32))
     unit = lambda n: F.normalize(torch.randn(n, width), dim=1)
@@ -382,7 +387,6 @@ def evaluation():
 
 def claims():
     """The gpu suite of claims.py. It takes more than one turn: this step is done when nothing is left to run."""
-    import claims as suite
     fashion = Path(os.environ.get("FASHION", "clothes")).resolve()
     names = [name for name in suite.CLAIMS if fashion.is_dir() or not name.startswith("ts-")]
     note = {} if fashion.is_dir() else {"left out": f"ts-*: no folder {fashion} (FASHION)"}
@@ -426,12 +430,12 @@ def main(argv=None):
         raise SystemExit("no GPU here; --dry tries the steps on the CPU")
     folder = Path(args.results or size(ROOT / "benchmarks" / "results" / "gpu", tempfile.mkdtemp()))
     started = time.time()
-    record = {"command": f"bash benchmarks/gpu.sh {'--dry ' * DRY}{args.step}", "commit": common.commit(),
+    record = {"command": f"bash benchmarks/gpu.sh {'--dry ' * DRY}{args.step}", "commit": commit(),
               "date": str(datetime.date.today()), "cards": card(), "cuda": torch.version.cuda,
-              "versions": common.versions().split("\n")[:9]}
+              "versions": versions().split("\n")[:9]}
     result = STEPS[args.step]()
     folder.mkdir(parents=True, exist_ok=True)
-    common.write_json(folder / f"{args.step}.json", record | {"seconds": time.time() - started, "results": result})
+    write_json(folder / f"{args.step}.json", record | {"seconds": time.time() - started, "results": result})
     print(f"{args.step}: {time.time() - started:.0f} s, {folder / args.step}.json", flush=True)
 
 

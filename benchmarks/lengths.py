@@ -23,7 +23,9 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from engine.base import read_json, write_json  # noqa: E402
+
 import claims  # noqa: E402
 
 TUNED = 3  # the length at which all but today's are tuned
@@ -176,8 +178,8 @@ def write_tables(names, lengths, trials, rates, seeds):
     """results/claims_lengths.json, claims_lengths.md and the pictures; returns the markdown table."""
     file = claims.RESULTS / "claims_lengths.json"
     new = {n: judge(n, sorted({1, TUNED, 10, *lengths}), trials, rates, seeds) for n in names}
-    results = claims.common.read_json(file, {}) | {n: r for n, r in new.items() if r}
-    claims.common.write_json(file, {n: results[n] for n in claims.CLAIMS if n in results})
+    results = read_json(file, {}) | {n: r for n, r in new.items() if r}
+    write_json(file, {n: results[n] for n in claims.CLAIMS if n in results})
     results = json.loads(file.read_text())  # lengths are words from here on
     titles = sorted({int(length) for r in results.values() for length in r["lengths"]})
     heads = ["claim", "against", *("today" if n == 1 else f"{n} times" for n in titles), "the paper", "verdict"]

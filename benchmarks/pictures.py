@@ -12,8 +12,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import claims
-from claims import common
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import common  # noqa: E402
+from engine.base import read_json  # noqa: E402
+
+import claims  # noqa: E402
+import temo  # noqa: E402
+from evaluation.metrics import normalize  # noqa: E402
+from figures.base import figure, save_figure  # noqa: E402
 
 WIDTH, COLOURS = 1100, 128  # px and colours of a small file
 SOURCES = {  # picture: (claim, arm, picture of the run)
@@ -44,25 +50,23 @@ def temperatures(run, path, pairs=20):
     import numpy as np
     import torch
 
-    import temo
-    args = common.read_json(run / "args.json")
+    args = read_json(run / "args.json")
     model, tokenizer, transform = common.load_model(run)
     options = {k: args[k] for k in ("clips", "image_size", "frames")}
     data = common.load_data("moving-emoji", "test", **options)
     rows = np.linspace(0, len(data) - 1, pairs).round().astype(int)
     clips = torch.stack([transform(data.read(int(i))) for i in rows])                    # (B, T, 3, S, S)
     with torch.no_grad():
-        video = common.normalize(model(clips)[0])                                        # (B, D)
-        text = common.normalize(model(tokens=tokenizer([data.captions(int(i))[0] for i in rows]))[1])
+        video = normalize(model(clips)[0])                                        # (B, D)
+        text = normalize(model(tokens=tokenizer([data.captions(int(i))[0] for i in rows]))[1])
     sim = text @ video.T                                                                 # (B, B)
     tau = temo.modulated_temperature(sim, args["tau_min"], args["tau_alpha"])            # Eq. 4
-    figures = common.figures()
-    fig, axes = figures.figure(2, width=5.4, height=4.6)
+    fig, axes = figure(2, width=5.4, height=4.6)
     titles = ("cosine, text x video", "temperature of each pair (Eq. 4)")
     for ax, values, title in zip(axes, (sim, tau), titles, strict=True):
         ax.set(title=title, xlabel="video", ylabel="text", xticks=[], yticks=[])
         fig.colorbar(ax.imshow(values.numpy(), cmap="viridis"), ax=ax, shrink=0.85)
-    figures.save_figure(fig, path)
+    save_figure(fig, path)
 
 
 def shrink(path):

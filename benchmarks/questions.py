@@ -13,9 +13,14 @@ import json
 import os
 import shlex
 import statistics
+import sys
+from pathlib import Path
 
-import claims
-from claims import common
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from engine.base import write_json  # noqa: E402
+from engine.ranges import count  # noqa: E402
+
+import claims  # noqa: E402
 
 FLAGS = "--threads 1 --eval-every 0"
 ROWS = {
@@ -73,14 +78,14 @@ def write(wanted):
              "Commands:", "\n".join(f"- `{r['command']}`" for r in records)]
     table = "\n".join(lines)
     (claims.RESULTS / "mama_qa_rows.md").write_text("\n\n".join([table, *words]) + "\n")
-    common.write_json(claims.RESULTS / "mama_qa_rows.json", {"runs": records})
+    write_json(claims.RESULTS / "mama_qa_rows.json", {"runs": records})
     return table
 
 
 def main(argv=None):
     """Run what is missing, then write the table."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--seeds", type=common.count, default=1, help="runs of each row")
+    p.add_argument("--seeds", type=count, default=1, help="runs of each row")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one thread each")
     p.add_argument("--keep", default="", help="folder for the run folders; their checkpoints are left out")
     args = p.parse_args(argv)

@@ -30,14 +30,18 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
+from engine.base import read_json, write_json  # noqa: E402
+from engine.clusters import open_clusters  # noqa: E402
+from engine.folder import commit  # noqa: E402
 
+import encoders.base
 import mama  # noqa: E402
 import mmts  # noqa: E402
 import ncl  # noqa: E402
+import readers.pictures
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
 from claims import machine  # noqa: E402
-from sets import memory  # noqa: E402
 
 
 class Times(dict):
@@ -132,7 +136,7 @@ def jpeg(rounds, n=192):
     from torchvision import transforms as T
 
     files = jpegs()
-    mean, std = common.STATS["imagenet"]
+    mean, std = encoders.base.STATS["imagenet"]
     pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1)), T.ToTensor(), T.Normalize(mean, std)])
     view, transform = common.Augment(224, 0.5), common.EvalTransform(224, mean, std)
     batches = [range(i, i + 32) for i in range(0, n, 32)]
@@ -142,7 +146,7 @@ def jpeg(rounds, n=192):
 
     def worker(rows):
         draws = common.uniforms(0, 0, rows, view.DRAWS)                      # (32, DRAWS)
-        crops = [view.crop_one(common.decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)]
+        crops = [view.crop_one(readers.pictures.decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)]
         return torch.stack(crops), draws                                     # (32, 3, 224, 224) uint8
 
     def ours():
@@ -173,7 +177,7 @@ def views(rounds, n=256):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 255, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
     pictures = [Image.fromarray(x.permute(1, 2, 0).numpy()) for x in images]
-    mean, std = common.STATS["imagenet"]
+    mean, std = encoders.base.STATS["imagenet"]
     pil = T.Compose([
         T.RandomResizedCrop(32, (0.1, 1), interpolation=T.InterpolationMode.BICUBIC), T.RandomHorizontalFlip(),
         T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8), T.RandomGrayscale(0.2),
@@ -184,7 +188,7 @@ def views(rounds, n=256):
 
     def ours(augment):
         draws = common.uniforms(0, 0, range(n), augment.DRAWS)               # (n, DRAWS)
-        return transform.normalise(augment.finish(memory.crop_batch(augment, images, draws), draws))
+        return transform.normalise(augment.finish(common.crop_batch(augment, images, draws), draws))
 
     ours(fused)  # compiles
     variants = {"pil": lambda: torch.stack([pil(p) for p in pictures]), "eager": lambda: ours(eager),
@@ -208,7 +212,6 @@ def steps(rounds):
     temo encodes the augmentations as well: `infonce_4` is InfoNCE of both pairs, I with T and I~ with T~. ts: a cosine
     schedule against a fixed temperature, two views of images.
     """
-    from tools import clusters
     r, train = ncl.RECIPES["moving-emoji"], common.load_data("moving-emoji", "train")
     B, length, size = r["batch_size"], r["text_length"], r["image_size"]
     vision = common.VisionEncoder("small", r["embed_dim"], False, size)
@@ -221,7 +224,7 @@ def steps(rounds):
                            dataset="moving-emoji", resume="")
     with tempfile.TemporaryDirectory() as folder:
         kmeans = functools.partial(mmts.cluster_captions, k=200, seed=0)
-        known = clusters.open_clusters(Path(folder), args, train, torch.device("cpu"), kmeans)
+        known = open_clusters(Path(folder), args, train, torch.device("cpu"), kmeans)
     shifts = mmts.cluster_shift(known.sizes, 0.08, 0.12)                     # (K,)
 
     def pair():
@@ -386,14 +389,14 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     path = ROOT / "benchmarks" / "results" / "speed.json"
-    results = common.read_json(path, {})
+    results = read_json(path, {})
     for name in args.only:
         results[name] = benchmarks[name](args.rounds) | {
-            "command": f"python benchmarks/speed.py --only {name} --rounds {args.rounds}", "commit": common.commit(),
+            "command": f"python benchmarks/speed.py --only {name} --rounds {args.rounds}", "commit": commit(),
             "date": str(datetime.date.today()), "machine": machine(), "torch": torch.__version__}
         rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in results[name].items()}
         print(name, json.dumps(rounded), flush=True)
-        common.write_json(path, results)
+        write_json(path, results)
 
 
 if __name__ == "__main__":

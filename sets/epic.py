@@ -15,20 +15,28 @@ import re
 from pathlib import Path
 
 import common
-from common import UserError
+from engine.base import UserError, first_line, join_notes, say
+from engine.ranges import part
 
 import numpy as np
 import torch
 
-from sets import video, videos
-from sets.frames import duration, read_frames
+from evaluation.metrics import class_relevancy, multi_hot
+from readers.clips import Clips, clip_options
+from readers.frames import duration, read_frames
+from readers.videos import video_index
+from sets.videos import load_plain_pickle
 
 VERBS, NOUNS = 97, 300
 NEEDED = ("narration_id", "video_id", "start_timestamp", "stop_timestamp", "narration", "verb_class", "noun_class",
           "all_noun_classes")
 SETS = {"epic-kitchens-100": {
     "splits": {"train": 67_217, "test": 9_668}, "licence": "CC BY-NC 4.0, research only; test = the papers' test",
-    "where": "github.com/epic-kitchens/epic-kitchens-100-annotations, retrieval_annotations/"}}
+    "where": "github.com/epic-kitchens/epic-kitchens-100-annotations, retrieval_annotations/",
+    "options": {"--caption-relevancy": dict(
+        type=part, default=0.0, texts=True,
+        help="train on a sentence drawn among those of a higher relevancy, 0..1; AVION 0.1; 0 = the clip's own "
+             "narration")}}}
 
 
 def load(name, split, options):
@@ -72,20 +80,10 @@ def load(name, split, options):
     count = facts["splits"][split]
     if len(kept) != count:
         notes.append(f"WARNING: {len(kept):,} examples, {count:,} expected")
-        common.say(f"WARNING: {name} ({split}) has {len(kept):,} examples, {count:,} are expected: "
-                   "the numbers are not comparable with the papers'")
-    data = common.Data(name, split, table, clip=video.clip_options(options, Chunks), note=common.join_notes(*notes))
+        say(f"WARNING: {name} ({split}) has {len(kept):,} examples, {count:,} are expected: "
+            "the numbers are not comparable with the papers'")
+    data = common.Data(name, split, table, clip=clip_options(options, Chunks), note=join_notes(*notes))
     return dataclasses.replace(data, sentences=sentences)
-
-
-def drawing_sentences(data, options):
-    """The data with --caption-relevancy: training draws a sentence for each clip. Raises: UserError without any."""
-    if getattr(data, "sentences", None) is None:
-        raise UserError(f"--caption-relevancy: {data.name} has no sentences with relevancies (epic-kitchens-100 has); "
-                        "set it to 0")
-    if options.get("unfold_captions"):
-        raise UserError("--caption-relevancy draws a sentence for each clip; it goes not with --unfold-captions")
-    return dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
 
 
 # ---- sentences and relevancies ----
@@ -109,7 +107,7 @@ class Sentences:
             raise UserError(f"{self.file}: {why}; both must be of one version")
         said = [clips[row[i]] for i in ids]
         self.texts, self.verbs = [c["narration"] for c in said], torch.tensor([c["verb"] for c in said])  # (C,) each
-        self.nouns = common.multi_hot([c["nouns"] for c in said], NOUNS)  # (C, NOUNS)
+        self.nouns = multi_hot([c["nouns"] for c in said], NOUNS)  # (C, NOUNS)
         self.clip_verbs, self.clip_nouns = [c["verb"] for c in clips], [c["nouns"] for c in clips]
         self.clips, self.shape = np.arange(len(clips)), (len(clips), len(ids))
         pickle = file.parent / "relevancy" / f"caption_relevancy_{file.stem}.pkl"
@@ -119,7 +117,7 @@ class Sentences:
     def by_classes(self, rows, dtype=torch.float32):
         """(len(rows), C) relevancies of these rows of the csv, from the classes."""
         verbs, nouns = ([x[i] for i in rows] for x in (self.clip_verbs, self.clip_nouns))
-        return common.class_relevancy(verbs, common.multi_hot(nouns, NOUNS), self.verbs, self.nouns, dtype)
+        return class_relevancy(verbs, multi_hot(nouns, NOUNS), self.verbs, self.nouns, dtype)
 
     def relevancy(self, rows):
         """(len(rows), C) float32 relevancies of these rows of the data, of the pickle where there is one.
@@ -128,14 +126,14 @@ class Sentences:
         rows = self.clips[rows]
         if not self.pickle:
             return self.by_classes(rows)
-        matrix = np.asarray(videos.load_plain_pickle(self.pickle))
+        matrix = np.asarray(load_plain_pickle(self.pickle))
         if matrix.shape != self.shape or matrix.dtype.kind != "f":
             raise UserError(f"{self.pickle}: holds {matrix.shape} {matrix.dtype}, expected {self.shape} relevancies")
         found, by_classes = torch.from_numpy(matrix[rows].astype(np.float32)), self.by_classes(rows)
         other = int(((found - by_classes).abs() > 1e-4).sum())
         if other:
-            common.say(f"WARNING: {self.pickle.name}: {other:,} of {found.numel():,} relevancies are not those of the "
-                       "classes; the file's are used")
+            say(f"WARNING: {self.pickle.name}: {other:,} of {found.numel():,} relevancies are not those of the "
+                "classes; the file's are used")
         return found
 
     def draw(self, row, above, u):
@@ -179,7 +177,7 @@ def _read_csv(file):
                 if not found["narration"] or found["end"] < found["start"]:
                     raise ValueError("no narration, or an end before the start")
             except (ValueError, SyntaxError, TypeError, AttributeError) as error:
-                raise UserError(f"{file}, line {reader.line_num}: {common.first_line(error)}") from error
+                raise UserError(f"{file}, line {reader.line_num}: {first_line(error)}") from error
             out.append(found)
     if not out:
         raise UserError(f"{file}: has no rows")
@@ -211,7 +209,7 @@ def _names(file, kind, n):
 def _places(folder):
     """{video id: path of the video, or of the folder of its chunks} below a folder."""
     out = {}
-    for paths in video.video_index(folder).values():
+    for paths in video_index(folder).values():
         for path in map(Path, paths):
             if path.stem.isdigit() and re.fullmatch(r"P\d+_\d+(\.\w+)?", path.parent.name):
                 out[path.parent.name.split(".")[0]] = str(path.parent)
@@ -226,7 +224,7 @@ def _chunks(folder):
     return sorted((int(f.stem), str(f)) for f in Path(folder).iterdir() if f.stem.isdigit())
 
 
-class Chunks(video.Clips):
+class Chunks(Clips):
     """Clips of whole videos or of folders of chunks: the middles of T equal parts of the window, as AVION; with
     --frame-sampling random they move inside their parts in training."""
     at_rest = "middle"

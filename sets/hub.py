@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face hub by name: from the hub (or its cache, with HF_HUB_OFFLINE=1), or from a local copy.
 
-A set is webdataset tars (kind `tars`, read by sets/tars.py) or parquet (kind `table`, read by `datasets`).
+A set is webdataset tars (kind `tars`, read by readers/tars.py) or parquet (kind `table`, read by `datasets`).
 """
 
 import dataclasses
@@ -9,8 +9,14 @@ import shutil
 from pathlib import Path
 
 import common
+from engine.base import UserError, hub_reason, say
 
 import torch
+
+from readers.columns import gated_message, split_of
+from readers.stream import Stream
+from readers.tars import index
+from sets import own
 
 COUNTS = ("*_info.json", "sizes.json")  # how many samples each tar should hold
 TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch",
@@ -85,12 +91,12 @@ def load(name, split, options):
     facts, splits = SETS[name], SETS[name]["splits"]
     if split not in splits:
         hint = "; --hold-out-val takes one out of train" if split == "val" and "train" in splits else ""
-        raise common.UserError(f"{name} has no {split} split; it has: {', '.join(splits)}{hint}")
+        raise UserError(f"{name} has no {split} split; it has: {', '.join(splits)}{hint}")
     options = dict(options)
     given = options.pop("data_dir", "")
     folder = Path(given).expanduser() if given else None
     if folder and not folder.is_dir():
-        raise common.UserError(f"{name}: no such folder {given}")
+        raise UserError(f"{name}: no such folder {given}")
     if name == "fashion-mnist" and folder and (folder / "0.json").is_file():
         data = fashion_json(folder, split)
     elif facts["kind"] == "table":
@@ -108,8 +114,8 @@ def _counted(data, name, split):
     allowed = 0.02 * count if split in SETS[name].get("about", ()) else 0
     if abs(len(data) - count) <= allowed:
         return data
-    common.say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: the numbers are not "
-               f"comparable with the papers'")
+    say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: the numbers are not "
+        f"comparable with the papers'")
     note = f"{data.note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
     return dataclasses.replace(data, note=note)
 
@@ -118,11 +124,11 @@ def _counted(data, name, split):
 def _from_table(name, split, folder, given, options):
     facts = SETS[name]
     word = facts["files"][split]
-    tables = common.tables(str(folder or facts["repo"]), {}, name, options, gated=facts["repo"])
-    if common.split_of(word) not in tables:
-        raise common.UserError(f"{name}: {given or facts['repo']} has no {word} split; it has: {', '.join(tables)}")
+    tables = own.tables(str(folder or facts["repo"]), {}, name, options, gated=facts["repo"])
+    if split_of(word) not in tables:
+        raise UserError(f"{name}: {given or facts['repo']} has no {word} split; it has: {', '.join(tables)}")
     prompts = CIFAR_PROMPTS if name.startswith("cifar") else None
-    return dataclasses.replace(tables[common.split_of(word)], split=split, prompts=prompts)
+    return dataclasses.replace(tables[split_of(word)], split=split, prompts=prompts)
 
 
 def fashion_json(folder, split):
@@ -143,7 +149,6 @@ def fashion_json(folder, split):
 
 # ---- tars ----
 def _from_tars(name, split, folder, options):
-    from sets import tars
     facts = SETS[name]
     files = facts["files"][split]
     root = folder or download(name, facts["repo"], [files, "*.txt", *COUNTS], streams=split == "train")
@@ -151,8 +156,8 @@ def _from_tars(name, split, folder, options):
     if split != "val":
         found = [t for t in found if not _is_held(t, facts)]
     if not found:
-        raise common.UserError(f"{name}: no {files} in {root}")
-    data = tars.index(name, split, found, options)
+        raise UserError(f"{name}: no {files} in {root}")
+    data = index(name, split, found, options)
     data = dataclasses.replace(data, prompts=_lines(root / "zeroshot_classification_templates.txt"))
     names = _lines(root / "classnames.txt")
     return _with_classes(data, names) if names and data.labels is not None else data
@@ -175,7 +180,7 @@ def _with_classes(data, names):
     import datasets
     highest = data.labels.max()
     if highest >= len(names):
-        raise common.UserError(f"{data.name}: a label is {highest}, but classnames.txt has {len(names)} lines")
+        raise UserError(f"{data.name}: a label is {highest}, but classnames.txt has {len(names)} lines")
     unlike = []
     for name in names:
         # CLIP's names for ImageNet have "missile" and "sunglasses" twice, a ClassLabel takes each name once:
@@ -189,7 +194,6 @@ def _with_classes(data, names):
 
 
 def _stream(name, folder, given, options):
-    from sets.stream import Stream
     facts = SETS[name]
     repo, files = facts["repo"], facts["files"]["train"]
     if folder:
@@ -199,7 +203,7 @@ def _stream(name, folder, given, options):
         urls = sorted(f"hf://{path}" for path in paths)
     urls = [u for u in urls if not _is_held(u, facts)]
     if not urls:
-        raise common.UserError(f"{name}: no {files} in {given or repo}")
+        raise UserError(f"{name}: no {files} in {given or repo}")
     return Stream(name, urls, options, facts["splits"]["train"])
 
 
@@ -211,12 +215,12 @@ def hub_call(name, repo, call):
     try:
         return call(huggingface_hub)
     except errors.GatedRepoError as error:
-        raise common.UserError(common.gated_message(name, repo)) from error
-    except common.UserError:
+        raise UserError(gated_message(name, repo)) from error
+    except UserError:
         raise
     except Exception as error:
-        reason = common.hub_reason(error)
-        raise common.UserError(f"{name}: {repo} cannot be reached ({reason}); --data-dir names a local copy") from error
+        reason = hub_reason(error)
+        raise UserError(f"{name}: {repo} cannot be reached ({reason}); --data-dir names a local copy") from error
 
 
 def download(name, repo, patterns, streams=False):
@@ -234,9 +238,9 @@ def download(name, repo, patterns, streams=False):
         what = f"{name}: {_size(missing)} (of {_size(whole)}) of {repo}"
         hint = "; --streaming starts at once, without it" if streams else ""
         if free < missing:
-            raise common.UserError(f"{what} do not fit into {cache}, which has {_size(free)} free; HF_HOME names "
-                                   f"another place, --data-dir a local copy{hint}")
-        common.say(f"{what} are downloaded to {cache}, which has {_size(free)} free{hint}")
+            raise UserError(f"{what} do not fit into {cache}, which has {_size(free)} free; HF_HOME names "
+                            f"another place, --data-dir a local copy{hint}")
+        say(f"{what} are downloaded to {cache}, which has {_size(free)} free{hint}")
 
     def snapshot(hub):
         return hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)
@@ -255,7 +259,7 @@ def _sizes(name, repo, patterns):
 
     try:
         info = hub_call(name, repo, ask)
-    except common.UserError:
+    except UserError:
         return 0, 0
     missing = whole = 0
     for file in huggingface_hub.utils.filter_repo_objects(info.siblings, allow_patterns=patterns, key=_file_name):

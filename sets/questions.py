@@ -13,9 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 import common
-from common import UserError, first_line
+from engine.base import UserError, first_line, say
 
-from sets import video, videos
+from readers.clips import clip_options
+from readers.videos import find_video, video_index
+from sets.videos import load_plain_pickle
 
 NEXTQA_TYPES = {"CW": "causal why", "CH": "causal how", "TN": "temporal next", "TP": "temporal next",  # as its authors
                 "TC": "temporal current", "DC": "descriptive count", "DL": "descriptive location",     # count them
@@ -77,7 +79,7 @@ def read_causal(file, root):
     """A pickled list of videos, and below VIDEO/ text.json {kind: {question, answer: five[, reason: five]}} and
     answer.json {kind: {answer: 0..4[, reason: 0..4]}}."""
     folders = {path.parent.name: path.parent for path in root.rglob("text.json")}
-    for name in map(str, videos.load_plain_pickle(file)):
+    for name in map(str, load_plain_pickle(file)):
         if name not in folders:
             yield {"video": name, "id": "", "lost": "(all of a video that has no text.json)"}
             continue
@@ -198,13 +200,13 @@ def _data(name, split, kept, lost, gone, options):
         notes.append(f"{len(gone):,} videos ({questions:,} questions) {where}")
     if any(_biased(row) for row in kept):
         notes.append("WARNING: the choices are TGIF-QA's, not those drawn anew of TGIF-QA-R")
-        common.say(f"WARNING: {name} ({split}): the choices are those of TGIF-QA, whose bias gives the answer away, "
-                   "not of TGIF-QA-R (the files of PengLiang-cn/PGAT)")
+        say(f"WARNING: {name} ({split}): the choices are those of TGIF-QA, whose bias gives the answer away, "
+            "not of TGIF-QA-R (the files of PengLiang-cn/PGAT)")
     expected = SETS[name]["splits"][split]
     if len(kept) != expected:
         notes.append(f"WARNING: {len(kept):,} questions, {expected:,} expected")
-        common.say(f"WARNING: {name} ({split}) has {len(kept):,} questions, {expected:,} are expected: the numbers are "
-                   "not comparable with the papers'")
+        say(f"WARNING: {name} ({split}) has {len(kept):,} questions, {expected:,} are expected: the numbers are "
+            "not comparable with the papers'")
     columns = {"question": [r["question"] for r in kept], "answer": [r["answer"] for r in kept],
                "choices": [r["choices"] for r in kept]}
     if any(r["type"] for r in kept):
@@ -214,7 +216,7 @@ def _data(name, split, kept, lost, gone, options):
         columns["pair"] = [number[r["pair"]] for r in kept]
     table = common.make_table([[r["question"]] for r in kept], [f"{r['video']} {r['id']}" for r in kept],
                               [r["source"] for r in kept], **columns)
-    clip = common.clip_options(options)
+    clip = clip_options(options)
     return common.Data(name, split, table, clip=clip, note="; ".join(notes), has_captions=False)
 
 
@@ -250,5 +252,5 @@ def _folder(options):
 
 def _finder(options):
     """name of a video -> its path, or None."""
-    index = video.video_index(str(_folder(options)))
-    return lambda name: video.find_video(index, str(name))
+    index = video_index(str(_folder(options)))
+    return lambda name: find_video(index, str(name))

@@ -10,10 +10,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-import common
-from common import UserError
+from engine.base import UserError, first_line, join_notes
 
-from sets import video
+from readers.videos import clips_of
 
 LISTS = "github.com/tobyperrett/lmr-release, 'Link to splits'"
 SETS = {"ssv2-lt": {"splits": {"train": None, "test": None}, "licence": "research only; test = val, the papers' split",
@@ -44,14 +43,14 @@ def load(name, split, options):
         annotations = {(str(r["id"]), None, None): r["label"] for r in rows}
         classes = {(str(r["id"]), None, None): r["template"].replace("[", "").replace("]", "") for r in rows}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {common.first_line(error)}"
+        why = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{name}: {file} has another layout than expected ({why})") from error
     if not rows:
         raise UserError(f"{name} ({split}): none of the {len(wanted):,} clips of {members} is in {file}")
-    data = video.clips_of(name, split, annotations, options, root, classes)
+    data = clips_of(name, split, annotations, options, root, classes)
     unknown = len(wanted) - len(annotations)
     note = f"{unknown:,} clips of {members} are not in {file.name}" if unknown else ""
-    return dataclasses.replace(data, note=common.join_notes(data.note, note))
+    return dataclasses.replace(data, note=join_notes(data.note, note))
 
 
 def _file(name, root, *names):

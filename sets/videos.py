@@ -11,9 +11,12 @@ import json
 from pathlib import Path
 
 import common
-from common import UserError, first_line
+from engine.base import UserError, first_line, say
 
-from sets import video
+from readers.clips import clip_options
+from readers.videos import clips_of, video_index
+from sets.hub import hub_call
+from sets.own import caption_file
 
 HUB_FILES = ["*.json", "*.jsonl", "*.csv", "*.parquet"]  # what is fetched of a repository: no videos
 TABLE_VERSION = 1  # of narration_rows: another number, and the tables on disk are written anew
@@ -158,10 +161,10 @@ def load(name, split, options):
         if name == "howto100m":
             data = narrations(name, split, file, options)
         elif reader:
-            data = video.clips_of(name, split, reader(file, split), options, root)
+            data = clips_of(name, split, reader(file, split), options, root)
         else:
             where = {"video_dir": options.get("video_dir") or str(root)}
-            data = common.caption_file(name, split, file, root, options | where)
+            data = caption_file(name, split, file, root, options | where)
     except UserError:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:  # ValueError: no json, no UTF-8
@@ -170,8 +173,8 @@ def load(name, split, options):
     note, count = data.note, facts["splits"][split]
     if count and len(data) != count:
         note = f"{note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
-        common.say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: "
-                   "the numbers are not comparable with the papers'")
+        say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: "
+            "the numbers are not comparable with the papers'")
     return dataclasses.replace(data, note=note, grouped=facts.get("grouped", False))
 
 
@@ -181,7 +184,7 @@ def _annotation_file(name, split, options):
     root = Path(options.get("data_dir") or options["video_dir"]).expanduser()
     if facts["repo"] and not options.get("data_dir") and not any(list(root.rglob(pattern)) for pattern, _ in files):
         fetch = {"repo_type": "dataset", "allow_patterns": HUB_FILES}
-        root = Path(common.hub_call(name, facts["repo"], lambda hub: hub.snapshot_download(facts["repo"], **fetch)))
+        root = Path(hub_call(name, facts["repo"], lambda hub: hub.snapshot_download(facts["repo"], **fetch)))
     for pattern, reader in files:
         for file in sorted(root.rglob(pattern)):
             if file.is_file():
@@ -201,7 +204,7 @@ def narrations(name, split, file, options):
     """
     import datasets
     folder, facts = str(options.get("video_dir") or options["data_dir"]), file.stat()
-    paths = sorted({path for paths in video.video_index(_expanded(folder)).values() for path in paths})
+    paths = sorted({path for paths in video_index(_expanded(folder)).values() for path in paths})
     videos = hashlib.sha1("\n".join(paths).encode("utf8", "surrogateescape")).hexdigest()
     text, seconds = datasets.Value("string"), datasets.Value("float64")
     features = datasets.Features({
@@ -220,12 +223,12 @@ def narrations(name, split, file, options):
         raise cause from None
     left_out, listed = table[0]["counts"]
     note = f"{left_out:,} of {listed:,} videos are not there or silent"
-    return common.Data(name, split, table.remove_columns("counts"), clip=video.clip_options(options), note=note)
+    return common.Data(name, split, table.remove_columns("counts"), clip=clip_options(options), note=note)
 
 
 def narration_rows(name, file, folder, **_):
     """Rows, one a line of speech of the videos that are there; `counts` [videos left out, videos] in the first row."""
-    lines, index = json.loads(Path(file).read_text(encoding="utf8")), video.video_index(_expanded(folder))
+    lines, index = json.loads(Path(file).read_text(encoding="utf8")), video_index(_expanded(folder))
     there = [v for v in lines if v in index and lines[v]["text"]]
     if not there:
         none = f"none of {len(lines):,} videos is below {folder}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import importlib.util
 import io
 import json
 import struct
@@ -13,6 +14,8 @@ import common
 
 import numpy as np
 from PIL import Image
+
+import readers.columns
 
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 
@@ -75,7 +78,7 @@ def write_rows(path, header, rows):
 def open_splits(name, **options):
     """{split: Data} of the splits that have something in them: in a tiny set nothing may fall into a held-out one."""
     out = {}
-    for split in common.SPLIT_NAMES:
+    for split in readers.columns.SPLIT_NAMES:
         with contextlib.suppress(common.EmptySplit):
             out[split] = common.load_data(str(name), split, **options)
     return out
@@ -184,6 +187,24 @@ def write_video(path, frames, codec="libx264", fps=10, at=None, pixels="yuv420p"
         for packet in packets:
             out.mux(packet)
     return Path(path)
+
+
+def fork(script, folder, old, new):
+    """The module of a copy of a script, folder/fork_of_SCRIPT.py, that says `new` where the script says `old`."""
+    text = Path(script.__file__).read_text(encoding="utf8")
+    assert text.count(old) == 1, old
+    path = Path(folder) / f"fork_of_{Path(script.__file__).name}"
+    path.write_text(text.replace(old, new), encoding="utf8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def panel(drawn, title):
+    """The panel of the kept figures (save_figure's arguments) whose title has these words."""
+    found, = (ax for fig, _ in drawn for ax in fig.axes if title in ax.get_title())
+    return found
 
 
 def drift(got, wanted, start):

@@ -74,15 +74,16 @@ def _run(script, flags, log, environment, hold):
     sys.path.insert(0, str(Path(script).parent))
     script = Path(script).stem
     sys.argv = [f"{script}.py", *flags]
-    import common
+    from engine import base
+    from engine.run import Run
     module = importlib.import_module(script)
     module.draw = lambda *_, **__: None  # the pictures take longer than these runs
-    done = common.Run.done
+    done = Run.done
 
     def done_and_held(run, *args, **more):
         done(run, *args, **more)
         if run.step == hold:
             time.sleep(600)
-    common.Run.done = done_and_held
-    with common.clean_exit():
+    Run.done = done_and_held
+    with base.clean_exit():
         module.main(module.parse_args(flags))

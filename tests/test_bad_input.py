@@ -12,11 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+import engine.base
+import engine.checkpoints
+import engine.flags
+import engine.run
+from engine.base import UserError
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import evaluation.by_class
+import evaluation.embed
 import mama
 import mmts
 import ncl
@@ -58,7 +65,7 @@ def run(dataset, out, *flags):
 
 def stopped(dataset, out, *flags):
     """The one line of the UserError that ends this run."""
-    with pytest.raises(common.UserError) as error:
+    with pytest.raises(UserError) as error:
         run(dataset, out, *flags)
     message = str(error.value)
     assert "\n" not in message and len(message) < 700
@@ -301,7 +308,7 @@ def test_number_out_of_range(flag, capsys):
     (["--loss", "infonce", "--text-expert", "a/b"], "set the temperatures of --loss temo"),
     (["--clip-law", "zipf"], "--clip-law zipf: not of --dataset emoji, but of moving-emoji"),
     (["--dataset", "moving-emoji", "--clip-law", "twice"], "--clip-law invalid choice: 'twice'"),
-    (["--clips", 40, 20, 20], "--clips [40, 20, 20]: not of --dataset emoji, but of moving-emoji"),
+    (["--clips", 40, 20, 20], "--clips 40 20 20: not of --dataset emoji, but of moving-emoji"),
     (["--caption-noise", 0.2], "--caption-noise 0.2: not of --dataset emoji, but of moving-emoji"),
     (["--dataset", "moving-emoji", "--fold", 3], "--fold 3: not of --dataset moving-emoji, but of emoji"),
     (["--fold", 10], "--fold 10: must be between 0 and 9"),
@@ -327,9 +334,9 @@ def test_batch_larger_than_the_data(good, tmp_path):
 
 def test_the_batch_that_processes_can_share(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert [common.largest_batch(SimpleNamespace(examples=n)) for n in (23, 24, 3)] == [20, 24, 0]
-    with pytest.raises(common.UserError, match="larger than the 3 training examples of x; give more data"):
-        common.epoch_length(SimpleNamespace(examples=3, name="x"), 8)
+    assert [engine.run.largest_batch(SimpleNamespace(examples=n)) for n in (23, 24, 3)] == [20, 24, 0]
+    with pytest.raises(UserError, match="larger than the 3 training examples of x; give more data"):
+        engine.run.epoch_length(SimpleNamespace(examples=3, name="x"), 8)
 
 
 def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
@@ -348,11 +355,11 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
 
 
 def test_few_queries():
-    assert common.few_queries(texts=80, images=16) == "FEW QUERIES: of 16 images one is worth 6.2 points"
-    assert common.few_queries(texts=50, images=50) == common.few_queries(texts=0, images=50) == ""
+    assert evaluation.embed.few_queries(texts=80, images=16) == "FEW QUERIES: of 16 images one is worth 6.2 points"
+    assert evaluation.embed.few_queries(texts=50, images=50) == evaluation.embed.few_queries(texts=0, images=50) == ""
     numbers = {"top1": 1.0, "mean_per_class": 1.0}
     for images, said in ((49, True), (50, False)):
-        table = common.class_table("x (test)", {"images": images, "knn@1": numbers}, {"knn@1": numbers})
+        table = evaluation.by_class.class_table("x (test)", {"images": images, "knn@1": numbers}, {"knn@1": numbers})
         assert ("FEW QUERIES: of 49 images one is worth 2.0 points" in table) == said
 
 
@@ -382,7 +389,7 @@ def test_resume_a_run_whose_flags_are_broken(tmp_path, capsys):
 
 CHANGED = [("--embed-dim", "16", "32"), ("--image-encoder", "small", "resnet18"), ("--image-size", "16", "32"),
            ("--batch-size", "8", "4"), ("--loss", "temo", "infonce"), ("--seed", "42", "1"), ("--dataset", "", "emoji"),
-           ("--fold", "0", "3"), ("--clip-law", "once", "zipf"), ("--init-from", "", "/weights")]
+           ("--init-from", "", "/weights")]
 
 
 @pytest.mark.parametrize("flag, was, now", CHANGED)
@@ -391,16 +398,27 @@ def test_resume_with_a_changed_flag(flag, was, now, finished, capsys):
     assert f"{flag} was {was}" in message and f"cannot become {now}; start a new run" in message
 
 
+@pytest.mark.parametrize("dataset, flag, was, now", [("emoji", "--fold", 0, 3),
+                                                     ("moving-emoji", "--clip-law", "once", "zipf")])
+def test_resume_with_a_changed_flag_of_its_data_set(dataset, flag, was, now, tmp_path, capsys):
+    saved = vars(temo.parse_args(["--dataset", dataset])) | {"script": "temo"}
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    message = refused(capsys, "--resume", tmp_path, flag, now)
+    assert f"{flag} was {was}" in message and f"cannot become {now}; start a new run" in message
+
+
 def test_resume_with_another_architecture_in_the_checkpoint(finished, tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(finished[0], folder)
-    saved = folder / "checkpoints" / "step_2" / "model.safetensors"
-    weights = load_file(saved)
-    weights["vision.projection.weight"] = weights["vision.projection.weight"][:8].clone()
+    saved = folder / "checkpoints" / "step_2" / "state.safetensors"
+    weights, state = load_file(saved), json.loads(saved.with_suffix(".json").read_text())
+    weights["model/vision.projection.weight"] = weights["model/vision.projection.weight"][:8].clone()
     save_file(weights, saved)
-    common.write_checksums(saved.parent)
+    state["sha256"] = engine.base.checksum(saved)
+    state["own_sha256"] = engine.checkpoints._digest(state)
+    saved.with_suffix(".json").write_text(json.dumps(state))
     with pytest.raises(
-        common.UserError,
+        UserError,
         match="another architecture than these flags .1 tensors differ, first vision.projection.weight",
     ):
         temo.main(temo.parse_args(["--resume", str(folder)]))
@@ -423,7 +441,7 @@ def test_a_refused_resume_leaves_the_flags_of_the_run(flags, why, finished):
     """Else the next --resume without any flag would be refused as well."""
     folder = finished[0]
     before = (folder / "args.json").read_text()
-    with pytest.raises(common.UserError, match=why):
+    with pytest.raises(UserError, match=why):
         temo.main(temo.parse_args(["--resume", str(folder), *flags]))
     assert (folder / "args.json").read_text() == before
 
@@ -530,22 +548,22 @@ def test_the_command_prints_one_line_and_ends_with_2(script):
 
 HELP = [(temo, "--batch-size", "--chunk-size CHUNK", {"cc3m": 2048, "cc12m": 4096, "emoji": 256}),
         (ncl, "--epochs", "--max-steps MAX", {"msrvtt": 5.0, "msvd": 3.0, "activitynet": 10.0}),
-        (mmts, "--alpha", "--shift-min SHIFT", {"cc3m": 0.04, "epic-kitchens-100": 0.2, "youcook2": 0.06}),
+        (mmts, "--alpha", "--periods PERIODS", {"cc3m": 0.04, "epic-kitchens-100": 0.2, "youcook2": 0.06}),
         (mama, "--epochs", "--max-steps MAX", {"msrvtt": 5.0, "didemo": 20.0})]
 
 
 @pytest.mark.parametrize("script, flag, after, defaults", HELP, ids=["temo", "ncl", "mmts", "mama"])
 def test_help(script, flag, after, defaults, monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(common.Parser, "_check", lambda parser, args, saved: seen.append(parser))
+    monkeypatch.setattr(engine.flags.Parser, "_check", lambda parser, args, saved: seen.append(parser))
     script.parse_args([])
     actions = [a for a in seen[0]._actions if not isinstance(a, argparse._HelpAction)]
     assert len(actions) > 60
     for action in actions:
         assert action.help and action.help != argparse.SUPPRESS, action.dest
         assert action.type is not bool, action.dest
-        for flag in action.option_strings:
-            assert re.fullmatch("--[a-z0-9]+(-[a-z0-9]+)*", flag), flag
+        for option in action.option_strings:
+            assert re.fullmatch("--[a-z0-9]+(-[a-z0-9]+)*", option), option
     text = seen[0].format_help()
     assert all(a.option_strings[0] in text for a in actions) and "%(" not in text
 
@@ -579,5 +597,5 @@ def test_resume_remembers_changed_flags_and_refuses_fewer_steps(tmp_path, capsys
     assert temo.main(temo.parse_args([*folder, "--max-steps", "4"]))["steps"] == 4
     assert "--resume: --max-steps was 2, is 4 from here on" in capsys.readouterr().out
     assert temo.parse_args(folder).max_steps == 4
-    with pytest.raises(common.UserError, match="its checkpoint is at step 4, beyond the 3 steps"):
+    with pytest.raises(UserError, match="its checkpoint is at step 4, beyond the 3 steps"):
         temo.main(temo.parse_args([*folder, "--max-steps", "3"]))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engine.folder
+
 import pytest
 
 from benchmarks import claims
@@ -139,17 +141,16 @@ def test_cross_evaluates_a_run_with_and_without_biases_at_one_gamma(tmp_path, mo
 
 def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
     """Tables are rewritten while runs are made: their records must still name a clean commit."""
-    from tools import run_folder
-    for name in ("benchmarks/results/claims.md", "temo.py", "tools/run_folder.py"):
+    for name in ("benchmarks/results/claims.md", "temo.py", "engine/folder.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before")
     for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "tools" / "run_folder.py"))
+    monkeypatch.setattr(engine.folder, "__file__", str(tmp_path / "engine" / "folder.py"))
     (tmp_path / "benchmarks/results/claims.md").write_text("after")
-    assert len(run_folder.commit()) == 12
+    assert len(engine.folder.commit()) == 12
     (tmp_path / "temo.py").write_text("after")
-    assert run_folder.commit().endswith("+changes")
+    assert engine.folder.commit().endswith("+changes")
 
 
 def test_every_claim_names_flags_that_its_script_has(tmp_path):

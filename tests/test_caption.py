@@ -11,15 +11,22 @@ import time
 from pathlib import Path
 
 import common
+import engine.base
+import engine.data
+import engine.meta_data
+from engine.base import UserError
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import figures.mama
+import launch
 import mama
+import sets.own
 from helpers import TEXT, frame, frame_number, open_splits, write_captions, write_rows, write_video
-from tools import caption, extra_captions
+from tools import caption
 
 ROOT = Path(__file__).parent.parent
 
@@ -196,9 +203,9 @@ def test_frame_features_of_a_model_have_unit_length():
         patch.setattr(common, "VisionEncoder", functools.partial(common.VisionEncoder, pretrained=False))
         x = caption.frame_features("resnet18", "cpu")(frames)
     assert x.shape == (3, 512) and torch.allclose(x.norm(dim=1), torch.ones(3))
-    with pytest.raises(common.UserError, match="--frame-encoder no-such-model: not small"):
+    with pytest.raises(UserError, match="--frame-encoder no-such-model: not small"):
         caption.frame_features("no-such-model", "cpu")
-    with pytest.raises(common.UserError, match="--frame-encoder small has no learned weights"):
+    with pytest.raises(UserError, match="--frame-encoder small has no learned weights"):
         caption.frame_features("small", "cpu")
 
 
@@ -247,14 +254,13 @@ def test_mama_trains_on_its_csv(models, videos, tmp_path):
 
 def test_a_picture_of_described_clips(models, videos, tmp_path):
     """Clips with a caption, evenly chosen, four frames each; none of the file that is no video."""
-    from tools import figures, figures_mama
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
-        true = figures.save_figure
-        patch.setattr(figures, "save_figure", lambda fig, path: (drawn.append(fig), true(fig, path)))
+        true = figures.mama.save_figure
+        patch.setattr(figures.mama, "save_figure", lambda fig, path: (drawn.append(fig), true(fig, path)))
         rows = run(videos, tmp_path / "captions.csv", models["llava"], "--show", 3)
-    assert (tmp_path / "captions.csv.png").stat().st_size > 1000 and figures_mama.figures is figures
-    axes, gap = drawn[0].axes, figures_mama.GAP
+    assert (tmp_path / "captions.csv.png").stat().st_size > 1000
+    axes, gap = drawn[0].axes, figures.mama.GAP
     assert len(drawn) == 1 and [ax.get_xlabel().split() for ax in axes] == [
         rows[name].split() for name in ("a.mp4", "b.mp4", "d.mp4")]
     for ax, name in zip(axes, "abd"):
@@ -384,7 +390,7 @@ def test_two_processes_write_the_file_that_one_writes(models, videos, tmp_path):
 # ---------------------------------------------------- bad input -----------------------------------------------------
 def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path, capsys):
     def refused(*more, dataset=videos, out=tmp_path / "x.csv", model=models["llava"]):
-        with pytest.raises((common.UserError, SystemExit)) as info:
+        with pytest.raises((UserError, SystemExit)) as info:
             run(dataset, out, model, *more)
         if info.type is SystemExit:
             assert info.value.code == 2
@@ -442,19 +448,19 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
                                 **options)
     assert len(unfolded) == 8 and unfolded.captions(1) == ["first"] and torch.equal(unfolded.read(1), plain.read(0))
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("d.mp4", "x")])
-    with pytest.raises(common.UserError, match="none of its 1 rows is of a clip of msrvtt"):
+    with pytest.raises(UserError, match="none of its 1 rows is of a clip of msrvtt"):
         common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "none.csv"), **options)
     for header, words in (("name,caption", "a column of videos is needed: odd.csv has none of video, video_path"),
                           ("video,words", "a column of captions is needed: odd.csv has none of caption"),
                           ("video,caption,c\na,b,c,d", "odd.csv: line 2 has more fields than the header's 3"),
                           ("video,caption", "odd.csv: it has no rows")):
         (tmp_path / "odd.csv").write_text(f"{header}\n" if "rows" in words or "line" in words else f"{header}\nx,y\n")
-        with pytest.raises(common.UserError) as info:
-            common.add_captions(plain, tmp_path / "odd.csv")
+        with pytest.raises(UserError) as info:
+            sets.own.add_captions(plain, tmp_path / "odd.csv")
         assert str(info.value).startswith("--extra-captions") and words in str(info.value), info.value
     drawn = common.Data("drawn", "train", common.make_table([["x"]], ["0"]), pixels=torch.zeros(1, 2, 3, 8, 8).byte())
-    with pytest.raises(common.UserError, match="drawn has no files whose names"):
-        common.add_captions(drawn, tmp_path / "none.csv")
+    with pytest.raises(UserError, match="drawn has no files whose names"):
+        sets.own.add_captions(drawn, tmp_path / "none.csv")
 
 
 def test_extra_captions_after_rows_were_held_out(models, videos, tmp_path):
@@ -473,7 +479,7 @@ def pairs_of(tmp_path, more, evals=(), **flags):
     args = argparse.Namespace(**({"video_dir": str(tmp_path), "frames": 2} | flags))
     own = {k: getattr(args, k) for k in ("video_dir", "frames", "unfold_captions") if hasattr(args, k)}
     data = common.load_data(str(tmp_path / "own.csv"), "train", **own)
-    return data, common.add_pairs(data, more, args, {"x": dict(evals)})
+    return data, engine.data.add_pairs(data, more, args, {"x": dict(evals)})
 
 
 def test_pairs_of_another_set_join_training(tmp_path):
@@ -497,7 +503,7 @@ def test_pairs_of_another_set_join_training(tmp_path):
     for words in ("4 further pairs of howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out",
                   "captions alone are joined, without label"):
         assert words in both.note, both.note
-    meta, _ = common.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
+    meta, _ = engine.meta_data.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
     assert sorted(meta.keys()) == sorted(data.keys())
     cut = both.select([5, 0])
     assert cut.joined == 0 and torch.equal(cut.read(0), both.read(5))
@@ -517,7 +523,7 @@ def test_pairs_come_from_the_csv_of_this_tool_and_train(tmp_path):
              str(tmp_path / "runs"), "--run-name", "r", "--cpu", "--frames", "2", "--image-size", "32", "--workers",
              "0", "--batch-size", "12", "--weighting", "none", "--eval-every", "0", "--max-steps", "1"]
     args = mama.parse_args(flags)
-    train, evals = common.open_data(args)
+    train, evals = engine.data.open_data(args)
     assert len(train) == 12 and len(evals[str(tmp_path / "own.csv")]["val"]) == 1
     assert sorted({c.split()[0] for i in range(12) for c in train.captions(i)}) == ["more", "own"]
     mama.main(args)
@@ -541,14 +547,14 @@ def test_pairs_that_cannot_join_are_refused(tmp_path, capsys):
             (f"={tmp_path}", "expected NAME or NAME=DIR", ()),
             (str(tmp_path / "pictures"), "cannot stand beside", ()), ("/no/such", "--extra-pairs /no/such", ()),
             (str(tmp_path / "same.csv"), "all of its 1 rows are of clips that the evaluation reads", {"val": data})):
-        with pytest.raises(common.UserError) as info:
+        with pytest.raises(UserError) as info:
             pairs_of(tmp_path, more, evals)
         assert str(info.value).startswith("--extra-pairs") and words in str(info.value), info.value
     with pytest.raises(SystemExit):
         mama.parse_args(["--task", "qa-open", "--extra-pairs", "x"])
     assert "--extra-pairs: pairs have no questions" in capsys.readouterr().err
-    with pytest.raises(common.UserError, match=f"^--extra-captions {tmp_path}: no such file"):
-        common.add_captions(data, tmp_path)
+    with pytest.raises(UserError, match=f"^--extra-captions {tmp_path}: no such file"):
+        sets.own.add_captions(data, tmp_path)
 
 
 def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
@@ -558,7 +564,7 @@ def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
     rows = [(f"v{k}.mp4", f"own {k}", ("train", "val", "test")[max(0, k - 3)]) for k in range(6)]
     write_rows(tmp_path / "own.csv", ["video", "caption", "split"], rows)
     (tmp_path / "also").symlink_to(tmp_path)
-    with pytest.raises(common.UserError, match=r"^--extra-pairs .*: all of its 4 rows are of clips that are trained"):
+    with pytest.raises(UserError, match=r"^--extra-pairs .*: all of its 4 rows are of clips that are trained"):
         pairs_of(tmp_path, str(tmp_path / "also" / "own.csv"), video_dir=str(tmp_path))
     write_video(tmp_path / "w.mp4", [5, 6])
     write_rows(tmp_path / "more.csv", ["video", "caption", "split"],
@@ -567,4 +573,4 @@ def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
     assert len(both) == 6 and "2 further pairs" in both.note
     assert "1 of clips that are trained on already" in both.note
     table = common.make_table([["t"]] * 2, ["0", "1"], [{"bytes": b"a", "path": "0.png"}] * 2)  # no file to know it by
-    assert len({*extra_captions.places(common.Data("x", "train", table))}) == 2
+    assert len({*engine.data.places(common.Data("x", "train", table))}) == 2

@@ -3,17 +3,20 @@
 import json
 
 import common
+from engine.base import UserError
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel
 
-import eval as evaluation
+import encoders.base
+import encoders.clip_vip
+import encoders.weights
+import eval as eval_py
 import launch
 import mama
 from helpers import drift
-from tools import clip_vip
 
 TOWER = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 WORDS = dict(vocab_size=60, max_position_embeddings=80, eos_token_id=3, bos_token_id=2, pad_token_id=0)
@@ -36,7 +39,7 @@ def clip(tmp_path_factory):
 
 def tower_of(clip, **more):
     torch.manual_seed(1)
-    tower = clip_vip.ClipViP(clip[1].vision_model, **more).eval()
+    tower = encoders.clip_vip.ClipViP(clip[1].vision_model, **more).eval()
     torch.nn.init.normal_(tower.temporal)
     return tower
 
@@ -94,7 +97,7 @@ def test_attention_against_loops(clip, frames):
                 weight = torch.softmax(k[b, seen, h] @ q[b, i, h] / 12 ** 0.5, 0)
                 out[b, i, h] = weight @ v[b, seen, h]
     expected = F.linear(out.flatten(2), attention.out_proj.weight.double(), attention.out_proj.bias.double())
-    assert torch.allclose(clip_vip.attend(attention, x, M, T).double(), expected, atol=1e-5)
+    assert torch.allclose(encoders.clip_vip.attend(attention, x, M, T).double(), expected, atol=1e-5)
 
 
 def test_what_a_frame_learns_of_another_goes_through_the_proxies(clip):
@@ -104,11 +107,11 @@ def test_what_a_frame_learns_of_another_goes_through_the_proxies(clip):
     attention = tower.clip.encoder.layers[0].self_attn
     with torch.no_grad():
         (x, M, T), (y, _, _) = tower.embed(clips), tower.embed(other)
-        one, two = clip_vip.attend(attention, x, M, T), clip_vip.attend(attention, y, M, T)
+        one, two = encoders.clip_vip.attend(attention, x, M, T), encoders.clip_vip.attend(attention, y, M, T)
         assert (M, T) == (4, 3) and x.shape == (2, 4 + 3 * 4, 24)
         moved = (one - two).abs().amax((0, 2)) > 1e-6                      # (M + T * L,)
         assert moved.tolist() == [True] * 4 + [False] * 8 + [True] * 4
-        a, b = clip_vip.attend(attention, one, M, T), clip_vip.attend(attention, two, M, T)
+        a, b = encoders.clip_vip.attend(attention, one, M, T), encoders.clip_vip.attend(attention, two, M, T)
         assert ((a - b).abs().amax((0, 2)) > 1e-6).all()                   # after two layers all know
         assert not torch.allclose(tower(clips), tower(clips.flip(1)), atol=1e-4)        # and the order counts
 
@@ -117,7 +120,7 @@ def test_one_frame_without_proxies_is_clip(clip):
     pixels = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
         expected = clip[1].vision_model(pixel_values=pixels).pooler_output
-        alone = clip_vip.ClipViP(clip[1].vision_model, proxies=0).eval()   # its temporal embedding is 0
+        alone = encoders.clip_vip.ClipViP(clip[1].vision_model, proxies=0).eval()   # its temporal embedding is 0
         assert torch.allclose(alone(pixels), expected, atol=1e-5)
         assert torch.allclose(alone(pixels[:, None]), expected, atol=1e-5)
         assert not torch.allclose(tower_of(clip)(pixels), expected, atol=1e-3)
@@ -136,14 +139,14 @@ def test_frames_between_those_the_weights_know(clip):
 
 def test_another_image_size_is_refused(clip):
     for size in (16, 64):
-        with pytest.raises(common.UserError, match=f"--image-size {size} .*: {(size // 16) ** 2} patches of a frame"):
+        with pytest.raises(UserError, match=f"--image-size {size} .*: {(size // 16) ** 2} patches of a frame"):
             model_of(clip, image_size=size)
 
 
 def test_what_is_no_clip_is_refused(tmp_path, clip):
     BertModel(BertConfig(vocab_size=20, hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
                          intermediate_size=32)).save_pretrained(tmp_path)
-    with pytest.raises(common.UserError, match=f"--image-encoder clip_vip:{tmp_path}: {tmp_path} is no CLIP but bert"):
+    with pytest.raises(UserError, match=f"--image-encoder clip_vip:{tmp_path}: {tmp_path} is no CLIP but bert"):
         model_of((tmp_path, None, clip[2]), text=str(clip[0]))
 
 
@@ -155,11 +158,11 @@ def test_released_names_and_shapes():
                             vision_config=dict(image_size=224, patch_size=patch))
         with torch.device("meta"):
             released, whole = published(config), CLIPModel(config)
-            own = {f"vision.body.{k}": p for k, p in clip_vip.ClipViP(whole.vision_model).state_dict().items()}
+            own = {f"vision.body.{k}": p for k, p in encoders.clip_vip.ClipViP(whole.vision_model).state_dict().items()}
         own |= {f"text.body.{k}": p for k, p in whole.text_model.state_dict().items()}
         own |= {"vision.projection.weight": whole.visual_projection.weight,
                 "text.projection.weight": whole.text_projection.weight}
-        found = clip_vip.renamed({k.removeprefix("clipmodel."): v for k, v in released.items()})
+        found = encoders.clip_vip.renamed({k.removeprefix("clipmodel."): v for k, v in released.items()})
         assert released["clipmodel.vision_model.embeddings.added_cls"].shape == (3, 768)
         assert released["clipmodel.vision_model.embeddings.temporal_embedding"].shape == (1, 12, 768)
         assert {k: v.shape for k, v in found.items() if k in own} == {k: v.shape for k, v in own.items()}
@@ -171,7 +174,7 @@ def test_a_released_file_is_read_to_its_last_tensor(clip, tmp_path, capsys):
     state = published(clip[1].config)
     torch.save({k: v.half() if "fc1" in k else v for k, v in state.items()}, tmp_path / "a.pt")
     model = model_of(clip)
-    common.init_from(model, tmp_path / "a.pt")
+    encoders.weights.init_from(model, tmp_path / "a.pt")
     said = capsys.readouterr().out
     assert f"{len(model.state_dict())} of {len(model.state_dict())} tensors read" in said
     assert "not used: logit_scale, vision.body.clip.embeddings.position_ids, text.body.embeddings.position_ids" in said
@@ -190,8 +193,8 @@ def test_a_released_file_is_read_to_its_last_tensor(clip, tmp_path, capsys):
 def test_a_released_file_that_does_not_fit(clip, tmp_path, capsys):
     def refused(state, words, model=None):
         torch.save(state, tmp_path / "b.pt")
-        with pytest.raises(common.UserError, match=words):
-            common.init_from(model or model_of(clip), tmp_path / "b.pt")
+        with pytest.raises(UserError, match=words):
+            encoders.weights.init_from(model or model_of(clip), tmp_path / "b.pt")
     state = published(clip[1].config)
     mark = "clipmodel.vision_model.embeddings."
     refused({k: v for k, v in state.items() if k != "clipmodel.vision_model.post_layernorm.bias"},
@@ -204,7 +207,7 @@ def test_a_released_file_that_does_not_fit(clip, tmp_path, capsys):
     torch.save(state, tmp_path / "a.pt")
     model = model_of(clip, text="small", text_pooling="mean")
     capsys.readouterr()
-    common.init_from(model, tmp_path / "a.pt")
+    encoders.weights.init_from(model, tmp_path / "a.pt")
     said = capsys.readouterr().out
     assert "the text encoder is no CLIP" in said and "text.body.embeddings.token_embedding.weight" in said
 
@@ -226,19 +229,19 @@ def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path, monkeypat
     weights = [r["w"] for r in logged if "loss" in r]
     assert len(weights) == 2 and 0 < weights[0] != weights[1] < 1
     model, tokenizer, transform = common.load_model(tmp_path / "run")
-    assert transform.mean == common.STATS["clip"][0]
+    assert transform.mean == encoders.base.STATS["clip"][0]
     started = published(clip[1].config)["clipmodel.vision_model.embeddings.added_cls"]
     assert model.vision.body.added_cls.shape == started.shape
     with torch.no_grad():
         image, text, _ = model(torch.randn(2, 3, 3, 32, 32), tokenizer(["red apple", "green pear"]))
     assert image.shape == text.shape == (2, 16)
-    done = evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--split", "test",
-                                                  "--threads", "1", "--tasks", "retrieval", "--output-dir",
-                                                  str(tmp_path / "eval")]))
+    done = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--split", "test",
+                                            "--threads", "1", "--tasks", "retrieval", "--output-dir",
+                                            str(tmp_path / "eval")]))
     metrics = done["datasets"]["moving-emoji"]["metrics"]["retrieval"]
     assert metrics["text_to_image"]["R@10"] == summary["test"]["moving-emoji"]["text_to_image"]["R@10"]
     pair = ["--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", str(clip[0])]
-    released = evaluation.main(evaluation.parse_args(
+    released = eval_py.main(eval_py.parse_args(
         [*pair, "--init-from", str(tmp_path / "a.pt"), "--datasets", "moving-emoji", "--frames", "3", "--image-size",
          "32", "--cpu", "--tasks", "retrieval", "--output-dir", str(tmp_path / "zero")]))
     assert released["datasets"]["moving-emoji"]["metrics"]["retrieval"]["text_to_image"]["R@50"] > 0

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -16,6 +17,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import common
+import engine.base
+import engine.data
+from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -24,7 +28,13 @@ import torch.distributed as dist
 from PIL import Image
 from torchvision.transforms.v2 import functional as V
 
+import encoders.base
 import launch
+import readers.paraphrases
+import readers.pictures
+import readers.stream
+import readers.tars
+import sets
 import temo
 from helpers import (
     CLASSES,
@@ -43,10 +53,9 @@ from helpers import (
     write_rows,
     write_tar,
 )
+from readers.paraphrases import Paraphrases
+from readers.pictures import decode
 from sets import emoji as emoji_set
-from sets import memory
-from sets import stream as streams
-from sets import tars as tars_of
 from tools import paraphrase
 
 SPLITS = ("train", "val", "test")
@@ -151,7 +160,7 @@ def test_from_rows_counts_what_it_leaves_out(tmp_path):
     assert data.column("key") == [names[i] for i in (0, 1, 3, 5)] and data.labels.tolist() == [0, 1, 0, 2]
     assert data.label_names == CLASSES and data.column("mood") == ["mood 0", "mood 1", "mood 3", "mood 5"]
     assert np.array_equal(data[2]["pixels"].permute(1, 2, 0), picture(3)) and data[2]["label"] == 0
-    with pytest.raises(common.UserError, match="--dataset mine: no row has an image and a caption"):
+    with pytest.raises(UserError, match="--dataset mine: no row has an image and a caption"):
         common.from_rows("mine", "train", rows[2:3], {})
     clips = [{"source": {"path": "a.mp4", "start": 1.0, "end": 2.0}, "captions": ["x"], "key": "a"}]
     assert common.from_rows("mine", "train", clips, {"frames": 3}).clip.frames == 3
@@ -331,10 +340,10 @@ def only_test_with_metadata(folder):
 def test_a_set_that_is_only_a_test_split_is_evaluated_and_not_trained_on(write, tmp_path):
     path = str(write(tmp_path))
     assert len(common.load_data(path, "test")) == 20
-    with pytest.raises(common.UserError, match="no train split; it has: test") as error:
+    with pytest.raises(UserError, match="no train split; it has: test") as error:
         common.load_data(path, "train")
     assert not isinstance(error.value, common.EmptySplit)  # training ends there, evaluation goes on without val
-    sets = common.evaluation_sets(temo.parse_args(["--eval-datasets", path, "--cpu"]))
+    sets = engine.data.evaluation_sets(temo.parse_args(["--eval-datasets", path, "--cpu"]))
     assert {s: len(d) for s, d in sets[path].items()} == {"test": 20}
 
 
@@ -436,11 +445,11 @@ def test_published_files_that_are_others(tmp_path):
     names = write_images(tmp_path, range(N))
     content = json.loads(coco_json(tmp_path, names).read_text())
     (tmp_path / "instances.json").write_text(json.dumps(content | {"annotations": [{"image_id": 1000, "bbox": [0]}]}))
-    with pytest.raises(common.UserError, match="not as in COCO's or Karpathy's files .*: KeyError 'caption'"):
+    with pytest.raises(UserError, match="not as in COCO's or Karpathy's files .*: KeyError 'caption'"):
         common.load_data(str(tmp_path / "instances.json"), "train")
     with open(token_file(tmp_path, names), "a") as f:
         f.write("cut\n")
-    with pytest.raises(common.UserError, match=f"line {5 * N + 1} is not as the others, name.jpg#0<tab>caption"):
+    with pytest.raises(UserError, match=f"line {5 * N + 1} is not as the others, name.jpg#0<tab>caption"):
         common.load_data(str(tmp_path / "results_20130124.token"), "train", data_dir=str(tmp_path))
 
 
@@ -475,7 +484,7 @@ def test_lists_that_a_csv_holds_as_text_are_lists(write, tmp_path):
     odd = write_rows(tmp_path / "odd.csv", ["image", "captions"], [*rows, ("a.png", "['cut")] * 60)
     assert len(common.load_data(str(odd), "train").captions(0)) == 1  # not all are lists: they stay as they are
     odd = write_rows(tmp_path / "cut.csv", ["image", "captions"], rows * 10 + [("a.png", "['cut")])
-    with pytest.raises(common.UserError, match="holds lists written as text there, not all of them whole"):
+    with pytest.raises(UserError, match="holds lists written as text there, not all of them whole"):
         common.load_data(str(odd), "train")
 
 
@@ -519,20 +528,20 @@ def test_rows_without_a_caption_are_left_out_and_counted_in_every_layout(layout,
 # ---------------------------------------------------- decoding -------------------------------------------------------
 def test_decode_grey_palette_and_alpha():
     grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    assert np.array_equal(common.decode(encode(grey)), np.stack([grey] * 3))
+    assert np.array_equal(decode(encode(grey)), np.stack([grey] * 3))
     palette = Image.new("P", (4, 4))
     palette.putpalette([255, 0, 0, 0, 0, 255] + [0] * 762)
     palette.putdata([0, 1] * 8)
-    out = common.decode(encode(palette, transparency=bytes([0, 255])))
+    out = decode(encode(palette, transparency=bytes([0, 255])))
     assert out[:, 0, 0].tolist() == [255, 255, 255]  # clear red is white
     assert out[:, 0, 1].tolist() == [0, 0, 255]  # blue stays
-    half = common.decode(encode(Image.new("RGBA", (4, 4), (255, 0, 0, 128))))
+    half = decode(encode(Image.new("RGBA", (4, 4), (255, 0, 0, 128))))
     assert half.shape == (3, 4, 4) and half[:, 0, 0].tolist() == [255, 127, 127]
-    assert common.decode(encode(Image.new("LA", (4, 4), (0, 128))))[:, 0, 0].tolist() == [127] * 3
+    assert decode(encode(Image.new("LA", (4, 4), (0, 128))))[:, 0, 0].tolist() == [127] * 3
 
 
 def test_decode_cmyk_jpeg():
-    out = common.decode(encode(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "jpeg", quality=95))
+    out = decode(encode(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "jpeg", quality=95))
     assert out.shape == (3, 16, 16) and np.abs(out[:, 8, 8].numpy().astype(int) - [255, 0, 0]).max() <= 3
 
 
@@ -542,7 +551,7 @@ def test_decode_16_bit_png(channels):
     values = np.broadcast_to(ramp, (8, 8, channels)).round().astype(np.uint16).copy()
     if channels == 4:
         values[..., 3] = 65535
-    out = common.decode(png16(values)).numpy().astype(int)
+    out = decode(png16(values)).numpy().astype(int)
     assert np.abs(out - np.round(values[..., 0] / 257)).max() <= 1  # scaled, not clipped
 
 
@@ -551,12 +560,12 @@ def test_decode_16_bits_of_other_formats(kind):
     """Grey TIFFs of microscopes and satellites: Pillow's own conversion makes everything above 255 white."""
     values = np.linspace(0, 65535, 64).reshape(8, 8).round().astype(np.uint16)
     for order in ("<u2", ">u2") if kind == "tiff" else ("<u2",):
-        out = common.decode(encode(Image.fromarray(values.astype(order)), kind)).numpy().astype(int)
+        out = decode(encode(Image.fromarray(values.astype(order)), kind)).numpy().astype(int)
         assert np.abs(out - np.round(values / 257)).max() <= 1
     if kind == "tiff":
         for wide in (np.int32, np.float32):
             with pytest.raises(ValueError, match="pixels of 32 bits, whose range is not known"):
-                common.decode(encode(Image.fromarray(values.astype(wide)), kind))
+                decode(encode(Image.fromarray(values.astype(wide)), kind))
 
 
 @pytest.mark.parametrize("kind", ["gif", "webp", "bmp", "tiff"])
@@ -564,7 +573,7 @@ def test_decode_other_formats(kind):
     image = Image.new("RGB", (12, 8), (200, 40, 90))
     two_frames = {"save_all": True, "append_images": [Image.new("RGB", (12, 8), (0, 0, 0))]}
     options = {"gif": two_frames, "webp": {"lossless": True}}.get(kind, {})
-    out = common.decode(encode(image, kind, **options))
+    out = decode(encode(image, kind, **options))
     assert out.shape == (3, 8, 12) and out[:, 3, 3].tolist() == [200, 40, 90]  # of a gif the first frame
 
 
@@ -574,7 +583,7 @@ def test_decode_turns_pictures_as_exif_says(mode):
     upright[:16] = 255                                           # white above, black below
     stored = Image.fromarray(np.rot90(upright).copy()).convert(mode)
     exif[0x112] = 6                                              # "turn right to see it upright"
-    out = common.decode(encode(stored, "jpeg", exif=exif, quality=95))
+    out = decode(encode(stored, "jpeg", exif=exif, quality=95))
     assert out.shape == (3, 32, 16)
     assert np.abs(out.numpy().astype(int) - upright).mean() < 4
 
@@ -582,7 +591,7 @@ def test_decode_turns_pictures_as_exif_says(mode):
 def test_decode_takes_paths_and_keeps_jpegs_as_they_are(tmp_path):
     for name in ("000.jpg", "000.png"):
         write_images(tmp_path, [0], name[4:])
-        assert np.array_equal(common.decode(tmp_path / name).permute(1, 2, 0), np.array(Image.open(tmp_path / name)))
+        assert np.array_equal(decode(tmp_path / name).permute(1, 2, 0), np.array(Image.open(tmp_path / name)))
 
 
 def test_decode_refuses_what_is_broken(tmp_path):
@@ -590,16 +599,16 @@ def test_decode_refuses_what_is_broken(tmp_path):
     assert len(encode(picture(7, 64, 64), "jpeg")) > len(TRUNCATED)
     for data in (TRUNCATED, whole[:len(whole) // 2], whole[:-2], whole[:30]):
         with pytest.raises((ValueError, OSError)):
-            common.decode(data)
+            decode(data)
     with pytest.raises((ValueError, OSError)):
-        common.decode(encode(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))[:5000])
+        decode(encode(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))[:5000])
     (tmp_path / "a.png").write_bytes(TEXT)
     with pytest.raises(ValueError, match="not a readable image"):
-        common.decode(tmp_path / "a.png")
+        decode(tmp_path / "a.png")
     with pytest.raises(ValueError, match="empty"):
-        common.decode(b"")
+        decode(b"")
     with pytest.raises(OSError):
-        common.decode(tmp_path / "none.png")
+        decode(tmp_path / "none.png")
 
 
 # ---------------------------------------------------- emoji ----------------------------------------------------------
@@ -767,7 +776,7 @@ def test_many_shards_are_read_a_few_at_a_time(seed, epoch, forty):
     read = forty[order]  # (n,) the shard of each row in the order of reading
     begin, end = (np.array([np.flatnonzero(read == s)[k] for s in range(40)]) for k in (0, -1))  # (40,) of each shard
     open_at = ((begin[:, None] <= np.arange(n)) & (np.arange(n) <= end[:, None])).sum(0)  # (n,) shards begun, not done
-    assert open_at.max() <= tars_of.SHARDS_AT_ONCE == 16
+    assert open_at.max() <= common.SHARDS_AT_ONCE == 16
     sizes = np.bincount(forty)
     turns = np.argsort(begin)  # shards as they are begun
     windows = [turns[:16], turns[16:32], turns[32:]]
@@ -883,7 +892,7 @@ def test_bad_samples_are_replaced_by_the_next_counted_and_listed(workers, spoilt
 
 def test_too_many_bad_samples_stop_the_run(spoilt, tmp_path):
     csv, keys = spoilt
-    with pytest.raises(common.UserError, match=r"--max-bad-fraction 0.05.*bad_samples.txt") as error:
+    with pytest.raises(UserError, match=r"--max-bad-fraction 0.05.*bad_samples.txt") as error:
         list(batches_of(common.load_data(csv, "train"), limit=0.05, folder=tmp_path))
     assert any(k in str(error.value) for k in (keys[3], keys[4], keys[35]))
     list(batches_of(common.load_data(csv, "train"), limit=0.09))          # 3 of 36 are 0.083
@@ -891,7 +900,7 @@ def test_too_many_bad_samples_stop_the_run(spoilt, tmp_path):
 
 # ---------------------------------------------------- the index of tars ----------------------------------------------
 def indexed(path, **options):
-    data = tars_of.index("mine", "train", [path], options)
+    data = readers.tars.index("mine", "train", [path], options)
     return [(data.key(i), *data.captions(i)) for i in range(len(data))], data
 
 
@@ -944,7 +953,7 @@ def stream(folder, buffer=1):
 
 def items(data, process=0, processes=1, count=None, positions=None):
     """(key, epoch, ordinal, views) of one reader: `count` of them, or an epoch of its shards."""
-    reader = iter(streams.StreamViews(data, VIEWS, 3, process, processes, positions or {}))
+    reader = iter(readers.stream.StreamViews(data, VIEWS, 3, process, processes, positions or {}))
     count = count or 6 * len(data.urls[process::processes])
     some = (next(reader) for _ in range(count))
     return [(item["key"], item["epoch"], item["positions"]["0"], item["views"]) for item in some]
@@ -1029,13 +1038,14 @@ def test_a_stream_without_one_readable_picture_stops(tmp_path):
     data = stream(str(tmp_path))
     endless = data.samples
     data.samples = lambda *place: itertools.islice(endless(*place), 1500)  # else a failure of this test would never end
-    with pytest.raises(common.UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         list(batches_of(data, size=4, last=2))
 
 
 def test_more_processes_than_shards_is_refused(shards, monkeypatch):
-    monkeypatch.setattr(common, "world", lambda: 5)
-    with pytest.raises(common.UserError, match="4 shards are too few for 5 processes"):
+    for place in (readers.stream, common):
+        monkeypatch.setattr(place, "world", lambda: 5)
+    with pytest.raises(UserError, match="4 shards are too few for 5 processes"):
         next(iter(batches_of(stream(shards), size=10)))
 
 
@@ -1060,7 +1070,7 @@ def draws(n=4, **at):
 def test_crop_batch_is_torchvisions_resized_crop(scale_min, size):
     images, u = noise(8), common.uniforms(0, 0, range(8), 16)
     augment = common.Augment(size, scale_min)
-    out = memory.crop_batch(augment, images, u)
+    out = common.crop_batch(augment, images, u)
     for x, y, (top, left, h, w) in zip(images, out, augment.boxes(37, 53, u).tolist(), strict=True):
         assert 0 <= top <= top + h <= 37 and 0 <= left <= left + w <= 53 and h > 0 and w > 0
         close(y, V.resized_crop(x, top, left, h, w, [size, size], antialias=True))
@@ -1079,7 +1089,7 @@ def test_crop_one_and_crop_batch_see_the_same_boxes():
     augment = common.Augment(24, 0.3)
     one = torch.stack([augment.crop_one(x, row) for x, row in zip(images, u)])
     assert one.dtype == torch.uint8
-    close(one.float() / 255, memory.crop_batch(augment, images, u), 1.5 / 255)  # but for rounding to uint8
+    close(one.float() / 255, common.crop_batch(augment, images, u), 1.5 / 255)  # but for rounding to uint8
 
 
 @pytest.mark.parametrize("column, strength, function", [
@@ -1129,14 +1139,14 @@ def test_probabilities_choose_samples_one_by_one():
 def test_randaugment_leaves_the_gpu_s_random_numbers_alone(monkeypatch):
     """Its draws are those of torch.manual_seed, which seeds every GPU as well."""
     x, u = [(noise(3, 32, 32) * 255).byte() for _ in range(4)], common.uniforms(0, 0, range(4), 16)
-    tool, asked = common.open_room("tools.randaugment"), []
+    asked = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", asked.append)
-    found = [tool.randaugment(a, row, 2, 7) for a, row in zip(x, u)]
+    found = [common.randaugment(a, row, 2, 7) for a, row in zip(x, u)]
     assert not asked
     own = types.SimpleNamespace(manual_seed=torch.manual_seed)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "default_generator", own)
-        assert all(torch.equal(a, tool.randaugment(b, row, 2, 7)) for a, b, row in zip(found, x, u))
+        assert all(torch.equal(a, common.randaugment(b, row, 2, 7)) for a, b, row in zip(found, x, u))
     assert len(asked) == 4 and not all(torch.equal(a, b) for a, b in zip(found, x))
 
 
@@ -1194,7 +1204,7 @@ def test_text_pair_takes_the_first_source_there_is(tmp_path):
     known = {"a cat": ["the cat", "one cat"], "a dog": [], "a cow": ["", "some cow"]}
     lines = [json.dumps({"caption": c, "paraphrases": p}) + "\n" for c, p in known.items()]
     path.write_text("".join(lines), encoding="utf8")
-    known = common.Paraphrases(path)
+    known = Paraphrases(path)
     assert len(known) == 3
     assert known.get(["a cow", "no such", "a cat", "a dog"]) == [["some cow"], [], ["the cat", "one cat"], []]
 
@@ -1214,12 +1224,12 @@ def test_text_pair_takes_the_first_source_there_is(tmp_path):
 
 
 def test_paraphrases_file_errors(tmp_path):
-    with pytest.raises(common.UserError, match="no such file"):
-        common.Paraphrases(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="no such file"):
+        Paraphrases(tmp_path / "none.jsonl")
     for name, text in (("a.jsonl", '{"words": "x"}\n'), ("b.jsonl", "not json\n"), ("c.jsonl", "")):
         (tmp_path / name).write_text(text)
-        with pytest.raises(common.UserError, match="expected JSON lines with 'caption' and 'paraphrases'"):
-            common.Paraphrases(tmp_path / name)
+        with pytest.raises(UserError, match="expected JSON lines with 'caption' and 'paraphrases'"):
+            Paraphrases(tmp_path / name)
 
 
 def test_drop_and_swap():
@@ -1268,14 +1278,14 @@ def test_write_paraphrases(pegasus, tmp_path):
     assert path.read_text(encoding="utf8").splitlines(keepends=True) == [done, lines[1], lines[2], lines[3]]
     paraphrase.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
     assert len(path.read_text(encoding="utf8").splitlines()) == 4  # nothing left to do
-    assert len(common.Paraphrases(path)) == 4 and common.Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
+    assert len(Paraphrases(path)) == 4 and Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
 
 
 def test_write_paraphrases_errors(pegasus, tmp_path):
-    with pytest.raises(common.UserError, match="--paraphrase-model no/such"):
+    with pytest.raises(UserError, match="--paraphrase-model no/such"):
         paraphrase.write_paraphrases(["a cat"], tmp_path / "p.jsonl", "no/such")
     (tmp_path / "file").write_text("")
-    with pytest.raises(common.UserError, match="--write-paraphrases .*cannot be written"):
+    with pytest.raises(UserError, match="--write-paraphrases .*cannot be written"):
         paraphrase.write_paraphrases(["a cat"], tmp_path / "file" / "p.jsonl", pegasus)
 
 
@@ -1299,7 +1309,7 @@ def test_labels_that_are_words_and_captions_that_are_numbers(tmp_path):
 
 def test_captions_that_are_records_are_refused(tmp_path):
     message = "--caption-column caption: .* holds dicts there, not texts; it has: image, caption"
-    with pytest.raises(common.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         common.load_data(_table(tmp_path / "b", [{"en": "a"}] * 20), "train")
 
 
@@ -1323,6 +1333,7 @@ def test_other_workers_than_before_start_the_stream_anew(tmp_path, capsys):
 
 # ---------------------------------------------------- the house ------------------------------------------------------
 ROOT = Path(common.__file__).parent
+HOUSE = ("engine", "encoders", "readers", "sets", "evaluation", "figures")
 SMALL = ["--image-encoder", "small", "--text-encoder", "small", "--no-pretrained", "--cpu", "--threads", "1",
          "--max-steps", "2", "--batch-size", "8", "--image-size", "16", "--workers", "0", "--run-name", "r"]
 A_SET = '''"""A data set is one file."""
@@ -1367,9 +1378,12 @@ def steps_of(run):
     return max(row["step"] for row in rows)
 
 
-def test_a_new_set_is_one_file(tmp_path):
-    house = copy_of(tmp_path / "house", "common.py", "temo.py", "sets", "tools")
+def test_a_new_set_is_one_file_and_a_line(tmp_path):
+    house = copy_of(tmp_path / "house", "common.py", "temo.py", *HOUSE)
     (house / "sets" / "zz_test_set.py").write_text(A_SET)
+    table, start_of_it = house / "sets" / "__init__.py", "_FAMILIES = {\n"
+    assert start_of_it in table.read_text()
+    table.write_text(table.read_text().replace(start_of_it, start_of_it + '    "zz_test_set": "zz-noise",\n'))
     said, = finished(start(house, "--dataset", "zz-noise"))
     run = house / "out-zz-noise" / "r"
     assert "24 training examples" in said and "zz was here" in said and "zz-noise: 4 val, 4 test" in said
@@ -1377,54 +1391,13 @@ def test_a_new_set_is_one_file(tmp_path):
     assert (run / "retrieval.png").is_file()
 
 
-def test_one_method_and_common_train_alone(tmp_path):
-    """On a folder and on a parquet file; with the one file for it evaluated, too, on both and on a folder of parquet.
-    What is missing is optional, and said."""
-    alone, evaluates = (copy_of(tmp_path / name, "common.py", "temo.py") for name in ("alone", "evaluates"))
-    (evaluates / "tools").mkdir()
-    shutil.copy(ROOT / "tools" / "evaluation.py", evaluates / "tools")
-    for house in (alone, evaluates):
-        write_captions(house / "own", 48)
-        rows = [(f"own/{i:03}.png", caption(i)) for i in range(48)]
-        write_rows(house / "rows.parquet", ["image", "caption"], rows)
-        write_parquet_images(house / "inside" / "train.parquet", range(48))
-        for i in range(9):
-            write_images(house / "classes" / SPLITS[i // 3] / CLASSES[i % 3], [i])  # whose zero-shot has no room
-    parquet = ["--dataset", "rows.parquet", "--eval-datasets", "rows.parquet", "inside", "classes"]
-    runs = [(alone, "own", 45, set(), start(alone, "--dataset", "own")),
-            (alone, "rows.parquet", 46, set(), start(alone, *parquet)),
-            (evaluates, "own", 45, {"own"}, start(evaluates, "--dataset", "own")),
-            (evaluates, "rows.parquet", 46, {"rows.parquet", "inside", "classes"}, start(evaluates, *parquet))]
-    for house, name, train, sets, process in runs:
-        said, = finished(process)
-        run = house / f"out-{name}" / "r"
-        assert f"{train} training examples" in said and "pictures" in said and "left out" in said
-        assert "Traceback" not in said and "WARNING" not in said
-        assert said.count("tools/checkpoints.py is not beside common.py: no checkpoint, and no --resume") == 1
-        assert said.index("tools/checkpoints.py") < said.index("random guess")  # before the run, not when it is killed
-        assert said.count("tools/evaluation.py is not beside common.py: no evaluation") == (not sets)
-        assert steps_of(run) == 2 and (run / "model.safetensors").is_file()
-        summary = json.loads((run / "summary.json").read_text())
-        assert set(summary["test"]) == sets and not summary["errors"] and not list(run.glob("*.png"))
-
-
 def test_common_names_no_data_set():
     """What knows a published or embedded set stands in sets/; `imagenet` is also the name of its pixels' statistics."""
     source = (ROOT / "common.py").read_text(encoding="utf8")
     strings = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    names = {name for room in common.set_rooms() for name in room.SETS}
+    names = set(sets.MODULES)
     assert {"emoji", "moving-emoji", "cc3m", "imagenet", "msrvtt", "cifar10-lt"} <= names
-    assert strings & names <= {"imagenet"} <= set(common.STATS)
-
-
-def test_names_in_rooms(monkeypatch):
-    """They are names of common; without the file of the room one line says so, and a wrong name is a wrong name."""
-    for room, names in common.ROOMS.items():
-        assert all(getattr(common, name).__module__ == room for name in names), room
-    monkeypatch.setitem(common.ROOMS, "tools.nowhere", ("nothing",))
-    with pytest.raises(common.UserError, match="^tools/nowhere.py is not beside common.py: no nothing$"):
-        _ = common.nothing
-    assert not hasattr(common, "no_such_name")
+    assert strings & names <= {"imagenet"} <= set(encoders.base.STATS)
 
 
 def test_a_column_of_training_that_is_missing_leaves_the_others(tmp_path):
@@ -1440,7 +1413,7 @@ def test_a_column_of_training_that_is_missing_leaves_the_others(tmp_path):
     assert data.column("captions") == [[caption(i)] for i in range(4)]
     tars = str(write_tar(tmp_path / "words" / "test.tar", tar_samples(range(4), "png", "txt")))
     assert common.load_data(tars, "test", columns_of_training=columns).captions(3) == [caption(3), caption(3, 1)]
-    with pytest.raises(common.UserError, match="--image-column photo: test.csv has no such column"):
+    with pytest.raises(UserError, match="--image-column photo: test.csv has no such column"):
         common.load_data(file, "test", image_column="photo", columns_of_training=columns)
 
 
@@ -1454,28 +1427,17 @@ def test_a_folder_and_where_its_paths_start(tmp_path):
     assert (data.read(3).permute(1, 2, 0).numpy() == picture(3)).all()
     write_images(tmp_path / "classes" / "a", range(4))
     for name in ("classes", "tars"):
-        with pytest.raises(common.UserError, match=f"--data-dir .*images: of no effect, .*{name} is a folder with"):
+        with pytest.raises(UserError, match=f"--data-dir .*images: of no effect, .*{name} is a folder with"):
             write_tar(tmp_path / "tars" / "0.tar", tar_samples(range(4), "png", "txt"))
             common.load_data(str(tmp_path / name), "test", data_dir=str(tmp_path / "images"))
 
 
-def test_another_folder_called_tools_is_not_taken_for_none(monkeypatch, tmp_path):
-    """Ours is there but hidden: what is optional is not left out in silence."""
-    monkeypatch.setitem(sys.modules, "tools", types.ModuleType("tools"))  # no package: it holds nothing of ours
-    for place in [name for name in sys.modules if name.startswith("tools.")]:
-        monkeypatch.delitem(sys.modules, place)
-    with pytest.raises(common.UserError, match="^tools/checkpoints.py is beside common.py, but `import tools` finds"):
-        with common.where_there():
-            common.open_room("tools.checkpoints", "checkpoint")
-    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))  # and now it is not there
-    with pytest.raises(common.NoRoom, match="^tools/randaugment.py is not beside common.py: no RandAugment$"):
-        common.Augment(16, randaugment=(2, 7))  # before a loader worker could
-
-
 def test_every_set_says_what_it_is():
-    rooms = common.set_rooms()
+    files = [f"sets.{file.stem}" for file in (ROOT / "sets").glob("*.py") if file.stem != "__init__"]
+    rooms = [room for room in map(importlib.import_module, files) if hasattr(room, "SETS")]
     names = [name for room in rooms for name in room.SETS]
     assert len(names) == len(set(names)) and all(callable(room.load) for room in rooms)
+    assert sets.MODULES == {name: room.__name__ for room in rooms for name in room.SETS}  # the table and the files
     for room in rooms:
         for name, facts in room.SETS.items():
             assert set(facts["splits"]) <= set(SPLITS) and facts["licence"], name

@@ -13,6 +13,13 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
+import engine
+import engine.base
+import engine.folder
+import engine.processes
+import engine.run
+from engine.base import UserError, flatten
+from engine.folder import start_run
 
 import numpy as np
 import pytest
@@ -27,6 +34,7 @@ import launch
 import mmts
 import ncl
 import temo
+from evaluation.embed import encode_images
 
 ROOT = Path(__file__).resolve().parents[1]
 N, WIDTH, D = 16, 12, 8  # global batch, input width, embedding width
@@ -123,16 +131,16 @@ def queue(rows):
 def main_first(folder, world):
     """What each process gets from long work of the main process that ends well, and from one that fails."""
     def fail():
-        raise common.UserError("too few")
+        raise UserError("too few")
 
     def write():
         time.sleep(0.5)
         done.write_text("made")
     done = Path(folder, f"done_{world}")
-    common.main_first(write, done)
+    engine.processes.main_first(write, done)
     try:
-        common.main_first(fail, Path(folder, f"failed_{world}"))
-    except common.UserError as error:
+        engine.processes.main_first(fail, Path(folder, f"failed_{world}"))
+    except UserError as error:
         return [done.read_text(), str(error)]
 
 
@@ -171,7 +179,7 @@ def compare(rank, folder, worlds=(2, 4), device="cpu"):
         with group(rank, world, f"file://{folder}/init_{world}"):
             for name, dtype in keys:
                 loss, grads = step(name, DTYPES[dtype], rows, DistributedDataParallel)
-                mean = common.all_sum(loss.item(), device=DEVICE)[0] / world
+                mean = engine.base.all_sum(loss.item(), device=DEVICE)[0] / world
                 expected, expected_grads = alone[name, dtype]
                 out[f"{name} {dtype}"] = [abs(mean / expected.item() - 1), relative(grads, expected_grads)]
             for loss, expected in sgd_alone.items():
@@ -290,7 +298,7 @@ def evaluation(n):
     table = common.make_table([["a"]] * n, [str(i) for i in range(n)])
     data = common.Data("made", "val", table, pixels=pixels)
     transform = common.EvalTransform(8, (0.5,) * 3, (0.5,) * 3)
-    index, image, _, bad = common.encode_images(Flat(), data, transform, torch.device(DEVICE), batch=2)
+    index, image, _, bad = encode_images(Flat(), data, transform, torch.device(DEVICE), batch=2)
     assert not bad
     return index, image
 
@@ -306,7 +314,7 @@ def test_evaluation_takes_each_item_once(differences, world, n):
 def broken(rank, world, init, log):
     with open(log, "a") as err:
         os.dup2(err.fileno(), 2)
-    with group(rank, world, init), common.clean_exit():
+    with group(rank, world, init), engine.base.clean_exit():
         e = torch.full((2, D), float("nan") if rank == 1 else 1.0)
         common.check_finite(e.sum(), 7, 0.05, [e], [f"key{rank}a", f"key{rank}b"])
         time.sleep(600)
@@ -329,7 +337,7 @@ def alone(rank, init, log, error):
     with group(rank, 2, init):
         dist.get_backend = lambda *_: "nccl"  # gloo closes at once; what NCCL's closing waits for is put in its place
         dist.destroy_process_group = lambda *_: time.sleep(300)
-        with common.clean_exit():
+        with engine.base.clean_exit():
             if rank:
                 raise error
             dist.barrier()
@@ -359,18 +367,20 @@ def meeting(rank, port, folder, shared):
     os.environ.pop("OMP_NUM_THREADS", None)
     args = Namespace(output_dir="runs", run_name="a", dataset="emoji", seed=1, resume="", threads=3, tracker="",
                      cpu=True, mixed_precision="no")
-    common.set_up(args)
-    store, run_folder, out = dist.distributed_c10d._get_default_store(), common.open_room("tools.run_folder"), {}
+    engine.run.set_up(args)
+    store, out = dist.distributed_c10d._get_default_store(), {}
     out["minutes"], out["threads"] = store.timeout.total_seconds() / 60, torch.get_num_threads()
-    run_folder.GRACE = 20 if shared else 1
+    engine.folder.GRACE = 20 if shared else 1
     here = Path(folder, str(rank))
     here.mkdir(exist_ok=True)
     os.chdir(here)  # so `runs` is a folder of each process
     if shared and rank == 1:  # as a network file system
         threading.Timer(1, lambda: (here / "runs").symlink_to("../0/runs")).start()
     try:
-        out["folder"] = [str(common.start_run(args, "temo")[0]), sorted(p.name for p in Path("runs/a").glob("seen*"))]
-    except common.UserError as error:
+        made = start_run(args, "temo")[0]
+        engine.base.barrier()  # the main process removes its token after all have seen it
+        out["folder"] = [str(made), sorted(p.name for p in Path("runs/a").glob("seen*"))]
+    except UserError as error:
         out["error"] = str(error)
     Path(folder, f"{rank}.json").write_text(json.dumps(out))
     dist.destroy_process_group()
@@ -402,7 +412,7 @@ def connect(rank, port, folder):
     torch.cuda.is_available, torch.cuda.set_device = lambda: True, lambda _: None
     dist.init_process_group = lambda backend, **how: asked.update(backend=backend, card=str(how.get("device_id")))
     asked = {}
-    common.join_processes(Namespace(cpu=False))
+    engine.processes.join_processes(Namespace(cpu=False))
     Path(folder, f"{rank}.json").write_text(json.dumps(asked))
 
 
@@ -456,7 +466,7 @@ def test_two_processes_log_the_losses_of_one(emoji_runs, name):
 
 
 def test_two_processes_evaluate_as_one(emoji_runs):
-    one, two = (common.flatten(rows(emoji_runs / name)[0]) for name in ("one", "two"))  # before training: same weights
+    one, two = (flatten(rows(emoji_runs / name)[0]) for name in ("one", "two"))  # before training: same weights
     assert one["step"] == 0 and one.keys() == two.keys()
     counts = [k for k in one if k.endswith(("images", "captions", "unreadable"))]
     assert len(counts) == 3 and all(one[k] == two[k] for k in counts)
@@ -485,10 +495,11 @@ def write_folder(folder, n=80):
 
 
 # ----------------------------------------------- threads and cores ---------------------------------------------------
-THREADS = """import argparse, os, sys, common, torch
+THREADS = """import argparse, os, sys
+import engine, engine.processes, torch
 os.environ["LOCAL_WORLD_SIZE"] = "1"  # all cores for each, or one thread would be the launcher's and ours
-common.set_threads(argparse.Namespace(threads=0))
-sys.stdout.write(f"{torch.get_num_threads()} of {common.CORES}\\n")"""
+engine.processes.set_threads(argparse.Namespace(threads=0))
+sys.stdout.write(f"{torch.get_num_threads()} of {engine.CORES}\\n")"""
 
 
 def threads(folder, *launcher, **environment):
@@ -507,7 +518,7 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 def test_threads_are_those_of_the_user_and_not_of_the_launcher(launcher, by_hand, tmp_path):
     """Without OMP_NUM_THREADS torchrun and accelerate launch tell each process to take one thread."""
     found = threads(tmp_path, *launcher, **({"OMP_NUM_THREADS": by_hand} if by_hand else {}))
-    assert found == {f"{by_hand or common.CORES} of {common.CORES}"}
+    assert found == {f"{by_hand or engine.CORES} of {engine.CORES}"}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not restrict a process to cores")
@@ -522,10 +533,10 @@ def test_the_threads_flag_is_above_the_variable_and_the_variable_above_the_cores
     for variable in ("3", "4,2", "many", ""):
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
         for flag in (0, 5):
-            common.set_threads(Namespace(threads=flag))
+            engine.processes.set_threads(Namespace(threads=flag))
             found[variable, flag] = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert [found[v, 0] for v in ("3", "4,2", "many", "")] == [3, 4, common.CORES, common.CORES]
+    assert [found[v, 0] for v in ("3", "4,2", "many", "")] == [3, 4, engine.CORES, engine.CORES]
     assert {found[v, 5] for v in ("3", "4,2", "many", "")} == {5}
 
 
@@ -534,4 +545,4 @@ def test_the_banner_says_how_many_workers_are_started(tmp_path, capsys):
     run_here(tmp_path / "a", "--dataset", str(tmp_path / "set"), "--workers", "1000", "--max-steps", "1")
     run_here(tmp_path / "b", "--workers", "4", "--max-steps", "1")  # in memory
     said = capsys.readouterr().out
-    assert re.findall("([0-9]+) workers each", said) == [str(common.CORES), "0"]
+    assert re.findall("([0-9]+) workers each", said) == [str(engine.CORES), "0"]

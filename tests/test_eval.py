@@ -7,6 +7,9 @@ import shutil
 import types
 
 import common
+import engine.base
+import engine.data
+from engine.base import UserError
 
 import datasets
 import numpy as np
@@ -15,14 +18,16 @@ import torch
 import torch.nn.functional as F
 from sklearn.svm import LinearSVC
 
-import eval as evaluation
+import encoders.base
+import eval as eval_py
+import evaluation.case
+import evaluation.embed
 import launch
 import temo
 from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
 from test_temperature_schedules import cifar  # noqa: F401
-from tools import towers
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def run(tmp_path_factory):
 
 
 def evaluate(*flags):
-    return evaluation.main(evaluation.parse_args(["--cpu", "--threads", "1", "--workers", "0", *map(str, flags)]))
+    return eval_py.main(eval_py.parse_args(["--cpu", "--threads", "1", "--workers", "0", *map(str, flags)]))
 
 
 def test_it_gives_the_numbers_of_the_run(run):
@@ -89,11 +94,11 @@ def test_zero_shot_reports_both_readings_of_the_prompts(run, hub, tmp_path):  # 
     got = evaluate(*flags)["datasets"]["dtd"]["metrics"]["zero-shot"]
     model, words, transform = common.load_model(run)
     data, device = common.load_data("dtd", "test", data_dir=str(hub / "dtd")), torch.device("cpu")
-    _, image, _, _ = common.encode_images(model, data, transform, device)
+    _, image, _, _ = evaluation.embed.encode_images(model, data, transform, device)
     for reading, prompts in (("templates", data.prompts), ("names", ["{c}"])):
         classes = []
         for c in ("apple", "pear tree", "zebra"):
-            texts = common.encode_texts(model, words, [t.replace("{c}", c) for t in prompts], device)
+            texts = evaluation.embed.encode_texts(model, words, [t.replace("{c}", c) for t in prompts], device)
             classes.append(F.normalize(texts, dim=1).mean(0))
         near = (F.normalize(image, dim=1) @ F.normalize(torch.stack(classes), dim=1).T).argmax(1).numpy()
         assert got[reading]["top1"] == pytest.approx(100 * (near == data.labels).mean())
@@ -108,10 +113,10 @@ def test_temo_17_is_one_word_for_seventeen_sets(run, hub, tmp_path, capsys):  # 
     from sets.hub import TEMO_17
     assert list(result["datasets"]) == ["cifar100", "dtd"] and len(result["errors"]) == 15
     assert set(result["datasets"]) | set(result["errors"]) == set(TEMO_17)
-    assert all({"zero-shot"} == set(d["metrics"]) & set(evaluation.TASKS) for d in result["datasets"].values())
+    assert all({"zero-shot"} == set(d["metrics"]) & set(eval_py.TASKS) for d in result["datasets"].values())
     assert "country211 is left out: country211: no such folder" in capsys.readouterr().out
-    with pytest.raises(common.UserError, match="evaluation failed: cifar10: .* no such folder"):
-        evaluation.complain(result)
+    with pytest.raises(UserError, match="evaluation failed: cifar10: .* no such folder"):
+        eval_py.complain(result)
 
 
 def squashing(run, folder):
@@ -129,18 +134,18 @@ def test_the_views_of_the_cc3m_trainer(run, hub, tmp_path):  # noqa: F811
     tasks = ["--tasks", "retrieval", "zero-shot", "knn", "--knn-k", "1"]
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        encode = common.encode_images
+        encode = evaluation.case.encode_images
 
         def spy(model, data, transform, *more):
             seen.append((data.name, data.split, transform.resize, transform.mean, transform.std))
             return encode(model, data, transform, *more)
-        patch.setattr(common, "encode_images", spy)
+        patch.setattr(evaluation.case, "encode_images", spy)
         result = evaluate("--checkpoint", folder, "--datasets", *sets, "emoji", *tasks)["datasets"]
         automatic, seen[:] = set(seen), []
         evaluate("--checkpoint", folder, "--datasets", *sets, *tasks, "--eval-resize", "own", "--image-stats", "own")
         own, seen[:] = set(seen), []
         evaluate("--checkpoint", run, "--datasets", *sets, *tasks, "--eval-resize", "squash", "--image-stats", "cifar")
-    half, imagenet = common.STATS["half"], common.STATS["imagenet"]
+    half, imagenet = encoders.base.STATS["half"], encoders.base.STATS["imagenet"]
     cifar100 = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
     cifar10 = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
     both = ("train", "test")
@@ -195,9 +200,9 @@ def test_clip_by_folder(tmp_path, tokenizer):  # noqa: F811
 
 def test_two_processes_count_each_item_once(run, tmp_path):
     flags = ["--checkpoint", str(run), "--cpu", "--tasks", "retrieval", "zero-shot", "knn", "gap", "--output-dir"]
-    evaluation.main(evaluation.parse_args([*flags, str(tmp_path / "1")]))
+    eval_py.main(eval_py.parse_args([*flags, str(tmp_path / "1")]))
     launch.finish("eval", [*flags, tmp_path / "2"], tmp_path / "log", processes=2)
-    a, b = (common.flatten(json.loads((tmp_path / n / "eval.json").read_text())["datasets"]) for n in "12")
+    a, b = (engine.base.flatten(json.loads((tmp_path / n / "eval.json").read_text())["datasets"]) for n in "12")
     assert a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-3, abs=1e-3) for k in a)
     assert (tmp_path / "log").read_text().count("written to") == 1
 
@@ -216,7 +221,7 @@ def test_two_processes_count_each_item_once(run, tmp_path):
     (["--checkpoint", "x", "--tasks", "magic"], "invalid choice")])
 def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        evaluation.parse_args(flags)
+        eval_py.parse_args(flags)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
 
@@ -245,18 +250,18 @@ def test_figures_as_pdf(run, tmp_path, pictures):
 def test_bad_checkpoints(tmp_path, run, capsys):
     for flag in (["--init-from", "w.pt"], ["--no-pretrained"], ["--image-size", "64"]):
         with pytest.raises(SystemExit):
-            evaluation.parse_args(["--checkpoint", str(run), *flag])
+            eval_py.parse_args(["--checkpoint", str(run), *flag])
         assert f"{flag[0]}: only with a model by name: a run has its own weights" in capsys.readouterr().err
-    with pytest.raises(common.UserError, match="neither a run folder nor a model"):
+    with pytest.raises(UserError, match="neither a run folder nor a model"):
         evaluate("--checkpoint", tmp_path)
     (tmp_path / "half" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(common.UserError, match="this run has not ended"):
+    with pytest.raises(UserError, match="this run has not ended"):
         evaluate("--checkpoint", tmp_path / "half")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(common.UserError, match="--output-dir .* cannot be written"):
+    with pytest.raises(UserError, match="--output-dir .* cannot be written"):
         evaluate("--checkpoint", run, "--output-dir", tmp_path / "file" / "x")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(common.UserError, match="holds no images"):
+    with pytest.raises(UserError, match="holds no images"):
         evaluate("--checkpoint", run, "--query", "a", "--dataset", tmp_path / "empty")
 
 
@@ -338,7 +343,7 @@ def test_a_fork_of_temperature_schedules_and_a_model_without_texts(ts_runs, tmp_
     assert result["metrics"]["images"] == own["images"]
     assert result["left_out"] == dict.fromkeys(("retrieval", "gap"), "the model has no text encoder")
     assert result["metrics"]["knn"]["k=1"]["top1"] == pytest.approx(own["knn@1"]["top1"], abs=0.8)
-    with pytest.raises(common.UserError, match="--query: .* has no text encoder"):
+    with pytest.raises(UserError, match="--query: .* has no text encoder"):
         evaluate("--checkpoint", tmp_path / "fork", "--query", "a", "--dataset", "emoji")
 
 
@@ -371,11 +376,11 @@ def test_training_images_are_not_found_among_themselves(run, tmp_path):
 def test_what_would_be_lost_in_silence_is_refused(run, hub, tmp_path):  # noqa: F811
     """A set with two folders has one place in eval.json; a normalisation without retrieval changes nothing."""
     sets = [f"dtd={hub / 'dtd'}", "emoji", f"dtd={tmp_path}"]
-    with pytest.raises(common.UserError, match="--datasets dtd: named with two folders"):
+    with pytest.raises(UserError, match="--datasets dtd: named with two folders"):
         evaluate("--checkpoint", run, "--datasets", *sets)
-    with pytest.raises(common.UserError, match="--eval-datasets dtd: named with two folders"):
-        common.evaluation_sets(temo.parse_args(["--eval-datasets", *sets, "--cpu"]))
-    with pytest.raises(common.UserError, match="--normalize oracle is for the task retrieval; the tasks are knn gap"):
+    with pytest.raises(UserError, match="--eval-datasets dtd: named with two folders"):
+        engine.data.evaluation_sets(temo.parse_args(["--eval-datasets", *sets, "--cpu"]))
+    with pytest.raises(UserError, match="--normalize oracle is for the task retrieval; the tasks are knn gap"):
         evaluate("--checkpoint", run, "--tasks", "knn", "gap", "--normalize", "oracle")
     once = evaluate("--checkpoint", run, "--datasets", *sets[:2], sets[0], "--tasks", "zero-shot", "--output-dir",
                     tmp_path)
@@ -408,21 +413,21 @@ def test_a_streamed_run_is_tested_on_what_it_held_out(tmp_path):
     assert result["metrics"]["images"] == own["images"] == 10  # the last shard, and no example of training
     assert result["metrics"]["retrieval"]["text_to_image"] == own["text_to_image"]
     assert result["left_out"] == dict.fromkeys(("knn", "probe"), "the training set is a stream: no kNN or probe")
-    with pytest.raises(common.UserError, match="--split train: .* is a stream"):
+    with pytest.raises(UserError, match="--split train: .* is a stream"):
         evaluate("--checkpoint", tmp_path / "s", "--split", "train")
 
 
 def test_a_flag_for_one_column_leaves_the_others_of_training():
     own = {"dataset": "x.csv", "image_column": "photo", "caption_column": "blurb"}
     subject = types.SimpleNamespace(own=own, transform=types.SimpleNamespace(size=8),
-                                    args=evaluation.parse_args(["--checkpoint", "r", "--image-column", "pic"]))
-    options = evaluation.data_options(subject, "y.csv", "")
+                                    args=eval_py.parse_args(["--checkpoint", "r", "--image-column", "pic"]))
+    options = eval_py.options_of_set(subject, "y.csv", "")
     assert options["image_column"] == "pic" and options["columns_of_training"] == {"caption_column": "blurb"}
 
 
 def test_sets_without_the_split_are_named(capsys):
-    args = evaluation.parse_args(["--checkpoint", "r", "--split", "val"])
-    assert evaluation.wanted_sets(args, {"eval_datasets": ["emoji", "coco"]}) == [("emoji", "")]
+    args = eval_py.parse_args(["--checkpoint", "r", "--split", "val"])
+    assert eval_py.wanted_sets(args, {"eval_datasets": ["emoji", "coco"]}) == [("emoji", "")]
     assert "left out, without a val split: coco" in capsys.readouterr().out
 
 
@@ -431,14 +436,14 @@ def test_no_image_is_its_own_negative():
     image, text = torch.randn(6, 5, generator=torch.manual_seed(0)).split([3, 3])
     pieces = {"image": image, "text": text.repeat_interleave(4, 0), "owner": np.arange(3).repeat(4)}
     case = types.SimpleNamespace(pieces=pieces, metrics={}, chance={})
-    evaluation.gap(case)
+    eval_py.gap(case)
     a, b = (F.normalize(x.double(), dim=1) for x in (image, text))
     others = [(i, j) for i in range(3) for j in range(3) if i != j]
     far = np.log(np.mean([np.exp(-2 * float((a[i] - a[j]).square().sum())) for i, j in others]))
     assert case.metrics["gap"]["uniformity"] == pytest.approx(far, abs=1e-5)
     assert case.metrics["gap"]["neg_cos"] == pytest.approx(np.mean([float(a[i] @ b[j]) for i, j in others]), abs=1e-5)
     case.pieces = {"image": image[:1], "text": text[:2], "owner": np.zeros(2, int)}
-    evaluation.gap(case)
+    eval_py.gap(case)
     assert list(case.metrics["gap"]) == ["modality_gap"]  # a spread of one is nan, which is no JSON
 
 
@@ -449,11 +454,11 @@ def test_class_names_as_captions_and_what_a_fork_adds(tmp_path, monkeypatch, cap
         write_images(tmp_path / "classes" / ("train", "test")[i % 2] / "abc"[i % 3], [i])
     rows = [(x, f"picture {i}" if i % 5 else "") for i, x in enumerate(write_images(tmp_path / "own", range(40)))]
     train, test = (str(write_rows(tmp_path / "own" / f"{s}.csv", ["image", "caption"], rows)) for s in ("all", "test"))
-    by_name = towers.image_tower
+    by_name = common.image_tower
     def image_tower(name, *args):
         body = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
-        return common.Tower(body, 12) if name == "mean_tower" else by_name(name, *args)
-    monkeypatch.setattr(towers, "image_tower", image_tower)
+        return encoders.base.Tower(body, 12) if name == "mean_tower" else by_name(name, *args)
+    monkeypatch.setattr(common, "image_tower", image_tower)
     monkeypatch.setattr(temo, "draw", lambda run: None)
     flags = ["--dataset", train, "--eval-datasets", str(tmp_path / "classes"), test, "--image-encoder", "mean_tower",
              "--output-dir", str(tmp_path), "--run-name", "r", "--max-steps", "1", "--batch-size", "8", "--cpu"]
@@ -468,7 +473,7 @@ def test_class_names_as_captions_and_what_a_fork_adds(tmp_path, monkeypatch, cap
     assert result["datasets"][test]["metrics"]["retrieval"]["R-Mean"] == summary["test"][test]["R-Mean"]
     assert f"{test} (test): 8 without a caption left out" in capsys.readouterr().out
     monkeypatch.undo()
-    with pytest.raises(common.UserError, match="^--image-encoder mean_tower: not small"):
+    with pytest.raises(UserError, match="^--image-encoder mean_tower: not small"):
         common.load_model(tmp_path / "r")
 
 
@@ -486,5 +491,5 @@ def test_other_data_have_the_columns_of_training_or_the_usual_ones(tmp_path, mon
     assert set(summary["test"]) == {a, b, c}
     found = evaluate("--checkpoint", tmp_path / "r", "--datasets", b, c, "--tasks", "retrieval")["datasets"]
     assert all(found[x]["metrics"]["retrieval"]["R-Mean"] == summary["test"][x]["R-Mean"] for x in (b, c))
-    with pytest.raises(common.UserError, match="--caption-column words: c.csv has no such column"):
+    with pytest.raises(UserError, match="--caption-column words: c.csv has no such column"):
         evaluate("--checkpoint", tmp_path / "r", "--datasets", c, "--caption-column", "words", "--tasks", "retrieval")

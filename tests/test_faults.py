@@ -14,7 +14,11 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-import common
+import engine.base
+import engine.checkpoints
+import engine.folder
+import engine.run
+from engine.base import UserError
 
 import psutil
 import pytest
@@ -23,7 +27,6 @@ from safetensors.torch import load_file
 import launch
 import temo
 from helpers import write_captions
-from tools import checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--cpu", "--threads", "1", "--workers", "0", "--image-size", "16", "--embed-dim", "16", "--batch-size", "16",
@@ -79,17 +82,17 @@ def make_folder(pipe, out, name, begin):
     flags = Namespace(output_dir=str(out), run_name=name, dataset="a", seed=1, resume="")
     time.sleep(max(0, begin - time.time()))  # all at once
     try:
-        folder = common._new_folder(flags, "temo")
-        _ = common.lock_folder(folder, "--run-name")  # held until the test says so
+        folder = engine.folder._new_folder(flags, "temo")
+        _ = engine.folder.lock_folder(folder, "--run-name")  # held until the test says so
         pipe.send(str(folder))
-    except common.UserError as error:
+    except UserError as error:
         pipe.send(error)
     pipe.recv()
 
 
 @pytest.mark.parametrize("name", ["", "mine"])
 def test_runs_started_at_once_never_share_a_folder(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(common.time, "strftime", lambda _: "20260101-000000")  # the same second
+    monkeypatch.setattr(engine.folder.time, "strftime", lambda _: "20260101-000000")  # the same second
     for turn in range(10):
         out, begin = tmp_path / str(turn), time.time() + 0.05
         children = [in_child(make_folder, out, name, begin) for _ in range(4)]
@@ -104,7 +107,7 @@ def test_runs_started_at_once_never_share_a_folder(name, tmp_path, monkeypatch):
 
 
 def hold(pipe, folder):
-    lock = common.lock_folder(folder, "--resume")
+    lock = engine.folder.lock_folder(folder, "--resume")
     pipe.send(os.getpid())
     pipe.recv()
     lock.close()
@@ -114,7 +117,7 @@ def test_a_running_run_is_not_resumed(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "a")
     process, pipe = in_child(hold, tmp_path / "a")
     owner = pipe.recv()
-    with pytest.raises(common.UserError, match=rf"/a: a run is in progress there \(host .*, process {owner}\)"):
+    with pytest.raises(UserError, match=rf"/a: a run is in progress there \(host .*, process {owner}\)"):
         resume(tmp_path / "a")
     os.kill(process.pid, signal.SIGKILL)  # the lock dies with its process
     process.join(300)
@@ -122,16 +125,16 @@ def test_a_running_run_is_not_resumed(whole, tmp_path):
 
 
 def test_a_failed_start_does_not_take_the_name(data, tmp_path):
-    with pytest.raises(common.UserError, match="--text-encoder no/such"):
+    with pytest.raises(UserError, match="--text-encoder no/such"):
         run(data, tmp_path, "--run-name", "again", "--text-encoder", "no/such")
     assert run(data, tmp_path, "--run-name", "again")["steps"] == 8
-    with pytest.raises(common.UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="holds a run already"):
         run(data, tmp_path, "--run-name", "again")
 
 
 @pytest.mark.parametrize("name", ["../out", "a/b", "/etc/x"])
 def test_a_run_name_is_no_path(name, data, tmp_path):
-    with pytest.raises(common.UserError, match="a name, not a path"):
+    with pytest.raises(UserError, match="a name, not a path"):
         run(data, tmp_path / "runs", "--run-name", name)
     assert not (tmp_path / "out").exists()
 
@@ -147,7 +150,7 @@ def test_files_of_a_run_obey_the_umask(data, tmp_path):
 
 
 # ----------------------------------------------- checkpoints ---------------------------------------------------------
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "rng_0.safetensors"])
+@pytest.mark.parametrize("file", ["state.safetensors", "state.json"])
 def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(file, whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "a")
     path = tmp_path / "a" / "checkpoints" / "step_8" / file
@@ -159,14 +162,14 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(file, whole, tmp_
     assert f"step_8: damaged: {file}; the checkpoint before it is taken" in said
     assert re.search("resumed .*step_6 at step 6 of 8", said)
     assert same(tmp_path / "a", whole)
-    assert not common.damaged_files(common.latest_checkpoint(tmp_path / "a"))
+    assert not engine.checkpoints.damaged_files(engine.checkpoints.latest_checkpoint(tmp_path / "a"))
 
 
 def test_without_a_whole_checkpoint_nothing_is_resumed(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "a")
     for step in (6, 8):
-        (tmp_path / "a" / "checkpoints" / f"step_{step}" / "model.safetensors").unlink()
-    with pytest.raises(common.UserError, match="no checkpoint is whole; damaged: step_6: model.safetensors"):
+        (tmp_path / "a" / "checkpoints" / f"step_{step}" / "state.safetensors").unlink()
+    with pytest.raises(UserError, match="no checkpoint is whole; damaged: step_6: state.safetensors"):
         resume(tmp_path / "a")
 
 
@@ -190,14 +193,15 @@ def test_a_signal_ends_the_run_after_a_checkpoint(number, data, tmp_path):
     text = (tmp_path / "log").read_text()
     steps = int(re.search(rf"stopped after step (\d+) by {number.name}; to go on: \S*python\S* temo.py --resume "
                           rf"{tmp_path}/a\n", text)[1])
-    assert common.latest_checkpoint(tmp_path / "a").name == f"step_{steps}" and "Traceback" not in text
+    assert engine.checkpoints.latest_checkpoint(tmp_path / "a").name == f"step_{steps}" and "Traceback" not in text
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, steps + 1))
 
 
 SLOW = """import os, time
-import common, temo
-from tools import checkpoints, evaluation
+import temo
+from engine import base, checkpoints, run
+from evaluation import embed
 
 def slow(owner, name, seconds):
     inner = getattr(owner, name)
@@ -206,12 +210,12 @@ def slow(owner, name, seconds):
         return inner(*args)
     setattr(owner, name, outer)
 
-slow(*{"step": (common.Run, "set_lr", 0.3), "evaluation": (evaluation._EvalImages, "__getitem__", 0.4),
-       "checkpoint": (checkpoints, "write_checksums", 0.5)}[os.environ["SLOW"]])
+slow(*{"step": (run.Run, "set_lr", 0.3), "evaluation": (embed._EvalImages, "__getitem__", 0.4),
+       "checkpoint": (checkpoints, "_digest", 0.5)}[os.environ["SLOW"]])
 temo.draw = lambda *_: None
 main, parse_args = temo.main, temo.parse_args
 if __name__ == "__main__":
-    with common.clean_exit():
+    with base.clean_exit():
         main(parse_args())
 """
 
@@ -242,7 +246,7 @@ def until_it_meets(where, folder, alive, log):
         lines = path.read_text().splitlines() if path.exists() else []
         return [row["step"] for row in map(json.loads, (line for line in lines if line.endswith("}"))) if kind in row]
     met = {"step": lambda: 3 in rows("loss"), "evaluation": lambda: 4 in rows("loss") and 4 not in rows("eval"),
-           "checkpoint": lambda: (folder / "checkpoints/step_4.tmp/rng_0.safetensors").exists()}[where]
+           "checkpoint": lambda: (folder / "checkpoints/step_4.tmp/state.safetensors").exists()}[where]
     while not met():
         assert alive(), log.read_text()[-3000:]
         time.sleep(0.01)
@@ -283,7 +287,7 @@ def test_a_signal_to_the_process_group_loses_nothing(where, workers, processes, 
     launcher = f"torchrun --nproc_per_node {processes}" if processes > 1 else r"\S*python\S*"
     assert re.search(rf"stopped after step 4 by SIGTERM; to go on: {launcher} slow.py --resume {tmp_path}/a\n", text)
     assert "Traceback" not in text and "error" not in text
-    assert common.latest_checkpoint(tmp_path / "a").name == "step_4"
+    assert engine.checkpoints.latest_checkpoint(tmp_path / "a").name == "step_4"
     if where == "evaluation":  # which was not waited for
         assert 4 not in [row["step"] for row in untimed(tmp_path / "a") if "eval" in row]
     launch.finish("temo", ["--resume", tmp_path / "a"], tmp_path / "log of the rest", processes)
@@ -306,7 +310,7 @@ def test_a_signal_to_accelerate_launch_reaches_the_run(slow, data, tmp_path):
     assert not psutil.wait_procs(children, timeout=60)[1]
     assert re.search(rf"stopped after step 4 by SIGTERM; to go on: .*launch {slow} --resume {tmp_path}/a\n",
                      log.read_text())
-    assert common.latest_checkpoint(tmp_path / "a").name == "step_4"
+    assert engine.checkpoints.latest_checkpoint(tmp_path / "a").name == "step_4"
 
 
 def test_no_worker_outlives_a_run_that_is_killed(slow, data, tmp_path):
@@ -336,31 +340,31 @@ def test_the_way_on_can_be_pasted(environment, words, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)} | environment)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
     monkeypatch.setattr(sys, "argv", ["mine.py", "--cpu"])
-    assert checkpoints.command(Path("runs/two words")) == f"{words} --resume 'runs/two words'"
+    assert engine.checkpoints.command(Path("runs/two words")) == f"{words} --resume 'runs/two words'"
     monkeypatch.setattr(os, "environ", {"PATH": "/nowhere"})  # as /venv/bin/python3 mine.py
-    assert checkpoints.command("a") == f"{tmp_path}/python3 mine.py --resume a"
+    assert engine.checkpoints.command("a") == f"{tmp_path}/python3 mine.py --resume a"
 
 
 def test_a_signal_and_a_resume_change_nothing(data, whole, tmp_path, monkeypatch):
     """The step ends, the checkpoint is written, and the rest of the run is the same to the bit."""
-    finish = common.Run.set_lr
+    finish = engine.run.Run.set_lr
 
     def interrupt(self, lr):
         finish(self, lr)
         if self.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-    monkeypatch.setattr(common.Run, "set_lr", interrupt)
+    monkeypatch.setattr(engine.run.Run, "set_lr", interrupt)
     with pytest.raises(SystemExit) as end:
         run(data, tmp_path, "--run-name", "a")
-    assert end.value.code == 143 and common.latest_checkpoint(tmp_path / "a").name == "step_5"
+    assert end.value.code == 143 and engine.checkpoints.latest_checkpoint(tmp_path / "a").name == "step_5"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # a second one would have stopped at once
-    monkeypatch.setattr(common.Run, "set_lr", finish)
+    monkeypatch.setattr(engine.run.Run, "set_lr", finish)
     resume(tmp_path / "a")
     assert same(tmp_path / "a", whole)
 
 
 def test_weights_that_explode_stop_the_run_at_once(data, tmp_path):
-    with pytest.raises(common.UserError, match=r"the weights are not finite after step 1 \(lr 1e\+30"):
+    with pytest.raises(UserError, match=r"the weights are not finite after step 1 \(lr 1e\+30"):
         run(data, tmp_path, "--lr", "1e30", "--lr-end", "1e30", "--optimizer", "sgd", "--max-steps", "1",
             "--tau", "1e-9", "--warmup-epochs", "0", "--grad-clip", "0")
     assert not list(tmp_path.glob("*/model.safetensors"))

@@ -22,6 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
+import readers.pictures
 from helpers import encode, picture, write_video
 
 LIMIT = 8 * 2**30  # bytes of address space: torch alone takes three of them
@@ -95,7 +96,7 @@ def read_all(what):
         began = time.process_time()
         try:
             if what == "images":
-                x = common.decode(data)
+                x = readers.pictures.decode(data)
                 assert x.dtype == torch.uint8 and x.ndim == 3 and len(x) == 3 and x.numel()
             else:
                 x = common.read_frames(data, 4)

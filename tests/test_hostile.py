@@ -19,6 +19,14 @@ import zlib
 from pathlib import Path
 
 import common
+import engine.base
+import engine.checkpoints
+import engine.folder
+import engine.processes
+import engine.run
+from engine.base import UserError
+from engine.checkpoints import damaged_files
+from engine.run import Run
 
 import numpy as np
 import pytest
@@ -26,8 +34,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data._utils import signal_handling
 
-import eval as evaluation
+import eval as eval_py
+import evaluation.by_class
+import evaluation.embed
+import evaluation.retrieval
+import figures.base
 import ncl
+import readers.paraphrases
+import sets.own
 import temo
 import temperature_schedules as ts
 from helpers import (
@@ -43,7 +57,7 @@ from helpers import (
     write_tar,
     write_video,
 )
-from tools import check, checkpoints, figures, paraphrase, processes, run_folder
+from tools import paraphrase
 
 DRAWS = True  # where a test asks for it, see `run`
 TINY = ["--cpu", "--threads", "1", "--workers", "0", "--image-size", "16", "--embed-dim", "16", "--batch-size", "16",
@@ -64,15 +78,15 @@ def run(data, out, *flags, script=temo, pictures=False):
 def judge(*flags):
     """eval.py; raises what its entry point would print."""
     words = ["--cpu", "--threads", "1", "--workers", "0", *map(str, flags)]
-    result = evaluation.main(evaluation.parse_args(words))
-    evaluation.complain(result)
+    result = eval_py.main(eval_py.parse_args(words))
+    eval_py.complain(result)
     return result
 
 
 def stopped(work, capfd):
     """The one line with which a program ends, its exit code being 2."""
     capfd.readouterr()
-    with pytest.raises(SystemExit) as end, common.clean_exit():
+    with pytest.raises(SystemExit) as end, engine.base.clean_exit():
         work()
     return the_line(end.value.code, capfd.readouterr().err)
 
@@ -119,7 +133,7 @@ def forked(work, log, **environment):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
-        with common.clean_exit():
+        with engine.base.clean_exit():
             work()
         code = 0
     except SystemExit as end:
@@ -189,13 +203,14 @@ def whole(data, tmp_path_factory):
 # ----------------------------------------------- 1: evaluation -------------------------------------------------------
 def broken_on(split, monkeypatch):
     """Embeddings and features of this split are NaN."""
-    inner = common.encode_images
+    inner = evaluation.embed.encode_images
 
     def encode_images(model, data, *args, **options):
         index, image, features, bad = inner(model, data, *args, **options)
         factor = float("nan") if data.split == split else 1
         return index, image * factor, features * factor, bad
-    monkeypatch.setattr(common, "encode_images", encode_images)
+    for evaluator in (evaluation.retrieval, evaluation.by_class):
+        monkeypatch.setattr(evaluator, "encode_images", encode_images)
 
 
 @pytest.mark.parametrize("script, split, left", [
@@ -220,7 +235,7 @@ def test_eval_of_broken_weights_fails_after_all_is_written(whole, tmp_path, capf
     weights = load_file(tmp_path / "a" / "model.safetensors")
     save_file({k: v * float("nan") for k, v in weights.items()}, tmp_path / "a" / "model.safetensors")
     spec = json.loads((tmp_path / "a" / "model.json").read_text())
-    with pytest.raises(common.UserError, match="model.safetensors is damaged .* .not the bytes that the run wrote"):
+    with pytest.raises(UserError, match="model.safetensors is damaged .* .not the bytes that the run wrote"):
         common.load_model(tmp_path / "a")
     (tmp_path / "a" / "model.json").write_text(json.dumps({k: v for k, v in spec.items() if k != "sha256"}))
     line = stopped(lambda: judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e"), capfd)
@@ -237,14 +252,14 @@ def test_eval_goes_on_after_a_set_that_is_not_there(whole, data, tmp_path, capfd
 
 # ----------------------------------------------- 2: disks -----------------------------------------------------------
 @pytest.mark.parametrize("owner, name, words", [
-    (common, "build_tokenizer", "a/tokenizer cannot be written: File too large"),
-    (run_folder, "lock_folder", "--output-dir .*: cannot be written .File too large"),
-    (check, "compare", "a/data.json cannot be written: File too large"),
-    (common.Log, "write", "a/metrics.jsonl cannot be written: File too large"),
-    (checkpoints, "save_checkpoint", "the checkpoint .*a/checkpoints/step_1 cannot be written: File too large"),
-    (common, "save_model", "the model in .*a cannot be written: File too large"),
+    (engine.run, "build_tokenizer", "a/tokenizer cannot be written: File too large"),
+    (engine.folder, "lock_folder", "--output-dir .*: cannot be written .File too large"),
+    (engine.run, "compare", "a/data.json cannot be written: File too large"),
+    (engine.folder.Log, "write", "a/metrics.jsonl cannot be written: File too large"),
+    (engine.checkpoints, "save", "the checkpoint .*a/checkpoints/step_1 cannot be written: File too large"),
+    (engine.run, "save_model", "the model in .*a cannot be written: File too large"),
     (common, "list_bad_samples", "a/bad_samples.txt cannot be written: File too large"),
-    (common.Run, "summarize", ""), (common, "open_table", "the cache of `datasets` in .* cannot be written: File to")])
+    (Run, "summarize", ""), (sets.own, "open_table", "the cache of `datasets` in .* cannot be written: File to")])
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, words, data, tmp_path, capfd,
                                                                   monkeypatch):
     shutil.copytree(data.parent, tmp_path / "data")  # of its own: nothing of it is in a cache
@@ -252,30 +267,30 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, w
         for file in (tmp_path / "data").glob("*.png"):
             file.write_bytes(b"no picture" if common.held_out_place(file.name) > 0.5 else file.read_bytes())
     if name == "summarize":  # summary.json is what is written after it, before the pictures
-        inner, elsewhere = common.write_json, {"summary.json": "/proc/none/x"}
-        monkeypatch.setattr(common, "write_json", lambda path, value: inner(elsewhere.get(path.name, path), value))
+        inner, elsewhere = engine.run.write_json, {"summary.json": "/proc/none/x"}
+        monkeypatch.setattr(engine.run, "write_json", lambda path, value: inner(elsewhere.get(path.name, path), value))
         words = "/proc/none/x cannot be written: No such file"
     else:
         during(monkeypatch, owner, name, small_files)
     line = stopped(lambda: run(tmp_path / "data" / "captions.csv", tmp_path), capfd)
     assert re.search(words, line)
-    last = common.latest_checkpoint(tmp_path / "a")
+    last = engine.checkpoints.latest_checkpoint(tmp_path / "a")
     assert (last is not None) == (name in ("save_model", "summarize"))
-    assert not list(tmp_path.glob("a/checkpoints/*.tmp")) and (last is None or not common.damaged_files(last))
+    assert not list(tmp_path.glob("a/checkpoints/*.tmp")) and (last is None or not damaged_files(last))
 
 
 def test_what_a_full_disk_stopped_goes_on_once_there_is_room(data, whole, tmp_path, capfd):
     """The checkpoint before is there, the half one is gone, half a row of the log is dropped."""
-    before, steps = checkpoints.save_checkpoint, []
+    before, steps = engine.checkpoints.save, []
 
-    def save(folder, step, *args, **options):
-        with small_files(0 if step == 2 else 10**9):
-            before(folder, step, *args, **options)
+    def save(run):
+        with small_files(0 if run.step == 2 else 10**9):
+            before(run)
     try:
-        checkpoints.save_checkpoint = save
+        engine.checkpoints.save = save
         line = stopped(lambda: run(data, tmp_path), capfd)
     finally:
-        checkpoints.save_checkpoint = before
+        engine.checkpoints.save = before
     assert re.match("the checkpoint .*step_2 cannot be written: File too large; what was saved before is whole", line)
     assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step_1"]
     with open(tmp_path / "a" / "metrics.jsonl", "a") as log:
@@ -290,7 +305,7 @@ def test_what_a_full_disk_stopped_goes_on_once_there_is_room(data, whole, tmp_pa
 
 
 def test_a_picture_without_room_is_named_and_no_half_one_is_left(data, tmp_path, capfd, monkeypatch):
-    during(monkeypatch, figures, "save_figure", lambda: small_files(500))
+    during(monkeypatch, figures.base, "save_figure", lambda: small_files(500))
     assert run(data, tmp_path, pictures=True)["steps"] == 2
     said = capfd.readouterr().out
     assert said.count("cannot be drawn and is left out: OSError") == 5 and not list((tmp_path / "a").glob("*.png"))
@@ -303,8 +318,8 @@ def test_a_full_frame_cache_stops_the_run_and_costs_no_clip(workers, tmp_path, c
     listed = [(f"{i}.mp4", caption(i)) for i in range(20)]
     rows = write_rows(tmp_path / "videos" / "a.csv", ["video", "caption"], listed)
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(common.Evaluator, "check", lambda self: None)  # reached while training
-    monkeypatch.setattr(common.Run, "evaluate_val", lambda self: {})
+    monkeypatch.setattr(evaluation.retrieval.Evaluator, "check", lambda self: None)  # reached while training
+    monkeypatch.setattr(Run, "evaluate_val", lambda self: {})
     flags = "--frames", 2, "--batch-size", 4, "--workers", workers, "--frame-cache", tmp_path / "file" / "inside"
     line = stopped(lambda: run(rows, tmp_path, *flags), capfd)
     assert re.match("--frame-cache .*file/inside cannot be written: Not a directory", line)
@@ -312,12 +327,12 @@ def test_a_full_frame_cache_stops_the_run_and_costs_no_clip(workers, tmp_path, c
 
 def test_a_full_disk_stops_both_processes(data, tmp_path):
     def work(rank):
-        inner = common.Log.write
+        inner = engine.folder.Log.write
 
         def write(log, row):
             with small_files(0 if rank == 0 else 10**9):
                 inner(log, row)
-        common.Log.write = write
+        engine.folder.Log.write = write
         run(data, tmp_path)
     (code, main), (other, second) = ranks(tmp_path, work)
     assert "a/metrics.jsonl cannot be written: File too large" in the_line(code, main)
@@ -433,7 +448,7 @@ def test_what_lies_in_a_folder_and_is_not_read_is_refused(name, classes, tmp_pat
     shutil.copytree(classes, tmp_path / "own")
     write_rows(tmp_path / "own" / "classes.csv", ["class", "caption"], [("a", "no list of files")])
     spoil(tmp_path / "own")
-    with pytest.raises(common.UserError, match=re.escape(words)):
+    with pytest.raises(UserError, match=re.escape(words)):
         common.load_data(str(tmp_path / "own"), "train")
 
 
@@ -459,8 +474,8 @@ def test_pictures_of_other_kinds_are_counted(classes, tmp_path, capsys):
     shutil.rmtree(tmp_path / "own" / "b")
     for file in (*(tmp_path / "own").rglob("*.png"), *(tmp_path / "own").rglob("*.tif")):
         file.unlink()
-    common._own_data.cache_clear()
-    with pytest.raises(common.UserError, match="own: 3 .heic files are not read; convert them"):
+    sets.own.own_data.cache_clear()
+    with pytest.raises(UserError, match="own: 3 .heic files are not read; convert them"):
         common.load_data(str(tmp_path / "own"), "train")
 
 
@@ -477,7 +492,7 @@ def rows_of_clips(folder, header, seconds):
                                     ("start_timestamp", "stop_timestamp"), ("start", "duration")])
 def test_windows_by_other_names_are_not_passed_over(header, tmp_path):
     """Passed over, all rows of a video would be captions of the whole of it."""
-    with pytest.raises(common.UserError, match=f"rows of one video differ in .*{header[0]}.*, which is not read: all"):
+    with pytest.raises(UserError, match=f"rows of one video differ in .*{header[0]}.*, which is not read: all"):
         common.load_data(str(rows_of_clips(tmp_path, header, lambda k: (k % 2 / 10, 0.2))), "train")
 
 
@@ -512,7 +527,7 @@ def test_windows_that_clips_were_cut_by_are_said_to_be_unread(tmp_path, capsys):
     file = rows_of_clips(tmp_path, ("time_start", "time_end"), lambda k: (k // 2 + 100, k // 2 + 110))
     assert len(common.load_data(str(file), "train").captions(0)) == 2
     assert "WARNING: a.csv: time_start, time_end not read: each row stands for" in capsys.readouterr().out
-    common._own_data.cache_clear()
+    sets.own.own_data.cache_clear()
     data = common.load_data(str(rows_of_clips(tmp_path, (" Start", " END"), lambda k: (k % 2 / 10, 0.2))), "train")
     assert len(data.captions(0)) == 1 and data.sources[0]["source"]["end"] == 0.2
 
@@ -536,7 +551,7 @@ def test_captions_of_a_megabyte(data, tmp_path):
     pieces = {"image": torch.eye(4, 8), "text": torch.eye(4, 8), "owner": np.arange(4), "texts": long[:4],
               "index": np.arange(4), "positives": torch.arange(4)[:, None],
               "data": common.load_data(str(file), "train")}
-    figures.draw_retrieval(pieces, tmp_path / "retrieval.png")
+    figures.base.draw_retrieval(pieces, tmp_path / "retrieval.png")
     assert time.process_time() - began < 30
 
 
@@ -601,7 +616,7 @@ def test_a_card_that_names_files_below_odd_letters_is_refused(tmp_path, capfd):
 def test_paraphrases_below_odd_letters(tmp_path):
     (tmp_path / "ü [1]").mkdir()
     file = write_rows(tmp_path / "ü [1]" / "p[1].jsonl", ["caption", "paraphrases"], [("a b", ["b a"])])
-    assert common.Paraphrases(file).get(["a b"]) == [["b a"]]
+    assert readers.paraphrases.Paraphrases(file).get(["a b"]) == [["b a"]]
 
 
 def test_one_class_is_nothing_to_classify(data, tmp_path, capfd):
@@ -682,7 +697,7 @@ def test_eval_says_what_changed_in_the_data(data, tmp_path, capfd):
     run(file, tmp_path)
     def changed():
         capfd.readouterr()
-        common._own_data.cache_clear()
+        sets.own.own_data.cache_clear()
         found = judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e", "--tasks", "gap")
         warned = re.findall("WARNING: (.*)", capfd.readouterr().out)
         assert json.loads((tmp_path / "e" / "eval.json").read_text())["datasets"] == found["datasets"]
@@ -729,7 +744,7 @@ def test_max_pixels(data, tmp_path, capfd):
     line = stopped(lambda: run(file, tmp_path, "--max-pixels", 479), capfd)  # they are of 20 x 24
     assert re.search("none of the first .* can be read, first .*480? pixels|24 x 20 pixels, more than the 479", line)
     run(file, tmp_path / "b", "--max-pixels", 480, "--max-bad-fraction", 0.1)
-    assert evaluation.data_options(evaluation.Subject(evaluation.parse_args(
+    assert eval_py.options_of_set(eval_py.Subject(eval_py.parse_args(
         ["--checkpoint", str(tmp_path / "b" / "a"), "--cpu"])), str(file), "")["max_pixels"] == 480
 
 
@@ -748,7 +763,7 @@ def test_verify_images(data, tmp_path, capfd):
     found = judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e", "--tasks", "retrieval")
     assert "changed" not in found["datasets"][str(file)]
     (tmp_path / "data" / bad[0]).write_bytes(encode(picture(1)))  # mended: still left out, or it were another run
-    common._own_data.cache_clear()
+    sets.own.own_data.cache_clear()
     draw, temo.draw = temo.draw, lambda *_: None
     try:
         assert temo.main(temo.parse_args(["--resume", str(tmp_path / "a"), "--max-steps", "3"]))["bad_samples"] == 4
@@ -760,7 +775,7 @@ def test_verify_images(data, tmp_path, capfd):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_whose_partner_never_comes(rank, data, tmp_path):
     def work(_):
-        processes.RENDEZVOUS_MINUTES = 0.01
+        engine.processes.RENDEZVOUS_MINUTES = 0.01
         run(data, tmp_path)
     [(code, said)] = ranks(tmp_path, work, [rank])
     line = the_line(code, said)
@@ -771,7 +786,7 @@ def test_a_process_whose_partner_never_comes(rank, data, tmp_path):
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_process_whose_partner_is_lost(how, data, tmp_path):
     def work(rank):
-        processes.COLLECTIVE_MINUTES = 0.04 if how == "hangs" else 5
+        engine.processes.COLLECTIVE_MINUTES = 0.04 if how == "hangs" else 5
 
         def done(self, *_):
             if rank == 1:
@@ -780,8 +795,8 @@ def test_a_process_whose_partner_is_lost(how, data, tmp_path):
                 until = time.monotonic() + 300
                 while "error" not in (tmp_path / "rank0.log").read_text() and time.monotonic() < until:
                     time.sleep(0.1)  # it hangs until the other has given up
-            common.barrier()
-        common.Run.done = done
+            engine.base.barrier()
+        Run.done = done
         run(data, tmp_path)
     (code, said), (other, _) = ranks(tmp_path, work)
     line = the_line(code, said)
@@ -793,14 +808,14 @@ def test_a_process_whose_partner_is_lost(how, data, tmp_path):
 def test_a_loader_worker_that_is_killed(when, data, tmp_path):
     def work():
         if when == "evaluation":
-            common.open_room("tools.evaluation")._collate_eval = lambda items: os.kill(os.getpid(), signal.SIGKILL)
-        inner = common.Run.done
+            evaluation.embed._collate_eval = lambda items: os.kill(os.getpid(), signal.SIGKILL)
+        inner = Run.done
 
         def done(self, *args):
             for worker in multiprocessing.active_children()[:1]:
                 os.kill(worker.pid, signal.SIGKILL)
             inner(self, *args)
-        common.Run.done = done if when == "training" else inner
+        Run.done = done if when == "training" else inner
         run(data, tmp_path, "--workers", 2, "--eval-batch", 1, "--max-steps", 12)
     code = ended(forked(work, tmp_path / "log"))
     # a worker that dies while Python's own thread hands it a tensor: that thread prints this, whatever we do
@@ -837,7 +852,7 @@ def test_a_loader_that_never_answers_is_given_up(monkeypatch):
     monkeypatch.setattr(common, "LOADER_SECONDS", -29.5)
     items = common.watched(stuck(), workers=2)
     assert next(items) == 1
-    with pytest.raises(common.UserError, match="a loader worker died or hangs .no loader worker answered for 0.5 s"):
+    with pytest.raises(UserError, match="a loader worker died or hangs .no loader worker answered for 0.5 s"):
         next(items)
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
@@ -845,13 +860,13 @@ def test_a_loader_that_never_answers_is_given_up(monkeypatch):
 @pytest.mark.parametrize("megabytes", [0, 20])
 def test_too_little_memory_is_no_hang(megabytes, data, tmp_path):
     def work():
-        common.LOADER_SECONDS, inner = -25, common.Run.begin
+        common.LOADER_SECONDS, inner = -25, Run.begin
 
         def begin(self, *args):
             now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (now + megabytes * 2**20,) * 2)
             return inner(self, *args)
-        common.Run.begin = begin
+        Run.begin = begin
         run(data, tmp_path, "--workers", 2)
     assert ended(forked(work, tmp_path / "log")) != 0
 
@@ -861,8 +876,8 @@ def test_too_little_memory_is_no_hang(megabytes, data, tmp_path):
 def test_what_is_no_fault_of_a_sample_costs_none(error, data, tmp_path, capfd, monkeypatch):
     def read(self, i, draws=None):
         raise error
-    monkeypatch.setattr(common.Evaluator, "check", lambda self: None)
-    monkeypatch.setattr(common.Run, "evaluate_val", lambda self: {})
+    monkeypatch.setattr(evaluation.retrieval.Evaluator, "check", lambda self: None)
+    monkeypatch.setattr(Run, "evaluate_val", lambda self: {})
     monkeypatch.setattr(common.Data, "read", read)
     line = stopped(lambda: run(data, tmp_path), capfd)
     assert re.match(r"not enough memory \(.*; try --chunk-size|\[Errno 24\].*ulimit -n", line)
@@ -977,7 +992,7 @@ def test_a_model_json_leads_nowhere_else(name, whole, elsewhere, tmp_path):
     shutil.copytree(whole, tmp_path / "a")
     spec = json.loads((whole / "model.json").read_text()) | SPECS[name]
     (tmp_path / "a" / "model.json").write_text(json.dumps(spec).replace("ELSEWHERE", str(elsewhere)))
-    with pytest.raises(common.UserError, match="its model.json is damaged .*; --resume .* writes it anew"):
+    with pytest.raises(UserError, match="its model.json is damaged .*; --resume .* writes it anew"):
         common.load_model(tmp_path / "a")
     assert WATCHED == [str(elsewhere)]
 
@@ -987,7 +1002,7 @@ def test_a_tokenizer_leads_nowhere_else(whole, elsewhere, tmp_path):
     config = tmp_path / "a" / "tokenizer" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {
         "tokenizer_file": str(elsewhere / "tokenizer.json"), "auto_map": {"AutoTokenizer": ["code.T", "code.T"]}}))
-    with contextlib.suppress(common.UserError):
+    with contextlib.suppress(UserError):
         ours, theirs = (common.load_model(folder)[1](["picture number 3"]) for folder in (tmp_path / "a", whole))
         assert ours["input_ids"].equal(theirs["input_ids"])
     assert WATCHED == [str(elsewhere)]
@@ -1021,7 +1036,7 @@ def test_code_beside_a_model_is_neither_run_nor_asked_about(kind, data, tmp_path
              lambda: paraphrase.main(words)]
     for door in doors:
         capfd.readouterr()
-        with pytest.raises(SystemExit) as end, common.clean_exit():
+        with pytest.raises(SystemExit) as end, engine.base.clean_exit():
             door()
         said = capfd.readouterr().err
         assert end.value.code == 2 and str(folder) in said and "Traceback" not in said and "[y/N]" not in said
@@ -1056,13 +1071,13 @@ def test_a_card_of_data_leads_nowhere_else(file, elsewhere, tmp_path):
         for end in ("\n", "\r\n"):
             card = f"---\n{text}\n---\n" if file == "README.md" else text
             (mine / file).write_bytes(card.replace("\n", end).encode())
-            with pytest.raises(common.UserError, match=f"its {file} says that data lie outside the folder "):
-                common._own_data.cache_clear()
+            with pytest.raises(UserError, match=f"its {file} says that data lie outside the folder "):
+                sets.own.own_data.cache_clear()
                 common.load_data(str(mine), "train")
             assert WATCHED == [str(elsewhere)], name
     for text, words in (("configs: [", "cannot be read"), ("configs: &a\n- *a", "config_name|outside")):
         (mine / file).write_text(f"---\n{text}\n---\n" if file == "README.md" else text)
-        with pytest.raises(common.UserError, match=words):
+        with pytest.raises(UserError, match=words):
             common.load_data(str(mine), "train")
     good = "license: cc\nhomepage: https://example.com/a\nconfigs:\n- config_name: default\n  data_files: train.parquet"
     (mine / file).write_text(f"---\n{good}\n---\n" if file == "README.md" else good)

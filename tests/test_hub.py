@@ -6,16 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+from engine.base import UserError
 
 import datasets
 import numpy as np
 import pytest
 import torch
 
+import sets.hub
 import temo
 from helpers import CLASSES, encode, picture, tar_samples, write_parquet_images, write_tar
+from readers.stream import Stream
 from sets import hub as hub_sets
-from sets.stream import Stream
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def test_classification_tars_bring_class_names_and_prompts(hub):
 def test_a_label_beyond_the_class_names_is_said(hub, tmp_path):
     write_tar(tmp_path / "test" / "0.tar", {"s0000000": {"cls": b"7", "webp": encode(picture(1), "webp")}})
     (tmp_path / "classnames.txt").write_text("a\nb\n")
-    with pytest.raises(common.UserError, match="a label is 7, but classnames.txt has 2 lines"):
+    with pytest.raises(UserError, match="a label is 7, but classnames.txt has 2 lines"):
         common.load_data("dtd", "test", data_dir=str(tmp_path))
 
 
@@ -107,7 +109,7 @@ def test_parquet_tables(hub):
     held, rest = (common.load_data("cifar100", s, hold_out_val=True, **where) for s in ("val", "train"))
     assert held.column("key") == ["33"] and len(rest) == 33  # images without names: the number of the row
     assert "33" not in rest.column("key") and len(common.load_data("cifar100", "train", **where)) == 34
-    with pytest.raises(common.UserError, match="cifar100 has no val split; it has: train, test; --hold-out-val takes"):
+    with pytest.raises(UserError, match="cifar100 has no val split; it has: train, test; --hold-out-val takes"):
         common.load_data("cifar100", "val", **where)
     imagenet = common.load_data("imagenet", "test", data_dir=str(hub / "imagenet"))  # its test: the validation images
     assert len(imagenet) == 6 and imagenet.split == "test"
@@ -122,13 +124,13 @@ def test_cc3m_streams_or_is_indexed(hub):
     assert isinstance(indexed, common.Data) and not indexed.streamed and len(indexed) == 40
     assert indexed.shards.tolist() == [shard for shard in range(4) for _ in range(10)]
     assert len(common.load_data("cc3m", "val", streaming=True, **options)) == 6
-    with pytest.raises(common.UserError, match="cc3m has no test split; it has: train, val"):
+    with pytest.raises(UserError, match="cc3m has no test split; it has: train, val"):
         common.load_data("cc3m", "test", **options)
 
 
 def test_without_the_hub_one_line_says_what_to_do():
     for name in ("coco", "cifar10", "cc3m"):
-        with pytest.raises(common.UserError) as error:
+        with pytest.raises(UserError) as error:
             common.load_data(name, "test" if name != "cc3m" else "val")
         message = str(error.value)
         assert "\n" not in message and ("data-dir" in message or "hub" in message), name
@@ -162,7 +164,7 @@ def test_a_download_says_its_size_and_needs_the_room(free, hub, tmp_path, monkey
         assert "5.0 GB (of 7.5 GB) of pixparse/cc3m-wds are downloaded to" in said and "10,000.0 GB free" in said
         assert "--streaming starts at once" in said
     else:
-        with pytest.raises(common.UserError, match=r"5.0 GB .* do not fit into .* 1.0 GB free; .*--streaming"):
+        with pytest.raises(UserError, match=r"5.0 GB .* do not fit into .* 1.0 GB free; .*--streaming"):
             fetch()
         assert not fetched
 
@@ -172,8 +174,8 @@ def test_gated_sets_say_how_to_get_in():
 
     def gated(_):
         raise GatedRepoError.__new__(GatedRepoError, "403: access to this data set is restricted")
-    with pytest.raises(common.UserError, match="accept its terms .* `hf auth login`"):
-        common.hub_call("imagenet", "ILSVRC/imagenet-1k", gated)
+    with pytest.raises(UserError, match="accept its terms .* `hf auth login`"):
+        sets.hub.hub_call("imagenet", "ILSVRC/imagenet-1k", gated)
 
 
 def test_the_17_sets_of_table_7_are_there():

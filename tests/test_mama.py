@@ -11,6 +11,13 @@ import time
 from pathlib import Path
 
 import common
+import engine.base
+import engine.checkpoints
+import engine.data
+import engine.meta_data
+import engine.run
+from engine.base import UserError, write_json
+from engine.meta_data import balanced_rows, meta_data
 
 import numpy as np
 import pytest
@@ -21,12 +28,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import eval as evaluation
+import encoders.base
+import encoders.video
+import eval as eval_py
 import launch
 import mama
 from helpers import drift, of_set, tar_samples, write_images, write_rows, write_tar
 from tools import concepts, margins, score
-from tools.meta_data import balanced_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = True  # main below says which runs do
@@ -146,7 +154,7 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.vision, self.text = common.FeatureEncoder(5, 4, width=16), common.SmallText(30, 7, width=16)
+        self.vision, self.text = encoders.video.FeatureEncoder(5, 4, width=16), encoders.base.SmallText(30, 7, width=16)
         self.register_buffer("unused", torch.zeros(2))
 
     def forward(self, pixels, tokens):
@@ -376,12 +384,12 @@ def arguments(*flags):
 
 
 def meta_of(train, evals, args):
-    return common.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size, args.task)
+    return meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size, args.task)
 
 
 def test_meta_data_are_clean_balanced_and_stay_in_train():
     args = arguments("--caption-noise", "0.5", "--clips", "400", "40", "16", "--meta-size", "48")
-    train, evals = common.open_data(args)
+    train, evals = engine.data.open_data(args)
     meta, rest = meta_of(train, evals, args)
     assert len(meta) == 48 and not any(meta.column("noisy")) and any(train.column("noisy"))
     assert set(meta.column("key")) <= set(train.column("key")) and rest is evals
@@ -403,7 +411,7 @@ def test_rows_without_a_class_are_no_class_of_the_meta_data():
 def test_meta_data_of_val_leave_every_evaluation():
     for weighting in ("meta", "none"):
         args = arguments("--meta-set", "val", "--meta-size", "10", "--weighting", weighting)
-        train, evals = common.open_data(args)
+        train, evals = engine.data.open_data(args)
         meta, rest = meta_of(train, evals, args)
         assert len(rest["moving-emoji"]["val"]) == 6 and len(evals["moving-emoji"]["val"]) == 16
         assert rest["moving-emoji"]["test"] is evals["moving-emoji"]["test"]
@@ -414,10 +422,10 @@ def test_meta_data_by_name(tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("".join(f"train {i}\n" for i in (9, 3, 5, 9, 7, 8, 1, 2, 0)))
     args = arguments("--meta-set", str(names))
-    train, evals = common.open_data(args)
+    train, evals = engine.data.open_data(args)
     assert meta_of(train, evals, args)[0].column("key") == [f"train {i}" for i in (0, 1, 2, 3, 5, 7, 8, 9)]
     names.write_text("train 1\nnobody\n")
-    with pytest.raises(common.UserError, match="1 of its 2 names are not in train, first 'nobody'"):
+    with pytest.raises(UserError, match="1 of its 2 names are not in train, first 'nobody'"):
         meta_of(train, evals, args)
 
 
@@ -486,7 +494,7 @@ def test_every_flag_has_an_effect(run, name, tmp_path):
 def test_eval_leaves_the_meta_data_of_val_out(tmp_path):
     summary = main(tmp_path / "run", "--max-steps", "2", "--meta-set", "val", "--meta-size", "10", "--text-length", "8")
     flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--split", "val", "--tasks", "retrieval"]
-    result = evaluation.main(evaluation.parse_args([*flags, "--output-dir", str(tmp_path / "eval")]))
+    result = eval_py.main(eval_py.parse_args([*flags, "--output-dir", str(tmp_path / "eval")]))
     assert summary["val"]["moving-emoji"]["images"] == result["datasets"]["moving-emoji"]["metrics"]["images"] == 6
 
 
@@ -526,13 +534,13 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
         seen["first net"] = copy.deepcopy(seen["net"])
         return seen["net"]
 
-    def watch_towers(module, *args, towers=common.Run.towers):
+    def watch_towers(module, *args, towers=engine.run.Run.towers):
         out = towers(module, *args)
         seen["tower"] = copy.deepcopy(out[0])
         return out
     monkeypatch.setattr(mama, "inputs_of", watch_inputs)
     monkeypatch.setattr(mama, "WeightNet", watch_net)
-    monkeypatch.setattr(common.Run, "towers", watch_towers)
+    monkeypatch.setattr(engine.run.Run, "towers", watch_towers)
     lr = 0.05
     main(tmp_path / "run", "--weighting", weighting, "--lr", str(lr),
          *"--max-steps 2 --optimizer sgd --beta1 0 --lr-schedule constant --warmup-epochs 0 --weight-decay 0".split(),
@@ -587,22 +595,21 @@ def test_a_stream_trains_without_a_look_ahead(tmp_path):
     mama.main(mama.parse_args([*flags, "--weighting", "focal", "--run-name", "run"]))
     rows = logged(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2] and all("w_mismatched" not in row for row in rows)
-    with pytest.raises(common.UserError, match="--meta-set train: .* has no such split .*a stream"):
+    with pytest.raises(UserError, match="--meta-set train: .* has no such split .*a stream"):
         mama.main(mama.parse_args(flags))
 
 
 def test_batchnorm_on_several_processes_is_refused(tmp_path, monkeypatch):
-    begun, world = common.Run.towers, common.world
+    begun = engine.run.Run.towers
 
     def towers(*args):
         out = begun(*args)
-        monkeypatch.setattr(common, "world", lambda: 2)
-        monkeypatch.setattr(common, "has_batchnorm", lambda model: True)
+        monkeypatch.setattr(mama, "world", lambda: 2)
+        monkeypatch.setattr(mama, "has_batchnorm", lambda model: True)
         return out
-    monkeypatch.setattr(common.Run, "towers", towers)
-    with pytest.raises(common.UserError, match="--weighting meta: small has BatchNorm"):
+    monkeypatch.setattr(engine.run.Run, "towers", towers)
+    with pytest.raises(UserError, match="--weighting meta: small has BatchNorm"):
         main(tmp_path / "run", "--max-steps", "2")
-    assert world() == 1
 
 
 def test_hidden_units_begin_all_along_the_losses():
@@ -626,15 +633,14 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
         time.sleep(0.005)
     killed.kill()
     killed.join(300)
-    last = common.latest_checkpoint(tmp_path / "killed")
+    last = engine.checkpoints.latest_checkpoint(tmp_path / "killed")
     assert last and last.name in ("step_3", "step_6"), "killed too early or too late"
     main(tmp_path / "whole", *LONG[len(BASE):])
     launch.finish("mama", ["--resume", str(tmp_path / "killed")], tmp_path / "resumed.txt")
-    for name in ("model", "extra", "optimizer", "tensors", "rng_0"):
-        a, b = (load_file(tmp_path / r / f"checkpoints/step_9/{name}.safetensors") for r in ("whole", "killed"))
-        assert a.keys() == b.keys() and a and all(torch.equal(a[k], b[k]) for k in a), name
-    assert {"second.0.exp_avg", "second.3.step", "curves"} <= a.keys() | load_file(
-        tmp_path / "whole/checkpoints/step_9/tensors.safetensors").keys()
+    a, b = (load_file(tmp_path / r / "checkpoints/step_9/state.safetensors") for r in ("whole", "killed"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert {k.split("/")[0] for k in a} == {"model", "own", "optimizer", "second", "tensors", "random_0"}
+    assert {"second/0.exp_avg", "second/3.step", "tensors/curves"} <= a.keys()
     timeless = ("step_s", "data_s", "samples_per_s")
     ours, theirs = ({r["step"]: {k: v for k, v in r.items() if k not in timeless} for r in logged(tmp_path / name)}
                     for name in ("whole", "killed"))
@@ -642,18 +648,20 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
 
 
 DRIVER = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
-import common, mama, torch
+import mama
+from engine.base import clean_exit, rank, write_tensors
+from engine.run import Run
 mama.draw = lambda *args: None
 def keep(when, inner):
     def kept(run, *args, **more):
         state = {{"tower." + k: v for k, v in run.trained.state_dict().items()}}
         state |= {{"own." + k: v for k, v in run.own.state_dict().items()}}
-        common.write_tensors(run.folder / f"{{when}}_{{common.rank()}}.safetensors", state)
+        write_tensors(run.folder / f"{{when}}_{{rank()}}.safetensors", state)
         return inner(run, *args, **more)
     return kept
-common.Run.begin, common.Run.finish = keep("start", common.Run.begin), keep("rank", common.Run.finish)
+Run.begin, Run.finish = keep("start", Run.begin), keep("rank", Run.finish)
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         mama.main(mama.parse_args())
 """
 FIVE = [*BASE, *"--max-steps 5 --save-every 0 --meta-batch-size 8 --clips 96 16 16".split(),
@@ -720,7 +728,7 @@ BAD = {
     ("--loss", "infonce", "--weighting", "meta"): "--loss infonce has neither margin nor weights",
     ("--loss", "infonce", "--margin-schedule", "constant"): "--loss infonce has neither margin nor weights",
     ("--a0", "20"): "--a0 20 --a1 10: the margin a0 / a1 must be at most pi / 2",
-    ("--weighting", "l2rw", "--meta-every", "2"): "--meta-every: --weighting l2rw",
+    ("--weighting", "l2rw", "--meta-every", "2"): "--meta-every: only with --weighting meta",
     ("--meta-memory", "fast", "--weighting", "focal"): "--meta-memory fast: only with --weighting meta",
     ("--meta-memory", "fast", "--meta-gradient", "second-order"): "--meta-memory fast: only with --weighting meta",
     ("--meta-memory", "fast", "--mixed-precision", "bf16"): "--meta-memory fast: only with --weighting meta",
@@ -735,8 +743,9 @@ BAD = {
     ("--answers", "9"): "--answers: only with --task qa-open", ("--fusion-layers", "3"): "--fusion-layers: only where",
     ("--weighting", "none", "--meta-lr", "1"): "--meta-lr: only with --weighting meta;",
     ("--weighting", "l2rw", "--weight-hidden", "9"): "--weight-hidden: only with --weighting meta or joint",
-    ("--weighting", "none"): "--meta-batch-size: only with --weighting meta or l2rw",
-    ("--meta-set", __file__): "--meta-size: only with --weighting meta or l2rw and --meta-set train or val",
+    ("--weighting", "none", "--meta-batch-size", "8"): "--meta-batch-size: only with --weighting meta or l2rw",
+    ("--meta-set", __file__, "--meta-size", "24"):
+        "--meta-size: only with --weighting meta or l2rw and --meta-set train or val",
     ("--margin-schedule", "none", "--a0", "1"): "--a0: only with a margin",
     ("--margin-schedule", "constant", "--a2", "1"): "--a2: only with --margin-schedule logistic"}
 
@@ -744,7 +753,7 @@ BAD = {
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_flags(flags, capsys):
     with pytest.raises(SystemExit) as stop:
-        mama.parse_args([*BASE, *flags])
+        mama.parse_args([*of_set(BASE, flags), *flags])
     line = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and len(line) == 1 and BAD[flags] in line[0]
 
@@ -760,7 +769,7 @@ def test_a_meta_batch_that_no_two_processes_share(monkeypatch, capsys):
 def test_too_little_meta_data(tmp_path):
     for flags, words in ((["--meta-size", "4"], "4 examples, fewer than --meta-batch-size 8"),
                          (["--meta-set", "val", "--meta-size", "99"], "val has 16 examples, none would be left")):
-        with pytest.raises(common.UserError, match=words):
+        with pytest.raises(UserError, match=words):
             main(tmp_path / "run", "--max-steps", "2", *flags)
         assert not (tmp_path / "run").exists()
 
@@ -793,8 +802,8 @@ def folder_of(path, val=10.0, **flags):
     """What margins.py reads of a finished run."""
     path.mkdir(parents=True)
     args = dict(margin_schedule="logistic", a0=2.0, a1=10.0, a2=0.1, seed=0, task="retrieval", dataset="set", tau=0.1)
-    common.write_json(path / "args.json", args | {"run_name": path.name} | flags)
-    common.write_json(path / "summary.json", {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}})
+    write_json(path / "args.json", args | {"run_name": path.name} | flags)
+    write_json(path / "summary.json", {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}})
     return str(path)
 
 
@@ -816,7 +825,7 @@ def test_margins_of_several_runs(tmp_path, capsys):
                        ([folders[1], str(tmp_path / "empty")], "not a finished run of mama.py"),
                        ([folders[1], unfinished], "not a finished run of mama.py"),
                        ([folders[1], folders[1]], "a run is named twice")):
-        with pytest.raises(common.UserError, match=words):
+        with pytest.raises(UserError, match=words):
             margins.main([*bad, "--out", str(tmp_path / "b.png")])
     with pytest.raises(SystemExit):
         margins.main([folders[1], folders[2], "--out", str(tmp_path / "b.png")])
@@ -842,7 +851,7 @@ def test_queries_without_a_class_are_no_concept(tmp_path, capsys):
 def test_scores_are_of_a_clip_s_own_captions(tmp_path):
     """Whatever captions the run has swapped, and with a row for each of them."""
     args = vars(arguments("--caption-noise", "0.9", "--unfold-captions"))
-    common.write_json(tmp_path / "args.json", args)
+    write_json(tmp_path / "args.json", args)
     data = score.data_of(tmp_path, "train")
     clean = common.load_data("moving-emoji", "train", clips=args["clips"])
     assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(clean.keys())
@@ -868,6 +877,6 @@ def test_gain_by_concept(run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         (tmp_path / "args").mkdir()
         for name, more in (("args.json", {"clips": [9, 9, 9]}), ("summary.json", {})):
-            common.write_json(tmp_path / "args" / name, common.read_json(folder / name) | more)
+            write_json(tmp_path / "args" / name, engine.base.read_json(folder / name) | more)
         concepts.main([str(folder), str(tmp_path / "args")])
     assert "differ in --clips: they cannot be compared" in capsys.readouterr().err

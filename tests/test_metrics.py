@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 
+import evaluation.metrics
+
 
 def brute_ranks(query, gallery, positives, bias=None):
     """Rank of the best positive, by sorting in Python; every tie stands before it."""
@@ -76,7 +78,7 @@ def test_non_finite_raises(name):
 
 def test_chance_is_what_random_embeddings_get():
     rows = [[i] if i % 2 else [i, (i + 1) % 60, (i + 2) % 60] for i in range(60)]
-    chance = common.retrieval_chance(table(rows), 60)
+    chance = evaluation.metrics.retrieval_chance(table(rows), 60)
     generator = torch.Generator().manual_seed(0)
     runs = []
     for _ in range(300):
@@ -84,7 +86,7 @@ def test_chance_is_what_random_embeddings_get():
         runs.append(common.retrieval_metrics(query, gallery, table(rows)))
     for key, tolerance in (("R@1", 0.6), ("R@5", 1.2), ("R@10", 1.5), ("R@50", 1.0), ("MnR", 0.7), ("MdR", 1.5)):
         assert np.mean([r[key] for r in runs]) == pytest.approx(chance[key], abs=tolerance), key
-    assert common.retrieval_chance(torch.arange(20)[:, None], 20)["R@10"] == pytest.approx(50)
+    assert evaluation.metrics.retrieval_chance(torch.arange(20)[:, None], 20)["R@10"] == pytest.approx(50)
 
 
 @pytest.mark.parametrize("k", [1, 10])

@@ -4,6 +4,7 @@ import json
 import pickle
 
 import common
+from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -13,8 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import CLIPConfig
 
-import eval as evaluation
+import encoders.avion
+import encoders.base
+import encoders.weights
+import eval as eval_py
+import evaluation.by_class
+import evaluation.metrics
+import evaluation.mir
 import temo
+from evaluation.metrics import class_relevancy, multi_hot
 from helpers import frame_number, write_rows, write_video
 from sets import epic as sets_epic
 from sets import moving_emoji, ssv2
@@ -93,7 +101,7 @@ def test_what_cannot_be_scored_raises(bad, words):
 
 def test_chance_is_what_a_random_order_gets():
     rel = soft_relevancy(12, 9, seed=2)
-    chance, rng = common.mir_chance(rel), np.random.default_rng(0)
+    chance, rng = evaluation.metrics.mir_chance(rel), np.random.default_rng(0)
     runs = [common.mir_metrics(torch.from_numpy(rng.normal(size=rel.shape)), rel) for _ in range(600)]
     for k in ("mAP", "nDCG", "mAP_binary"):
         assert np.mean([r[k] for r in runs]) == pytest.approx(chance[k], abs=0.7), k
@@ -103,17 +111,17 @@ def test_chance_is_what_a_random_order_gets():
 def test_recalls_of_frequent_and_rare_queries():
     ranks = np.array([1, 1, 1, 4, 20, 1, 60, 60, 60])
     frequency = np.array([9, 9, 9, 5, 5, 5, 1, 2, 1])
-    got = common.recall_by_frequency(ranks, frequency)
+    got = evaluation.by_class.recall_by_frequency(ranks, frequency)
     assert [got[k]["R@1"] for k in ("head", "mid", "tail")] == pytest.approx([100, 100 / 3, 0])
     assert got["mid"]["R@5"] == pytest.approx(200 / 3) and got["tail"]["MdR"] == 60
     assert [(g["queries"], g["from"], g["to"]) for g in got.values()] == [(3, 9, 9), (3, 5, 5), (3, 1, 2)]
     order = np.random.default_rng(0).permutation(9)
-    assert common.recall_by_frequency(ranks[order], frequency[order]) == got  # not a matter of the order
-    assert common.recall_by_frequency(ranks, np.full(9, 4)) == {}
-    uneven = common.recall_by_frequency(ranks, np.array([9] * 8 + [1]))  # one frequency is never split
+    assert evaluation.by_class.recall_by_frequency(ranks[order], frequency[order]) == got  # not a matter of the order
+    assert evaluation.by_class.recall_by_frequency(ranks, np.full(9, 4)) == {}
+    uneven = evaluation.by_class.recall_by_frequency(ranks, np.array([9] * 8 + [1]))  # one frequency is never split
     assert {k: v["queries"] for k, v in uneven.items()} == {"mid": 8, "tail": 1}
     with pytest.raises(ValueError, match="must be"):
-        common.recall_by_frequency(ranks, frequency[:-1])
+        evaluation.by_class.recall_by_frequency(ranks, frequency[:-1])
 
 
 def test_ranks_themselves():
@@ -129,8 +137,8 @@ def test_ranks_themselves():
 
 # ---- relevancies ----
 def test_relevancy_of_classes():
-    nouns = common.multi_hot([[1], [1, 2], [0, 1, 2, 3, 4]], 6)
-    got = common.class_relevancy([3, 3, 5], nouns, [3, 5], common.multi_hot([[1], [0]], 6), torch.float64)
+    nouns = multi_hot([[1], [1, 2], [0, 1, 2, 3, 4]], 6)
+    got = class_relevancy([3, 3, 5], nouns, [3, 5], multi_hot([[1], [0]], 6), torch.float64)
     assert got.tolist() == [[1, 0], [0.75, 0], [0.1, 0.6]]  # (1 + 1)/2, (1 + 1/2)/2, (0 + 1/5)/2, (1 + 1/5)/2
 
 
@@ -145,12 +153,12 @@ def test_moving_emoji_is_scored_by_its_own_relevancy():
     owner = np.repeat(np.arange(20), 3)
     pieces = {"data": data, "index": index, "image": image, "text": image[owner], "owner": owner,
               "texts": [t for c in texts for t in c]}
-    metrics, chance = common.mir_of(None, None, pieces, torch.device("cpu"))
+    metrics, chance = evaluation.mir.mir_of(None, None, pieces, torch.device("cpu"))
     assert metrics["mAP_binary"] == pytest.approx(100) and metrics["nDCG"] < 100  # it knows no half relevancy
     unique = {t: i for t, i in zip(reversed(pieces["texts"]), reversed(owner))}
     assert metrics["text_to_image"]["queries"] == len(unique)
     columns = [owner[pieces["texts"].index(t)] for t in dict.fromkeys(pieces["texts"])]
-    want = common.mir_chance(whole[index][:, index][:, columns])
+    want = evaluation.metrics.mir_chance(whole[index][:, index][:, columns])
     assert chance["mAP"] == pytest.approx(want["mAP"]) and chance["nDCG"] == pytest.approx(want["nDCG"])
 
 
@@ -274,14 +282,14 @@ def test_the_published_relevancies_and_those_of_the_classes_are_equal(kitchen, t
         assert np.allclose(got, published[:6])
         assert ("1 of 36 relevancies are not those" in capsys.readouterr().out) == bool(lie)
     file.write_bytes(pickle.dumps(matrix[:, :4]))
-    with pytest.raises(common.UserError, match=r"holds \(7, 4\) float64, expected \(7, 6\)"):
+    with pytest.raises(UserError, match=r"holds \(7, 4\) float64, expected \(7, 6\)"):
         data.sentences.relevancy(np.arange(6))
 
 
 def test_training_captions_are_the_relevant_sentences(kitchen):
     """Uniform over the sentences with relevancy > 0.1, strictly; the same on any number of workers; each epoch anew."""
     own, data = kitchens(kitchen, "train"), kitchens(kitchen, "train", caption_relevancy=0.1)
-    with pytest.raises(common.UserError, match="--extra-captions .*: --caption-relevancy 0.1 draws sentences"):
+    with pytest.raises(UserError, match="--extra-captions .*: --caption-relevancy 0.1 draws sentences"):
         more = str(kitchen / "EPIC_100_verb_classes.csv")
         kitchens(kitchen, "train", caption_relevancy=0.1, extra_captions=more)
     for i, key in enumerate(data.keys()):
@@ -311,7 +319,7 @@ def test_sentences_of_missing_clips_are_ranked_and_unreadable_clips_leave_theirs
     index = np.array([0, 1, 3, 4, 5])  # clip 2 could not be read
     image = eye[[SENTENCES.index(k) if k in SENTENCES else 0 for k in np.array(list(CLIPS))[index]]]
     pieces = {"data": data, "index": index, "image": image, "text": None, "owner": None, "texts": None}
-    metrics, chance = common.mir_of(Model(), tokenizer, pieces, torch.device("cpu"))
+    metrics, chance = evaluation.mir.mir_of(Model(), tokenizer, pieces, torch.device("cpu"))
     assert metrics["image_to_text"]["queries"] == 5 and metrics["text_to_image"]["queries"] == 6
     assert metrics["image_to_text"]["mAP_binary"] == 100 and 0 < chance["mAP"] < 100
     assert metrics["text_to_image"]["no_match"] == 2  # of the clips that are not there
@@ -334,20 +342,20 @@ SENTENCE_TABLE = "retrieval_annotations/EPIC_100_retrieval_test_sentence.csv"
 def test_annotations_that_are_not_right(change, words, kitchen, tmp_path):
     write_annotations(tmp_path, "test")
     change(tmp_path)
-    with pytest.raises(common.UserError, match=words):
+    with pytest.raises(UserError, match=words):
         kitchens(tmp_path, video_dir=str(kitchen / "whole"))
 
 
 def test_what_epic_kitchens_refuses(kitchen, tmp_path):
-    with pytest.raises(common.UserError, match="needs --data-dir"):
+    with pytest.raises(UserError, match="needs --data-dir"):
         common.load_data("epic-kitchens-100", "train")
-    with pytest.raises(common.UserError, match="has no val split; it has: train, test"):
+    with pytest.raises(UserError, match="has no val split; it has: train, test"):
         kitchens(kitchen, "val")
-    with pytest.raises(common.UserError, match="none of 3 videos is below .*looked for P01_01"):
+    with pytest.raises(UserError, match="none of 3 videos is below .*looked for P01_01"):
         kitchens(kitchen, video_dir=str(tmp_path))
-    with pytest.raises(common.UserError, match="several windows"):
+    with pytest.raises(UserError, match="several windows"):
         kitchens(kitchen, feature_dir=(str(tmp_path),))
-    with pytest.raises(common.UserError, match="--caption-relevancy: moving-emoji has no sentences"):
+    with pytest.raises(UserError, match="--caption-relevancy: moving-emoji has no sentences"):
         common.load_data("moving-emoji", "train", clips=[30, 4, 4], caption_relevancy=0.1)
     chunks = tmp_path / "cut" / "P01" / "P01_01.MP4"
     chunks.mkdir(parents=True)
@@ -381,21 +389,21 @@ def test_ssv2_lt(tmp_path):
     assert train.label_names == ["Holding something", "Moving something up"] and train.labels.tolist() == [0, 1]
     assert "1 videos are not in" in train.note and "1 clips of train.csv are not in" in train.note
     assert list(test.keys()) == ["201"] and shown(test.read(0)) == [201, 203, 206]
-    with pytest.raises(common.UserError, match="has no val split"):
+    with pytest.raises(UserError, match="has no val split"):
         read("val")
     (tmp_path / "labels" / "train.csv").write_text("105 0 0 a.jpg\n")
     common._known_set.cache_clear()
-    with pytest.raises(common.UserError, match="its first line is no header"):
+    with pytest.raises(UserError, match="its first line is no header"):
         read("train")
     (tmp_path / "labels" / "train.csv").unlink()
-    with pytest.raises(common.UserError, match="train.csv is not in --data-dir .*lmr-release"):
+    with pytest.raises(UserError, match="train.csv is not in --data-dir .*lmr-release"):
         read("train")
 
 
 def test_the_list_of_the_whole_set_is_no_long_tail(tmp_path, monkeypatch):
     write_ssv2(tmp_path, "train", range(3), range(3))
     monkeypatch.setitem(ssv2.WHOLE, "train", 3)
-    with pytest.raises(common.UserError, match="names 3 clips, the whole of Something-Something v2"):
+    with pytest.raises(UserError, match="names 3 clips, the whole of Something-Something v2"):
         common.load_data("ssv2-lt", "train", data_dir=str(tmp_path), video_dir=str(tmp_path))
 
 
@@ -413,14 +421,14 @@ def test_a_run_and_eval_report_the_same_numbers(kitchen, tmp_path, capsys, monke
     own, chance = (summary[k]["epic-kitchens-100"] for k in ("test", "chance"))
     assert own["mir"]["text_to_image"]["queries"] == 6 and own["mir"].keys() == chance["mir"].keys()
 
-    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu", "--threads", "1",
-                                                    "--workers", "0", "--tasks", "mir", "retrieval"]))
+    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu", "--threads", "1",
+                                              "--workers", "0", "--tasks", "mir", "retrieval"]))
     got = result["datasets"]["epic-kitchens-100"]
     assert got["metrics"]["mir"] == own["mir"] and got["chance"]["mir"] == chance["mir"]
     assert "mir video to text" in capsys.readouterr().out
     others = ["--datasets", "moving-emoji", "emoji", "--tasks", "mir", "--limit", "40", "--split", "val"]
-    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu", "--threads", "1",
-                                                    "--workers", "0", *others]))["datasets"]
+    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu", "--threads", "1",
+                                              "--workers", "0", *others]))["datasets"]
     assert 0 < result["moving-emoji"]["metrics"]["mir"]["mAP"] < 100
     assert result["emoji"]["left_out"]["mir"] == "the set has no relevancies (no verb and noun classes)"
 
@@ -464,14 +472,14 @@ def test_the_video_tower_is_one_transformer_over_all_patches(tiny_vit):
     assert torch.allclose(still(clip.flip(1))[0], still(clip)[0], atol=1e-5)
     assert {m.eps for m in body.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
     for wrong, words in ((clip[:, :2], "not for clips of 2"), (clip[:, 0], "not for images")):
-        with pytest.raises(common.UserError, match=f"made for clips of 3 frames, {words}"):
+        with pytest.raises(UserError, match=f"made for clips of 3 frames, {words}"):
             encoder(wrong)
 
 
 def test_what_is_no_video_tower(tiny_vit):
-    with pytest.raises(common.UserError, match="after video_ stands a timm ViT"):
+    with pytest.raises(UserError, match="after video_ stands a timm ViT"):
         common.VisionEncoder("video_resnet18", 8, False, 32, frames=3)
-    with pytest.raises(common.UserError, match="is for clips, and this data set has images"):
+    with pytest.raises(UserError, match="is for clips, and this data set has images"):
         common.VisionEncoder(VIT, 8, False, 32)
 
 
@@ -485,8 +493,8 @@ def test_a_run_with_the_video_tower(tiny_vit, tmp_path, monkeypatch):
     assert summary["steps"] == 2 and 0 < summary["test"]["moving-emoji"]["mir"]["mAP"] < 100
     model, _, transform = common.load_model(tmp_path / "r")
     assert model.vision.body.temporal.shape == (4, WIDTH) and model.vision.body.temporal.abs().max() > 0
-    assert transform.mean == pytest.approx(list(common.STATS["clip"][0]))
-    with pytest.raises(common.UserError, match="is for clips, and this data set has images"):
+    assert transform.mean == pytest.approx(list(encoders.base.STATS["clip"][0]))
+    with pytest.raises(UserError, match="is for clips, and this data set has images"):
         temo.main(temo.parse_args(flags))
 
 
@@ -535,7 +543,7 @@ def test_avion_s_weights_by_their_names(flash, tiny_vit, tmp_path):
     state = avion_state(flash)
     save_file(state, tmp_path / "avion.safetensors")
     model = avion_model(tmp_path / "clip")
-    common.init_from(model, tmp_path / "avion.safetensors")
+    encoders.weights.init_from(model, tmp_path / "avion.safetensors")
     s = {k.removeprefix("module."): v for k, v in state.items()}
 
     def layers(x, tower, mask, eps):
@@ -576,26 +584,26 @@ def test_avion_s_true_shapes():
         vision = common.VisionEncoder(VIT, 256, False, 224, frames=4)
         config = CLIPConfig(text_config=dict(hidden_act="gelu"), vision_config={}).to_dict()
         model = common.TwoTower(vision, common.TextEncoder("clip", 256, False, 77, config=config))
-    out = common.avion_weights(model, {k.removeprefix("module."): v for k, v in state.items()}, "x")
+    out = encoders.avion.avion_weights(model, {k.removeprefix("module."): v for k, v in state.items()}, "x")
     own = {k: v.shape for k, v in model.state_dict().items()}
     assert {k: v.shape for k, v in out.items()} == own and len(own) > 300
 
 
 def test_weights_that_the_video_tower_cannot_take(tiny_vit, tmp_path, capsys):
     save_file(avion_state(True), tmp_path / "a.safetensors")
-    with pytest.raises(common.UserError, match="has GELU, --text-encoder .* has quick_gelu"):
-        common.init_from(avion_model(tmp_path / "quick", "quick_gelu"), tmp_path / "a.safetensors")
-    common.init_from(avion_model(tmp_path / "clip", text=False), tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="has GELU, --text-encoder .* has quick_gelu"):
+        encoders.weights.init_from(avion_model(tmp_path / "quick", "quick_gelu"), tmp_path / "a.safetensors")
+    encoders.weights.init_from(avion_model(tmp_path / "clip", text=False), tmp_path / "a.safetensors")
     assert "keeps its own weights" in capsys.readouterr().out
     save_file(avion_state(True, layers=3), tmp_path / "b.safetensors")
-    with pytest.raises(common.UserError, match=r"AVION's names, but \S*\.2\.\S* \S+ fits nowhere"):
-        common.init_from(avion_model(tmp_path / "clip"), tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match=r"AVION's names, but \S*\.2\.\S* \S+ fits nowhere"):
+        encoders.weights.init_from(avion_model(tmp_path / "clip"), tmp_path / "b.safetensors")
     save_file(avion_state(True, layers=1), tmp_path / "b.safetensors")
-    with pytest.raises(common.UserError, match="there is none for vision.body.vit.blocks.1"):
-        common.init_from(avion_model(tmp_path / "clip"), tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match="there is none for vision.body.vit.blocks.1"):
+        encoders.weights.init_from(avion_model(tmp_path / "clip"), tmp_path / "b.safetensors")
     plain = common.TwoTower(common.VisionEncoder("small", 8), None)
-    with pytest.raises(common.UserError, match="goes into --image-encoder video_vit_base_patch16_clip_224"):
-        common.init_from(plain, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="goes into --image-encoder video_vit_base_patch16_clip_224"):
+        encoders.weights.init_from(plain, tmp_path / "a.safetensors")
     save_file({"module.visual.blocks.0.timeattn.qkv.weight": torch.zeros(3, 1)}, tmp_path / "c.safetensors")
-    with pytest.raises(common.UserError, match="a TimeSformer of LaViLa"):
-        common.init_from(plain, tmp_path / "c.safetensors")
+    with pytest.raises(UserError, match="a TimeSformer of LaViLa"):
+        encoders.weights.init_from(plain, tmp_path / "c.safetensors")

@@ -10,6 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+import engine.base
+import engine.clusters
+from engine.base import UserError
+from engine.clusters import SentenceEncoder
 
 import numpy as np
 import pytest
@@ -17,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import eval as evaluation
+import eval as eval_py
+import figures.mmts
 import mmts
-from helpers import of_set, write_captions, write_rows, write_video
-from tools import clusters as tool
+from helpers import fork, of_set, panel, write_captions, write_rows, write_video
 
 ROOT = Path(__file__).resolve().parents[1]
 N, D = 7, 5
@@ -152,7 +156,7 @@ def test_recipes_of_the_paper():
     vast = mmts.parse_args(["--dataset", "youcook2"])
     assert (vast.loss, vast.clusters, vast.num_clusters, vast.lr, vast.batch_size, vast.grad_clip) == (
         "infonce", "captions", 200, 2e-5, 64, 2.0)
-    assert vast.caption_relevancy == 0 and vast.image_encoder == "openai/clip-vit-base-patch16"
+    assert not hasattr(vast, "caption_relevancy") and vast.image_encoder == "openai/clip-vit-base-patch16"
     assert mmts.parse_args(["--dataset", "ssv2-lt"]).clusters == "label"
     cc3m = mmts.parse_args(["--dataset", "cc3m"])
     assert (cc3m.tau, cc3m.cluster_encoder, cc3m.eval_datasets) == (
@@ -218,19 +222,19 @@ def test_cluster_captions_finds_blobs():
 
 
 def test_cluster_captions_refuses():
-    with pytest.raises(common.UserError, match="1 of 5 embeddings to be clustered are not finite"):
+    with pytest.raises(UserError, match="1 of 5 embeddings to be clustered are not finite"):
         mmts.cluster_captions(torch.tensor([[1.0, 0]] * 4 + [[math.nan, 0]]), 2, 0)
-    with pytest.raises(common.UserError, match="--num-clusters 6: more than the 5 embeddings"):
+    with pytest.raises(UserError, match="--num-clusters 6: more than the 5 embeddings"):
         mmts.cluster_captions(torch.eye(5), 6, 0)
 
 
 def test_centroids_and_order():
-    labels, sizes, names = tool.largest_first(["b", "a", "b", "c", "b", "c"])
+    labels, sizes, names = engine.clusters.largest_first(["b", "a", "b", "c", "b", "c"])
     assert (labels.tolist(), sizes.tolist(), names) == ([0, 2, 0, 1, 0, 1], [3, 2, 1], ["b", "c", "a"])
     x = unit(6, 3).float()
     expected = torch.stack([x[labels == c].mean(0) for c in range(3)])
-    assert torch.allclose(tool.centroids(x, labels), expected)
-    doubled = tool.centroids(x, labels, [2, 1, 1, 1, 1, 1])
+    assert torch.allclose(engine.clusters.centroids(x, labels), expected)
+    doubled = engine.clusters.centroids(x, labels, [2, 1, 1, 1, 1, 1])
     assert torch.allclose(doubled[0], (2 * x[0] + x[2] + x[4]) / 4)
 
 
@@ -247,9 +251,9 @@ def opened(folder, train, source, k=3, encoder="tf-idf", **more):
     args = SimpleNamespace(**{"clusters": str(source), "cluster_encoder": encoder, "num_clusters": k, "dataset": "made",
                               "cluster_starts": 3, "seed": 0, "image_size": 16, "eval_batch": 8, "workers": 0,
                               "resume": ""} | more)
-    tool.check(train, args.clusters)
+    engine.clusters.check(train, args.clusters)
     kmeans = functools.partial(mmts.cluster_captions, k=k, seed=args.seed, starts=3)
-    return tool.open_clusters(folder, args, train, torch.device("cpu"), kmeans)
+    return engine.clusters.open_clusters(folder, args, train, torch.device("cpu"), kmeans)
 
 
 KINDS = ["a red apple", "the green pear", "some blue birds"]
@@ -267,7 +271,7 @@ def test_captions_are_looked_up_by_their_words(tmp_path):
     unfolded = opened(tmp_path / "b", train.unfold(), "captions")
     assert torch.equal(unfolded.tensors["labels"], found.tensors["labels"])
     assert unfolded.sizes.tolist() == [8, 6, 4]
-    again = tool.Clusters(tmp_path / "a", torch.device("cpu"))  # another process: tf-idf comes from the file
+    again = engine.clusters.Clusters(tmp_path / "a", torch.device("cpu"))  # another process: tf-idf comes from the file
     assert again.look_up(["", ""], ["green pear", "blue birds, blue birds"])[0].tolist() == [1, 2]
     meta = json.loads((tmp_path / "a" / "clusters.json").read_text())
     assert [e["size"] for e in meta["examples"]] == meta["sizes"] == [8, 6, 4]
@@ -292,14 +296,14 @@ def test_classes_are_counted(tmp_path):
     owner = {"owner": np.arange(8), "index": np.arange(8), "positives": torch.arange(8)[:, None], "texts": ["x"] * 8}
     pieces = owner | {"data": made([["x"]] * 8, noun=np.array(names)), "text": x, "image": y}
     ranks = [sum(float(x[i] @ y[j]) >= float(x[i] @ y[i]) for j in range(8)) for i in range(8)]
-    thirds = tool.head_mid_tail(pieces, found)["by_cluster_size"]
+    thirds = engine.clusters.head_mid_tail(pieces, found)["by_cluster_size"]
     for part, noun, size in (("head", 0, 4), ("mid", 2, 2), ("tail", 1, 1)):
         own = [r for r, n in zip(ranks, names, strict=True) if n == noun]
         assert thirds[part]["MnR"] == pytest.approx(sum(own) / len(own))
         assert (thirds[part]["from"], thirds[part]["to"], thirds[part]["queries"]) == (size, size, len(own))
-    with pytest.raises(common.UserError, match="--clusters noun: no example of made has one"):
+    with pytest.raises(UserError, match="--clusters noun: no example of made has one"):
         opened(tmp_path / "empty", made(CAPTIONS, noun=np.full(8, -1)), "noun")
-    with pytest.raises(common.UserError, match="--clusters noun: made has no noun; --clusters captions needs none"):
+    with pytest.raises(UserError, match="--clusters noun: made has no noun; --clusters captions needs none"):
         opened(tmp_path / "none", made(CAPTIONS), "noun")
 
 
@@ -316,7 +320,7 @@ def test_a_cluster_file_knows_the_number_of_a_caption(tmp_path):
             assert all(c.endswith(word) for c in example["captions"])
     path.write_text(json.dumps({f"k{i}": ["x", "y", "z"] for i in range(8)}))
     for name, data in (("rows", train), ("unfolded", train.unfold())):
-        with pytest.raises(common.UserError, match="3 clusters for the 2 captions of k0"):
+        with pytest.raises(UserError, match="3 clusters for the 2 captions of k0"):
             opened(tmp_path / name, data, path)
     path.write_text(json.dumps({f"k{i}": i % 2 for i in range(8)}))
     assert opened(tmp_path / "whole", train, path).look_up(["k1"], ["whatever it says"])[0].tolist() == [1]
@@ -327,15 +331,15 @@ def test_bad_cluster_files(tmp_path):
                            ("{", "damaged"), ("[1]", "damaged"), ('{"k0": {"a": 1}}', "expected JSON"),
                            ("{}", "expected JSON")):
         (tmp_path / "mine.json").write_text(content)
-        with pytest.raises(common.UserError, match=words):
+        with pytest.raises(UserError, match=words):
             opened(tmp_path / "out", made(CAPTIONS), tmp_path / "mine.json")
     assert not (tmp_path / "out" / "clusters.json").exists()
 
 
 def test_too_few_captions_and_no_words(tmp_path):
-    with pytest.raises(common.UserError, match="--num-clusters 7: more than the 6 different captions of made"):
+    with pytest.raises(UserError, match="--num-clusters 7: more than the 6 different captions of made"):
         opened(tmp_path / "a", made(CAPTIONS), "captions", k=7)
-    with pytest.raises(common.UserError, match="--cluster-encoder tf-idf: empty vocabulary.*; take a model"):
+    with pytest.raises(UserError, match="--cluster-encoder tf-idf: empty vocabulary.*; take a model"):
         opened(tmp_path / "b", made([["?"], ["!"], ["."]]), "captions", k=2)
 
 
@@ -363,7 +367,7 @@ def test_examples_without_a_cluster_are_counted_once(tmp_path):
 def test_damaged_clusters_are_named(name, tmp_path):
     before = {k: v.clone() for k, v in opened(tmp_path, made(CAPTIONS), "captions").tensors.items()}
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
-    with pytest.raises(common.UserError, match="its clusters are damaged .*; delete clusters.json there"):
+    with pytest.raises(UserError, match="its clusters are damaged .*; delete clusters.json there"):
         opened(tmp_path, made(CAPTIONS), "captions", resume="a")
     (tmp_path / "clusters.json").unlink()
     after = opened(tmp_path, made(CAPTIONS), "captions", resume="a").tensors
@@ -390,10 +394,10 @@ def test_a_text_encoder_is_mean_pooled_and_a_clip_its_own(encoders):
     tokens = tokenizer(texts)
     states, keep = reference["bert"](**tokens).last_hidden_state, tokens["attention_mask"][..., None]
     expected = F.normalize((states * keep).sum(1) / keep.sum(1), dim=1)
-    found = tool.SentenceEncoder(str(root / "bert"), torch.device("cpu"))(texts)
+    found = SentenceEncoder(str(root / "bert"), torch.device("cpu"))(texts)
     assert torch.allclose(found, expected, atol=1e-5)
     expected = F.normalize(reference["clip"].get_text_features(**tokens).pooler_output, dim=1)
-    assert torch.allclose(tool.SentenceEncoder(str(root / "clip"), torch.device("cpu"))(texts), expected, atol=1e-5)
+    assert torch.allclose(SentenceEncoder(str(root / "clip"), torch.device("cpu"))(texts), expected, atol=1e-5)
 
 
 def test_clusters_of_encoders(encoders, tmp_path):
@@ -407,11 +411,11 @@ def test_clusters_of_encoders(encoders, tmp_path):
         assert pictures.sizes.tolist() == [4, 4] and pictures.meta["without"] == 0
     labels, _ = pictures.look_up([f"k{i}" for i in range(8)], [""] * 8)
     assert labels[::2].unique().numel() == labels[1::2].unique().numel() == 1 and labels[0] != labels[1]
-    with pytest.raises(common.UserError, match="6 of 6 embeddings to be clustered are not finite; take another"):
+    with pytest.raises(UserError, match="6 of 6 embeddings to be clustered are not finite; take another"):
         opened(tmp_path / "nan", made(CAPTIONS), "captions", encoder=str(root / "broken"))
-    with pytest.raises(common.UserError, match="--cluster-encoder must name an image encoder"):
+    with pytest.raises(UserError, match="--cluster-encoder must name an image encoder"):
         opened(tmp_path / "no", train, "vision", encoder=str(root / "bert"))
-    with pytest.raises(common.UserError, match="--cluster-encoder nobody/nothing: "):
+    with pytest.raises(UserError, match="--cluster-encoder nobody/nothing: "):
         opened(tmp_path / "no", train, "captions", encoder="nobody/nothing")
 
 
@@ -467,8 +471,8 @@ def test_what_a_run_leaves(run):
 
 def test_eval_evaluates_it(run, tmp_path):
     folder, summary = run
-    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(folder), "--cpu", "--threads", "1",
-                                                    "--tasks", "retrieval", "--output-dir", str(tmp_path)]))
+    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(folder), "--cpu", "--threads", "1",
+                                              "--tasks", "retrieval", "--output-dir", str(tmp_path)]))
     found = result["datasets"]["moving-emoji"]["metrics"]["retrieval"]
     assert found["text_to_image"] == summary["test"]["moving-emoji"]["text_to_image"]
 
@@ -524,7 +528,7 @@ def test_learnable_tau_moves_within_its_limits(tmp_path, capsys):
     assert len(set(taus)) > 1 and min(taus) >= 0.0699 - 1e-6
     assert not (tmp_path / "a" / "clusters.json").exists()
     (folder,) = [p for p in (tmp_path / "a" / "checkpoints").iterdir()]
-    assert load_file(folder / "extra.safetensors")["tau.log_tau"].exp().item() == pytest.approx(taus[-1], rel=1e-6)
+    assert load_file(folder / "state.safetensors")["own/tau.log_tau"].exp().item() == pytest.approx(taus[-1], rel=1e-6)
 
 
 def test_a_resumed_run_keeps_its_clusters(short, tmp_path, capsys):
@@ -542,7 +546,7 @@ def test_a_resumed_run_keeps_its_clusters(short, tmp_path, capsys):
 
 
 def test_a_second_try_in_the_same_folder_may_have_other_data(tmp_path, capsys):
-    with pytest.raises(common.UserError, match="--num-clusters 999: more than"):
+    with pytest.raises(UserError, match="--num-clusters 999: more than"):
         main(tmp_path / "a", "--num-clusters", 999)
     main(tmp_path / "a", "--clips", 60, 24, 24, "--clusters", "verb", "--periods", 4, "--max-steps", 1)
     words = capsys.readouterr().out
@@ -574,6 +578,25 @@ def test_examples_without_a_cluster_are_said_and_counted(tmp_path, capsys):
     assert "left out     32 without a cluster count as one of the smallest" in capsys.readouterr().out
     assert [r["not_in_clusters"] for r in rows(tmp_path / "a")] == [32, 32]
     assert rows(tmp_path / "a")[0]["tau_min"] == pytest.approx(0.08)
+
+
+def test_figure_3_has_a_fork_s_temperature(tmp_path, monkeypatch):
+    """The lines of the clusters swing as the script's own sample_temperature does, which the loss has."""
+    own = fork(mmts, tmp_path, "return shift + base_temperature(step, period, alpha)", "return shift + step / 100")
+    for name, script in (("ours", mmts), ("fork", own)):
+        drawn = []
+        monkeypatch.setattr(figures.mmts, "save_figure", lambda *args, drawn=drawn: drawn.append(args))
+        script.main(script.parse_args([*TINY, "--output-dir", str(tmp_path), "--run-name", name]))
+        args = json.loads((tmp_path / name / "args.json").read_text())
+        low, high, alpha = args["shift_min"], args["shift_max"], args["alpha"]
+        swings = [t / 100 for t in range(5)] if script is own else [
+            alpha / 2 * math.cos(2 * math.pi * t * args["periods"] / 4) for t in range(5)]
+        for row, swing in zip(rows(tmp_path / name), swings):
+            assert low - 1e-6 <= row["tau_min"] - swing <= row["tau_max"] - swing <= high + 1e-6
+        largest, *_, smallest = panel(drawn, "(Fig. 3)").lines
+        for line, shift in ((largest, high), (smallest, low)):
+            values = dict(zip(line.get_xdata(), line.get_ydata()))
+            assert [values[t] - shift for t in range(5)] == pytest.approx(swings, abs=1e-6)
 
 
 def test_equal_clusters_are_said(tmp_path, capsys):
@@ -625,7 +648,7 @@ def test_streams_cluster_their_first_captions(tmp_path):
     main(tmp_path / "a", "--dataset", tmp_path / "set", "--streaming", "--batch-size", 8, "--max-steps", 2,
          "--workers", 0, "--eval-datasets", val)
     assert sum(json.loads((tmp_path / "a" / "clusters.json").read_text())["sizes"]) == 40  # of the shard not held out
-    with pytest.raises(common.UserError, match="--clusters noun: a stream has captions alone"):
+    with pytest.raises(UserError, match="--clusters noun: a stream has captions alone"):
         main(tmp_path / "b", "--dataset", tmp_path / "set", "--streaming", "--clusters", "noun")
 
 
@@ -687,7 +710,7 @@ def test_ssv2_lt_with_real_clips(tmp_path, capsys):
 
 def test_no_column_and_no_group(tmp_path):
     csv = write_rows(tmp_path / "x.csv", ["image", "caption"], [(f"{i}.png", "a") for i in range(30)])
-    with pytest.raises(common.UserError, match="--clusters verb: .* has no verb; --clusters captions needs none"):
+    with pytest.raises(UserError, match="--clusters verb: .* has no verb; --clusters captions needs none"):
         main(tmp_path / "a", "--dataset", csv, "--clusters", "verb")
     assert not (tmp_path / "a").exists()  # before there is a run
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import common
+import engine.base
+from engine.base import UserError
 
 import pytest
 import torch
@@ -24,10 +26,19 @@ from transformers import (
     DistilBertModel,
 )
 
+import encoders.base
+import encoders.experts
+import encoders.towers
+import encoders.weights
+import evaluation.embed
+import evaluation.retrieval
 import launch
 import mama
 import ncl
 import temo
+from encoders.experts import Expert
+from evaluation.embed import encode_texts
+from evaluation.retrieval import evaluate
 from helpers import write_captions
 
 SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12,
@@ -92,7 +103,7 @@ def test_paper_encoders_exist_by_name():
 
 def test_default_towers_have_no_batchnorm_and_no_dropout(tokenizer):
     model, _ = common.build_model(dict(SPEC), tokenizer, False)
-    assert not common.has_batchnorm(model) and not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
+    assert not encoders.base.has_batchnorm(model) and not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
@@ -116,7 +127,7 @@ def test_clip_by_name_keeps_its_own_space(tmp_path, tokenizer):
     out = reference(pixel_values=pixels, **tokens)
     assert torch.allclose(common.normalize(image), out.image_embeds, atol=1e-5)
     assert torch.allclose(common.normalize(text), out.text_embeds, atol=1e-5)
-    assert transform.mean == common.STATS["clip"][0]
+    assert transform.mean == encoders.base.STATS["clip"][0]
 
 
 def test_a_clip_whose_folder_begins_like_a_video_tower(tmp_path, tokenizer, monkeypatch):
@@ -140,14 +151,14 @@ def test_init_from(tmp_path, tokenizer, capsys):
     torch.save({"state_dict": one.state_dict()}, tmp_path / "b.pt")
     for file in ("a.safetensors", "b.pt"):
         fresh = common.build_model(dict(SPEC), tokenizer, False)[0]
-        common.init_from(fresh, tmp_path / file)
+        encoders.weights.init_from(fresh, tmp_path / file)
         assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), fresh.state_dict().values()))
     longer = common.build_model(SPEC | dict(text_length=20), tokenizer, False)[0]
-    common.init_from(longer, tmp_path / "b.pt")
+    encoders.weights.init_from(longer, tmp_path / "b.pt")
     assert "the others start as they would, first text.body.position (23, 128)" in capsys.readouterr().out
     save_file({"other": torch.zeros(3)}, tmp_path / "c.safetensors")
-    with pytest.raises(common.UserError, match="none of its 1 tensors fits"):
-        common.init_from(two, tmp_path / "c.safetensors")
+    with pytest.raises(UserError, match="none of its 1 tensors fits"):
+        encoders.weights.init_from(two, tmp_path / "c.safetensors")
 
 
 def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
@@ -164,16 +175,16 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
         assert f"the words of {tmp_path / 'a' / 'tokenizer'}" in capsys.readouterr().out
     shutil.copy(weights, tmp_path / "alone.safetensors")
     assert words("d", ["green pear"] * 9, str(tmp_path / "alone.safetensors")) == other
-    common.init_from(model, tmp_path / "a")
+    encoders.weights.init_from(model, tmp_path / "a")
     assert "WARNING" not in capsys.readouterr().out
-    common.init_from(model, tmp_path / "alone.safetensors")
+    encoders.weights.init_from(model, tmp_path / "alone.safetensors")
     assert "WARNING: --init-from" in capsys.readouterr().out
 
 
 def test_words_of_a_run_with_another_text_encoder_stay_there(tmp_path, tokenizer):
     """Its tokenizer is of a BERT, say, whose vocabulary a small text encoder has no use for."""
     tokenizer.save(tmp_path / "a" / "tokenizer")
-    common.write_json(tmp_path / "a" / "model.json", {"text_encoder": "some/bert"})
+    engine.base.write_json(tmp_path / "a" / "model.json", {"text_encoder": "some/bert"})
     common.build_tokenizer("small", 16, lambda: ["quartz"] * 9, tmp_path / "b", start=str(tmp_path / "a"))
     assert "apple" not in (tmp_path / "b" / "tokenizer.json").read_text()
 
@@ -200,8 +211,8 @@ def test_init_from_runs_no_pickled_code(tmp_path, tokenizer):
         def __reduce__(self):
             return (open, (str(tmp_path / "owned"), "w"))
     torch.save({"x": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(common.UserError, match="cannot be read"):
-        common.init_from(common.build_model(dict(SPEC), tokenizer, False)[0], tmp_path / "evil.pt")
+    with pytest.raises(UserError, match="cannot be read"):
+        encoders.weights.init_from(common.build_model(dict(SPEC), tokenizer, False)[0], tmp_path / "evil.pt")
     assert not (tmp_path / "owned").exists()
 
 
@@ -219,9 +230,9 @@ def test_dropout_of_a_text_encoder_stays_or_goes(tmp_path, tokenizer, kind):
     def differ(*modes):
         a, b = (model.train(mode)(tokens=tokens)[1] for mode in modes)
         return not torch.equal(a, b)
-    common.set_dropout(model, 0.0)
+    encoders.towers.set_dropout(model, 0.0)
     assert differ(True, True) and not differ(False, False)  # its own
-    common.set_dropout(model, 0.0, text=False)
+    encoders.towers.set_dropout(model, 0.0, text=False)
     assert not differ(True, False)
 
 
@@ -229,7 +240,7 @@ def test_dropout_of_a_feature_tower():
     model = common.TwoTower(common.VisionEncoder("features", 16, features=(3, 10)), None)
     x = torch.randn(4, 3, 10, generator=torch.Generator().manual_seed(0))
     plain = model.train()(x)[0]
-    common.set_dropout(model, 0.1, text=True)
+    encoders.towers.set_dropout(model, 0.1, text=True)
     assert not torch.equal(model(x)[0], model(x)[0]) and torch.equal(model.eval()(x)[0], plain)
 
 
@@ -254,32 +265,32 @@ def test_load_model_gives_the_run_s_embeddings(runs, name):
             (runs / part).rename(runs / f"moved_{part}")
     model, tokenizer, transform = common.load_model(folder)
     data = common.load_data("emoji", "test")
-    _, image, _, _ = common.encode_images(model, data, transform, torch.device("cpu"))
-    text = common.encode_texts(model, tokenizer, [data.captions(i)[0] for i in range(len(data))], torch.device("cpu"))
+    _, image, _, _ = evaluation.embed.encode_images(model, data, transform, torch.device("cpu"))
+    text = encode_texts(model, tokenizer, [data.captions(i)[0] for i in range(len(data))], torch.device("cpu"))
     summary = json.loads((folder / "summary.json").read_text())
-    own = common.evaluate(model, tokenizer, transform, data, torch.device("cpu"), common.load_data("emoji", "train"))[0]
-    expected = common.flatten(summary["test"]["emoji"])
-    assert image.shape == text.shape and common.flatten(own) == pytest.approx(expected, rel=1e-4, abs=0.7)
+    own = evaluate(model, tokenizer, transform, data, torch.device("cpu"), common.load_data("emoji", "train"))[0]
+    expected = engine.base.flatten(summary["test"]["emoji"])
+    assert image.shape == text.shape and engine.base.flatten(own) == pytest.approx(expected, rel=1e-4, abs=0.7)
     one = model(transform(data.read(3))[None])[0]
     assert torch.allclose(one[0], image[3], atol=1e-4)
     assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
 
 
 def test_load_model_of_no_run(tmp_path):
-    with pytest.raises(common.UserError, match="no model.json"):
+    with pytest.raises(UserError, match="no model.json"):
         common.load_model(tmp_path)
 
 
 def test_experts(tmp_path, tokenizer, runs):
     tiny_dino(tmp_path / "dino")
     tiny_text(tmp_path / "roberta", tokenizer, "bert")
-    transform = common.EvalTransform(32, *common.STATS["half"])
-    of_images = common.Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"))
+    transform = common.EvalTransform(32, *encoders.base.STATS["half"])
+    of_images = Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"))
     image = of_images(torch.randn(3, 3, 32, 32))
     clips = torch.randn(2, 3, 3, 32, 32)  # (B, T, 3, S, S)
     means = sum(of_images._features(clips[:, t]) for t in range(3)) / 3
     assert torch.allclose(of_images(clips), common.normalize(means), atol=1e-5)
-    text = common.Expert(str(tmp_path / "roberta"), "text", transform, torch.device("cpu"))(["red apple", "green pear"])
+    text = Expert(str(tmp_path / "roberta"), "text", transform, torch.device("cpu"))(["red apple", "green pear"])
     assert image.shape == (3, 24) and not image.requires_grad
     assert text.shape == (2, 24) and torch.allclose(text.norm(dim=1), torch.ones(2))
     experts = ["--image-expert", str(tmp_path / "dino"), "--text-expert", str(tmp_path / "roberta")]
@@ -335,7 +346,7 @@ def test_clip_s_text_transformer_from_scratch(tmp_path):
 
 
 def test_no_hub_for_the_tokenizer_is_one_line(tmp_path):
-    code = ("import common, sys\nwith common.clean_exit():\n"
+    code = ("import common\nfrom engine.base import clean_exit\nwith clean_exit():\n"
             "    common.build_tokenizer('openai/clip-vit-base-patch32', 77)")
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(temo.__file__).parent, capture_output=True, text=True,
                           env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}, timeout=900)
@@ -361,7 +372,7 @@ def test_transformers_vision_models_and_their_unused_parameters(tmp_path, tokeni
 def test_an_image_size_the_encoder_cannot_take(tmp_path, tokenizer):
     tiny_clip(tmp_path, tokenizer)
     spec = SPEC | dict(image_encoder=str(tmp_path), text_encoder=str(tmp_path), image_size=24)
-    with pytest.raises(common.UserError, match="--image-size 24 .* doesn't match model"):
+    with pytest.raises(UserError, match="--image-size 24 .* doesn't match model"):
         common.build_model(spec, tokenizer, True)
 
 
@@ -381,7 +392,7 @@ def test_clip4clip_and_t5(tmp_path, tokenizer):
     clip = ncl.main(ncl.parse_args([*flags, *of_clip]))
     model, _, _ = common.load_model(tmp_path / "run-clip")
     assert model.vision.projection.out_features == model.text.projection.out_features == 16
-    assert model.vision.stats == common.STATS["clip"]
+    assert model.vision.stats == encoders.base.STATS["clip"]
     rows = [json.loads(line) for line in (tmp_path / "run-clip" / "metrics.jsonl").read_text().splitlines()]
     assert [r for r in rows if "tau" in r][-1]["tau"] >= 0.01 and clip["test"]["moving-emoji"]["images"] == 16
     of_t5 = ["--run-name", "run-t5", "--text-encoder", str(tmp_path / "t5"), "--text-pooling", "mean"]

@@ -8,6 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+import engine.base
+import engine.checkpoints
+from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -15,11 +18,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import eval as evaluation
+import eval as eval_py
+import evaluation.embed
+import evaluation.retrieval
+import figures.ncl
 import launch
 import ncl
 import temo
-from helpers import of_set, write_images, write_rows
+from evaluation.retrieval import retrieval_both_ways
+from helpers import fork, of_set, panel, write_images, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 N, D = 12, 6
@@ -316,12 +323,12 @@ def test_queue_takes_no_graph_and_no_half_precision():
 
 # ---------------------------------------------------- test time ------------------------------------------------------
 def pieces_of(text, image, owner=None, grouped=False):
-    """What common.retrieval_pieces gives, for texts whose image is owner[i]."""
+    """What evaluation.retrieval.retrieval_pieces gives, for texts whose image is owner[i]."""
     owner = np.arange(len(text)) if owner is None else np.asarray(owner)
     groups = np.arange(len(image))
     return {"image": image, "text": text, "owner": owner, "data": SimpleNamespace(grouped=grouped),
-            "positives": common.positives_table(groups[owner], groups),
-            "positives_of_image": common.positives_table(groups, groups[owner])}
+            "positives": evaluation.retrieval.positives_table(groups[owner], groups),
+            "positives_of_image": evaluation.retrieval.positives_table(groups, groups[owner])}
 
 
 def test_biases_of_items_come_from_the_queries():
@@ -397,9 +404,9 @@ def test_grouped_sets_add_the_bias_before_the_maximum():
     pieces, bias = pieces_of(text, image, owner=[0, 0, 1], grouped=True), torch.tensor([-0.5, 0.0, 0.0])
     best, after = (image @ text[:2].T).max(1), image @ text[2]
     assert best.values[0] + bias[best.indices[0]] < after[0]  # the wrong way: 0.4 against 0.5
-    assert common.retrieval_both_ways(pieces, text_bias=bias)[0]["image_to_text"]["R@1"] == 100  # 0.6 against 0.5
+    assert retrieval_both_ways(pieces, text_bias=bias)[0]["image_to_text"]["R@1"] == 100  # 0.6 against 0.5
     bias = bias - torch.tensor([0.0, 0.2, 0.0])
-    assert common.retrieval_both_ways(pieces, text_bias=bias)[0]["image_to_text"]["R@1"] == 50
+    assert retrieval_both_ways(pieces, text_bias=bias)[0]["image_to_text"]["R@1"] == 50
 
 
 def test_grouped_sets_rank_as_a_loop():
@@ -508,6 +515,29 @@ def test_a_run_leaves_every_normalisation(run):
     assert all(p.stat().st_size > 5000 for p in folder.glob("*.png"))
 
 
+def test_the_figures_have_a_fork_s_biases(run, tmp_path, monkeypatch):
+    """R@1 by the size of the queue (Fig. 5) is found with the script's own retrieval_biases: the fork's put the first
+    item in front of all others."""
+    own = fork(ncl, tmp_path, "return gamma * log_beta.log_softmax(0)\n",
+               "return 9.0 * (torch.arange(len(items)) == 0)\n")
+    ways = {"text -> video": "text_to_image", "video -> text": "image_to_text"}
+    for name, script in (("ours", ncl), ("fork", own)):
+        drawn = []
+        monkeypatch.setattr(figures.ncl, "save_figure", lambda *args, drawn=drawn: drawn.append(args))
+        summary = script.main(script.parse_args([*SMALL, "--output-dir", str(tmp_path), "--run-name", name]))
+        reported = summary["test"]["moving-emoji"]["normalize"]["queue"]
+        lines = {line.get_label(): line.get_ydata() for line in panel(drawn, "(Fig. 5)").lines}
+        for label, way in ways.items():
+            assert lines[label][-1] == reported[way]["R@1"]
+            if script is own:
+                assert len(lines[label]) > 1 and len(set(lines[label])) == 1
+        if script is own:
+            assert lines["video -> text"][0] == pytest.approx(100 / 16)  # the first text is right for one of 16
+        else:
+            assert reported == run[1]["test"]["moving-emoji"]["normalize"]["queue"]
+            assert reported["image_to_text"]["R@1"] > 100 / 16
+
+
 @pytest.mark.parametrize("normalize", ["none", "oracle"])
 def test_normalize_chooses_the_reported_numbers(run, normalize):
     folder, whole = run
@@ -528,8 +558,8 @@ def test_evaluation_never_reaches_the_queues(run):
     evaluations = [len([r for r in rows(f) if "eval" in r]) for f in (folder, folder.parent / "unseen")]
     assert evaluations == [3, 2]
     assert equal_files(folder / "queues.safetensors", folder.parent / "unseen" / "queues.safetensors")
-    extra = load_file(folder / "checkpoints" / "step_4" / "extra.safetensors")
-    assert extra["texts.count"] == extra["videos.count"] == 4 * 16
+    last = load_file(folder / "checkpoints" / "step_4" / "state.safetensors")
+    assert last["own/texts.count"] == last["own/videos.count"] == 4 * 16
     assert len(load_file(folder / "queues.safetensors")["texts"]) == 64
 
 
@@ -544,9 +574,9 @@ def test_the_queues_are_the_training_batches(tmp_path):
     device = torch.device("cpu")
     def encoded(split):
         data = common.load_data("moving-emoji", split, frames=4, image_size=32, clips=[64, 16, 16])
-        index, video, _, _ = common.encode_images(model, data, transform, device)
+        index, video, _, _ = evaluation.embed.encode_images(model, data, transform, device)
         captions = [[data.captions(i)[k] for i in index] for k in range(3)]
-        texts = [common.encode_texts(model, tokenizer, c, device) for c in captions]
+        texts = [evaluation.embed.encode_texts(model, tokenizer, c, device) for c in captions]
         return common.normalize(video), common.normalize(torch.stack(texts))  # (M, D), (3, M, D)
     order = torch.from_numpy(np.concatenate([batch for _, batch in common.epoch_batches(64, 16, 42, 0, 4)]))
     video, text = encoded("train")
@@ -630,23 +660,23 @@ def long_runs(tmp_path_factory):
     killed.kill()
     killed.join(300)
     whole = main(root / "whole", base=LONG)
-    last = common.latest_checkpoint(root / "killed")
+    last = engine.checkpoints.latest_checkpoint(root / "killed")
     assert last and last.name != "step_12", "killed too early or too late"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ncl, "draw", lambda *args: None)
         resumed = ncl.main(ncl.parse_args(["--resume", str(root / "killed")]))
     launch.finish("ncl", [*flags, "two"], root / "two.txt", processes=2)
-    summaries = {"whole": whole, "killed": resumed, "two": common.read_json(root / "two" / "summary.json")}
+    summaries = {"whole": whole, "killed": resumed, "two": engine.base.read_json(root / "two" / "summary.json")}
     return {name: (root / name, summary) for name, summary in summaries.items()}
 
 
 def test_killed_and_resumed_is_the_uninterrupted_run(long_runs):
     (whole, expected), (killed, summary) = long_runs["whole"], long_runs["killed"]
-    state = [f"checkpoints/step_12/{p}.safetensors" for p in ("model", "extra", "optimizer", "rng_0")]
-    for file in ("model.safetensors", "queues.safetensors", *state):
+    for file in ("model.safetensors", "queues.safetensors", "checkpoints/step_12/state.safetensors"):
         assert equal_files(whole / file, killed / file), file
-    extra = load_file(killed / "checkpoints/step_12/extra.safetensors")
-    assert {"texts.queries", "texts.count", "videos.queries", "videos.count"} == set(extra)
+    last = load_file(killed / "checkpoints/step_12/state.safetensors")
+    own = {k.removeprefix("own/") for k in last if k.startswith("own/")}
+    assert {"texts.queries", "texts.count", "videos.queries", "videos.count"} == own
     assert len(load_file(killed / "queues.safetensors")["videos"]) == 100  # it has wrapped around
     assert losses(killed) == losses(whole) and [s for s, _ in losses(whole)] == list(range(1, 13))
     assert summary["test"] == expected["test"] and summary["val"] == expected["val"]
@@ -660,7 +690,7 @@ def test_two_processes_are_one(long_runs):
     assert all(torch.allclose(a[k], b[k], atol=1e-3) for k in a)  # the order too
     for split in ("val", "test"):
         a, b = (s[split]["moving-emoji"] for s in (expected, summary))
-        assert common.flatten(a).keys() == common.flatten(b).keys()
+        assert engine.base.flatten(a).keys() == engine.base.flatten(b).keys()
         assert all(a[k] == b[k] for k in ("images", "captions", "unreadable"))
         for mode in ("none", "queue", "oracle"):  # rounding may turn a rank or two
             assert b["normalize"][mode]["R-Mean"] == pytest.approx(a["normalize"][mode]["R-Mean"], abs=3)
@@ -669,7 +699,7 @@ def test_two_processes_are_one(long_runs):
 
 def test_two_processes_evaluate_as_one(long_runs, tmp_path):
     """The same weights: before training, and the end of the run on two processes seen by eval.py on one."""
-    a, b = (common.flatten(rows(long_runs[name][0])[0]) for name in ("whole", "two"))
+    a, b = (engine.base.flatten(rows(long_runs[name][0])[0]) for name in ("whole", "two"))
     words = {key for key, value in a.items() if isinstance(value, str)}  # which normalisation the numbers have
     assert a["step"] == 0 and a.keys() == b.keys() and all(a.pop(key) == b.pop(key) for key in words)
     assert b == pytest.approx(a, rel=1e-4, abs=1e-4)
@@ -681,18 +711,18 @@ def test_two_processes_evaluate_as_one(long_runs, tmp_path):
 # ---------------------------------------------------- eval.py -------------------------------------------------------
 def same_numbers(a, b):
     """Nested dicts of the same keys, with the same numbers up to rounding."""
-    return common.flatten(a) == pytest.approx(common.flatten(b), rel=1e-4, abs=1e-4)
+    return engine.base.flatten(a) == pytest.approx(engine.base.flatten(b), rel=1e-4, abs=1e-4)
 
 
 def evaluate(checkpoint, out, *flags, pictures=False):
     """Metrics of the checkpoint's own data set."""
     with pytest.MonkeyPatch.context() as patch:
         if not pictures:
-            patch.setattr(common.figures("ncl"), "draw_normalization", lambda *args: None)
-            patch.setattr(common.figures(), "draw_retrieval", lambda *args, **options: None)
+            patch.setattr(eval_py, "draw_normalization", lambda *args: None)
+            patch.setattr(eval_py, "draw_retrieval", lambda *args, **options: None)
         command = [*BASE, "--workers", "0", "--tasks", "retrieval", "--checkpoint", str(checkpoint)]
         command += ["--output-dir", str(out), *map(str, flags)]
-        result = evaluation.main(evaluation.parse_args(command))
+        result = eval_py.main(eval_py.parse_args(command))
     one, = result["datasets"].values()
     return one["metrics"]
 
@@ -702,10 +732,10 @@ def test_eval_gives_the_numbers_of_the_run(run, normalize, tmp_path):
     folder, summary = run
     own = summary["test"]["moving-emoji"]["normalize"]
     got = evaluate(folder, tmp_path, "--normalize", normalize, pictures=True)
-    numbers = {k: v for k, v in common.flatten(own[normalize]).items() if not k.startswith("error")}
-    assert common.flatten(got["retrieval"]) == numbers
+    numbers = {k: v for k, v in engine.base.flatten(own[normalize]).items() if not k.startswith("error")}
+    assert engine.base.flatten(got["retrieval"]) == numbers
     if normalize != "none":
-        assert common.flatten(got["normalize"]) == pytest.approx(common.flatten(own), rel=1e-4, abs=1e-4)
+        assert engine.base.flatten(got["normalize"]) == pytest.approx(engine.base.flatten(own), rel=1e-4, abs=1e-4)
         assert (tmp_path / "normalization_moving-emoji.png").stat().st_size > 5000
     assert (tmp_path / "retrieval.png").stat().st_size > 5000
 
@@ -738,10 +768,10 @@ def test_eval_takes_the_learnt_gamma(script, tmp_path):
     else:
         temo_main(tmp_path / "a", "--loss", "infonce", "--learnable-tau", "--lr", 0.02)
     taus = [r["tau"] for r in rows(tmp_path / "a") if "tau" in r]
-    assert abs(taus[-1] / common.read_json(tmp_path / "a" / "args.json")["tau"] - 1) > 0.01
+    assert abs(taus[-1] / engine.base.read_json(tmp_path / "a" / "args.json")["tau"] - 1) > 0.01
     got, given = (evaluate(tmp_path / "a", tmp_path / "eval", "--normalize", "oracle", *flags)["normalize"]
                   for flags in ([], ["--gamma", taus[-1]]))
-    assert common.flatten(got) == pytest.approx(common.flatten(given), rel=1e-4, abs=1e-4)
+    assert engine.base.flatten(got) == pytest.approx(engine.base.flatten(given), rel=1e-4, abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -762,12 +792,12 @@ def test_eval_normalizes_checkpoints_of_other_scripts(temo_run, tmp_path):
     train, test = (common.load_data("moving-emoji", split, frames=4, image_size=transform.size, clips=[64, 16, 16])
                    for split in ("train", "test"))
     captions = [c for i in range(64) for c in train.captions(i)]
-    videos = common.encode_images(model, train, transform, device)[1]
-    texts = common.encode_texts(model, tokenizer, captions, device)
-    index, image, _, _ = common.encode_images(model, test, transform, device)
-    pieces = common.retrieval_pieces(model, tokenizer, test, index, image, device)
-    expected, _ = ncl.normalized_retrieval(pieces, common.read_json(folder / "args.json")["tau"], 4, texts, videos)
-    assert common.flatten(got["normalize"]) == pytest.approx(common.flatten(expected), rel=1e-4, abs=1e-4)
+    videos = evaluation.embed.encode_images(model, train, transform, device)[1]
+    texts = evaluation.embed.encode_texts(model, tokenizer, captions, device)
+    index, image, _, _ = evaluation.embed.encode_images(model, test, transform, device)
+    pieces = evaluation.retrieval.retrieval_pieces(model, tokenizer, test, index, image, device)
+    expected, _ = ncl.normalized_retrieval(pieces, engine.base.read_json(folder / "args.json")["tau"], 4, texts, videos)
+    assert engine.base.flatten(got["normalize"]) == pytest.approx(engine.base.flatten(expected), rel=1e-4, abs=1e-4)
     few = evaluate(folder, tmp_path / "few", "--normalize", "queue", "--queue-size", 10)
     assert few["normalize"]["queue"] != got["normalize"]["queue"]
     oracle = evaluate(folder, tmp_path / "oracle", "--normalize", "oracle", pictures=True)
@@ -834,7 +864,7 @@ def test_val_held_out_of_a_set_that_has_none(tmp_path, capsys):
     flags = ["--dataset", "msrvtt", "--data-dir", tmp_path, "--image-encoder", "features", "--feature-dir",
              tmp_path / "motion", *towers, "--queue-size", 40, "--eval-every", 1]
     base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "2"]
-    with pytest.raises(common.UserError, match="--eval-every 1: msrvtt without a val split.*; --hold-out-val takes"):
+    with pytest.raises(UserError, match="--eval-every 1: msrvtt without a val split.*; --hold-out-val takes"):
         main(tmp_path / "no", *flags, base=base)
     summary = main(tmp_path / "r", *flags, "--hold-out-val", base=base)
     log = [r for r in rows(tmp_path / "r") if "eval" in r]
@@ -842,7 +872,7 @@ def test_val_held_out_of_a_set_that_has_none(tmp_path, capsys):
     assert "data         40 training examples" in capsys.readouterr().out  # 20 videos of two captions, none of val
     got = evaluate(tmp_path / "r", tmp_path / "eval", "--split", "val", "--normalize", "queue")
     assert got["images"] == 4 and same_numbers(got["normalize"], summary["val"]["msrvtt"]["normalize"])
-    with pytest.raises(common.UserError, match="msrvtt has no val split; it has: train, test; --hold-out-val"):
+    with pytest.raises(UserError, match="msrvtt has no val split; it has: train, test; --hold-out-val"):
         common.load_data("msrvtt", "val", data_dir=str(tmp_path), feature_dir=[str(tmp_path / "motion")], frames=3)
 
 
@@ -870,7 +900,7 @@ def test_sets_without_a_queue_are_not_normalised_in_silence(run, tmp_path, capsy
     assert "no train split" in out and got["normalized_by"] == "none" and "normalize" not in got
     for flags in ("--split train", "--split train --queue-split train"):
         with pytest.raises(SystemExit):
-            evaluation.parse_args(["--checkpoint", "x", "--normalize", "queue", *flags.split()])
+            eval_py.parse_args(["--checkpoint", "x", "--normalize", "queue", *flags.split()])
 
 
 # ---------------------------------------------------- flags ---------------------------------------------------------
@@ -954,7 +984,7 @@ def test_bad_flags(flags, capsys):
 def test_bad_data(features, tmp_path):
     root, csv = features
     def stopped(*flags):
-        with pytest.raises(common.UserError) as error:
+        with pytest.raises(UserError) as error:
             main(tmp_path / "r", *flags)
         assert "\n" not in str(error.value)
         return str(error.value)
@@ -1008,5 +1038,5 @@ def test_retrieval_biases_in_blocks_are_sinkhorn_s():
 
 def test_queue_of_the_evaluated_split_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
-        evaluation.parse_args(["--checkpoint", "x", "--normalize", "queue", "--split", "val", "--queue-split", "val"])
+        eval_py.parse_args(["--checkpoint", "x", "--normalize", "queue", "--split", "val", "--queue-split", "val"])
     assert stop.value.code == 2 and "oracle" in capsys.readouterr().err

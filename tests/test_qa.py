@@ -8,17 +8,20 @@ import shutil
 from pathlib import Path
 
 import common
+from engine.base import UserError
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import eval as evaluation
+import eval as eval_py
+import evaluation.answers
+import evaluation.metrics
 import launch
 import mama
 from helpers import drift, of_set, write_rows, write_video
-from tools import answers, score
+from tools import score
 
 CPU = torch.device("cpu")
 DRAWS = True  # main below says which runs do
@@ -58,7 +61,7 @@ def model_of(choices=(), **more):
     torch.manual_seed(0)
     towers = common.VisionEncoder("small", 16, False), common.TextEncoder("small", 16, length=12, vocabulary=50)
     keywords = dict(answers=choices, frames=3) | more
-    return answers.QuestionAnswerer(*towers, **keywords).eval()
+    return common.QuestionAnswerer(*towers, **keywords).eval()
 
 
 def clips_of(n):
@@ -87,7 +90,7 @@ def test_open_scores_look_at_question_and_frames_but_not_at_padding():
     assert not torch.allclose(model(clips.flip(1), None, question)[2], scores, atol=1e-3)  # the order of time
     plain = model(clips, question)  # without a question: two towers
     assert torch.allclose(plain[0], video, atol=1e-6) and plain[2].shape == (2, 128)
-    with pytest.raises(common.UserError, match="4 frames of a clip, but this model knows the places of 3"):
+    with pytest.raises(UserError, match="4 frames of a clip, but this model knows the places of 3"):
         model(torch.zeros(1, 4, 3, 32, 32), None, words(1, 4))
 
 
@@ -196,13 +199,13 @@ def number(texts):
 
 
 def scored(model, data, batch=256):
-    return answers.evaluate(model, number, common.EvalTransform(8, (0, 0, 0), (1, 1, 1)), data, CPU, batch)
+    return evaluation.answers.evaluate(model, number, common.EvalTransform(8, (0, 0, 0), (1, 1, 1)), data, CPU, batch)
 
 
 def test_accuracy_of_open_answers_by_hand():
     data = data_of([("0", "cat", []), ("1", "dog", []), ("2", "emu", []), ("3", "cat", []), ("4", "dog", [])],
                    types=["what", "what", "who", "who", "who"])
-    assert answers.answer_vocabulary(data.column("answer"), 2) == ["cat", "dog"]
+    assert evaluation.metrics.answer_vocabulary(data.column("answer"), 2) == ["cat", "dog"]
     scores = [[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [1.0, 1.0], [1.0, 2.0]]  # right, wrong, unknown, tie, right
     metrics, chance, pieces = scored(Told(scores, ["cat", "dog"]), data, batch=4)
     assert (metrics["accuracy"], metrics["upper_bound"], metrics["questions"]) == (40, 80, 5)
@@ -225,7 +228,7 @@ def test_accuracy_of_choices_by_hand_and_of_pairs(capsys):
     metrics, chance, pieces = scored(Told(scores, []), data.select([1, 2, 3]))  # half of the first pair is gone
     assert (metrics["accuracy"], metrics["questions"], pieces["given"]) == (100, 2, ["c", "a"])
     assert chance["accuracy"] == 25 and "1 of 3 questions are left out" in capsys.readouterr().out
-    with pytest.raises(common.UserError, match="no question has both its answer and its reason"):
+    with pytest.raises(UserError, match="no question has both its answer and its reason"):
         scored(Told(scores, []), data.select([0, 2]))
 
 
@@ -236,16 +239,16 @@ def test_inputs_of_rows():
     def tokenizer(texts):
         seen.append(texts)
         return {"input_ids": torch.zeros(len(texts), 2), "attention_mask": torch.ones(len(texts), 2)}
-    found = answers.inputs(data, [1, 0], tokenizer, [], CPU)
+    found = evaluation.answers.inputs(data, [1, 0], tokenizer, [], CPU)
     assert seen == [["1", "0"], ["1 b", "1 a", "1 ", "0 a", "0 b", "0 c"]]
     assert found["answers"].tolist() == [1, 1] and found["choices"]["there"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert found["choices"]["input_ids"].shape == (2, 3, 2) and found["question"]["input_ids"].shape == (2, 2)
-    assert answers.inputs(data, [1, 0], tokenizer, ["a"], CPU)["answers"].tolist() == [0, -1]
+    assert evaluation.answers.inputs(data, [1, 0], tokenizer, ["a"], CPU)["answers"].tolist() == [0, -1]
 
 
 def test_shuffled_videos_are_all_of_others():
     data = common.load_data("moving-emoji", "val", clips=(64, 24, 24))
-    other = answers.shuffled(data)
+    other = evaluation.answers.shuffled(data)
     assert other.column("question") == data.column("question") and other.column("key") == data.column("key")
     assert not any(torch.equal(a, b) for a, b in zip(other.pixels, data.pixels))
     assert sorted(x.sum().item() for x in other.pixels) == sorted(x.sum().item() for x in data.pixels)
@@ -290,16 +293,16 @@ def test_a_run_and_its_checkpoint(runs_of, task, tmp_path):
         assert 0 < row["CE"] < 9 and contrast > 0 and row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
     model, tokenizer, transform = common.load_model(folder)
     data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
-    metrics, by_chance, _ = answers.evaluate(model, tokenizer, transform, data, CPU, batch=12)
+    metrics, by_chance, _ = evaluation.answers.evaluate(model, tokenizer, transform, data, CPU, batch=12)
     assert metrics == test and by_chance == chance
     flags = ["--checkpoint", str(folder), "--cpu", "--threads", "1", "--output-dir", str(tmp_path)]
-    found = evaluation.main(evaluation.parse_args(flags))["datasets"]["moving-emoji"]
+    found = eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]
     assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"} and not found["left_out"]
     assert found["chance"]["qa"] == chance and (tmp_path / "answers_moving-emoji.png").is_file()
     if task == "qa-open":
         assert (folder / "answers.png").is_file() and (folder / "curves.png").is_file()
         train = common.load_data("moving-emoji", "train", clips=(64, 24, 24))
-        assert model.answers == common.answer_vocabulary(train.column("answer"), 1500)
+        assert model.answers == evaluation.metrics.answer_vocabulary(train.column("answer"), 1500)
 
 
 def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
@@ -328,10 +331,10 @@ def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
     for flags, words in ((["--short", "tiger"], "neither a file nor a column of moving-emoji with class names"),
                          (["--short", "question"], "neither a file nor a column"),
                          (["--out", str(tmp_path / "no" / "x")], "there is no folder")):
-        with pytest.raises(common.UserError, match=words):
+        with pytest.raises(UserError, match=words):
             run(*flags)
     main(tmp_path / "fewer", "--task", "qa-open", "--clips", "64", "24", "23", "--max-steps", "1")
-    with pytest.raises(common.UserError, match="a run on other videos than"):
+    with pytest.raises(UserError, match="a run on other videos than"):
         run("--short", "noun", of=[folders[0], str(tmp_path / "fewer")])
 
 
@@ -344,19 +347,19 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     write_rows(tmp_path / "short.csv", ["video", "caption"], [("c.mp4", "x"), ("a.mp4", "one two three four")])
     assert score.short_captions(data, str(tmp_path / "short.csv")) == ["one two three four", "", "x"]
     assert score.caption_pairs(data, str(tmp_path / "short.csv")) == {2: ["x", "five six"]}
-    with pytest.raises(common.UserError, match="no video has captions of different lengths"):
+    with pytest.raises(UserError, match="no video has captions of different lengths"):
         score.caption_pairs(data.select([1]), "")
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("x.mp4", "x")])
-    with pytest.raises(common.UserError, match=r"--short .*none of its 1 rows is of a clip of files \(test\)"):
+    with pytest.raises(UserError, match=r"--short .*none of its 1 rows is of a clip of files \(test\)"):
         score.short_captions(data, str(tmp_path / "none.csv"))
     write_rows(tmp_path / "odd.csv", ["file", "words"], [("a.mp4", "x")])
-    with pytest.raises(common.UserError, match="--short: a column of videos is needed: odd.csv has none of video"):
+    with pytest.raises(UserError, match="--short: a column of videos is needed: odd.csv has none of video"):
         score.short_captions(data, str(tmp_path / "odd.csv"))
     table = common.make_table([["one two three"]] * 2, ["a", "b"], paths[:2], {"label": ["ox", "bee"]}, label=[0, -1])
     some = common.Data("files", "test", table)
     assert score.short_captions(some, "label") == ["an ox", ""]  # a row without a class has no name of one
     drawn = common.load_data("moving-emoji", "test", clips=(8, 8, 8))  # no files: a row's key is its name
-    with pytest.raises(common.UserError, match=r"--short .*no columns video and caption, but \['file', 'words'\]"):
+    with pytest.raises(UserError, match=r"--short .*no columns video and caption, but \['file', 'words'\]"):
         score.short_captions(drawn, str(tmp_path / "odd.csv"))
 
 
@@ -377,17 +380,17 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys):
     if name == "dual":
         assert common.load_model(tmp_path / "other")[0].model == "dual"
     if name == "control":  # eval.py asks with the right videos, and says that it does
-        evaluation.main(evaluation.parse_args(["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1"]))
+        eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1"]))
         assert "the run was a control (--shuffle-video); here each question has its own" in capsys.readouterr().out
     if name == "fused":
         assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
         flags = ["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1", "--tasks", "qa", "retrieval"]
-        found = evaluation.main(evaluation.parse_args([*flags, "--output-dir", str(tmp_path)]))["datasets"]
+        found = eval_py.main(eval_py.parse_args([*flags, "--output-dir", str(tmp_path)]))["datasets"]
         found = found["moving-emoji"]
         test = summary["test"]["moving-emoji"]
         assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
-        with pytest.raises(common.UserError, match="other: its model has no trained embeddings"):
+        with pytest.raises(UserError, match="other: its model has no trained embeddings"):
             score.main([str(tmp_path / "other"), "--short", "noun", "--out", str(tmp_path / "scores"), "--cpu"])
 
 
@@ -489,11 +492,11 @@ def test_a_published_set_from_its_files(tmp_path):
 # ---------------------------------------------------- refused -------------------------------------------------------
 def test_what_cannot_be_asked():
     data = data_of([("0", "b", ["a", "b"]), ("1", "a", [])])
-    answers.check(data, choices=False)
-    with pytest.raises(common.UserError, match="1 of its 2 questions have no choices; use --task qa-open"):
-        answers.check(data, choices=True)
+    evaluation.answers.check(data, choices=False)
+    with pytest.raises(UserError, match="1 of its 2 questions have no choices; use --task qa-open"):
+        evaluation.answers.check(data, choices=True)
     args = mama.parse_args([*of_set(BASE, ["--dataset", "emoji"]), "--dataset", "emoji", "--task", "qa-open"])
-    with pytest.raises(common.UserError, match=r"emoji \(train\) has no questions"):
+    with pytest.raises(UserError, match=r"emoji \(train\) has no questions"):
         mama.main(args)
 
 
@@ -507,7 +510,7 @@ def test_what_cannot_be_asked():
      "--chunk-size: --qa-similarity fused needs all videos and texts at once")])
 def test_bad_flags(flags, words, capsys):
     with pytest.raises(SystemExit) as stop:
-        mama.parse_args([*BASE, *flags])
+        mama.parse_args([*of_set(BASE, flags), *flags])
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 

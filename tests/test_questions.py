@@ -4,10 +4,13 @@ import json
 import pickle
 
 import common
+from engine.base import UserError
 
 import pytest
 import torch
 
+import evaluation.metrics
+from evaluation.metrics import answer_hits
 from helpers import write_rows, write_video
 from sets import questions
 
@@ -89,7 +92,7 @@ def test_tgif_choices(kind, tmp_path, capsys):
                   "1 questions whose answer is none of the choices left out", "1 videos (1 questions) are not in"):
         assert words in data.note
     assert "TGIF-QA's" not in data.note and len(data.read(1)) == 2
-    with pytest.raises(common.UserError, match="no val split; it has: train, test"):
+    with pytest.raises(UserError, match="no val split; it has: train, test"):
         opened(f"tgif-qa-r-{kind}", tmp_path, "val")
 
 
@@ -166,14 +169,14 @@ def test_causal_vidqa_asks_six_times_and_pairs_answer_and_reason(tmp_path):
     code = b"cos\nsystem\n(S'true'\ntR."  # a pickle that calls a program
     (tmp_path / "split" / "valid.pkl").write_bytes(code)
     common._known_set.cache_clear()
-    with pytest.raises(common.UserError, match="only plain data is read from pickles"):
+    with pytest.raises(UserError, match="only plain data is read from pickles"):
         opened("causal-vidqa", tmp_path, "val", video_dir=videos)
 
 
 # ---------------------------------------------------- bad input -----------------------------------------------------
 def test_what_is_missing_is_said_in_one_line(tmp_path):
     def refused(name="msrvtt-qa", split="train", **options):
-        with pytest.raises(common.UserError) as info:
+        with pytest.raises(UserError) as info:
             common.load_data(name, split, **options)
         assert "\n" not in str(info.value)
         return str(info.value)
@@ -201,27 +204,27 @@ def test_sets_are_found_by_name():
 def test_a_hit_is_the_highest_score_and_ties_are_none():
     inf = float("inf")
     scores = torch.tensor([[0.1, 0.9, 0.3], [0.5, 0.5, 0.1], [2.0, 1.0, -inf], [0.0, 0.0, 0.0], [3.0, 1.0, 2.0]])
-    assert common.answer_hits(scores, torch.tensor([1, 0, 0, 2, -1])).tolist() == [True, False, True, False, False]
-    assert common.answer_hits(scores[:1].half(), torch.tensor([0])).tolist() == [False]
+    assert answer_hits(scores, torch.tensor([1, 0, 0, 2, -1])).tolist() == [True, False, True, False, False]
+    assert answer_hits(scores[:1].half(), torch.tensor([0])).tolist() == [False]
     for bad in (float("nan"), inf):
-        with pytest.raises(common.NotFinite):
-            common.answer_hits(torch.tensor([[bad, 0.0]]), torch.tensor([1]))
+        with pytest.raises(evaluation.metrics.NotFinite):
+            answer_hits(torch.tensor([[bad, 0.0]]), torch.tensor([1]))
 
 
 def test_the_vocabulary_is_of_the_most_frequent_answers():
     answers = ["two", "dog", "cat", "two", "cat", "two", "ant"]
-    assert common.answer_vocabulary(answers) == ["two", "cat", "ant", "dog"]
-    vocabulary = common.answer_vocabulary(answers, 2)
-    assert common.answer_numbers(["cat", "dog", "two"], vocabulary).tolist() == [1, -1, 0]
-    assert common.answer_numbers(["b", "z"], choices=[["a", "b"], ["a", "b", "c"]]).tolist() == [1, -1]
+    assert evaluation.metrics.answer_vocabulary(answers) == ["two", "cat", "ant", "dog"]
+    vocabulary = evaluation.metrics.answer_vocabulary(answers, 2)
+    assert evaluation.metrics.answer_numbers(["cat", "dog", "two"], vocabulary).tolist() == [1, -1, 0]
+    assert evaluation.metrics.answer_numbers(["b", "z"], choices=[["a", "b"], ["a", "b", "c"]]).tolist() == [1, -1]
 
 
 def test_accuracy_by_hand():
-    assert common.question_metrics([True, False, True, True]) == {"accuracy": 75.0}
+    assert evaluation.metrics.question_metrics([True, False, True, True]) == {"accuracy": 75.0}
     known = [True, False, True, True, False]  # two answers are not in the vocabulary: wrong, and the bound is 60
-    assert common.question_metrics([1, 0, 0, 1, 0], known=known) == {"accuracy": 40.0, "upper_bound": 60.0}
+    assert evaluation.metrics.question_metrics([1, 0, 0, 1, 0], known=known) == {"accuracy": 40.0, "upper_bound": 60.0}
     types = ["causal why", "causal how", "causal why", "temporal next", "descriptive"]
-    assert common.question_metrics([1, 1, 0, 0, 1], types) == {
+    assert evaluation.metrics.question_metrics([1, 1, 0, 0, 1], types) == {
         "accuracy": 60.0, "accuracy causal": pytest.approx(200 / 3), "accuracy causal how": 100.0,
         "accuracy causal why": 50.0, "accuracy descriptive": 100.0, "accuracy temporal": 0.0,
         "accuracy temporal next": 0.0}
@@ -233,12 +236,12 @@ def test_answer_and_reason_must_both_be_right():
              "counterfactual reason"]
     hits = [[1, 0, 1, 1, 1, 0], [1, 1, 0, 1, 0, 0]]
     pairs = [0, 1, 2, 2, 3, 3, 4, 5, 6, 6, 7, 7]
-    found = common.question_metrics(sum(hits, []), types * 2, pairs)
+    found = evaluation.metrics.question_metrics(sum(hits, []), types * 2, pairs)
     assert found == {
         "accuracy": 50.0,  # descriptive 2, explanatory 1, predictive 1, counterfactual 0 of 8
         "accuracy descriptive": 100.0, "accuracy explanatory": 50.0, "accuracy predictive": 50.0,
         "accuracy predictive answer": 50.0, "accuracy predictive reason": 100.0, "accuracy counterfactual": 0.0,
         "accuracy counterfactual answer": 50.0, "accuracy counterfactual reason": 0.0}
-    chance = common.question_metrics([1 / 5] * 12, types * 2, pairs)  # of a random choice among five
+    chance = evaluation.metrics.question_metrics([1 / 5] * 12, types * 2, pairs)  # of a random choice among five
     assert chance["accuracy"] == pytest.approx(100 * (0.2 + 0.2 + 0.04 + 0.04) / 4)
     assert chance["accuracy predictive"] == pytest.approx(4.0) and chance["accuracy predictive reason"] == 20.0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchvision.io import write_png
 
-import eval as evaluation
+import eval as eval_py
 import mama
 import mmts
 import ncl
@@ -103,8 +103,9 @@ def test_reading_guide_names_exist():
 def test_flags_exist():
     """Every --flag of the README stands in a parser of ours, but for those of the launchers."""
     text = re.sub(r"```bash\n#SBATCH.*?```", "", README, flags=re.S)
-    sources = "".join(p.read_text(encoding="utf8") for p in [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - {"--multi_gpu", "--num_processes", "--nproc_per_node"}
+    sources = "".join(p.read_text(encoding="utf8") for p in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
+    others = {"--multi_gpu", "--num_processes", "--nproc_per_node", "--shm-size"}  # of the launchers, of Docker
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - others
     known = set(re.findall(r'"(--[a-z][\w-]*)"', sources)) | {"--help"}
     unknown = [flag for flag in named if not {flag, flag.replace("--no-", "--", 1)} & known]
     assert len(named) >= 80 and not unknown, unknown
@@ -128,7 +129,7 @@ def test_eval_commands_parse():
     commands = [line.split("#")[0] for line in LINES if line.startswith("python eval.py")]
     assert len(commands) >= 5
     for command in commands:
-        evaluation.parse_args(shlex.split(command)[2:])
+        eval_py.parse_args(shlex.split(command)[2:])
 
 
 def test_readme_says_nothing_of_where_it_was_made():

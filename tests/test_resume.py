@@ -11,13 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
+import engine.base
+import engine.checkpoints
 
 import numpy as np
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-import eval as evaluation
+import eval as eval_py
 import launch
 import temo
 
@@ -132,10 +134,10 @@ def runs(tmp_path_factory):
         _, script, processes, extra = KILLED[name]
         folder = root / "killed" / name
         kill_at(KILL, folder, place_of(script), processes, flags("killed", name, extra), root / f"killed {name}.txt")
-        last = common.latest_checkpoint(folder)
+        last = engine.checkpoints.latest_checkpoint(folder)
         assert last and last.name != f"step_{STEPS}", "killed too early or too late"
         shutil.copytree(last, last.with_name("step_9.tmp"))  # what a crash inside a save leaves
-        (last.with_name("step_9.tmp") / "model.safetensors").write_bytes(b"cut")
+        (last.with_name("step_9.tmp") / "state.safetensors").write_bytes(b"cut")
         log = root / f"resumed {name}.txt"
         launch.finish(place_of(script), ["--resume", str(folder)], log, processes)
         assert f"resumed {last} at step {last.name[5:]} of {STEPS}" in log.read_text()
@@ -157,11 +159,10 @@ def same_tensors(a, b):
 def test_resumed_run_is_bitwise_the_uninterrupted_one(runs, name):
     ours, whole = runs["killed", name], runs["whole", KILLED[name][0]]
     assert same_tensors(ours / "model.safetensors", whole / "model.safetensors")
-    ours_last, last = (folder / "checkpoints" / "step_12" for folder in (ours, whole))
-    parts = sorted(p.name for p in last.glob("*.safetensors"))  # weights, tau, optimiser, random state of each process
-    assert parts and parts == sorted(p.name for p in ours_last.glob("*.safetensors"))
-    assert all(same_tensors(ours_last / p, last / p) for p in parts)
-    ours, whole = (common.read_json(folder / "summary.json") for folder in (ours, whole))
+    # weights, tau, optimiser, random state of each process
+    assert same_tensors(*(folder / "checkpoints" / "step_12" / "state.safetensors" for folder in (ours, whole)))
+    assert {p.name for p in (whole / "checkpoints" / "step_12").iterdir()} == {"state.safetensors", "state.json"}
+    ours, whole = (engine.base.read_json(folder / "summary.json") for folder in (ours, whole))
     assert ours["test"] == whole["test"] and ours.get("eval_epoch") == whole.get("eval_epoch")
 
 
@@ -182,15 +183,15 @@ def test_metrics_have_every_step_once(runs, name):
 def test_learnable_tau_goes_on(runs, name):
     taus = [r["tau"] for r in rows(runs["killed", name]) if "tau" in r]
     assert len(set(taus)) == STEPS
-    extra = load_file(runs["killed", name] / "checkpoints/step_12/extra.safetensors")
-    assert taus[-1] == pytest.approx(extra["tau.log_tau"].exp().item(), rel=1e-6)
+    last = load_file(runs["killed", name] / "checkpoints/step_12/state.safetensors")
+    assert taus[-1] == pytest.approx(last["own/tau.log_tau"].exp().item(), rel=1e-6)
 
 
 def test_last_two_checkpoints_are_kept(runs):
     for (kind, _), folder in runs.items():
         left = sorted(p.name for p in (folder / "checkpoints").iterdir())
         assert [p for p in left if not p.endswith(".tmp")] == KEPT
-        assert common.latest_checkpoint(folder).name == "step_12"
+        assert engine.checkpoints.latest_checkpoint(folder).name == "step_12"
         if kind == "whole":
             assert left == KEPT
 
@@ -206,8 +207,8 @@ def test_a_fork_is_another_script(runs, capsys):
     """Its name stands in its folder, its args and its banner; its temperature serves loss, log and Fig. 2."""
     folder = runs["whole", "fork"]
     assert (
-        common.read_json(folder / "args.json")["script"]
-        == common.read_json(folder / "summary.json")["script"]
+        engine.base.read_json(folder / "args.json")["script"]
+        == engine.base.read_json(folder / "summary.json")["script"]
         == "mine"
     )
     assert (folder.parents[1] / "whole fork.txt").read_text().startswith("mine.py\n")
@@ -223,9 +224,9 @@ def test_a_fork_is_another_script(runs, capsys):
 
 def test_a_fork_is_evaluated(runs):
     folder = runs["whole", "fork"]
-    result = evaluation.main(evaluation.parse_args(["--checkpoint", str(folder), "--cpu", "--threads", "1", "--tasks",
-                                                    "retrieval"]))
-    found, summary = result["datasets"]["emoji"]["metrics"]["retrieval"], common.read_json(folder / "summary.json")
+    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(folder), "--cpu", "--threads", "1", "--tasks",
+                                              "retrieval"]))
+    found, summary = result["datasets"]["emoji"]["metrics"]["retrieval"], engine.base.read_json(folder / "summary.json")
     assert {k: found[k] for k in ("text_to_image", "R-Mean")} == {
         k: summary["test"]["emoji"][k] for k in ("text_to_image", "R-Mean")
     }
@@ -242,7 +243,7 @@ def resume_here(runs, tmp_path, monkeypatch):
 
 def test_resume_of_a_finished_run_only_evaluates(resume_here, runs):
     folder, resume = resume_here
-    before = common.read_json(folder / "summary.json")
+    before = engine.base.read_json(folder / "summary.json")
     summary = resume()
     assert summary["steps"] == STEPS and summary["val"] == before["val"] and summary["test"] == before["test"]
     assert same_tensors(folder / "model.safetensors", runs["whole", "folder"] / "model.safetensors")

@@ -7,6 +7,10 @@ import shutil
 from pathlib import Path
 
 import common
+import engine.base
+import engine.data
+import engine.verify
+from engine.base import UserError
 
 import datasets
 import numpy as np
@@ -14,6 +18,11 @@ import pytest
 import torch
 from PIL import Image
 
+import evaluation.by_class
+import evaluation.retrieval
+import readers.columns
+import readers.pictures
+import sets.own
 import temo
 from helpers import (
     CLASSES,
@@ -31,7 +40,7 @@ from helpers import (
     write_video,
 )
 from sets import long_tail
-from tools import by_class, check
+from tools import check
 
 WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing")
 N = 9  # examples of a split that a folder or file names
@@ -39,13 +48,13 @@ N = 9  # examples of a split that a folder or file names
 
 def open_anew(path, **options):
     """open_splits of data that may have changed since they were opened."""
-    common._own_data.cache_clear()
+    sets.own.own_data.cache_clear()
     return open_splits(path, **options)
 
 
 def refused(path, *words, split="train"):
     """The one line that refuses these data; all words stand in it."""
-    with pytest.raises(common.UserError) as error:
+    with pytest.raises(UserError) as error:
         common.load_data(str(path), split)
     message = str(error.value)
     assert "\n" not in message and all(word in message for word in words), message
@@ -146,7 +155,7 @@ def test_a_column_split_of_other_words(tmp_path, capsys):
     assert len(common.load_data(str(tmp_path / "own.csv"), "train")) > 40  # no name of a split: no column of splits
     assert "no value of its column split names a split, first 'right'" in capsys.readouterr().out
     write_rows(tmp_path / "odd.csv", ["image", "caption", "split"], [*rows[:59], ("59.png", "x", "train")])
-    with pytest.raises(common.UserError, match="'right' in its column split names no split"):
+    with pytest.raises(UserError, match="'right' in its column split names no split"):
         common.load_data(str(tmp_path / "odd.csv"), "train")
 
 
@@ -176,7 +185,7 @@ def test_a_file_called_test_is_evaluated_whole(tmp_path, capsys):
     names = write_images(tmp_path, range(40))
     rows = [(x, caption(i)) for i, x in enumerate(names)]
     for word in ("flickr_test", "captions_val2017"):
-        file, split = write_rows(tmp_path / f"{word}.json", ["image", "caption"], rows), common.split_of(word)
+        file, split = write_rows(tmp_path / f"{word}.json", ["image", "caption"], rows), readers.columns.split_of(word)
         assert len(common.load_data(str(file), split)) == 40
         refused(file, f"no train split; it has: {split}; its name says so, rename it to train on it")
     for word in ("trainval", "train_test", "greatest"):
@@ -187,9 +196,9 @@ def test_a_file_called_test_is_evaluated_whole(tmp_path, capsys):
     assert f"{len(held)} of its 40 images, held out since none of its names says test" in held.note
     assert capsys.readouterr().out == ""
     flags = ["--cpu", "--dataset", str(tmp_path / "train_test.csv"), "--eval-datasets", str(file)]
-    common.evaluation_sets(temo.parse_args(flags))
+    engine.data.evaluation_sets(temo.parse_args(flags))
     assert f"WARNING: {file}: test is {len(held)} of its 40 images, held out for it" in capsys.readouterr().out
-    common.evaluation_sets(temo.parse_args(["--cpu", "--dataset", str(file)]))
+    engine.data.evaluation_sets(temo.parse_args(["--cpu", "--dataset", str(file)]))
     assert capsys.readouterr().out == ""
 
 
@@ -333,10 +342,10 @@ def test_one_name_for_all_images_is_none(tmp_path):
 
 def test_a_large_table_is_held_out_alike(tmp_path, monkeypatch):
     path = a_csv(tmp_path / "a", [f"m{i:04}" for i in range(300)])
-    small, prints = places(path), {s: check.fingerprint(d) for s, d in open_splits(path).items()}
+    small, prints = places(path), {s: engine.verify.fingerprint(d) for s, d in open_splits(path).items()}
     monkeypatch.setattr(common, "IN_MEMORY", 0)
     assert {key: split for split, d in open_anew(path).items() for key in d.keys()} == small
-    assert {s: check.fingerprint(d) for s, d in open_splits(path).items()} == prints
+    assert {s: engine.verify.fingerprint(d) for s, d in open_splits(path).items()} == prints
 
 
 def test_too_little_to_hold_out_is_said(tmp_path):
@@ -357,37 +366,37 @@ def test_too_little_to_hold_out_is_said(tmp_path):
 
 # ---------------------------------------------------- fingerprints and twins -----------------------------------------
 def prints(path):
-    return {s: check.fingerprint(d) for s, d in open_anew(path).items()}
+    return {s: engine.verify.fingerprint(d) for s, d in open_anew(path).items()}
 
 
 def test_a_fingerprint_knows_rows_names_and_sizes(tmp_path):
     path = write_captions(tmp_path / "a", 30)
     saved = prints(path)
-    assert saved == prints(path) and check.changes(saved, open_splits(path)) == []
+    assert saved == prints(path) and engine.verify.changes(saved, open_splits(path)) == []
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert saved == prints(tmp_path / "b" / "captions.csv")  # and where they lie does not matter
     assert saved["train"]["examples"] == 27 and saved["train"]["digest"] != saved["val"]["digest"]
 
     text = path.read_text()
     path.write_text(text + "more.png,one more\n")
-    assert check.changes(saved, open_anew(path)) == ["train: 27 examples, now 28"]
+    assert engine.verify.changes(saved, open_anew(path)) == ["train: 27 examples, now 28"]
     path.write_text(text.replace("003.png", "renamed.png"))
     (tmp_path / "a" / "003.png").rename(tmp_path / "a" / "renamed.png")
     other = ["train: 27 examples as before, but other names or sizes"]
-    assert check.changes(saved, open_anew(path)) == other
+    assert engine.verify.changes(saved, open_anew(path)) == other
     (tmp_path / "a" / "renamed.png").rename(tmp_path / "a" / "003.png")
     words = next(line.partition(",")[2] for line in text.splitlines() if "003.png" in line)
     path.write_text(text.replace(words, "another word"))
-    assert check.changes(saved, open_anew(path)) == ["train: 27 examples as before, but other captions"]
+    assert engine.verify.changes(saved, open_anew(path)) == ["train: 27 examples as before, but other captions"]
     older = {split: {k: v for k, v in of.items() if k != "captions"} for split, of in saved.items()}
-    assert check.changes(older, open_anew(path)) == []  # a run from before captions were part of it
+    assert engine.verify.changes(older, open_anew(path)) == []  # a run from before captions were part of it
     path.write_text(text)
-    assert check.changes(saved, open_anew(path)) == []
+    assert engine.verify.changes(saved, open_anew(path)) == []
     write_images(tmp_path / "a", [5], height=40)
-    assert check.changes(saved, open_anew(path)) == other
+    assert engine.verify.changes(saved, open_anew(path)) == other
     (tmp_path / "a" / "005.png").unlink()
-    assert check.changes(saved, open_anew(path)) == other
-    assert check.changes({}, open_splits(path)) == []  # a run from before there were fingerprints
+    assert engine.verify.changes(saved, open_anew(path)) == other
+    assert engine.verify.changes({}, open_splits(path)) == []  # a run from before there were fingerprints
 
 
 def test_a_fingerprint_of_very_many_rows_is_that_of_a_sample(tmp_path, monkeypatch, capsys):
@@ -395,23 +404,23 @@ def test_a_fingerprint_of_very_many_rows_is_that_of_a_sample(tmp_path, monkeypat
     def data(n, changed=-1):
         captions = [["another" if i == changed else f"number {i}"] for i in range(n)]
         return common.Data("made", "train", common.make_table(captions, [f"{i}.mp4" for i in range(n)], ["a.mp4"] * n))
-    whole = check.fingerprint(data(100))
-    monkeypatch.setattr(check, "SAMPLE", 20)
-    monkeypatch.setattr(check, "STRETCH", 5)
+    whole = engine.verify.fingerprint(data(100))
+    monkeypatch.setattr(engine.verify, "SAMPLE", 20)
+    monkeypatch.setattr(engine.verify, "STRETCH", 5)
     read, keys = [], common.Data.keys
     monkeypatch.setattr(common.Data, "keys", lambda self: (read.append(key) or key for key in keys(self)))
-    saved = check.fingerprint(data(100))
+    saved = engine.verify.fingerprint(data(100))
     assert saved["examples"] == 100 and saved["sample"] == 20
     assert read[:5] == [f"{i}.mp4" for i in range(5)] and read[-1] == "99.mp4" and len(set(read)) == len(read) == 20
-    assert check.changes({"train": saved}, {"train": data(100)}) == []
-    assert check.changes({"train": saved}, {"train": data(101)}) == ["train: 100 examples, now 101"]
-    assert len(check.changes({"train": saved}, {"train": data(100, changed=99)})) == 1
-    assert check.changes({"train": saved}, {"train": data(100, changed=6)}) == []  # that is the price
-    assert check.changes({"train": whole}, {"train": data(100)}) == []  # a run from before there were samples
-    assert len(check.changes({"train": whole}, {"train": data(100, changed=6)})) == 1
-    check.compare(tmp_path, data(100), {})
+    assert engine.verify.changes({"train": saved}, {"train": data(100)}) == []
+    assert engine.verify.changes({"train": saved}, {"train": data(101)}) == ["train: 100 examples, now 101"]
+    assert len(engine.verify.changes({"train": saved}, {"train": data(100, changed=99)})) == 1
+    assert engine.verify.changes({"train": saved}, {"train": data(100, changed=6)}) == []  # that is the price
+    assert engine.verify.changes({"train": whole}, {"train": data(100)}) == []  # a run from before there were samples
+    assert len(engine.verify.changes({"train": whole}, {"train": data(100, changed=6)})) == 1
+    engine.verify.compare(tmp_path, data(100), {})
     assert "train: a resumed run compares 20 of its 100 examples, and their number" in capsys.readouterr().out
-    assert common.read_json(tmp_path / "data.json") == {"train": saved}
+    assert engine.base.read_json(tmp_path / "data.json") == {"train": saved}
 
 
 @pytest.mark.parametrize("layout", [class_folders, parquet, tars, clips])
@@ -425,7 +434,7 @@ def test_a_fingerprint_of_every_layout(layout, tmp_path):
         file.write_bytes(file.read_bytes() + b"more")
     else:
         layout(tmp_path / "b", "train", [*range(29), 60])
-    changed = check.changes(saved, open_anew(tmp_path / "b"))
+    changed = engine.verify.changes(saved, open_anew(tmp_path / "b"))
     assert changed and all("examples" in line for line in changed)
 
 
@@ -441,11 +450,11 @@ def test_twins_are_counted(layout, in_memory, tmp_path):
     train, test = (d.in_memory() if in_memory else d for d in data)
     assert (train.pixels is not None) == in_memory
     seen = {int(Path(k).stem) for k in train.column("key")}
-    assert check.twins(train, test) == len(seen & set(SAME)) >= 2
+    assert engine.verify.twins(train, test) == len(seen & set(SAME)) >= 2
     again = [i for i, k in enumerate(test.column("key")) if int(Path(k).stem) in SAME]
     others = [i for i in range(len(test)) if i not in again]
-    assert check.twins(train, test.select(others)) == 0
-    assert check.twins(test, test.select([*again, *again, others[0]])) == 7
+    assert engine.verify.twins(train, test.select(others)) == 0
+    assert engine.verify.twins(test, test.select([*again, *again, others[0]])) == 7
 
 
 def test_windows_and_what_cannot_be_read_are_no_twins(tmp_path):
@@ -453,12 +462,12 @@ def test_windows_and_what_cannot_be_read_are_no_twins(tmp_path):
     rows = [("a.mp4", k / 10, k / 10 + 0.1, f"part {k}") for k in range(4)]
     path = write_rows(tmp_path / "a.jsonl", ["video", "start", "end", "caption"], rows)
     data = common.load_data(str(path), "train")
-    assert check.twins(data, data) == 0
+    assert engine.verify.twins(data, data) == 0
     path = write_captions(tmp_path / "b", 6)
     data = common.load_data(str(path), "train")
     (tmp_path / "b" / "000.png").unlink()
     (tmp_path / "b" / "001.png").write_bytes(b"")
-    assert check.twins(data, data) == 4
+    assert engine.verify.twins(data, data) == 4
 
 
 # ---------------------------------------------------- classes and captions -------------------------------------------
@@ -533,20 +542,20 @@ class Eyes(torch.nn.Module):
 
 def test_knn_does_not_see_rows_without_a_class(tmp_path, monkeypatch):
     path = classes_in_rows("a.csv")(tmp_path)
-    seen, whole = [], by_class.knn_accuracy
+    seen, whole = [], evaluation.by_class.knn_accuracy
 
     def knn_accuracy(train, train_labels, test, test_labels, **more):
         seen.append((len(train), train_labels.tolist(), len(test), test_labels.tolist()))
         return whole(train, train_labels, test, test_labels, **more)
 
-    monkeypatch.setattr(by_class, "knn_accuracy", knn_accuracy)
+    monkeypatch.setattr(evaluation.by_class, "knn_accuracy", knn_accuracy)
     train = common.load_data(str(path), "train")
 
     def tokenizer(texts):
         return {"text": torch.rand(len(texts), 3)}
     data = train.select([1, 2, *np.flatnonzero(train.labels < 0)])
     transform = common.EvalTransform(16, (0.5,) * 3, (0.5,) * 3)
-    metrics, chance, _ = common.evaluate(Eyes(), tokenizer, transform, data, torch.device("cpu"), train)
+    metrics, chance, _ = evaluation.retrieval.evaluate(Eyes(), tokenizer, transform, data, torch.device("cpu"), train)
     (rows, labels, others, theirs), = seen
     unknown = int((train.labels < 0).sum())
     assert unknown == 2 and rows == len(labels) == len(train) - unknown and others == len(theirs) == 2
@@ -654,9 +663,9 @@ def spoilt(folder):
 
 
 def test_a_strict_reading_finds_what_decoders_pass_over(tmp_path, capfd):
-    assert common.decode(cut_with_an_end()).shape == (3, 64, 64)  # with grey where pixels are missing
+    assert readers.pictures.decode(cut_with_an_end()).shape == (3, 64, 64)  # with grey where pixels are missing
     data = common.load_data(str(spoilt(tmp_path)), "train")
-    bad = check.unreadable(data, progress=False)
+    bad = engine.verify.unreadable(data, progress=False)
     assert set(bad) == {f"{i:03}.png" for i in range(1, 6)}
     assert "premature end" in bad["001.png"] and bad["002.png"] == "not a regular file"
     assert "196000000 pixels" in bad["003.png"]
@@ -665,10 +674,10 @@ def test_a_strict_reading_finds_what_decoders_pass_over(tmp_path, capfd):
     said = capfd.readouterr().err
     assert said.endswith("stderr is back\n") and said.count("premature") == 1  # of decode, not of unreadable
     for i, key in enumerate(data.column("key")):
-        assert check.content(data, i) or key in ("002.png", "005.png")
+        assert engine.verify.content(data, i) or key in ("002.png", "005.png")
     with pytest.raises(ValueError, match="30 pixels|6 x 5 pixels"):
-        common.decode(encode(picture(0, 5, 6)), max_pixels=29)
-    assert common.decode(encode(picture(0, 5, 6)), max_pixels=30).shape == (3, 5, 6)
+        readers.pictures.decode(encode(picture(0, 5, 6)), max_pixels=29)
+    assert readers.pictures.decode(encode(picture(0, 5, 6)), max_pixels=30).shape == (3, 5, 6)
 
 
 def test_a_pipe_is_no_video(tmp_path):
@@ -689,7 +698,7 @@ def test_the_command_reads_every_split_there_is(tmp_path, capsys):
     described(tmp_path / "b", "test", range(N))
     check.main(["--dataset", str(tmp_path / "b")])
     assert "no train split; it has: test" in capsys.readouterr().out
-    with pytest.raises(common.UserError, match="no such path"):
+    with pytest.raises(UserError, match="no such path"):
         check.main(["--dataset", str(tmp_path / "nothing")])
 
 
@@ -721,10 +730,10 @@ def test_several_classes_of_an_example_are_none(ending, tmp_path, capsys):
     names = write_images(tmp_path, range(12))
     rows = [(x, caption(i), [i % 3, 2]) for i, x in enumerate(names)]
     file = write_rows(tmp_path / f"a.{ending}", ["image", "caption", "label"], rows)
-    common.say_once.cache_clear()
+    engine.base.say_once.cache_clear()
     assert common.load_data(str(file), "train").labels is None
     assert "--label-column label is not read: " in capsys.readouterr().out
-    with pytest.raises(common.UserError, match="--label-column label: a.* holds lists or records there"):
+    with pytest.raises(UserError, match="--label-column label: a.* holds lists or records there"):
         common.load_data(str(file), "train", label_column="label")
 
 

@@ -13,14 +13,20 @@ import tarfile
 from pathlib import Path
 
 import common
+import engine.base
+import engine.data
+from engine.base import UserError
 
 import numpy as np
 import pytest
 import torch
 
+import readers.damage
+import readers.pictures
+import readers.stream
+import readers.tars
 from helpers import caption, tar_samples, write_tar
-from sets import damage, stream
-from sets import tars as tars_of
+from readers.pictures import decode
 
 N = 20
 ALL = [f"{i:06}" for i in range(N)]
@@ -37,12 +43,12 @@ def tar(tmp_path_factory):
 
 
 def indexed(path, **options):
-    return tars_of.index("mine", "train", [path] if isinstance(path, Path) else path, LOSE | options)
+    return readers.tars.index("mine", "train", [path] if isinstance(path, Path) else path, LOSE | options)
 
 
 def streamed(path, expected=None):
     """(keys of the samples, {key: why} of what is counted as bad)."""
-    read = list(stream.read_tar(str(path), expected))
+    read = list(readers.stream.read_tar(str(path), expected))
     return ([k for k, parts in read if isinstance(parts, dict)],
             {k: str(parts) for k, parts in read if not isinstance(parts, dict)})
 
@@ -137,7 +143,7 @@ def test_what_is_whole_is_used_and_what_is_lost_is_counted(damages, tar, tmp_pat
     assert keys_of(data) == here
     for i, key in enumerate(here):  # at the right places, also where all is moved
         assert data.captions(i) == [caption(int(key)), caption(int(key), 1)]
-    assert torch.equal(data.read(len(here) - 1), common.decode(tar_samples([int(here[-1])], "jpg")[here[-1]]["jpg"]))
+    assert torch.equal(data.read(len(here) - 1), decode(tar_samples([int(here[-1])], "jpg")[here[-1]]["jpg"]))
     assert said in data.note and str(path) in data.note
     if n == 0:
         assert "damage in the tars, no sample lost, first: " in data.note
@@ -263,9 +269,9 @@ def test_fewer_samples_than_a_file_beside_says_are_said_with_both_numbers(write,
     file = write(folder, 23)
     said = f"{path}: 20 of the 23 samples that {file} names"
     assert f"3 of 23 samples LOST in damaged tars, first: {said}" in indexed(path).note
-    with pytest.raises(common.UserError, match=r"3 of 23 samples are lost in 1 damaged tars, above --max-bad-fraction"):
+    with pytest.raises(UserError, match=r"3 of 23 samples are lost in 1 damaged tars, above --max-bad-fraction"):
         indexed(path, max_bad_fraction=0.1)
-    known = damage.expected([path])[str(path)]
+    known = readers.damage.expected([path])[str(path)]
     keys, bad = streamed(path, known)
     assert keys == ALL and len(bad) == 3 and known == (23, file) and all(file in why for why in bad.values())
 
@@ -290,7 +296,7 @@ def test_a_broken_file_beside_is_passed_over(text, tar, tmp_path):
 # ---- above the limit ----
 def test_more_lost_than_the_limit_stops_in_one_line(tar, tmp_path):
     (tmp_path / "a.tar").write_bytes(bad_header(*tar)[0])
-    with pytest.raises(common.UserError) as error:
+    with pytest.raises(UserError) as error:
         common.load_data(str(tmp_path), "train")
     message = str(error.value)
     assert "1 of 20 samples are lost in 1 damaged tars, above --max-bad-fraction 0.01" in message
@@ -305,9 +311,9 @@ def test_the_flag_reaches_the_data(tar, tmp_path):
     write_sizes(tmp_path, 20)
     for value, reached in (("0", 0.0), ("0.3", 0.3)):
         args = temo.parse_args(["--dataset", str(tmp_path), "--max-bad-fraction", value])
-        assert common.data_options(args)["max_bad_fraction"] == reached
+        assert engine.data.data_options(args)["max_bad_fraction"] == reached
     write_sizes(tmp_path, 21)
-    with pytest.raises(common.UserError, match="--max-bad-fraction 0.0,"):
+    with pytest.raises(UserError, match="--max-bad-fraction 0.0,"):
         common.load_data(str(tmp_path), "train", max_bad_fraction=0.0)
 
 
@@ -339,7 +345,7 @@ def test_a_stream_stops_above_the_limit(tar, tmp_path):
     data = shards(tmp_path, tar, tar[0])
     (tmp_path / "sizes.json").write_text(json.dumps({"train-1.tar": 600}))
     data = common.load_data(str(tmp_path), "train", streaming=True, max_bad_fraction=0.2)  # another opening
-    with pytest.raises(common.UserError, match="580 of about .*above --max-bad-fraction 0.2.*20 of the 600 samples"):
+    with pytest.raises(UserError, match="580 of about .*above --max-bad-fraction 0.2.*20 of the 600 samples"):
         list(batches_of(data, tmp_path, 0.2))
     batches = batches_of(data, tmp_path, 1.0)
     assert len(list(batches)) == 14 and len(batches.bad) == 580  # more than the tries of a reader
@@ -355,12 +361,12 @@ def test_a_compressed_tar_is_refused_by_name(word, tar, tmp_path):
     path = tmp_path / "a.tar"
     path.write_bytes(PACK[word](tar[0]))
     refused = f"a.tar is not a readable tar .compressed with {word}: unpack it"
-    with pytest.raises(common.UserError, match=refused) as error:
+    with pytest.raises(UserError, match=refused) as error:
         indexed(path)
     assert "\n" not in str(error.value)
     assert f"compressed with {word}" in streamed(path)[1][str(path)]
     write_tar(tmp_path / "b.tar", tar_samples(range(6), "jpg", "txt"))
-    with pytest.raises(common.UserError, match=refused):
+    with pytest.raises(UserError, match=refused):
         common.load_data(str(tmp_path), "train", streaming=True)
 
 
@@ -368,9 +374,9 @@ def test_a_compressed_tar_is_refused_by_name(word, tar, tmp_path):
 def test_a_folder_of_compressed_tars_says_so(name, tar, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(tar[0]))
     (tmp_path / "README.md").write_text("pictures")
-    with pytest.raises(common.UserError, match=f"1 compressed tars .*{name}: unpack them"):
+    with pytest.raises(UserError, match=f"1 compressed tars .*{name}: unpack them"):
         common.load_data(str(tmp_path), "train")
-    with pytest.raises(common.UserError, match=f"{name} is not a readable tar .compressed with gzip"):
+    with pytest.raises(UserError, match=f"{name} is not a readable tar .compressed with gzip"):
         common.load_data(str(tmp_path / name), "train")
 
 
@@ -379,7 +385,7 @@ def test_what_is_no_tar_at_all_is_refused_by_name(content, tmp_path):
     path = tmp_path / "a.tar"
     path.write_bytes(content)
     why = "no header of a tar in it" if content else "an empty file"
-    with pytest.raises(common.UserError, match=f"a.tar is not a readable tar .{why}.$"):
+    with pytest.raises(UserError, match=f"a.tar is not a readable tar .{why}.$"):
         indexed(path)
     assert list(streamed(path)[1]) == [str(path)]
 
@@ -407,10 +413,10 @@ def test_links_names_that_lead_out_and_repetitions_are_counted_not_followed(tmp_
     data = indexed(path, max_bad_fraction=0.0)
     assert keys_of(data) == ["000000", "000001", "000002"]
     assert data.captions(1) == [caption(1), caption(1, 1)]  # the first; it was the picture and the words of the last
-    assert torch.equal(data.read(1), common.decode(samples["000001"]["jpg"]))
+    assert torch.equal(data.read(1), decode(samples["000001"]["jpg"]))
     assert data.note.startswith("3 samples with names that are not followed, first: ") and "../../x.jpg" in data.note
-    read = dict(stream.read_tar(str(path)))
-    assert {k for k, parts in read.items() if isinstance(parts, damage.Loss)} == {
+    read = dict(readers.stream.read_tar(str(path)))
+    assert {k for k, parts in read.items() if isinstance(parts, readers.damage.Loss)} == {
         "../../x not followed", "000004 not followed", "000001 again"}
     assert read["000001"]["txt"] == samples["000001"]["txt"]
 
@@ -431,9 +437,9 @@ def test_a_one_way_file_is_walked_as_one_on_a_disk(damages, tar, tmp_path):
     content, _, _, _ = damages(*tar)
 
     def walk(front):
-        return [(m if isinstance(m, damage.Damage) else (m.name, m.offset_data, m.size), data, span)
-                for m, data, span in damage.walk(front, lambda name: name.endswith("txt"))]
-    assert walk(damage.Front(OneWay(content))) == walk(damage.Front(io.BytesIO(content), seeks=True))
+        return [(m if isinstance(m, readers.damage.Damage) else (m.name, m.offset_data, m.size), data, span)
+                for m, data, span in readers.damage.walk(front, lambda name: name.endswith("txt"))]
+    assert walk(readers.damage.Front(OneWay(content))) == walk(readers.damage.Front(io.BytesIO(content), seeks=True))
 
 
 def test_no_header_can_make_the_reader_go_round_or_fail(tar):
@@ -449,8 +455,8 @@ def test_no_header_can_make_the_reader_go_round_or_fail(tar):
             header[124:136] = (-int(rng.integers(1, 10**6)) % 2**96).to_bytes(12, "big")  # a size below zero
         header[148:156] = b" " * 8
         header[148:156] = b"%06o\0 " % sum(header)
-        front = damage.Front(io.BytesIO(put(content, start, bytes(header))), seeks=True)
-        assert len(list(damage.walk(front, lambda name: True))) < 100
+        front = readers.damage.Front(io.BytesIO(put(content, start, bytes(header))), seeks=True)
+        assert len(list(readers.damage.walk(front, lambda name: True))) < 100
 
 
 @pytest.mark.parametrize("limit, read", [(0, True), (100, False)])
@@ -464,5 +470,5 @@ def test_max_pixels_holds_in_a_stream(limit, read, tmp_path):
     if read:
         assert len(next(iter(batches))["keys"]) == 4
     else:
-        with pytest.raises(common.UserError, match="480 pixels, more than the 100"):
+        with pytest.raises(UserError, match="480 pixels, more than the 100"):
             next(iter(batches))

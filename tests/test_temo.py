@@ -8,13 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+import engine.run
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import encoders.base
+import figures.base
+import figures.temo
+import readers.paraphrases
 import temo
-from helpers import picture, write_images
+from helpers import fork, panel, picture, write_images
 
 N, D = 6, 5
 
@@ -241,7 +246,7 @@ def test_the_views_flip_by_flags_of_their_own(flags, flips, tmp_path, monkeypatc
         pass
     def stop(run, views, transform):
         raise Views([v.flip for v in views])
-    monkeypatch.setattr(common.Run, "batches", stop)
+    monkeypatch.setattr(engine.run.Run, "batches", stop)
     with pytest.raises(Views) as found:
         temo.main(temo.parse_args([*flags, "--cpu", "--threads", "1", "--output-dir", str(tmp_path)]))
     assert found.value.args[0] == flips
@@ -259,7 +264,7 @@ def test_commands_are_not_refused(command):
     if args.chunk_size and not args.allow_batchnorm_chunks:
         with torch.device("meta"):
             model = common.VisionEncoder(args.image_encoder, args.embed_dim, False, args.image_size)
-        assert not common.has_batchnorm(model)
+        assert not encoders.base.has_batchnorm(model)
 
 
 def test_the_commands_say_what_the_paper_did():
@@ -275,7 +280,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     lines = [json.dumps({"caption": c, "paraphrases": ["other words"]}) + "\n" for c in train.first_captions(3)]
     for name, some in (("all", lines), ("two", lines[:2])):
         (tmp_path / f"{name}.jsonl").write_text("".join(some))
-    full, partial = (common.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
+    full, partial = (readers.paraphrases.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
     for dataset in ("cc3m", "cc12m"):
         assert temo.second_texts(train, None, dataset).startswith("WARNING: NOT THE PAPER'S T~")
         assert temo.second_texts(train, full, dataset) == "paraphrases of 3 captions"
@@ -289,11 +294,11 @@ def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
     for split, numbers in (("train", range(12)), ("val", range(12, 21)), ("test", range(21, 30))):
         for c, name in enumerate(("apple", "pear_tree", "zebra")):
             write_images(tmp_path / "classes" / split / name, [i for i in numbers if i % 3 == c])
-    panels, draw = [], common.figures().draw_curves
+    panels, draw = [], figures.temo.draw_curves
     def drawn(log, these, *args, **options):
         panels.extend(these)
         draw(log, these, *args, **options)
-    monkeypatch.setattr(common.figures(), "draw_curves", drawn)
+    monkeypatch.setattr(figures.temo, "draw_curves", drawn)
     flags = ["--cpu", "--threads", "1", "--workers", "0", "--max-steps", "2", "--batch-size", "16", "--eval-every", "1",
              "--image-size", "24", "--output-dir", str(tmp_path), "--run-name", "r"]
     name = str(tmp_path / "classes")
@@ -309,3 +314,25 @@ def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
     assert summary["test"][name]["zero-shot"]["top1"] == pytest.approx(100 * right.float().mean().item())
     titles = [p[0] for p in panels]
     assert titles.count("zero-shot by class names, val (Fig. 7)") == 1 and "retrieval, val" in titles
+
+
+def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, pictures):
+    """Its modulated_temperature serves the loss, the columns of the log and what is drawn from them."""
+    flags = ["--cpu", "--threads", "1", "--workers", "0", "--max-steps", "2", "--batch-size", "16", "--eval-every", "0",
+             "--log-every", "1", "--dataset", "moving-emoji", "--clips", "32", "16", "16", "--output-dir",
+             str(tmp_path), "--run-name"]
+    own = fork(temo, tmp_path, "return tau_min + tau_alpha * torch.where(positive, root, torch.zeros_like(sim))",
+               "return tau_min + tau_alpha + 0 * sim")
+    found = {}
+    for name, script in (("ours", temo), ("fork", own)):
+        drawn = []
+        monkeypatch.setattr(figures.base, "save_figure", lambda *args, drawn=drawn: drawn.append(args))
+        script.main(script.parse_args([*flags, name]))
+        log = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        log = {k: [row[k] for row in log if "loss" in row] for k in ("tau_pos", "tau_neg", "L_M-MM")}
+        lines = {line.get_label(): list(line.get_ydata()) for line in panel(drawn, "(Fig. 2)").lines}
+        assert lines == {"positive pairs": log["tau_pos"], "negative pairs": log["tau_neg"]}
+        found[name] = log
+    assert all(found["fork"][k] == pytest.approx([0.15, 0.15], abs=1e-6) for k in ("tau_pos", "tau_neg"))
+    assert all(0.05 <= tau < 0.149 for k in ("tau_pos", "tau_neg") for tau in found["ours"][k])
+    assert found["fork"]["L_M-MM"][0] != pytest.approx(found["ours"]["L_M-MM"][0], rel=1e-3)

@@ -9,6 +9,8 @@ import shutil
 from types import SimpleNamespace
 
 import common
+import engine.base
+from engine.base import UserError, flatten
 
 import numpy as np
 import pytest
@@ -17,9 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+import evaluation.by_class
+import evaluation.metrics
+import figures.ts
 import launch
 import temperature_schedules as ts
-from helpers import CLASSES, encode, picture, write_captions, write_images
+from evaluation.metrics import head_mid_tail
+from helpers import CLASSES, encode, fork, panel, picture, write_captions, write_images
 from sets import long_tail
 
 N, D, K = 5, 4, 7
@@ -203,7 +209,7 @@ def _key_groups(rank, world, folder):
     encoder.register_forward_hook(lambda module, inputs, out: sizes.append(len(out)))
     for splits in (8, 1):
         ts.encode_keys(encoder, torch.randn(64 // world, 3, 8, 8), splits, seed=1)
-    common.write_json(f"{folder}/{world}_{rank}.json", sizes)
+    engine.base.write_json(f"{folder}/{world}_{rank}.json", sizes)
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -303,7 +309,7 @@ def test_val_is_no_part_of_train(cifar, tmp_path):
     train, val = (set(keys_of(held[s])) for s in ("train", "val"))
     assert val and not train & val and len(train | val) == 200
     assert len(long_tail.labelled_sets("cifar10-lt", 9, 0, hold_out_val=True, **where)["val"]) == 20  # has its own
-    with pytest.raises(common.UserError, match="--hold-out-val: nothing is held out of imagenet100-lt; --val-file"):
+    with pytest.raises(UserError, match="--hold-out-val: nothing is held out of imagenet100-lt; --val-file"):
         long_tail.labelled_sets("imagenet100-lt", hold_out_val=True, **where)
 
 
@@ -369,7 +375,7 @@ def test_index_files_that_name_no_long_tail(torchvision_s, tmp_path):
 
     def refused(rows, ratio=10, name="some.npy", **more):
         np.save(tmp_path / name, np.array(rows))
-        with pytest.raises(common.UserError) as error:
+        with pytest.raises(UserError) as error:
             long_tail.labelled_sets("cifar10-lt", ratio, 0, index_file=str(tmp_path / name), data_dir=str(hub), **more)
         assert "\n" not in str(error.value)
         return str(error.value)
@@ -380,11 +386,11 @@ def test_index_files_that_name_no_long_tail(torchvision_s, tmp_path):
     assert "999 is beyond the 500" in refused([3, 999]) and "-1 is beyond" in refused([3, -1])
     assert "whole numbers in one row" in refused([0.5]) and "whole numbers" in refused([[1, 2]])
     (tmp_path / "text.npy").write_text("1 2 3")
-    with pytest.raises(common.UserError, match="text.npy: not an .npy file"):
+    with pytest.raises(UserError, match="text.npy: not an .npy file"):
         long_tail.labelled_sets("cifar10-lt", index_file=str(tmp_path / "text.npy"), data_dir=str(hub))
-    with pytest.raises(common.UserError, match="--few-shot-file x: --dataset cifar10-lt has no use for it"):
+    with pytest.raises(UserError, match="--few-shot-file x: --dataset cifar10-lt has no use for it"):
         long_tail.labelled_sets("cifar10-lt", few_shot_file="x", data_dir=str(hub))
-    with pytest.raises(common.UserError, match="--index-file x: --dataset emoji has no use"):
+    with pytest.raises(UserError, match="--index-file x: --dataset emoji has no use"):
         long_tail.labelled_sets("emoji", index_file="x")
 
 
@@ -423,12 +429,12 @@ def test_imagenet100_list_files(lists, tmp_path):
     sets = open_sets()
     assert set(sets) == {"train", "test"} and keys_of(sets["train"]) == listed("LT")  # nothing is held out
     assert np.bincount(sets["train"].labels).tolist() == [48, 30, 6] and keys_of(sets["test"]) == listed("test")
-    with pytest.raises(common.UserError, match="no val split; --val-file names one"):
+    with pytest.raises(UserError, match="no val split; --val-file names one"):
         sets["val"]
     sets = open_sets("val", "few_shot")
     assert keys_of(sets["val"]) == listed("val") and keys_of(sets["few-shot"]) == listed("few")
     (tmp_path / "bad.txt").write_text("train/n01/000.jpg\n")
-    with pytest.raises(common.UserError, match="expected lines of 'path class'"):
+    with pytest.raises(UserError, match="expected lines of 'path class'"):
         long_tail.labelled_sets("imagenet100-lt", data_dir=str(lists),
                                 **flags_of(lists) | {"index_file": str(tmp_path / "bad.txt")})
 
@@ -440,13 +446,13 @@ def test_imagenet100_runs_without_val(lists, tmp_path):
              str(tmp_path), "--run-name"]
     summary = ts.main(ts.parse_args([*flags, "r"]))
     assert summary["val"] == {"imagenet100-lt": {}} and summary["eval_epoch_val"] is None and not summary["errors"]
-    spec = common.read_json(tmp_path / "r" / "model.json")
+    spec = engine.base.read_json(tmp_path / "r" / "model.json")
     assert (spec["eval_crop"], common.load_model(tmp_path / "r")[2].short) == (0.875, round(24 / 0.875))
     found = [r for r in rows(tmp_path / "r") if "eval" in r]
     assert all(r["eval"] == {"imagenet100-lt": {}} and r["coverage"] > 0 for r in found) and len(found) == 2
     few = summary["test"]["imagenet100-lt"]["few-shot"]
     assert {"top1", "head", "mid", "tail"} <= few.keys()
-    with pytest.raises(common.UserError, match="imagenet100-lt has no val split; --val-file"):
+    with pytest.raises(UserError, match="imagenet100-lt has no val split; --val-file"):
         ts.main(ts.parse_args([*flags, "auto", *"--eval-epoch auto --eval-every 1".split()]))
 
 
@@ -454,18 +460,18 @@ def test_few_shot_probe_learns_from_its_own_images():
     """Axes 0..3 as classes: the training images say another class than the few-shot images."""
     eye = torch.eye(4)
     train, y = eye.repeat(6, 1), np.roll(np.arange(4), 1).tolist() * 6
-    metrics, _, _ = common.class_metrics(train, np.array(y), eye, np.arange(4), few=(eye, np.arange(4)))
+    metrics, _, _ = evaluation.by_class.class_metrics(train, np.array(y), eye, np.arange(4), few=(eye, np.arange(4)))
     assert metrics["few-shot"]["top1"] == 100 and metrics["all"]["top1"] == 0
-    metrics, _, _ = common.class_metrics(train, np.array(y), eye, np.arange(4))
+    metrics, _, _ = evaluation.by_class.class_metrics(train, np.array(y), eye, np.arange(4))
     assert metrics["few-shot"]["top1"] == 0
 
 
 def test_head_mid_tail_of_imagenet100():
     sizes = np.r_[np.linspace(1280, 101, 39).astype(int), [100] * 24, [20] * 24, [19] * 12, 6]
     labels, hit = np.repeat(np.arange(100), sizes), {c: float(c) for c in range(100)}
-    parts = common.head_mid_tail(labels, hit, [100, 20])
+    parts = head_mid_tail(labels, hit, [100, 20])
     assert parts == {"head": np.mean(range(39)), "mid": np.mean(range(39, 87)), "tail": np.mean(range(87, 100))}
-    assert common.head_mid_tail(labels, hit)["head"] == np.mean(range(34)) == common.head_mid_tail(labels, hit, [0, 0])[
+    assert head_mid_tail(labels, hit)["head"] == np.mean(range(34)) == head_mid_tail(labels, hit, [0, 0])[
         "head"]
     assert ts.parse_args("--dataset imagenet100-lt".split()).shot_limits == [100, 20]
 
@@ -504,11 +510,10 @@ def test_resume_goes_on_as_if_never_stopped(tmp_path, monkeypatch, pictures, los
     (tmp_path / "cut" / "model.safetensors").unlink()
     monkeypatch.setattr(ts, "draw", lambda *a: None)  # once is enough
     ts.main(ts.parse_args(["--resume", str(tmp_path / "cut")]))
-    for part in ("model", "extra", "optimizer", "tensors"):
-        a, b = (load_file(tmp_path / name / "checkpoints" / "step_7" / f"{part}.safetensors")
-                for name in ("whole", "cut"))
-        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), part
-        assert bool(a) == {"extra": loss == "moco", "tensors": loss == "sdclr"}.get(part, True)  # queue, masks
+    a, b = (load_file(tmp_path / name / "checkpoints" / "step_7" / "state.safetensors") for name in ("whole", "cut"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    more = {"moco": {"own"}, "sdclr": {"tensors"}}.get(loss, set())        # queue and keys, masks
+    assert {k.split("/")[0] for k in a} == {"model", "optimizer", "random_0"} | more
     whole, cut = ([(r["step"], r["loss"], r["tau"]) for r in steps_of(tmp_path / name)] for name in ("whole", "cut"))
     assert whole == cut and all(r["L_c"] == r["loss"] for r in steps_of(tmp_path / "whole"))
     assert {p.name for p in (tmp_path / "whole").iterdir()} >= {
@@ -538,13 +543,14 @@ def test_both_sets_of_batchnorms_are_resumed(folders, tmp_path):
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_3")
     ts.main(ts.parse_args(["--resume", str(tmp_path / "cut")]))
-    a, b = (load_file(tmp_path / name / "checkpoints" / "step_3" / "model.safetensors") for name in ("whole", "cut"))
+    a, b = (load_file(tmp_path / name / "checkpoints" / "step_3" / "state.safetensors") for name in ("whole", "cut"))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    a = {k.removeprefix("model/"): v for k, v in a.items() if k.startswith("model/")}
     assert sum(k.startswith("norms.") and k.endswith("running_var") for k in a) == 22
     assert all((a[k] == 3).all() for k in a if k.endswith("num_batches_tracked"))
     assert not torch.equal(a["norms.0.running_mean"], a["tower.vision.body.bn1.running_mean"])
     chunked = [*flags, *"--chunk-size 4 --run-name c".split()]
-    with pytest.raises(common.UserError, match="has BatchNorm"):
+    with pytest.raises(UserError, match="has BatchNorm"):
         ts.main(ts.parse_args(chunked))
     assert ts.main(ts.parse_args([*chunked, "--allow-batchnorm-chunks"]))["steps"] == 3
 
@@ -554,7 +560,7 @@ def test_decay_and_start_of_the_authors(folders, tmp_path):
     for name, more in (("ours", ()), ("authors", ("--decay-all", "--no-zero-init"))):
         ts.main(ts.parse_args([*RESNET, "--dataset", str(folders), *"--max-steps 1 --lr 0 --lr-end 0".split(),
                                *"--weight-decay 1e-4 --output-dir".split(), str(tmp_path), "--run-name", name, *more]))
-        state = common.read_json(tmp_path / name / "checkpoints" / "step_1" / "state.json")
+        state = engine.base.read_json(tmp_path / name / "checkpoints" / "step_1" / "state.json")
         decays[name] = [g["weight_decay"] for g in state["optimizer"]["param_groups"]]
         weights = load_file(tmp_path / name / "model.safetensors")
         starts[name] = [float(weights[f"vision.body.layer1.0.bn{k}.weight"].mean()) for k in (1, 2)]
@@ -577,7 +583,7 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
     """Real runs whose val results are replaced by a plan: its best after step 0, of equals the first, is what is saved
     and tested."""
     monkeypatch.setattr(ts, "draw", lambda *a: None)
-    evaluate, plan = common.ClassEvaluator.__call__, []
+    evaluate, plan = evaluation.by_class.ClassEvaluator.__call__, []
 
     def planned(self, split):
         metrics, chance, pieces = evaluate(self, split)
@@ -586,7 +592,7 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
             for result in [r for r in metrics["emoji"].values() if isinstance(r, dict)]:
                 result["mean_per_class"] = value
         return metrics, chance, pieces
-    monkeypatch.setattr(common.ClassEvaluator, "__call__", planned)
+    monkeypatch.setattr(evaluation.by_class.ClassEvaluator, "__call__", planned)
 
     def run(name, *flags):
         return ts.main(ts.parse_args([*TAIL, "--output-dir", str(tmp_path), "--run-name", name, *flags]))
@@ -597,7 +603,7 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
     plan[:] = 90.0, 20.0, 30.0, 30.0, 10.0  # at steps 0, 2, 4, 6, 8
     auto = run("auto", "--eval-epoch", "auto", "--save-every", "3")
     assert (auto["eval_epoch"], auto["eval_epoch_val"], auto["steps"], plan) == (4 / 27, 30.0, 8, [])
-    assert auto == common.read_json(tmp_path / "auto" / "summary.json")
+    assert auto == engine.base.read_json(tmp_path / "auto" / "summary.json")
     assert auto["val"]["emoji"] == rows(tmp_path / "auto")[6]["eval"]["emoji"]
 
     # the way to the other splits: the same schedules, ended there
@@ -606,8 +612,9 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
     assert number["test"] == auto["test"] and number["parameters"] == auto["parameters"]
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("auto", "number"))
     assert all(torch.equal(a[k], b[k]) for k in a)
-    last = load_file(tmp_path / "auto" / "checkpoints" / "step_8" / "model.safetensors")
-    assert not torch.equal(last[next(f"tower.{k}" for k in a)], next(iter(a.values())))  # the run went on after it
+    last = load_file(tmp_path / "auto" / "checkpoints" / "step_8" / "state.safetensors")
+    first = next(iter(a))
+    assert not torch.equal(last[f"model/tower.{first}"], a[first])  # the run went on after it
 
     shutil.rmtree(tmp_path / "auto" / "checkpoints" / "step_8")
     (tmp_path / "auto" / "model.safetensors").unlink()
@@ -624,7 +631,7 @@ def test_eval_epoch_auto_on_two_processes(tmp_path, monkeypatch):
     flags = [*TAIL, *"--max-steps 4 --lr 3e-4 --eval-epoch auto".split(), "--output-dir", str(tmp_path), "--run-name"]
     one = ts.main(ts.parse_args([*flags, "one"]))
     launch.finish("temperature_schedules", [*flags, "two"], tmp_path / "log", processes=2)
-    two, means = common.read_json(tmp_path / "two" / "summary.json"), {"one": {}, "two": {}}
+    two, means = engine.base.read_json(tmp_path / "two" / "summary.json"), {"one": {}, "two": {}}
     for name, summary in (("one", one), ("two", two)):  # a pure function of the rows
         for row in [r for r in rows(tmp_path / name) if "eval" in r and r["step"]]:
             results = [m["mean_per_class"] for m in row["eval"]["emoji"].values() if isinstance(m, dict)]
@@ -633,7 +640,7 @@ def test_eval_epoch_auto_on_two_processes(tmp_path, monkeypatch):
         assert list(means[name]) == [2, 4] and best == round(27 * summary["eval_epoch"])
     assert two["processes"] == 2 and two["eval_epoch"] == one["eval_epoch"]
     assert list(means["two"].values()) == pytest.approx(list(means["one"].values()), abs=1)  # of 140 images rounding
-    assert common.flatten(two["test"]) == pytest.approx(common.flatten(one["test"]), abs=7)  # may turn one or two
+    assert flatten(two["test"]) == pytest.approx(flatten(one["test"]), abs=7)  # may turn one or two
 
 
 def test_the_paper_s_stop():
@@ -659,10 +666,10 @@ def test_own_class_folders_with_a_tail(tmp_path):
 
 def test_figures_2_and_3(folders, tmp_path, monkeypatch, pictures):
     """Fig. 2 is of z, whose cosines may be negative, and has its histogram; Fig. 3 has three axes."""
-    of_paper, drawn, seen = common.figures("ts"), {}, []
-    shares = of_paper.draw_shares
-    monkeypatch.setattr(common.figures(), "save_figure", lambda fig, path: drawn.update({path.name: list(fig.axes)}))
-    monkeypatch.setattr(of_paper, "draw_shares", lambda axes, unit, args: (seen.append(unit), shares(axes, unit, args)))
+    drawn, seen, shares = {}, [], figures.ts.draw_shares
+    monkeypatch.setattr(figures.ts, "save_figure", lambda fig, path: drawn.update({path.name: list(fig.axes)}))
+    monkeypatch.setattr(figures.ts, "draw_shares", lambda axes, unit, args: (
+        seen.append(unit), shares(axes, unit, args)))
     ts.main(ts.parse_args([*RESNET, "--dataset", str(folders), *"--max-steps 1 --output-dir".split(), str(tmp_path)]))
     axes = drawn["figures.png"]
     titles = [ax.get_title() for ax in axes if ax.get_title()]
@@ -671,11 +678,29 @@ def test_figures_2_and_3(folders, tmp_path, monkeypatch, pictures):
     assert seen[0].shape[1] == 128 and seen[0].min() < 0  # the features have a width of 512 and are never below 0
 
 
+def test_figures_have_a_fork_s_schedule(tmp_path, monkeypatch, pictures):
+    """The temperature beside the class sizes and over the period (Fig. 4) is the script's own, which the loss has."""
+    own = fork(ts, tmp_path, "    phase = (epoch % period) / period ", "    return 0.3 + epoch / 100\n    phase = 0 ")
+    for name, script in (("ours", ts), ("fork", own)):
+        drawn = []
+        monkeypatch.setattr(figures.ts, "save_figure", lambda *args, drawn=drawn: drawn.append(args))
+        flags = "--imbalance-ratio 50 --eval-every 2 --max-steps 4 --period 0.1 --output-dir".split()
+        script.main(script.parse_args([*SMALL, *flags, str(tmp_path), "--run-name", name]))
+        used = [row["tau"] for row in steps_of(tmp_path / name)]
+        stairs, = panel(drawn, "and coverage of the sphere").patches
+        beside, = (ax for ax in panel(drawn, "(Fig. 4)").figure.axes if ax.get_ylabel() == "tau")
+        line, = beside.lines
+        grid = np.linspace(0, 0.1, 101)
+        assert used == [used[0]] * 4 and list(stairs.get_data().values) == used[:1]  # all of the first epoch
+        of_script = 0.3 + grid / 100 if script is own else 0.55 + 0.45 * np.cos(2 * np.pi * grid / 0.1)
+        assert used[0] == pytest.approx(of_script[0]) and line.get_ydata() == pytest.approx(of_script)
+
+
 def write_run(folder, period, epochs, accuracy, every=10):
     """What tools.phase reads of a run with 4 steps an epoch: accuracy(phase) at every `every` epochs."""
     folder.mkdir()
-    common.write_json(folder / "args.json", {"dataset": "d", "period": period})
-    common.write_json(folder / "summary.json", {"steps": 4 * epochs, "epochs": epochs})
+    engine.base.write_json(folder / "args.json", {"dataset": "d", "period": period})
+    engine.base.write_json(folder / "summary.json", {"steps": 4 * epochs, "epochs": epochs})
     found = [{"step": 4 * e, "eval": {"d": {"few-shot": {"top1": accuracy(e)}}}} for e in range(0, epochs + 1, every)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"step": 1, "loss": 2.0}, *found]))
 
@@ -698,7 +723,7 @@ def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
     assert "best at phase 0.700" in out and "0.700    55.00     5.00" in out and (tmp_path / "p.png").stat().st_size
     write_run(tmp_path / "short", 300, 200, peak(300, 50.0))
     for bad in (tmp_path / "short", tmp_path):
-        with pytest.raises(common.UserError, match="last full period|not a finished run"):
+        with pytest.raises(UserError, match="last full period|not a finished run"):
             phase.last_period(bad)
 
 
@@ -763,7 +788,7 @@ def test_bad_flags(flags, message, capsys):
 
 def test_bad_data(tmp_path):
     def stopped(*flags):
-        with pytest.raises(common.UserError) as error:
+        with pytest.raises(UserError) as error:
             ts.main(ts.parse_args([*SMALL, "--output-dir", str(tmp_path / "runs"), *map(str, flags)]))
         assert "\n" not in str(error.value)
         return str(error.value)

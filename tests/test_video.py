@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
+from engine.base import UserError
 
 import av
 import numpy as np
@@ -23,6 +24,11 @@ import pytest
 import torch
 from PIL import Image
 
+import evaluation.embed
+import evaluation.retrieval
+import readers.clips
+import readers.frames
+import readers.videos
 from helpers import (
     CLASSES,
     ENCODERS,
@@ -36,7 +42,9 @@ from helpers import (
     write_tar,
     write_video,
 )
-from sets import frames, moving_emoji, video, videos
+from readers.clips import Clips
+from readers.frames import read_frames
+from sets import moving_emoji, videos
 
 SPLITS = ("train", "val", "test")
 CPU = torch.device("cpu")
@@ -79,19 +87,19 @@ def two_seconds(tmp_path_factory):
 @pytest.mark.parametrize("name", FORMATS)
 def test_all_frames_of_every_format_from_paths_and_bytes(name, tmp_path):
     path = write_format(name, tmp_path, range(20))
-    clip = video.read_frames(path, 20)
+    clip = read_frames(path, 20)
     assert clip.shape == (20, 64, 96, 3) and clip.dtype == np.uint8
     assert numbers(clip) == list(range(20)) and error_of(clip, range(20)) <= FORMATS[name][2]
     for source in (str(path), path.read_bytes(), bytearray(path.read_bytes())):
-        assert np.array_equal(video.read_frames(source, 20), clip)
+        assert np.array_equal(read_frames(source, 20), clip)
     assert np.array_equal(common.read_frames(path, 2, 1.0, 1.2), clip[10:12])  # the name that users know
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_fewer_and_more_frames_of_every_format(name, tmp_path):
     path = write_format(name, tmp_path, range(20))
-    whole = video.read_frames(path, 20)
-    few, many = video.read_frames(path, 6), video.read_frames(path, 45)
+    whole = read_frames(path, 20)
+    few, many = read_frames(path, 6), read_frames(path, 45)
     assert np.array_equal(few, whole[[0, 4, 8, 11, 15, 19]])  # nearest to 0, 3.8, 7.6, ...
     shown = numbers(many)
     assert shown == sorted(shown) and set(shown) == set(range(20)) and np.array_equal(many, whole[shown])
@@ -102,7 +110,7 @@ def test_a_clip_of_one_frame(name, tmp_path):
     path = write_format(name, tmp_path, [9])
     somewhere = {"sampling": "random", "draws": [0.1, 0.9, 0.4]}
     for n, options in ((1, {}), (3, {}), (3, {"sampling": "middle"}), (3, somewhere), (3, {"start": 0, "end": 30})):
-        assert numbers(video.read_frames(path, n, **options)) == [9] * n
+        assert numbers(read_frames(path, n, **options)) == [9] * n
 
 
 # ---------------------------------------------------- which frames ---------------------------------------------------
@@ -110,16 +118,16 @@ def test_a_clip_of_one_frame(name, tmp_path):
     ("uniform", 2, [0, 19]), ("uniform", 4, [0, 6, 13, 19]), ("uniform", 20, [*range(20)]),
     ("middle", 2, [5, 15]), ("middle", 4, [2, 7, 12, 17]), ("middle", 5, [2, 6, 10, 14, 18]), ("middle", 1, [10])])
 def test_frames_spread_over_the_clip(sampling, n, shown, two_seconds):
-    assert numbers(video.read_frames(two_seconds, n, sampling=sampling)) == shown
+    assert numbers(read_frames(two_seconds, n, sampling=sampling)) == shown
 
 
 def test_one_frame_is_the_middle_one(two_seconds):
-    assert numbers(video.read_frames(two_seconds, 1)) in ([9], [10])
+    assert numbers(read_frames(two_seconds, 1)) in ([9], [10])
 
 
 def test_random_frames_lie_where_their_draws_say(two_seconds):
     def read(draws):
-        return numbers(video.read_frames(two_seconds, len(draws), sampling="random", draws=draws))
+        return numbers(read_frames(two_seconds, len(draws), sampling="random", draws=draws))
 
     assert read([0, 0.25, 0.5, 0.999]) == [0, 6, 12, 19] and read(np.float32([0.5] * 4)) == [2, 7, 12, 17]
     shown = [read(row) for row in common.uniforms(0, 0, range(12), 4)]
@@ -129,8 +137,8 @@ def test_random_frames_lie_where_their_draws_say(two_seconds):
 
 @pytest.mark.parametrize("sampling", ["uniform", "middle", "random"])
 def test_more_frames_than_there_are_repeat_in_order(sampling, two_seconds):
-    whole = video.read_frames(two_seconds, 20)
-    clip = video.read_frames(two_seconds, 60, sampling=sampling, draws=np.full(60, 0.5))
+    whole = read_frames(two_seconds, 20)
+    clip = read_frames(two_seconds, 60, sampling=sampling, draws=np.full(60, 0.5))
     shown = numbers(clip)
     assert shown == sorted(shown) and set(Counter(shown).values()) <= {1, 2, 3, 4, 5}
     assert set(shown) == set(range(20))
@@ -147,37 +155,37 @@ WINDOWS = [(0.0, 1.0), (1.0, 2.0), (1.95, 2.5), (2.5, 4.0), (3.0, 5.0), (3.75, 4
 def test_windows_are_the_same_frames_as_in_the_whole_clip(name, gop, tmp_path):
     options = {"g": str(gop)} | ({"sc_threshold": "0"} if "h264" in name else {})
     path = write_format(name, tmp_path, range(100), options=options)
-    whole = video.read_frames(path, 100)
+    whole = read_frames(path, 100)
     assert numbers(whole) == list(range(100))
     for start, end in WINDOWS:
         first = 0 if start is None else int(np.ceil(start * 10 - 1e-6))
         stop = 100 if end is None else min(100, int(np.ceil(end * 10 - 1e-6)))
         first = min(first, 99)  # a window between two frames shows the earlier one
         n = stop - first
-        clip = video.read_frames(path, n, start, end)
+        clip = read_frames(path, n, start, end)
         assert numbers(clip) == list(range(first, stop)), f"window {start} to {end}"
         assert np.array_equal(clip, whole[first:stop]), f"window {start} to {end}"
-        assert numbers(video.read_frames(path, 1, start, end, sampling="middle")) == [(first + stop) // 2]
+        assert numbers(read_frames(path, 1, start, end, sampling="middle")) == [(first + stop) // 2]
 
 
 def test_a_late_window_is_read_from_the_key_frame_before_it(tmp_path):
     """What lies before is not decoded: here it is destroyed."""
     path = write_video(tmp_path / "a.mp4", range(100), options={"g": "20", "sc_threshold": "0"})
-    intact, data = video.read_frames(path, 5, 6.0, 6.5), bytearray(path.read_bytes())
+    intact, data = read_frames(path, 5, 6.0, 6.5), bytearray(path.read_bytes())
     with av.open(str(path)) as container:
         packets = [p for p in container.demux(video=0) if p.size]
     assert [k for k, p in enumerate(packets) if p.is_keyframe] == [0, 20, 40, 60, 80]
     for p in packets[:40]:
         data[p.pos:p.pos + p.size] = bytes(p.size)
-    assert np.array_equal(video.read_frames(data, 5, 6.0, 6.5), intact)
+    assert np.array_equal(read_frames(data, 5, 6.0, 6.5), intact)
     with pytest.raises((ValueError, OSError)):
-        video.read_frames(data, 5, 1.0, 1.5)
+        read_frames(data, 5, 1.0, 1.5)
 
 
 @pytest.mark.parametrize("start", [1.02, 0.52])
 def test_a_window_shorter_than_a_frame_shows_that_frame(start, two_seconds):
     for options in ({}, {"sampling": "middle"}, {"sampling": "random", "draws": [0.1, 0.5, 0.9]}):
-        assert numbers(video.read_frames(two_seconds, 3, start, start + 0.05, **options)) == [int(start * 10)] * 3
+        assert numbers(read_frames(two_seconds, 3, start, start + 0.05, **options)) == [int(start * 10)] * 3
 
 
 @pytest.mark.parametrize("start, end", [(2.05, 3.0), (5.0, 6.0), (5.0, None), (1.5, 0.5)])
@@ -185,7 +193,7 @@ def test_a_window_shorter_than_a_frame_shows_that_frame(start, two_seconds):
 def test_a_window_with_no_frame_is_named(name, start, end, tmp_path):
     path = write_format(name, tmp_path, range(20))
     with pytest.raises(ValueError, match=rf"{start:g}") as error:
-        video.read_frames(path, 4, start, end)
+        read_frames(path, 4, start, end)
     assert "\n" not in str(error.value) and "frame" in str(error.value)
 
 
@@ -195,9 +203,9 @@ SLOWING = [*range(0, 10), *range(10, 100, 10)]  # in tenths of a second: ten fra
 @pytest.mark.parametrize("name", ["mp4 h264", "mov h264", "webm vp9", "mkv h264", "gif", "avi mpeg4"])
 def test_a_variable_frame_rate_is_sampled_evenly_in_time(name, tmp_path):
     path = write_format(name, tmp_path, range(19), at=SLOWING)
-    assert numbers(video.read_frames(path, 10)) == [0, *range(10, 19)]  # a frame a second
-    assert numbers(video.read_frames(path, 4, 2.5, 7.0)) == [12, 13, 14, 15]
-    shown = numbers(video.read_frames(path, 5, sampling="middle"))
+    assert numbers(read_frames(path, 10)) == [0, *range(10, 19)]  # a frame a second
+    assert numbers(read_frames(path, 4, 2.5, 7.0)) == [12, 13, 14, 15]
+    shown = numbers(read_frames(path, 5, sampling="middle"))
     assert all(abs(SLOWING[i] / 10 - (k + 0.5) * 2) <= 1.1 for k, i in enumerate(shown))
 
 
@@ -206,9 +214,9 @@ def test_a_last_frame_that_stays_belongs_to_the_clip(name, tmp_path):
     """A slide show, a screen recording: its last frame is on show for long, and nothing is missing."""
     options = {"bf": "0"} if "h264" in name else {}
     path = write_format(name, tmp_path, range(3), at=[0, 5, 10], hold=90, options=options)
-    assert numbers(video.read_frames(path, 3)) == [0, 1, 2]
-    assert numbers(video.read_frames(path, 2, 5.0, 8.0)) == [2, 2]
-    assert numbers(video.read_frames(path, 10, sampling="middle")) == [1, *[2] * 9]
+    assert numbers(read_frames(path, 3)) == [0, 1, 2]
+    assert numbers(read_frames(path, 2, 5.0, 8.0)) == [2, 2]
+    assert numbers(read_frames(path, 10, sampling="middle")) == [1, *[2] * 9]
 
 
 def test_a_clip_that_announces_no_length(tmp_path):
@@ -216,8 +224,8 @@ def test_a_clip_that_announces_no_length(tmp_path):
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         assert container.duration is None and stream.duration is None and not stream.frames
-    assert numbers(video.read_frames(path, 4)) == [0, 33, 66, 99]
-    assert numbers(video.read_frames(path, 3, 4.0, 4.3)) == [40, 41, 42]
+    assert numbers(read_frames(path, 4)) == [0, 33, 66, 99]
+    assert numbers(read_frames(path, 3, 4.0, 4.3)) == [40, 41, 42]
 
 
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
@@ -229,8 +237,8 @@ def test_a_clip_cut_by_its_edit_list_starts_where_it_was_cut(codec, tmp_path):
     with av.open(io.BytesIO(data)) as container:
         half_second = int(0.5 / container.streams.video[0].time_base)
     data[at:at + 8] = struct.pack(">Ii", 1500, start + half_second)
-    assert numbers(video.read_frames(data, 15)) == list(range(5, 20))
-    assert numbers(video.read_frames(data, 3, 0.5, 0.8)) == [10, 11, 12]
+    assert numbers(read_frames(data, 15)) == list(range(5, 20))
+    assert numbers(read_frames(data, 3, 0.5, 0.8)) == [10, 11, 12]
 
 
 # ---------------------------------------------------- size, turn, transparency ---------------------------------------
@@ -240,7 +248,7 @@ def test_a_clip_cut_by_its_edit_list_starts_where_it_was_cut(codec, tmp_path):
 def test_short_scales_the_short_side_down_only(size, short, shape, tmp_path):
     height, width = size
     path = write_video(tmp_path / "a.mp4", [frame(k, height, width) for k in (3, 77, 200)])
-    clip = video.read_frames(path, 3, short=short)
+    clip = read_frames(path, 3, short=short)
     assert clip.shape == (3, *shape, 3) and numbers(clip) == [3, 77, 200]
     assert error_of(clip, (3, 77, 200), height=shape[0], width=shape[1]) < 10  # the edges are soft
 
@@ -255,10 +263,10 @@ def test_a_clip_is_turned_as_the_camera_says(turn, matrix, tmp_path):
     a, b, c, d = (65536 * v for v in matrix)
     assert struct.unpack(">9i", data[at:at + 36]) == (65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)
     data[at:at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
-    clip = video.read_frames(data, 8)
+    clip = read_frames(data, 8)
     assert clip.shape == (8, 64, 96, 3) and numbers(clip) == list(range(8)) and error_of(clip, range(8)) < 3
-    assert video.read_frames(data, 2, short=32).shape == (2, 32, 48, 3)
-    assert video.Clips(2)(bytes(data)).shape == (2, 3, 64, 96)
+    assert read_frames(data, 2, short=32).shape == (2, 32, 48, 3)
+    assert Clips(2)(bytes(data)).shape == (2, 3, 64, 96)
 
 
 def test_transparency_of_a_gif_ends_on_white(tmp_path):
@@ -267,7 +275,7 @@ def test_transparency_of_a_gif_ends_on_white(tmp_path):
         pictures.append(Image.new("RGBA", (96, 64), (0, 0, 0, 0)))
         pictures[k].paste((219, 36, 85, 255), (20 * k, 10, 20 * k + 20, 40))
     pictures[0].save(tmp_path / "a.gif", save_all=True, append_images=pictures[1:], duration=100, disposal=2)
-    for k, x in enumerate(video.read_frames(tmp_path / "a.gif", 4)):
+    for k, x in enumerate(read_frames(tmp_path / "a.gif", 4)):
         want = np.full((64, 96, 3), 255)
         want[10:40, 20 * k:20 * k + 20] = (219, 36, 85)
         assert np.abs(x - want).max() <= 1
@@ -308,15 +316,15 @@ def test_sound_before_the_picture_and_longer_is_passed_over(suffix, tmp_path):
             x.pts = k
             out.mux(film.encode(x))
         out.mux(sound.encode(None) + film.encode(None))
-    assert numbers(video.read_frames(tmp_path / f"a.{suffix}", 20)) == list(range(20))
-    assert numbers(video.read_frames(tmp_path / f"a.{suffix}", 2, 1.0, 1.2)) == [10, 11]
+    assert numbers(read_frames(tmp_path / f"a.{suffix}", 20)) == list(range(20))
+    assert numbers(read_frames(tmp_path / f"a.{suffix}", 2, 1.0, 1.2)) == [10, 11]
     refused(tmp_path / f"a.{suffix}", "no frame between 2.5", start=2.5, end=2.8)  # there is sound, but no picture
 
 
 def refused(source, match=None, **options):
     """The reason, on one line, why read_frames gives nothing."""
     with pytest.raises((ValueError, OSError), match=match) as error:
-        video.read_frames(source, 4, **options)
+        read_frames(source, 4, **options)
     assert str(error.value).strip() and "\n" not in str(error.value)
     return str(error.value)
 
@@ -363,7 +371,7 @@ def test_a_cut_download_is_refused(name, part, tmp_path):
         data = data.replace(b"DURATION", b"XURATION")
     else:
         data = write_format(name, tmp_path, range(100)).read_bytes()
-    assert numbers(video.read_frames(data, 4)) == [0, 33, 66, 99]
+    assert numbers(read_frames(data, 4)) == [0, 33, 66, 99]
     refused(data[:int(part * len(data))])
     (tmp_path / "cut").write_bytes(data[:int(part * len(data))])
     refused(tmp_path / "cut")
@@ -381,7 +389,7 @@ def test_frames_that_do_not_decode(lost, tmp_path):
     if lost == 20:
         refused(data, "only 0 of 4 frames can be decoded")
     else:
-        assert numbers(video.read_frames(data, 20)) == [*range(20 - lost), *[19 - lost] * lost]
+        assert numbers(read_frames(data, 20)) == [*range(20 - lost), *[19 - lost] * lost]
 
 
 @pytest.mark.parametrize("name", ["gif", "webm live"])
@@ -389,7 +397,7 @@ def test_frames_that_do_not_decode(lost, tmp_path):
 def test_a_cut_file_that_announces_no_length_gives_real_frames_or_none(name, part, tmp_path):
     data = write_format(name, tmp_path, range(50)).read_bytes()
     try:
-        clip = video.read_frames(data[:int(part * len(data))], 6)
+        clip = read_frames(data[:int(part * len(data))], 6)
     except (ValueError, OSError) as error:
         assert "\n" not in str(error)
         return
@@ -560,7 +568,7 @@ def test_moving_emoji_thousands_of_distinct_test_clips():
     ids = Counter(more.groups.tolist())
     assert len(more) == 2200 and max(ids.values()) > 1 and groups_are_facts(more)
     assert f"{len(ids)} descriptions" in more.note
-    positives = common.positives_table(more.groups, more.groups)
+    positives = evaluation.retrieval.positives_table(more.groups, more.groups)
     i = int(np.argmax([ids[g] for g in more.groups.tolist()]))
     alike = [j for j in positives[i].tolist() if j >= 0]
     assert len(alike) == max(ids.values()) and i in alike and {both(more)[j] for j in alike} == {both(more)[i]}
@@ -672,7 +680,7 @@ def test_moving_emoji_unfolded():
 def test_a_moving_emoji_written_to_a_file_is_read_back(moving, tmp_path):
     clip = moving["test"].pixels[4].permute(0, 2, 3, 1).numpy()
     path = write_video(tmp_path / "a.mp4", list(clip), options={"crf": "1"}, pixels="yuv444p")
-    back = video.read_frames(path, 4)
+    back = read_frames(path, 4)
     assert back.shape == clip.shape and np.abs(back.astype(int) - clip).mean() < 2.5
     assert np.abs(back.astype(int) - np.roll(clip, 1, 0)).mean() > np.abs(back.astype(int) - clip).mean()
 
@@ -748,27 +756,27 @@ def test_frames_of_containers_that_tell_no_times(codec, kind, options, tmp_path)
     whole, _ = plain_decode(path)
     assert whole == list(range(60))
     places = np.linspace(0, 59, 8)
-    got = [frame_number(x) for x in video.read_frames(path, 8)]
+    got = [frame_number(x) for x in read_frames(path, 8)]
     assert np.abs(np.array(got) - places).max() <= 0.5 + 1e-6
-    window = [frame_number(x) for x in video.read_frames(path, 4, 0.4, 1.0)]
+    window = [frame_number(x) for x in read_frames(path, 4, 0.4, 1.0)]
     assert window[0] in (10, 11) and window[-1] in (23, 24, 25) and window == sorted(set(window))
     if kind != "m2v":  # it has no times at all
         gaps = write_video(tmp_path / f"gaps.{kind}", range(60), at=[k + k // 7 * 3 for k in range(60)], **how)
         numbers_of, at = plain_decode(gaps)
         if at is not None:
-            assert [frame_number(x) for x in video.read_frames(gaps, 8)] == nearest(numbers_of, at)
+            assert [frame_number(x) for x in read_frames(gaps, 8)] == nearest(numbers_of, at)
     if kind in ("mpg", "ts"):
         content = path.read_bytes()
         size = {"mpg": 2048, "ts": 188}[kind]
         cut = tmp_path / f"cut.{kind}"
         cut.write_bytes(content[int(0.3 * len(content)) // size * size:])  # some packets have lost their key frame
         numbers_of, at = plain_decode(cut)
-        assert len(numbers_of) < 60 and [frame_number(x) for x in video.read_frames(cut, 8)] == nearest(numbers_of, at)
+        assert len(numbers_of) < 60 and [frame_number(x) for x in read_frames(cut, 8)] == nearest(numbers_of, at)
         twice = tmp_path / f"twice.{kind}"
         twice.write_bytes(content + content)  # the times begin anew
         numbers_of, _ = plain_decode(twice)
         assert numbers_of == [*range(60)] * 2
-        assert [frame_number(x) for x in video.read_frames(twice, 8)] == nearest(numbers_of, np.arange(120))
+        assert [frame_number(x) for x in read_frames(twice, 8)] == nearest(numbers_of, np.arange(120))
 
 
 def test_packed_b_frames(tmp_path):
@@ -776,24 +784,24 @@ def test_packed_b_frames(tmp_path):
     numbers_of, _ = plain_decode(path)
     assert len(numbers_of) >= 40 and numbers_of == sorted(numbers_of)
     n = len(numbers_of)
-    got = np.array([frame_number(x) for x in video.read_frames(path, 8)])
+    got = np.array([frame_number(x) for x in read_frames(path, 8)])
     assert np.abs(got - np.array(numbers_of)[np.linspace(0, n - 1, 8).round().astype(int)]).max() == 0
 
 
 def test_a_large_clip_is_counted_without_keeping_its_frames(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.avi", range(60), codec="mpeg4", fps=25, options={"bf": "2"})
-    expected = video.read_frames(path, 8)
-    monkeypatch.setattr(frames, "KEPT", 10_000)
-    assert np.array_equal(video.read_frames(path, 8), expected)
-    monkeypatch.setattr(frames, "_decode_frames", lambda *_: pytest.fail("two passes"))
-    monkeypatch.setattr(frames, "KEPT", 2**27)
-    assert np.array_equal(video.read_frames(path, 8), expected)
+    expected = read_frames(path, 8)
+    monkeypatch.setattr(readers.frames, "KEPT", 10_000)
+    assert np.array_equal(read_frames(path, 8), expected)
+    monkeypatch.setattr(readers.frames, "_decode_frames", lambda *_: pytest.fail("two passes"))
+    monkeypatch.setattr(readers.frames, "KEPT", 2**27)
+    assert np.array_equal(read_frames(path, 8), expected)
 
 
 def test_containers_with_sure_times_are_decoded_no_further_than_wanted(tmp_path, monkeypatch):
-    monkeypatch.setattr(frames, "_count_frames", lambda *_: pytest.fail("counted"))
+    monkeypatch.setattr(readers.frames, "_count_frames", lambda *_: pytest.fail("counted"))
     for name, codec in (("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")):
-        assert len(video.read_frames(write_video(tmp_path / name, range(12), codec=codec), 4)) == 4
+        assert len(read_frames(write_video(tmp_path / name, range(12), codec=codec), 4)) == 4
 
 
 def lines(prefix, n=3):
@@ -829,7 +837,7 @@ def test_msrvtt_as_clip4clip_has_it(tmp_path, capsys):
     test = common.load_data("msrvtt", "test", **options)
     check(test, [("video7010", ["a test, with a comma"], 4), ("video7011", ["another"], 5)])
     assert test.split == "test" and "video7012" in test.note and not test.grouped
-    with pytest.raises(common.UserError, match="msrvtt has no val split; it has: train, test"):
+    with pytest.raises(UserError, match="msrvtt has no val split; it has: train, test"):
         common.load_data("msrvtt", "val", **options)
 
 
@@ -960,11 +968,11 @@ def test_howto100m_is_one_example_a_line_of_speech(tmp_path):
     assert frames == [[0, 1, 2, 3], [10, 13, 16, 19], [30, 31, 32, 33], [125, 126, 127, 128], [140, 141, 142, 143]]
     assert len({data.key(i) for i in range(5)}) == 5 and all("aaa" in data.key(i) for i in range(3))
     assert "2 of 4 videos" in data.note and data[4]["captions"] == ["b one"]
-    with pytest.raises(common.UserError, match="howto100m has no test split"):
+    with pytest.raises(UserError, match="howto100m has no test split"):
         common.load_data("howto100m", "test", data_dir=str(tmp_path))
     # the table on disk is of this file and of these videos: with another one it is written anew
     write_video(tmp_path / "videos" / "gone.mp4", range(60, 80))
-    video.video_index.cache_clear()  # as in another process
+    readers.videos.video_index.cache_clear()  # as in another process
     more = videos.load("howto100m", "train", options)
     assert list(more.first_captions()) == ["a zero", "a one", "a two", "never", "b zero", "b one"]
     assert set(numbers(more.read(3))) <= set(range(60, 71)) and "1 of 4 videos" in more.note
@@ -972,7 +980,7 @@ def test_howto100m_is_one_example_a_line_of_speech(tmp_path):
 
 # ---------------------------------------------------- what can be wrong with them ------------------------------------
 def complains(name, split, *words, **options):
-    with pytest.raises(common.UserError) as error:
+    with pytest.raises(UserError) as error:
         common.load_data(name, split, **options)
     message = str(error.value)
     assert "\n" not in message and all(w in message for w in words), message
@@ -1247,7 +1255,7 @@ def test_the_path_decides_between_videos_of_one_name(tmp_path):
 @pytest.mark.parametrize("sampling", ["uniform", "middle"])
 def test_the_frame_cache_needs_the_video_once(sampling, tmp_path):
     path = write_video(tmp_path / "videos" / "a.mp4", range(20))
-    plain, cached = (video.Clips(4, sampling, 48, cache=c) for c in ("", str(tmp_path / "cache")))
+    plain, cached = (Clips(4, sampling, 48, cache=c) for c in ("", str(tmp_path / "cache")))
     decoded, first = plain(path), cached(path)
     assert numbers(first) == numbers(decoded)
     assert first.shape == decoded.shape == (4, 3, 48, 72) and first.dtype == torch.uint8
@@ -1259,13 +1267,13 @@ def test_the_frame_cache_needs_the_video_once(sampling, tmp_path):
     assert torch.equal(cached(path), first) and torch.equal(cached(path, 0.5, 1.5), window)
     assert numbers(window) != numbers(first)
     with pytest.raises(OSError):
-        video.Clips(5, sampling, 48, str(tmp_path / "cache"))(path)  # other frames are not in it
+        Clips(5, sampling, 48, str(tmp_path / "cache"))(path)  # other frames are not in it
     assert sorted(f for f in (tmp_path / "cache").rglob("*") if f.is_file()) == files  # nothing half written
 
 
 def test_two_at_once_may_cache_one_clip(tmp_path):
     """With one process number, as in two containers: threads have one too."""
-    path, clips = write_video(tmp_path / "a.mp4", range(4)), video.Clips(4, cache=str(tmp_path / "cache"))
+    path, clips = write_video(tmp_path / "a.mp4", range(4)), Clips(4, cache=str(tmp_path / "cache"))
     with ThreadPoolExecutor(8) as pool:
         found = [job.result() for job in [pool.submit(clips, path) for _ in range(8)]]
     assert all(torch.equal(x, found[0]) for x in found)
@@ -1273,7 +1281,7 @@ def test_two_at_once_may_cache_one_clip(tmp_path):
 
 
 def test_clips_of_one_name_and_clips_from_memory_have_their_own_cache(tmp_path):
-    clips = video.Clips(4, cache=str(tmp_path / "cache"))
+    clips = Clips(4, cache=str(tmp_path / "cache"))
     paths = [write_video(tmp_path / d / "a.mp4", range(8 * k, 8 * k + 8)) for k, d in enumerate(("x", "y"))]
     for _ in range(2):
         for k, p in enumerate(paths):
@@ -1284,7 +1292,7 @@ def test_clips_of_one_name_and_clips_from_memory_have_their_own_cache(tmp_path):
 @pytest.mark.parametrize("damage", [lambda b: b[:len(b) // 2], lambda b: b"", lambda b: TEXT, lambda b: b[:-2]],
                          ids=["half", "empty", "text", "no end"])
 def test_a_cut_cache_file_is_repaired(damage, two_seconds, tmp_path):
-    clips = video.Clips(4, cache=str(tmp_path))
+    clips = Clips(4, cache=str(tmp_path))
     first = clips(two_seconds)
     file, = tmp_path.rglob("*.jpg")
     whole = file.read_bytes()
@@ -1294,14 +1302,14 @@ def test_a_cut_cache_file_is_repaired(damage, two_seconds, tmp_path):
 
 def test_random_frames_come_from_the_cache(tmp_path):
     path = write_video(tmp_path / "a.mp4", range(24))
-    clips = video.Clips(4, "random", cache=str(tmp_path / "cache"))
+    clips = Clips(4, "random", cache=str(tmp_path / "cache"))
 
     def read(draws):
         return numbers(clips(path, draws=draws))
 
     assert read([0, 0.4, 0.7, 0.999]) == [1, 9, 17, 23]  # of each quarter's six frames 1, 3 and 5 are kept
     evaluated = clips(path)  # without draws: what it sees without a cache, in a file of its own
-    assert numbers(evaluated) == numbers(video.Clips(4, "random")(path)) == numbers(video.Clips(4)(path))
+    assert numbers(evaluated) == numbers(Clips(4, "random")(path)) == numbers(Clips(4)(path))
     path.unlink()
     assert read([0.5] * 4) == [3, 9, 15, 21] and read([0.999] * 4) == [5, 11, 17, 23]
     assert read([0] * 4) == [1, 7, 13, 19]
@@ -1324,7 +1332,7 @@ def test_data_sets_use_the_cache(folder, tmp_path):
 def test_many_frames_of_an_upright_clip_can_be_cached(tmp_path):
     """A JPEG ends at 65,535 rows: 3 x 64 kept frames of 455 rows are more."""
     path = write_video(tmp_path / "a.mp4", [frame(k, 455 // 8 * 8, 256) for k in range(4)])
-    clips = video.Clips(64, "random", 256, str(tmp_path / "cache"))
+    clips = Clips(64, "random", 256, str(tmp_path / "cache"))
     assert clips(path).shape == (64, 3, 448, 256) and torch.equal(clips(path), clips(path))
 
 
@@ -1353,9 +1361,9 @@ def same(a, b):
 def test_a_forked_process_reads_clips_after_its_parent(tmp_path):
     """As loader workers do after an evaluation without any: no thread that the fork left behind is waited for."""
     clip = str(write_video(tmp_path / "a.mp4", range(6)))
-    whole = frames.read_frames(clip, 4, short=32)
+    whole = read_frames(clip, 4, short=32)
     child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(int(
-        not np.array_equal(whole, frames.read_frames(clip, 4, short=32)))))
+        not np.array_equal(whole, read_frames(clip, 4, short=32)))))
     child.start()
     child.join(60)
     code = child.exitcode
@@ -1430,7 +1438,7 @@ def test_a_broken_clip_is_replaced_by_the_next_and_listed(tmp_path):
             assert all(clip == [8 * int(key[:3]) + j for j in SHOWN] for key, clip in clips)
             assert list(batches.bad) == [bad] and batches.bad[bad]
         assert bad in (tmp_path / "bad_samples.txt").read_text()
-    with pytest.raises(common.UserError, match=bad):
+    with pytest.raises(UserError, match=bad):
         list(batches_of(data, [PLAIN], last=2, limit=0.01))
 
 
@@ -1451,9 +1459,9 @@ def features(tmp_path):
 def test_features_of_two_folders_stand_side_by_side(features):
     path, folders = features
     sets = [common.load_data(str(path), s, frames=4, feature_dir=folders) for s in SPLITS]
-    assert sum(map(len, sets)) == 8 and video.feature_shape(sets[0]) == [4, 5]
-    with pytest.raises(common.UserError, match="^--image-encoder features: the data set has pixels"):
-        video.feature_shape(common.load_data("emoji", "test"))
+    assert sum(map(len, sets)) == 8 and readers.clips.feature_shape(sets[0]) == [4, 5]
+    with pytest.raises(UserError, match="^--image-encoder features: the data set has pixels"):
+        readers.clips.feature_shape(common.load_data("emoji", "test"))
     for d in sets:
         for i in range(len(d)):
             k, x = int(d.key(i)[1]), d[i]["pixels"]
@@ -1468,7 +1476,7 @@ def test_features_of_two_folders_stand_side_by_side(features):
 def test_a_vector_is_a_row(features):
     path, folders = features
     np.save(Path(folders[1]) / "v3.npy", np.float32([7, 8]))
-    x = video.Features(folders, 4)("v3.mp4")
+    x = readers.clips.Features(folders, 4)("v3.mp4")
     assert x.shape == (4, 5) and x[:, 3:].tolist() == [[7, 8]] * 4
 
 
@@ -1537,12 +1545,12 @@ def test_features_have_no_windows(tmp_path):
     np.save(tmp_path / "f" / "000.npy", np.ones((4, 3)))
     rows = [("000.mp4", f"part {k}", k, k + 1) for k in range(4)]
     path = write_rows(tmp_path / "a.csv", ["video", "caption", "start", "end"], rows)
-    with pytest.raises(common.UserError, match="several windows"):
+    with pytest.raises(UserError, match="several windows"):
         common.load_data(str(path), "train", feature_dir=[str(tmp_path / "f")])
 
 
 def test_features_of_another_width_are_a_bad_sample(tmp_path):
-    clip = video.Features([tmp_path], 2)
+    clip = readers.clips.Features([tmp_path], 2)
     np.save(tmp_path / "a.npy", np.ones((4, 3)))
     np.save(tmp_path / "b.npy", np.ones((4, 5)))
     clip.width = clip("a").shape[1]
@@ -1562,7 +1570,7 @@ def test_clips_without_a_caption_are_left_out(tmp_path):
 
 
 def test_too_few_moving_clips_are_one_line():
-    with pytest.raises(common.UserError, match="--clips 2 2 2"):
+    with pytest.raises(UserError, match="--clips 2 2 2"):
         common.load_data("moving-emoji", "train", clips=[2, 2, 2])
 
 
@@ -1578,7 +1586,7 @@ def test_evaluation_batches_count_frames_and_few_open_files(tmp_path):
         def forward(self, x):
             sizes.append(len(x))
             return x.mean((1, 2, 3, 4))[:, None], None, x.mean((1, 3, 4))
-    index, _, features, bad = common.encode_images(Model(), data, TRANSFORM, CPU, batch=16, workers=2)
+    index, _, features, bad = evaluation.embed.encode_images(Model(), data, TRANSFORM, CPU, batch=16, workers=2)
     assert max(sizes) == 4 and len(index) == len(features) == len(data) - len(bad)
     assert (names[3] in bad) == (names[3] in data.column("key"))
 
@@ -1595,6 +1603,6 @@ def test_a_csv_with_a_nameless_index_column(tmp_path):
 
 def test_a_video_called_bytes_is_cached_like_any_other(tmp_path):
     write_clips(tmp_path, {1: "bytes.mp4"})
-    clips, source = video.Clips(2, cache=str(tmp_path / "cache")), tmp_path / "bytes.mp4"
+    clips, source = Clips(2, cache=str(tmp_path / "cache")), tmp_path / "bytes.mp4"
     assert clips(source).shape == clips(source.read_bytes()).shape
     assert len(list((tmp_path / "cache").rglob("*.jpg"))) == 2

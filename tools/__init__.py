@@ -1,1 +1,1 @@
-"""What runs beside training, and parts of common.py that not every run needs (common.ROOMS, common.open_room)."""
+"""Programs that a person starts: python -m tools.NAME."""

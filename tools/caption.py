@@ -27,16 +27,23 @@ import re
 from pathlib import Path
 
 import common
+from engine.base import UserError, clean_exit, first_line, rank, read_json, say, world, write_json, writing
+from engine.flags import OneLine
+from engine.processes import join_processes, set_threads
+from engine.ranges import count, nonnegative, positive, whole
 
 import torch
-import torch.nn.functional as F
 
-import mama
+from encoders.describers import frame_features, summary_model, vision_language_model
+from figures.base import draw_picture
+from figures.mama import draw_descriptions
+from mama import key_frames
+from readers.columns import SPLIT_NAMES, is_video
+from readers.frames import read_frames
 
 PROMPT = "Write a short caption sentence for the video in order from left to right, top to bottom"  # Sec. 3.3
 FRAME_PROMPT = "Write a short caption sentence for the image"
 SUMMARY_PROMPT = "Sentences on frames of one video in the order of time:\n{}\nWrite one sentence for the whole video."
-TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}  # without a chat template
 GREY = (122, 116, 104)  # the mean of CLIP's pixels, which LLaVA pads with
 COLUMNS = ("video", "start", "end", "caption")
 SETTINGS = ("model", "augment_mode", "prompt", "template", "grid", "key_frames", "neighbours", "candidates", "cell",
@@ -45,34 +52,12 @@ SETTINGS = ("model", "augment_mode", "prompt", "template", "grid", "key_frames",
 
 
 # ---- key frames and the picture ----
-def frame_features(name, device):
-    """frames (T, 3, H, W) uint8 -> (T, D) features. 'colour': mean colours on a 4 x 4 grid, which need no model; else a
-    timm or transformers model, of unit length. Raises: UserError."""
-    if name == "colour":
-        return lambda frames: F.adaptive_avg_pool2d(frames.float() / 255, 4).flatten(1) / 48**0.5  # (T, 48)
-    if name in ("small", "features", "resnet18-cifar"):
-        raise common.UserError(f"--frame-encoder {name} has no learned weights; timm and transformers models have, or "
-                               "take colour")
-    try:
-        encoder = common.VisionEncoder(name, 0).to(device).eval()
-    except common.UserError as error:
-        raise common.UserError(str(error).replace("--image-encoder", "--frame-encoder")) from error
-    side = (encoder.config or {}).get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other
-    view = common.EvalTransform(side, *encoder.stats, resize="squash")
-
-    @torch.inference_mode()
-    def features(frames):
-        pixels = view.normalise(view.raw(frames).to(device).float() / 255)  # (T, 3, side, side)
-        return common.normalize(encoder(pixels)[0])  # (T, D)
-    return features
-
-
 def chosen_frames(frames, features, k, q):
     """q key frames (q, 3, H, W) in the order of time, of frames (T, 3, H, W); fewer different ones are repeated."""
     new = torch.ones(len(frames), dtype=torch.bool)
     new[1:] = (frames[1:] != frames[:-1]).flatten(1).any(1)  # a short video gives the same frame several times
     frames = frames[new]
-    frames = frames[mama.key_frames(features(frames), k, q)]
+    frames = frames[key_frames(features(frames), k, q)]
     return frames[torch.arange(q) * len(frames) // q]
 
 
@@ -90,76 +75,8 @@ def grid_picture(frames, columns):
 
 def read_candidates(path, start, end, n, cell):
     """n frames of a clip, (n, 3, H, W) uint8, short side at most `cell` px. Raises OSError or ValueError."""
-    frames = torch.from_numpy(common.read_frames(path, n, start, end, short=cell).copy())  # (n, H, W, 3)
+    frames = torch.from_numpy(read_frames(path, n, start, end, short=cell).copy())  # (n, H, W, 3)
     return frames.permute(0, 3, 1, 2)
-
-
-# ---- models ----
-def vision_language_model(args, device):
-    """(pictures, prompt) -> one text each, for any image-text-to-text model of transformers. Raises: UserError."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-    load = {"trust_remote_code": False}
-    with _loading("--model", args.model):
-        processor = AutoProcessor.from_pretrained(args.model, **load)
-        processor.tokenizer.padding_side = "left"
-        model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype, **load)
-    model = model.to(device).eval()
-    template = args.template or TEMPLATES.get(model.config.model_type, "{}")
-
-    def asked(prompt):
-        if args.template or not getattr(processor, "chat_template", None):
-            return template.replace("{}", prompt)
-        content = [{"type": "image"}, {"type": "text", "text": prompt}]
-        return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-
-    def answers(pictures, prompt):
-        texts = [asked(prompt)] * len(pictures)
-        inputs = processor(images=[[p] for p in pictures], text=texts, padding=True, return_tensors="pt")
-        return _generate(model, inputs.to(device, model.dtype), processor.tokenizer, args)
-    return answers
-
-
-def summary_model(args, device):
-    """texts -> one text each, by a language model of either kind. Raises: UserError."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-    load = {"trust_remote_code": False}
-    with _loading("--summary-model", args.summary_model):
-        config = AutoConfig.from_pretrained(args.summary_model, **load)
-        tokenizer = AutoTokenizer.from_pretrained(args.summary_model, padding_side="left", **load)
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = auto.from_pretrained(args.summary_model, dtype=args.dtype, **load).to(device).eval()
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-
-    def answers(texts):
-        if tokenizer.chat_template:
-            texts = [tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True,
-                                                   tokenize=False) for t in texts]
-        inputs = tokenizer(texts, padding=True, return_tensors="pt").to(device)
-        inputs.pop("token_type_ids", None)
-        return _generate(model, inputs, tokenizer, args)
-    return answers
-
-
-@contextlib.contextmanager
-def _loading(flag, name):
-    """Around the loading of a model: its dozen kinds of errors as one line with the flag."""
-    try:
-        yield
-    except (ImportError, ValueError, OSError, AttributeError, KeyError, TypeError) as error:
-        raise common.UserError(f"{flag} {name}: {common.hub_reason(error)}") from error
-
-
-@torch.inference_mode()
-def _generate(model, inputs, tokenizer, args):
-    """What the model says after its prompt: one line each."""
-    how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {
-        "do_sample": False, "num_beams": 1}
-    out = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **how)  # (B, length)
-    prompt = inputs["input_ids"]  # (B, L); a decoder gives it back, an encoder-decoder does not
-    if out.shape[1] >= prompt.shape[1] and torch.equal(out[:, :prompt.shape[1]], prompt):
-        out = out[:, prompt.shape[1]:]
-    return [" ".join(text.split()) for text in tokenizer.batch_decode(out, skip_special_tokens=True)]
 
 
 # ---- which clips ----
@@ -170,17 +87,17 @@ def clips_of(args):
     path, kinds = Path(args.dataset).expanduser(), ("metadata.*", "captions.csv", "*.tar", "*.parquet", "*.jsonl")
     described = {f.resolve() for kind in kinds for f in path.rglob(kind)} if path.is_dir() else set()
     if path.is_dir() and not described - {Path(args.out).resolve()}:  # videos alone, captions or not
-        files = sorted(str(f) for f in path.rglob("*") if common.is_video(f) or f.suffix.lower() == ".gif")
+        files = sorted(str(f) for f in path.rglob("*") if is_video(f) or f.suffix.lower() == ".gif")
         found = [(f, None, None) for f in files]
     else:
         names = ("data_dir", "video_dir", "image_column", "caption_column")
         data = common.load_data(args.dataset, args.split, **{k: v for k in names if (v := getattr(args, k))})
         sources = [row["source"] for row in data.sources] if data.clip is not None and data.sources else []
         found = [(s["path"], s.get("start"), s.get("end")) for s in sources if s and s.get("size") is None]
-        common.say(f"{args.dataset}, {args.split} split: {len(data):,} examples" + (data.note and f" ({data.note})"))
+        say(f"{args.dataset}, {args.split} split: {len(data):,} examples" + (data.note and f" ({data.note})"))
     found = [clip for clip in dict.fromkeys(found) if clip[0] and os.path.isfile(clip[0])]
     if not found:
-        raise common.UserError(f"--dataset {args.dataset}: it has no video files")
+        raise UserError(f"--dataset {args.dataset}: it has no video files")
     folder = Path(args.video_dir or args.data_dir or (path if path.is_dir() else path.parent)).expanduser().resolve()
     def below(file):
         file = Path(file).resolve()
@@ -194,17 +111,17 @@ def check_out(args, known):
     """May these settings go on with what --out has? Raises: UserError."""
     out, report = Path(args.out), Path(f"{args.out}.json")
     if not out.parent.is_dir():  # said now, not after the model's download
-        raise common.UserError(f"--out {out}: cannot be written (there is no folder {out.parent})")
+        raise UserError(f"--out {out}: cannot be written (there is no folder {out.parent})")
     settings = {k: getattr(args, k) for k in SETTINGS}
     if out.exists() and not report.exists():
-        raise common.UserError(f"--out {out}: is there already, without {report.name}; name another file")
-    was = common.read_json(report, {}).get("settings", {}) if known else settings
+        raise UserError(f"--out {out}: is there already, without {report.name}; name another file")
+    was = read_json(report, {}).get("settings", {}) if known else settings
     for name, value in settings.items():
         if was.get(name) != value:
             flag = f"--{name.replace('_', '-')}"
-            raise common.UserError(f"--out {out}: was made with {flag} {was.get(name)}, not {value}; name another file")
-    if not known and common.rank() == 0:
-        common.write_json(report, {"settings": settings})
+            raise UserError(f"--out {out}: was made with {flag} {was.get(name)}, not {value}; name another file")
+    if not known and rank() == 0:
+        write_json(report, {"settings": settings})
 
 
 def read_known(out):
@@ -225,14 +142,14 @@ def read_known(out):
             clip = r["video"], *(None if r[k] in (None, "") else float(r[k]) for k in ("start", "end"))
             known[clip] = {k: r[k] for k in ("caption", "error") if r.get(k)}
     except (KeyError, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {common.first_line(error)}"
-        raise common.UserError(f"--out {out}: is there already and is no file of this tool ({why})") from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"--out {out}: is there already and is no file of this tool ({why})") from error
     return known
 
 
 def write_lines(file, records):
     """Adds {(video, start, end): record} to a process's own file."""
-    with common.writing(file), open(file, "a", encoding="utf8") as f:
+    with writing(file), open(file, "a", encoding="utf8") as f:
         f.write("\n")  # ends a line that a kill has cut
         for (video, start, end), record in records.items():
             f.write(json.dumps({"video": video, "start": start, "end": end} | record) + "\n")
@@ -247,13 +164,13 @@ def merge(args, clips):
     rows = [(*clip, record["caption"]) for clip, record in known.items() if "caption" in record]
     bad = {clip: record.get("error", "") for clip, record in known.items() if "caption" not in record}
     temporary = Path(f"{out}.tmp")
-    with common.writing(out):
+    with writing(out):
         with open(temporary, "w", newline="", encoding="utf8") as f:
             csv.writer(f).writerows([COLUMNS, *(["" if x is None else x for x in row] for row in rows)])
         os.replace(temporary, out)
     lost = [dict(zip(("video", "start", "end", "why"), (*clip, why))) for clip, why in bad.items()]
     report = Path(f"{out}.json")
-    common.write_json(report, common.read_json(report) | {"captions": len(rows), "without": lost})
+    write_json(report, read_json(report) | {"captions": len(rows), "without": lost})
     for file in glob.glob(f"{glob.escape(str(out))}.part*"):
         os.remove(file)
     return len(rows), bad
@@ -262,7 +179,7 @@ def merge(args, clips):
 def write_captions(args, clips):
     """Captions of all clips into --out; every process does its part of the batches.   Returns: as merge, on the main
     process."""
-    place, processes = common.rank(), common.world()
+    place, processes = rank(), world()
     known = read_known(args.out)
     check_out(args, known)
     done = {clip for clip, record in known.items() if "caption" in record}
@@ -270,7 +187,7 @@ def write_captions(args, clips):
     batches = [clips[i:i + args.batch] for i in range(0, len(clips), args.batch)][place::processes]
     batches = [left for batch in batches if (left := [clip for clip in batch if clip[:3] not in done])]
     left = sum(clip[:3] not in done for clip in clips)
-    common.say(f"{len(clips) - left:,} of {len(clips):,} clips have their caption in {args.out}, {left:,} to do")
+    say(f"{len(clips) - left:,} of {len(clips):,} clips have their caption in {args.out}, {left:,} to do")
     if batches:
         work(args, batches)
     wait_for_all()
@@ -279,7 +196,7 @@ def write_captions(args, clips):
 
 def wait_for_all():
     """A barrier that may take days: one process may have the long videos."""
-    if common.world() > 1:
+    if world() > 1:
         torch.distributed.monitored_barrier(timeout=datetime.timedelta(days=30))
 
 
@@ -292,15 +209,15 @@ def work(args, batches):
     answers = vision_language_model(args, device)
     summaries = summary_model(args, device) if args.augment_mode == "per-frame-summary" else None
     features = frame_features(args.frame_encoder, device)
-    file = Path(f"{args.out}.part{common.rank()}")
+    file = Path(f"{args.out}.part{rank()}")
     from tqdm import tqdm
-    for batch in tqdm(batches, desc="captions", unit="batch", disable=common.rank() > 0):
+    for batch in tqdm(batches, desc="captions", unit="batch", disable=rank() > 0):
         frames, records = {}, {}
         for video, start, end, path in batch:
             try:
                 candidates = read_candidates(path, start, end, args.candidates, args.cell)
             except (OSError, ValueError) as error:
-                records[video, start, end] = {"error": common.first_line(error)}
+                records[video, start, end] = {"error": first_line(error)}
                 continue
             frames[video, start, end] = chosen_frames(candidates, features, args.neighbours, args.key_frames)
         torch.manual_seed(common.key_hash(f"{args.seed} {batch[0][:3]}"))
@@ -326,25 +243,25 @@ def grid(text):
 
 def parse_args(argv=None):
     """The flags."""
-    p = common.OneLine("python -m tools.caption", __doc__.splitlines()[0])
+    p = OneLine("python -m tools.caption", __doc__.splitlines()[0])
     p.add_argument("--dataset", required=True, help="folder of videos, or name, folder, file or hub id as for mama.py")
-    p.add_argument("--split", choices=list(common.SPLIT_NAMES), default="train", help="of a set that has splits")
+    p.add_argument("--split", choices=list(SPLIT_NAMES), default="train", help="of a set that has splits")
     p.add_argument("--data-dir", help="where annotations lie and relative paths start")
     p.add_argument("--video-dir", help="folder of the videos")
     p.add_argument("--image-column", help="column of the videos; else found by its name")
     p.add_argument("--caption-column", help="column of the captions there are; else found by its name")
-    p.add_argument("--limit", type=common.whole, default=0, help="only the first clips; 0 = all")
+    p.add_argument("--limit", type=whole, default=0, help="only the first clips; 0 = all")
     p.add_argument("--out", required=True, metavar="FILE", help="csv to write, or to go on with")
     p.add_argument("--model", default="llava-hf/llava-1.5-7b-hf", help="image-text-to-text model, hub id or folder")
     p.add_argument("--augment-mode", choices=["grid", "per-frame-summary"], default="grid",
                    help="grid: one picture of all key frames; per-frame-summary: a caption of each, and their summary "
                         "(Table 5)")
-    p.add_argument("--key-frames", type=common.count, default=12, help="Q of Sec. 3.3, frames of a video (paper: 12)")
-    p.add_argument("--neighbours", type=common.count, default=6, help="K of Eq. 14 (paper: 6)")
+    p.add_argument("--key-frames", type=count, default=12, help="Q of Sec. 3.3, frames of a video (paper: 12)")
+    p.add_argument("--neighbours", type=count, default=6, help="K of Eq. 14 (paper: 6)")
     p.add_argument("--grid", type=grid, default="3x4", help="W x H, columns x rows of the picture (paper: 3x4)")
-    p.add_argument("--candidates", type=common.count, default=64,
+    p.add_argument("--candidates", type=count, default=64,
                    help="frames, evenly placed in the clip, among which key frames are chosen")
-    p.add_argument("--cell", type=common.count, default=224, help="short side of a frame in the picture, px at most")
+    p.add_argument("--cell", type=count, default=224, help="short side of a frame in the picture, px at most")
     p.add_argument("--frame-encoder", default="facebook/dinov2-small",
                    help="features of Eqs. 14-15: timm name, transformers id, folder, or colour (no model, crude)")
     p.add_argument("--prompt", default=PROMPT, help="what the model is asked (paper: the default)")
@@ -353,14 +270,14 @@ def parse_args(argv=None):
     p.add_argument("--summary-model", default="", help="language model of per-frame-summary, hub id or folder")
     p.add_argument("--frame-prompt", default=FRAME_PROMPT, help="per-frame-summary: the question to each frame")
     p.add_argument("--summary-prompt", default=SUMMARY_PROMPT, help="per-frame-summary: {} = the captions")
-    p.add_argument("--max-new-tokens", type=common.count, default=77, help="of a caption")
-    p.add_argument("--temperature", type=common.nonnegative, default=0.0, help="of sampling; 0 = greedy")
-    p.add_argument("--top-p", type=common.positive, default=1.0, help="of sampling: mass of the words that count")
-    p.add_argument("--seed", type=common.whole, default=0, help="of sampling")
-    p.add_argument("--batch", type=common.count, default=4, help="clips at a time on each process")
+    p.add_argument("--max-new-tokens", type=count, default=77, help="of a caption")
+    p.add_argument("--temperature", type=nonnegative, default=0.0, help="of sampling; 0 = greedy")
+    p.add_argument("--top-p", type=positive, default=1.0, help="of sampling: mass of the words that count")
+    p.add_argument("--seed", type=whole, default=0, help="of sampling")
+    p.add_argument("--batch", type=count, default=4, help="clips at a time on each process")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
                    help="of the weights; auto = as saved, float32 on a CPU")
-    p.add_argument("--show", type=common.whole, default=6,
+    p.add_argument("--show", type=whole, default=6,
                    help="clips of the picture FILE.png, four frames each and their caption (Fig. 6); 0 = no picture")
     p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
     args = p.parse_args(argv)
@@ -381,18 +298,18 @@ def main(argv=None):
     """The command line. Raises: UserError."""
     args = parse_args(argv)
     clips = clips_of(args)
-    common.set_threads(argparse.Namespace(threads=0))
-    common.join_processes(argparse.Namespace(cpu=True))  # they share files alone
+    set_threads(argparse.Namespace(threads=0))
+    join_processes(argparse.Namespace(cpu=True))  # they share files alone
     if args.frame_encoder == "colour":
-        common.say("--frame-encoder colour: key frames by mean colours, a crude stand-in for learned features")
+        say("--frame-encoder colour: key frames by mean colours, a crude stand-in for learned features")
     done = write_captions(args, clips)
     if done:
         rows, bad = done
         first = [f"{video}: {why}" for (video, *_), why in bad.items()][:5]
         lost = f"; {len(bad):,} clips have none, all listed in {args.out}.json: {'; '.join(first)}" if bad else ""
-        common.say(f"{args.out}: {rows:,} captions{lost}")
+        say(f"{args.out}: {rows:,} captions{lost}")
         if not rows:
-            raise common.UserError(f"--dataset {args.dataset}: no clip got a caption, first {first[0]}")
+            raise UserError(f"--dataset {args.dataset}: no clip got a caption, first {first[0]}")
         show(args, clips)
 
 
@@ -401,14 +318,14 @@ def show(args, clips):
     known = read_known(args.out)
     told = [clip for clip in clips if "caption" in known.get(clip[:3], {})]
     some = [told[k] for k in sorted({len(told) * k // args.show for k in range(args.show)})] if told else []
-    if not some or not common.has_tool("figures_mama"):
+    if not some:
         return
     drawn = [(read_candidates(path, start, end, 4, 96), known[video, start, end]["caption"])
              for video, start, end, path in some]
     title = f"{Path(args.dataset).name}: descriptions by {Path(args.model).name}"
-    common.picture(Path(f"{args.out}.png"), common.figures("mama").draw_descriptions, drawn, title=title)
+    draw_picture(Path(f"{args.out}.png"), draw_descriptions, drawn, title=title)
 
 
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main()

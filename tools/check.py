@@ -3,272 +3,15 @@
     python -m tools.check --dataset photos/            # reads every image strictly and lists what cannot be read
 """
 
-import contextlib
-import dataclasses
-import hashlib
-import json
-import os
-import re
-import tempfile
-from pathlib import Path
-
 import common
-
-import numpy as np
-
-MOST = 200_000  # rows up to which the sizes of single files are asked for
-SAMPLE, STRETCH = 1_000_000, 1000  # rows of a larger set that a fingerprint reads, in stretches, for the sake of disks
-
-
-def sizes(data):
-    """(M,) bytes of each example's file, -1 where that is not known or would take too long to ask."""
-    if data.sources is None or len(data) > MOST:
-        return np.full(len(data), -1)
-    import pyarrow.compute as pc
-    column, rows = data.sources.data.column("source"), data.sources._indices  # no byte of an image is read or copied
-    fields = {f.name for f in column.type}
-    out = np.full(len(column), -1)
-    if "size" in fields:  # inside a tar
-        out = pc.fill_null(pc.struct_field(column, "size"), -1).to_numpy()
-    elif "bytes" in fields:
-        out = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1).to_numpy()
-    out = out.astype(np.int64)[slice(None) if rows is None else rows.column(0).to_numpy()]  # (M,)
-    if "path" in fields and "size" not in fields:
-        for i in np.flatnonzero(out < 0):
-            path = data.sources[int(i)]["source"]["path"] if data.sources[int(i)]["source"] else None
-            if path and os.path.isfile(path):
-                out[i] = os.path.getsize(path)
-    return out
-
-
-def fingerprint(data, sample=None):
-    """{"examples": M, "digest": text, "captions": text}, by the keys and sizes of a split and by its captions: another
-    one means other data. Of more than `sample` rows (SAMPLE) so many are read, evenly spread: {"sample": ..., ...}."""
-    digest, words, found = hashlib.sha256(), hashlib.sha256(), {"examples": len(data)}
-    sample = sample or SAMPLE
-    if len(data) > sample:  # 136 million captions take most of an hour, for which all processes would wait
-        starts = np.linspace(0, len(data) - STRETCH, sample // STRETCH).astype(np.int64)
-        data = data.select((starts[:, None] + np.arange(STRETCH)).ravel())
-        found["sample"] = sample
-    for key in data.keys():
-        digest.update(key.encode("utf8", "replace") + b"\0")
-    digest.update(np.ascontiguousarray(sizes(data), dtype=np.int64).tobytes())
-    for batch in data.texts.select_columns("captions").iter(10_000):
-        words.update(json.dumps(batch["captions"]).encode())
-    return found | {"digest": digest.hexdigest()[:16], "captions": words.hexdigest()[:16]}
-
-
-def changes(saved, splits):
-    """What differs between saved fingerprints {split: {...}} and these splits {split: Data}: a list of lines."""
-    lines = []
-    for split, data in splits.items():
-        was = saved.get(split)
-        if was and was["examples"] != len(data):
-            lines.append(f"{split}: {was['examples']:,} examples, now {len(data):,}")
-            continue
-        now = fingerprint(data, was.get("sample", len(data))) if was else {}  # as the saved one was made
-        if not was or all(was[k] == now.get(k) for k in was):  # a run of an older version knows less of its data
-            continue
-        same = f"{len(data):,} examples as before"
-        if was["digest"] != now["digest"]:
-            lines.append(f"{split}: {same}, but other names or sizes")
-        else:
-            lines.append(f"{split}: {same}, but other captions")
-    return lines
-
-
-def since_training(run, key, data):
-    """What a split is no more since a run was trained, by the fingerprints in its folder: a list of lines, said aloud.
-    key: what the run calls that split."""
-    lines, path = [], Path(run) / "data.json"
-    try:
-        lines = changes(common.read_json(path, {}), {key: data})
-    except (common.UserError, TypeError, KeyError) as error:
-        common.say(f"WARNING: {path} is damaged ({common.first_line(error)}): whether the data changed is not known")
-    for line in lines:
-        common.say(f"WARNING: the data are not what they were when the run was trained: {line}; its numbers do not "
-                   "compare")
-    return lines
-
-
-def verify_run(run):
-    """Leave out of a common.Run what cannot be read, and count its steps anew. Collective.   Raises: UserError."""
-    if run.train.streamed:
-        raise common.UserError("--verify-images: a stream cannot be read beforehand")
-    run.train, run.evals, run.unreadable = verify(run.folder, run.train, run.evals, run.args.max_bad_fraction)
-    run.count_steps()
-
-
-def verify(folder, train, evals, limit):
-    """(train, evals, {split: {key: reason}}) without the images that a strict reader refuses, and what these are.
-
-    A resumed run leaves out what it left out at first (unreadable.json). Collective.
-    Args: evals: {name: {split: Data}}.   limit: --max-bad-fraction.   Raises: UserError when there is too much."""
-    places = [("", "train", train)] + [(name, split, data) for name, of in evals.items() for split, data in of.items()]
-    known = common.gather_objects(common.read_json(folder / "unreadable.json"))[0]  # the main process decides
-    found = known or {f"{name} {split}".strip(): unreadable_of_all(data) for name, split, data in places}
-    bad = {key: why for part in found.values() for key, why in part.items()}
-    total = sum(len(data) for *_, data in places)
-    if known is None and common.rank() == 0:
-        common.list_bad_samples(folder, bad)
-    if len(bad) > limit * total:
-        key, why = next(iter(bad.items()))
-        listed = f"{folder}/bad_samples.txt"
-        raise common.UserError(f"--verify-images: {len(bad):,} of {total:,} images cannot be read, above "
-                               f"--max-bad-fraction {limit}; the first: {key}: {why} (all in {listed}); mend them, or "
-                               "raise the limit")
-    if known is None and common.rank() == 0:
-        common.write_json(folder / "unreadable.json", found)
-    kept = {name: {split: leave_out(data, found.get(f"{name} {split}")) for split, data in of.items()}
-            for name, of in evals.items()}
-    return leave_out(train, found.get("train")), kept, found
-
-
-def unreadable_of_all(data):
-    """`unreadable`, each process reading its share: {key: reason}, in order. Collective."""
-    rows = np.arange(len(data))
-    found, failure = {}, None
-    try:
-        found = unreadable(data.select(rows[common.rank()::common.world()]))
-    except common.UserError as error:  # a full disk under the frame cache; no process may wait for one that failed
-        failure = str(error)
-    parts = common.gather_objects((found, failure))
-    if any(words for _, words in parts):
-        raise common.UserError(next(words for _, words in parts if words))
-    found = {key: why for part, _ in parts for key, why in part.items()}
-    return {key: found[key] for key in data.keys() if key in found}
-
-
-def leave_out(data, keys):
-    """The data without the examples of these keys, which cannot be read; said in its note."""
-    left = [i for i, key in enumerate(data.keys()) if key not in (keys or ())]
-    if len(left) == len(data):
-        return data
-    lost = f"{len(data) - len(left):,} that cannot be read left out"
-    return dataclasses.replace(data.select(left), note=common.join_notes(data.note, lost))
-
-
-def readable(sets):
-    """Raises: UserError where of an evaluation set {name: {split: Data}} no image or no caption is there."""
-    for name, splits in sets.items():
-        for split, data in splits.items():
-            first = range(min(len(data), 100))
-            if all(_why_unreadable(data, i) for i in first):
-                raise common.UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
-                                       f"split can be read, first {data.key(0)}: {_why_unreadable(data, 0)}")
-            if not any(data.captions(i) for i in first):
-                raise common.UserError(f"--eval-datasets {name}: its {split} split has no captions")
-
-
-def _why_unreadable(data, i):
-    """Why example i cannot be read; "" where it can."""
-    try:
-        data.read(i)
-        return ""
-    except (OSError, ValueError, RuntimeError) as error:
-        if words := common.plain_words(error):  # any other sample would fail like this one
-            raise common.UserError(words) from error
-        return common.first_line(error)
-
-
-def compare(folder, train, evals, resumed=""):
-    """Words about examples of the evaluation {name: {split: Data}} that stand in train as well, for the banner.
-
-    The fingerprints are kept in folder/data.json. In a resumed run what changed is said, and other training data are
-    refused: UserError."""
-    splits = {"train": train} | {f"{name} {s}": data for name, of in evals.items() for s, data in of.items()}
-    splits = {s: data for s, data in splits.items() if not data.streamed}
-    saved = common.read_json(folder / "data.json", {}) if resumed else {}
-    for line in changes(saved, splits):
-        if line.startswith("train:"):
-            raise common.UserError(f"--resume {resumed}: the training data are not what they were ({line}); start a "
-                                   "new run")
-        common.say(f"WARNING: the data are not what they were when this run began: {line}")
-    if not saved:
-        prints = {s: fingerprint(data) for s, data in splits.items()}
-        for s, of in prints.items():
-            if "sample" in of:
-                common.say(f"{s}: a resumed run compares {of['sample']:,} of its {of['examples']:,} examples, and "
-                           "their number")
-        common.write_json(folder / "data.json", prints)
-    words = []
-    for s, data in splits.items():
-        found = twins(train, data) if s != "train" and not train.streamed else 0
-        if found:
-            words.append(f"{found:,} of {len(data):,} images of {s} are in train as well")
-    return "; ".join(words)
-
-
-def content(data, i):
-    """The bytes that make example i, for comparison; b"" where they cannot be had."""
-    if data.pixels is not None:
-        return data.pixels[i].numpy().tobytes()
-    source = data.sources[int(i)]["source"]
-    try:
-        if source is None or source.get("start") is not None:
-            return b""  # windows of one video are no twins
-        if source.get("bytes"):
-            return source["bytes"]
-        if source.get("size") is None:
-            return common.read_file(source["path"])
-        with open(source["path"], "rb") as tar:
-            tar.seek(source["offset"])
-            return tar.read(source["size"])
-    except (OSError, ValueError):
-        return b""
-
-
-def twins(data, other):
-    """How many examples of `other` have the very bytes of an example of `data`; None where it would take too long."""
-    if max(len(data), len(other)) > MOST:
-        return None
-    mine, theirs = sizes(data), sizes(other)
-    if data.pixels is not None:  # of one size all of them
-        mine, theirs = np.zeros(len(data)), np.zeros(len(other))
-    shared = np.intersect1d(mine[mine >= 0], theirs[theirs >= 0])
-    rows, others = (np.flatnonzero(np.isin(s, shared)) for s in (mine, theirs))
-    known = {hashlib.sha256(content(data, i)).digest() for i in rows} - {hashlib.sha256(b"").digest()}
-    return sum(hashlib.sha256(content(other, i)).digest() in known for i in others)
-
-
-@contextlib.contextmanager
-def warnings_of_libjpeg():
-    """Yields a list, which at the end holds what libjpeg wrote to stderr meanwhile: of damage it only warns."""
-    said = []
-    with tempfile.TemporaryFile() as file:
-        stderr = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield said
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            file.seek(0)
-            lines = file.read().decode("utf8", "replace").splitlines()
-            said += [line for line in lines if re.match("Corrupt|Premature|Invalid|Inconsistent", line)]
-
-
-def unreadable(data, progress=True):
-    """{key: reason} of the examples that a strict reader refuses.
-
-    A JPEG that is cut but has its end marker passes every fast decoder, with grey where pixels are missing."""
-    from tqdm import tqdm
-    bad = {}
-    quiet = not progress or common.rank() > 0
-    for i in tqdm(range(len(data)), desc=f"reading {data.name} ({data.split})", disable=quiet):
-        try:
-            with warnings_of_libjpeg() as said:
-                data.read(i)
-            if said and data.clip is None:
-                bad[data.key(i)] = said[0]
-        except Exception as error:  # whatever the decoder says
-            bad[data.key(i)] = common.first_line(error)
-    return bad
+from engine.base import UserError, clean_exit
+from engine.flags import OneLine
+from engine.verify import fingerprint, twins, unreadable
 
 
 def main(argv=None):
     """The command line: what a data set holds, and what of it cannot be read."""
-    parser = common.OneLine("python -m tools.check", __doc__.splitlines()[0])
+    parser = OneLine("python -m tools.check", __doc__.splitlines()[0])
     parser.add_argument("--dataset", required=True, help="as in training")
     for flag in ("--data-dir", "--video-dir", "--image-column", "--caption-column", "--label-column"):
         parser.add_argument(flag, default="", help="as in training")
@@ -278,7 +21,7 @@ def main(argv=None):
     for split in common.splits_of(args.dataset):
         try:
             splits[split] = common.load_data(args.dataset, split, **options)
-        except common.UserError as error:  # a set of test images alone can be read too
+        except UserError as error:  # a set of test images alone can be read too
             reasons.append(error)
             continue
         print(f"{split}: {fingerprint(splits[split])} {splits[split].note}")
@@ -294,5 +37,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main()

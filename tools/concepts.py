@@ -11,10 +11,16 @@ import argparse
 from collections import Counter
 
 import common
+from engine.base import UserError, clean_exit, say, writing
+from engine.data import open_data
+from engine.flags import OneLine
 
 import numpy as np
 import torch
 
+from evaluation import answers, retrieval
+from evaluation.metrics import retrieval_metrics
+from figures.base import figure, save_figure
 from tools.margins import finished
 
 DATA = ("dataset", "data_dir", "task", "clips", "clip_law", "fold", "caption_column", "label_column", "hold_out_val",
@@ -26,31 +32,31 @@ def hits(folder, args):
 
     Raises: UserError where the set has no test split or no classes."""
     args = argparse.Namespace(**args | {"eval_every": 0, "extra_pairs": []})  # which have no classes
-    train, evals = common.open_data(args)
+    train, evals = open_data(args)
     if "test" not in evals.get(args.dataset, {}):
-        raise common.UserError(f"{folder}: {args.dataset} has no test split of its own in this run")
+        raise UserError(f"{folder}: {args.dataset} has no test split of its own in this run")
     columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(args.task, ["label", "verb"])
     column = next((c for c in columns if train.column(c) is not None), None)
     if column is None:
-        raise common.UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)}: nothing to tell "
-                               "concepts by")
-    rooms = common if args.task == "retrieval" else common.answers()
+        raise UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)}: nothing to tell "
+                        "concepts by")
+    rooms = retrieval if args.task == "retrieval" else answers
     sets = {args.dataset: {"test": evals[args.dataset]["test"]}}
     evaluator = rooms.Evaluator(*common.load_model(folder), sets, train, torch.device("cpu"), args)
     _, _, pieces = evaluator("test")
     if evaluator.errors:
-        raise common.UserError(f"{folder}: {next(iter(evaluator.errors.values()))}")
+        raise UserError(f"{folder}: {next(iter(evaluator.errors.values()))}")
     found = pieces[args.dataset]
     data, rows = found["data"], np.asarray(found["index"])
     if args.task == "retrieval":
-        right = common.retrieval_metrics(found["text"], found["image"], found["positives"], ranks=True) == 1
+        right = retrieval_metrics(found["text"], found["image"], found["positives"], ranks=True) == 1
         rows = rows[found["owner"]]                                        # (Q,) of each caption
     else:
         right = np.asarray(found["hits"]) > 0
     names, known = data.names(column), data.column(column)
     has = np.array([names is None or known[i] >= 0 for i in rows])         # (Q,) -1: without a class
     if not has.all():
-        common.say(f"{folder}: {(~has).sum():,} of {len(has):,} queries have no {column} and are left out")
+        say(f"{folder}: {(~has).sum():,} of {len(has):,} queries have no {column} and are left out")
     rows, right = rows[has], np.asarray(right, dtype=float)[has]
     said = names.__getitem__ if names else str
     share = {said(c): n / len(train) for c, n in Counter(train.column(column)).items() if not names or c >= 0}
@@ -83,7 +89,7 @@ def thirds(found):
 
 def main(argv=None):
     """The command line. Raises: UserError."""
-    p = common.OneLine("python -m tools.concepts", __doc__.splitlines()[0])
+    p = OneLine("python -m tools.concepts", __doc__.splitlines()[0])
     p.add_argument("base", metavar="BASE", help="folder of a finished run of mama.py")
     p.add_argument("other", metavar="RUN", help="one on the same data, whose gain over BASE is drawn")
     p.add_argument("--out", default="concepts.png", metavar="FILE", help="picture, .png or .pdf")
@@ -96,8 +102,8 @@ def main(argv=None):
         hits(folder, run) for folder, run in zip((args.base, args.other), runs))
     p.require(keys == others, f"{args.other}: its test split has not the queries of {args.base}")
     found = gains(concepts, base, other, share)
-    parts, figures = thirds(found), common.figures()
-    fig, (left, right) = figures.figure(2)
+    parts = thirds(found)
+    fig, (left, right) = figure(2)
     x, y, size = (np.array([g[k] for g in found]) for k in range(3))
     left.axhline(0, color="grey", lw=0.8)
     left.scatter(100 * x, y, s=8 + 60 * size / size.max(), alpha=0.6)
@@ -111,14 +117,14 @@ def main(argv=None):
     right.set(title="by thirds of the queries", xlabel="how frequent in training", ylabel="gain, points")
     what = "text -> video R@1" if runs[0]["task"] == "retrieval" else "accuracy"
     fig.suptitle(f"test {what}: {100 * base.mean():.1f} -> {100 * other.mean():.1f} %", fontsize=10)
-    with common.writing(args.out):
-        figures.save_figure(fig, args.out)
+    with writing(args.out):
+        save_figure(fig, args.out)
     said = [f"{100 * f:8.2f} % {g:+8.1f} {n:6d}  {c}" for f, g, n, c in found]
     said += [f"{name}: {100 * low:.2f} to {100 * high:.2f} % of the training rows, gain {gain:+.2f}"
              for name, high, low, gain in parts]
-    common.say("\n".join([*said, f"written to {args.out}"]))
+    say("\n".join([*said, f"written to {args.out}"]))
 
 
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main()

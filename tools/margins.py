@@ -9,9 +9,12 @@ more (a1 = 10 throughout), and its text a2, which is drawn here. (Right: weights
 
 from pathlib import Path
 
-import common
+from engine.base import UserError, clean_exit, read_json, say, writing
+from engine.flags import OneLine
 
 import numpy as np
+
+from figures.base import figure, line_style, save_figure
 
 VARIED = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_every", "eval_every", "log_every",
@@ -20,9 +23,9 @@ ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_
 
 def finished(folder):
     """(args, summary) of a finished run of mama.py. Raises: UserError where it is none."""
-    args, summary = (common.read_json(Path(folder) / name) for name in ("args.json", "summary.json"))
+    args, summary = (read_json(Path(folder) / name) for name in ("args.json", "summary.json"))
     if not args or not summary or "margin_schedule" not in args:
-        raise common.UserError(f"{folder}: not a finished run of mama.py")
+        raise UserError(f"{folder}: not a finished run of mama.py")
     return args, summary
 
 
@@ -32,10 +35,10 @@ def same_but(folders, runs, varied):
     for folder, args in zip(folders[1:], others):
         other = [k for k in sorted({*first, *args} - varied - ASIDE) if first.get(k) != args.get(k)]
         if other:
-            raise common.UserError(f"{folder} and {folders[0]} differ in --{other[0].replace('_', '-')} "
-                                   f"({args.get(other[0])}, {first.get(other[0])}): they cannot be compared")
+            raise UserError(f"{folder} and {folders[0]} differ in --{other[0].replace('_', '-')} "
+                            f"({args.get(other[0])}, {first.get(other[0])}): they cannot be compared")
     if len({Path(f).resolve() for f in folders}) < len(folders):
-        raise common.UserError(f"{folders[0]} ...: a run is named twice")
+        raise UserError(f"{folders[0]} ...: a run is named twice")
 
 
 def point(folder, args, summary):
@@ -43,7 +46,7 @@ def point(folder, args, summary):
     accuracy, %."""
     schedule, val = args["margin_schedule"], summary.get("val", {}).get(args["dataset"])
     if not val:
-        raise common.UserError(f"{folder}: no evaluation on val of {args['dataset']}")
+        raise UserError(f"{folder}: no evaluation on val of {args['dataset']}")
     value = val["text_to_image"]["R@1"] if args["task"] == "retrieval" else val["accuracy"]
     return {"mu": 0.0 if schedule == "none" else args["a0"] / args["a1"], "schedule": schedule, "value": value,
             "a2": args["a2"] if schedule == "logistic" else None}
@@ -64,7 +67,7 @@ def lines(points, axis, same):
 
 def main(argv=None):
     """The command line. Raises: UserError."""
-    p = common.OneLine("python -m tools.margins", __doc__.splitlines()[0])
+    p = OneLine("python -m tools.margins", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs of mama.py")
     p.add_argument("--out", default="margins.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
@@ -75,24 +78,24 @@ def main(argv=None):
               ("a2 of the margin's growth (Fig. 4, middle)", "a2, per step", lines(points, "a2", "mu"))]
     panels = [panel for panel in panels if panel[2]]
     p.require(panels, f"{args.runs[0]} ...: one margin and one a2; it takes two of either")
-    figures, name = common.figures(), "text -> video R@1" if runs[0][0]["task"] == "retrieval" else "accuracy"
-    fig, axes = figures.figure(len(panels))
+    name = "text -> video R@1" if runs[0][0]["task"] == "retrieval" else "accuracy"
+    fig, axes = figure(len(panels))
     said = []
     for ax, (title, xlabel, found) in zip(axes, panels):
         for k, (label, line) in enumerate(sorted(found.items())):
             xs = sorted(line)
             means = [np.mean(line[x]) for x in xs]
-            ax.plot(xs, means, label=label, color=f"C{k}", **figures.line_style(k, len(found)))
+            ax.plot(xs, means, label=label, color=f"C{k}", **line_style(k, len(found)))
             ax.scatter([x for x in xs for _ in line[x]], [v for x in xs for v in line[x]], s=18, color=f"C{k}")
             said += [f"{title}, {label}: {x:g}: {m:.2f} ({len(line[x])} runs)" for x, m in zip(xs, means)]
         ax.set(title=title, xlabel=xlabel, ylabel=f"val {name}, %")
         ax.locator_params(axis="x", nbins=6)
         ax.legend(frameon=False, fontsize=8)
-    with common.writing(args.out):
-        figures.save_figure(fig, args.out)
-    common.say("\n".join([*said, f"written to {args.out}"]))
+    with writing(args.out):
+        save_figure(fig, args.out)
+    say("\n".join([*said, f"written to {args.out}"]))
 
 
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main()

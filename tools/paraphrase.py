@@ -6,66 +6,16 @@
 The file has one JSON object a line, {"caption": str, "paraphrases": [str, ...]}; a call that was stopped goes on.
 """
 
-import glob
-import itertools
 import json
 from pathlib import Path
 
 import common
-
-import numpy as np
+from engine.base import UserError, clean_exit, first_line, hub_reason, say
+from engine.flags import OneLine
+from engine.ranges import count
 
 MODEL = "tuner007/pegasus_paraphrase"
-LOOKED_AT = 20_000  # training captions, for the banner
 FLAGS = ("--paraphrase-model", "--write-paraphrases")  # as temo.py calls the model and the file, for messages
-
-
-class Paraphrases:
-    """Paraphrases by caption, from a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}, memory-mapped.
-
-    `get(captions)` returns a list of lists ([] where the file has none). Memory: 16 bytes per caption."""
-
-    def __init__(self, path):
-        import datasets
-        try:
-            self.table = datasets.load_dataset("json", data_files=glob.escape(str(path)), split="train")
-            keys = self.table["caption"][:]
-            _ = self.table.features["paraphrases"]
-        except FileNotFoundError as error:
-            raise common.UserError(f"--paraphrases {path}: no such file") from error
-        except Exception as error:
-            expected = "expected JSON lines with 'caption' and 'paraphrases'"
-            raise common.UserError(f"--paraphrases {path}: {expected} ({common.first_line(error)})") from error
-        hashes = np.array([common.key_hash(k) for k in keys], dtype=np.int64)
-        self.order = np.argsort(hashes, kind="stable")
-        self.hashes = hashes[self.order]
-
-    def __len__(self):
-        return len(self.hashes)
-
-    def note(self, train, other):
-        """For the banner: how many there are, and loudly where training captions have none; then T~ is `other`."""
-        note = f"paraphrases of {len(self):,} captions"
-        if train.streamed:
-            return f"{note}; whether these are all captions of a stream is not known: where one is missing, {other}"
-        some = list(itertools.islice(train.first_captions(LOOKED_AT), LOOKED_AT))
-        missing = self.missing(some)
-        if not missing:
-            return note
-        return (f"WARNING: {note}, but {missing:,} of the first {len(some):,} training captions have none: for these "
-                f"{other}")
-
-    def missing(self, captions):
-        """How many of these captions have no paraphrase here."""
-        captions = list(captions)
-        return sum(not p for i in range(0, len(captions), 1000) for p in self.get(captions[i:i + 1000]))
-
-    def get(self, captions):
-        wanted = np.array([common.key_hash(c) for c in captions], dtype=np.int64)
-        at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
-        found = self.hashes[at] == wanted
-        lists = self.table[self.order[at]]["paraphrases"]
-        return [[p for p in texts if p] if ok else [] for texts, ok in zip(lists, found)]
 
 
 def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, device="cpu", max_tokens=60, flags=FLAGS):
@@ -78,7 +28,7 @@ def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, devi
     path = Path(path)
     done = _finished(path, flags[1])
     todo = [c for c in dict.fromkeys(captions) if c not in done]
-    common.say(f"{len(done)} captions are in {path}, {len(todo)} to do")
+    say(f"{len(done)} captions are in {path}, {len(todo)} to do")
     if not todo:
         return
     answers = _paraphraser(model, per_caption, device, max_tokens, flags[0])
@@ -91,14 +41,14 @@ def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, devi
                     f.write(json.dumps({"caption": text, "paraphrases": lines}) + "\n")
                 f.flush()
     except OSError as error:
-        raise common.UserError(f"{flags[1]} {path}: cannot be written ({error.strerror or error})") from error
+        raise UserError(f"{flags[1]} {path}: cannot be written ({error.strerror or error})") from error
 
 
 def _finished(path, flag):
     """The captions that the file has already; a last line that a crash cut is taken out of it."""
     if not path.exists():
         if not path.parent.is_dir():  # said now, not after the model's download
-            raise common.UserError(f"{flag} {path}: cannot be written (there is no folder {path.parent})")
+            raise UserError(f"{flag} {path}: cannot be written (there is no folder {path.parent})")
         return set()
     try:
         with open(path, encoding="utf8") as f:
@@ -108,10 +58,10 @@ def _finished(path, flag):
         if len(whole) < len(lines):
             path.write_text("".join(whole), encoding="utf8")
     except OSError as error:
-        raise common.UserError(f"{flag} {path}: cannot be written ({error.strerror or error})") from error
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror or error})") from error
     except (ValueError, KeyError, TypeError) as error:
-        why = common.first_line(error)
-        raise common.UserError(f"{flag} {path}: is there already and is no file of paraphrases ({why})") from error
+        why = first_line(error)
+        raise UserError(f"{flag} {path}: is there already and is no file of paraphrases ({why})") from error
     return done
 
 
@@ -126,7 +76,7 @@ def _paraphraser(model, per_caption, device, max_tokens, flag):
         modules = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
         missing = [package for package, module in modules.items() if not _import_works(module)]
         hint = f"; its tokenizer may need: pip install {' '.join(missing)}" if missing else ""
-        raise common.UserError(f"{flag} {model}: {common.hub_reason(error)}{hint}") from error
+        raise UserError(f"{flag} {model}: {hub_reason(error)}{hint}") from error
     network = network.to(device).eval()
 
     @torch.inference_mode()
@@ -150,12 +100,12 @@ def _import_works(module):
 
 def main(argv=None):
     """The command line. Raises: UserError."""
-    p = common.OneLine("python -m tools.paraphrase", __doc__.splitlines()[0])
+    p = OneLine("python -m tools.paraphrase", __doc__.splitlines()[0])
     p.add_argument("--dataset", required=True, help="name, folder, file or hub id, as for temo.py")
     p.add_argument("--out", required=True, metavar="FILE", help="JSON lines to write, or to go on with")
     p.add_argument("--model", default=MODEL, help="seq2seq model on the hub or in a folder")
-    p.add_argument("--per-caption", type=common.count, default=5, help="paraphrases of each caption")
-    p.add_argument("--batch", type=common.count, default=16, help="captions at a time")
+    p.add_argument("--per-caption", type=count, default=5, help="paraphrases of each caption")
+    p.add_argument("--batch", type=count, default=16, help="captions at a time")
     p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
     p.add_argument("--data-dir", help="where annotations lie and relative paths start")
     p.add_argument("--image-column", help="column of the images; else found by its name")
@@ -170,5 +120,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main()

@@ -9,9 +9,12 @@ The runs are finished ones of temperature_schedules.py with --eval-every > 0; th
 import json
 from pathlib import Path
 
-import common
+from engine.base import UserError, clean_exit, read_json, say, writing
+from engine.flags import OneLine
 
 import numpy as np
+
+from figures.base import figure, save_figure
 
 GRID = np.linspace(0, 1, 41)  # phases
 
@@ -22,9 +25,9 @@ def last_period(folder, measure="few-shot/top1"):
     Raises: UserError where the run is not finished, has no full period, or fewer than two evaluations in it.
     """
     folder = Path(folder)
-    args, summary = (common.read_json(folder / name) for name in ("args.json", "summary.json"))
+    args, summary = (read_json(folder / name) for name in ("args.json", "summary.json"))
     if not (args and summary and "period" in args and (folder / "metrics.jsonl").is_file()):
-        raise common.UserError(f"{folder}: not a finished run of temperature_schedules.py")
+        raise UserError(f"{folder}: not a finished run of temperature_schedules.py")
     period, per_epoch = args["period"], summary["steps"] / summary["epochs"]
     end = int(summary["epochs"] / period + 1e-6) * period
     task, name = measure.split("/", 1)
@@ -36,8 +39,8 @@ def last_period(folder, measure="few-shot/top1"):
         if value is not None and row["step"] and -1e-6 <= phase <= 1 + 1e-6:
             found[min(max(phase, 0.0), 1.0)] = value
     if not end or len(found) < 2:
-        raise common.UserError(f"{folder}: {len(found)} evaluations on val of {measure} in its last full period of "
-                               f"{period:g} epochs; it takes two (--eval-every)")
+        raise UserError(f"{folder}: {len(found)} evaluations on val of {measure} in its last full period of "
+                        f"{period:g} epochs; it takes two (--eval-every)")
     return np.array(sorted(found)), np.array([found[p] for p in sorted(found)])
 
 
@@ -48,7 +51,7 @@ def over_phases(folders, measure="few-shot/top1"):
 
 def main(argv=None):
     """The command line. Raises: UserError."""
-    p = common.OneLine("python -m tools.phase", __doc__.splitlines()[0])
+    p = OneLine("python -m tools.phase", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs")
     p.add_argument("--measure", default="few-shot/top1", metavar="TASK/NAME",
                    help="what of the val evaluations: few-shot, all, knn@1 or knn@10; top1, mean_per_class, head, mid "
@@ -59,8 +62,7 @@ def main(argv=None):
     values = over_phases(args.runs, args.measure)                          # (runs, phases)
     seen = ~np.isnan(values).all(0)
     grid, mean, std = GRID[seen], np.nanmean(values[:, seen], 0), np.nanstd(values[:, seen], 0)
-    figures = common.figures()
-    fig, (ax,) = figures.figure(1)
+    fig, (ax,) = figure(1)
     ax.fill_between(grid, mean - std, mean + std, color="tab:blue", alpha=0.25)
     ax.plot(grid, mean, color="tab:blue")
     ax.set(title=f"last period of {len(values)} runs (Fig. 4)", xlabel="phase of the period",
@@ -68,12 +70,12 @@ def main(argv=None):
     beside = ax.twinx()
     beside.plot(GRID, (1 + np.cos(2 * np.pi * GRID)) / 2, color="tab:orange")
     beside.set_ylabel("tau of the cosine, relative", color="tab:orange")
-    with common.writing(args.out):
-        figures.save_figure(fig, args.out)
+    with writing(args.out):
+        save_figure(fig, args.out)
     lines = [f"{g:6.3f} {m:8.2f} {s:8.2f}" for g, m, s in zip(grid, mean, std)]
-    common.say("\n".join([" phase     mean      std", *lines, f"best at phase {grid[mean.argmax()]:.3f}: {args.out}"]))
+    say("\n".join([" phase     mean      std", *lines, f"best at phase {grid[mean.argmax()]:.3f}: {args.out}"]))
 
 
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main()

@@ -15,9 +15,20 @@ import csv
 from pathlib import Path
 
 import common
+from engine.base import UserError, clean_exit, read_json, say, writing
+from engine.data import data_options
+from engine.flags import OneLine
+from engine.processes import set_threads
+from engine.ranges import count, whole
 
 import numpy as np
 import torch
+
+from evaluation.embed import encode_images, encode_texts, say_unreadable
+from evaluation.metrics import normalize
+from figures.base import draw_picture
+from figures.mama import draw_scores
+from sets.own import add_captions
 
 
 def short_captions(data, wanted):
@@ -33,18 +44,18 @@ def short_captions(data, wanted):
         classes = [names[c] if c >= 0 else "" for c in data.column(wanted)]  # -1: without a class
         return [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" if name else "" for name in classes]
     if not Path(wanted).is_file():
-        raise common.UserError(f"--short {wanted}: neither a file nor a column of {data.name} with class names")
+        raise UserError(f"--short {wanted}: neither a file nor a column of {data.name} with class names")
     if data.sources is not None:
         try:
-            with_them = common.add_captions(data, Path(wanted))
-        except common.UserError as error:
+            with_them = add_captions(data, Path(wanted))
+        except UserError as error:
             message = str(error).replace("--extra-captions", "--short").replace("(train)", f"({data.split})")
-            raise common.UserError(message) from error
+            raise UserError(message) from error
         return [next(iter(with_them.captions(i)[len(texts):]), "") for i, texts in enumerate(own)]
     with open(wanted, newline="", encoding="utf8") as f:
         rows = csv.DictReader(f)
         if not {"video", "caption"} <= set(rows.fieldnames or ()):
-            raise common.UserError(f"--short {wanted}: no columns video and caption, but {rows.fieldnames}")
+            raise UserError(f"--short {wanted}: no columns video and caption, but {rows.fieldnames}")
         of = {row["video"]: row["caption"] or "" for row in rows}
     return [of.get(key, "") for key in data.keys()]
 
@@ -60,23 +71,23 @@ def caption_pairs(data, wanted):
     short = short_captions(data, wanted)
     detailed = [max(data.captions(i), key=words, default="") for i in range(len(data))]
     pairs = {i: [a, b] for i, (a, b) in enumerate(zip(short, detailed)) if 0 < words(a) < words(b)}
-    common.say(f"{data.name} ({data.split}): {len(pairs):,} of {len(data):,} videos have a short and a longer caption")
+    say(f"{data.name} ({data.split}): {len(pairs):,} of {len(data):,} videos have a short and a longer caption")
     if not pairs:
-        raise common.UserError(f"{data.name} ({data.split}): no video has captions of different lengths; --short names "
-                               "a file of short ones")
+        raise UserError(f"{data.name} ({data.split}): no video has captions of different lengths; --short names "
+                        "a file of short ones")
     return pairs
 
 
 def data_of(folder, split):
     """The split as a run reads it, each clip once and with its own captions.   Raises: UserError."""
-    flags = common.read_json(Path(folder) / "args.json", {})
+    flags = read_json(Path(folder) / "args.json", {})
     if "dataset" not in flags:
-        raise common.UserError(f"{folder}: no args.json of a run there")
+        raise UserError(f"{folder}: no args.json of a run there")
     args = argparse.Namespace(**flags)
-    own = common.data_options(args, caption_noise=0.0, unfold_captions=False)
+    own = data_options(args, caption_noise=0.0, unfold_captions=False)
     data = common.load_data(args.dataset, split, **own)
     if data.streamed:
-        raise common.UserError(f"--split {split}: {args.dataset} is a stream there; use val or test")
+        raise UserError(f"--split {split}: {args.dataset} is a stream there; use val or test")
     return data
 
 
@@ -86,13 +97,13 @@ def scores_of(folder, data, pairs, device, batch, workers):
     Raises: UserError where the run has no trained embeddings."""
     model, tokenizer, transform = common.load_model(folder)
     if tokenizer is None or getattr(model, "similarity", "") == "fused":
-        raise common.UserError(f"{folder}: its model has no trained embeddings of videos and texts")
+        raise UserError(f"{folder}: its model has no trained embeddings of videos and texts")
     how = device, batch, workers, list(pairs)
-    index, video, _, bad = common.encode_images(model.to(device), data, transform, *how)              # (M, D)
-    common.say_unreadable(data, bad)
-    texts = common.encode_texts(model, tokenizer, [text for i in index for text in pairs[i]], device)
+    index, video, _, bad = encode_images(model.to(device), data, transform, *how)                     # (M, D)
+    say_unreadable(data, bad)
+    texts = encode_texts(model, tokenizer, [text for i in index for text in pairs[i]], device)
     texts = texts.unflatten(0, (-1, 2))                                                                # (M, 2, D)
-    cosine = (common.normalize(video)[:, None] * common.normalize(texts)).sum(2)                       # (M, 2)
+    cosine = (normalize(video)[:, None] * normalize(texts)).sum(2)                                     # (M, 2)
     return dict(zip(index.tolist(), cosine.tolist(), strict=True))
 
 
@@ -107,16 +118,16 @@ def table(runs, found):
 
 def parse_args(argv=None):
     """The flags."""
-    p = common.OneLine("python -m tools.score", __doc__.splitlines()[0])
+    p = OneLine("python -m tools.score", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN_DIR", help="finished runs on one data set, the baseline first")
     p.add_argument("--split", choices=["train", "val", "test"], default="test", help="whose videos")
     p.add_argument("--short", default="", metavar="FILE|COLUMN",
                    help="csv of video and caption (tools/caption.py writes one), or a column whose class names are the "
                         "short captions (noun); none = the own caption of the fewest words")
-    p.add_argument("--show", type=common.count, default=4, help="videos in the picture, drawn with a fixed seed")
+    p.add_argument("--show", type=count, default=4, help="videos in the picture, drawn with a fixed seed")
     p.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
-    p.add_argument("--eval-batch", type=common.count, default=256, help="images or frames encoded at a time")
-    p.add_argument("--workers", type=common.whole, default=2, help="processes that read videos")
+    p.add_argument("--eval-batch", type=count, default=256, help="images or frames encoded at a time")
+    p.add_argument("--workers", type=whole, default=2, help="processes that read videos")
     p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
     return p.parse_args(argv)
 
@@ -126,31 +137,31 @@ def main(argv=None):
     args = parse_args(argv)
     out = Path(args.out)
     if not out.parent.is_dir():
-        raise common.UserError(f"--out {out}: cannot be written (there is no folder {out.parent})")
+        raise UserError(f"--out {out}: cannot be written (there is no folder {out.parent})")
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
-    common.set_threads(argparse.Namespace(threads=0))
+    set_threads(argparse.Namespace(threads=0))
     data = data_of(args.runs[0], args.split)
     pairs, found = caption_pairs(data, args.short), []
     for folder in args.runs:
         own = data_of(folder, args.split)
         if (own.name, list(own.keys())) != (data.name, list(data.keys())):
-            raise common.UserError(f"{folder}: a run on other videos than {args.runs[0]} ({own.name}, {data.name})")
+            raise UserError(f"{folder}: a run on other videos than {args.runs[0]} ({own.name}, {data.name})")
         found.append(scores_of(folder, own, pairs, device, args.eval_batch, args.workers))
     rows = [i for i in pairs if all(i in scores for scores in found)]
     names = [Path(folder).resolve().name for folder in args.runs]
     scores = np.array([[of[i] for i in rows] for of in found])                                        # (R, M, 2)
-    with common.writing(out), open(f"{out}.csv", "w", newline="", encoding="utf8") as f:
+    with writing(out), open(f"{out}.csv", "w", newline="", encoding="utf8") as f:
         csv.writer(f).writerows([("video", "detail", "caption", *names), *(
             (data.key(i), kind, pairs[i][k], *(f"{x:.4f}" for x in scores[:, at, k]))
             for at, i in enumerate(rows) for k, kind in enumerate(("short", "detailed")))])
-    common.say(table(names, scores))
+    say(table(names, scores))
     some = np.sort(np.random.default_rng(0).permutation(len(rows))[:args.show])
     shown = [(rows[at], pairs[rows[at]], scores[:, at].T.tolist()) for at in some]
     title = f"{data.name} ({data.split}): cosine with a short and a detailed caption (Tables 9, 10)"
-    common.picture(Path(f"{out}.png"), common.figures("mama").draw_scores, data, shown, names, title=title)
+    draw_picture(Path(f"{out}.png"), draw_scores, data, shown, names, title=title)
     return scores
 
 
 if __name__ == "__main__":
-    with common.clean_exit():
+    with clean_exit():
         main()

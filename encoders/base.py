@@ -1,0 +1,106 @@
+"""What encoders are built from: pixel statistics, the small towers, and what is known of a tower."""
+
+import typing
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+STATS = {  # mean and standard deviation of the pixels, by the weights or the code that they come from
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "half": ((0.5,) * 3, (0.5,) * 3),
+    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
+VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
+VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
+CLIP_VIP = "clip_vip:"  # before a transformers id or folder of a CLIP: the same with proxy tokens, encoders/clip_vip.py
+
+
+def has_batchnorm(model):
+    """Does any layer keep batch statistics?"""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+class _Block(nn.Module):
+    """Two 3x3 convolutions with a skip; starts as the identity."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)
+        nn.init.zeros_(self.norm2.weight)
+
+    def forward(self, x):
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+def small_cnn(width=32):
+    """A four-stage residual network of about a million weights, GroupNorm only: (B, 3, S, S) -> (B, 4 * width)."""
+    layers, channels = [], 3
+    for stage in range(4):
+        out = width // 2 if stage == 0 else width * 2 ** (stage - 1)
+        layers += [nn.Conv2d(channels, out, 3, 2, 1, bias=False), nn.GroupNorm(8, out), nn.ReLU()]
+        layers += [_Block(out)] if stage else []
+        channels = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+class Transformer(nn.ModuleList):
+    """Pre-norm layers, dropout 0 unless set: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width).
+
+    first: only so many of the first tokens are wanted of the last layer, (B, first, width); 0 = all."""
+
+    def __init__(self, width, layers, heads):
+        super().__init__([nn.ModuleDict({
+            "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
+            "norm2": nn.LayerNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)})
+            for _ in range(layers)])
+        self.heads, self.dropout = heads, 0.0
+
+    def drop(self, x):
+        return F.dropout(x, self.dropout, self.training)
+
+    def forward(self, x, keep, first=0):
+        B, L = keep.shape
+        for b in self:
+            qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
+            if first and b is self[-1]:
+                q, x = q[:, :, :first], x[:, :first]
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
+            x = x + self.drop(b["out"](y.transpose(1, 2).flatten(2)))
+            x = x + self.drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
+        return x
+
+
+class SmallText(nn.Module):
+    """A transformer over WordPiece ids; mean over the tokens: (B, L) -> (B, width). dropout: see set_dropout."""
+
+    def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
+        super().__init__()
+        self.width = width
+        self.token = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
+        nn.init.normal_(self.token.weight, std=0.02)
+        self.blocks = Transformer(width, layers, heads)
+        self.norm = nn.LayerNorm(width)
+
+    def words(self, input_ids, attention_mask):
+        """Hidden states of the tokens, (B, L, width), and their mean, (B, width)."""
+        keep = attention_mask.bool()  # (B, L)
+        x = self.blocks.drop(self.token(input_ids) + self.position[:keep.shape[1]])  # (B, L, width)
+        x = self.norm(self.blocks(x, keep))
+        return x, (x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
+
+    def forward(self, input_ids, attention_mask):
+        return self.words(input_ids, attention_mask)[1]
+
+
+class Tower(typing.NamedTuple):
+    """A network that makes features (., width) of images or clips, and what is known of it."""
+    body: nn.Module
+    width: int
+    projection: nn.Module = None      # a CLIP's own
+    config: dict = None               # of transformers
+    stats: tuple = STATS["half"]      # of its pixels
+    whole_clips: bool = False         # else a clip is the mean of its frames
+    read: object = None               # function (encoder, pixels) -> features, where body(frames) does not give them

@@ -1,0 +1,102 @@
+"""Models that describe videos for tools/caption.py: features of frames, a vision-language model, a summary in words."""
+
+import contextlib
+
+import common
+from engine.base import UserError, hub_reason
+
+import torch
+import torch.nn.functional as F
+
+from evaluation.metrics import normalize
+
+TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}  # without a chat template
+
+
+def frame_features(name, device):
+    """frames (T, 3, H, W) uint8 -> (T, D) features. 'colour': mean colours on a 4 x 4 grid, which need no model; else a
+    timm or transformers model, of unit length. Raises: UserError."""
+    if name == "colour":
+        return lambda frames: F.adaptive_avg_pool2d(frames.float() / 255, 4).flatten(1) / 48**0.5  # (T, 48)
+    if name in ("small", "features", "resnet18-cifar"):
+        raise UserError(f"--frame-encoder {name} has no learned weights; timm and transformers models have, or "
+                        "take colour")
+    try:
+        encoder = common.VisionEncoder(name, 0).to(device).eval()
+    except UserError as error:
+        raise UserError(str(error).replace("--image-encoder", "--frame-encoder")) from error
+    side = (encoder.config or {}).get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other
+    view = common.EvalTransform(side, *encoder.stats, resize="squash")
+
+    @torch.inference_mode()
+    def features(frames):
+        pixels = view.normalise(view.raw(frames).to(device).float() / 255)  # (T, 3, side, side)
+        return normalize(encoder(pixels)[0])  # (T, D)
+    return features
+
+
+def vision_language_model(args, device):
+    """(pictures, prompt) -> one text each, for any image-text-to-text model of transformers. Raises: UserError."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    load = {"trust_remote_code": False}
+    with _loading("--model", args.model):
+        processor = AutoProcessor.from_pretrained(args.model, **load)
+        processor.tokenizer.padding_side = "left"
+        model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype, **load)
+    model = model.to(device).eval()
+    template = args.template or TEMPLATES.get(model.config.model_type, "{}")
+
+    def asked(prompt):
+        if args.template or not getattr(processor, "chat_template", None):
+            return template.replace("{}", prompt)
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
+        return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+
+    def answers(pictures, prompt):
+        texts = [asked(prompt)] * len(pictures)
+        inputs = processor(images=[[p] for p in pictures], text=texts, padding=True, return_tensors="pt")
+        return _generate(model, inputs.to(device, model.dtype), processor.tokenizer, args)
+    return answers
+
+
+def summary_model(args, device):
+    """texts -> one text each, by a language model of either kind. Raises: UserError."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    load = {"trust_remote_code": False}
+    with _loading("--summary-model", args.summary_model):
+        config = AutoConfig.from_pretrained(args.summary_model, **load)
+        tokenizer = AutoTokenizer.from_pretrained(args.summary_model, padding_side="left", **load)
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = auto.from_pretrained(args.summary_model, dtype=args.dtype, **load).to(device).eval()
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+    def answers(texts):
+        if tokenizer.chat_template:
+            texts = [tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True,
+                                                   tokenize=False) for t in texts]
+        inputs = tokenizer(texts, padding=True, return_tensors="pt").to(device)
+        inputs.pop("token_type_ids", None)
+        return _generate(model, inputs, tokenizer, args)
+    return answers
+
+
+@contextlib.contextmanager
+def _loading(flag, name):
+    """Around the loading of a model: its dozen kinds of errors as one line with the flag."""
+    try:
+        yield
+    except (ImportError, ValueError, OSError, AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{flag} {name}: {hub_reason(error)}") from error
+
+
+@torch.inference_mode()
+def _generate(model, inputs, tokenizer, args):
+    """What the model says after its prompt: one line each."""
+    how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {
+        "do_sample": False, "num_beams": 1}
+    out = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **how)  # (B, length)
+    prompt = inputs["input_ids"]  # (B, L); a decoder gives it back, an encoder-decoder does not
+    if out.shape[1] >= prompt.shape[1] and torch.equal(out[:, :prompt.shape[1]], prompt):
+        out = out[:, prompt.shape[1]:]
+    return [" ".join(text.split()) for text in tokenizer.batch_decode(out, skip_special_tokens=True)]

@@ -1,0 +1,101 @@
+"""Encoders by name: timm's, transformers' and the towers over whole clips."""
+
+import re
+from pathlib import Path
+
+from engine.base import UserError, first_line, hub_reason
+
+import torch
+import torch.nn as nn
+
+from encoders.base import CLIP_VIP, STATS, VIDEO, VIDEO_SWIN, Tower
+from encoders.clip_vip import tower
+from encoders.hub import hub_encoder, read_hub
+from encoders.video import FeatureEncoder, video_swin, video_vit
+
+
+def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
+    """The Tower of a name.
+
+    'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_' and a timm ViT (a
+    VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision, Kinetics-400; also _t, _s);
+    a transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own projection where D agrees;
+    others give the class token); 'clip_vip:' and a CLIP (CLIP-ViP's tower, no mean over frames).
+
+    Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (F, T) of
+        'features'.   frames: T, for a tower over whole clips."""
+    if name == "features":
+        body = FeatureEncoder(features[1], features[0])
+        return Tower(body, body.width)
+    if name in VIDEO_SWIN:
+        body, width, stats = video_swin(name, pretrained)
+        return Tower(body, width, stats=stats, read=read_swin)
+    if name.startswith(CLIP_VIP):
+        body, width, projection, config = tower(name, pretrained, config)
+        return Tower(body, width, projection, config, STATS["clip"], whole_clips=True)
+    if config or "/" in name or Path(name).is_dir():  # a hub id may begin like VIDEO, too
+        body, width, projection, config = hub_encoder(name, "vision", pretrained, config)
+        stats = STATS["clip"] if config["model_type"].startswith("clip") else STATS["imagenet"]
+        return Tower(body, width, projection, config, stats, read=read_hub)
+    body, width, stats = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
+    if not name.startswith(VIDEO):
+        return Tower(body, width, stats=stats)
+    return Tower(video_vit(name, body, frames), width, stats=stats, whole_clips=True)
+
+
+def timm_encoder(name, pretrained, image_size):
+    """A timm model without its classifier, its width, and its pixel statistics."""
+    import timm
+    cifar = name == "resnet18-cifar"
+    arch = "resnet18" if cifar else name
+    if not timm.is_model(arch):
+        near = timm.list_models(f"*{arch.split('.')[0].split('_')[0]}*")[:5]
+        raise UserError(f"--image-encoder {name}: not small, features, resnet18-cifar, a timm model"
+                        + (f" (near: {near})" if near else "") + " or a transformers id")
+    size = {"img_size": image_size} if re.match("(vit|deit|eva|beit)", arch) else {}
+    try:
+        body = timm.create_model(arch, pretrained=pretrained and not cifar, num_classes=0, **size)
+    except Exception as error:
+        raise UserError(f"--image-encoder {name}: {hub_reason(error)}") from error
+    if cifar:
+        body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
+    stats = STATS["imagenet"] if cifar else (body.pretrained_cfg["mean"], body.pretrained_cfg["std"])
+    return body, body.num_features, stats
+
+
+def read_swin(encoder, pixels):
+    """Video Swin sees the whole clip, and halves the time: features (B * T / 2, width)."""
+    clips = pixels if pixels.ndim == 5 else pixels[:, None]                # (B, T, 3, S, S)
+    features = encoder.body(clips.transpose(1, 2)).unflatten(1, (encoder.width, -1))  # (B, width, T / 2)
+    return features.transpose(1, 2).flatten(0, 1)
+
+
+def freeze_unused(model, tokenizer, spec):
+    """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
+    model.eval()
+    shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
+    whole = model.vision.whole_clips and spec["image_encoder"].startswith(VIDEO)
+    shape = (spec["frames"], *shape) if whole else shape
+    try:
+        with torch.enable_grad():
+            tokens = tokenizer(["a"]) if tokenizer else None
+            out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
+            sum(x.sum() for x in out if x is not None).backward()
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and "
+                        f"--text-encoder {spec['text_encoder']}: {first_line(error)}") from error
+    for p in model.parameters():
+        p.requires_grad_(p.requires_grad and p.grad is not None)
+    model.zero_grad(set_to_none=True)
+    model.train()
+
+
+def set_dropout(model, features, text=True):
+    """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features, after its projection
+    and after attention and MLP; text False: none in a transformers text encoder, which else keeps its own."""
+    if model.vision.name == "features":
+        model.vision.body.blocks.dropout = features
+    for module in model.text.modules() if not text else ():
+        for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
+            if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
+                setattr(module, name, 0.0)

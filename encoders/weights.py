@@ -1,0 +1,122 @@
+"""Weights of elsewhere: the model of a run folder, one by name, and files of tensors that others wrote.
+
+Nothing that such a file says is run (pickles are read with weights_only) or leads to another place.
+"""
+
+import math
+import re
+import warnings
+from pathlib import Path
+
+from engine.base import UserError, first_line, say
+
+import torch
+
+from encoders.avion import avion_weights
+from encoders.base import VIDEO, VIDEO_SWIN
+from encoders.clip_vip import load
+
+
+def check_spec(spec):
+    """Raises: KeyError, TypeError or ValueError where model.json says what no run writes, or leads out of its folder:
+    an encoder that would be downloaded or opened elsewhere."""
+    import timm
+    whole = (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6), ("frames", 1, 10**4))
+    for name, low, high in whole:
+        if not isinstance(spec.get(name, low), int) or not low <= spec.get(name, low) <= high:
+            raise ValueError(f"{name} {spec[name]}")
+    if spec["eval_resize"] not in ("crop", "squash"):
+        raise ValueError(f"eval_resize {spec['eval_resize']}")
+    mean, std = spec["stats"]
+    if not (len(mean) == len(std) == 3 and all(math.isfinite(x) for x in mean) and all(0 < x < 1e9 for x in std)):
+        raise ValueError(f"stats {spec['stats']}")
+    asked = spec.get("questions") or {"answers": [], "model": "dual", "layers": 1, "frames": 1}
+    small = all(isinstance(asked[k], int) and 1 <= asked[k] <= high for k, high in (("layers", 64), ("frames", 10**4)))
+    small &= asked["model"] in ("fusion", "dual") and asked.get("similarity", "pooled") in ("pooled", "fused")
+    if not small or not all(isinstance(a, str) for a in asked["answers"]):
+        raise ValueError("questions that no run asks")
+    ours = {"image_encoder": ("small", "features", "resnet18-cifar", *VIDEO_SWIN), "text_encoder": ("small", "")}
+    for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
+        name = spec[kind]
+        by_timm = kind == "image_encoder" and timm.is_model(name.removeprefix(VIDEO))
+        by_timm = by_timm and not re.search(r"[:/\\]", name)
+        forks = kind == "image_encoder" and re.fullmatch(r"\w+", name) and not Path(name).exists()  # in towers.py
+        if name not in ours[kind] and not by_timm and not forks and not spec.get(config):
+            raise ValueError(f"{kind} {name}, of another place, without its config")
+        _refuse_places(spec.get(config) or {})
+
+
+def _refuse_places(config):
+    """Raises: ValueError where a transformers config names code, weights or files that would be fetched or opened."""
+    if not isinstance(config, dict):
+        raise ValueError(f"a config that is a {type(config).__name__}")
+    for key, value in config.items():
+        if key in ("_name_or_path", "id2label", "label2id") or value is None:  # names, never opened
+            continue
+        named = isinstance(value, str) and re.search(r"[:/\\]", value)
+        if named or (value and key in ("auto_map", "use_pretrained_backbone", "custom_pipelines")):
+            raise ValueError(f"its config leads elsewhere: {key} {value}")
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(inner, dict):
+                _refuse_places(inner)
+
+
+# ======================================================= a file of tensors ===========================================
+def init_from(model, path):
+    """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
+
+    Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
+    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out. AVION's files
+    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder, CLIP-ViP's into its tower.
+    """
+    path = Path(path)
+    path = path / "model.safetensors" if path.is_dir() else path
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+            weights = load_file(path)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a pickle's protocol; what matters is an error
+                weights = torch.load(path, map_location="cpu", weights_only=True)
+            weights = weights if isinstance(weights, dict) else {}
+            weights = weights.get("state_dict", weights.get("model", weights))
+    except Exception as error:
+        reason = "it holds more than tensors: save its state_dict as safetensors" if "eights" in str(error) else error
+        raise UserError(f"--init-from {path}: cannot be read ({first_line(reason)})") from error
+    own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
+    wrapped = r"^(module\.|_orig_mod\.|clipmodel\.)+"
+    weights = {re.sub(wrapped, "", k): v for k, v in weights.items() if torch.is_tensor(v)}
+    if any("timeattn" in k for k in weights):
+        raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
+                        f"time; --image-encoder {VIDEO}vit_base_patch16_clip_224 takes AVION's training of "
+                        "LaViLa")
+    if "vision_model.embeddings.added_cls" in weights:
+        return load(model, weights, path)
+    if "visual.temporal_embedding" in weights:
+        fit = avion_weights(model, weights, path)
+        model.load_state_dict(fit, strict=False)
+        say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by AVION's names")
+        return
+    fit, how = {}, "by name"
+    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
+        named = {prefix + k: v for k, v in weights.items()}
+        found = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
+        if len(found) > len(fit):
+            fit, how = found, f"as {prefix}* by name" if prefix else "by name"
+    if not fit:
+        body = [k for k in own if k.startswith("vision.body.") and not k.endswith("num_batches_tracked")]
+        theirs = [v for k, v in weights.items() if not k.endswith("num_batches_tracked")]
+        if len(theirs) >= len(body) > 0 and all(own[k].shape == v.shape for k, v in zip(body, theirs)):
+            fit, how = dict(zip(body, theirs)), "as the image encoder by order: no name fits, every shape does"
+    if not fit:
+        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts "
+                        f"{list(weights)[:3]}, the model {list(own)[:3]}")
+    model.load_state_dict(fit, strict=False)
+    left = [k for k in own if k not in fit]
+    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}"
+        + (f"; the others start as they would, first {left[0]} {tuple(own[left[0]].shape)}" if left else ""))
+    small = getattr(model.text, "name", "") == "small"
+    if small and any(k.startswith("text.") for k in fit) and not (path.parent / "tokenizer").is_dir():
+        say(f"WARNING: --init-from {path}: no tokenizer beside it; the small text encoder reads its words by another "
+            "vocabulary, unless both were learnt from the same captions")

@@ -1,0 +1,302 @@
+"""Errors that a user can mend, words that are printed once, and several processes: what all other files stand on."""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+# ====================================================== errors ======================================================
+class UserError(ValueError):
+    """Something the user can mend: one line that says what, where and what to do. Exit code 2 at the entry point."""
+
+
+class Stopped(Exception):
+    """A signal asks the run to end in the middle of an evaluation: raised by all processes together."""
+
+
+signals = []  # that asked this process's run to end, and that a step or an evaluation will heed
+
+
+def first_line(error):
+    """What an error says, on one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
+
+
+def printable(text):
+    """Text without what would move a terminal's cursor, change its colours or turn its letters round (a file's name may
+    hold it), and without what is no letter at all."""
+    return re.sub(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]", "?", str(text))
+
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Around whatever writes a file or folder: a disk that is full, gone or read-only is a UserError with its path."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the libraries in Rust raise kinds of their own, with the same words
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        reason = re.sub(r"^.*I/O error: | [(]os error [0-9]+[)]$", "", first_line(error))
+        reason = getattr(error, "strerror", None) or reason
+        refusal = UserError(f"{path} cannot be written: {reason}; what was saved before is whole")
+        refusal.reason = reason
+        raise refusal from error
+
+
+def plain_words(error):
+    """One line for what a user can mend; "" for a mistake of ours, which shows where it is."""
+    text = first_line(error)
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in DISK:
+        return f"{error.filename or 'a file'} cannot be written: {error.strerror}; what was saved before is whole"
+    if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE):
+        return f"{text}; raise `ulimit -n`, or try fewer --workers"
+    scarce = "out of memory|an't allocate memory|an't start new thread|could not create a primitive"
+    if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM or re.search(scarce, text):
+        return (f"not enough memory ({text[:200]}); try --chunk-size, a smaller --batch-size or --eval-batch, or fewer "
+                "--workers")
+    if isinstance(error, RuntimeError) and "DataLoader worker" in text:
+        return worker_died(error)
+    if isinstance(error, RuntimeError) and world() > 1 and re.search("gloo|NCCL", text):
+        reason = re.sub(r"^\[.*?\] ", "", text).split(". ")[0]  # without the place in its source
+        return (f"another of the {world()} processes ended or hangs ({reason}); its own words say why; --resume goes "
+                "on from the last checkpoint")
+    return ""
+
+
+def worker_died(error):
+    """What to do when a DataLoader says that one of its processes is gone; it may say so in the middle of any call."""
+    if re.search("(?i)bus error|shared memory|shm", f"{error} {error.__cause__}"):
+        return ("a loader worker died: shared memory (/dev/shm) is full; in Docker start the container with --shm-size "
+                "8g or --ipc=host, or try fewer --workers")
+    return (f"a loader worker died or hangs ({first_line(error)}); too little memory, perhaps: try fewer --workers, or "
+            "0 to see its own words")
+
+
+def end_with_parent(number):
+    """From here on this process gets the signal when the one that started it ends, however it ends (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
+
+
+def over_nccl():
+    """Is there a process group whose messages go over NCCL?"""
+    return dist.is_initialized() and "nccl" in dist.get_backend()
+
+
+def leave_processes(failed=0):
+    """Close the process group: left open, gloo's threads abort the interpreter now and then (exit code -6).
+
+    failed: the exit code of a process that ends, perhaps alone. NCCL closes when all that is in flight is done, and the
+    others wait for this process there, up to half an hour: it goes at once, so that the launcher ends them."""
+    if failed and over_nccl():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failed)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def clean_exit():
+    """Entry point: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
+    if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"}:
+        end_with_parent(signal.SIGTERM)  # `accelerate launch` of one process does not pass on what ends it
+    try:
+        yield
+    except Exception as error:
+        words = plain_words(error)
+        if not words:
+            if over_nccl():
+                sys.excepthook(*sys.exc_info())
+                leave_processes(1)
+            raise
+        error = printable(words)
+        if int(os.environ.get("RANK", 0)) == 0:
+            from tqdm import tqdm
+            for bar in list(getattr(tqdm, "_instances", ())):
+                bar.close()  # the error is the last line, and not at the end of a progress bar
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
+            # reached where this process failed alone
+            print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr, flush=True)
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's: workers that are ended now are no news
+        leave_processes(2)
+        sys.exit(2)
+    except SystemExit:  # a signal, after its checkpoint
+        leave_processes()
+        raise
+    except KeyboardInterrupt:  # before the loop, or a second one
+        print("stopped", file=sys.stderr, flush=True)
+        leave_processes(128 + signal.SIGINT)
+        sys.exit(128 + signal.SIGINT)
+    leave_processes()
+
+
+def hub_reason(error):
+    """What a failed download or load says, on one line, with what to do where there is no access to the hub."""
+    text = first_line(error)
+    offline = isinstance(error, OSError) or any(word in text for word in ("onnect", "offline", "resolve"))
+    hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a "
+            "timm model)")
+    return text[:300] + (hint if offline else "")
+
+
+def own_words(error):
+    """Kind and first line of an error; of one that a loader worker raised, its own, not the traceback around it."""
+    lines = str(error).strip().splitlines()
+    if len(lines) > 2 and "DataLoader worker" in lines[0]:
+        return re.sub(r"^[\w.]*UserError: ", "", lines[-1])
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + first_line(error)
+
+
+# ====================================================== words =======================================================
+def say(*words):
+    """print on the main process only, without tearing a progress bar."""
+    if rank() == 0 and int(os.environ.get("RANK", 0)) == 0:
+        from tqdm import tqdm
+        tqdm.write(printable(" ".join(str(w) for w in words)), file=sys.stdout)
+        sys.stdout.flush()
+
+
+say_once = functools.cache(say)  # of the same words
+
+
+def join_notes(*notes):
+    """Those that say something, in one line."""
+    return "; ".join(n for n in notes if n)
+
+
+def slug(name):
+    """A data set's name as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip("-")
+
+
+def flatten(d, prefix=""):
+    """{'a': {'b': 1}} -> {'a/b': 1}."""
+    out = {}
+    for k, v in d.items():
+        out.update(flatten(v, f"{prefix}{k}/") if isinstance(v, dict) else {f"{prefix}{k}": v})
+    return out
+
+
+# ====================================================== files =======================================================
+def read_json(path, default=None):
+    """Content of a JSON file, a dict; default where there is none. Raises: UserError where it is damaged."""
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf8")) if path.is_file() else default
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: damaged ({first_line(error)})") from error
+    if not isinstance(content, (dict, type(default))):
+        raise UserError(f"{path}: damaged (it holds no names and values)")
+    return content
+
+
+def write_json(path, value):
+    """Atomic: to a temporary name, then renamed."""
+    path = Path(path)
+    temporary = path.with_suffix(".tmp")
+    with writing(path):
+        temporary.write_text(json.dumps(value, indent=1, default=str), encoding="utf8")
+        os.replace(temporary, path)
+
+
+def write_tensors(path, tensors):
+    """A safetensors file of {name: tensor}, with the user's usual permissions."""
+    from safetensors.torch import save_file
+    with writing(path):
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path)
+        usual = os.umask(0)
+        os.umask(usual)
+        os.chmod(path, 0o666 & ~usual)  # the library writes 0600, which colleagues cannot read
+
+
+def checksum(path):
+    """SHA-256 of a file's content, as text."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ==================================================== processes =====================================================
+def world():
+    """Number of processes W (1 when not distributed)."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank():
+    """Index of this process, 0..W-1."""
+    return dist.get_rank() if world() > 1 else 0
+
+
+def barrier():
+    """Wait for all processes."""
+    if world() > 1:
+        dist.barrier()
+
+
+def all_sum(*values, device="cpu", op=dist.ReduceOp.SUM):
+    """Sum (or with op their largest) of plain numbers over processes; returns a list of floats."""
+    exact = torch.float32 if torch.device(device).type == "mps" else torch.float64  # Apple's GPUs have no float64
+    total = torch.tensor(values, dtype=exact, device=device)
+    if world() > 1:
+        dist.all_reduce(total, op=op)
+    return total.tolist()
+
+
+def gather_objects(value):
+    """List of every process's picklable value, by rank (small things: keys, messages, evaluation features)."""
+    if world() == 1:
+        return [value]
+    values = [None] * world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(work, *args):
+    """What work(*args) of the main process returns, on all processes. Collective.   Raises: its UserError, on all."""
+    answer = None
+    if rank() == 0:
+        try:
+            answer = work(*args)
+        except UserError as error:
+            answer = error
+    answer = gather_objects(answer)[0]
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def together(work, what):
+    """Do this process's part of writing `what`; all processes raise together when it fails on any of them."""
+    error = None
+    try:
+        if work:
+            with writing(what):
+                work()
+    except UserError as failure:
+        error = f"{what} cannot be written: {getattr(failure, 'reason', failure)}; what was saved before is whole"
+    errors = [e for e in gather_objects(error) if e]
+    if errors:
+        raise UserError(errors[0])

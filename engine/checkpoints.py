@@ -1,0 +1,316 @@
+"""Checkpoints of a run, and going on from one as if it had never stopped.
+
+Nothing is pickled: safetensors for tensors, JSON for the rest, two files. A checkpoint is written beside its place,
+synced to the disk and renamed, so that what has its name is whole, and a checksum of each file tells later damage.
+"""
+
+import collections
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import common
+from engine.base import (
+    UserError,
+    barrier,
+    checksum,
+    gather_objects,
+    on_main,
+    rank,
+    read_json,
+    say,
+    signals,
+    together,
+    world,
+    write_json,
+    write_tensors,
+    writing,
+)
+
+import numpy as np
+import torch
+
+TENSORS, STATE = "state.safetensors", "state.json"  # the files of a checkpoint
+
+
+def checkpoints_of(folder):
+    """Complete checkpoint folders of a run, newest first: renaming made them complete; a crash leaves .tmp."""
+    steps = [p for p in (Path(folder) / "checkpoints").glob("step_*") if p.name[5:].isdigit()]
+    return sorted((p for p in steps if (p / STATE).exists()), key=lambda p: -int(p.name[5:]))
+
+
+def latest_checkpoint(folder):
+    """The newest complete checkpoint folder of a run, or None."""
+    return next(iter(checkpoints_of(folder)), None)
+
+
+def save(run, keep=2):
+    """Write checkpoints/step_N of a Run: one file of tensors, one of numbers with the checksum of both. Collective:
+    every process gives its random state and where its readers are in a stream. keep: how many checkpoints stay.
+
+    Raises: UserError on all processes when it cannot be written; the checkpoints before it stay as they are."""
+    random_state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_state["cuda"] = torch.cuda.get_rng_state()
+    of_processes = gather_objects((random_state, run.data.positions))
+    final = Path(run.folder) / "checkpoints" / f"step_{run.step}"
+    temporary = final.with_name(final.name + ".tmp")
+
+    def write():
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        optimizer, plain = _pack_optimizer(run.optimizer.optimizer)
+        groups = {"model": run.trained.state_dict(), "own": run.own.state_dict(), "optimizer": optimizer,
+                  "second": _pack_optimizer(run.second)[0] if run.second else {}, "tensors": run.tensors}
+        groups |= {f"random_{place}": found for place, (found, _) in enumerate(of_processes)}
+        write_tensors(temporary / TENSORS, {f"{group}/{k}": v for group, of in groups.items() for k, v in of.items()})
+        python, numpy_state, scaler = random.getstate(), np.random.get_state(), run.accelerator.scaler
+        state = {"step": run.step, "tracker_id": run.log.tracker_id, "wall_s": run.wall(), "processes": world(),
+                 "unevaluated": run.unevaluated, "positions": [positions for _, positions in of_processes],
+                 "optimizer": plain, "scaler": scaler.state_dict() if scaler else None,
+                 "python": [python[0], list(python[1]), python[2]],
+                 "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
+                 "sha256": checksum(temporary / TENSORS)}
+        write_json(temporary / STATE, state | {"own_sha256": _digest(state)})
+        for path in [*temporary.iterdir(), temporary]:
+            sync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        sync(final.parent)
+        for old in checkpoints_of(run.folder)[keep:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    try:
+        together(write if rank() == 0 else None, f"the checkpoint {final}")
+    except UserError:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # half a checkpoint on a full disk is in the way
+        raise
+
+
+def _digest(state):
+    """SHA-256 of the content of a JSON file, but for the one that stands in it."""
+    content = json.loads(json.dumps({k: v for k, v in state.items() if k != "own_sha256"}, default=str))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _pack_optimizer(optimizer):
+    """Optimizer state -> ({'index.name': tensor}, JSON-able rest)."""
+    state = optimizer.state_dict()
+    tensors = {f"{i}.{k}": v for i, s in state["state"].items() for k, v in s.items() if torch.is_tensor(v)}
+    plain = {str(i): {k: v for k, v in s.items() if not torch.is_tensor(v)} for i, s in state["state"].items()}
+    return tensors, {"state": plain, "param_groups": state["param_groups"]}
+
+
+def sync(path):
+    """Ask the disk to hold a file, or the names in a folder, before going on."""
+    if os.name == "nt" and Path(path).is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ======================================================= going on ====================================================
+def whole_checkpoint(folder):
+    """The newest checkpoint whose files are as they were written, or None where there is none at all.
+
+    A damaged one is named and the one before it taken.   Raises: UserError when all are damaged."""
+    damaged = []
+    for path in checkpoints_of(folder):
+        damaged = damaged_files(path)
+        if not damaged:
+            return path
+        say(f"--resume: {path}: damaged: {', '.join(damaged)}; the checkpoint before it is taken")
+    if damaged:
+        raise UserError(f"--resume {folder}: no checkpoint is whole; damaged: {path.name}: {', '.join(damaged)}")
+    return None
+
+
+def damaged_files(folder):
+    """Names of the files of a checkpoint that are missing or not as they were written.
+
+    Raises: UserError for one of an earlier version, which had more files."""
+    try:
+        state = json.loads((Path(folder) / STATE).read_text(encoding="utf8"))
+        if "own_sha256" not in state and (Path(folder) / "checksums.json").exists():
+            raise UserError(f"--resume: {folder} is of an earlier version of this project; start a new run, "
+                            "--init-from takes the weights of an ended one")
+        if state.get("own_sha256") != _digest(state):
+            return [STATE]
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        return [STATE]
+    tensors = Path(folder) / TENSORS
+    return [] if tensors.is_file() and checksum(tensors) == state["sha256"] else [TENSORS]
+
+
+def resume(run):
+    """Put back into a Run what its last whole checkpoint holds; its counters, {} where there is none.
+    Collective.   Raises: UserError where it is beyond the last step that is asked for."""
+    path, state = on_main(whole_checkpoint, run.folder), {}
+    if path:
+        state = _put_back(run, path)
+    if state.get("step", 0) > run.last:
+        raise UserError(f"--resume {run.args.resume}: its checkpoint is at step {state['step']}, beyond the {run.last} "
+                        "steps that --max-steps or --epochs ask for")
+    on_main(_keep_flags, run.folder / "args.json", run.args)  # now that nothing refuses them
+    return state
+
+
+def _keep_flags(path, args):
+    """Say which flags are no more what they were, and save them as they are."""
+    saved = read_json(path, {})
+    flags = {k: v for k, v in vars(args).items() if k not in ("resume", "run_name")}
+    for k, v in flags.items():
+        if saved.get(k, v) != v:
+            say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
+    write_json(path, saved | flags)
+
+
+def _put_back(run, path):
+    """Weights, optimisers, counters and random states of a checkpoint; what it says in numbers.
+
+    Raises: UserError on another architecture."""
+    from safetensors.torch import load_file
+    state, groups = json.loads((path / STATE).read_text(encoding="utf8")), collections.defaultdict(dict)
+    for name, tensor in load_file(path / TENSORS).items():
+        group, _, key = name.partition("/")
+        groups[group][key] = tensor
+    for saved, module in ((groups["model"], run.trained), (groups["own"], run.own)):
+        own = module.state_dict()
+        same = {k for k in saved.keys() & own.keys() if saved[k].shape == own[k].shape}
+        wrong = sorted((saved.keys() | own.keys()) - same)
+        if wrong:
+            raise UserError(f"--resume {path}: the checkpoint has another architecture than these flags ({len(wrong)} "
+                            f"tensors differ, first {wrong[0]})")
+        module.load_state_dict(saved)
+    _unpack_optimizer(run.optimizer.optimizer, groups["optimizer"], state["optimizer"])
+    if run.second:
+        _unpack_optimizer(run.second, groups["second"])
+    if run.accelerator.scaler and state["scaler"]:
+        run.accelerator.scaler.load_state_dict(state["scaler"])
+    kind, numbers, gauss = state["python"]
+    random.setstate((kind, tuple(numbers), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    run.tensors, run.positions = dict(groups["tensors"]), {}
+    if state["processes"] == world():
+        found, run.positions = groups[f"random_{rank()}"], state["positions"][rank()]
+        torch.set_rng_state(found["cpu"])
+        if "cuda" in found and torch.cuda.is_available():
+            torch.cuda.set_rng_state(found["cuda"])
+    else:
+        say(f"--resume: {state['processes']} processes before, {world()} now: random states of dropout and stream "
+            "positions start anew")
+    say(f"resumed {path} at step {state['step']} of {run.last}")
+    return state
+
+
+def _unpack_optimizer(optimizer, tensors, plain=None):
+    """Put back what _pack_optimizer gave; plain None: the parameter groups stay as they are."""
+    plain = plain or {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    entries = {int(i): dict(s) for i, s in plain["state"].items()}
+    for k, v in tensors.items():
+        entries.setdefault(int(k.split(".", 1)[0]), {})[k.split(".", 1)[1]] = v
+    optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
+
+
+def kept_rows(path, step, again):
+    """The rows of metrics.jsonl up to the step of the checkpoint; the main process drops the others from the file.
+
+    again: the run that goes on evaluates that very step itself (the first, the last, one stopped in its evaluation)."""
+    rows = [r for r in _whole_rows(path) if r["step"] <= step]
+    rows = [r for r in rows if not (again and r["step"] == step and "eval" in r)]
+    if rank() == 0:
+        temporary = path.with_suffix(".tmp")
+        with writing(path):
+            temporary.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf8")
+            os.replace(temporary, path)
+    return rows
+
+
+def _whole_rows(path):
+    """The rows of metrics.jsonl; one that a crash or a full disk has cut is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            rows += [row] if isinstance(row, dict) and "step" in row else []
+    return rows
+
+
+# ======================================================= signals =====================================================
+TWICE = 5  # seconds in which a second SIGTERM is the first one: a scheduler's own, and a launcher's that passes it on
+
+
+def listen(run):
+    """From here on Ctrl-C and SIGTERM let the step end and write a checkpoint; a second one stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signals.clear()
+    began = None
+    def note(number, _):
+        nonlocal began
+        if began is None or number == signal.SIGTERM and time.monotonic() - began < TWICE:
+            began = began or time.monotonic()
+            signals.append(int(number))
+            return
+        run.ignore_no_more()
+        signal.raise_signal(number)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = signal.signal(number, note)
+        run.handlers[number] = getattr(before, "originals", {}).get(number, before)  # not a failed run's
+    note.originals = dict(run.handlers)
+
+
+def stop(run, number, saved):
+    """Leave after a signal, with a checkpoint and the command that goes on. Collective."""
+    if not saved:
+        run.save()
+    if run.bar is not None:
+        run.bar.close()
+    say(f"stopped after step {run.step} by {signal.Signals(number).name}; to go on: {command(run.folder)}")
+    for source in list(common.being_read):
+        source.close()  # in the interpreter's last moments each worker would take five seconds to end
+    barrier()
+    signals.clear()
+    run.ignore_no_more()
+    raise SystemExit(128 + number)
+
+
+def command(folder):
+    """The command that goes on with a run: by the launcher that started this one, as far as it tells."""
+    here = os.environ
+    processes = int(here.get("WORLD_SIZE", 1))
+    local = int(here.get("LOCAL_WORLD_SIZE", processes))
+    if "ACCELERATE_MIXED_PRECISION" in here and processes == local:
+        words = [*_program("accelerate", "-m", "accelerate.commands.accelerate_cli"), "launch"]
+        if processes > 1 or torch.cuda.device_count() > 1:
+            words += [*["--multi_gpu"] * (processes > 1), "--num_processes", str(processes)]
+        words += ["--cpu"] * (here.get("ACCELERATE_USE_CPU") == "True" and torch.cuda.is_available())
+    elif processes > 1 or "TORCHELASTIC_RUN_ID" in here:
+        words = [*_program("torchrun", "-m", "torch.distributed.run"), "--nproc_per_node", str(local)]
+        if processes > local:
+            words += ["--nnodes", str(processes // local), "--rdzv_backend", "c10d", "--rdzv_id",
+                      here.get("TORCHELASTIC_RUN_ID", "1"), "--rdzv_endpoint", f"{here['MASTER_ADDR']}:29500"]
+    else:
+        words = _program(Path(sys.executable).name)
+    where = "on each node: " if processes > local else ""
+    return where + shlex.join([*words, sys.argv[0], "--resume", str(folder)])
+
+
+def _program(name, *module):
+    """A program beside this Python as a shell calls it; one that the shell would not find, as a module."""
+    return [name] if shutil.which(name) == str(Path(sys.executable).with_name(name)) else [sys.executable, *module]

@@ -1,0 +1,154 @@
+"""What opens the data of a run: the training set, its evaluation sets, and the flags that say how."""
+
+import dataclasses
+import functools
+import itertools
+import os
+from pathlib import Path
+
+import common
+from common import EmptySplit, load_data, splits_of
+from engine.base import UserError, join_notes, say
+
+import numpy as np
+
+from readers.guards import say_part
+
+# What load_data takes from the flags of a script.
+DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
+              "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "clip_law",
+              "caption_noise", "fold", "streaming", "max_bad_fraction", "max_pixels", "caption_relevancy",
+              "hold_out_val", "extra_captions")
+
+
+def data_options(args, **more):
+    """The data flags that are set, as options of load_data."""
+    return {k: v for k in DATA_FLAGS if (v := getattr(args, k, None)) or v == 0.0 and k == "max_bad_fraction"} | more
+
+
+def other_options(flags, folder=""):
+    """Options of load_data for other data than those that a run with these flags {name: value} trains on."""
+    same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "hold_out_val")
+    columns = {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
+    places = {"data_dir": folder, "video_dir": folder or flags.get("video_dir", "")}
+    return places | {k: flags.get(k) for k in same} | {"columns_of_training": columns}
+
+
+def open_data(args):
+    """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick.
+
+    Raises: UserError where --eval-every would find no val split to evaluate."""
+    train, sets = load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
+    without = ", ".join(name for name, splits in sets.items() if "val" not in splits)
+    if args.eval_every and not any("val" in splits for splits in sets.values()):
+        raise UserError(f"--eval-every {args.eval_every}: {without} without a val split, which is what it evaluates; "
+                        "--hold-out-val takes one out of the training images of a set by name, --eval-every 0 "
+                        "evaluates at the end alone")
+    for word in args.extra_pairs:
+        train = add_pairs(train, word, args, sets)
+    if args.eval_every and without:
+        say(f"WARNING: --eval-every: {without} without a val split (see --hold-out-val): read once, at the end")
+    return train, sets
+
+
+def evaluation_sets(args):
+    """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR."""
+    sets = {}
+    for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
+        name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
+        if name in sets:
+            raise UserError(f"--eval-datasets {name}: named with two folders; one has to be left out")
+        options = other_options(vars(args), folder)
+        if name == args.dataset:
+            options = data_options(args, **({"data_dir": folder} if folder else {}))
+        sets[name] = {}
+        for split in (s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)):
+            try:
+                sets[name][split] = load_data(name, split, **options)
+                say_part(sets[name][split], args.dataset)
+            except EmptySplit as error:
+                say(f"WARNING: {error}; there is no {split} evaluation")
+        if not sets[name] and args.eval_datasets:
+            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
+    return sets
+
+
+def add_pairs(data, word, args, evals):
+    """The training data and after them those of another set, its rows of clips that the evaluation reads left out; and
+    where that set has no val or test of its own, what is held out for them.
+
+    Args: word: NAME or NAME=DIR of --extra-pairs, DIR with the annotations and the files of the set.
+        args: the flags of the run.   evals: {name: {val, test}}, what is evaluated.
+    Raises: UserError where the two cannot stand in one table."""
+    import datasets
+    name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
+    same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "max_bad_fraction",
+            "unfold_captions")
+    if not name:
+        raise UserError(f"--extra-pairs {word}: expected NAME or NAME=DIR")
+    options = {k: v for k in same if (v := getattr(args, k, None)) is not None}
+    options["video_dir"] = folder or ("" if Path(name).is_dir() else args.video_dir)
+    try:
+        more = common.load_data(name, "train", data_dir=folder, **options)
+    except UserError as error:
+        raise UserError(f"--extra-pairs {word}: {str(error).replace(f'--dataset {name}: ', '')}") from error
+    for part in (data, more):
+        if part.streamed or part.sources is None or getattr(args, "feature_dir", None):
+            raise UserError(f"--extra-pairs {word}: joins files with files; {part.name} is a stream, drawn in memory, "
+                            "or read as features")
+        if not part.has_captions:
+            raise UserError(f"--extra-pairs {word}: {part.name} has class names instead of captions")
+    if data.sentences is not None or (data.clip is None) != (more.clip is None):
+        raise UserError(f"--extra-pairs {word}: {more.name} cannot stand beside {data.name}, which holds "
+                        + ("sentences with relevancies" if data.sentences is not None else
+                           "images and not videos" if data.clip is None else "videos and not images"))
+    if (data.shards is None) != (more.shards is None):
+        raise UserError(f"--extra-pairs {word}: tars are read shard by shard; {data.name} and {more.name} must both "
+                        "be tars, or neither")
+    read = {n for splits in evals.values() for part in splits.values() if part.sources is not None
+            for n in file_names(part)}
+    kept = np.flatnonzero([n not in read for n in file_names(more)])
+    dropped = len(more) - len(kept)
+    if not len(kept):
+        raise UserError(f"--extra-pairs {word}: all of its {len(more):,} rows are of clips that the evaluation reads")
+    more = more.select(kept) if dropped else more
+    again = int(np.isin(places(more), places(data)).sum())
+    if again == len(more):
+        raise UserError(f"--extra-pairs {word}: all of its {again:,} rows are of clips that are trained on already; "
+                        "--extra-captions adds captions to them")
+    names = ["source", "captions", "key"]
+    lost = sorted(set(data.table.column_names + more.table.column_names) - set(names))
+    parts = [part.table.select_columns(names) for part in (data, more)]
+    kinds = parts[0].features | parts[1].features
+    kinds["source"] = parts[0].features["source"] | parts[1].features["source"]
+    parts = [part if part.features == kinds else part.cast(datasets.Features(kinds)) for part in parts]
+    table = datasets.concatenate_datasets(parts)
+    which = None if data.which is None else np.concatenate([data.which, more.which])
+    shards = None if data.shards is None else np.concatenate([data.shards, more.shards + data.shards.max() + 1])
+    note = f"{len(more):,} further pairs of {more.name}, {len(more) / len(table):.0%} of an epoch"
+    note += f" ({more.note})" if more.note else ""
+    note += f", {dropped:,} of clips that the evaluation reads left out" if dropped else ""
+    note += f", {again:,} of clips that are trained on already, which a batch may hold twice" if again else ""
+    note += f"; captions alone are joined, without {', '.join(lost)}" if lost else ""
+    return dataclasses.replace(data, table=table, rows=None, which=which, shards=shards, joined=data.joined + len(more),
+                               note=join_notes(data.note, note))
+
+
+def places(data):
+    """(M,) a number for what each row reads: a file, a place in a tar, a window; of a picture in the table its own."""
+    real = functools.lru_cache(os.path.realpath)
+
+    def number(i, source):
+        if source.get("bytes") or not source.get("path"):
+            return hash((id(data), i))
+        return hash((real(source["path"]), source.get("offset"), source.get("start"), source.get("end")))
+    rows = (source for batch in data.sources.iter(10_000) for source in batch["source"])
+    return np.fromiter(itertools.starmap(number, enumerate(rows)), np.int64, len(data))
+
+
+def file_names(data):
+    """For each row its file's name without folder and ending, by which two sets know the same clip."""
+    stem = functools.lru_cache(lambda path: Path(path).stem)
+    places = (source for batch in data.sources.iter(10_000) for source in batch["source"])
+    for key, source in zip(data.keys(), places, strict=True):
+        yield stem(key if source.get("size") is not None or not source.get("path") else source["path"])

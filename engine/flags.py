@@ -1,0 +1,337 @@
+"""Flags: ranges, one line of error, and what all scripts share; recipes and saved runs give the defaults."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from common import HELD_OUT, find_set
+from engine.base import UserError, first_line, printable
+from engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
+
+from readers.pictures import MAX_PIXELS
+from sets import MODULES
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """--help with the effective default of every flag; nothing where the default is empty."""
+
+    def _get_help_string(self, action):
+        empty = action.default in ("", None) or action.default == []
+        return action.help if empty else super()._get_help_string(action)
+
+
+class OneLine(argparse.ArgumentParser):
+    """argparse whose errors are one line from the main process, exit code 2; --help shows the effective defaults."""
+
+    def __init__(self, prog, description, **more):
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=Help, **more)
+
+    def error(self, message):
+        """One line, from the main process; exit code 2."""
+        if int(os.environ.get("RANK", 0)) == 0:
+            message = re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1 ", message)  # argparse's own words
+            print(f"error: {printable(message)}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+    def require(self, holds, message):
+        """Refuse the flags with this message unless the condition holds."""
+        if not holds:
+            self.error(message)
+
+    def only(self, holds, where, *flags):
+        """Refuse these flags where the command line has them (a recipe's or a run's own values are never refused)
+        unless the condition holds, under which alone they have an effect."""
+        for flag in flags:
+            given = next(iter(self.given & {flag, flag.replace("--", "--no-", 1)}), "")
+            self.require(holds or not given, f"{given}: only {where}; it would have no effect")
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does; `given` are the flags of the command line."""
+        self.given = {str(word).partition("=")[0] for word in (sys.argv[1:] if args is None else args)}
+        return super().parse_args(args, namespace)
+
+
+def run_args(folder, script):
+    """The saved flags of a run, for `--resume`. Raises: UserError for a folder that is no run of this script."""
+    path = Path(folder) / "args.json"
+    if not path.is_file():
+        raise UserError(f"--resume {folder}: no args.json there; give the run folder that a run printed")
+    try:
+        saved = json.loads(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise UserError(f"--resume {folder}: its args.json is damaged ({first_line(error)})") from error
+    theirs = saved.pop("script", None)
+    if theirs != script:
+        raise UserError(f"--resume {folder}: a run of {theirs}.py, not of {script}.py; use python {theirs}.py --resume "
+                        f"{folder}")
+    return saved
+
+
+# Flags that cannot change in a resumed run.
+FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
+         "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
+         "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
+
+
+def refuse_changes(parser, args, saved):
+    """Refuse flags of FIXED that are not as they were; a run of an older version has not all of them."""
+    for name in (n for n in FIXED if n in saved):
+        was, now = saved[name], getattr(args, name, None)
+        parser.require(was == now, f"--resume {args.resume}: --{name.replace('_', '-')} was {was} in that run and "
+                                   f"cannot become {now}; start a new run")
+
+
+# flags of SHARED that change a number: each recipe gives them, and no default stands behind it
+NUMBERS = ("epochs", "batch_size", "optimizer", "lr", "lr_end", "lr_schedule", "warmup_epochs", "weight_decay", "beta1",
+           "beta2", "eps", "grad_clip", "mixed_precision", "image_encoder", "pretrained", "embed_dim", "image_size",
+           "image_stats", "eval_resize", "frames", "frame_sampling")
+TEXT_NUMBERS = ("text_encoder", "text_pooling", "text_length", "clean_captions", "join_captions", "unfold_captions")
+
+
+class Parser(OneLine):
+    """The flags of a script: its own groups, then those that all scripts share; plain argparse inside.
+
+    `parse` works in two stages: --dataset, --loss and --resume choose the defaults, the other flags override them, and
+    the data sets that are named bring flags of their own (their SETS says which).
+
+    Args: file: the script's __file__, which names it.   texts: does the script train on captions?
+    """
+
+    def __init__(self, file, description, texts=True):
+        super().__init__(Path(file).name, description)
+        self.texts, self.conditions = texts, []
+
+    def group(self, title, when=None, description=None):
+        """A group of flags. when: function of the parsed flags under which alone they have an effect; the title then
+        says so ("with --loss ts"), and elsewhere they are refused."""
+        g = self.add_argument_group(title, description)
+        self.conditions += [(g, when)] if when else []
+        return g
+
+    def parse(self, argv, recipes, losses=None):
+        """Parsed flags.
+
+        Args: recipes: {dataset: {flag: default}}, the first one is the default set, 'own' serves any other; their entry
+            'recipe' is a remark.   losses: {loss: {flag: default}}, or a function of the flags that choose -> defaults.
+        """
+        self._add_shared()
+        chooser = OneLine(self.prog, "", add_help=False)
+        first = {"--dataset": None, "--loss": self.get_default("loss"), "--resume": "",
+                 "--image-encoder": "", "--batch-size": None}
+        for flag, default in first.items():
+            chooser.add_argument(flag, default=default)
+        chooser.add_argument("--eval-datasets", nargs="*", default=[])
+        chosen, _ = chooser.parse_known_args(argv)
+        try:
+            saved = run_args(chosen.resume, Path(self.prog).stem) if chosen.resume else {}
+            chosen.dataset = chosen.dataset or saved.get("dataset") or next(iter(recipes))
+            self._add_flags_of_sets([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
+            self._know_all(saved, chosen.resume)
+        except UserError as error:
+            self.error(str(error))
+        own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
+        recipe = recipes.get(chosen.dataset, recipes["own"])
+        lacking = [k for k in NUMBERS + TEXT_NUMBERS * self.texts if k not in recipe]
+        unknown = sorted((recipe | own).keys() - {a.dest for a in self._actions} - {"recipe"})
+        assert not lacking and not unknown, f"the recipe of {chosen.dataset}: lacks {lacking}, unknown {unknown}"
+        defaults = recipe | {"dataset": chosen.dataset} | own | saved
+        defaults = {"fit_batch": chosen.dataset not in recipes and chosen.batch_size is None} | defaults
+        self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
+        args = self.parse_args(argv)
+        if saved:
+            refuse_changes(self, args, saved)
+        self._check(args, saved)
+        for g, when in self.conditions:
+            self.only(when(args), g.title, *(a.option_strings[0] for a in g._group_actions))
+        return args
+
+    def _add_flags_of_sets(self, words):
+        """The flags that the named data sets have of their own. Raises: UserError for a set whose file is broken."""
+        for name in dict.fromkeys(word.partition("=")[0] for word in words):
+            options = find_set(name).SETS[name].get("options", {}) if name in MODULES else {}
+            g = self.add_argument_group(f"--dataset {name}") if options else None
+            for flag, how in options.items():
+                if self.texts or not how.get("texts"):
+                    g.add_argument(flag, **{k: v for k, v in how.items() if k != "texts"})
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse does; a flag of a data set that is not named is refused with the sets that have it."""
+        args, unknown = super().parse_known_args(args, namespace)
+        flag, _, value = next((w for w in unknown if w.startswith("--")), "").partition("=")
+        owners = []
+        for name in MODULES if flag else ():
+            with contextlib.suppress(Exception):  # a broken file of another set is not what is asked for
+                owners += [name] if flag in find_set(name).SETS[name].get("options", {}) else []
+        if owners:
+            value = value or " ".join(itertools.takewhile(lambda w: not w.startswith("--"),
+                                                          unknown[unknown.index(flag) + 1:]))
+            self.error(f"{flag} {value}: not of --dataset {args.dataset}, but of {', '.join(owners)}")
+        return args, unknown
+
+    def _know_all(self, saved, folder):
+        """Refuses a run that was made with flags of another script."""
+        unknown = sorted(set(saved) - {a.dest for a in self._actions})
+        self.require(not unknown, f"--resume {folder}: it was run with --{''.join(unknown[:1]).replace('_', '-')}, "
+                                  f"which {self.prog} does not know; resume it with the script that made it")
+
+    def _add_shared(self):
+        """The flags that all scripts have; those without a default are the recipe's."""
+        yesno = argparse.BooleanOptionalAction
+        g = self.add_argument_group("run")
+        g.add_argument("--output-dir", default="runs", help="folder of all runs")
+        g.add_argument("--run-name", default="",
+                       help="folder of this run in --output-dir; empty = script, data set, seed and time")
+        g.add_argument("--resume", default="", metavar="RUN_DIR",
+                       help="continue this run exactly, from its last checkpoint; needs no other flag")
+        g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU even where there is a GPU")
+        g.add_argument("--threads", type=between(0, 1024, int), default=0,
+                       help="CPU threads of each process; 0 = OMP_NUM_THREADS, or cores / local processes")
+        g.add_argument("--compile", action=yesno, default=False,
+                       help="torch.compile the encoders and the colour operations of the views")
+        g.add_argument("--save-every", type=whole, default=1000,
+                       help="optimiser steps between checkpoints (the last two are kept); 0 = only at the end")
+        g.add_argument("--eval-every", type=whole, default=0,
+                       help="optimiser steps between evaluations on the val split; 0 = only at the end")
+        g.add_argument("--log-every", type=whole, default=10,
+                       help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
+        g.add_argument("--figures", choices=["png", "pdf"], default="png",
+                       help="form of the pictures; pdf for papers: lines and letters stay what they are")
+        g.add_argument("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",
+                       help="log there as well as to metrics.jsonl")
+        g = self.add_argument_group("data")
+        g.add_argument("--fit-batch", action=yesno, default=False,
+                       help="where the training set is smaller than --batch-size, lower it to what fits, and say so; "
+                            "on by itself for own data without --batch-size")
+        g.add_argument("--dataset",
+                       help="a name that a file of sets/ knows; or a folder, csv, tsv, jsonl, parquet, tar, or hub id "
+                            "(org/name)")
+        g.add_argument("--data-dir", default="",
+                       help="where relative paths start, and where a video set's annotation files lie; empty = beside "
+                            "the captions file")
+        g.add_argument("--video-dir", default="",
+                       help="folder of the videos, found by path, file name or stem; empty = --data-dir")
+        g.add_argument("--image-column", default="",
+                       help="column (or tar extension) of the images or videos; empty = the usual names")
+        g.add_argument("--label-column", default="", help="column of the class, for kNN; empty = the usual names")
+        g.add_argument("--frame-cache", default="", metavar="DIR",
+                       help="decode each video once, to one small JPEG there")
+        g.add_argument("--max-bad-fraction", type=part, default=0.01,
+                       help="stop when more than this part of the samples tried cannot be read, 0..1")
+        g.add_argument("--max-pixels", type=count, default=MAX_PIXELS,
+                       help="a larger image is not read, as if it were damaged: a small file may hold billions")
+        g.add_argument("--verify-images", action=yesno, default=False,
+                       help="before the first step read every image once, strictly, and leave out of training and "
+                            "evaluation what is damaged; bad_samples.txt lists it")
+        g.add_argument("--workers", type=between(0, 1024, int), default=4,
+                       help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend "
+                            "on it")
+        if self.texts:
+            g.add_argument("--caption-column", default="",
+                           help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
+            g.add_argument("--extra-captions", default="", metavar="FILE",
+                           help="csv, jsonl or parquet of video, start, end, caption: further captions of training "
+                                "clips, as tools/caption.py writes them; each epoch draws one of all that a clip has")
+            g.add_argument("--extra-pairs", nargs="+", default=[], metavar="NAME[=DIR]",
+                           help="data sets whose training pairs join the training set's, each with the folder of its "
+                                "files: howto100m=DIR, or tools/caption.py's csv of its videos, captions.csv=DIR")
+            g.add_argument("--streaming", action=yesno, default=False,
+                           help="read tars in order, nothing indexed or downloaded first; other layouts are not read "
+                                "so")
+        g = self.add_argument_group("evaluation")
+        g.add_argument("--eval-batch", type=count, default=256, help="images, or frames of clips, at a time")
+        g.add_argument("--hold-out-val", action=yesno, default=False,
+                       help=f"a set by name that has no val split (MSR-VTT, ActivityNet, COCO, CIFAR) gives "
+                            f"{HELD_OUT:.0%} of train as val and trains on the rest: then --eval-every has something "
+                            "to look at".replace("%", "%%"))
+        if self.texts:
+            g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
+                           help="data sets of the evaluation (val and test splits), each with an optional local copy "
+                                "(annotations and videos); none = the training set's own")
+        if self.texts:
+            g = self.add_argument_group("texts")
+            g.add_argument("--text-encoder",
+                           help="small, or a transformers id or folder (CLIP: its text tower)")
+            g.add_argument("--text-pooling", choices=["cls", "mean"],
+                           help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls")
+            g.add_argument("--text-length", type=between(4, 4096, int), help="tokens kept of a caption")
+            g.add_argument("--clean-captions", action=yesno,
+                           help="lower case, no punctuation, 30 words, as the CC3M trainer")
+            g.add_argument("--join-captions", action=yesno,
+                           help="the captions of a video become one paragraph (ActivityNet and DiDeMo always)")
+            g.add_argument("--unfold-captions", action=yesno,
+                           help="a training example for each (image or clip, caption), not a caption drawn each epoch")
+        g = self.add_argument_group("pixels")
+        g.add_argument("--image-size", type=between(8, 4096, int), help="pixels of a side")
+        g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
+                       help="mean and std of the pixels; encoder = what its weights saw")
+        g.add_argument("--eval-resize", choices=["crop", "squash"],
+                       help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
+        g.add_argument("--frames", type=count, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
+        g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"],
+                       help="frames from the first to the last; of the middles of T segments; random in each (in "
+                            "training)")
+        g = self.add_argument_group("model")
+        g.add_argument("--image-encoder",
+                       help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision "
+                            "tower)")
+        g.add_argument("--pretrained", action=yesno,
+                       help="start from published weights; --no-pretrained = from scratch")
+        g.add_argument("--init-from", default="",
+                       help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or "
+                            "one encoder; timm weights are then not downloaded")
+        g.add_argument("--embed-dim", type=between(2, 10**6, int),
+                       help="D, width of the space of the loss; the paper's value is its recipe's default")
+        g = self.add_argument_group("optimisation")
+        g.add_argument("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
+        g.add_argument("--epochs", type=positive,
+                       help="passes over the training set; the paper's value is its recipe's default")
+        g.add_argument("--max-steps", type=whole, default=0,
+                       help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
+        g.add_argument("--batch-size", type=between(2, 10**9, int),
+                       help="N, GLOBAL: split over processes, sets the negatives; the paper's is its recipe's default")
+        g.add_argument("--chunk-size", type=whole, default=0,
+                       help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; "
+                            "0 = all")
+        g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False,
+                       help="let BatchNorm see chunks: an approximation")
+        g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"],
+                       help="sgd takes --beta1 as its momentum")
+        g.add_argument("--lr", type=rate, help="peak learning rate")
+        g.add_argument("--lr-end", type=rate, help="last learning rate of the cosine")
+        g.add_argument("--lr-schedule", choices=["cosine", "constant"], help="after the warm-up")
+        g.add_argument("--warmup-epochs", type=nonnegative,
+                       help="epochs of linear warm-up; at most a tenth of the run")
+        g.add_argument("--weight-decay", type=rate,
+                       help="of matrices and kernels; none for biases, norms and scalars")
+        g.add_argument("--beta1", type=below_one, help="Adam's first moment")
+        g.add_argument("--beta2", type=below_one, help="Adam's second moment")
+        g.add_argument("--eps", type=between(1e-30, 1e30), help="Adam's epsilon; CLIP4Clip 1e-6")
+        g.add_argument("--grad-clip", type=nonnegative, help="largest global gradient norm; 0 = off")
+        g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"],
+                       help="of the encoders; the loss is always float32")
+
+    def _check(self, args, saved):
+        """What all scripts require between flags."""
+        for flag in ("dataset", "resume", "eval_datasets"):
+            given, value = f"--{flag.replace('_', '-')}", getattr(args, flag, None)
+            empty = "" in value if isinstance(value, list) else not value
+            self.require(given not in self.given or not empty, f"{given}: empty; a variable of the shell that is not "
+                                                               "set?")
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        batch, local = args.batch_size, args.batch_size // processes
+        self.require(batch % processes == 0, f"--batch-size {batch}: not divisible by {processes} processes; use "
+                                             f"{local * processes or processes}")
+        self.require(args.chunk_size <= local, f"--chunk-size {args.chunk_size}: larger than the {local} examples of "
+                                               "--batch-size on each process")
+        for folder in getattr(args, "feature_dir", None) or []:
+            self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
+        for name in ("init_from", "data_dir", "video_dir", "extra_captions", "index_file", "test_file", "val_file",
+                     "few_shot_file"):
+            path = getattr(args, name, "")
+            if path and not (saved and name == "init_from"):
+                self.require(Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")

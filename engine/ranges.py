@@ -1,0 +1,31 @@
+"""Ranges of flags, as argparse's `type`: finite, and one line where a value is outside."""
+
+import argparse
+import math
+
+
+def between(low, high=math.inf, kind=float, words=""):
+    """A `type` for add_argument: finite numbers from low to high; anything else is refused in one line."""
+    words = words or (f"between {low} and {high}" if high < 10**6 else f"at least {low}")
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text}: must be a {'' if kind is float else 'whole '}number") from None
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text}: must be {words} and finite")
+        if value < low or high < value < 10**6:
+            raise argparse.ArgumentTypeError(f"{text}: must be {words}")
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{text}: must be at most {high:,}")
+        return value
+    return parse
+
+
+positive = between(math.nextafter(0, 1), words="> 0")          # temperatures, periods
+nonnegative = between(0)                                       # weights, strengths
+rate = between(0, 1e30)                                        # learning rates, weight decay: float32 holds the step
+part = between(0, 1)                                           # probabilities, shares
+below_one = between(0, 1 - 1e-7, words="at least 0 and below 1")  # betas, momentum
+count = between(1, 10**9, int, words="at least 1")             # sizes, rounds
+whole = between(0, 10**9, int, words="at least 0")             # 0 = off

@@ -1,0 +1,382 @@
+"""The book-keeping of a run: processes, folder, log, checkpoints, evaluation, summary, progress bar."""
+
+import functools
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+from common import Batches, build_model, build_tokenizer, check_finite, frames_of, has_clips, mean_over_processes
+from engine import checkpoints
+from engine.base import (
+    Stopped,
+    UserError,
+    all_sum,
+    barrier,
+    gather_objects,
+    on_main,
+    rank,
+    say,
+    signals,
+    together,
+    world,
+    write_json,
+)
+from engine.checkpoints import latest_checkpoint, listen, resume, stop
+from engine.folder import Log, commit, peak_memory_mb, save_model, start_run
+from engine.processes import batchnorm_policy, set_up
+from engine.verify import compare, verify_run
+
+import torch
+import torch.distributed as dist
+
+from encoders.base import VIDEO, has_batchnorm
+from evaluation.retrieval import metrics_table
+from figures.base import draw_picture, similarity_histograms
+from readers.clips import feature_shape
+
+
+class Run:
+    """The book-keeping of a run: processes, folder, log, checkpoints, evaluation, summary, progress bar.
+
+    It never runs a forward, a loss, a backward or an optimiser step: these stand in the script. In this order:
+    Run(...), towers(), prepare(...), batches(...), begin(...), done(...) after each step, finish(...).
+
+    Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
+    device, folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val (the latest result).
+    """
+
+    def __init__(self, file, args, train, evals, recipes=None):
+        self.started, self.script = time.time(), Path(file).stem
+        self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
+        self.fitted = fit_batch(args, train)
+        self.count_steps()
+        self.accelerator = set_up(args)
+        self.device = self.accelerator.device
+        self.folder, self.lock = start_run(args, self.script)
+        self.unreadable = {}
+        if args.verify_images:
+            verify_run(self)
+            self.fitted = fit_batch(args, self.train) or self.fitted
+            self.count_steps()
+        self.twins = on_main(compare, self.folder, self.train, self.evals, args.resume)
+        self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
+        self.unevaluated, self.bar, self.handlers = False, None, {}
+
+    # ---------------------------------------- set-up ------------------------------------------------------------------
+    def count_steps(self):
+        """Epoch, steps and warm-up, by the training set as it is now."""
+        args = self.args
+        self.per_epoch = epoch_length(self.train, args.batch_size)
+        self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
+        self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
+
+    def towers(self, texts=None, questions=None):
+        """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe.
+
+        texts: what a tokenizer learns from, in place of the captions; questions: keywords of QuestionAnswerer.
+        """
+        args, tokenizer = self.args, None
+        names = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling",
+                 "image_stats", "eval_resize", "eval_crop", "clean_captions")
+        self.spec = {k: getattr(args, k) for k in names if hasattr(args, k)}
+        if "text_encoder" not in self.spec:  # a script without texts: features alone, its head is its own
+            self.spec |= {"text_encoder": "", "embed_dim": 0}
+        else:
+            texts = texts or (lambda: self.train.first_captions(200_000))
+            tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
+                                        args.clean_captions, keep=bool(args.resume), start=args.init_from)
+        if args.image_encoder == "features":
+            self.spec["features"] = feature_shape(self.train)
+        if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
+            self.spec["frames"] = frames_of(self.train)
+        if questions:
+            self.spec["questions"] = questions
+        start = args.pretrained, args.init_from
+        if args.resume and latest_checkpoint(self.folder):
+            start = False, ""  # its weights are in the checkpoint; stopped before the first one, it begins again
+        self.tower, transform = build_model(self.spec, tokenizer, *start)
+        self.tower.to(self.device)
+        self.tokenizer = tokenizer
+        return self.tower, tokenizer, transform
+
+    def prepare(self, trained, own, optimizer, second=None):
+        """(model, optimizer) as a step uses them: BatchNorm, compile, DDP; with --resume, what the last checkpoint
+        holds.
+
+        Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP.
+            second: an optimiser of the loss's own parameters, saved and read back as well, whose step is the script's.
+        """
+        args, self.second = self.args, second
+        if has_batchnorm(trained):
+            trained = batchnorm_policy(trained, args)
+        self.trained, self.own = trained, own
+        torch.manual_seed(args.seed + rank())  # the weights are the same on all processes; dropout should not be
+        model = torch.compile(trained) if args.compile else trained
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if args.resume:
+            state = resume(self)
+            self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
+            self.wall_before = state.get("wall_s", 0.0)
+            self.unevaluated = state.get("unevaluated", False)  # stopped in the evaluation of that step
+        first = self.step in (0, self.last) or self.unevaluated
+        self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, first)
+        return self.model, self.optimizer
+
+    def batches(self, views, transform):
+        """The training batches from here to the last step; views: one Augment for each view."""
+        args = self.args
+        self.data = Batches(self.train, views, transform, args.batch_size, args.seed, self.step, self.last, self.device,
+                            args.workers, args.max_bad_fraction, self.folder, self.positions, args.compile)
+        return self.data
+
+    def begin(self, evaluator, guess, lines, after_val=None):
+        """Banner, the evaluation before the first step (the left end of every curve), progress bar. Collective.
+
+        Args:
+            evaluator: Evaluator or ClassEvaluator.   lines: {word: text}, the script's own lines of the banner.
+            guess: the loss of a random guess at the start and at the end of the run.
+            after_val: function(row, pieces) that adds to each row of a val evaluation.
+        Returns: picture pieces of the val split before training; {} in a resumed run.
+        """
+        from tqdm import tqdm
+        self.evaluator, self.after_val = evaluator, after_val
+        self.banner(guess, lines)
+        evaluator.check()
+        listen(self)
+        pieces = self.evaluate_val() if self.step in (0, self.last) or self.unevaluated else {}
+        if self.step == 0 and rank() == 0 and self.tokenizer:
+            before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
+            write_json(self.folder / "similarity_before.json", before)
+        tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
+        self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
+                        mininterval=1.0, miniters=1)
+        self.trained.train()
+        self.own.train()
+        self.clock, self.logged = time.perf_counter(), self.step
+        return pieces if self.step == 0 else {}
+
+    def banner(self, guess, lines):
+        """Print what the flags came to, once, before training."""
+        args, train, tower = self.args, self.train, self.tower
+        recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
+        examples = f"a stream of about {train.examples:,}" if train.streamed else f"{len(train):,}"
+        def size(data):  # what is said of the training set is not said again
+            return f"{len(data):,} {data.split}" + (f" ({data.note})" if data.note not in ("", train.note) else "")
+        sizes = [f"{name}: " + ", ".join(map(size, splits.values())) for name, splits in self.evals.items()]
+        towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
+        if tower.text:
+            towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
+        published = args.pretrained and args.image_encoder != "small"
+        start = "published weights" if published else "weights of --init-from" if args.init_from else "from scratch"
+        beside = millions(self.trained) + millions(self.own) - millions(tower)
+        local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
+        first, end = guess
+        words = {
+            "recipe": f"{args.dataset} ({recipe})", "data": f"{examples} training examples; {train.note}".rstrip("; "),
+            "evaluation": "; ".join(sizes), **({"WARNING": self.twins} if self.twins else {}),
+            "model": f"{', '.join(towers)} parameters, {start}" + (f", beside them {beside:.2f} M" if beside else ""),
+            "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
+                         f"{args.mixed_precision}, {self.data.workers} workers each",
+            "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {args.batch_size - 1} negatives per anchor",
+            "random guess": f"loss {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else ""),
+            "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
+                     f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}",
+            **lines, **({"LOWERED": self.fitted} if self.fitted else {}), "run": self.folder}
+        say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
+
+    # ---------------------------------------- in the loop -------------------------------------------------------------
+    def set_lr(self, lr):
+        """Write the learning rate into the optimiser."""
+        self.lr = lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def check_finite(self, loss, tau, embeddings, batch):
+        """Stop all processes together, with one message, when the loss is not finite on any of them. Collective."""
+        check_finite(loss, self.step, torch.as_tensor(tau).item(), embeddings, batch["keys"])
+
+    def logs_now(self):
+        """Is the step in progress one whose numbers are logged? `run.done(..., run.logs_now() and numbers)`."""
+        return bool(self._due(self.step + 1)["log"])
+
+    def _due(self, step):
+        """What falls on this optimiser step, counted from 1; 0 = only at the end."""
+        every = {"log": self.args.log_every, "eval": self.args.eval_every, "save": self.args.save_every}
+        return {k: step == self.last or (n and step % n == 0) for k, n in every.items()}
+
+    def done(self, batch, loss, tau, numbers=None):
+        """An optimiser step is done: count it; log, evaluate and save what is due; end here if a signal asked for it.
+        Collective.
+
+        Args: loss: () tensor of this process; tau: float; numbers: further columns of the log, where `logs_now`.
+        Raises: UserError on all processes when the weights are not finite."""
+        self.step += 1
+        number = self._check_weights(batch)
+        due = self._due(self.step)
+        if due["log"]:
+            seconds = (time.perf_counter() - self.clock) / (self.step - self.logged)
+            means = mean_over_processes({"loss": loss, "data_s": batch["seconds"]}, self.device)
+            row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * self.args.batch_size,
+                   "loss": means["loss"], "lr": self.lr, "tau": tau, "step_s": seconds, "data_s": means["data_s"],
+                   "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
+            self.log.write(row)
+            self.clock, self.logged = time.perf_counter(), self.step
+            self.bar.set_postfix(loss=f"{row['loss']:.3f}", tau=f"{row.get('tau_pos', tau):.3f}",
+                                 samples=f"{row['samples_per_s']:.0f}/s", refresh=False)
+        self.bar.update()
+        if self.step == self.last:  # the last evaluation in float32, as eval.py does it
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        if due["eval"]:
+            self.evaluate_val()
+        if due["save"]:
+            self.save()
+        if due["eval"] or due["save"]:
+            self.clock, self.logged = time.perf_counter(), self.step  # the speed of training alone
+            number = self.asked_to_stop()
+        if number and self.step < self.last:
+            stop(self, number, saved=due["save"])
+
+    def _check_weights(self, batch):
+        """Every process learns of broken weights, and of a signal, on any of them; returns the signal's number or 0."""
+        weights = [p.detach() for m in (self.trained, self.own) for p in m.parameters() if p.is_floating_point()]
+        largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
+        mine = float(not math.isfinite(largest.item())), max(signals, default=0)
+        broken, number = all_sum(*mine, device=self.device, op=dist.ReduceOp.MAX)
+        if broken:
+            raise UserError(f"the weights are not finite after step {self.step} (lr {self.lr:.4g}, keys "
+                            f"{batch['keys'][:8]}); try a lower --lr, or --grad-clip 1")
+        return int(number)
+
+    def asked_to_stop(self):
+        """The number of a signal that came to any of the processes, or 0. Collective."""
+        return int(all_sum(max(signals, default=0), device=self.device, op=dist.ReduceOp.MAX)[0])
+
+    def ignore_no_more(self):
+        """Signals do again what they did before the run listened to them."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.handlers = {}
+
+    def evaluate(self, split):
+        """What the evaluator gives, or the end of the run by a signal. Collective."""
+        try:
+            return self.evaluator(split)
+        except Stopped:
+            self.unevaluated = True
+            saved = split == "test" or self.bar is None  # before the loop there is nothing new
+            return stop(self, self.asked_to_stop(), saved)
+
+    def evaluate_val(self):
+        """Evaluate the val splits, log it, keep it in self.val; returns the picture pieces. Collective."""
+        self.val, _, self.val_pieces = self.evaluate("val")
+        self.unevaluated = False
+        row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
+        if self.after_val and self.val_pieces:
+            self.after_val(row, self.val_pieces)
+        self.log.write(row)
+        return self.val_pieces
+
+    def save(self):
+        """Write a checkpoint. Collective."""
+        checkpoints.save(self)
+
+    def wall(self):
+        """Seconds of this run so far, those before a resume included."""
+        return self.wall_before + time.time() - self.started
+
+    # ---------------------------------------- the end -----------------------------------------------------------------
+    def finish(self, draw, table=None, more=None, **extra):
+        """Save the encoders, evaluate the test splits on what is on disk, write summary.json, draw, print. Collective.
+
+        Args: draw: function(run) of the pictures.   table: function(title, metrics, chance) -> lines of text.
+            more: function(test metrics) -> text after the tables.   extra: further entries of the summary.
+        Returns: the summary."""
+        from safetensors.torch import load_file
+        self.bar.close()
+        save = functools.partial(save_model, self.folder, self.tower, self.tokenizer, self.spec)
+        together(save if rank() == 0 else None, f"the model in {self.folder}")
+        self.tower.load_state_dict(load_file(self.folder / "model.safetensors"))
+        test, chance, self.test_pieces = self.evaluate("test")
+        self.ignore_no_more()
+        summary, problems = self.summarize(test, chance) | extra, []
+        if rank() == 0:
+            try:
+                write_json(self.folder / "summary.json", summary)
+            except UserError as error:  # the numbers are printed below all the same
+                problems.append(str(error))
+            draw(self)
+        say(report(summary, self.folder, table) + (more(test) if more else ""))
+        barrier()
+        self.accelerator.end_training()  # trackers and the process group are closed
+        if self.lock:
+            self.lock.close()
+        if summary["errors"]:
+            what = "; ".join(f"{k}: {v}" for k, v in summary["errors"].items())
+            problems.append(f"evaluation failed: {what}; the model and all else are in {self.folder}")
+        if problems:
+            raise UserError("; ".join(problems))
+        return summary
+
+    def picture(self, name, function, *args, **options):
+        """Draw one picture into the run folder, function(*args, path, **options), in the form of --figures; one that
+        fails is left out, named."""
+        draw_picture((self.folder / name).with_suffix(f".{self.args.figures}"), function, *args, **options)
+
+    def summarize(self, test, chance):
+        """The content of summary.json. Collective."""
+        args, wall = self.args, self.wall()
+        memory = gather_objects(peak_memory_mb())
+        parameters = sum(p.numel() for m in (self.trained, self.own) for p in m.parameters())
+        bad = len(self.data.bad) + sum(map(len, self.unreadable.values()))
+        return {"script": self.script, "dataset": args.dataset, "method": args.loss, "seed": args.seed,
+                "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
+                "samples_per_s": self.step * args.batch_size / wall,
+                "peak_memory_mb": max(memory), "parameters": parameters, "processes": world(), "batch": args.batch_size,
+                "bad_samples": bad, "val": self.val, "test": test, "chance": chance,
+                "errors": self.evaluator.errors,
+                "commit": commit()}
+
+
+def millions(module):
+    """Parameters of a module, in millions."""
+    return sum(p.numel() for p in module.parameters()) / 1e6
+
+
+def largest_batch(data):
+    """The largest global batch that a data set fills and that the processes can share; 0 where there is none."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # asked before there is a process group
+    fits = data.examples // processes * processes
+    return fits if fits > 1 else 0
+
+
+def fit_batch(args, data):
+    """With --fit-batch: --batch-size becomes what the data hold, where it is more. Returns: what the banner says."""
+    fits = largest_batch(data)
+    if not args.fit_batch or not fits or data.examples >= args.batch_size:
+        return ""
+    words = f"--batch-size {args.batch_size} -> {fits}: the training set has {data.examples} examples"
+    args.batch_size = fits
+    return words
+
+
+def epoch_length(data, batch_size):
+    """Optimiser steps of one epoch. Raises UserError when the batch is larger than the data."""
+    if data.examples < batch_size:
+        fits = largest_batch(data)
+        hint = f"; --batch-size {fits} fits, and --fit-batch takes it by itself" if fits else "; give more data"
+        raise UserError(f"--batch-size {batch_size}: larger than the {data.examples} training examples of "
+                        f"{data.name}{hint}")
+    return data.examples // batch_size
+
+
+def report(summary, folder, table=None):
+    """The last words of a run: one table per evaluation set, and where everything lies."""
+    if summary["test"]:
+        table = table or metrics_table
+    tables = [table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
+    errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]
+    end = (f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, "
+           f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples")
+    return "\n".join([*tables, *errors, "", end, f"run folder: {folder}"])

@@ -1,0 +1,1 @@
+"""Evaluation of a data set: ranks, classes, relevancies, answers; metrics.py holds the numbers alone."""

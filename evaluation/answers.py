@@ -1,0 +1,221 @@
+"""Questions about videos: what the model that answers them reads of a row, and how it is scored.
+
+The model is VIOLET's in small (Fu et al. 2021): [CLS], a token for each frame and the words of the question go through
+one transformer, and a linear layer on [CLS] scores the answers. Open questions have a vocabulary of answers, a score
+each; questions with choices one score for each text "question choice", fused likewise. `dual` has no fusion: its scores
+are cosines of the video with these texts. All of them are two towers before that, so their embeddings have cosines; or
+every video goes with every text through the fusion, after two tokens in the place of [CLS], one for the video and one
+for the text, and the cosine is that of what these two become (`similarity` fused).
+
+The model itself is common.QuestionAnswerer, with the other encoders; here is what it reads of a row, and its scores.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+
+from engine.base import UserError, rank, say
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from evaluation.embed import encode_images, say_unreadable
+from evaluation.metrics import answer_hits, answer_numbers, answer_vocabulary, question_metrics
+from evaluation.retrieval import Evaluator
+from figures.base import draw_answers, draw_picture
+
+
+def refuse_untrained(model):
+    """Raises: UserError where the embeddings of a model that answers questions have reached no loss."""
+    if getattr(model, "similarity", "") == "fused":
+        raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
+
+
+# ======================================================= rows ========================================================
+def check(data, choices):
+    """Raises: UserError where the rows are no questions, or have no choices that are asked for."""
+    where = f"{data.name} ({data.split})"
+    if data.streamed or data.column("question") is None or data.column("answer") is None:
+        raise UserError(f"{where} has no questions; moving-emoji and the sets of sets/questions.py have")
+    lacking = sum(len(c) < 2 for c in data.column("choices") or [[]] * len(data)) if choices else 0
+    if lacking:
+        raise UserError(f"{where}: {lacking:,} of its {len(data):,} questions have no choices; use --task "
+                        "qa-open")
+
+
+def texts(data, limit=None):
+    """All that a tokenizer should know: captions, questions, answers, choices."""
+    for i in range(min(len(data), limit or len(data))):
+        yield from (*data.captions(i), data.column("question")[i], data.column("answer")[i], *_choices(data, i))
+
+
+def inputs(data, rows, tokenizer, vocabulary, device):
+    """What QuestionAnswerer reads of these rows beside the pixels, on the device.
+
+    Returns: question {..: (B, L)}; answers (B,), see right_answers; and without a vocabulary choices {..: (B, C, L),
+        there: (B, C)}, C the most that a row here has.
+    """
+    questions = [data.column("question")[i] for i in rows]
+    found = {"question": tokenizer(questions), "answers": right_answers(data, rows, vocabulary)}
+    if not vocabulary:
+        choices = [_choices(data, i) for i in rows]
+        C = max(map(len, choices))
+        words = [f"{q} {c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
+        there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
+        found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
+    return {k: {n: t.to(device) for n, t in v.items()} if isinstance(v, dict) else v.to(device)
+            for k, v in found.items()}
+
+
+def right_answers(data, rows, vocabulary):
+    """(B,) long: number of the right answer of each of these rows in the vocabulary, -1 where that lacks it; without a
+    vocabulary its number among the choices."""
+    answers = [data.column("answer")[i] for i in rows]
+    return answer_numbers(answers, vocabulary, None if vocabulary else [_choices(data, i) for i in rows])
+
+
+def questions_of(train, args):
+    """What the model that answers questions is made with; None for retrieval.
+
+    Raises: UserError where the rows are no such questions."""
+    if args.task == "retrieval":
+        return None
+    choices = args.task == "qa-choice"
+    check(train, choices)
+    known = [] if choices else answer_vocabulary(train.column("answer"), args.answers)
+    return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames,
+            "similarity": args.qa_similarity}
+
+
+def answers_of(train, questions):
+    """How many answers a random guess has: of the vocabulary, or the mean number of choices; 1 without questions."""
+    if not questions:
+        return 1
+    return len(questions["answers"]) or sum(map(len, train.column("choices"))) / len(train)
+
+
+def cut_short(data, tokenizer, choices, limit=1000):
+    """How many of the first `limit` questions (with their choices) have more tokens than the tokenizer keeps."""
+    n, cut = min(limit, len(data)), 0
+    for i in range(n):
+        q = data.column("question")[i]
+        longest = max([f"{q} {c}" for c in _choices(data, i)] if choices else [q], key=len)
+        cut += len(tokenizer.tokenizer(longest)["input_ids"]) > tokenizer.length
+    return cut, n
+
+
+def question_lines(questions, train, tokenizer, args):
+    """What the banner of a run says of its questions: {word: text}."""
+    cut, tried = cut_short(train, tokenizer, not questions["answers"])
+    words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
+    if questions["answers"]:
+        known = set(questions["answers"])
+        wrong = sum(a not in known for a in train.column("answer"))
+        words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
+                  "have another, and no loss of it")
+    words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
+    return {"questions": words + ("; SHUFFLED VIDEOS, a control" if args.shuffle_video else "")}
+
+
+def _choices(data, i):
+    choices = data.column("choices")
+    return choices[i] or [] if choices is not None else []
+
+
+def shuffled(data, seed=0):
+    """The same questions, each with the video of another row: what a model can tell without a look at the video."""
+    rows = np.random.default_rng([7, seed]).permutation(len(data))
+    rows = np.roll(rows, 1)[np.argsort(rows)]                              # one cycle: no row keeps its video
+    if data.pixels is not None:
+        return dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
+    import datasets
+    table = datasets.concatenate_datasets([data.texts, data.sources.select(rows)], axis=1)
+    return dataclasses.replace(data, table=table)
+
+
+def whole_pairs(data, index):
+    """(Q,) bool, False for an answer or a reason without the other among these rows of data (part of the split is
+    meta-data, or beyond --limit): by itself it would count as a question, and be an easier one.
+
+    Raises: UserError where none is whole."""
+    pairs, types = data.column("pair"), data.column("question_type")
+    if pairs is None:
+        return np.ones(len(index), bool)
+    here = Counter(pairs[index].tolist())
+    whole = np.array([here[pairs[i]] > 1 or len(types[i].split()) < 2 for i in index])                   # (Q,)
+    if not whole.all():
+        say(f"{data.name} ({data.split}): {(~whole).sum():,} of {len(index):,} questions are left out, answers "
+            "or reasons without the other")
+    if not whole.any():
+        raise UserError(f"{data.name} ({data.split}): no question has both its answer and its reason here")
+    return whole
+
+
+def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
+    """Accuracy of the answers, as question_metrics, beside what guessing gives. Collective.
+
+    Returns: metrics; chance, of the most frequent answer of training or of a draw among the choices; the pieces that
+        `draw` wants. Videos that cannot be read are left out and counted."""
+    check(data, not model.answers)
+    width = len(model.answers) or max(len(_choices(data, i)) for i in range(len(data)))
+
+    def answer(rows, pixels):
+        asked = inputs(data, rows, tokenizer, model.answers, device)
+        video, _, scores = model(pixels, None, asked["question"], asked.get("choices"))
+        return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
+    index, _, scores, bad = encode_images(model, data, transform, device, batch, workers, forward=answer)
+    say_unreadable(data, bad)
+    whole = whole_pairs(data, index)
+    index, scores = index[whole], scores[torch.from_numpy(whole)]
+    right = right_answers(data, index, model.answers)                     # (Q,)
+    hits = answer_hits(scores, right).numpy()                       # (Q,)
+    types, pairs = ([data.column(c)[i] for i in index] if data.column(c) is not None else None
+                    for c in ("question_type", "pair"))
+    known = (right >= 0).numpy() if model.answers else None
+    guess = (right == 0).numpy() if model.answers else [1 / len(_choices(data, i)) for i in index]
+    metrics = question_metrics(hits, types, pairs, known) | {"questions": len(index), "unreadable": len(bad)}
+    chance = question_metrics(guess, types, pairs)
+    given = [model.answers[k] if model.answers else _choices(data, i)[k]
+             for i, k in zip(index, scores.argmax(1).tolist())]
+    return metrics, chance, {"data": data, "index": index, "given": given, "hits": hits}
+
+
+class Evaluator(Evaluator):
+    """The Evaluator for questions."""
+
+    def check(self):
+        """Before training: every split has questions of this kind, and readable videos."""
+        for splits in self.sets.values():
+            for data in splits.values():
+                check(data, not self.model.answers)
+        super().check()
+
+    def measure(self, data, train):
+        """metrics, chance and pieces of one split."""
+        towers = self.model, self.tokenizer, self.transform
+        return evaluate(*towers, data, self.device, self.args.eval_batch, self.args.workers)
+
+
+def table(title, metrics, chance):
+    """The result as lines of text, each accuracy beside what guessing gives."""
+    lines = [f"{title}: {metrics['questions']} questions"]
+    lines += [f"{name:<28}{metrics[name]:8.1f} ({value:6.1f})" for name, value in chance.items()]
+    if "upper_bound" in metrics:
+        lines.append(f"{'answers in the vocabulary':<28}{metrics['upper_bound']:8.1f}")
+    guess = "the most frequent answer of training" if "upper_bound" in metrics else "a draw among the choices"
+    return "\n".join([*lines, f"(in brackets: {guess})"])
+
+
+def task(case):
+    """The task qa of eval.py: writes the numbers of a Case: answers by type of question, beside them the most frequent
+    answer, or a draw among the choices."""
+    subject, args = case.subject, case.args
+    how = subject.transform, case.data, subject.device, args.eval_batch, args.workers
+    if subject.own.get("shuffle_video"):
+        say(f"WARNING: {case.name}: the run was a control (--shuffle-video); here each question has its own "
+            "video")
+    metrics, case.chance["qa"], pieces = evaluate(subject.model, subject.tokenizer, *how)
+    case.metrics["qa"] = {k: v for k, v in metrics.items() if k != "unreadable"}
+    if rank() == 0:
+        draw_picture(case.picture("answers"), draw_answers, pieces)

@@ -1,0 +1,210 @@
+"""Evaluation by class: nearest neighbours, zero-shot, linear probes, and frequent and rare classes apart.
+
+temperature_schedules.py evaluates with it as its authors do, the others take their kNN from here; opened by common, by
+name.
+"""
+
+import dataclasses
+
+import common
+from engine.base import UserError, first_line, say
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from evaluation.embed import encode_images, few_queries
+from evaluation.metrics import (
+    head_mid_tail,
+    knn_accuracy,
+    knn_chance,
+    linear_probe,
+    normalize,
+    recalls,
+    zero_shot_accuracy,
+)
+
+
+def recall_by_frequency(ranks, frequency):
+    """R@1 R@5 R@10 R@50 (percent), MdR and MnR apart for queries of frequent and of rare clusters.
+
+    Args: ranks (Q,): rank of each query's best positive, from 1 (retrieval_metrics(..., ranks=True) gives them).
+        frequency (Q,): size of the query's training cluster or class.
+    Returns: {head, mid, tail}, each with these keys, queries, and from, to (its frequencies): thirds of the queries,
+        the most frequent first. Queries of one frequency stay together, in the third where their middle falls, so the
+        thirds are not always equal, and one may be missing; {} where all have one frequency.
+    Raises: ValueError on lengths that differ.
+    """
+    ranks, frequency = np.asarray(ranks), np.asarray(frequency)
+    if ranks.shape != frequency.shape or ranks.ndim != 1:
+        raise ValueError(f"ranks {ranks.shape} and frequencies {frequency.shape} must be (Q,) both")
+    sizes, where, count = np.unique(-frequency, return_inverse=True, return_counts=True)  # most frequent first
+    if len(sizes) < 2:
+        return {}
+    middle = (count.cumsum() - count / 2) / len(ranks)  # of each frequency, as a part of the queries
+    third = np.minimum((3 * middle).astype(int), 2)[where]  # (Q,)
+    out = {}
+    for number, name in enumerate(("head", "mid", "tail")):
+        part = third == number  # (Q,)
+        if part.any():
+            own = frequency[part]
+            span = {"queries": int(part.sum()), "from": own.min().item(), "to": own.max().item()}
+            out[name] = recalls(ranks[part]) | span
+    return out
+
+
+def nearest(known, known_labels, features, labels):
+    """(kNN@1, its chance) of features (Q, width) with labels (Q,) among known (M, width), of rows that have a class."""
+    (mine, theirs), (known, features) = with_class((known_labels, labels), (known, features))
+    found = knn_accuracy(known, torch.from_numpy(mine), features, torch.from_numpy(theirs))
+    return found, knn_chance(mine, theirs)
+
+
+def with_class(labels, features):
+    """The rows that have a class (>= 0): tuples of labels (M,) numpy and of features (M, width), split by split."""
+    has = [y >= 0 for y in labels]  # (M,) bool each
+    return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
+
+
+def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, few=None, limits=None):
+    """kNN@1, kNN@10 and, with probes, the few-shot (smallest class's size) and the all-images probe of features.
+
+    Args: train (M, width), test (Q, width), labels numpy; few: (features, labels) that the few-shot probe learns from
+        instead; limits: of head_mid_tail.
+    Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in percent, and the per-class kNN@1.
+    """
+    y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
+    classes, data = np.unique(train_labels), (train, y, test, truth)
+    smallest = int(np.bincount(train_labels)[classes].min())
+    results = {f"knn@{k}": knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
+    if probes:
+        source, shots = ((few[0], torch.from_numpy(few[1])), None) if few else ((train, y), smallest)
+        results["few-shot"] = linear_probe(*source, test, truth, few_shot=shots, seed=seed, per_class=True)
+        results["all"] = linear_probe(*data, seed=seed, per_class=True)
+    metrics, chance = {}, {}
+    for name, result in results.items():
+        overall = {k: v for k, v in result.items() if k != "per_class"}
+        metrics[name] = overall | head_mid_tail(train_labels, result["per_class"], limits)
+        uniform = {"top1": 100 / len(classes), "mean_per_class": 100 / len(classes)}
+        chance[name] = knn_chance(train_labels, test_labels) if name.startswith("knn") else uniform
+    return metrics, chance, results["knn@1"]["per_class"]
+
+
+def class_table(title, metrics, chance):
+    """class_metrics as lines of text, each number beside its chance level."""
+    header = f"{'':<12}{'top-1 (chance)':>20}{'mean per class':>20}{'head':>8}{'mid':>8}{'tail':>8}"
+    lines = [f"{title}: {metrics['images']} images", header]
+    for name in chance:
+        m, c = metrics[name], chance[name]
+        parts = "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail"))
+        lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} "
+                     f"({c['mean_per_class']:5.1f}){parts}")
+    lines.append(few_queries(images=metrics["images"]))
+    return "\n".join(line for line in lines if line)
+
+
+class ClassEvaluator:
+    """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set; {} where it
+    fails, which is reported in .errors. Where the set has no such split: the training features alone. Collective.
+
+    train_features 'augmented': the training images after one crop with 4 pixels of padding and a flip (the TS authors'
+    notebook). sets: of labelled_sets; its split few-shot is what the few-shot probe learns from."""
+
+    def __init__(self, model, transform, sets, device, args):
+        self.model, self.transform, self.sets, self.device, self.args = model, transform, sets, device, args
+        self.train, self.errors = sets["train"], {}
+        if getattr(args, "train_features", "clean") == "augmented":
+            self.train = padded_and_flipped(self.train, args.seed)
+
+    def check(self):
+        """Nothing to open here: the sets are open."""
+
+    def __call__(self, split):
+        name = self.args.dataset
+        try:
+            return tuple({name: part} for part in self._evaluate(split))
+        except (UserError, ValueError, RuntimeError, OSError) as error:
+            self.errors[f"{name}/{split}"] = first_line(error)
+            say(f"evaluation of {name} ({split}) failed and is left out: {first_line(error)}")
+            return {}, {}, {}
+
+    def _evaluate(self, split):
+        args, few = self.args, None
+        how = self.transform, self.device, args.eval_batch, args.workers
+        rows, _, known, _ = encode_images(self.model, self.train, *how)
+        train_labels = np.asarray(self.train.labels)[rows]
+        pieces = {"train_features": known, "train_labels": train_labels}
+        if split not in self.sets:
+            return {}, {}, pieces
+        data = self.sets[split]
+        index, _, features, bad = encode_images(self.model, data, *how)
+        labels = np.asarray(data.labels)[index]
+        if "few-shot" in self.sets:
+            shots, _, some, _ = encode_images(self.model, self.sets["few-shot"], *how)
+            few = some, np.asarray(self.sets["few-shot"].labels)[shots]
+        metrics, chance, per_class = class_metrics(known, train_labels, features, labels, few=few,
+                                                   limits=getattr(args, "shot_limits", None))
+        metrics |= {"images": len(index), "unreadable": len(bad)}
+        pieces |= {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class}
+        return metrics, chance, pieces
+
+
+def padded_and_flipped(data, seed):
+    """The images after one crop with 4 pixels of padding and a flip with probability 1/2, drawn once."""
+    if data.pixels is None:
+        raise UserError("--train-features augmented: for small images in memory (CIFAR); use clean")
+    u = torch.from_numpy(common.uniforms(seed, 0, np.arange(len(data)), 3, stream=9))  # (M, 3)
+    H, W = data.pixels.shape[-2:]
+    padded = F.pad(data.pixels, (4, 4, 4, 4))  # (M, 3, H + 8, W + 8)
+    tops, lefts = (u[:, :2] * 9).long().unbind(1)  # (M,) each
+    crops = [x[..., t:t + H, l:l + W] for x, t, l in zip(padded, tops.tolist(), lefts.tolist())]
+    views = [c.flip(-1) if f < 0.5 else c for c, f in zip(crops, u[:, 2].tolist())]
+    return dataclasses.replace(data, pixels=torch.stack(views))
+
+
+# ======================================================= tasks of eval.py ============================================
+# Each takes a Case (evaluation/case.py) and writes its numbers into case.metrics and case.chance.
+def zero_shot(case):
+    """Top-1/3/5 against class embeddings, both readings: the mean of normalised template embeddings, as CLIP and the
+    CC3M trainer (templates), and the class name alone (names)."""
+    data, (image, _, labels) = case.data, case.labelled("zero-shot")       # (M, D), (M,)
+    if not data.label_names:
+        raise UserError("the set has no class names")
+    names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name carries a blank at its end
+    case.metrics["zero-shot"] = metrics = {"classes": len(names)}
+    by_chance = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
+    case.chance["zero-shot"] = {"templates": by_chance, "names": by_chance}
+    for reading, prompts in (("templates", data.prompts or ["a photo of a {c}."]), ("names", ["{c}"])):
+        texts = case.subject.texts([t.replace("{c}", n) for n in names for t in prompts])          # (C * P, D)
+        embeddings = normalize(texts).view(len(names), len(prompts), -1)                           # (C, P, D)
+        metrics[reading] = zero_shot_accuracy(image, labels, embeddings.mean(1)) | {"prompts": len(prompts)}
+
+
+def knn(case):
+    """Nearest neighbours among the training images, for each k."""
+    (known, known_labels), (_, features, labels) = case.train("knn"), case.labelled("knn")
+    case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # a k that is too large leaves the others
+    limits = case.subject.own.get("shot_limits")                           # the run's many, medium and few
+    for k in case.args.knn_k:
+        result = knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
+        per_class = result.pop("per_class")
+        metrics[f"k={k}"] = result | head_mid_tail(known_labels.numpy(), per_class, limits)
+        chance[f"k={k}"] = knn_chance(known_labels.numpy(), labels.numpy())
+
+
+def probe(case):
+    """Linear classifiers of a few and of all training images."""
+    (known, known_labels), (_, features, labels) = case.train("probe"), case.labelled("probe")
+    classes, sizes = np.unique(known_labels.numpy(), return_counts=True)
+    shots, listed, args = case.args.few_shot or int(sizes.min()), case.few_shot("probe"), case.args
+    if listed:
+        name, few = "few-shot (the run's list)", linear_probe(*listed, features, labels, seed=args.seed)
+    else:
+        name = f"few-shot ({shots} a class)"
+        few = linear_probe(known, known_labels, features, labels, few_shot=shots, seed=args.seed)
+    everything = linear_probe(known, known_labels, features, labels, seed=args.seed)
+    case.metrics["probe"] = {name: few, "all": everything}
+    case.chance["probe"] = {k: {"top1": 100 / len(classes)} for k in case.metrics["probe"]}
+
+
+TASKS = {"zero-shot": zero_shot, "knn": knn, "probe": probe}

@@ -1,0 +1,264 @@
+"""One data set under evaluation by eval.py: what its tasks share, their numbers, and the lines that show them."""
+
+import argparse
+import dataclasses
+import functools
+import os
+from pathlib import Path
+
+import common
+from common import load_model
+from engine.base import UserError, flatten, hub_reason, rank, read_json, say, slug
+from engine.folder import make_folder
+from engine.verify import leave_out, since_training
+
+import numpy as np
+import torch
+
+from encoders.base import CLIP_VIP, STATS
+from evaluation.answers import refuse_untrained
+from evaluation.by_class import TASKS, padded_and_flipped, with_class
+from evaluation.embed import encode_images, encode_texts, few_queries, say_unreadable
+from evaluation.metrics import NotFinite
+from evaluation.retrieval import retrieval_pieces
+from readers.guards import say_part
+from sets.hub import CIFAR_STATS
+from sets.long_tail import labelled_splits
+
+
+class Subject:
+    """What is evaluated: model, tokenizer (None without texts), transform, device; own: the flags of its run, {} for a
+    model by name; folder: where the result goes. Collective."""
+
+    def __init__(self, args):
+        gpu, run = torch.cuda.is_available() and not args.cpu, Path(args.checkpoint)
+        self.args, self.device = args, torch.device("cpu")
+        if gpu:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        model, self.tokenizer, self.transform, self.own = open_model(args)
+        self.model = model.to(self.device)
+        usual = ["qa"] if hasattr(model, "answers") else ["retrieval", "knn", "gap"]
+        args.tasks = args.tasks or usual
+        self.unreadable = read_json(run / "unreadable.json", {}) if self.own else {}
+        self.meta_data = read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt from these
+        beside = run / "eval" if (run / "model.json").is_file() else "runs/eval"
+        self.folder = Path(args.output_dir or beside)
+        make_folder(self.folder, "--output-dir")
+
+    def images(self, data, view=("own", "own"), rows=None):
+        """As embed.encode_images: index (M,), image (M, D), features (M, width), {key: reason}. Collective."""
+        batch, workers = self.args.eval_batch, self.args.workers
+        return encode_images(self.model, data, self._transform(*view), self.device, batch, workers, rows)
+
+    def view(self, task, name):
+        """(resize, name of the statistics) in which a task sees the images of a set; 'own' = as trained."""
+        resize, stats, cifar = self.args.eval_resize, self.args.image_stats, "cifar10"
+        trainer = self.transform.resize == "squash" and task in TASKS and name != self.own.get("dataset")
+        if name.startswith("cifar100"):
+            cifar = "cifar100"
+        if stats == "auto" and trainer:
+            stats = "cifar" if name.startswith("cifar") else "imagenet"
+        if resize == "auto":
+            resize = "crop" if trainer else "own"
+        return resize, {"auto": "own", "cifar": cifar}.get(stats, stats)
+
+    def _transform(self, resize, stats):
+        own = self.transform
+        mean, std = (own.mean, own.std) if stats == "own" else (STATS | CIFAR_STATS)[stats]
+        return common.EvalTransform(own.size, mean, std, own.resize if resize == "own" else resize,
+                                    own.size / own.short)
+
+    def texts(self, texts):
+        """Embeddings (len(texts), D). Collective."""
+        return encode_texts(self.model, self.tokenizer, texts, self.device)
+
+
+class Case:
+    """One data set under evaluation: what its tasks share, and their numbers. Collective.
+
+    Attributes: data; metrics, chance: {task: numbers}."""
+
+    def __init__(self, subject, name, options):
+        self.subject, self.args, self.name, self.options = subject, subject.args, name, options
+        self.sets = None
+        self.metrics, self.chance, self.encoded, self.known = {}, {}, {}, {}
+        args, own = subject.args, subject.own
+        if "imbalance_ratio" in own and name == own["dataset"]:
+            # temperature_schedules.py or its fork: the run's long tail, its held-out images, the classes it counts
+            self.sets = labelled_splits(argparse.Namespace(**own | options))
+        data = self.open(args.split)
+        say_part(data, own.get("dataset"))
+        if data.streamed:
+            raise UserError(f"--split {args.split}: {name} is a stream there; use --split val or test")
+        self.changed = []
+        if own and not rank():
+            self.changed = since_training(args.checkpoint, self.key_of(args.split), data)
+        if args.limit:
+            data = data.select(np.arange(min(args.limit, len(data))), args.split)
+        if data.note:
+            say(f"\n{name} ({args.split}): {data.note}")
+        self.data = data = dataclasses.replace(data, max_captions=args.max_captions or data.max_captions)
+        self.images(next((t for t in args.tasks if t in TASKS or data.has_captions), args.tasks[0]))
+
+    def open(self, split):
+        """That split of the data set, as the run had it: without its meta-data and what --verify-images left out."""
+        data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
+        learnt = set(self.subject.meta_data.get(self.key_of(split), ()))
+        data = data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
+        bad = self.subject.unreadable.get(self.key_of(split))
+        return leave_out(data, bad) if bad else data
+
+    def key_of(self, split):
+        """What data.json, meta_data.json and unreadable.json of the run call a split."""
+        return "train" if split == "train" and self.name == self.subject.own.get("dataset") else f"{self.name} {split}"
+
+    def images(self, task):
+        """index (M,) of the rows that could be read, image (M, D), features (M, width), as this task sees them."""
+        view = self.subject.view(task, self.name)
+        if view not in self.encoded:
+            *found, bad = self.subject.images(self.data, view)
+            if not self.encoded:
+                say_unreadable(self.data, bad)
+                self.metrics |= {"images": len(found[0]), "unreadable": len(bad)}
+                self.metrics |= {"clips": len(found[0])} if common.has_clips(self.data) else {}
+            self.encoded[view] = found
+        if view != ("own", "own"):
+            self.metrics.setdefault("views", {})[task] = dict(zip(("resize", "stats"), view))
+        return self.encoded[view]
+
+    def labelled(self, task):
+        """image (M, D), features (M, width), labels (M,) of the images that have a class."""
+        index, image, features = self.images(task)
+        labels = np.asarray(self.data.labels)[index]
+        known = torch.from_numpy(labels >= 0)
+        if not known.all():
+            self.metrics["without_class"] = int((~known).sum())
+        return image[known], features[known], torch.from_numpy(labels)[known]
+
+    @functools.cached_property
+    def pieces(self):
+        """retrieval_pieces of the set: images and all their captions."""
+        subject, (index, image, _) = self.subject, self.images("retrieval")
+        towers = subject.model, subject.tokenizer
+        pieces = retrieval_pieces(*towers, self.data, index, image, subject.device)
+        self.metrics["captions"] = len(pieces["text"])
+        return pieces
+
+    def check(self, task):
+        """Raises: UserError that says why the set cannot have this task; NotFinite where its numbers mean
+        nothing."""
+        if task in ("retrieval", "gap", "histograms", "mir") and not self.data.has_captions:
+            raise UserError("the set has no captions")
+        if task in TASKS and self.data.labels is None:
+            raise UserError("the set has no labels")
+        if task in TASKS and not len(self.labelled(task)[2]):
+            raise UserError("none of its images has a class")
+        if task in ("knn", "probe") and self.args.split == "train":
+            raise UserError("--split train: each image would be found among the training images")
+        if task == "qa" and not hasattr(self.subject.model, "answers"):
+            raise UserError("the model answers no questions")
+        if task not in ("knn", "probe", "qa"):
+            refuse_untrained(self.subject.model)
+        if task not in ("knn", "probe") and not self.subject.tokenizer:
+            raise UserError("the model has no text encoder")
+        if task in ("gap", "histograms") and not all(self.pieces[k].isfinite().all() for k in ("image", "text")):
+            raise NotFinite("embeddings hold non-finite values")
+
+    def train(self, task):
+        """Features (K, width) and labels (K,) of the training images that have a class, encoded once in each view, as
+        the run itself sees them (--train-features). Raises: UserError without a training set."""
+        view = self.subject.view(task, self.name)
+        if view not in self.known:
+            train = self.open("train")
+            if train.streamed:
+                raise UserError("the training set is a stream: no kNN or probe")
+            if train.label_names != self.data.label_names:
+                raise UserError("train and test name different classes")
+            if self.sets and self.subject.own.get("train_features") == "augmented":
+                train = padded_and_flipped(train, self.subject.own["seed"])
+            self.known[view] = self._features(train, view)
+        return self.known[view]
+
+    def few_shot(self, task):
+        """The same of the images that the run's few-shot probe learns from (--few-shot-file), or None."""
+        listed = self.sets and "few-shot" in self.sets and not self.args.few_shot
+        return self._features(self.sets["few-shot"], self.subject.view(task, self.name)) if listed else None
+
+    def _features(self, data, view):
+        rows, _, features, _ = self.subject.images(data, view)
+        labels = np.asarray(data.labels)[rows]
+        (labels,), (features,) = with_class((labels,), (features,))
+        return features, torch.from_numpy(labels)
+
+    def picture(self, kind):
+        """Path of a picture of this set."""
+        return self.subject.folder / f"{kind}_{slug(self.name)}.{self.args.figures}"
+
+
+def table(name, metrics, chance, tasks):
+    """One data set's result as lines, every number beside its chance level where it has one."""
+    by_chance = flatten(chance)
+    captions = f", {metrics['captions']} captions" if "captions" in metrics else ""
+    unknown = f", {metrics['without_class']} without a class" if "without_class" in metrics else ""
+    clips = "clips" in metrics
+    number = f"{metrics['clips']} clips" if clips else f"{metrics['images']} images"
+    lines = [f"\n{name}: {number}{captions}{unknown}"]
+    for task in tasks:
+        groups = {}
+        for key, value in flatten(metrics.get(task, {})).items() if task != "histograms" else ():
+            group, _, last = key.rpartition("/")
+            groups.setdefault(group, []).append(_cell(last, value, by_chance.get(f"{task}/{key}")))
+        view = metrics.get("views", {}).get(task)
+        if groups and view:
+            lines.append(f"  {task}: images seen as {view['resize']}, statistics {view['stats']}")
+        for group, cells in groups.items():
+            label = f"{task} {group.replace('_', ' ')}".strip()
+            label = label.replace("image", "video") if clips else label
+            lines.append(f"  {label:<26} {'  '.join(cells)}")
+    few = few_queries(texts=metrics.get("captions", 0), images=metrics["images"])
+    return "\n".join(lines + ([f"  {few}"] if few else []))
+
+
+def _cell(name, value, chance):
+    number = f"{value:.2f}" if isinstance(value, float) else f"{value}"
+    return f"{name} {number}" + ("" if chance is None else f" ({chance:.2f})")
+
+
+def open_model(args):
+    """(model, tokenizer, transform, flags of its run): a run folder, a CLIP by name, or a pair by name."""
+    folder = Path(args.checkpoint) if args.checkpoint else None
+    if folder and (folder / "model.json").is_file():
+        own = read_json(folder / "args.json", {})
+        if not own:
+            say(f"WARNING: {folder}: no args.json there; how the run read its data is not known")
+        return *load_model(folder), own
+    if folder and folder.is_dir() and (folder / "checkpoints").is_dir():
+        raise UserError(f"--checkpoint {folder}: this run has not ended (no model.json); continue it with --resume "
+                        f"{folder}")
+    image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
+    if "small" in (image, text):
+        raise UserError("--image-encoder and --text-encoder small have no weights without a run; give --checkpoint "
+                        "RUN_DIR")
+    width, tokenizer = _clip_width(image), common.build_tokenizer(text, 77)
+    spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
+                text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
+                frames=args.frames or 12)
+    torch.manual_seed(args.seed)
+    model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
+    if not width:
+        say("the projections of this pair are random: only its image features (knn, probe) mean anything")
+    return model.eval(), tokenizer, transform, {}
+
+
+def _clip_width(name):
+    """projection_dim of a CLIP by name, also as clip_vip:NAME, else 0."""
+    name = name.removeprefix(CLIP_VIP)
+    if "/" not in name and not Path(name).is_dir():
+        return 0
+    import transformers
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return getattr(config, "projection_dim", 0)
+    except (OSError, ValueError) as error:
+        reason = hub_reason(error)
+        raise UserError(f"--checkpoint {name}: neither a run folder nor a model ({reason})") from error

@@ -1,0 +1,57 @@
+"""Multi-instance retrieval of a data set, as EPIC-KITCHENS-100 scores it (evaluation/metrics.py: mir_metrics)."""
+
+from engine.base import UserError
+
+from evaluation.embed import encode_texts
+from evaluation.metrics import MIR, class_relevancy, mir_chance, mir_metrics, multi_hot, normalize
+
+
+def mir_of(model, tokenizer, pieces, device):
+    """({image_to_text, text_to_image, mAP, nDCG, mAP_binary}, the same for chance) of mir_metrics; ({}, {}) where the
+    set has no relevancies. Collective.
+
+    The texts are the set's own sentences (EPIC-KITCHENS), else the different captions; relevancies then come from the
+    columns verb and noun, or nouns."""
+    data, index, text = pieces["data"], pieces["index"], pieces["text"]
+    if data.sentences is not None:
+        text = encode_texts(model, tokenizer, data.sentences.texts, device)  # (C, D)
+        relevancy = data.sentences.relevancy(data.rows[index])  # (M, C)
+    elif data.column("verb") is not None and data.column("noun") is not None:
+        verb, single = data.column("verb")[index], data.column("noun")[index]  # (M,) each
+        several = data.column("nouns")
+        lists = [[n] for n in single] if several is None else [several[i] for i in index]
+        nouns = multi_hot(lists, 1 + max(max(n) for n in lists))  # (M, K)
+        owner, first = pieces["owner"], {}  # owner (C,)
+        for c, t in enumerate(pieces["texts"]):
+            first.setdefault((t, verb[owner[c]], tuple(sorted(lists[owner[c]]))), c)
+        columns = list(first.values())
+        text, said = text[columns], owner[columns]
+        relevancy = class_relevancy(verb, nouns, verb[said], nouns[said])  # (M, C)
+    else:
+        return {}, {}
+    sim = normalize(pieces["image"]) @ normalize(text).T  # (M, C)
+    names = {"rows": "image_to_text", "columns": "text_to_image"}
+    both = mir_metrics(sim, relevancy), mir_chance(relevancy)
+    metrics, chance = ({names.get(k, k): v for k, v in m.items()} for m in both)
+    return metrics, chance
+
+
+def table_lines(metrics, chance, ways):
+    """mir_of as lines of a table, each number beside its chance level. ways: ((name of a way, how to call it), ...)."""
+    lines = []
+    for label, m, c in (*((label, metrics[name], chance[name]) for name, label in ways), ("both", metrics, chance)):
+        cells = [f"{k} {m[k]:5.1f} ({c[k]:5.1f})" for k in MIR]
+        lines.append(f"{'MIR ' + label:<22}   {'   '.join(cells)}")
+    left_out = metrics["image_to_text"]["no_match"] + metrics["text_to_image"]["no_match"]
+    if left_out:
+        lines.append(f"{'':<22}   queries without an item of relevancy 1, in no mAP: {left_out}")
+    return lines
+
+
+def task(case):
+    """The task mir of eval.py: writes the numbers of a Case (evaluation/case.py) into case.metrics and case.chance."""
+    subject = case.subject
+    metrics, chance = mir_of(subject.model, subject.tokenizer, case.pieces, subject.device)
+    if not metrics:
+        raise UserError("the set has no relevancies (no verb and noun classes)")
+    case.metrics["mir"], case.chance["mir"] = metrics, chance

@@ -1,0 +1,177 @@
+"""Evaluation of a data set by its captions: embeddings of all images and texts, exact ranks both ways, and the table.
+
+Scripts that train on captions evaluate by its Evaluator, eval.py any model. Evaluation by class stands in by_class.py,
+by relevancy in mir.py, of answers in answers.py, the pure numbers in metrics.py.
+"""
+
+import math
+
+import common
+from engine.base import UserError, first_line, plain_words, say
+
+import numpy as np
+import torch
+
+from evaluation.by_class import nearest
+from evaluation.embed import encode_images, encode_texts, few_queries, say_unreadable
+from evaluation.metrics import modality_gap, retrieval_chance, retrieval_metrics
+from evaluation.mir import mir_of, table_lines
+
+
+# ======================================================= evaluation ==================================================
+def positives_table(query_groups, gallery_groups):
+    """(Q, P) long, padded with -1: which gallery items share each query's group."""
+    members = {}
+    for j, g in enumerate(gallery_groups):
+        members.setdefault(int(g), []).append(j)
+    width = max(len(m) for m in members.values())
+    return torch.tensor([(members[int(g)] + [-1] * width)[:width] for g in query_groups])
+
+
+def retrieval_pieces(model, tokenizer, data, index, image, device):
+    """Embed the captions of the encoded images; what retrieval metrics and pictures need. Every caption is a query.
+
+    Returns: dict of image (M, D), text (C, D), owner (C,) row of each caption's image, texts, index (M,) into data,
+        positives both ways."""
+    pairs = [(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]]
+    texts, owner = [c for c, _ in pairs], np.array([k for _, k in pairs])
+    # class names that stand in for captions: each image of the class is meant
+    groups = (data.groups if data.has_captions or data.labels is None else data.labels)[index]  # (M,)
+    text = encode_texts(model, tokenizer, texts, device)
+    return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
+            "positives": positives_table(groups[owner], groups),
+            "positives_of_image": positives_table(groups, groups[owner])}
+
+
+def retrieval_both_ways(pieces, image_bias=None, text_bias=None):
+    """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: R@1/5/10 both ways (TeMo, Table 4).
+
+    image_bias (M,), text_bias (C,): added to the cosines of the items that are ranked (NCL); grouped sets take the
+    maximum over the captions of a clip after that."""
+    image, text, to_image, to_text = (pieces[k] for k in ("image", "text", "positives", "positives_of_image"))
+    groups, ranked = None, len(text)
+    if pieces["data"].grouped:
+        groups, ranked, to_text = torch.from_numpy(pieces["owner"]), len(image), torch.arange(len(image))[:, None]
+    metrics = {"text_to_image": retrieval_metrics(text, image, to_image, image_bias),
+               "image_to_text": retrieval_metrics(image, text, to_text, text_bias, groups)}
+    chance = {"text_to_image": retrieval_chance(to_image, len(image)),
+              "image_to_text": retrieval_chance(to_text, ranked)}
+    for r in (metrics, chance):
+        recalls = [r[way][k] for way in ("text_to_image", "image_to_text") for k in ("R@1", "R@5", "R@10")]
+        r["R-Mean"] = float(np.mean(recalls))
+    return metrics, chance
+
+
+def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0):
+    """Retrieval both ways, modality gap, multi-instance retrieval where there are relevancies, and kNN@1 where there
+    are labels and a training set.
+
+    Returns: metrics, the same keys for chance, and the pieces pictures are drawn from.
+    """
+    index, image, features, bad = encode_images(model, data, transform, device, batch, workers)
+    say_unreadable(data, bad)
+    pieces = retrieval_pieces(model, tokenizer, data, index, image, device)
+    metrics, chance = retrieval_both_ways(pieces)
+    metrics["modality_gap"] = modality_gap(image, pieces["text"])
+    chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
+    found, by_chance = mir_of(model, tokenizer, pieces, device)
+    metrics |= {"mir": found} if found else {}
+    chance |= {"mir": by_chance} if found else {}
+    labelled = train is not None and train.labels is not None and data.labels is not None
+    if labelled and train.label_names == data.label_names:
+        rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
+        metrics["knn@1"], chance["knn@1"] = nearest(known, train.labels[rows], features, data.labels[index])
+    counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
+    if common.has_clips(data):
+        counts["clips"] = len(image)
+    return metrics | counts, chance, pieces
+
+
+SHOWN = ("text_to_image", "image_to_text", "R-Mean", "mir", "knn@1", "modality_gap", "images", "captions", "unreadable",
+         "clips")  # what metrics_table has a place for
+
+
+def metrics_table(title, metrics, chance):
+    """The result as lines of text, each number beside its chance level; a method's own numbers as they come."""
+    keys, it = ["R@1", "R@5", "R@10", "MdR"], "video" if "clips" in metrics else "image"
+    number = f"{metrics['clips']} clips" if "clips" in metrics else f"{metrics['images']} images"
+    lines = [f"{title}: {number}, {metrics['captions']} captions",
+             f"{'':<22}" + "".join(f"{k:>8} (chance)" for k in keys)]
+    ways = (("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))
+    for name, label in ways:
+        cells = [f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys]
+        lines.append(f"{label:<22}" + "".join(cells))
+    if "R-Mean" in metrics:
+        lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
+    if "mir" in metrics:
+        lines += table_lines(metrics["mir"], chance["mir"], ways)
+    if "knn@1" in metrics:
+        m, c = metrics["knn@1"], chance["knn@1"]
+        lines.append(f"{f'kNN@1 ({it})':<22}{m['top1']:8.1f} ({c['top1']:6.1f})  mean per class "
+                     f"{m['mean_per_class']:.1f} ({c['mean_per_class']:.1f})")
+    gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
+    lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
+    for name in (k for k in metrics if k not in SHOWN):  # nested deeper, the method has a table of its own
+        numbers = metrics[name] if isinstance(metrics[name], dict) else {"": metrics[name]}
+        if numbers and all(isinstance(x, (int, float)) for x in numbers.values()):
+            lines.append(f"{name:<22}" + " ".join(f"{k:>8} {x:.3f}" for k, x in numbers.items()))
+    lines.append(few_queries(texts=metrics["captions"], images=metrics["images"]))
+    return "\n".join(line for line in lines if line)
+
+
+def readable(sets):
+    """Raises: UserError where of an evaluation set {name: {split: Data}} no image or no caption is there."""
+    for name, splits in sets.items():
+        for split, data in splits.items():
+            first = range(min(len(data), 100))
+            if all(_why_unreadable(data, i) for i in first):
+                raise UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
+                                f"split can be read, first {data.key(0)}: {_why_unreadable(data, 0)}")
+            if not any(data.captions(i) for i in first):
+                raise UserError(f"--eval-datasets {name}: its {split} split has no captions")
+
+
+def _why_unreadable(data, i):
+    """Why example i cannot be read; "" where it can."""
+    try:
+        data.read(i)
+        return ""
+    except (OSError, ValueError, RuntimeError) as error:
+        if words := plain_words(error):  # any other sample would fail like this one
+            raise UserError(words) from error
+        return first_line(error)
+
+
+class Evaluator:
+    """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set.
+
+    also: function of the pieces -> a method's own metrics. A set that fails is reported in .errors and the others still
+    run. Collective: every process calls it."""
+
+    def __init__(self, model, tokenizer, transform, sets, train, device, args, also=None):
+        self.model, self.tokenizer, self.transform, self.sets, self.device = model, tokenizer, transform, sets, device
+        self.train, self.args, self.also, self.errors = train, args, also, {}
+
+    def check(self):
+        """Before training: every split can be opened, has a readable image and a caption."""
+        readable(self.sets)
+
+    def __call__(self, split):
+        metrics, chance, pieces = {}, {}, {}
+        for name, splits in self.sets.items():
+            if split not in splits:
+                continue
+            train = self.train if self.train.name == name and not self.train.streamed else None
+            try:
+                found, by_chance, piece = self.measure(splits[split], train)
+                found |= self.also(piece) if self.also else {}
+                metrics[name], chance[name], pieces[name] = found, by_chance, piece
+            except (UserError, ValueError, RuntimeError, OSError) as error:
+                self.errors[f"{name}/{split}"] = first_line(error)
+                say(f"evaluation of {name} ({split}) failed and is left out: {first_line(error)}")
+        return metrics, chance, pieces
+
+    def measure(self, data, train):
+        """metrics, chance and pieces of one split."""
+        towers = self.model, self.tokenizer, self.transform
+        return evaluate(*towers, data, self.device, train, self.args.eval_batch, self.args.workers)

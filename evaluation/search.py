@@ -1,0 +1,54 @@
+"""The images of a folder or a set that are nearest to a text: eval.py --query."""
+
+from pathlib import Path
+
+import common
+from engine.base import UserError, rank, say
+
+from evaluation.answers import refuse_untrained
+from evaluation.metrics import normalize
+from figures.base import draw_picture, figure, save_figure, show
+from readers.columns import IMAGE_TYPES
+from readers.guards import check_utf8
+
+
+def search(subject):
+    """The images of --dataset nearest to --query: printed and drawn. Collective."""
+    args = subject.args
+    refuse_untrained(subject.model)
+    if not subject.tokenizer:
+        raise UserError(f"--query: {args.checkpoint} has no text encoder")
+    data = load_images(args.dataset, image_column=args.image_column)
+    index, image, _, bad = subject.images(data, subject.view("retrieval", args.dataset))
+    sim = (normalize(subject.texts([args.query])) @ normalize(image).T)[0]  # (M,)
+    best = sim.topk(min(args.top, len(sim)))
+    rows = [int(index[j]) for j in best.indices.tolist()]
+    hits = [{"key": data.key(i), "cosine": round(c, 4)} for i, c in zip(rows, best.values.tolist())]
+    if rank() == 0:
+        title = f'"{args.query}", {len(sim)} images'
+        draw_picture(subject.folder / f"query.{args.figures}", draw_hits, title, data, rows, hits)
+    say("\n".join(f"{h['cosine']:.4f}  {h['key']}" for h in hits))
+    return {"query": args.query, "dataset": args.dataset, "images": len(sim), "unreadable": len(bad), "hits": hits}
+
+
+def draw_hits(title, data, rows, hits, path):
+    """The images of these rows, nearest first, their cosines above and their names below."""
+    fig, axes = figure(len(hits), width=1.8, height=2.2)
+    for ax, hit, i in zip(axes, hits, rows):
+        show(ax, data, i)
+        ax.set_title(f"cos {hit['cosine']:.2f}", fontsize=9)
+        ax.set_xlabel(Path(hit["key"]).name[-24:], fontsize=7)
+    fig.suptitle(title, fontsize=10)
+    save_figure(fig, path)
+
+
+def load_images(name, image_column=""):
+    """The images of a folder and its subfolders, captions or not, or of the test split of any set; for searching."""
+    path = Path(name).expanduser()
+    if not path.is_dir() or any(path.rglob("*.tar")):
+        return common.load_data(name, "test", image_column=image_column)
+    files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in IMAGE_TYPES)
+    check_utf8(name, path, files)
+    if not files:
+        raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(IMAGE_TYPES)})")
+    return common.Data(name, "all", common.make_table([[""]] * len(files), files, files))

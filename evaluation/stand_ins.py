@@ -1,0 +1,50 @@
+"""Training queries that stand in for those of the test: what eval.py --normalize takes its biases from (NCL)."""
+
+from pathlib import Path
+
+from engine.base import UserError, say
+from engine.checkpoints import TENSORS, latest_checkpoint
+
+import numpy as np
+from safetensors.torch import load_file
+
+
+def stand_ins(case):
+    """(texts (K, D), videos (K, D), gamma) for --normalize: the queues of an NCL run, else embeddings of training
+    examples and of their captions, drawn once; (None, None, gamma) where the test queries alone are asked for.
+
+    Raises: UserError where there are no such queries."""
+    subject, args = case.subject, case.args
+    file, split = Path(args.checkpoint) / "queues.safetensors", args.queue_split.replace("run", "train")
+    queues = load_file(file) if args.checkpoint and file.is_file() else {}
+    gamma = args.gamma or (queues["gamma"].item() if queues else _gamma(subject))
+    if queues and case.name == subject.own.get("dataset") and args.queue_split == "run":
+        texts, videos = queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:]
+        where = "the run's queue"
+    elif args.normalize == "oracle":
+        return None, None, gamma
+    else:                                                                  # other sets have their own queries
+        train = case.open(split)
+        if train.streamed:
+            raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
+        index, videos, _, _ = subject.images(train, subject.view("retrieval", case.name), _some(len(train), args))
+        captions = [c for i in index for c in train.captions(i)]
+        texts, where = subject.texts([captions[k] for k in _some(len(captions), args)]), f"its {split} split"
+    if not len(texts) and args.normalize == "queue":
+        raise UserError(f"--normalize queue: no queries in {where}")
+    say(f"{case.name}: --normalize queue: {len(texts):,} texts and {len(videos):,} items of {where}, gamma {gamma:.3g}")
+    return texts, videos, gamma
+
+
+def _gamma(subject):
+    """The temperature of the run: the learnt one, else its --tau."""
+    last = latest_checkpoint(subject.args.checkpoint) if subject.own.get("learnable_tau") else None
+    learnt = load_file(last / TENSORS).get("own/tau.log_tau") if last and (last / TENSORS).exists() else None
+    if last and (last / "extra.safetensors").exists():  # an ended run of an earlier version
+        learnt = load_file(last / "extra.safetensors").get("tau.log_tau")
+    return (subject.own.get("tau") or 0.01) if learnt is None else learnt.exp().item()
+
+
+def _some(n, args):
+    """At most --queue-size of n rows, drawn once, in order."""
+    return np.sort(np.random.default_rng(args.seed).permutation(n)[:args.queue_size])

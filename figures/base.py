@@ -1,0 +1,352 @@
+"""Pictures of runs and evaluations, made to be shown: whole titles, whole steps, no empty panel, text as it is.
+
+    fig, (left, right) = figures.figure(2)
+    left.plot(steps, loss)
+    right.plot(steps, tau)
+    figures.save_figure(fig, folder / "mine.png")      # or .pdf
+
+Pieces are what `retrieval_pieces` returns: image (M, D), text (C, D), owner (C,) row of each caption's image,
+texts (C captions), index (M,) into data, positives (C, P), data.
+"""
+
+import contextlib
+import math
+import textwrap
+import warnings
+
+from engine.base import first_line, say
+
+import numpy as np
+import torch
+
+from evaluation.metrics import normalize
+
+
+def draw_picture(path, function, *args, **options):
+    """Draw one picture, function(*args, path, **options); one that fails is left out, named."""
+    try:
+        function(*args, path, **options)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # half a picture says less than none
+        say(f"{path.name} cannot be drawn and is left out: {type(error).__name__}: {first_line(error)}")
+
+
+GREEN, GREY = "tab:green", "lightgrey"
+DASHES = ("-", (0, (4, 2)), (0, (1, 1)), (0, (4, 1.5, 1, 1.5)))
+MARKERS = "os^D"
+
+
+# ======================================================= any figure ==================================================
+def figure(columns, rows=1, width=4.6, height=3.2, panels=0):
+    """A matplotlib figure without a display: (fig, flat array of axes).
+
+    Args: columns, rows: of the grid; width, height: of one panel in inches; panels: how many of the grid's places are
+        used, 0 = all; those of a last row that is not full are wider.
+    """
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    rest = (panels or rows * columns) - (rows - 1) * columns     # panels of the last row
+    units = math.lcm(columns, max(1, rest))                      # a panel spans units / (panels of its row)
+    grid = fig.add_gridspec(rows, units)
+    axes = []
+    for row in range(rows):
+        in_row = rest if row == rows - 1 else columns
+        for k in range(in_row):
+            axes.append(fig.add_subplot(grid[row, k * units // in_row:(k + 1) * units // in_row]))
+            axes[-1].spines[["top", "right"]].set_visible(False)
+    return fig, np.array(axes, dtype=object)
+
+
+def save_figure(fig, path):
+    """Write a picture as .png or .pdf: a panel without data says so, no '$' is read as TeX, titles fit their room."""
+    from matplotlib import rc_context
+
+    panels = {}  # axes of one place: a panel and what a script drew over it with twinx
+    for ax in fig.axes:
+        panels.setdefault(ax.get_subplotspec() or ax, []).append(ax)
+    for axes in panels.values():
+        if axes[0].axison and not any(_has_data(ax) for ax in axes):
+            _say_no_data(axes)
+    for text in _written(fig):
+        text.set_parse_math(False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a letter the font lacks is a box, not a line each
+        fig.draw_without_rendering()  # places the panels, so that the room for their titles is known
+        for ax in fig.axes:
+            _fit_labels(ax)
+        if fig.get_suptitle():
+            _fit(fig._suptitle, fig.bbox.width)
+        with rc_context({"pdf.fonttype": 42}):  # letters stay letters: journals refuse matplotlib's usual Type 3
+            fig.savefig(path, dpi=110)
+
+
+def line_style(k, lines):
+    """Keywords of `plot` for line k of so many; later ones are thinner and broken, so that none is hidden."""
+    return {"ls": DASHES[k % len(DASHES)], "lw": 1.5 + 0.6 * min(3, lines - 1 - k)}
+
+
+def marker_style(k, lines):
+    """Keywords of `plot` for the points of line k of so many; later ones are smaller, as in `line_style`."""
+    return {"marker": MARKERS[k % len(MARKERS)], "ms": 3 + 2 * min(3, lines - 1 - k)}
+
+
+def whole_ticks(ax):
+    """Ticks of the x axis at whole numbers only: steps, samples, epochs (5k = 5,000)."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _has_data(ax):
+    points = any(np.isfinite(np.asarray(line.get_ydata(orig=False), dtype=float)).any() for line in ax.lines)
+    scattered = any(len(c.get_offsets()) for c in ax.collections)
+    return bool(points or scattered or ax.images or ax.patches or ax.texts)
+
+
+def _say_no_data(axes):
+    first, *over = axes
+    for ax in over:
+        ax.set_axis_off()
+    if first.get_legend():
+        first.get_legend().remove()
+    first.xaxis.set_visible(False)
+    first.yaxis.set_visible(False)
+    first.spines[:].set_visible(False)
+    first.text(0.5, 0.5, "no data", ha="center", va="center", color="grey", transform=first.transAxes)
+
+
+def _written(fig):
+    """All texts but the numbers at the ticks, which matplotlib itself writes with '$' on logarithmic axes."""
+    for ax in fig.axes:
+        yield from (ax.title, ax.xaxis.label, ax.yaxis.label, *ax.texts)
+        if ax.get_legend():
+            yield from ax.get_legend().get_texts()
+    if fig.get_suptitle():
+        yield fig._suptitle
+
+
+def _fit_labels(ax):
+    place, width, height = ax.get_subplotspec(), *ax.figure.bbox.size
+    columns, rows = 1, 1
+    if place:
+        grid = place.get_gridspec()
+        columns, rows = grid.ncols / len(place.colspan), grid.nrows / len(place.rowspan)
+    middle = ax.bbox.x0 + ax.bbox.width / 2
+    room = min(width / columns, 2 * middle, 2 * (width - middle))  # neither into the neighbour nor over the border
+    _fit(ax.title, room)
+    _fit(ax.xaxis.label, room)
+    if ax.yaxis.label.get_rotation() == 90:
+        _fit(ax.yaxis.label, height / rows, side="height", lines=2)
+
+
+def _fit(text, room, side="width", lines=3):
+    """Break a text at its words into at most so many lines, then make it smaller, until it takes `room` pixels."""
+    def size():
+        return getattr(text.get_window_extent(), side)
+
+    room, words = room - 12, text.get_text()  # some air on both sides
+    if not words.strip() or size() <= room:
+        return
+    if "\n" not in words:
+        for n in range(2, lines + 1):
+            text.set_text("\n".join(textwrap.wrap(words, math.ceil(1.1 * len(words) / n), break_long_words=False)))
+            if size() <= room:
+                return
+    text.set_fontsize(text.get_fontsize() * room / size())
+
+
+# ======================================================= curves ======================================================
+def draw_curves(log, panels, path, x="step"):
+    """Logged numbers against optimiser steps or samples seen, one panel each.
+
+    Args: log: has column(name, x) -> (xs, values); panels: list of (title, y label, {legend: column of the log});
+        x: step or samples_seen.
+    """
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    fig, axes = figure(columns, math.ceil(len(panels) / columns), panels=len(panels))
+    for ax, (title, label, lines) in zip(axes, panels, strict=True):
+        for k, (legend, name) in enumerate(lines.items()):
+            at, values = log.column(name, x)
+            points = marker_style(k, len(lines)) if len(at) < 12 else {}
+            if at:
+                ax.plot(at, values, label=legend, color=f"C{k}", **line_style(k, len(lines)), **points)
+        ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)
+        whole_ticks(ax)
+        if len(lines) > 1 and ax.lines:
+            ax.legend(frameon=False, fontsize=8, handlelength=2.8)
+    save_figure(fig, path)
+
+
+# ======================================================= examples ====================================================
+def picture(data, i, frames=4):
+    """(H, W, 3) uint8 of example i to look at: the image, or up to `frames` frames side by side.
+
+    Raises: OSError, ValueError when it cannot be read.
+    """
+    x = data.read(i)                                             # (3, H, W), (T, 3, H, W) or features (T, F)
+    if x.ndim == 2:                                              # features: their first columns in grey
+        grey = 255 * (x[:, :4 * len(x)] - x.min()) / (x.max() - x.min()).clamp(min=1e-9)  # (T, up to 4 T)
+        return grey.byte()[..., None].expand(-1, -1, 3).numpy()
+    if x.ndim == 4:
+        some = np.linspace(0, len(x) - 1, min(frames, len(x))).round().astype(int)
+        x = torch.cat([x[k] for k in some], -1)                  # (3, H, frames * W)
+    return x.permute(1, 2, 0).numpy()
+
+
+def show(ax, data, i, colour=GREY, width=1):
+    """Example i in a panel of its own, with a frame around it and no ticks."""
+    pixels = picture(data, i)
+    every = max(1, min(pixels.shape[:2]) // 256)                 # a photograph of 12 megapixels is a stamp here
+    ax.imshow(pixels[::every, ::every])
+    ax.set(xticks=[], yticks=[])
+    for spine in ax.spines.values():
+        spine.set(visible=True, color=colour, linewidth=width)
+
+
+def draw_retrieval(pieces, path, queries=8, top=5, bias=None):
+    """Queries with their first images or strips of frames, by rank; a green frame marks a right one.
+
+    Args: pieces: see the top; queries: how many, drawn with a fixed seed; bias (M,): as in common.retrieval_metrics.
+    """
+    owner, data, index = pieces["owner"], pieces["data"], pieces["index"]
+    rng = np.random.default_rng(0)
+    items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
+    rows = [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
+    name = f"{data.name} ({data.split}): text -> {_kind(data, index)}"
+    if not rows:
+        return _nothing(name, path)
+    sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
+    sim = sim if bias is None else sim + bias
+    best = sim.topk(min(top, sim.shape[1]), dim=1)               # (q, top)
+    columns = best.indices.shape[1]
+    width, height = cell(data, index)
+    fig, axes = figure(columns, len(rows), width, height)
+    fig.set_figwidth(columns * width + 1.6)                      # the captions stand on the left
+    axes = axes.reshape(len(rows), columns)
+    for r, row in enumerate(rows):
+        right = set(pieces["positives"][row].tolist())
+        words = "\n".join(wrap(pieces["texts"][row], 18))
+        axes[r, 0].set_ylabel(words, rotation=0, ha="right", va="center", fontsize=9, labelpad=8)
+        for c, j in enumerate(best.indices[r].tolist()):
+            colour, line = (GREEN, 3) if j in right else (GREY, 1)
+            show(axes[r, c], data, int(index[j]), colour, line)
+            axes[r, c].set_xlabel(f"{best.values[r, c]:.2f}", fontsize=8, labelpad=2)
+    for c in range(columns):
+        axes[0, c].set_title(f"rank {c + 1}", fontsize=9)
+    below = "cosine" if bias is None else "adjusted similarity"
+    fig.suptitle(f"{name}, first {columns} of {len(pieces['image'])}; green = right, {below} below", fontsize=10)
+    save_figure(fig, path)
+
+
+def draw_pairs(pieces, path, n=6):
+    """The pairs with the lowest and the highest cosine, as pictures with their captions."""
+    image_of_text = pieces["image"][pieces["owner"]]             # (C, D)
+    sim = (normalize(pieces["text"]) * normalize(image_of_text)).sum(1)  # (C,)
+    order, data = sim.argsort().tolist(), pieces["data"]
+    name = f"{data.name} ({data.split}): positive pairs"
+    if not order:
+        return _nothing(name, path)
+    n = min(n, len(order) // 2) or 1
+    width, height = cell(data, pieces["index"])
+    fig, axes = figure(n, 2, width=width + 0.3, height=height + 0.9)
+    for ax, row in zip(axes, order[:n] + order[-n:][::-1], strict=True):
+        show(ax, data, int(pieces["index"][pieces["owner"][row]]))
+        ax.set_title(f"cos {sim[row]:.2f}", fontsize=9)
+        ax.set_xlabel("\n".join(wrap(pieces["texts"][row], 20)), fontsize=8)
+    axes[0].set_ylabel("lowest", fontsize=9)
+    axes[n].set_ylabel("highest", fontsize=9)
+    fig.suptitle(f"{name} with the lowest (top) and highest (bottom) cosine", fontsize=9)
+    save_figure(fig, path)
+
+
+def draw_answers(pieces, path, each=4):
+    """Questions with the answer given, below it the right one where that is another; green frames are right.
+
+    Args: pieces: of evaluation/answers.py; each: how many right ones and how many wrong ones, drawn with a fixed seed.
+    """
+    data, index, hits = pieces["data"], pieces["index"], np.asarray(pieces["hits"])
+    order = np.random.default_rng(0).permutation(len(index))
+    rows = [r for hit in (True, False) for r in order[hits[order] == hit][:each]]
+    width, height = cell(data, index)
+    columns = min(each, len(rows))
+    fig, axes = figure(columns, math.ceil(len(rows) / columns), max(2.6, width), height + 0.7, panels=len(rows))
+    for ax, r in zip(axes, rows, strict=True):
+        show(ax, data, int(index[r]), *((GREEN, 3) if hits[r] else (GREY, 1)))
+        question, answer = (data.column(c)[int(index[r])] for c in ("question", "answer"))
+        ax.set_title("\n".join(wrap(question, 34)), fontsize=8)
+        given = [f"right: {answer}"] if hits[r] else [f"given: {pieces['given'][r]}", f"right: {answer}"]
+        ax.set_xlabel("\n".join(line for words in given for line in wrap(words, 34)), fontsize=8)
+    fig.suptitle(f"{data.name} ({data.split}): answers, {100 * hits.mean():.1f} % of {len(hits)} right", fontsize=10)
+    save_figure(fig, path)
+
+
+def _kind(data, index):
+    return "video" if len(index) and data.read(int(index[0])).ndim != 3 else "image"
+
+
+def cell(data, index):
+    """Width and height in inches of a panel for this set's pictures, by the first of them."""
+    high, wide = picture(data, int(index[0])).shape[:2]
+    return min(3.2, 1.5 * max(1, wide / high)), 1.5 if wide < 2 * high else 1.1
+
+
+def _nothing(title, path):
+    fig, axes = figure(1)
+    axes[0].set_title(title, fontsize=10)
+    save_figure(fig, path)
+
+
+def wrap(text, width):
+    """A text as at most three lines of about `width` letters; one empty line where there is none."""
+    return textwrap.wrap(text, width, max_lines=3, placeholder=" ...") or [""]
+
+
+# ======================================================= histograms ==================================================
+def similarity_histograms(pieces, bins=60):
+    """Densities of the cosine of positive and negative pairs over -1..1, JSON-able: {edges, positive, negative}.
+
+    At most 2,000 images against their captions.
+    """
+    image, text = normalize(pieces["image"][:2000]), normalize(pieces["text"])  # (m, D), (C, D)
+    keep = [k for k, o in enumerate(pieces["owner"]) if o < len(image)]
+    sim = text[keep] @ image.T                                   # (c, m)
+    mask = torch.zeros(len(keep), len(image), dtype=torch.bool)  # (c, m) True on positives
+    for r, k in enumerate(keep):
+        mask[r, [j for j in pieces["positives"][k].tolist() if 0 <= j < len(image)]] = True
+    edges = np.linspace(-1, 1, bins + 1)
+
+    def density(x):
+        return (np.histogram(x.numpy(), edges)[0] / max(1, x.numel()) * bins / 2).tolist()
+
+    return {"edges": edges.tolist(), "positive": density(sim[mask]), "negative": density(sim[~mask])}
+
+
+def draw_histograms(stages, path, title):
+    """stages: {name: similarity_histograms(...)}, say before and after training; negatives left, positives right."""
+    from matplotlib.colors import to_rgba
+
+    fig, axes = figure(2)
+    for ax, kind in zip(axes, ("negative", "positive"), strict=True):
+        for k, (name, h) in enumerate(stages.items()):
+            if any(h[kind]):
+                ax.stairs(h[kind], h["edges"], label=name, fill=True, facecolor=to_rgba(f"C{k}", 0.35),
+                          edgecolor=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
+        ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density", xlim=_mass(stages))
+        if ax.patches:
+            ax.legend(frameon=False, fontsize=8)
+    fig.suptitle(title, fontsize=10)
+    save_figure(fig, path)
+
+
+def _mass(stages):
+    """The part of the cosine axis, the same for both panels, in which any stage has pairs."""
+    used = [(low, high) for h in stages.values() for kind in ("negative", "positive")
+            for low, high, density in zip(h["edges"], h["edges"][1:], h[kind], strict=False) if density]
+    if not used:
+        return -1, 1
+    low, high = min(u[0] for u in used), max(u[1] for u in used)
+    air = 0.08 * (high - low)
+    return low - air, high + air

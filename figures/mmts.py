@@ -1,0 +1,135 @@
+"""Pictures of MM-TS: what clusters get over a run (Figs. 3, 5, 8 to 11), and the clusters (Figs. 4, 6, 7)."""
+
+from common import has_clips
+from engine.base import slug
+
+import numpy as np
+
+from figures.base import cell, draw_curves, draw_retrieval, figure, line_style, save_figure, show, whole_ticks, wrap
+
+
+def draw_cluster_curves(steps, swing, center, sizes, path, title, label, lines=5):
+    """The value of a few clusters over a run, from the largest to the smallest.
+
+    Args: steps, swing (S,): what all clusters add at each step; center, sizes (K,): largest first; label: of the value.
+    """
+    fig, (ax,) = figure(1, width=6.4, height=3.6)
+    shown = np.unique(np.linspace(sizes[0], sizes[-1], lines).round())[::-1]  # even in size, as the value is
+    shown = np.unique([np.abs(sizes - s).argmin() for s in shown])
+    for k, c in enumerate(shown):
+        ax.plot(steps, center[c] + swing, label=f"{sizes[c]:,}", color=f"C{k}", **line_style(k, len(shown)))
+    ax.set(title=title, xlabel="step", ylabel=label)
+    ax.set_ylim(*_with_air(min(0, (center.min() + swing.min())), center.max() + swing.max()))
+    whole_ticks(ax)
+    ax.legend(title="cluster size", frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    save_figure(fig, path)
+
+
+def draw_distribution(sizes, center, swing, path, title, label):
+    """Sizes of clusters, largest first, and beside them each cluster's value and how far it swings.
+
+    Args: sizes, center (K,); swing: (lowest, highest) that the schedule adds; label: of the value."""
+    fig, (left, right) = figure(2)
+    x = np.arange(1, len(sizes) + 1)
+    left.bar(x, sizes, width=1.0)
+    left.set(title="how many captions or examples", xlabel="cluster, largest first", ylabel="size")
+    right.fill_between(x, center + swing[0], center + swing[1], step="mid", color="C1", alpha=0.3, lw=0,
+                       label="range over the run")
+    right.step(x, center, where="mid", color="C1", label="middle")
+    right.set(title=f"{label} of each", xlabel="cluster, largest first", ylabel=label)
+    right.set_ylim(*_with_air(min(0, (center + swing[0]).min()), (center + swing[1]).max()))
+    right.legend(frameon=False, fontsize=8)
+    for ax in (left, right):
+        whole_ticks(ax)
+    fig.suptitle(title, fontsize=10)
+    save_figure(fig, path)
+
+
+def draw_map(embeddings, labels, path, title):
+    """Embeddings (n, D) in the plane by t-SNE, coloured by their clusters, labels (n,)."""
+    from sklearn.manifold import TSNE
+
+    fig, (ax,) = figure(1, width=5.5, height=5)
+    plane = TSNE(perplexity=min(30, max(1, len(embeddings) // 4)), init="pca", random_state=0,
+                 metric="cosine").fit_transform(np.asarray(embeddings, np.float64))  # (n, 2)
+    ax.scatter(*plane.T, c=labels * 7 % 20, cmap="tab20", s=8)
+    below = f"{len(plane):,} points of {len(set(labels.tolist()))} clusters; a colour serves several"
+    ax.set(title=title, xticks=[], yticks=[], xlabel=below)
+    save_figure(fig, path)
+
+
+def draw_clusters(data, examples, path, title):
+    """Pictures and captions from the largest, a middle and the smallest cluster.
+
+    Args: examples: list of {size, captions, rows}, largest cluster first; rows: of data."""
+    shown = [examples[k] for k in sorted({0, len(examples) // 2, len(examples) - 1})]
+    shown = [e for e in shown if e["rows"]]
+    columns = max(len(e["rows"]) for e in shown)
+    width, height = cell(data, shown[0]["rows"])
+    fig, axes = figure(columns, len(shown), width=width + 0.3, height=height + 0.55)
+    axes = axes.reshape(len(shown), columns)
+    for row, e in zip(axes, shown, strict=True):
+        for k, ax in enumerate(row):
+            if k >= len(e["rows"]):
+                ax.set_axis_off()
+                continue
+            show(ax, data, e["rows"][k])
+            ax.set_xlabel("\n".join(wrap(e["captions"][k], 22)), fontsize=7)
+        row[0].set_ylabel(f"{e['size']:,}", fontsize=9)
+    fig.suptitle(f"{title}: clusters by size", fontsize=10)
+    save_figure(fig, path)
+
+
+def _with_air(low, high):
+    air = 0.05 * (high - low) or 1
+    return low - air * (low < 0), high + air
+
+
+def draw(run, clusters, shifts, period, curve):
+    """The pictures of a run: curves, retrieval, and the paper's Figures 3 to 11 from its own clusters.
+
+    shifts (K + 1,) or (1,): of the clusters, or one for all; curve: step -> what the schedule adds to them, the
+    script's own function."""
+    args, log = run.args, run.log
+    word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
+    run.picture("curves.png", draw_curves, log, [
+        ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
+        (f"{long_word} of the batch", word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}),
+        ("learning rate", "lr", {"lr": "lr"}),
+        ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
+        ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
+        ("speed", "samples per second", {"all processes": "samples_per_s"})])
+    for name, pieces in run.val_pieces.items():
+        suffix = "" if name == next(iter(run.val_pieces)) else f"_{slug(name)}"
+        it = "video" if has_clips(pieces["data"]) else "image"
+        ways = {f"text -> {it}": "text_to_image", f"{it} -> text": "image_to_text"}
+        recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
+        thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}
+        scores = {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}
+        mir = [("multi-instance retrieval, val", "%", scores)] if log.column(scores["mAP"])[0] else []
+        run.picture(f"evaluation{suffix}.png", draw_curves, log, [
+            ("retrieval, val", "%", recalls), *mir,
+            ("by the size of the query's cluster, val", f"R@1, text -> {it}, %", thirds),
+            ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})])
+    for name, pieces in run.test_pieces.items():
+        suffix = "" if name == next(iter(run.test_pieces)) else f"_{slug(name)}"
+        run.picture(f"retrieval{suffix}.png", draw_retrieval, pieces)
+    if clusters is None:
+        return
+    source = f"{args.dataset}, {args.clusters}"
+    if not args.learnable_tau:                                             # which no cluster has a part in
+        points = min(run.total, max(1000, round(20 * run.total / period)))  # 20 a period, where there are so many
+        steps = np.unique(np.linspace(0, run.total, points + 1).round())
+        swing = np.array([curve(t) for t in steps])   # (S,)
+        center = shifts[:-1] if args.shifts else shifts.expand(len(clusters.sizes))             # (K,)
+        sizes = clusters.sizes.numpy()
+        run.picture("temperatures.png", draw_cluster_curves, steps, swing, center.numpy(), sizes,
+                    title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
+        run.picture("distribution.png", draw_distribution, sizes, center.numpy(), (swing.min(), swing.max()),
+                    title=f"{source}: {len(center)} clusters (Figs. 5, 8 to 11)", label=word)
+    if "sample" in clusters.tensors:
+        run.picture("tsne.png", draw_map, clusters.tensors["sample"].numpy(),
+                    clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
+    if not run.train.streamed:
+        run.picture("clusters.png", draw_clusters, run.train, clusters.meta["examples"],
+                    title=f"{source} (Fig. 6)")

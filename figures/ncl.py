@@ -1,0 +1,140 @@
+"""Pictures of NCL: errors, mistakes and queues under its biases (Figs. 2, 3, 5), both modalities (Figs. 7, 8)."""
+
+from engine.base import slug
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from evaluation.metrics import normalization_error, normalize
+from evaluation.retrieval import retrieval_both_ways
+from figures.base import draw_curves, draw_retrieval, figure, line_style, marker_style, save_figure
+
+
+def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
+    """Figs. 2, 3 and 5: errors, wrong answers by the probability that an item collects, R@1 by the size of the queue.
+
+    Args: pieces: with their biases, as normalized_retrieval gives them.   queues: {texts, videos}: (K, D) or empty.
+        biases_of: ncl.py's retrieval_biases.
+    """
+    image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
+    sim, biases = text @ image.T, pieces["biases"]                         # (C, M)
+    fig, axes = figure(3, 2, panels=5 if len(queues["texts"]) else 4)
+    draw_errors(axes[0], sim, biases, gamma)
+    for k, (mode, (b, _)) in enumerate(biases.items()):
+        share = F.softmax((sim + b) / gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]    # (M,) 1 = fair
+        line, points = line_style(k, len(biases)), marker_style(k, len(biases))
+        for ax, rates in zip(axes[1:3], mistakes(sim + b, pieces["positives"])):
+            bins = np.digitize(share.numpy(), [0.25, 0.5, 0.75, 1.25, 1.5, 2, 3])
+            at = [i for i in range(8) if (bins == i).any()]
+            ax.plot(at, [100 * rates[bins == i].mean() for i in at], label=mode, **line, **points)
+        axes[3].plot(np.sort(share.numpy())[::-1], label=mode, **line)
+    for ax, title in ((axes[1], "false negatives (Fig. 3)"), (axes[2], "false positives (Fig. 3)")):
+        ax.set(title=title, xlabel="sum of the probabilities of a video", ylabel="% of the queries", xticks=range(8))
+        ax.set_xticklabels(["<.25", "-.5", "-.75", "-1.25", "-1.5", "-2", "-3", ">3"], fontsize=7)
+    axes[3].set(yscale="log", title="what each video collects", xlabel="video, most first",
+                ylabel="sum of probabilities, 1 = fair")
+    if len(queues["texts"]):
+        draw_queue_sizes(axes[4], pieces, gamma, iterations, queues, biases_of)
+    for ax in axes:
+        ax.legend(frameon=False, fontsize=7)
+    data = pieces["data"]
+    fig.suptitle(f"{data.name} ({data.split}): {len(image)} items, {len(text)} texts, gamma {gamma:.3g}", fontsize=10)
+    save_figure(fig, path)
+
+
+def draw_errors(ax, sim, biases, gamma):
+    """Fig. 2: the normalisation error of both directions under each normalisation; sim (C, M)."""
+    for shift, label, s, side in ((-0.2, "text -> video", sim, 0), (0.2, "video -> text", sim.T, 1)):
+        values = [normalization_error(s + b[side], gamma) for b in biases.values()]
+        ax.bar(np.arange(len(values)) + shift, values, 0.4, label=label)
+    ax.set(title="normalisation error (Fig. 2)", ylabel="mean |1 - sum P|", xticks=range(len(biases)),
+           xticklabels=list(biases))
+
+
+def mistakes(sim, positives):
+    """For each item: (M,) part of its own queries that do not find it first, (M,) part of the others that do.
+
+    Args: sim (C, M): similarities, biases added.   positives (C, P): right items of each query, padded with -1.
+    """
+    right = torch.zeros(sim.shape, dtype=torch.bool)                       # (C, M)
+    query, place = (positives >= 0).nonzero(as_tuple=True)
+    right[query, positives[query, place]] = True
+    hit = F.one_hot(sim.argmax(1), sim.shape[1]).bool()                    # (C, M) retrieved first
+    missed = 1 - (hit & right).sum(0) / right.sum(0).clamp(min=1)          # (M,)
+    wrong = (hit & ~right).sum(0) / (~right).sum(0).clamp(min=1)           # (M,)
+    return missed.numpy(), wrong.numpy()
+
+
+def draw_queue_sizes(ax, pieces, gamma, iterations, queues, biases_of):
+    """Fig. 5: R@1 with the last 16, 32, ... queries of the queues; dotted, without."""
+    kept = len(queues["texts"])
+    sizes, found = sorted({min(kept, 2**k) for k in range(4, 20)}), []
+    for size in sizes:
+        biases = (biases_of(pieces["image"], queues["texts"][-size:], gamma, iterations),
+                  biases_of(pieces["text"], queues["videos"][-size:], gamma, iterations))
+        found.append(retrieval_both_ways(pieces, *biases)[0])
+    plain = retrieval_both_ways(pieces)[0]
+    for k, (way, label) in enumerate((("text_to_image", "text -> video"), ("image_to_text", "video -> text"))):
+        ax.plot(sizes, [f[way]["R@1"] for f in found], marker="o", ms=3, label=label, color=f"C{k}")
+        ax.axhline(plain[way]["R@1"], ls=":", color=f"C{k}", label=f"{label}, no queue")
+    ax.set(xscale="log", title="R@1 by queue size (Fig. 5)", xlabel="training queries in the queue", ylabel="R@1, %")
+
+
+def draw_modalities(before, pieces, path):
+    """Figs. 7 and 8: both modalities in the plane, and mean cosines inside and between them, before and after training.
+
+    Args: before: {text (n, D), image (k, D)} of the start, or empty.   pieces: of the end.
+    """
+    stages = {"before": before} if before else {}
+    stages["after"] = {k: pieces[k][:500] for k in ("text", "image")}
+    fig, axes = figure(len(stages) + 1)
+    for (stage, e), ax, shift in zip(stages.items(), axes, (-0.2, 0.2)):
+        text, image = normalize(e["text"]), normalize(e["image"])                        # (n, D), (k, D)
+        both = torch.cat([text, image])                                    # (n + k, D)
+        both = both - both.mean(0)
+        plane = both @ torch.linalg.svd(both, full_matrices=False)[2][:2].T             # (n + k, 2)
+        ax.scatter(*plane[:len(text)].T.numpy(), s=5, label="texts")
+        ax.scatter(*plane[len(text):].T.numpy(), s=5, label="videos")
+        ax.set(title=f"{stage} training (Fig. 7, PCA)", xlabel="first direction", ylabel="second")
+        cosines = [mean_of_others(text @ text.T), mean_of_others(image @ image.T), (text @ image.T).mean().item()]
+        axes[-1].bar(np.arange(3) + shift * (len(stages) - 1), cosines, 0.4, label=stage)
+    axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=["text-text", "video-video", "text-video"])
+    for ax in axes:
+        ax.legend(frameon=False, fontsize=8)
+    fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split})", fontsize=10)
+    save_figure(fig, path)
+
+
+def mean_of_others(sim):
+    """Mean of a square matrix without its diagonal, a float."""
+    return sim[~torch.eye(len(sim), dtype=torch.bool)].mean().item()
+
+
+def draw(run, retrieval_biases):
+    """The pictures of a run: curves, retrieval, the paper's Figures 2, 3 and 5 of each test set, 7 and 8 of val.
+
+    retrieval_biases: the script's own function, as its evaluation uses it."""
+    args, log = run.args, run.log
+    queues = load_file(run.folder / "queues.safetensors")
+    before = load_file(run.folder / "embeddings_before.safetensors")
+    val = run.val_pieces or run.test_pieces
+    ways = {"t->v": "text_to_image", "v->t": "image_to_text"}
+    recalls = {f"{way}, {mode}": f"eval/{next(iter(val), '')}/normalize/{mode}/{key}/R@1"
+               for way, key in ways.items() for mode in ("none", "queue")}
+    run.picture("curves.png", draw_curves, log, [
+        ("loss", "loss", {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t"}),
+        ("temperature", "gamma", {"gamma": "tau"}), ("learning rate", "lr", {"lr": "lr"}),
+        ("normalisation error, batch", "mean |1 - sum P|",
+         {"as it is": "error", f"{args.iterations} rounds": "error_normalized"}),
+        ("cosine", "mean over the batch", {"pairs": "pos_cos", "others": "neg_cos"}),
+        ("retrieval, val", "R@1, %", recalls)])
+    for name, pieces in run.test_pieces.items():
+        suffix = "" if name == next(iter(run.test_pieces)) else f"_{slug(name)}"
+        run.picture(f"normalization{suffix}.png", draw_normalization, pieces, queues["gamma"].item(),
+                    args.iterations, queues, retrieval_biases)
+        start = {k: before[f"{name}/{k}"] for k in ("text", "image") if f"{name}/{k}" in before}
+        run.picture(f"modalities{suffix}.png", draw_modalities, start, val.get(name, pieces))
+        bias = pieces["biases"].get(args.normalize, (None,))[0]
+        run.picture(f"retrieval{suffix}.png", draw_retrieval, pieces, bias=bias)

@@ -1,0 +1,1 @@
+"""How somebody's files are read: pictures, videos, tables, tars, streams; what is odd in them is refused."""

@@ -1,0 +1,156 @@
+"""Clips: how a video becomes frames, the frame cache, and features in place of frames.
+
+The `clip` of a data set is callable: clip(source, start=None, end=None, draws=None) -> (T, 3, H, W) uint8 frames
+(Clips) or (T, F) float features (Features). A source is a path or the bytes of a file; start and end are seconds in it.
+"""
+
+import hashlib
+import os
+import secrets
+import socket
+from pathlib import Path
+
+from engine.base import UserError, first_line, slug, writing
+
+import numpy as np
+import torch
+
+from readers import pictures
+from readers.columns import WINDOW_COLUMNS, plain_names
+from readers.frames import read_frames
+
+JPEG_ROWS = 65_500  # no jpeg can hold more
+
+
+class Clips:
+    """How a video becomes (T, 3, H, W) uint8: frames T, sampling, short side in pixels, a cache folder ('' = none).
+
+    The cache holds one JPEG per clip, its frames one below the other: decoded once, 4:4:4. Random frames have a JPEG of
+    their own, three for each wanted one; evaluation sees the same frames with and without a cache."""
+
+    at_rest = "uniform"  # how random frames are placed in evaluation
+
+    def __init__(self, frames=12, sampling="uniform", short=256, cache=""):
+        self.frames, self.sampling, self.short, self.cache = frames, sampling, short, cache
+
+    def __call__(self, source, start=None, end=None, draws=None):
+        """(T, 3, H, W) uint8; draws (T,) in 0..1 place random frames, None = evaluation. Raises as read_frames."""
+        sampling = self.at_rest if self.sampling == "random" and draws is None else self.sampling
+        if self.cache:
+            return self._cached(source, start, end, sampling, draws)
+        return _channels_first(self.decode(source, self.frames, start, end, sampling, draws))
+
+    def decode(self, source, n, start, end, sampling, draws):
+        """(n, H, W, 3) uint8 frames of one source, as read_frames."""
+        return read_frames(source, n, start, end, sampling, draws, self.short)
+
+    def _cached(self, source, start, end, sampling, draws):
+        keep, spread = self.frames, sampling
+        if sampling == "random":  # three frames to choose from
+            keep, spread = 3 * self.frames, "middle"
+        file = self._file(source, f"{start} {end} {keep} {spread} {self.short}")
+        try:
+            x = pictures.decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (keep, 3, H, W)
+        except (OSError, ValueError, RuntimeError):  # not there yet, or cut by a crash
+            x = self._fill(file, self.decode(source, keep, start, end, spread, None))  # (keep, 3, H, W)
+        if sampling != "random":
+            return x
+        choice = np.minimum(np.asarray(draws)[:self.frames] * 3, 2).astype(int)  # (T,)
+        return x[torch.from_numpy(np.arange(self.frames) * 3 + choice)]  # (T, 3, H, W)
+
+    def _file(self, source, settings):
+        """Where the cache holds a clip: by its path, or the bytes, and everything that changes its frames."""
+        if isinstance(source, (bytes, bytearray)):
+            stem, content = "clip", source
+        else:
+            stem, content = Path(source).stem, str(Path(source).resolve()).encode()
+        name = hashlib.sha1(content)
+        name.update(settings.encode())
+        digest = name.hexdigest()
+        return Path(self.cache) / digest[:2] / f"{slug(stem)[:80]}-{digest[:12]}.jpg"
+
+    def _fill(self, file, frames):
+        """Writes (keep, H, W, 3) frames to the cache; returns what a later epoch will read."""
+        from PIL import Image
+        if len(frames) * frames.shape[1] > JPEG_ROWS:  # not cached
+            return _channels_first(frames)
+        # two containers may have the same process numbers
+        temporary = file.with_suffix(f".{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        tall = frames.reshape(-1, *frames.shape[2:])  # (keep * H, W, 3)
+        with writing(f"--frame-cache {self.cache}"):  # no fault of this video, so no bad sample
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(tall).save(temporary, "jpeg", quality=92, subsampling=0)
+            os.replace(temporary, file)
+        return pictures.decode(file).unflatten(1, (len(frames), -1)).transpose(0, 1)  # (keep, 3, H, W)
+
+
+def _channels_first(frames):
+    return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)  # (T, 3, H, W)
+
+
+class Features:
+    """Precomputed features in place of frames: one VIDEO.npy (time, width) in each folder (motion, appearance, ...),
+    each brought to T rows, side by side: (T, F) float."""
+    sampling = "uniform"
+
+    def __init__(self, folders, frames):
+        self.folders, self.frames, self.width = folders, frames, None
+
+    def __call__(self, source, start=None, end=None, draws=None):
+        """(T, F) float32 of the video's name. Raises OSError or ValueError with the reason."""
+        x = np.concatenate([self._rows(folder, Path(source).stem) for folder in self.folders], 1)  # (T, F)
+        if self.width not in (None, x.shape[1]):
+            raise ValueError(f"features of width {x.shape[1]}, others have {self.width}")
+        return torch.from_numpy(x)
+
+    def _rows(self, folder, stem):
+        try:
+            x = np.load(Path(folder).expanduser() / f"{stem}.npy", allow_pickle=False)
+            x = np.atleast_2d(x).astype(np.float32)  # (time, width)
+        except (EOFError, TypeError, ValueError) as error:  # an empty file, an npz: a bad sample like any other
+            why = "it holds Python objects" if "pickle" in str(error) else first_line(error)
+            raise ValueError(f"{folder}: {stem}.npy is not an array of numbers ({why})") from error
+        if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
+            raise ValueError(f"{folder}: features of shape {x.shape}, expected (time, width), finite")
+        return x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)]  # (T, width)
+
+
+def feature_shape(data):
+    """[T, F] of a data set of features; from now on all must have it. Raises UserError where none can be read."""
+    reasons = []
+    for i in range(min(len(data), 100)):
+        try:
+            shape = list(data.read(i).shape)
+        except (OSError, ValueError) as error:
+            reasons.append(f"{data.key(i)}: {first_line(error)}")
+            continue
+        if len(shape) > 2:
+            raise UserError("--image-encoder features: the data set has pixels; features come with --feature-dir of "
+                            "ncl.py")
+        data.clip.width = shape[1]
+        return shape
+    raise UserError(f"{data.name}: none of its first features can be read, first {reasons[0]}")
+
+
+def windows_of(table):
+    """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) without."""
+    named = plain_names(table.column_names)
+    pair = next(([named[c] for c in p] for p in WINDOW_COLUMNS if set(p) <= set(named)), None)
+    if not pair:
+        return [(None, None)] * len(table)
+    def seconds(value):
+        return None if value is None or value == "" else float(value)
+    try:
+        rows = table[pair[0]][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
+        return [(seconds(start), seconds(end)) for start, end in rows]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)})") from error
+
+
+def clip_options(options, kind=Clips):
+    """Clips (or another kind of them), or Features with --feature-dir, from the options of load_data."""
+    frames = options.get("frames") or 12
+    if options.get("feature_dir"):
+        return Features(options["feature_dir"], frames)
+    short = round((options.get("image_size") or 224) * 8 / 7)
+    return kind(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "")

@@ -1,0 +1,59 @@
+"""Paraphrases of captions from a file, as tools/paraphrase.py writes it (TeMo's second text)."""
+
+import glob
+import itertools
+
+import common
+from engine.base import UserError, first_line
+
+import numpy as np
+
+LOOKED_AT = 20_000  # training captions, for the banner
+
+
+class Paraphrases:
+    """Paraphrases by caption, from a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}, memory-mapped.
+
+    `get(captions)` returns a list of lists ([] where the file has none). Memory: 16 bytes per caption."""
+
+    def __init__(self, path):
+        import datasets
+        try:
+            self.table = datasets.load_dataset("json", data_files=glob.escape(str(path)), split="train")
+            keys = self.table["caption"][:]
+            _ = self.table.features["paraphrases"]
+        except FileNotFoundError as error:
+            raise UserError(f"--paraphrases {path}: no such file") from error
+        except Exception as error:
+            expected = "expected JSON lines with 'caption' and 'paraphrases'"
+            raise UserError(f"--paraphrases {path}: {expected} ({first_line(error)})") from error
+        hashes = np.array([common.key_hash(k) for k in keys], dtype=np.int64)
+        self.order = np.argsort(hashes, kind="stable")
+        self.hashes = hashes[self.order]
+
+    def __len__(self):
+        return len(self.hashes)
+
+    def note(self, train, other):
+        """For the banner: how many there are, and loudly where training captions have none; then T~ is `other`."""
+        note = f"paraphrases of {len(self):,} captions"
+        if train.streamed:
+            return f"{note}; whether these are all captions of a stream is not known: where one is missing, {other}"
+        some = list(itertools.islice(train.first_captions(LOOKED_AT), LOOKED_AT))
+        missing = self.missing(some)
+        if not missing:
+            return note
+        return (f"WARNING: {note}, but {missing:,} of the first {len(some):,} training captions have none: for these "
+                f"{other}")
+
+    def missing(self, captions):
+        """How many of these captions have no paraphrase here."""
+        captions = list(captions)
+        return sum(not p for i in range(0, len(captions), 1000) for p in self.get(captions[i:i + 1000]))
+
+    def get(self, captions):
+        wanted = np.array([common.key_hash(c) for c in captions], dtype=np.int64)
+        at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
+        found = self.hashes[at] == wanted
+        lists = self.table[self.order[at]]["paraphrases"]
+        return [[p for p in texts if p] if ok else [] for texts, ok in zip(lists, found)]

@@ -1,0 +1,274 @@
+"""Streams (--streaming): tars on a disk or a remote place, read in order and never indexed or downloaded first.
+
+A Stream promises less than Data: disjoint samples, equal batch counts, the same views per key, and resume at the start
+of the shard. The batches depend on the number of processes and workers. What damage in a shard has lost is counted with
+the bad samples, one for one.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+from pathlib import Path
+from typing import ClassVar
+
+import common
+from engine.base import UserError, first_line, join_notes, rank, say, world
+
+import numpy as np
+import torch
+
+from readers import damage
+from readers.clips import clip_options
+from readers.columns import SPLIT_NAMES, VIDEO_TYPES
+from readers.damage import Damage, Front, Loss, Losses, not_followed, refuse_compressed, walk
+from readers.guards import check_split_names
+from readers.pictures import MAX_PIXELS, decode
+from readers.tars import check_compressed, index, sample_parts, split_name
+
+
+def open_tars(name, tars, options):
+    """Tars of one folder, or one tar: {split: Data}, with streaming a Stream for train.
+
+    Args: tars: paths, in order.   options: those of load_data.
+    Raises: UserError when a tar cannot be read, most samples cannot be used, more are lost than the option
+        max_bad_fraction allows, or a stream has one shard only.
+    """
+    base, of = Path(name).expanduser(), {}
+    # by the names inside the data set: the folders above it say nothing
+    inside = {tar: str(tar.name if tar == base else tar.relative_to(base)) for tar in tars}
+    for split, words in SPLIT_NAMES.items():
+        pattern = rf"(^|[^a-z])({'|'.join(words)})([^a-z]|$)"
+        taken = {tar for files in of.values() for tar in files}  # each tar is in one split
+        of[split] = [tar for tar in tars if re.search(pattern, inside[tar].lower()) and tar not in taken]
+    taken = {tar for files in of.values() for tar in files}
+    others = [tar for tar in tars if tar not in taken]
+    if others and taken:
+        check_split_names(name, [inside[tar].removesuffix(".tar") for tar in [*sorted(taken), *others]])
+    of["train"] += others
+    of = {split: files for split, files in of.items() if files or split == "train"}
+    if options.get("streaming"):
+        return _streamed(name, of, options)
+    return common.hold_out({split: index(name, split, files, options) for split, files in of.items() if files})
+
+
+def _streamed(name, of, options):
+    """{train: Stream, val, test: Data}; one shard is held out where no tar is called val or test."""
+    train, held_out = of["train"], ""
+    if "val" not in of and "test" not in of:
+        if len(train) < 2:
+            raise UserError(f"--streaming: {name} has one shard; "
+                            "streaming needs one to train on and one to hold out")
+        train, of["val"], held_out = train[:-1], train[-1:], "the last shard is held out as val and test"
+    if not train:
+        raise UserError(f"--streaming: {name} has no shard to train on, only val and test ones")
+    check_compressed(name, train)
+    stream = Stream(name, [str(tar) for tar in train], options, counts=damage.expected(train))
+    stream.note = join_notes(stream.note, held_out)
+    val, test = of.get("val") or of["test"], of.get("test") or of["val"]
+    return {"train": stream, "val": index(name, "val", val, options), "test": index(name, "test", test, options)}
+
+
+TRIES = 100  # samples in a row that one reader cannot read before the run stops
+GUESS = 5000  # samples a shard, where their number is not known
+
+
+@dataclasses.dataclass
+class Stream:
+    """Web-scale tars, read in order: shards are dealt to processes and workers (disjoint), shuffled per epoch.
+
+    urls: paths or fsspec addresses (hf://...).   length: samples in all, None = not known.
+    buffer: samples of one reader, not yet decoded, from which the next is drawn.
+    counts: {path: (samples, the file that says so)} where that is known.
+    """
+    name: str
+    urls: list
+    options: dict
+    length: int | None = None
+    buffer: int = 1000
+    note: str = ("streaming: disjoint shards, resume at the shard; "
+                 "batches depend on the number of processes and workers")
+    counts: dict = dataclasses.field(default_factory=dict)
+    max_pixels: int = MAX_PIXELS
+    split: ClassVar = "train"
+    streamed: ClassVar = True
+    has_captions: ClassVar = True
+    pixels: ClassVar = None
+    clip: ClassVar = None
+    labels: ClassVar = None
+    label_names: ClassVar = None
+    templates: ClassVar = ()
+
+    @property
+    def distinct(self):
+        """Number of different samples, infinity where it is not known."""
+        return self.length or float("inf")
+
+    @functools.cached_property
+    def examples(self):
+        """Samples of one epoch, a guess where their number is not known."""
+        if self.length:
+            return self.length
+        n = GUESS * len(self.urls)
+        say(f"--streaming: the number of samples is not known; an epoch is taken as 5,000 a shard, {n:,} in all")
+        return n
+
+    def column(self, name):
+        """None: of a stream nothing but images and captions is known."""
+
+    def samples(self, seed, place, places, start=0):
+        """Endless (url, key, parts, ordinal, epoch) of reader `place` of `places`, from its `start`-th shard on.
+
+        parts: {extension: bytes}, or the error of a sample that is lost or of a shard that is broken.
+        """
+        ordinal, url = 0, ""
+        for epoch in range(10**9):
+            order = np.random.default_rng([seed, epoch]).permutation(len(self.urls))
+            empty = ordinal >= start
+            for url in (self.urls[i] for i in order[place::places]):
+                if ordinal >= start:
+                    for key, parts in read_tar(url, self.counts.get(os.path.abspath(url))):
+                        yield url, key, parts, ordinal, epoch
+                        empty = empty and isinstance(parts, Loss)
+                ordinal += 1
+            if empty:  # else nobody would ever hear of it
+                yield url, url, ValueError("no samples in it"), ordinal - 1, epoch
+
+    def first_captions(self, limit=None):
+        """Captions of the first samples, at most `limit` and 20,000 (None: of all, once): for a tokenizer."""
+        limit = limit and min(limit, 20_000)  # a tokenizer needs no more
+        for k, (_, key, parts, _, epoch) in enumerate(self.samples(0, 0, 1)):
+            if epoch or k == limit:
+                return
+            with contextlib.suppress(ValueError):  # what cannot be used is counted in training
+                if not isinstance(parts, Exception):
+                    yield from sample_parts(key, parts, parts.__getitem__, self.options, self.name)[1]
+
+    def raw_batches(self, batches):
+        """Iterator of the raw batches of this process. Settles batches.workers, and drops positions that do not fit.
+
+        batches: common.Batches.   Raises: UserError, at the call, when there are fewer shards than processes.
+        """
+        processes, shards = world(), len(self.urls)
+        if shards < processes:
+            raise UserError(f"--streaming: {shards} shards are too few for {processes} processes; "
+                            "use fewer processes or smaller shards")
+        workers = min(batches.workers, shards // processes)
+        if batches.positions.pop("workers", workers) != workers:
+            say("--streaming: another number of workers than before: "
+                "the shards are read from the start of the order again")
+            batches.positions.clear()
+        if workers < batches.workers:
+            say(f"--workers: {batches.workers} cut to {workers}, one shard each at least")
+        batches.workers = workers
+        views = StreamViews(self, batches.augments, batches.seed, rank(), processes, dict(batches.positions))
+        loader = common.Loader(views, batch_size=batches.local, drop_last=True,
+                               collate_fn=common.collate, **common.loader_options(batches))
+
+        def read():  # the workers start with the first batch
+            yield from loader
+        return read()
+
+
+class StreamViews(torch.utils.data.IterableDataset):
+    """Items of one process: its workers read their shards through a shuffle buffer of undecoded samples.
+
+    positions: {worker: the shard of its order to begin with}, as the items bring them.
+    """
+
+    def __init__(self, stream, augments, seed, process, processes, positions):
+        self.stream, self.augments, self.seed = stream, augments, seed
+        self.process, self.processes, self.positions = process, processes, positions
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 0)
+        readers = max(1, workers)  # of this process
+        place, start = self.process * readers + worker, self.positions.get(str(worker), 0)
+        bad, tries, damaged = [], 0, ""
+        for url, key, parts, ordinal, epoch in self._shuffled(place, self.processes * readers, start):
+            item = {"views": None, "captions": None, "index": 0, "key": None, "epoch": epoch, "positions": {}}
+            try:
+                image, captions = self._decode(key, parts, epoch)
+            except (OSError, ValueError, RuntimeError) as error:
+                bad.append((f"{url}:{key}", first_line(error)))
+                tries += not isinstance(error, Loss) or url != damaged  # a damaged shard is one try
+                damaged = url
+                if tries < TRIES:
+                    continue
+            else:
+                number = common.key_hash(key)
+                views = common.crop_views(image, self.augments, self.seed, epoch, number)
+                item |= {"views": views, "captions": captions, "index": number, "key": key,
+                         "positions": {str(worker): ordinal, "workers": workers}}
+            yield item | {"bad": bad}
+            bad, tries, damaged = [], 0, ""
+
+    def _shuffled(self, place, places, start):
+        """The samples of one reader, each drawn from the buffer."""
+        rng, buffer = np.random.default_rng([self.seed, place, start]), []
+        for sample in self.stream.samples(self.seed, place, places, start):
+            buffer.append(sample)
+            if len(buffer) < self.stream.buffer:
+                continue
+            pick = int(rng.integers(len(buffer)))
+            buffer[pick], buffer[-1] = buffer[-1], buffer[pick]
+            yield buffer.pop()
+
+    def _decode(self, key, parts, epoch):
+        """Image (3, H, W) or clip (T, 3, H, W), uint8, and captions. Raises OSError or ValueError with the reason."""
+        if isinstance(parts, Loss):
+            raise parts
+        if isinstance(parts, Exception):
+            raise ValueError(f"broken shard: {parts}")
+        options = self.stream.options
+        source, captions, _ = sample_parts(key, parts, parts.__getitem__, options, self.stream.name)
+        if not any(parts.get(kind) is source for kind in VIDEO_TYPES):
+            return decode(source, self.stream.max_pixels), captions
+        clip = clip_options(options)
+        draws = common.frame_draws(clip, self.seed, epoch, common.key_hash(key))  # (T,) or None
+        return clip(source, draws=draws), captions
+
+
+def read_tar(url, expected=None):
+    """(key, {extension: bytes}) in the order of the tar; (key, Loss) of each sample that is lost to damage and of what
+    is not followed; a tar that cannot be read ends with (url, error).
+
+    expected: (samples, the file that says so). Samples beside damage come last: the others tell whether they are whole.
+    """
+    import fsspec
+    sample, parts, seen, suspects, losses = None, {}, set(), [], Losses()
+    try:
+        with fsspec.open(url, "rb") as raw:
+            file = Front(raw)
+            refuse_compressed(file)
+            for member, data, span in walk(file, lambda name: True):
+                if isinstance(member, Damage):
+                    losses.gap(member, split_name(member.cut)[0] if member.cut else None)
+                    continue
+                if member.isdir():
+                    continue
+                key, extension = split_name(member.name)
+                losses.add(key, extension, span)
+                if key != sample:
+                    if parts and sample in losses.suspects:
+                        suspects.append((sample, parts))
+                    elif parts:
+                        yield sample, parts
+                    again = key in seen
+                    sample, parts = key, {}
+                    seen.add(key)
+                if why := not_followed(member):
+                    yield f"{key} not followed", Loss(why)
+                elif again or extension in parts:
+                    yield f"{key} again", Loss(f"{member.name} stands there twice, the first is used")
+                elif data is not None:
+                    parts[extension] = data
+        entries, partial = losses.each(expected)
+        suspects += [(sample, parts)] if parts else []
+        yield from (pair for pair in suspects if pair[0] not in partial)
+        for key, why in entries:
+            yield key, Loss(why)
+    except Exception as error:  # no tar, or one of the network's many ways to fail: counted as a bad sample
+        yield str(url), error

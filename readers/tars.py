@@ -1,0 +1,258 @@
+"""Webdataset tars: an index on disk of where each sample lies, made once; or with --streaming a Stream for training.
+
+A sample is the files of a tar that share a name up to the first dot: 000017.jpg, 000017.txt, 000017.json, 000017.cls.
+The index is a table of `datasets` in its cache, so three million captions need no memory; tars that changed in size or
+time are indexed anew. Making it holds the names and texts of one tar at a time. What damage has lost (damage.py) is in
+the index too: samples behind a bad stretch are used, lost ones are counted, and above --max-bad-fraction refused.
+"""
+
+import json
+import os
+import tarfile
+
+import common
+from engine.base import UserError, first_line, join_notes
+
+import numpy as np
+
+from readers.clips import clip_options
+from readers.columns import IMAGE_TYPES, VIDEO_TYPES, NoColumn, clean_list, pick_column, quiet_datasets
+from readers.damage import Damage, Front, Losses, expected, not_followed, refuse_compressed, walk
+
+TEXTS = ("txt", "caption", "text", "json", "cls")  # parts that are read while the index is made
+FLAGS = ("image_column", "caption_column", "label_column")  # the options that change an index
+VERSION = 3  # of the index: the cache knows arguments, not code, so a change of _rows needs another number
+UNUSABLE, REFUSED, LOST = 1, 2, 3  # why a row of an index is no sample to use; 0 = it is one
+LARGE = 10**9  # bytes of tars from which the making of an index is announced, with a bar
+
+
+def check_compressed(name, tars):
+    """Raises: UserError naming the first of these files that cannot be opened or is compressed."""
+    for tar in tars:
+        try:
+            with open(tar, "rb") as file:
+                refuse_compressed(Front(file))
+        except (tarfile.TarError, OSError) as error:
+            raise _unreadable(name, tar, error) from error
+
+
+def index(name, split, tars, options):
+    """Data of all samples of these tars in their order; shards (M,): which of `tars` each lies in.
+
+    Args: tars: paths.   options: image_column, caption_column, label_column; of videos those of clip_options.
+        max_bad_fraction: the part of the samples that damage may have lost, 0.01 where it is not given.
+    Raises: UserError when a tar cannot be read, the cache cannot be written, more samples are lost than that, or more
+        are left out than used.
+    """
+    import pyarrow.compute as pc
+    files = []  # [path, bytes, time of the last change in ns] of each tar
+    for tar in tars:
+        try:
+            stat = os.stat(tar)
+        except OSError as error:
+            raise _unreadable(name, tar, error) from error
+        files.append([os.path.abspath(tar), stat.st_size, stat.st_mtime_ns])
+    flags = {flag: options[flag] for flag in FLAGS if options.get(flag)}
+    table = _table(name, tars=json.dumps(files), flags=json.dumps(flags))
+
+    good = np.flatnonzero(table.data.column("fault").to_numpy() == 0)  # (M,) row numbers
+    note = _said(name, table, files, options.get("max_bad_fraction", 0.01))
+    shards = table.data.column("shard").to_numpy()[good]  # (M,) int32
+    video = pc.any(table.data.column("video")).as_py()
+    labels = table.data.column("label")
+    labelled = labels.null_count < len(table)
+
+    whole = len(good) == len(table)
+    table = table.remove_columns(["left_out", "shard", "video", "label", "fault", "lost"])
+    if labelled:
+        table = table.add_column("label", pc.fill_null(labels, -1).to_numpy())
+    table = table if whole else table.select(good)
+    head = table.select_columns("captions")[:100]["captions"]
+    class_names = all(len(texts) == 1 and texts[0].startswith("class ") for texts in head)
+    clip = clip_options(options) if video else None
+    data = common.Data(name, split, table, clip=clip, note=note, has_captions=not class_names, shards=shards)
+    return common.with_notes(data, 0)
+
+
+def _said(name, table, files, limit):
+    """The note of an index: what was left out, not followed or lost, with numbers and the first of each.
+
+    Raises: UserError when more samples are left out than used, or a larger part than `limit` is lost."""
+    fault, shard, lost = (table.data.column(c).to_numpy() for c in ("fault", "shard", "lost"))  # (rows,) each
+    reasons, number = table.select_columns("left_out"), np.bincount(fault, minlength=4)  # (4,) rows of each kind
+    why = {kind: reasons[int(np.argmax(fault == kind))]["left_out"] for kind in (1, 2, 3) if number[kind]}  # the first
+    if number[UNUSABLE] > number[0]:
+        raise (NoColumn if "has no such column" in why[UNUSABLE] else UserError)(why[UNUSABLE])
+
+    found = np.bincount(shard[fault <= UNUSABLE], minlength=len(files))  # (tars,) samples
+    missing = np.bincount(shard, lost, len(files)).astype(int)  # (tars,)
+    fewer, known = [], expected([path for path, _, _ in files])
+    for k, (path, _, _) in enumerate(files):
+        if path in known:
+            whole, file = known[path]
+            missing[k] = max(0, whole - found[k])
+            fewer += [f"{path}: {found[k]:,} of the {whole:,} samples that {file} names"] if missing[k] else []
+    first = join_notes(*fewer[:1], why.get(LOST, ""))
+    n, of = int(missing.sum()), int(missing.sum() + found.sum())
+    if n > limit * of:
+        raise UserError(f"--dataset {name}: {n:,} of {of:,} samples are lost in {(missing > 0).sum():,} damaged "
+                        f"tars, above --max-bad-fraction {limit}, first: {first}; fetch these tars again, or "
+                        "raise the limit")
+    if not number[0]:
+        raise UserError(f"--dataset {name}: no sample of the tars can be used, first: {[*why.values()][0]}")
+    _, bad, refused, _ = number
+    return join_notes(
+        f"{bad} samples without an image or a caption left out, first: {why[UNUSABLE]}" if bad else "",
+        f"{refused:,} samples with names that are not followed, first: {why[REFUSED]}" if refused else "",
+        f"{n:,} of {of:,} samples LOST in damaged tars, first: {first}" if n else
+        f"damage in the tars, no sample lost, first: {first}" if first else "")
+
+
+def _table(name, **arguments):
+    """What _rows yields, as a table on disk: from the cache of `datasets`, where it is by these arguments."""
+    import datasets
+    # lists as strings: `datasets` takes list arguments apart to share them out between processes
+    arguments |= {"name": name, "version": VERSION}
+    source = {"path": datasets.Value("string"), "offset": datasets.Value("int64"), "size": datasets.Value("int64")}
+    features = datasets.Features({
+        "source": source, "captions": datasets.List(datasets.Value("string")), "key": datasets.Value("string"),
+        "label": datasets.Value("int64"), "shard": datasets.Value("int32"), "video": datasets.Value("bool"),
+        "left_out": datasets.Value("string"), "fault": datasets.Value("int8"), "lost": datasets.Value("int32")})
+    try:
+        with quiet_datasets():
+            return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=arguments)
+    except Exception as error:  # `datasets` wraps what _rows raises, once or twice
+        reason = error
+        while reason.__cause__ and not isinstance(reason, UserError):
+            reason = reason.__cause__
+        if isinstance(reason, UserError):
+            raise reason from None
+        if isinstance(reason, OSError):  # those of the tars are UserErrors by now
+            raise UserError(f"--dataset {name}: the index of its tars cannot be written to "
+                            f"{datasets.config.HF_DATASETS_CACHE} ({first_line(reason)}); "
+                            "HF_DATASETS_CACHE names another folder") from error
+        raise UserError(f"--dataset {name}: no index of its tars ({first_line(reason)})") from error
+
+
+def _rows(name, tars, flags, version):
+    """Rows of the index, tar by tar. Runs in one process, the others wait for it; so that one shows the bar."""
+    from tqdm import tqdm
+    files, flags, empty = json.loads(tars), json.loads(flags), True
+    total = sum(size for _, size, _ in files)  # bytes
+    if total >= LARGE:
+        tqdm.write(f"{name}: an index of {len(files):,} tars ({total / 1e9:,.1f} GB) is made, this once")
+    bar = tqdm(files, desc="index", unit="tar", disable=total < LARGE)
+    for shard, (path, _, _) in enumerate(bar):
+        try:
+            for row in _rows_of(name, path, flags):
+                yield row | {"shard": shard}
+                empty = False
+        except (tarfile.TarError, OSError) as error:
+            raise _unreadable(name, path, error) from error
+    if empty:
+        raise UserError(f"--dataset {name}: the tars hold no samples")
+
+
+def _rows_of(name, path, flags):
+    """Rows of one tar; a key's parts need not stand together.
+
+    left_out: why a row is no sample to use, '' if it is one; fault: UNUSABLE, REFUSED (a member that is not followed)
+    or LOST (to damage, `lost` samples in one row)."""
+    empty = {"source": None, "captions": [], "label": None, "video": False, "left_out": "", "fault": 0, "lost": 0}
+    with open(path, "rb") as raw:
+        file = Front(raw, seeks=True)
+        refuse_compressed(file)
+        samples, refused, losses = {}, {}, Losses()  # key -> {extension: (offset, size)}, {extension: bytes}
+        for member, data, span in walk(file, lambda name: split_name(name)[1] in TEXTS):
+            if isinstance(member, Damage):
+                losses.gap(member, split_name(member.cut)[0] if member.cut else None)
+                continue
+            if member.isdir():
+                continue
+            key, extension = split_name(member.name)
+            losses.add(key, extension, span)
+            if why := not_followed(member):
+                refused.setdefault(key, why)
+            elif member.isreg():
+                places, texts = samples.setdefault(key, ({}, {}))
+                if extension in places:
+                    refused.setdefault(key, f"{member.name} stands there twice, the first is used")
+                    continue
+                places[extension] = member.offset_data, member.size
+                if data is not None:
+                    texts[extension] = data
+        lost, partial = losses.lost()
+
+        for key, (places, texts) in samples.items():
+            if key in partial or not places.keys() - set(TEXTS):
+                continue  # or a text file on its own
+
+            def read(extension, places=places, texts=texts):
+                if extension not in texts:  # a flag names a part of another kind
+                    raw.seek(places[extension][0])
+                    texts[extension] = raw.read(places[extension][1])
+                return texts[extension]
+
+            row = empty | {"key": _utf8(key)}
+            try:
+                (offset, size), captions, label = sample_parts(key, places, read, flags, name)
+            except UserError as error:  # no image, no caption
+                row |= {"left_out": _utf8(str(error)), "fault": UNUSABLE}
+            except ValueError as error:  # a class that is no number, broken json
+                why = f"--dataset {name}: sample {key} of {path}: {first_line(error)}"
+                row |= {"left_out": _utf8(why), "fault": UNUSABLE}
+            else:
+                row |= {"source": {"path": path, "offset": offset, "size": size}, "label": label,
+                        "captions": [_utf8(text) for text in captions],
+                        "video": any(places.get(kind) == (offset, size) for kind in VIDEO_TYPES)}
+            yield row
+        for key, why in refused.items():
+            yield empty | {"key": _utf8(key), "left_out": _utf8(f"{path}: {why}"), "fault": REFUSED}
+        for keys, n, why in lost:
+            said = f"{', '.join(keys[:3])} of {path}: {why}" if keys else f"{path}: {why}"
+            yield empty | {"key": _utf8(keys[0] if keys else ""), "left_out": _utf8(said), "fault": LOST, "lost": n}
+
+
+def split_name(member):
+    """Name of a file in a tar -> (key, extension): 'a/01.seg.png' -> ('a/01', 'seg.png')."""
+    folder, _, base = member.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return f"{folder}/{stem}".lstrip("/"), extension.lower()
+
+
+def sample_parts(key, parts, read, options, name):
+    """(image part, captions, label or None) of one sample; parts: {extension: anything}, read(extension) -> bytes.
+
+    Raises: UserError without an image or a caption; ValueError where json is broken or a class is no number.
+    """
+    columns, wanted = set(parts), options.get("caption_column") or ""
+    if wanted.startswith("json.") and "json" in parts:
+        fields = json.loads(read("json"))
+        if not isinstance(fields, dict):
+            raise ValueError("its json has no fields")
+        columns |= {f"json.{field}" for field in fields}
+    columns, where = sorted(columns), f"{name}, sample {key},"
+    kinds = IMAGE_TYPES + VIDEO_TYPES
+    image = pick_column("--image-column", options.get("image_column"), columns, kinds, where)
+    caption = pick_column("--caption-column", wanted, columns, ("txt", "caption", "text"), where,
+                          required="cls" not in parts)
+    label = pick_column("--label-column", options.get("label_column"), columns, ("cls",), name, required=False)
+    if caption is None:
+        texts = [f"class {read('cls').decode().strip()}"]
+    elif caption.startswith("json."):
+        texts = fields[caption.removeprefix("json.")]
+    else:
+        texts = read(caption).decode("utf8", "replace").splitlines()  # retrieval tars hold one caption a line
+    texts = clean_list(texts)
+    if not texts:
+        raise UserError(f"{where} {caption}: an empty caption")
+    return parts[image], texts, int(read(label)) if label else None
+
+
+def _utf8(text):
+    """Text that can be written: names of files and json may hold what is no character."""
+    return text.encode("utf8", "replace").decode("utf8")
+
+
+def _unreadable(name, tar, error):
+    return UserError(f"--dataset {name}: {tar} is not a readable tar ({first_line(error)})")

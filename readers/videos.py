@@ -1,0 +1,133 @@
+"""Where the videos of annotations lie, by path, file name or stem, and the data that they make."""
+
+import functools
+import os
+from pathlib import Path
+
+import common
+from engine.base import UserError
+
+from readers.clips import clip_options
+from readers.columns import VIDEO_TYPES, clean_list, folders_of, split_of
+from readers.guards import check_split_names
+
+
+@functools.lru_cache(maxsize=16)
+def video_index(folder):
+    """{file name, and its stem: paths} of all videos (or files of features) below a folder."""
+    suffixes = {f".{kind}" for kind in (*VIDEO_TYPES, "gif", "npy")}
+    out = {}
+    for path in sorted(p for p in Path(folder).expanduser().rglob("*") if p.suffix.lower() in suffixes):
+        if path.is_file():  # EPIC-KITCHENS has folders called P01_01.MP4
+            for name in (path.name, path.stem):
+                out.setdefault(name, []).append(str(path))
+    return out
+
+
+def find_video(index, name):
+    """Path of a video by its file name or stem ('v_' may be missing), or None; where several have the name, the one
+    below the folders that the name says."""
+    return next(iter(_namesakes(index, name)), None)
+
+
+def _namesakes(index, name):
+    """Paths of all videos that a name may mean."""
+    video = Path(name)
+    names = (video.name, video.stem, video.stem.removeprefix("v_"), f"v_{video.stem}")
+    found = next((index[n] for n in names if n in index), [])
+    if len(found) > 1 and len(video.parts) > 1:
+        tails = tuple(f"/{v.as_posix()}" for v in (video, video.with_suffix("")))
+        either = ((p, Path(p).as_posix(), Path(p).with_suffix("").as_posix()) for p in found)
+        found = [p for p, whole, bare in either if whole.endswith(tails) or bare.endswith(tails)]
+    return found
+
+
+def _said_of_namesakes(index, videos):
+    """A note where names stand for several files that are no copies of one: the first of them is read."""
+    several = {v: found for v in videos if len(found := _namesakes(index, v)) > 1}
+    several = {v: found for v, found in several.items() if len({os.path.getsize(p) for p in found}) > 1}
+    if not several:
+        return ""
+    video, found = next(iter(several.items()))
+    return (f"{len(several):,} names stand for SEVERAL videos, of {video} {found[0]} is read and not {found[1]}: say "
+            "the folder in the name")
+
+
+def clips_of(name, split, annotations, options, root=None, labels=None):
+    """Data of annotated videos, found below --video-dir by path, file name or stem; missing ones are counted.
+
+    Args:
+        annotations: {(video, start, end): captions}; start and end in seconds or None; captions a list or one string.
+        options: of load_data; with join_captions the captions of a clip become one text.
+        root: where the videos are when no option says so.
+        labels: {(video, start, end): class} of those that have one, for the column label, or None for no such column.
+    Raises: UserError when the folder or every video is missing, or features stand for several windows of a video.
+    """
+    folders = options.get("feature_dir") or [options.get("video_dir") or options.get("data_dir") or root]
+    folder = Path(folders[0]).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"--video-dir {folder}: no such folder")
+    texts = {k: clean_list(v) for k, v in annotations.items()}
+    texts = {k: v for k, v in texts.items() if v}
+    if not texts:
+        raise UserError(f"{name} ({split}): the annotations name no video")
+    index, found, missing = video_index(str(folder)), {}, []
+    for key in texts:
+        video = str(key[0])
+        path = str(folder / video) if (folder / video).is_file() else find_video(index, video)
+        if path:
+            found[key] = path
+        else:
+            missing.append(video)
+    if not found:
+        looked = f"none of {len(texts):,} videos is below {folder} (looked for {missing[0]})"
+        raise UserError(f"{name} ({split}): {looked}; --video-dir names the folder of the videos")
+    if options.get("feature_dir") and len(set(found.values())) < len(found):
+        raise UserError(f"{name} ({split}): several windows of one video, but --feature-dir has one file for a video")
+    captions = [texts[k] for k in found]
+    if options.get("join_captions"):
+        captions = [[" ".join(t.strip() for t in c)] for c in captions]
+    sources = [{"path": path, "start": start, "end": end} for (_, start, end), path in found.items()]
+    classes, columns = None, {}
+    if labels is not None:
+        names = sorted({str(labels[k]) for k in texts if k in labels})  # also of videos that are not there
+        number = {y: i for i, y in enumerate(names)}
+        classes, columns = {"label": names}, {"label": [number[labels[k]] if k in labels else -1 for k in found]}
+    table = common.make_table(captions, [_window_key(*k) for k in found], sources, classes, **columns)
+    notes = [f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}"] if missing else []
+    by_name = dict.fromkeys(str(v) for v, *_ in found if not (folder / str(v)).is_file())
+    notes += [note for note in [_said_of_namesakes(index, by_name)] if note]
+    data = common.Data(name, split, table, clip=clip_options(options), note="; ".join(notes))
+    return common.with_notes(data, len(annotations) - len(texts))
+
+
+def _window_key(video, start, end):
+    """The video's name, and where it has a window its seconds: 'yt1 2-4 s'."""
+    if start is None and end is None:
+        return f"{video}"
+    return f"{video} {'-'.join('' if t is None else f'{t:g}' for t in (start, end))} s"
+
+
+def video_folder(name, path, options):
+    """{split: Data} of class folders of videos, in train/val/test folders where there are some; the class names serve
+    as captions. Raises UserError for a video in no class folder."""
+    files = {p for paths in video_index(str(path)).values() for p in paths if not p.endswith(".npy")}
+    check_split_names(name, folders_of(path))
+    splits = {}
+    for file in sorted(Path(p) for p in files):
+        parts = file.relative_to(path).parts
+        split = split_of(parts[0]) if len(parts) > 2 else None
+        if len(parts) < 2 + bool(split):
+            what = f"{file.name} is in no class folder and there is no metadata.csv (file_name, caption)"
+            raise UserError(f"--dataset {name}: {what}")
+        splits.setdefault(split or "train", []).append(file)
+    names = sorted({file.parent.name for part in splits.values() for file in part})
+    note = "no captions: the class names serve as captions"
+    out = {}
+    for split, part in splits.items():
+        labels = [names.index(file.parent.name) for file in part]
+        captions, keys = [[names[y].replace("_", " ")] for y in labels], [str(f.relative_to(path)) for f in part]
+        sources = [{"path": str(file)} for file in part]
+        table = common.make_table(captions, keys, sources, {"label": names}, label=labels)
+        out[split] = common.Data(name, split, table, clip=clip_options(options), note=note, has_captions=False)
+    return out

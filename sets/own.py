@@ -1,0 +1,372 @@
+"""Somebody's own data: a folder, a file of paths and captions, tars, or any hub id, as {split: Data}."""
+
+import contextlib
+import csv
+import dataclasses
+import functools
+import glob
+import os
+import re
+from pathlib import Path
+
+from common import Data, from_rows, hold_out, make_table, with_notes
+from engine.base import UserError, join_notes, say_once
+
+import numpy as np
+
+import readers.videos
+from readers.clips import clip_options, windows_of
+from readers.columns import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    IMAGE_TYPES,
+    PACKED,
+    SPLIT_NAMES,
+    TABLES,
+    VIDEO_COLUMNS,
+    VIDEO_TYPES,
+    class_column,
+    clean_list,
+    folders_of,
+    is_class,
+    is_video,
+    open_table,
+    pick_column,
+    plain_names,
+    split_of,
+    split_words,
+)
+from readers.guards import (
+    check_card,
+    check_cells,
+    check_csv,
+    check_folder,
+    check_links,
+    check_other_splits,
+    check_split_names,
+    check_splits,
+    check_windows,
+)
+from readers.records import read
+from readers.stream import open_tars
+from readers.videos import video_folder
+from sets import MODULES
+
+
+@functools.lru_cache(maxsize=8)
+def own_data(name, options):
+    """{split: Data} of the user's own data; splits that do not exist are held out from train, by image."""
+    options = dict(options)
+    path = Path(name).expanduser()
+    root = Path(options.get("data_dir") or path.parent).expanduser()
+    if not path.exists():
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
+            return hold_out(tables(name, {}, name, options))
+        known = ", ".join(MODULES)
+        raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
+    if path.is_dir():
+        return _own_folder(name, path, options)
+    if path.suffix == ".tar" or PACKED.search(path.name):
+        return open_tars(name, [path], options)
+    if path.suffix.lower() in TABLES:
+        return hold_out(_described(name, path, root, options))
+    kind = path.suffix or "nameless"
+    raise UserError(f"--dataset {name}: a {kind} file is not one of csv, tsv, json, jsonl, parquet, txt, token, tar")
+
+
+def _own_folder(name, path, options):
+    """{split: Data} of a folder: tars, files of captions, class folders of videos or images, parquet."""
+    shards = sorted(path.rglob("*.tar"))
+    alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
+             if f.is_file() and f.suffix.lower() in TABLES and not shards]
+    if alone:
+        return hold_out(_described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options))
+    if options.get("data_dir"):
+        raise UserError(f"--data-dir {options['data_dir']}: of no effect, {name} is a folder with files in it; give "
+                        "the one that is meant alone")
+    if shards:
+        check_links(name, path)
+        return open_tars(name, shards, options)
+    folders = folders_of(path)
+    check_split_names(name, folders)
+    described = {f: sorted((path / f).glob("metadata.*")) for f in folders if split_words(f)}
+    if any(described.values()):
+        return hold_out(_described_folders(name, path, described, options))
+    files = [f for f in path.rglob("*") if f.is_file()]
+    if not files:
+        check_links(name, path)
+        raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
+                        "tars or parquet")
+    check_folder(name, path, files)
+    if any(is_video(f) for f in files):
+        return hold_out(video_folder(name, path, options))
+    for kind in (".parquet", ".csv", ".jsonl", ".json", ".arrow"):  # the first is read; a dataset_infos.json beside it
+        listed = [f for f in files if f.suffix == kind]             # is not
+        if listed:
+            break
+    check_split_names(name, [f.stem for f in listed])
+    check_card(name, path)
+    check = functools.partial(check_splits, name, path, files, listed)
+    return hold_out(tables(str(path), {}, name, options, check=check))
+
+
+def _described(name, file, root, options):
+    """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as the one split
+    that its own name says (test.csv), or as train."""
+    table = read_caption_file(file)
+    parts = split_column(name, table)
+    if parts.get("train", "") is None and split_words(file.stem) in (["val"], ["test"]):
+        parts = {split_of(file.stem): None}
+    of_split = {split: table if rows is None else table.select(rows) for split, rows in parts.items()}
+    return same_classes({split: caption_file(name, split, file, root, options, t) for split, t in of_split.items()})
+
+
+def split_column(name, table):
+    """{split: row numbers} of a table by its column `split`; {train: None}, all rows, where it has none.
+
+    Raises: UserError where only some of its values name a split."""
+    column = plain_names(table.column_names).get("split")
+    check_other_splits(name, table)
+    words = [str(w) for w in table[column][:]] if column else []
+    of_word = {w: split_of(w) for w in dict.fromkeys(words)}
+    odd = [w for w, split in of_word.items() if not split]
+    if len(odd) == len(of_word):
+        if odd:
+            say_once(f"WARNING: --dataset {name}: no value of its column {column} names a split, first {odd[0]!r}: all "
+                     "of its rows are training data, of which val and test are held out")
+        return {"train": None}
+    if odd:
+        known = ", ".join(w for words in SPLIT_NAMES.values() for w in words)
+        raise UserError(f"--dataset {name}: {odd[0]!r} in its column {column} names no split ({known}); rename it, or "
+                        "the column where it means something else")
+    splits = np.array([of_word[w] for w in words])
+    return {split: np.flatnonzero(splits == split) for split in SPLIT_NAMES if split in of_word.values()}
+
+
+def _described_folders(name, path, described, options):
+    """{split: Data} of folders that name splits, each with its metadata: {folder: its metadata files}."""
+    bare = [f for f, files in described.items() if not files]
+    if bare:
+        raise UserError(f"--dataset {name}: no metadata.csv, .jsonl or .parquet in {', '.join(bare)}, but in "
+                        f"{', '.join(f for f in described if f not in bare)}")
+    if len({split_of(f) for f in described}) < len(described):
+        raise UserError(f"--dataset {name}: two of {', '.join(sorted(described))} name one split; rename or merge them")
+    return same_classes({split_of(f): caption_file(name, split_of(f), files[-1], path / f, options)
+                         for f, files in described.items()})
+
+
+def tables(kind, files, name, options, gated="", check=None):
+    """{split: Data} of a hub id, a parquet folder or class folders, through `datasets`; nothing is decoded.
+
+    check: called with {word: table} before anything is made of them."""
+    opened = open_table(kind, name, gated=gated, **files)
+    if check:
+        check(opened)
+    out = {split_of(word) or word: table for word, table in opened.items()}
+    if len(out) < len(opened):
+        raise UserError(f"--dataset {name}: two of {', '.join(opened)} name one split; give a local copy with the one "
+                        "that is meant")
+    one = out["train"] if list(out) == ["train"] else None  # all rows in one split: a column may say whose each is
+    parts = dict.fromkeys(out) if one is None else split_column(name, one)
+    return same_classes({s: _table_data(name, s, out[s] if one is None else one, options, kind, rows)
+                         for s, rows in parts.items()})
+
+
+def _inside(path, folder):
+    """The name of a file inside its data set, so that a copy of the folder elsewhere has the same names."""
+    for place in (os.path.abspath(folder), os.path.realpath(folder)):
+        if path and path.startswith(place + os.sep):
+            return path[len(place) + 1:]
+    return path
+
+
+def _table_data(name, split, table, options, folder, kept=None):
+    """Data of a table with an Image or Video column; its captions, labels and keys are small and lie in memory.
+
+    kept: row numbers, None = all."""
+    import datasets
+    import pyarrow.compute
+    columns = table.column_names
+    pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
+    usual = pictures or IMAGE_COLUMNS + VIDEO_COLUMNS
+    image = pick_column("--image-column", options.get("image_column"), columns, usual, name)
+    label = class_column(options.get("label_column"), table, name)
+    names = getattr(table.features.get(label), "names", None)
+    caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name,
+                          required=not names)
+    video = type(table.features[image]).__name__ == "Video"
+    kind = type(table.features[image]) if video else datasets.Image
+    undecoded = table.select_columns(image).cast_column(image, kind(decode=False))
+    paths = pyarrow.compute.struct_field(undecoded.data.column(image), "path").to_pylist()  # not the bytes beside them
+    if kept is not None:
+        table, undecoded, paths = table.select(kept), undecoded.select(kept), [paths[i] for i in kept]
+    labels = table[label][:] if label else None
+    if label and not names:  # plain strings or numbers: classes in sorted order
+        names = [str(y) for y in sorted({y for y in labels if is_class(y)})]
+        number = {y: i for i, y in enumerate(names)}
+        labels = [number[str(y)] if is_class(y) else -1 for y in labels]
+    elif label:
+        labels = [-1 if y is None else y for y in labels]
+    texts = table[caption][:] if caption else [names[y].replace("_", " ") if y >= 0 else "" for y in labels]
+    example = texts[0] if texts else ""
+    if isinstance(example, dict) or (isinstance(example, list) and example and not isinstance(example[0], str)):
+        raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: "
+                        f"{', '.join(columns)}")
+    captions = [clean_list(t) for t in texts]
+    paths = [_inside(p, folder) for p in paths]
+    if len(paths) > 1 and len(set(paths)) == 1:  # "image.png" in every row is no name
+        paths = [None] * len(paths)
+    named = table["__key__"][:] if "__key__" in columns else [None] * len(table)
+    keys = [str(k or p or i) for i, (k, p) in enumerate(zip(named, paths))]
+    beside = make_table(captions, keys, classes={"label": names}, **({"label": labels} if label else {}))
+    whole = datasets.concatenate_datasets([undecoded.rename_column(image, "source"), beside], axis=1)
+    note = "" if caption else "no captions: the class names serve as captions"
+    clip = clip_options(options) if video else None
+    kept = np.flatnonzero([bool(c) for c in captions])
+    data = Data(name, split, whole, clip=clip, note=note, has_captions=bool(caption))
+    return with_notes(data if len(kept) == len(data) else data.select(kept), len(data) - len(kept))
+
+
+def caption_file(name, split, file, root, options, table=None):
+    """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; the rows of an
+    image, or of a window of a video, become its K captions. table: the rows that are meant, None = all of the file."""
+    table = read_caption_file(file) if table is None else table
+    columns = table.column_names
+    usual = IMAGE_COLUMNS + VIDEO_COLUMNS
+    image = pick_column("--image-column", options.get("image_column"), columns, usual, file.name)
+    caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, file.name)
+    label = class_column(options.get("label_column"), table, file.name)
+    rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
+    labels = table[label][:] if label else [None] * len(table)
+    texts = check_cells(file, table, image, caption) or table[caption][:]
+    sources = [None if x == "" or x != x else x for x in table[image][:]]  # NaN differs from itself
+    endings = {Path(x.strip()).suffix.lower().lstrip(".") for x in sources if isinstance(x, str)}
+    images = endings & {*IMAGE_TYPES} - {"gif"}  # a --video-dir is of other data then, those trained on
+    by_name = options.get("feature_dir") or image in VIDEO_COLUMNS or options.get("video_dir") and not images
+    videos = by_name or endings & {*VIDEO_TYPES}
+    windows = windows_of(table) if videos else [(None, None)] * len(table)
+    for source, text, y, window in zip(sources, texts, labels, windows):
+        if source is None:
+            continue
+        if isinstance(source, (dict, list, bytes)):
+            raise UserError(f"--image-column {image}: {file.name} holds image bytes or records there, not paths; of "
+                            "parquet files with images give the folder")
+        if any(isinstance(t, (dict, list)) for t in (text if isinstance(text, list) else [text])):
+            raise UserError(f"--caption-column {caption}: {file.name} holds records or lists there, not texts; it has: "
+                            f"{', '.join(columns)}")
+        path = os.path.expanduser(str(source).strip())
+        key = (os.path.normpath(path), *window)  # a.png and ./a.png are one image
+        captions = rows.setdefault(key, [])
+        captions += [t for t in dict.fromkeys(clean_list(text)) if t not in captions]
+        if is_class(y):
+            label_of[key] = str(y).strip()
+    if not any(rows.values()):
+        raise UserError(f"--dataset {file}: no row has an image and a caption")
+    lost = f"{sources.count(None):,} rows without an image left out" if None in sources else ""
+    if videos:
+        check_windows(file, table, image)
+        clips_of = readers.videos.clips_of
+        data = clips_of(name, split, rows, options, root, label_of if label else None)
+        return dataclasses.replace(data, note=join_notes(data.note, lost))
+    names = sorted({label_of[k] for k, captions in rows.items() if captions and k in label_of}) if label else None
+    listed = [{"source": str(root / k[0]), "captions": captions, "key": k[0]} for k, captions in rows.items()]
+    if label:
+        listed = [row | {"label": names.index(label_of[k]) if k in label_of and row["captions"] else -1}
+                  for row, k in zip(listed, rows)]
+    data = from_rows(name, split, listed, options, {"label": names} if label else None)
+    return dataclasses.replace(data, note=join_notes(data.note, lost))
+
+
+def read_caption_file(file):
+    """The table of a csv, tsv, json(l) or parquet file."""
+    ending, rows = file.suffix.lower(), None
+    with contextlib.suppress(UnicodeDecodeError, OSError):  # the reader says it, below
+        rows = read(file)
+    if rows:
+        import datasets
+        return datasets.Dataset.from_list(rows)
+    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(ending, "csv")
+    more, last = {}, 0
+    if kind == "csv":
+        import datasets
+        with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):  # the reader says it, below
+            with open(file, newline="", encoding="utf-8-sig") as f:
+                first = next(line for line in f if line.strip())
+            separator = next((s for s in ("\t,;|" if ending == ".tsv" else ",\t;|") if s in first), ",")
+            spaced = separator + " " in first and separator == ","  # image, caption: a blank, and then a quote
+            last = check_csv(file, separator, spaced)
+            header = next(csv.reader([first], delimiter=separator, skipinitialspace=spaced))
+            names = [c or f"Unnamed: {i}" for i, c in enumerate(header)]  # the nameless column is an index
+            text = datasets.Features({c: datasets.Value("string") for c in names})  # 000 is a name, and so is NA
+            more = {"sep": separator, "keep_default_na": False, "features": text, "skipinitialspace": spaced}
+    try:
+        return open_table(kind, file, data_files=glob.escape(str(file)), split="train", **more)
+    except UserError as error:
+        if "EOF inside string" not in str(error):
+            raise
+        row = f"the row that begins at line {last}" if last else "one of its rows"
+        raise UserError(f"--dataset {file}: a quote in {row} is never closed; close it, and write a quote inside a "
+                        'caption as ""') from error
+
+
+def same_classes(splits):
+    """One list of class names for all splits, labels renumbered by name: a split may lack a class."""
+    import datasets
+    known = {s: d for s, d in splits.items() if d.label_names}
+    names = sorted({n for d in known.values() for n in d.label_names})
+    if len({tuple(d.label_names) for d in known.values()}) < 2:
+        return splits
+    for s, d in known.items():
+        number = np.array([*(names.index(n) for n in d.label_names), -1])  # (classes + 1,) old -> new; -1 is the last
+        feature = datasets.ClassLabel(names=names)
+        table = d.table.remove_columns("label").add_column("label", number[d.labels], feature=feature)
+        splits = splits | {s: dataclasses.replace(d, table=table)}
+    return splits
+
+
+def add_captions(data, file):
+    """The data with further captions of its rows, from a file of video (or image) and caption, and start, end where the
+    rows are windows (tools/caption.py writes one); rows of the file that no row of the data matches are counted.
+
+    A clip is known by the name of its file without the ending, by the folders too where two have that name, and by its
+    window. Raises: UserError where nothing matches, and for data without files of their own."""
+    import datasets
+    if data.streamed or data.sources is None:
+        raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
+    if not Path(file).is_file():
+        raise UserError(f"--extra-captions {file}: no such file")
+    if data.caption_relevancy:
+        raise UserError(f"--extra-captions {file}: --caption-relevancy {data.caption_relevancy:g} draws sentences of "
+                        f"{data.name} and would never draw these; set it to 0")
+    try:
+        extra = read_caption_file(file)
+    except UserError as error:
+        raise UserError(str(error).replace("--dataset", "--extra-captions", 1)) from error
+    rows, captions, lost = {}, list(data.column("captions")), []
+    for i, source in enumerate(data.sources["source"][:]):
+        path = Path(data.key(i) if source.get("size") is not None or not source.get("path") else source["path"])
+        rows.setdefault((path.stem, source.get("start"), source.get("end")), []).append((i, path))
+    names, usual, new = extra.column_names, VIDEO_COLUMNS + IMAGE_COLUMNS, 0
+    flag = "--extra-captions: a column of "
+    image = pick_column(f"{flag}videos", "", names, usual, file.name)
+    caption = pick_column(f"{flag}captions", "", names, CAPTION_COLUMNS, file.name)
+    for name, texts, window in zip(extra[image][:], extra[caption][:], windows_of(extra)):
+        path = Path(str(name))
+        found = rows.get((path.stem, *window)) or rows.get((path.name, *window)) or []
+        if len(found) > 1:  # a.mp4 in two folders
+            whole = path.with_suffix("").parts
+            found = [(i, own) for i, own in found if own.with_suffix("").parts[-len(whole):] == whole]
+        found = found if len(found) == 1 else []
+        for i, _ in found:
+            texts = [t for t in clean_list(texts) if t not in captions[i]]
+            captions[i], new = [*captions[i], *texts], new + len(texts)
+        lost += [] if found else [str(name)]
+    if len(lost) == len(extra):
+        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows is of a clip of {data.name} "
+                        f"(train), first {lost[0]}; names and windows (start, end) must agree")
+    kind = datasets.Features({"captions": data.features["captions"]})
+    beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
+    table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
+    note = f"{new:,} captions added from {file.name}"
+    note += f", {len(lost):,} of its rows are of no training clip, first {lost[0]}" if lost else ""
+    return dataclasses.replace(data, table=table, note=join_notes(data.note, note))

@@ -1,0 +1,105 @@
+"""The house: imports written where a reader looks for them, arrows that point down, and files of a size to be read."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
+ROOMS = ("engine", "encoders", "readers", "evaluation", "figures", "sets", "tools", "benchmarks")
+FILES = sorted([*ROOT.glob("*.py"), *(f for room in ROOMS for f in (ROOT / room).glob("*.py"))])
+# lines: common, a script, eval.py, anything else; all outside tests, and tests
+SIZES = {"common": 1700, "temo": 580, "ncl": 510, "mmts": 560, "temperature_schedules": 620, "mama": 700, "eval": 350}
+OTHERS, BENCHMARKS, A_ROOM, LOOP, LOOP_OF_MAMA = 400, 600, 12, 45, 60
+
+
+def module(path):
+    """'engine.run' of engine/run.py, 'sets' of sets/__init__.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(f): f for f in FILES}
+TREES = {name: ast.parse(f.read_text(encoding="utf8")) for name, f in MODULES.items()}
+
+
+def imported(nodes):
+    """Modules of ours that these statements import."""
+    found = set()
+    for node in nodes:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+        for name in (n for n in names if n.split(".")[0] in {m.split(".")[0] for m in MODULES}):
+            found |= {name} & MODULES.keys()
+            found |= {name.rpartition(".")[0]} & MODULES.keys()                # its package, which runs first
+    return found
+
+
+AT_THE_TOP = {name: imported(tree.body) - {name} for name, tree in TREES.items()}
+
+
+def test_no_import_goes_round_in_a_circle():
+    state = {}
+
+    def visit(name, way):
+        if state.get(name) == "open":
+            pytest.fail(" -> ".join([*way[way.index(name):], name]))
+        if name not in state:
+            state[name] = "open"
+            for other in sorted(AT_THE_TOP[name]):
+                visit(other, [*way, name])
+            state[name] = "done"
+    for name in MODULES:
+        visit(name, [])
+    assert len(state) == len(MODULES) > 60
+
+
+def test_of_ours_only_a_data_set_by_its_name_and_own_data_are_opened_late():
+    late, by_string = Counter(), Counter()
+    for name, tree in TREES.items():
+        for other in imported(ast.walk(tree)) - AT_THE_TOP[name] - {name}:
+            late[name, other] += 1
+        for node in ast.walk(tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            by_string[name] += called.endswith(("import_module", "__import__"))
+    assert set(late) == {("common", "sets.own")}, late
+    assert +by_string == Counter({"common": 1, "tools.paraphrase": 1})  # find_set, and programs that are not ours
+
+
+def test_arrows_between_the_rooms_point_down():
+    assert AT_THE_TOP["engine"] == AT_THE_TOP["evaluation.metrics"] == set()
+    above = {"common": ("sets.", "figures.", "engine.run", "engine.flags", "engine.data"),
+             "engine.base": tuple(MODULES), "encoders.base": ("common",), "encoders.towers": ("common",),
+             **dict.fromkeys(("readers.pictures", "readers.frames", "readers.clips", "readers.columns"), ("common",))}
+    programs = {*SCRIPTS, "eval", *(m for m in MODULES if m.startswith(("tools", "benchmarks")))}
+    for name in MODULES.keys() - programs:                                  # nothing that scripts stand on knows one
+        assert not AT_THE_TOP[name] & programs, name
+    for name, forbidden in above.items():
+        wrong = {m for m in AT_THE_TOP[name] if m.startswith(forbidden)} - {"engine"}
+        assert not wrong, (name, wrong)
+    for script in SCRIPTS:
+        assert not AT_THE_TOP[script] & set(SCRIPTS), script
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_file_has_a_size_to_be_read(name):
+    lines = MODULES[name].read_text(encoding="utf8").count("\n")
+    most = SIZES.get(name, BENCHMARKS if name.startswith("benchmarks") else OTHERS)
+    assert lines <= most, f"{name}: {lines} lines, at most {most}: a sign to think again"
+
+
+def test_a_room_has_a_dozen_files():
+    for room in ROOMS:
+        assert len([f for f in FILES if f.parent.name == room]) <= A_ROOM, room
+        assert (ROOT / room / "__init__.py").is_file(), room
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_loop_is_on_one_screen(script):
+    main = next(n for n in TREES[script].body if isinstance(n, ast.FunctionDef) and n.name == "main")
+    loop = next(n for n in main.body if isinstance(n, ast.For) and ast.unparse(n.iter) == "batches")
+    assert loop.end_lineno - loop.lineno + 1 <= (LOOP_OF_MAMA if script == "mama" else LOOP), script
