@@ -227,8 +227,7 @@ class Chunks:
         self.cached = None
         if not self.chunk or self.chunk >= _rows(inputs):
             return self.function(inputs)
-        in_chunks = GradientCache
-        self.cached = in_chunks(self.function, inputs, self.chunk)
+        self.cached = GradientCache(self.function, inputs, self.chunk)
         return self.cached.embeddings
 
     def backward(self, loss):
@@ -649,8 +648,7 @@ class VisionEncoder(nn.Module):
         if name == "small":
             tower = Tower(small_cnn().to(memory_format=torch.channels_last), 128)
         else:
-            by_name = image_tower
-            tower = by_name(name, pretrained, image_size, config, features, frames)
+            tower = image_tower(name, pretrained, image_size, config, features, frames)
         self.name, self.body, self.width, self.config = name, tower.body, tower.width, tower.config
         self.stats, self.whole_clips, self.read = tower.stats, tower.whole_clips, tower.read
         projection = tower.projection
@@ -1150,8 +1148,17 @@ def frames_of(data):
 
 
 def find_set(name):
-    """The module of sets/ that knows this name, or None."""
-    return importlib.import_module(sets.MODULES[name]) if name in sets.MODULES else None
+    """The module of sets/ that knows this name, or None. Raises: UserError where its file is broken."""
+    try:
+        return importlib.import_module(sets.MODULES[name]) if name in sets.MODULES else None
+    except Exception as error:  # this set alone
+        raise UserError(f"--dataset {name}: its file, {sets.MODULES[name]}, is broken ({first_line(error)})") from error
+
+
+def options_of(name):
+    """The options of load_data that this data set alone has: those that its file declares as flags."""
+    module = find_set(name)
+    return [flag[2:].replace("-", "_") for flag in module.SETS[name].get("options", {})] if module else []
 
 
 def splits_of(name, hold_out_val=False):

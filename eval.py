@@ -38,7 +38,7 @@ from pathlib import Path
 
 import common
 from engine.base import UserError, clean_exit, first_line, rank, say, world, write_json
-from engine.data import DATA_FLAGS, data_options, other_options
+from engine.data import data_options, other_options
 from engine.flags import OneLine
 from engine.folder import versions
 from engine.processes import join_processes, set_threads
@@ -232,9 +232,9 @@ def _pairs(word):
 def options_of_set(subject, name, data_dir):
     """Options of common.load_data: as the run read its own set, changed by the flags."""
     own = subject.own
-    saved = other_options(own, data_dir)
+    saved = other_options(own, name, data_dir)
     if name == own.get("dataset"):
-        saved = {k: own[k] for k in DATA_FLAGS if own.get(k)} | ({"data_dir": data_dir} if data_dir else {})
+        saved = data_options(argparse.Namespace(**own)) | ({"data_dir": data_dir} if data_dir else {})
     given = data_options(subject.args)
     columns = saved.pop("columns_of_training", {})
     saved["columns_of_training"] = {k: v for k, v in columns.items() if k not in given}

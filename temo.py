@@ -124,9 +124,9 @@ def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04):
     Args: sim: cosines, any shape.   tau_min > 0, tau_alpha >= 0.
     Returns: temperatures of sim's shape; exactly tau_min where sim <= 0; the gradient is finite everywhere.
     """
-    positive = sim > 0
-    root = torch.where(positive, sim, torch.ones_like(sim)).clamp(min=1e-8).sqrt()  # double where: no root of 0
-    return tau_min + tau_alpha * torch.where(positive, root, torch.zeros_like(sim))
+    alike = sim > 0
+    root = torch.where(alike, sim, torch.ones_like(sim)).clamp(min=1e-8).sqrt()  # double where: no root of 0
+    return tau_min + tau_alpha * torch.where(alike, root, torch.zeros_like(sim))
 
 
 def modulated_loss(anchor, candidates, tau_min, tau_alpha, detach=True, block=0, tau=None):

@@ -1,4 +1,4 @@
-"""AVION's released weights (LaViLa's training of its video ViT) under our names; init_from opens it."""
+"""AVION's released weights (LaViLa's training of its video ViT) under our names, for init_from (weights.py)."""
 
 import re
 

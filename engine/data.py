@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import common
-from common import EmptySplit, load_data, splits_of
+from common import EmptySplit, load_data, options_of, splits_of
 from engine.base import UserError, join_notes, say
 
 import numpy as np
@@ -16,19 +16,20 @@ from readers.guards import say_part
 
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
-              "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "clips", "clip_law",
-              "caption_noise", "fold", "streaming", "max_bad_fraction", "max_pixels", "caption_relevancy",
-              "hold_out_val", "extra_captions")
+              "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "streaming",
+              "max_bad_fraction", "max_pixels", "hold_out_val", "extra_captions")
 
 
 def data_options(args, **more):
-    """The data flags that are set, as options of load_data."""
-    return {k: v for k in DATA_FLAGS if (v := getattr(args, k, None)) or v == 0.0 and k == "max_bad_fraction"} | more
+    """The data flags that are set, those of the data set itself among them, as options of load_data."""
+    names = (*DATA_FLAGS, *options_of(args.dataset))
+    return {k: v for k in names if (v := getattr(args, k, None)) or v == 0.0 and k == "max_bad_fraction"} | more
 
 
-def other_options(flags, folder=""):
+def other_options(flags, name, folder=""):
     """Options of load_data for other data than those that a run with these flags {name: value} trains on."""
-    same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "hold_out_val")
+    same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "hold_out_val", "max_bad_fraction",
+            *options_of(name))
     columns = {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
     places = {"data_dir": folder, "video_dir": folder or flags.get("video_dir", "")}
     return places | {k: flags.get(k) for k in same} | {"columns_of_training": columns}
@@ -38,39 +39,39 @@ def open_data(args):
     """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick.
 
     Raises: UserError where --eval-every would find no val split to evaluate."""
-    train, sets = load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
-    without = ", ".join(name for name, splits in sets.items() if "val" not in splits)
-    if args.eval_every and not any("val" in splits for splits in sets.values()):
+    train, evals = load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
+    without = ", ".join(name for name, splits in evals.items() if "val" not in splits)
+    if args.eval_every and not any("val" in splits for splits in evals.values()):
         raise UserError(f"--eval-every {args.eval_every}: {without} without a val split, which is what it evaluates; "
                         "--hold-out-val takes one out of the training images of a set by name, --eval-every 0 "
                         "evaluates at the end alone")
     for word in args.extra_pairs:
-        train = add_pairs(train, word, args, sets)
+        train = add_pairs(train, word, args, evals)
     if args.eval_every and without:
         say(f"WARNING: --eval-every: {without} without a val split (see --hold-out-val): read once, at the end")
-    return train, sets
+    return train, evals
 
 
 def evaluation_sets(args):
     """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR."""
-    sets = {}
+    evals = {}
     for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
         name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
-        if name in sets:
+        if name in evals:
             raise UserError(f"--eval-datasets {name}: named with two folders; one has to be left out")
-        options = other_options(vars(args), folder)
+        options = other_options(vars(args), name, folder)
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder} if folder else {}))
-        sets[name] = {}
+        evals[name] = {}
         for split in (s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)):
             try:
-                sets[name][split] = load_data(name, split, **options)
-                say_part(sets[name][split], args.dataset)
+                evals[name][split] = load_data(name, split, **options)
+                say_part(evals[name][split], args.dataset)
             except EmptySplit as error:
                 say(f"WARNING: {error}; there is no {split} evaluation")
-        if not sets[name] and args.eval_datasets:
+        if not evals[name] and args.eval_datasets:
             raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
-    return sets
+    return evals
 
 
 def add_pairs(data, word, args, evals):

@@ -1,4 +1,5 @@
-"""Flags: ranges, one line of error, and what all scripts share; recipes and saved runs give the defaults."""
+"""Flags: one line of error, and what all scripts share; recipes, saved runs and the data sets that are named give
+defaults and further flags."""
 
 import argparse
 import contextlib
@@ -9,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from common import HELD_OUT, find_set
+from common import HELD_OUT, find_set, options_of
 from engine.base import UserError, first_line, printable
 from engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
 
@@ -162,20 +163,22 @@ class Parser(OneLine):
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does; a flag of a data set that is not named is refused with the sets that have it."""
         args, unknown = super().parse_known_args(args, namespace)
-        flag, _, value = next((w for w in unknown if w.startswith("--")), "").partition("=")
-        owners = []
+        word = next((w for w in unknown if w.startswith("--")), "")
+        (flag, _, value), owners = word.partition("="), []
         for name in MODULES if flag else ():
-            with contextlib.suppress(Exception):  # a broken file of another set is not what is asked for
-                owners += [name] if flag in find_set(name).SETS[name].get("options", {}) else []
+            with contextlib.suppress(UserError):  # a broken file of another set is not what is asked for
+                how = find_set(name).SETS[name].get("options", {}).get(flag)
+                owners += [name] if how and (self.texts or not how.get("texts")) else []
         if owners:
             value = value or " ".join(itertools.takewhile(lambda w: not w.startswith("--"),
-                                                          unknown[unknown.index(flag) + 1:]))
+                                                          unknown[unknown.index(word) + 1:]))
             self.error(f"{flag} {value}: not of --dataset {args.dataset}, but of {', '.join(owners)}")
         return args, unknown
 
     def _know_all(self, saved, folder):
         """Refuses a run that was made with flags of another script."""
-        unknown = sorted(set(saved) - {a.dest for a in self._actions})
+        of_sets = {option for name in MODULES for option in options_of(name)}  # older runs saved those of all sets
+        unknown = sorted(set(saved) - of_sets - {a.dest for a in self._actions})
         self.require(not unknown, f"--resume {folder}: it was run with --{''.join(unknown[:1]).replace('_', '-')}, "
                                   f"which {self.prog} does not know; resume it with the script that made it")
 

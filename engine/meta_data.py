@@ -1,5 +1,5 @@
 """The meta-data of mama.py: few, clean and balanced examples of training; of val, and then of no evaluation; or named
-ones. Opened by common, by the name meta_data."""
+ones."""
 
 import common
 from engine.base import UserError

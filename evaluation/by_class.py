@@ -1,7 +1,6 @@
 """Evaluation by class: nearest neighbours, zero-shot, linear probes, and frequent and rare classes apart.
 
-temperature_schedules.py evaluates with it as its authors do, the others take their kNN from here; opened by common, by
-name.
+temperature_schedules.py evaluates with it as its authors do, the others take their kNN from here.
 """
 
 import dataclasses

@@ -6,6 +6,7 @@ from engine.base import UserError, say
 from engine.checkpoints import TENSORS, latest_checkpoint
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 
@@ -39,10 +40,11 @@ def stand_ins(case):
 def _gamma(subject):
     """The temperature of the run: the learnt one, else its --tau."""
     last = latest_checkpoint(subject.args.checkpoint) if subject.own.get("learnable_tau") else None
-    learnt = load_file(last / TENSORS).get("own/tau.log_tau") if last and (last / TENSORS).exists() else None
-    if last and (last / "extra.safetensors").exists():  # an ended run of an earlier version
-        learnt = load_file(last / "extra.safetensors").get("tau.log_tau")
-    return (subject.own.get("tau") or 0.01) if learnt is None else learnt.exp().item()
+    for file, name in ((TENSORS, "own/tau.log_tau"), ("extra.safetensors", "tau.log_tau")):  # the second: older runs'
+        if last and (last / file).exists():
+            with safe_open(last / file, "pt") as tensors:
+                return tensors.get_tensor(name).exp().item()
+    return subject.own.get("tau") or 0.01
 
 
 def _some(n, args):

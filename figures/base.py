@@ -1,9 +1,10 @@
 """Pictures of runs and evaluations, made to be shown: whole titles, whole steps, no empty panel, text as it is.
 
-    fig, (left, right) = figures.figure(2)
+    from figures.base import figure, save_figure
+    fig, (left, right) = figure(2)
     left.plot(steps, loss)
     right.plot(steps, tau)
-    figures.save_figure(fig, folder / "mine.png")      # or .pdf
+    save_figure(fig, folder / "mine.png")      # or .pdf
 
 Pieces are what `retrieval_pieces` returns: image (M, D), text (C, D), owner (C,) row of each caption's image,
 texts (C captions), index (M,) into data, positives (C, P), data.

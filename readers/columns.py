@@ -1,8 +1,6 @@
 """Tables: names of files, columns and splits that are known, and opening one through `datasets`."""
 
 import contextlib
-import glob
-import os
 import re
 from pathlib import Path
 
@@ -44,6 +42,13 @@ def split_of(word):
     return next(iter(split_words(word)), None)
 
 
+def split_and_class(file):
+    """(The first folder around a file that names a split, the innermost one inside that), "" where there is none."""
+    folders = file.parts[:-1]
+    k = next((k for k, word in enumerate(folders) if split_words(word)), -1)
+    return folders[k] if k >= 0 else "", (folders[k + 1:] or ("",))[-1]
+
+
 def plain_names(columns):
     """{name: column}, each by its own name and by that without capitals and blanks around it: ' Caption' is caption."""
     return {c.strip().lower(): c for c in columns} | {c: c for c in columns}
@@ -65,18 +70,7 @@ def quiet_datasets():
             datasets.enable_progress_bars()
 
 
-def _literal(path):
-    """What `datasets` would find in a folder whose path holds signs of its patterns, as keywords of load_dataset."""
-    if not glob.has_magic(path) or not os.path.isdir(path):
-        return {}
-    from datasets.data_files import get_data_patterns
-    place = glob.escape(os.path.realpath(path))
-    return {"data_files": {s: [f"{place}/{p}" for p in found] for s, found in get_data_patterns(place).items()}}
-
-
 TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be greater than 0": "it has no rows",
-                "save_to_disk": "a folder of save_to_disk; give a folder with its data-*.arrow alone, or write parquet "
-                                "(Dataset.to_parquet)",
                 "No (supported) data files": "nothing in it can be read; expected images, videos, tars or tables",
                 "recursion depth": "nested too deeply; expected rows of image and caption",
                 "decoding depth limit": "nested too deeply; expected rows of image and caption"}
@@ -100,7 +94,7 @@ def open_table(kind, name, gated="", **files):
     import datasets
     try:
         with quiet_datasets():
-            return datasets.load_dataset(kind, **(files or _literal(kind)))
+            return datasets.load_dataset(kind, **files)
     except Exception as error:
         reason = error.__cause__ or error
         if "gated" in f"{error} {reason}".lower():

@@ -1,12 +1,12 @@
 """What is odd in somebody's own files and would be read wrongly in silence: refused, with what to do.
 
-common.py asks before it reads a folder or a csv, of what a plain reading takes for something else: words in names that
-`datasets` takes for splits, a README.md that sends it elsewhere, a quote that swallows the rows after it.
+sets/own.py asks before it reads a folder or a table, of what a plain reading takes for something else: names of which
+some are splits, a table beside the images that it describes, a quote that swallows the rows after it.
 """
 
 import ast
 import csv
-import glob
+import itertools
 import os
 import re
 from collections import Counter
@@ -25,40 +25,58 @@ from readers.columns import (
     VIDEO_TYPES,
     WINDOW_COLUMNS,
     clean_list,
-    folders_of,
+    is_video,
     plain_names,
     split_of,
     split_words,
 )
 
-HELD_BY_FOLDERS = (*IMAGE_TYPES, *VIDEO_TYPES, "parquet", "csv", "jsonl", "arrow")
-
-
 # Endings of pictures and videos that are not looked for: said, with their number, and not missed in silence.
 NOT_READ = ("heic", "heif", "avif", "jxl", "svg", "psd", "dng", "cr2", "cr3", "nef", "arw", "raw", "exr", "dcm", "mts",
             "vob", "rm", "rmvb", "asf")
+ARCHIVES = ("zip", "gz", "tgz", "bz2", "xz", "zst", "7z", "rar")  # nor what is packed
+ROWS = ("parquet", "arrow", "csv", "jsonl")  # tables that are a folder's data where images are fewer
 
 
 def check_folder(name, path, files):
-    """Raises: UserError for a folder that no reader reads as meant. files: all below it."""
+    """Those of a folder's files that are its images and videos; [] where tables are its data.
+
+    Raises: UserError for a folder that no reader reads as meant. files: all below it but the hidden ones."""
     check_utf8(name, path, files)
     check_links(name, path)
     endings = Counter(ending(f) for f in files)
-    odd = {kind: endings[kind] for kind in NOT_READ if endings[kind]}
-    if odd:
-        kinds = ", ".join(f"{n:,} .{kind}" for kind, n in odd.items())
-        words = f"{kinds} files are not read; convert them to jpg or mp4"
-        if sum(odd.values()) == len(files):
+    for kinds, mend in ((NOT_READ, "convert them to jpg or mp4"), (ARCHIVES, "unpack them")):
+        odd = {kind: endings[kind] for kind in kinds if endings[kind]}
+        words = f"{', '.join(f'{n:,} .{kind}' for kind, n in odd.items())} files are not read; {mend}"
+        if kinds is NOT_READ and sum(odd.values()) == len(files):
             raise UserError(f"--dataset {name}: {words}")
-        say_once(f"WARNING: {name}: {words}")
-    pixels = [f for f in files if ending(f) in (*IMAGE_TYPES, *VIDEO_TYPES)]
-    if len(pixels) > sum(endings[kind] for kind in ("parquet", "arrow", "csv", "jsonl")):  # else these are the data
-        check_beside(name, path, pixels, files)
-        check_depth(name, path, pixels)
+        if odd:
+            say_once(f"WARNING: {name}: {words}")
+    from PIL import Image
+    kinds = {*IMAGE_TYPES, *VIDEO_TYPES, *(end[1:] for end in Image.registered_extensions())} - {*NOT_READ, "pdf"}
+    pixels, tables = [f for f in files if ending(f) in kinds], sum(endings[kind] for kind in ROWS)
     packed = [f for f in files if PACKED.search(f.name)]
-    if packed and not any(ending(f) in HELD_BY_FOLDERS for f in files):
+    if packed and not pixels and not tables:
         raise UserError(f"--dataset {name}: {len(packed)} compressed tars and nothing else to read, first "
                         f"{min(packed)}: unpack them (gunzip), an index needs plain tars")
+    if len(pixels) <= tables and not any(map(is_video, pixels)):
+        check_card(name, path)
+        return []
+    check_beside(name, path, pixels, files)
+    check_depth(name, path, pixels)
+    return pixels
+
+
+def check_card(name, path):
+    """Raises: UserError for a folder of save_to_disk, and for tables of several sets, which would be read as one."""
+    if (path / "state.json").is_file():
+        raise UserError(f"--dataset {name}: a folder of save_to_disk; give a folder with its data-*.arrow alone, or "
+                        "write parquet (Dataset.to_parquet)")
+    card = path / "README.md"
+    known = re.findall(r"^ *- config_name: *(.+)", card.read_text("utf8", "replace"), re.M) if card.is_file() else []
+    if len({*known}) > 1:
+        raise UserError(f"--dataset {name}: its README.md speaks of several sets ({', '.join(sorted({*known}))}), "
+                        "which would be mixed; put the files of the one that is meant into a folder of their own")
 
 
 def ending(path):
@@ -117,7 +135,7 @@ def check_depth(name, path, pixels):
     around = {}  # the folders around a class folder -> the first file there
     for f in pixels:
         parts = f.relative_to(path).parts
-        if len(parts) > 1 and not any(part.startswith((".", "__")) for part in parts):
+        if len(parts) > 1:
             place = tuple(part for part in parts[:-2] if not split_words(part))
             around[place] = min(around.get(place, f), f)
     if len(around) > 1:
@@ -145,88 +163,46 @@ def check_split_names(name, names):
                         f"split is called so ({words}); rename or remove it")
 
 
-def check_splits(name, path, files, listed, opened):
-    """Compares what `datasets` made of a folder, {word: table}, with what lies there: it takes words for splits.
-
-    files, listed: all files below the folder, and the tables among them.
-    Raises: UserError where it found other splits than the folders (or the tables) name, as of Train/ and Test/;
-        where it passed images over, as all others when some are called test_007.png; where it took some twice."""
-    hint = ("such words in names of files and folders, in lower case, are taken for splits; rename them, or list the "
-            "images in a metadata.csv (file_name, caption)")
-    kept, inside = set(folders_of(path)), [f.relative_to(path) for f in files]
-    inside = [f for f in inside if len(f.parts) == 1 or f.parts[0] in kept]
-    inside = [f for f in inside if not any(part.startswith((".", "__")) for part in f.parts)]  # hidden, or __MACOSX
-    top, below = ({s for f in inside for part in f.parts[:-1][:n] for s in split_words(part)[:1]} for n in (1, None))
-    named = top or below or {s for f in listed for s in split_words(f.stem)[:1]}
-    found = {split_of(word) or word for word in opened}
-    if named and named != found:
-        raise UserError(f"--dataset {name}: its names say {', '.join(sorted(named))}, but {', '.join(sorted(found))} "
-                        f"would be read: {hint}")
-    images = sum(ending(f) in IMAGE_TYPES for f in inside)
-    if images <= len(listed):
-        return
-    columns = [t.data.column("image").combine_chunks() for t in opened.values() if "image" in t.column_names]
-    paths = [p for column in columns for p in column.field("path").to_pylist()]
-    if len(set(paths)) < max(images, len(paths)):
-        what = f"only {len(set(paths)):,} of its {images:,} images" if len(set(paths)) < images else "some images twice"
-        raise UserError(f"--dataset {name}: {what} would be used, as {', '.join(opened)}: {hint}")
-    if all(table.column_names == ["image"] for table in opened.values()):
-        raise UserError(f"--dataset {name}: its images lie in one folder, which makes no classes, and no metadata.csv "
-                        "(file_name, caption) gives them captions")
-
-
-def check_card(name, path):
-    """README.md and .huggingface.yaml in a data folder may tell `datasets` to read other places: say so and refuse."""
-    import yaml  # of huggingface_hub
-    from huggingface_hub import DatasetCard
-    readers = {"README.md": lambda p: DatasetCard.load(p, ignore_metadata_errors=False).data.to_dict(),
-               ".huggingface.yaml": lambda p: yaml.safe_load(p.read_text(encoding="utf8"))}
-    for file, read in readers.items():
-        try:  # as `datasets` reads it
-            said = read(path / file) if (path / file).is_file() else None
-        except Exception as error:
-            raise UserError(f"--dataset {name}: its {file} cannot be read ({first_line(error)}); mend or remove "
-                            "it") from error
-        texts = [*_strings(said.get("configs") if isinstance(said, dict) else None, set())]
-        if texts and glob.has_magic(str(path)):
-            raise UserError(f"--dataset {name}: its {file} says which files are read, where `datasets` takes the [ ] * "
-                            "? in this path for a pattern; rename the folder")
-        for text in texts:
-            if re.search(r"^[/~\\]|^[A-Za-z]:|://|::|(^|[/\\])[.][.]([/\\]|$)", text.strip()):
-                raise UserError(f"--dataset {name}: its {file} says that data lie outside the folder ({text.strip()}); "
-                                "remove that line, or name the files themselves")
-
-
-def _strings(value, seen):
-    """All texts in nested lists and dicts, but for those of `features`; seen: of one that holds itself."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)) and id(value) not in seen:
-        seen.add(id(value))
-        inner = [v for k, v in value.items() if k != "features"] if isinstance(value, dict) else value
-        for v in inner:
-            yield from _strings(v, seen)
-
-
 # ======================================================= tables ======================================================
-def check_csv(file, separator, spaced=False):
-    """The line at which the last row begins; spaced: blanks stand behind the separators.
+END = "\0"  # a line behind the last one: it stands inside a field where a quote is never closed
+
+
+def read_csv(file, tabs=False):
+    """{column: texts} of a csv: 000 is a name there, and so is NA; "" where a row is short. tabs: of a tsv.
 
     Raises: UserError where the header is none or says a name twice, or where a row has more fields than the header or
-        seems to hold others."""
+        seems to hold others; UnicodeDecodeError and OSError."""
     csv.field_size_limit(2**31 - 1)  # a caption of a megabyte is one
     with open(file, newline="", encoding="utf-8-sig") as f:
-        rows = csv.reader(f, delimiter=separator, skipinitialspace=spaced)
-        header = next(row for row in rows if row)
+        first = next((line for line in f if line.strip()), "")
+        if "\0" in first:
+            raise UserError(f"--dataset {file}: not UTF-8 text (it holds zeros); save it as UTF-8")
+        separator = next((s for s in ("\t,;|" if tabs else ",\t;|") if s in first), ",")
+        spaced = separator + " " in first and separator == ","  # image, caption: a blank, and then a quote
+        f.seek(0)
+        rows = csv.reader(itertools.chain(f, [END]), delimiter=separator, skipinitialspace=spaced)
+        header = next(row for row in rows if "".join(row).strip())
         _check_header(file, [c.strip() for c in header])
+        columns = {c or f"Unnamed: {i}": [] for i, c in enumerate(header)}  # the nameless column is an index
         begin, end = 1, rows.line_num
         for row in rows:
             begin, end = end + 1, rows.line_num
+            if row == [END]:
+                break
             _swallowed_rows(file, row, separator, begin)
-            if len(row) > len(header):  # the reader would take the first column for an index, and shift the others
+            if len(row) > len(header):
                 raise UserError(f"--dataset {file}: line {end} has more fields than the header's {len(header)}; put "
                                 "captions that hold a comma in quotes")
-    return begin
+            if "".join(row).strip() or len(row) > 1:
+                for texts, text in itertools.zip_longest(columns.values(), row, fillvalue=""):
+                    texts.append(text)
+        else:
+            if header != [END]:
+                raise UserError(f"--dataset {file}: a quote in the row that begins at line {begin} is never closed; "
+                                'close it, and write a quote inside a caption as ""')
+    if not any(columns.values()):
+        raise UserError(f"--dataset {file}: it has no rows")
+    return columns
 
 
 def _check_header(file, header):

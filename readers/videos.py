@@ -5,11 +5,10 @@ import os
 from pathlib import Path
 
 import common
-from engine.base import UserError
+from engine.base import UserError, join_notes
 
 from readers.clips import clip_options
-from readers.columns import VIDEO_TYPES, clean_list, folders_of, split_of
-from readers.guards import check_split_names
+from readers.columns import VIDEO_TYPES, clean_list
 
 
 @functools.lru_cache(maxsize=16)
@@ -84,21 +83,17 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
         raise UserError(f"{name} ({split}): {looked}; --video-dir names the folder of the videos")
     if options.get("feature_dir") and len(set(found.values())) < len(found):
         raise UserError(f"{name} ({split}): several windows of one video, but --feature-dir has one file for a video")
-    captions = [texts[k] for k in found]
-    if options.get("join_captions"):
-        captions = [[" ".join(t.strip() for t in c)] for c in captions]
-    sources = [{"path": path, "start": start, "end": end} for (_, start, end), path in found.items()]
-    classes, columns = None, {}
-    if labels is not None:
-        names = sorted({str(labels[k]) for k in texts if k in labels})  # also of videos that are not there
-        number = {y: i for i, y in enumerate(names)}
-        classes, columns = {"label": names}, {"label": [number[labels[k]] if k in labels else -1 for k in found]}
-    table = common.make_table(captions, [_window_key(*k) for k in found], sources, classes, **columns)
     notes = [f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}"] if missing else []
     by_name = dict.fromkeys(str(v) for v, *_ in found if not (folder / str(v)).is_file())
-    notes += [note for note in [_said_of_namesakes(index, by_name)] if note]
-    data = common.Data(name, split, table, clip=clip_options(options), note="; ".join(notes))
-    return common.with_notes(data, len(annotations) - len(texts))
+    note = join_notes(*notes, _said_of_namesakes(index, by_name))
+    joined, names, label = options.get("join_captions"), None, {}
+    if labels is not None:
+        names = sorted({labels[k] for k in texts if k in labels})  # also of videos that are not there
+        label = {k: {"label": names.index(labels[k]) if k in labels else -1} for k in found}
+    rows = [{"source": {"path": path, "start": k[1], "end": k[2]}, "key": _window_key(*k),
+             "captions": [" ".join(texts[k])] if joined else texts[k]} | label.get(k, {}) for k, path in found.items()]
+    rows += [{"captions": []}] * (len(annotations) - len(texts))
+    return common.from_rows(name, split, rows, options, {"label": names}, clip=clip_options(options), note=note)
 
 
 def _window_key(video, start, end):
@@ -106,28 +101,3 @@ def _window_key(video, start, end):
     if start is None and end is None:
         return f"{video}"
     return f"{video} {'-'.join('' if t is None else f'{t:g}' for t in (start, end))} s"
-
-
-def video_folder(name, path, options):
-    """{split: Data} of class folders of videos, in train/val/test folders where there are some; the class names serve
-    as captions. Raises UserError for a video in no class folder."""
-    files = {p for paths in video_index(str(path)).values() for p in paths if not p.endswith(".npy")}
-    check_split_names(name, folders_of(path))
-    splits = {}
-    for file in sorted(Path(p) for p in files):
-        parts = file.relative_to(path).parts
-        split = split_of(parts[0]) if len(parts) > 2 else None
-        if len(parts) < 2 + bool(split):
-            what = f"{file.name} is in no class folder and there is no metadata.csv (file_name, caption)"
-            raise UserError(f"--dataset {name}: {what}")
-        splits.setdefault(split or "train", []).append(file)
-    names = sorted({file.parent.name for part in splits.values() for file in part})
-    note = "no captions: the class names serve as captions"
-    out = {}
-    for split, part in splits.items():
-        labels = [names.index(file.parent.name) for file in part]
-        captions, keys = [[names[y].replace("_", " ")] for y in labels], [str(f.relative_to(path)) for f in part]
-        sources = [{"path": str(file)} for file in part]
-        table = common.make_table(captions, keys, sources, {"label": names}, label=labels)
-        out[split] = common.Data(name, split, table, clip=clip_options(options), note=note, has_captions=False)
-    return out

@@ -124,9 +124,10 @@ def _counted(data, name, split):
 def _from_table(name, split, folder, given, options):
     facts = SETS[name]
     word = facts["files"][split]
-    tables = own.tables(str(folder or facts["repo"]), {}, name, options, gated=facts["repo"])
+    repo = facts["repo"]
+    tables = own.read_folder(name, folder, options) if folder else own.tables(repo, {}, name, options, gated=repo)
     if split_of(word) not in tables:
-        raise UserError(f"{name}: {given or facts['repo']} has no {word} split; it has: {', '.join(tables)}")
+        raise UserError(f"{name}: {given or repo} has no {word} split; it has: {', '.join(tables)}")
     prompts = CIFAR_PROMPTS if name.startswith("cifar") else None
     return dataclasses.replace(tables[split_of(word)], split=split, prompts=prompts)
 

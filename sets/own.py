@@ -1,7 +1,6 @@
 """Somebody's own data: a folder, a file of paths and captions, tars, or any hub id, as {split: Data}."""
 
 import contextlib
-import csv
 import dataclasses
 import functools
 import glob
@@ -10,11 +9,10 @@ import re
 from pathlib import Path
 
 from common import Data, from_rows, hold_out, make_table, with_notes
-from engine.base import UserError, join_notes, say_once
+from engine.base import UserError, hub_reason, join_notes, say_once
 
 import numpy as np
 
-import readers.videos
 from readers.clips import clip_options, windows_of
 from readers.columns import (
     CAPTION_COLUMNS,
@@ -33,23 +31,24 @@ from readers.columns import (
     open_table,
     pick_column,
     plain_names,
+    split_and_class,
     split_of,
     split_words,
+    table_words,
 )
 from readers.guards import (
-    check_card,
     check_cells,
-    check_csv,
     check_folder,
     check_links,
     check_other_splits,
     check_split_names,
-    check_splits,
     check_windows,
+    ending,
+    read_csv,
 )
 from readers.records import read
 from readers.stream import open_tars
-from readers.videos import video_folder
+from readers.videos import clips_of
 from sets import MODULES
 
 
@@ -92,22 +91,66 @@ def _own_folder(name, path, options):
     described = {f: sorted((path / f).glob("metadata.*")) for f in folders if split_words(f)}
     if any(described.values()):
         return hold_out(_described_folders(name, path, described, options))
-    files = [f for f in path.rglob("*") if f.is_file()]
+    return hold_out(read_folder(name, path, options))
+
+
+def read_folder(name, path, options):
+    """{split: Data} of a folder of class folders or of tables that hold their images; the splits it names, or train."""
+    files = [f for f in path.rglob("*") if f.is_file() and not HIDDEN.search(f"/{f.relative_to(path).as_posix()}")]
     if not files:
         check_links(name, path)
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
-    check_folder(name, path, files)
-    if any(is_video(f) for f in files):
-        return hold_out(video_folder(name, path, options))
-    for kind in (".parquet", ".csv", ".jsonl", ".json", ".arrow"):  # the first is read; a dataset_infos.json beside it
-        listed = [f for f in files if f.suffix == kind]             # is not
-        if listed:
-            break
-    check_split_names(name, [f.stem for f in listed])
-    check_card(name, path)
-    check = functools.partial(check_splits, name, path, files, listed)
-    return hold_out(tables(str(path), {}, name, options, check=check))
+    pixels = check_folder(name, path, files)
+    beside = [f for f in files if pixels and f.name in METADATA]  # of a folder further down
+    if pixels and (not beside or any(map(is_video, pixels))):
+        return class_folders(name, path, pixels, options)
+    kinds = {kind: [f for f in files if ending(f) == kind and f.name not in INFOS] for kind in KINDS}
+    kind = next(filter(kinds.get, KINDS), "")  # the first is read
+    if not kind:
+        raise UserError(f"--dataset {name}: nothing in it can be read; expected images, videos, tars or tables")
+    around = {f: split_and_class(f.relative_to(path)) for f in sorted(beside + pixels or kinds[kind], key=str)}
+    by_folder = beside or any(split for split, _ in around.values())
+    splits = split_files(name, {f: by_folder and (split or inner) or f.stem for f, (split, inner) in around.items()})
+    named = {split: [glob.escape(os.path.abspath(f)) for f in part] for split, part in splits.items()}
+    return tables("imagefolder" if beside else KINDS[kind], {"data_files": named}, name, options, path)
+
+
+HIDDEN = re.compile(r"/(\.|__[^/]*/)")  # files and folders, and __MACOSX
+KINDS = {"parquet": "parquet", "csv": "csv", "jsonl": "json", "json": "json", "arrow": "arrow"}  # who reads a table
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+INFOS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")  # no rows
+
+
+def split_files(name, words):
+    """{split: files} of {file: the word that may name its split}; all are of train where none does."""
+    check_split_names(name, {*words.values()} - {""})
+    of = {f: split_of(word) or "train" for f, word in words.items()}
+    return {split: [f for f in of if of[f] == split] for split in SPLIT_NAMES if split in of.values()}
+
+
+def class_folders(name, path, pixels, options):
+    """{split: Data} of class folders of images, or of videos (then a gif is one), in folders that name splits where
+    there are some; the class names serve as captions. pixels: the files."""
+    import datasets
+    videos = any(map(is_video, pixels))
+    column, feature = ("video", datasets.Video()) if videos else ("image", datasets.Image())
+    files = sorted((f for f in pixels if not videos or ending(f) in (*VIDEO_TYPES, "gif")), key=None if videos else str)
+    around = {f: split_and_class(f.relative_to(path)) for f in files}
+    splits = split_files(name, {f: split or label for f, (split, label) in around.items()})
+    names = sorted({label for _, label in around.values()})
+    if videos and not names[0]:
+        bare = next(f for f in files if not around[f][1])
+        raise UserError(f"--dataset {name}: {bare.name} is in no class folder and there is no metadata.csv (file_name, "
+                        "caption)")
+    if not names[0] or len(names) < 2 and not videos:
+        raise UserError(f"--dataset {name}: its images lie in one folder, which makes no classes, and no metadata.csv "
+                        "(file_name, caption) gives them captions")
+    features = datasets.Features({column: feature, "label": datasets.ClassLabel(names=names)})
+    rows = {split: {column: [os.path.abspath(f) for f in part], "label": [around[f][1] for f in part]}
+            for split, part in splits.items()}
+    return {split: _table_data(name, split, datasets.Dataset.from_dict(row, features=features), options, path)
+            for split, row in rows.items()}
 
 
 def _described(name, file, root, options):
@@ -155,20 +198,16 @@ def _described_folders(name, path, described, options):
                          for f, files in described.items()})
 
 
-def tables(kind, files, name, options, gated="", check=None):
-    """{split: Data} of a hub id, a parquet folder or class folders, through `datasets`; nothing is decoded.
-
-    check: called with {word: table} before anything is made of them."""
+def tables(kind, files, name, options, folder="", gated=""):
+    """{split: Data} of a hub id, or of tables of one kind below a folder, through `datasets`; nothing is decoded."""
     opened = open_table(kind, name, gated=gated, **files)
-    if check:
-        check(opened)
     out = {split_of(word) or word: table for word, table in opened.items()}
     if len(out) < len(opened):
         raise UserError(f"--dataset {name}: two of {', '.join(opened)} name one split; give a local copy with the one "
                         "that is meant")
     one = out["train"] if list(out) == ["train"] else None  # all rows in one split: a column may say whose each is
     parts = dict.fromkeys(out) if one is None else split_column(name, one)
-    return same_classes({s: _table_data(name, s, out[s] if one is None else one, options, kind, rows)
+    return same_classes({s: _table_data(name, s, out[s] if one is None else one, options, folder or kind, rows)
                          for s, rows in parts.items()})
 
 
@@ -265,7 +304,6 @@ def caption_file(name, split, file, root, options, table=None):
     lost = f"{sources.count(None):,} rows without an image left out" if None in sources else ""
     if videos:
         check_windows(file, table, image)
-        clips_of = readers.videos.clips_of
         data = clips_of(name, split, rows, options, root, label_of if label else None)
         return dataclasses.replace(data, note=join_notes(data.note, lost))
     names = sorted({label_of[k] for k, captions in rows.items() if captions and k in label_of}) if label else None
@@ -279,34 +317,19 @@ def caption_file(name, split, file, root, options, table=None):
 
 def read_caption_file(file):
     """The table of a csv, tsv, json(l) or parquet file."""
-    ending, rows = file.suffix.lower(), None
+    import datasets
     with contextlib.suppress(UnicodeDecodeError, OSError):  # the reader says it, below
-        rows = read(file)
-    if rows:
-        import datasets
-        return datasets.Dataset.from_list(rows)
-    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(ending, "csv")
-    more, last = {}, 0
-    if kind == "csv":
-        import datasets
-        with contextlib.suppress(UnicodeDecodeError, OSError, StopIteration):  # the reader says it, below
-            with open(file, newline="", encoding="utf-8-sig") as f:
-                first = next(line for line in f if line.strip())
-            separator = next((s for s in ("\t,;|" if ending == ".tsv" else ",\t;|") if s in first), ",")
-            spaced = separator + " " in first and separator == ","  # image, caption: a blank, and then a quote
-            last = check_csv(file, separator, spaced)
-            header = next(csv.reader([first], delimiter=separator, skipinitialspace=spaced))
-            names = [c or f"Unnamed: {i}" for i, c in enumerate(header)]  # the nameless column is an index
-            text = datasets.Features({c: datasets.Value("string") for c in names})  # 000 is a name, and so is NA
-            more = {"sep": separator, "keep_default_na": False, "features": text, "skipinitialspace": spaced}
+        if rows := read(file):
+            return datasets.Dataset.from_list(rows)
+    kind = KINDS.get(ending(file), "csv")
+    if kind != "csv":
+        return open_table(kind, file, data_files=glob.escape(str(file)), split="train")
     try:
-        return open_table(kind, file, data_files=glob.escape(str(file)), split="train", **more)
-    except UserError as error:
-        if "EOF inside string" not in str(error):
-            raise
-        row = f"the row that begins at line {last}" if last else "one of its rows"
-        raise UserError(f"--dataset {file}: a quote in {row} is never closed; close it, and write a quote inside a "
-                        'caption as ""') from error
+        columns = read_csv(file, tabs=ending(file) == "tsv")
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"--dataset {file}: {table_words(error, error) or hub_reason(error)}") from error
+    text = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
+    return datasets.Dataset.from_dict(columns, features=text)
 
 
 def same_classes(splits):

@@ -407,6 +407,17 @@ def test_resume_with_a_changed_flag_of_its_data_set(dataset, flag, was, now, tmp
     assert f"{flag} was {was}" in message and f"cannot become {now}; start a new run" in message
 
 
+def test_flags_of_a_data_set_that_is_evaluated_alone_are_used(capsys):
+    args = temo.parse_args("--dataset emoji --eval-datasets emoji moving-emoji --clips 50 20 10 --fold 3".split())
+    sets = engine.data.evaluation_sets(args)
+    assert [len(sets["moving-emoji"][s]) for s in ("val", "test")] == [20, 10]
+    assert len(sets["emoji"]["test"]) == len(common.load_data("emoji", "test", fold=3)) != 168
+    refused(capsys, "--dataset", "cc3m", "--fold=")
+    with pytest.raises(SystemExit):
+        temperature_schedules.parse_args(["--dataset", "emoji", "--fold", "3"])
+    assert "unrecognized arguments: --fold 3" in capsys.readouterr().err
+
+
 def test_resume_with_another_architecture_in_the_checkpoint(finished, tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(finished[0], folder)

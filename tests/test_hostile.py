@@ -263,6 +263,12 @@ def test_eval_goes_on_after_a_set_that_is_not_there(whole, data, tmp_path, capfd
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, words, data, tmp_path, capfd,
                                                                   monkeypatch):
     shutil.copytree(data.parent, tmp_path / "data")  # of its own: nothing of it is in a cache
+    table = tmp_path / "data" / "captions.csv"
+    if name == "open_table":  # parquet goes through the cache, a csv does not
+        table = table.with_suffix(".parquet")
+        import pyarrow.csv
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.csv.read_csv(data.parent / "captions.csv"), table)
     if name == "list_bad_samples":
         for file in (tmp_path / "data").glob("*.png"):
             file.write_bytes(b"no picture" if common.held_out_place(file.name) > 0.5 else file.read_bytes())
@@ -272,7 +278,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, w
         words = "/proc/none/x cannot be written: No such file"
     else:
         during(monkeypatch, owner, name, small_files)
-    line = stopped(lambda: run(tmp_path / "data" / "captions.csv", tmp_path), capfd)
+    line = stopped(lambda: run(table, tmp_path), capfd)
     assert re.search(words, line)
     last = engine.checkpoints.latest_checkpoint(tmp_path / "a")
     assert (last is not None) == (name in ("save_model", "summarize"))
@@ -384,6 +390,7 @@ CAPTION_FILES = {
     "nan.parquet": (parquet(image=NAMES, caption=[float("nan")] * 80), "no row has an image and a caption"),
     "magic.parquet": (b"PARX" + b"x" * 100, "Parquet magic bytes not found"),
     "footer.parquet": (parquet(image=NAMES)[:-8] + b"\xff\xff\xff\x7fPAR1", "smaller than the size reported by footer"),
+    "zeros.csv": (HEAD.encode("utf-16-le") * 2, "not UTF-8 text (it holds zeros); save it as UTF-8"),
     "none.csv": (HEAD, "it has no rows"), "none.json": ("[]", "it has no rows"),
     "none.parquet": (parquet(image=np.array([], str), caption=np.array([], str)), "it has no rows")}
 
@@ -469,8 +476,12 @@ def test_pictures_of_other_kinds_are_counted(classes, tmp_path, capsys):
     for i in range(3):
         (tmp_path / "own" / "a" / f"{i}.HEIC").write_bytes(b"ftypheic")
         (tmp_path / "own" / "a" / f"{i}.tif").write_bytes(encode(picture(i), "tiff"))
+    (tmp_path / "own" / "more.zip").write_bytes(b"PK")
     found = [common.load_data(str(tmp_path / "own"), split) for split in ("train", "val", "test")]
-    assert sum(map(len, found)) == 63 and "3 .heic files are not read; convert them to jpg" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert sum(map(len, found)) == 63 and "3 .heic files are not read; convert them to jpg" in said
+    assert "1 .zip files are not read; unpack them" in said
+    (tmp_path / "own" / "more.zip").unlink()
     shutil.rmtree(tmp_path / "own" / "b")
     for file in (*(tmp_path / "own").rglob("*.png"), *(tmp_path / "own").rglob("*.tif")):
         file.unlink()
@@ -604,13 +615,6 @@ def test_a_path_of_odd_letters_holds_what_a_plain_one_does(kind, tmp_path):
         found.append({split: [(data.key(i), data.captions(i), data.read(i).shape) for i in range(len(data))]
                       for split, data in splits.items()})
     assert found[0] == found[1] and sum(map(len, found[0].values())) >= 4
-
-
-def test_a_card_that_names_files_below_odd_letters_is_refused(tmp_path, capfd):
-    folder = write_parquet_images(tmp_path / "[a]" / "train.parquet", range(8)).parent
-    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: train.parquet\n---\n")
-    line = stopped(lambda: run(folder, tmp_path / "out"), capfd)
-    assert "its README.md says which files are read" in line and "rename the folder" in line
 
 
 def test_paraphrases_below_odd_letters(tmp_path):
@@ -1043,45 +1047,27 @@ def test_code_beside_a_model_is_neither_run_nor_asked_about(kind, data, tmp_path
     assert not (folder / "sprung").exists()
 
 
-CARDS = {
-    "list": "- config_name: default\n  data_files:\n  - split: train\n    path: PLACE",
-    "listed": "- config_name: default\n  data_files:\n  - split: train\n    path:\n    - train.parquet\n    - PLACE",
-    "dict": "- config_name: default\n  data_files: {train: 'PLACE'}",
-    "quoted": "- {config_name: a, data_files: \"PLACE\"}",
-    "block": "- config_name: default\n  data_files: >-\n    PLACE",
-    "escaped": "- config_name: default\n  data_files: \"\\u002fetc/*.parquet\"",
-    "anchor": "- config_name: &a PLACE\n  data_files: *a", "folder": "- config_name: default\n  data_dir: ../elsewhere",
-    "whole folder": "- config_name: default\n  data_dir: FOLDER", "home": "- config_name: a\n  data_files: ~/x.parquet",
-    "url": "- config_name: a\n  data_files: https://example.com/x.parquet",
-    "hub": "- config_name: a\n  data_files: hf://datasets/a/b/x.parquet",
-    "up": "- {config_name: a, data_files: a/../../b}",
-    "chained": "- config_name: a\n  data_files: zip://a::b.zip",
-    "second": "- config_name: default\n  data_files: train.parquet\n- config_name: b\n  data_files: PLACE"}
+CARDS = ("configs: [", "configs: &a\n- *a", "configs:\n- config_name: default\n  data_files: PLACE",
+         "configs:\n- config_name: default\n  data_dir: ../elsewhere")
 
 
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
 def test_a_card_of_data_leads_nowhere_else(file, elsewhere, tmp_path):
+    """What it says of files is not followed; one of several sets is refused, which would be read as one."""
     place, mine = elsewhere / "train.parquet", tmp_path / "mine"
     WATCHED.clear()
     write_parquet_images(place, range(30))
     write_parquet_images(mine / "train.parquet", range(30))
     WATCHED[:] = [str(elsewhere)]
-    for name, text in CARDS.items():
-        text = "configs:\n" + text.replace("PLACE", str(place)).replace("FOLDER", str(elsewhere))
-        for end in ("\n", "\r\n"):
-            card = f"---\n{text}\n---\n" if file == "README.md" else text
-            (mine / file).write_bytes(card.replace("\n", end).encode())
-            with pytest.raises(UserError, match=f"its {file} says that data lie outside the folder "):
-                sets.own.own_data.cache_clear()
-                common.load_data(str(mine), "train")
-            assert WATCHED == [str(elsewhere)], name
-    for text, words in (("configs: [", "cannot be read"), ("configs: &a\n- *a", "config_name|outside")):
+    for text in CARDS:
+        text = text.replace("PLACE", str(place))
         (mine / file).write_text(f"---\n{text}\n---\n" if file == "README.md" else text)
-        with pytest.raises(UserError, match=words):
-            common.load_data(str(mine), "train")
-    good = "license: cc\nhomepage: https://example.com/a\nconfigs:\n- config_name: default\n  data_files: train.parquet"
-    (mine / file).write_text(f"---\n{good}\n---\n" if file == "README.md" else good)
-    assert len(common.load_data(str(mine), "train"))
+        sets.own.own_data.cache_clear()
+        assert sum(map(len, open_splits(mine).values())) == 30 and WATCHED == [str(elsewhere)], text
+    (mine / "README.md").write_text("---\nconfigs:\n- config_name: a\n- config_name: b\n---\n")
+    sets.own.own_data.cache_clear()
+    with pytest.raises(UserError, match="its README.md speaks of several sets .a, b., which would be mixed"):
+        common.load_data(str(mine), "train")
 
 
 def test_links_in_a_folder_of_data_are_the_users_own(data, tmp_path):

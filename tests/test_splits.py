@@ -204,16 +204,10 @@ def test_a_file_called_test_is_evaluated_whole(tmp_path, capsys):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_capitals_never_put_test_images_into_training(layout, tmp_path):
-    """`datasets` knows train/ alone, and takes Train/ and Test/ for one training set."""
-    path = write_both(layout, tmp_path, "Train", "Test")
-    if layout is class_folders:
-        refused(path, "its names say test, train", "rename")
-    else:
+    flat = [write_parquet_images(tmp_path / "flat" / f"{word}.parquet", range(N)) for word in ("Train", "Test")]
+    for path in (write_both(layout, tmp_path / "own", "Train", "Test"), flat[0].parent):
         found = open_splits(path)
         assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
-    for word in ("Train", "Test"):
-        write_parquet_images(tmp_path / "flat" / f"{word}.parquet", range(N))
-    refused(tmp_path / "flat", "its names say test, train", "rename")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -226,16 +220,18 @@ def test_a_test_split_alone_is_not_trained_on(layout, tmp_path):
 
 
 def test_words_in_names_of_files_lose_no_image(tmp_path):
-    """`datasets` takes some_test_007.png for a test split, and then reads nothing else."""
+    """some_test_007.png is an image like others, and so is one of the class test tube in train/ or test/."""
     for i in range(20):
         folder = tmp_path / "files" / CLASSES[i % 3]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{'test' if i % 4 == 0 else 'img'}_{i:03}.png").write_bytes(encode(picture(i)))
         write_images(tmp_path / "folders" / "photos" / ["cat", "dog", "train station"][i % 3], [i])
         write_images(tmp_path / "both" / ("train", "test")[i % 2] / ("cat", "test tube")[i // 2 % 2], [i])
-    refused(tmp_path / "files", "only 5 of its 20 images would be used, as test", "metadata.csv")
-    refused(tmp_path / "folders", "only 6 of its 20 images would be used, as train")
-    refused(tmp_path / "both", "some images twice would be used, as train, test")
+    assert sum(map(len, open_splits(tmp_path / "files").values())) == 20
+    refused(tmp_path / "folders", "cat, dog beside train station: no split is called so")
+    found = open_splits(tmp_path / "both")
+    assert len(found["test"]) == 10 and found["test"].label_names == ["cat", "test tube"]
+    assert {int(Path(key).stem) % 2 for s in ("train", "val") for key in found[s].keys()} == {0}
 
 
 def test_folders_that_name_splits_have_metadata_all_or_none(tmp_path):
@@ -717,12 +713,13 @@ def test_rows_without_a_class_have_none_where_a_split_lacks_one(tmp_path):
 
 
 def test_two_tables_of_one_split_are_refused(tmp_path):
-    """A card may give them any names; the second would take the place of the first."""
+    """A card on the hub may give them any names; the second would take the place of the first."""
     for word in ("train_a", "train_b"):
         write_parquet_images(tmp_path / f"{word}.parquet", range(6))
     files = "".join(f"\n  - split: {w}\n    path: {w}.parquet" for w in ("train_a", "train_b"))
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:{files}\n---\n")
-    refused(tmp_path, "two of train_a, train_b name one split")
+    with pytest.raises(UserError, match="two of train_a, train_b name one split"):
+        sets.own.tables(str(tmp_path), {}, "some/set", {})
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

@@ -321,7 +321,7 @@ def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, picture
     flags = ["--cpu", "--threads", "1", "--workers", "0", "--max-steps", "2", "--batch-size", "16", "--eval-every", "0",
              "--log-every", "1", "--dataset", "moving-emoji", "--clips", "32", "16", "16", "--output-dir",
              str(tmp_path), "--run-name"]
-    own = fork(temo, tmp_path, "return tau_min + tau_alpha * torch.where(positive, root, torch.zeros_like(sim))",
+    own = fork(temo, tmp_path, "return tau_min + tau_alpha * torch.where(alike, root, torch.zeros_like(sim))",
                "return tau_min + tau_alpha + 0 * sim")
     found = {}
     for name, script in (("ours", temo), ("fork", own)):
