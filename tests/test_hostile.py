@@ -820,7 +820,8 @@ def test_a_loader_worker_that_is_killed(when, data, tmp_path):
                 os.kill(worker.pid, signal.SIGKILL)
             inner(self, *args)
         Run.done = done if when == "training" else inner
-        run(data, tmp_path, "--workers", 2, "--eval-batch", 1, "--max-steps", 12)
+        # batches of 4: an epoch of 18 is more than workers have ready when one of them is killed
+        run(data, tmp_path, "--workers", 2, "--eval-batch", 1, "--max-steps", 12, "--batch-size", 4)
     code = ended(forked(work, tmp_path / "log"))
     # a worker that dies while Python's own thread hands it a tensor: that thread prints this, whatever we do
     own = r"Traceback [^\n]*\n[^\n]*resource_sharer.*?\n *(ConnectionReset|BrokenPipe|EOF)Error[^\n]*"
