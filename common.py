@@ -1163,8 +1163,8 @@ def options_of(name):
 
 def splits_of(name, hold_out_val=False):
     """The splits a data set can give; a set by name without val has one only where that is held out of train."""
-    room = find_set(name)
-    own = tuple(room.SETS[name]["splits"]) if room else tuple(SPLIT_NAMES)
+    module = find_set(name)
+    own = tuple(module.SETS[name]["splits"]) if module else tuple(SPLIT_NAMES)
     return (*own, "val") if hold_out_val and set(own) == {"train", "test"} else own
 
 
@@ -1234,11 +1234,11 @@ def _own_split(name, split, options):
 
 @functools.lru_cache(maxsize=32)
 def _known_set(name, split, options):
-    options, room = dict(options), find_set(name)
-    held = options.pop("hold_out_val", False) and set(room.SETS[name]["splits"]) == {"train", "test"}
+    options, module = dict(options), find_set(name)
+    held = options.pop("hold_out_val", False) and set(module.SETS[name]["splits"]) == {"train", "test"}
     if not held or split == "test":
-        return room.load(name, split, options)
-    train = room.load(name, "train", options)
+        return module.load(name, split, options)
+    train = module.load(name, "train", options)
     if train.streamed:
         raise UserError(f"--hold-out-val: {name} is a stream here, of which nothing can be held out")
     return hold_out({"train": train, "test": ()})[split]

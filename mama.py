@@ -485,8 +485,8 @@ def main(args):
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     train, evals = open_data(args)
     if args.shuffle_video:
-        shuffled = answers.shuffled                               # each question with another's video
-        train, evals = shuffled(train), {name: {k: shuffled(d) for k, d in of.items()} for name, of in evals.items()}
+        train = answers.shuffled(train)                                    # each question with another's video
+        evals = {name: {k: answers.shuffled(d) for k, d in of.items()} for name, of in evals.items()}
     questions = answers.questions_of(train, args)                          # None for retrieval
     meta = None
     if args.weighting in ("meta", "l2rw") or args.meta_set == "val":
@@ -533,8 +533,8 @@ def main(args):
                                            run.device, min(2, args.workers), args.max_bad_fraction, run.folder))
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    evaluator = (answers.Evaluator if questions else Evaluator)(tower, tokenizer, transform, evals, train,
-                                                                      run.device, args)
+    kind = answers.AnswerEvaluator if questions else Evaluator
+    evaluator = kind(tower, tokenizer, transform, evals, train, run.device, args)
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
     margins = margin_at(0, args), margin_at(run.total, args)
     guesses = [random_guess(mu, args, answers.answers_of(train, questions)) for mu in margins]

@@ -153,12 +153,18 @@ class Parser(OneLine):
 
     def _add_flags_of_sets(self, words):
         """The flags that the named data sets have of their own. Raises: UserError for a set whose file is broken."""
+        declared = {}                                                           # two sets of a family share a flag
         for name in dict.fromkeys(word.partition("=")[0] for word in words):
             options = find_set(name).SETS[name].get("options", {}) if name in MODULES else {}
             g = self.add_argument_group(f"--dataset {name}") if options else None
             for flag, how in options.items():
-                if self.texts or not how.get("texts"):
+                if declared.get(flag) == how or (how.get("texts") and not self.texts):
+                    continue
+                declared[flag] = how
+                try:
                     g.add_argument(flag, **{k: v for k, v in how.items() if k != "texts"})
+                except argparse.ArgumentError:
+                    raise UserError(f"--dataset {name}: its file declares {flag}, which is there already") from None
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse does; a flag of a data set that is not named is refused with the sets that have it."""
@@ -255,7 +261,6 @@ class Parser(OneLine):
             g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
                            help="data sets of the evaluation (val and test splits), each with an optional local copy "
                                 "(annotations and videos); none = the training set's own")
-        if self.texts:
             g = self.add_argument_group("texts")
             g.add_argument("--text-encoder",
                            help="small, or a transformers id or folder (CLIP: its text tower)")

@@ -193,8 +193,7 @@ class Log:
         if self.path.exists():  # a resumed run drops what its checkpoint had not seen
             self.rows = kept_rows(self.path, first_step, again)
         if tracker:
-            opened = open_tracker
-            self.tracker_id = opened(tracker, Path(folder), accelerator, tracker_id, config or {})
+            self.tracker_id = open_tracker(tracker, Path(folder), accelerator, tracker_id, config or {})
 
     def write(self, row):
         """row: dict of numbers with `step`; nested dicts (evaluation) are kept as they are in the file."""

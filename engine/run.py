@@ -373,8 +373,7 @@ def epoch_length(data, batch_size):
 
 def report(summary, folder, table=None):
     """The last words of a run: one table per evaluation set, and where everything lies."""
-    if summary["test"]:
-        table = table or metrics_table
+    table = table or metrics_table
     tables = [table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
     errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]
     end = (f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, "

@@ -168,8 +168,8 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
     say_unreadable(data, bad)
     whole = whole_pairs(data, index)
     index, scores = index[whole], scores[torch.from_numpy(whole)]
-    right = right_answers(data, index, model.answers)                     # (Q,)
-    hits = answer_hits(scores, right).numpy()                       # (Q,)
+    right = right_answers(data, index, model.answers)                      # (Q,)
+    hits = answer_hits(scores, right).numpy()                              # (Q,)
     types, pairs = ([data.column(c)[i] for i in index] if data.column(c) is not None else None
                     for c in ("question_type", "pair"))
     known = (right >= 0).numpy() if model.answers else None
@@ -181,7 +181,7 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
     return metrics, chance, {"data": data, "index": index, "given": given, "hits": hits}
 
 
-class Evaluator(Evaluator):
+class AnswerEvaluator(Evaluator):
     """The Evaluator for questions."""
 
     def check(self):

@@ -67,6 +67,14 @@ def check_folder(name, path, files):
     return pixels
 
 
+def say_not_read(name, files, instead):
+    """Says which files of a folder are left out, by their endings, where others are read instead."""
+    endings = Counter(map(ending, files))
+    if endings:
+        words = ", ".join(f"{n:,} .{kind}" for kind, n in sorted(endings.items()))
+        say_once(f"WARNING: {name}: {words} files are not read, only {instead}; give alone what is meant")
+
+
 def check_card(name, path):
     """Raises: UserError for a folder of save_to_disk, and for tables of several sets, which would be read as one."""
     if (path / "state.json").is_file():

@@ -14,6 +14,7 @@ from engine.base import UserError, hub_reason, join_notes, say_once
 import numpy as np
 
 from readers.clips import clip_options, windows_of
+from readers import guards
 from readers.columns import (
     CAPTION_COLUMNS,
     IMAGE_COLUMNS,
@@ -35,16 +36,6 @@ from readers.columns import (
     split_of,
     split_words,
     table_words,
-)
-from readers.guards import (
-    check_cells,
-    check_folder,
-    check_links,
-    check_other_splits,
-    check_split_names,
-    check_windows,
-    ending,
-    read_csv,
 )
 from readers.records import read
 from readers.stream import open_tars
@@ -79,15 +70,16 @@ def _own_folder(name, path, options):
     alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
              if f.is_file() and f.suffix.lower() in TABLES and not shards]
     if alone:
+        guards.say_not_read(name, alone[1:], alone[0].name)
         return hold_out(_described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options))
     if options.get("data_dir"):
         raise UserError(f"--data-dir {options['data_dir']}: of no effect, {name} is a folder with files in it; give "
                         "the one that is meant alone")
     if shards:
-        check_links(name, path)
+        guards.check_links(name, path)
         return open_tars(name, shards, options)
     folders = folders_of(path)
-    check_split_names(name, folders)
+    guards.check_split_names(name, folders)
     described = {f: sorted((path / f).glob("metadata.*")) for f in folders if split_words(f)}
     if any(described.values()):
         return hold_out(_described_folders(name, path, described, options))
@@ -98,18 +90,20 @@ def read_folder(name, path, options):
     """{split: Data} of a folder of class folders or of tables that hold their images; the splits it names, or train."""
     files = [f for f in path.rglob("*") if f.is_file() and not HIDDEN.search(f"/{f.relative_to(path).as_posix()}")]
     if not files:
-        check_links(name, path)
+        guards.check_links(name, path)
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
-    pixels = check_folder(name, path, files)
+    pixels = guards.check_folder(name, path, files)
     beside = [f for f in files if pixels and f.name in METADATA]  # of a folder further down
     if pixels and (not beside or any(map(is_video, pixels))):
         return class_folders(name, path, pixels, options)
-    kinds = {kind: [f for f in files if ending(f) == kind and f.name not in INFOS] for kind in KINDS}
+    kinds = {kind: [f for f in files if guards.ending(f) == kind and f.name not in INFOS] for kind in KINDS}
     kind = next(filter(kinds.get, KINDS), "")  # the first is read
     if not kind:
         raise UserError(f"--dataset {name}: nothing in it can be read; expected images, videos, tars or tables")
     around = {f: split_and_class(f.relative_to(path)) for f in sorted(beside + pixels or kinds[kind], key=str)}
+    tables_there = [f for f in files if guards.ending(f) in (*KINDS, "tsv") and f.name not in INFOS]
+    guards.say_not_read(name, [f for f in tables_there if f not in around and f not in beside], f".{kind}")
     by_folder = beside or any(split for split, _ in around.values())
     splits = split_files(name, {f: by_folder and (split or inner) or f.stem for f, (split, inner) in around.items()})
     named = {split: [glob.escape(os.path.abspath(f)) for f in part] for split, part in splits.items()}
@@ -124,7 +118,7 @@ INFOS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.
 
 def split_files(name, words):
     """{split: files} of {file: the word that may name its split}; all are of train where none does."""
-    check_split_names(name, {*words.values()} - {""})
+    guards.check_split_names(name, {*words.values()} - {""})
     of = {f: split_of(word) or "train" for f, word in words.items()}
     return {split: [f for f in of if of[f] == split] for split in SPLIT_NAMES if split in of.values()}
 
@@ -135,7 +129,8 @@ def class_folders(name, path, pixels, options):
     import datasets
     videos = any(map(is_video, pixels))
     column, feature = ("video", datasets.Video()) if videos else ("image", datasets.Image())
-    files = sorted((f for f in pixels if not videos or ending(f) in (*VIDEO_TYPES, "gif")), key=None if videos else str)
+    files = sorted((f for f in pixels if not videos or guards.ending(f) in (*VIDEO_TYPES, "gif")), key=None if videos else str)
+    guards.say_not_read(name, {*pixels} - {*files}, "videos")
     around = {f: split_and_class(f.relative_to(path)) for f in files}
     splits = split_files(name, {f: split or label for f, (split, label) in around.items()})
     names = sorted({label for _, label in around.values()})
@@ -169,7 +164,7 @@ def split_column(name, table):
 
     Raises: UserError where only some of its values name a split."""
     column = plain_names(table.column_names).get("split")
-    check_other_splits(name, table)
+    guards.check_other_splits(name, table)
     words = [str(w) for w in table[column][:]] if column else []
     of_word = {w: split_of(w) for w in dict.fromkeys(words)}
     odd = [w for w, split in of_word.items() if not split]
@@ -194,6 +189,8 @@ def _described_folders(name, path, described, options):
                         f"{', '.join(f for f in described if f not in bare)}")
     if len({split_of(f) for f in described}) < len(described):
         raise UserError(f"--dataset {name}: two of {', '.join(sorted(described))} name one split; rename or merge them")
+    for files in described.values():
+        guards.say_not_read(name, files[:-1], files[-1].name)
     return same_classes({split_of(f): caption_file(name, split_of(f), files[-1], path / f, options)
                          for f, files in described.items()})
 
@@ -277,7 +274,7 @@ def caption_file(name, split, file, root, options, table=None):
     label = class_column(options.get("label_column"), table, file.name)
     rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
     labels = table[label][:] if label else [None] * len(table)
-    texts = check_cells(file, table, image, caption) or table[caption][:]
+    texts = guards.check_cells(file, table, image, caption) or table[caption][:]
     sources = [None if x == "" or x != x else x for x in table[image][:]]  # NaN differs from itself
     endings = {Path(x.strip()).suffix.lower().lstrip(".") for x in sources if isinstance(x, str)}
     images = endings & {*IMAGE_TYPES} - {"gif"}  # a --video-dir is of other data then, those trained on
@@ -303,7 +300,7 @@ def caption_file(name, split, file, root, options, table=None):
         raise UserError(f"--dataset {file}: no row has an image and a caption")
     lost = f"{sources.count(None):,} rows without an image left out" if None in sources else ""
     if videos:
-        check_windows(file, table, image)
+        guards.check_windows(file, table, image)
         data = clips_of(name, split, rows, options, root, label_of if label else None)
         return dataclasses.replace(data, note=join_notes(data.note, lost))
     names = sorted({label_of[k] for k, captions in rows.items() if captions and k in label_of}) if label else None
@@ -321,11 +318,11 @@ def read_caption_file(file):
     with contextlib.suppress(UnicodeDecodeError, OSError):  # the reader says it, below
         if rows := read(file):
             return datasets.Dataset.from_list(rows)
-    kind = KINDS.get(ending(file), "csv")
+    kind = KINDS.get(guards.ending(file), "csv")
     if kind != "csv":
         return open_table(kind, file, data_files=glob.escape(str(file)), split="train")
     try:
-        columns = read_csv(file, tabs=ending(file) == "tsv")
+        columns = guards.read_csv(file, tabs=guards.ending(file) == "tsv")
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"--dataset {file}: {table_words(error, error) or hub_reason(error)}") from error
     text = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
@@ -351,7 +348,7 @@ def add_captions(data, file):
     """The data with further captions of its rows, from a file of video (or image) and caption, and start, end where the
     rows are windows (tools/caption.py writes one); rows of the file that no row of the data matches are counted.
 
-    A clip is known by the name of its file without the ending, by the folders too where two have that name, and by its
+    A clip is known by the name of its file without the guards.ending, by the folders too where two have that name, and by its
     window. Raises: UserError where nothing matches, and for data without files of their own."""
     import datasets
     if data.streamed or data.sources is None:

@@ -610,3 +610,14 @@ def test_resume_remembers_changed_flags_and_refuses_fewer_steps(tmp_path, capsys
     assert temo.parse_args(folder).max_steps == 4
     with pytest.raises(UserError, match="its checkpoint is at step 4, beyond the 3 steps"):
         temo.main(temo.parse_args([*folder, "--max-steps", "3"]))
+
+
+def test_two_data_sets_that_declare_one_flag(monkeypatch, capsys):
+    from sets import emoji, ssv2
+    own = emoji.SETS["emoji"]["options"]
+    monkeypatch.setitem(ssv2.SETS["ssv2-lt"], "options", own)                # of one family: one flag
+    assert temo.parse_args(["--fold", "3", "--eval-datasets", "ssv2-lt"]).fold == 3
+    monkeypatch.setitem(ssv2.SETS["ssv2-lt"], "options", {"--fold": {"type": str, "default": "a", "help": "another"}})
+    with pytest.raises(SystemExit):
+        temo.parse_args(["--eval-datasets", "emoji", "ssv2-lt"])
+    assert "--dataset ssv2-lt: its file declares --fold, which is there already" in capsys.readouterr().err

@@ -758,3 +758,37 @@ def test_bars_of_the_library_stay_as_they_were(tmp_path):
         switch()
         open_anew(tmp_path)
         assert datasets.are_progress_bars_disabled() == off
+
+
+# ---------------------------------------------------- what a folder leaves out ---------------------------------------
+def table_beside_table(folder):
+    write_parquet_images(folder / "train.parquet", range(N))
+    write_rows(folder / "test.csv", ["image", "caption"], [("a.png", "a cat")])
+
+
+def two_descriptions(folder):
+    write_captions(folder, N, name="metadata.csv")
+    write_rows(folder / "metadata.jsonl", ["file_name", "caption"], [("000.png", "a dog")])
+
+
+def images_beside_videos(folder):
+    for i in range(N):
+        write_video(folder / CLASSES[i % 3] / f"{i}.mp4", range(4))
+    write_images(folder / CLASSES[0], [20])
+
+
+@pytest.mark.parametrize("write, said", [(table_beside_table, "1 .csv files are not read, only .parquet"),
+                                         (two_descriptions, "1 .jsonl files are not read, only metadata.csv"),
+                                         (images_beside_videos, "1 .png files are not read, only videos")])
+def test_files_that_a_folder_leaves_out_are_said(write, said, tmp_path, capsys):
+    write(tmp_path / "own")
+    engine.base.say_once.cache_clear()
+    assert len(common.load_data(str(tmp_path / "own"), "train")) > 0
+    assert said in "".join(capsys.readouterr())
+
+
+def test_a_folder_that_is_read_whole_says_nothing(tmp_path, capsys):
+    write_parquet_images(tmp_path / "own" / "train.parquet", range(N))
+    engine.base.say_once.cache_clear()
+    common.load_data(str(tmp_path / "own"), "train")
+    assert "not read" not in "".join(capsys.readouterr())
