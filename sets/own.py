@@ -13,8 +13,8 @@ from engine.base import UserError, hub_reason, join_notes, say_once
 
 import numpy as np
 
-from readers.clips import clip_options, windows_of
 from readers import guards
+from readers.clips import clip_options, windows_of
 from readers.columns import (
     CAPTION_COLUMNS,
     IMAGE_COLUMNS,
@@ -129,7 +129,8 @@ def class_folders(name, path, pixels, options):
     import datasets
     videos = any(map(is_video, pixels))
     column, feature = ("video", datasets.Video()) if videos else ("image", datasets.Image())
-    files = sorted((f for f in pixels if not videos or guards.ending(f) in (*VIDEO_TYPES, "gif")), key=None if videos else str)
+    files = [f for f in pixels if not videos or guards.ending(f) in (*VIDEO_TYPES, "gif")]
+    files.sort(key=None if videos else str)
     guards.say_not_read(name, {*pixels} - {*files}, "videos")
     around = {f: split_and_class(f.relative_to(path)) for f in files}
     splits = split_files(name, {f: split or label for f, (split, label) in around.items()})
@@ -348,7 +349,7 @@ def add_captions(data, file):
     """The data with further captions of its rows, from a file of video (or image) and caption, and start, end where the
     rows are windows (tools/caption.py writes one); rows of the file that no row of the data matches are counted.
 
-    A clip is known by the name of its file without the guards.ending, by the folders too where two have that name, and by its
+    A clip is known by the name of its file without the ending, by the folders too where two have that name, and by its
     window. Raises: UserError where nothing matches, and for data without files of their own."""
     import datasets
     if data.streamed or data.sources is None:
