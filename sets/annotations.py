@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 
 from engine.base import UserError, first_line, say
 
@@ -10,6 +11,26 @@ def check_split(name, split, splits, hint=""):
     """Raises UserError where a set has no such split."""
     if split not in splits:
         raise UserError(f"{name} has no {split} split; it has: {', '.join(splits)}{hint}")
+
+
+def annotation_root(name, files, options):
+    """Folder of the annotation files: --data-dir, else --video-dir.   files: {split: [(name or pattern, reader)]}."""
+    root = options.get("data_dir") or options.get("video_dir")
+    if not root:
+        patterns = ", ".join(pattern for of_split in files.values() for pattern, _ in of_split)
+        raise UserError(f"--dataset {name} needs --video-dir (the folder of its videos) and --data-dir (its annotation "
+                        f"files: {patterns})")
+    return Path(root).expanduser()
+
+
+def annotation_file(name, split, files, root):
+    """(annotation file of a split, its reader): the first of `files` that is below a folder."""
+    for pattern, reader in files[split]:
+        if file := find_file(root, pattern):
+            return file, reader
+    patterns = ", ".join(pattern for pattern, _ in files[split])
+    raise UserError(f"{name} ({split}): none of {patterns} is in {root}; --data-dir names the folder of the annotation "
+                    "files")
 
 
 def find_file(root, *patterns):

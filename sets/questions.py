@@ -9,7 +9,6 @@ Annotation files lie below --data-dir, videos below --video-dir. Rows left out a
 import csv
 import hashlib
 from collections import Counter
-from pathlib import Path
 
 import common
 from engine.base import UserError, join_notes, say
@@ -102,11 +101,11 @@ def _table(file, separator):
 
 # ---- the sets ----
 # splits: how many questions there are, in the papers or their READMEs.   files of each split below --data-dir, in the
-# order they are looked for.   open: answers are a vocabulary; else there are choices.
+# order they are looked for: (name, its reader).   open: answers are a vocabulary; else there are choices.
 def _set(reader, is_open, patterns, words, **splits):
     """words: what the names of the files call the splits."""
-    files = {s: [p.format(word) for p in patterns] for s, word in zip(splits, words.split(), strict=True)}
-    return {"splits": splits, "licence": "research only", "open": is_open, "files": files, "reader": reader}
+    files = {s: [(p.format(word), reader) for p in patterns] for s, word in zip(splits, words.split(), strict=True)}
+    return {"splits": splits, "licence": "research only", "open": is_open, "files": files}
 
 
 def _tgif(reader, is_open, kind, **splits):
@@ -132,10 +131,11 @@ def load(name, split, options):
     """
     facts = SETS[name]
     annotations.check_split(name, split, facts["files"])
-    root, file = _annotation_file(name, split, options)
+    root = annotations.annotation_root(name, facts["files"], options)
+    file, reader = annotations.annotation_file(name, split, facts["files"], root)
     folder = video_folder(options, root)
     with annotations.layout_of(f"{name}: {file}", OSError):
-        rows = [_whole(row, facts["open"]) for row in facts["reader"](file, root)]
+        rows = [_whole(row, facts["open"]) for row in reader(file, root)]
     broken = {row["pair"] for row in rows if row["lost"]} - {""}
     index, kept, lost, gone = video_index(str(folder)), [], Counter(), {}
     for row in rows:
@@ -196,18 +196,3 @@ def _table_of(rows):
 def _biased(row):
     """Has this question, where it is one of the three of BIASED, the choices that TGIF-QA gave it?"""
     return BIASED.get(row["id"]) == hashlib.sha1("\t".join(row["choices"]).encode()).hexdigest()[:8]
-
-
-def _annotation_file(name, split, options):
-    """(folder, annotation file): the first of SETS that is below --data-dir."""
-    files = SETS[name]["files"]
-    root = options.get("data_dir") or options.get("video_dir")
-    if not root:
-        every = ", ".join(file for some in files.values() for file in some)
-        raise UserError(f"--dataset {name} needs --video-dir (the folder of its videos) and --data-dir (its annotation "
-                        f"files: {every})")
-    root = Path(root).expanduser()
-    if file := annotations.find_file(root, *files[split]):
-        return root, file
-    raise UserError(f"{name} ({split}): none of {', '.join(files[split])} is in {root}; --data-dir names the folder of "
-                    "the annotation files")

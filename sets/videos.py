@@ -113,14 +113,15 @@ def load(name, split, options):
 
     Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
     """
-    facts = SETS[name]
-    hint = "; --hold-out-val takes one out of train" if split == "val" and "test" in facts["files"] else ""
-    annotations.check_split(name, split, facts["files"], hint)
-    if not (options.get("video_dir") or options.get("data_dir")):
-        patterns = ", ".join(pattern for files in facts["files"].values() for pattern, _ in files)
-        needs = f"--video-dir (the folder of its videos) and --data-dir (its annotation files: {patterns})"
-        raise UserError(f"--dataset {name} needs {needs}")
-    root, file, reader = _annotation_file(name, split, options)
+    facts, files = SETS[name], SETS[name]["files"]
+    hint = "; --hold-out-val takes one out of train" if split == "val" and "test" in files else ""
+    annotations.check_split(name, split, files, hint)
+    root = annotations.annotation_root(name, files, options)
+    lies_there = options.get("data_dir") or annotations.find_file(root, *(pattern for pattern, _ in files[split]))
+    if facts["repo"] and not lies_there:
+        root = Path(hub_call(name, facts["repo"], lambda hub: hub.snapshot_download(
+            facts["repo"], repo_type="dataset", allow_patterns=HUB_FILES)))
+    file, reader = annotations.annotation_file(name, split, files, root)
     if facts.get("paragraphs"):
         options = options | {"join_captions": True}
     with annotations.layout_of(f"{name}: {file}"):
@@ -134,21 +135,6 @@ def load(name, split, options):
     count = facts["splits"][split] or len(data)
     note = join_notes(data.note, annotations.count_note(name, split, len(data), count))
     return dataclasses.replace(data, note=note, grouped=facts.get("grouped", False))
-
-
-def _annotation_file(name, split, options):
-    """(folder, annotation file, its reader): the first file of SETS that is below --data-dir or the hub's copy."""
-    facts, files = SETS[name], SETS[name]["files"][split]
-    root = Path(options.get("data_dir") or options["video_dir"]).expanduser()
-    if facts["repo"] and not options.get("data_dir") and not any(list(root.rglob(pattern)) for pattern, _ in files):
-        fetch = {"repo_type": "dataset", "allow_patterns": HUB_FILES}
-        root = Path(hub_call(name, facts["repo"], lambda hub: hub.snapshot_download(facts["repo"], **fetch)))
-    for pattern, reader in files:
-        if file := annotations.find_file(root, pattern):
-            return root, file, reader
-    patterns = ", ".join(pattern for pattern, _ in files)
-    lacks = f"none of {patterns} is in {root}"
-    raise UserError(f"{name} ({split}): {lacks}; --data-dir names the folder of the annotation files")
 
 
 # ---- HowTo100M ----

@@ -614,16 +614,6 @@ def test_moving_emoji_has_a_long_tail(moving):
     assert set(verbs) == set(range(24))
 
 
-def test_moving_emoji_relevancy(moving):
-    d = moving["test"]
-    r, verbs, nouns = moving_emoji.relevancy(d), d.column("verb"), d.column("noun")
-    assert r.shape == (300, 300) and set(np.unique(r).tolist()) == {0.0, 0.5, 1.0}
-    assert (np.diag(r) == 1).all() and np.array_equal(r, r.T)
-    i, j = (r == 0.5).nonzero()
-    assert ((verbs[i] == verbs[j]) ^ (nouns[i] == nouns[j])).all()
-    assert ((r == 1) == ((verbs[:, None] == verbs) & (nouns[:, None] == nouns))).all()
-
-
 def test_moving_emoji_questions(moving):
     places, kinds = Counter(), Counter()
     again = {s: moving_emoji.load("moving-emoji", s, {}) for s in ("val", "test")}
