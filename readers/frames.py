@@ -56,9 +56,9 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
                 pictures = [_rgb(kept[k], short) for k in places]  # n of (H, W, 3)
             else:
                 pictures = _decode_frames(container, stream, times, places, short)  # at most n of (H, W, 3)
+    except OSError:
+        raise
     except av.FFmpegError as error:
-        if isinstance(error, OSError):
-            raise
         raise ValueError(f"not a readable video ({error.strerror})") from error
     if len(pictures) < 0.9 * n:
         raise ValueError(f"only {len(pictures)} of {n} frames can be decoded")
@@ -150,19 +150,11 @@ def _count_frames(container, stream, end):
     return _Times(seconds, pace, pace, None, False), kept
 
 
-def _rewind(container, stream, back):
-    """To the key frame before `back`, in units of the stream; None = to the beginning."""
-    if back:
-        container.seek(back, stream=stream)
-    else:
-        container.seek(0)
-
-
 def _packets(container, stream, back, end):
     """[(time, length)] in units of the stream, as stored, from the key frame before `back` (None = all) to `end` s."""
     out, origin, unit = [], stream.start_time or 0, float(stream.time_base or 0)
     with contextlib.suppress(OSError, ValueError):
-        _rewind(container, stream, back)
+        container.seek(back or 0, stream=stream if back else None)
     for packet in container.demux(stream):
         if packet.size and not packet.is_discard:
             out.append((packet.pts, packet.duration or 0))
@@ -211,7 +203,7 @@ def _decode_frames(container, stream, times, places, short):
     """The frames of these numbers, each (H, W, 3) uint8; fewer where the file ends early."""
     unit, origin, last = float(stream.time_base or 0), stream.start_time or 0, len(times.seconds) - 1
     pictures = []
-    _rewind(container, stream, times.back)
+    container.seek(times.back or 0, stream=stream if times.back else None)
     for k, frame in enumerate(container.decode(stream)):
         told = times.known and frame.pts is not None
         now = (frame.pts - origin) * unit if told else times.seconds[min(k, last)]

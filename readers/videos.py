@@ -10,6 +10,8 @@ from engine.base import UserError, join_notes
 from readers.clips import clip_options
 from readers.columns import VIDEO_TYPES, clean_list
 
+ONE_FILE = "several windows of one video, but --feature-dir has one file for a video"
+
 
 @functools.lru_cache(maxsize=16)
 def video_index(folder):
@@ -52,6 +54,15 @@ def _said_of_namesakes(index, videos):
             "the folder in the name")
 
 
+def video_folder(options, root=None):
+    """Where the videos are, or the features in their place. Raises: UserError where it is not there."""
+    folders = options.get("feature_dir") or [options.get("video_dir") or options.get("data_dir") or root]
+    folder = Path(folders[0]).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"--video-dir {folder}: no such folder")
+    return folder
+
+
 def clips_of(name, split, annotations, options, root=None, labels=None):
     """Data of annotated videos, found below --video-dir by path, file name or stem; missing ones are counted.
 
@@ -62,10 +73,7 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
         labels: {(video, start, end): class} of those that have one, for the column label, or None for no such column.
     Raises: UserError when the folder or every video is missing, or features stand for several windows of a video.
     """
-    folders = options.get("feature_dir") or [options.get("video_dir") or options.get("data_dir") or root]
-    folder = Path(folders[0]).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"--video-dir {folder}: no such folder")
+    folder = video_folder(options, root)
     texts = {k: clean_list(v) for k, v in annotations.items()}
     texts = {k: v for k, v in texts.items() if v}
     if not texts:
@@ -82,7 +90,7 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
         looked = f"none of {len(texts):,} videos is below {folder} (looked for {missing[0]})"
         raise UserError(f"{name} ({split}): {looked}; --video-dir names the folder of the videos")
     if options.get("feature_dir") and len(set(found.values())) < len(found):
-        raise UserError(f"{name} ({split}): several windows of one video, but --feature-dir has one file for a video")
+        raise UserError(f"{name} ({split}): {ONE_FILE}")
     notes = [f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}"] if missing else []
     by_name = dict.fromkeys(str(v) for v, *_ in found if not (folder / str(v)).is_file())
     note = join_notes(*notes, _said_of_namesakes(index, by_name))

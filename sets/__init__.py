@@ -3,7 +3,8 @@
 A file of this folder has `SETS = {name: facts}` (splits with their expected counts, or None; licence; where the
 files lie; options: {flag: keywords of argparse's add_argument} of flags that only this set has, with texts=True where
 scripts without captions have it not) and `load(name, split, options) -> common.Data`, options as those of
-common.load_data and its own. A new set is one file and a line in _FAMILIES. own.py reads what has no name here.
+common.load_data and its own. A new set is one file and a line in _FAMILIES. own.py reads what has no name here;
+annotations.py is what the readers of annotation files share.
 """
 
 _FAMILIES = {

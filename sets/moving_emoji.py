@@ -43,6 +43,7 @@ NOUN_CLASSES = re.compile("animal|food|plant|transport|household|clothing|tool|m
 TEMPLATES = ("the {noun} {verb} on a {colour} background", "against a {colour} background {a} {noun} {verb}",
              "{a} {noun} that {verb}, with {colour} all around", "on {colour} ground one {noun} {verb}",
              "a {colour} scene in which the {noun} {verb}", "one {noun} {verb}, the rest is {colour}")
+QUESTIONS = {"noun": "what is in the picture?", "verb": "what does it do?", "colour": "which colour is the background?"}
 PI = np.pi
 # verb: (three phrases, pose at times t (T,) in 0..1). A pose moves x (right) and y (down) in half widths, turns `angle`
 # (radians), scales sx, sy, and sets alpha, bright, colour (1 = as drawn). The *set* of poses tells verbs apart, not
@@ -100,45 +101,35 @@ def load(name, split, options):
     frames, size = options.get("frames") or 4, options.get("image_size") or 32
     clips, noise = tuple(options.get("clips") or CLIPS), options.get("caption_noise") or 0.0
     law = options.get("clip_law") or "once"
-    names, verb_names, colour_names = sprites(size)[0], list(MOTIONS), list(COLOURS)
-    noun_names = [n[0] for n in names]
+    names = sprites(size)[0]
     pairs, colours, draws = _scenes(split, clips, law)  # (M,), (M,), (M, 8)
-    rows, verbs, nouns = np.arange(len(pairs)), pairs // NOUNS, pairs % NOUNS
+    verbs, nouns = np.divmod(pairs, NOUNS)
+    classes = {"verb": list(MOTIONS), "noun": [n[0] for n in names], "colour": list(COLOURS)}
+    shown = {"verb": verbs, "noun": nouns, "colour": colours}  # numbers of the classes
     groups = pairs * len(COLOURS) + colours  # (M,)
     phrases = [motion[0] for motion in MOTIONS.values()]
-    captions = [_captions(names[n], phrases[v], colour_names[c], u)
+    captions = [_captions(names[n], phrases[v], classes["colour"][c], u)
                 for n, v, c, u in zip(nouns, verbs, colours, draws, strict=True)]
     captions, noisy = _mismatch(captions, groups, noise if split == "train" else 0.0)
-    questions = [_question(row, (noun_names, noun), (verb_names, verb), (colour_names, colour))
-                 for row, noun, verb, colour in zip(rows.tolist(), nouns, verbs, colours, strict=True)]
+    rows = range(len(pairs))
+    questions = [_question(row, classes, shown) for row in rows]
     render = Renderer(verbs, nouns, colours, draws, frames, size)
     fits = len(pairs) * frames * 3 * size * size <= IN_MEMORY
     table = common.make_table(
         captions, [f"{split} {row}" for row in rows], sources=None if fits else [{"path": str(row)} for row in rows],
-        classes={"label": verb_names, "verb": verb_names, "noun": noun_names, "colour": colour_names},
-        label=verbs, verb=verbs, noun=nouns, colour=colours, group=groups, noisy=noisy, row=rows,
+        classes=classes | {"label": classes["verb"]}, label=verbs, **shown, group=groups, noisy=noisy, row=rows,
         **{column: [q[column] for q in questions] for column in ("question", "answer", "choices", "question_type")})
-    note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs "
-            f"and {len(set(nouns))} nouns")
     if split == "train":
         held = [len(set(zip(*_scenes(s, clips, law)[:2], strict=True))) for s in ("val", "test")]
-        note += f"; val and test: law {law}, {held[0]} and {held[1]} descriptions"
+        note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs and "
+                f"{len(set(nouns))} nouns; val and test: law {law}, {held[0]} and {held[1]} descriptions")
     else:
         note = {"once": "each pair in turn, none that training shows", "zipf": "the law of training"}[law]
         note += f", {len(set(groups))} descriptions"
     if noisy.any():
         note += f"; {int(noisy.sum())} clips with another's captions"
-    if fits:
-        return common.Data(name, split, table, pixels=render.all(), note=note)
-    return common.Data(name, split, table, clip=render, note=note)
-
-
-def relevancy(data):
-    """(M, M) float32: half for the same verb, half for the same noun, as EPIC-KITCHENS has it for one verb and noun."""
-    verbs, nouns = np.asarray(data.column("verb")), np.asarray(data.column("noun"))
-    same_verb = (verbs[:, None] == verbs[None]).astype(np.float32)  # (M, M)
-    same_noun = (nouns[:, None] == nouns[None]).astype(np.float32)  # (M, M)
-    return (same_verb + same_noun) / 2
+    pixels = {"pixels": render.all()} if fits else {"clip": render}
+    return common.Data(name, split, table, **pixels, note=note)
 
 
 # ---- what is shown, and what is said of it ----
@@ -167,16 +158,16 @@ def _pairs(clips, law):
     pairs, every = {"train": train}, np.arange(len(p))
     shown = np.isin(every // NOUNS, train // NOUNS) & np.isin(every % NOUNS, train % NOUNS)
     for number, split in enumerate(("val", "test")):
-        if law == "zipf":
-            p = np.where((part > 1) & shown, weight, 0)
-            pairs[split] = rng.choice(len(p), clips[number + 1], p=p / p.sum())
-            continue
-        p = np.where((part == number) & shown, weight, 0)
+        p = np.where(shown & (part == number if law == "once" else part > 1), weight, 0)
         if not p.any():
             raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {split} "
                             f"a pair of known verb and noun")
-        order = rng.choice(len(p), int((p > 0).sum()), replace=False, p=p / p.sum())  # every pair once, then again
-        pairs[split] = np.resize(order, clips[number + 1])
+        wanted = clips[number + 1]
+        if law == "once":  # every pair once, then again
+            order = rng.choice(len(p), int((p > 0).sum()), replace=False, p=p / p.sum())
+            pairs[split] = np.resize(order, wanted)
+        else:
+            pairs[split] = rng.choice(len(p), wanted, p=p / p.sum())
     return pairs
 
 
@@ -213,38 +204,19 @@ def _mismatch(captions, groups, part):
     return [captions[moved.get(i, i)] for i in range(len(captions))], noisy
 
 
-def _question(row, noun, verb, colour):
-    """{question, answer, choices (five, the answer among them), question_type}; noun, verb, colour: (all names, the
-    number shown)."""
-    kinds = (("what is in the picture?", *noun), ("what does it do?", *verb),
-             ("which colour is the background?", *colour))
-    question, answers, right = kinds[row % 3]
+def _question(row, classes, shown):
+    """{question, answer, choices (five, the answer among them), question_type}.   classes: {kind: names of all};
+    shown: {kind: (M,) numbers of those shown}."""
+    kind = list(QUESTIONS)[row % 3]
+    answers, right = classes[kind], shown[kind][row]
     rng = np.random.default_rng([7, 3, row])
     others = [answers[k] for k in rng.permutation(len(answers)) if k != right][:4]
     choices = [*others, answers[right]]
-    return {"question": question, "answer": answers[right], "choices": [choices[k] for k in rng.permutation(5)],
-            "question_type": ("noun", "verb", "colour")[row % 3]}
+    return {"question": QUESTIONS[kind], "answer": answers[right], "choices": [choices[k] for k in rng.permutation(5)],
+            "question_type": kind}
 
 
 # ---- the renderer ----
-class Renderer:
-    """Draws clips of one split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8) of place, size, tilt."""
-    sampling = "uniform"  # the frames of a motion are placed evenly, whatever --frame-sampling says
-
-    def __init__(self, verbs, nouns, colours, draws, frames, size):
-        self.verbs, self.nouns, self.colours, self.draws = verbs, nouns, colours, draws
-        self.frames, self.size = frames, size
-
-    def __call__(self, source, start=None, end=None, draws=None):
-        """The clip of row int(source): (T, 3, H, W) uint8."""
-        i = [int(source)]
-        return render_clips(self.verbs[i], self.nouns[i], self.colours[i], self.draws[i], self.frames, self.size)[0]
-
-    def all(self):
-        """All clips: (M, T, 3, H, W) uint8."""
-        return render_clips(self.verbs, self.nouns, self.colours, self.draws, self.frames, self.size)
-
-
 @functools.lru_cache(maxsize=4)
 def sprites(size):
     """Names and drawings of the nouns, about as large as clips of `size` px show them.
@@ -267,28 +239,38 @@ def sprites(size):
     return names, (V.resize(x, [side, side], antialias=True) if side < 72 else x)
 
 
-def render_clips(verbs, nouns, colours, draws, frames, size):
-    """Drawings in motion, drawn at twice the size and averaged down. Each clip depends on its own row alone.
+class Renderer:
+    """Draws clips of one split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8) of place, size, tilt."""
+    sampling = "uniform"  # the frames of a motion are placed evenly, whatever --frame-sampling says
 
-    verbs, nouns, colours: (n,) class numbers.   draws: (n, 8) in [0, 1), of place, size and tilt.
-    Returns: (n, frames, 3, size, size) uint8.
-    """
-    drawn, palette, out = sprites(size)[1], torch.tensor(list(COLOURS.values())) / 255, []  # (6, 3)
-    step = max(1, 2**20 // (4 * frames * (2 * size) ** 2))  # clips at a time: 4 MiB of canvas
-    for i in range(0, len(verbs), step):
-        some = slice(i, i + step)
-        theta, alpha, bright, colour = _poses(verbs[some], draws[some], frames)  # (nT, 2, 3), (nT, 1, 1, 1) each
-        grid = F.affine_grid(theta, (len(theta), 4, 2 * size, 2 * size), align_corners=False)  # (nT, 2S, 2S, 2)
-        sprite = drawn[torch.as_tensor(nouns[some])].repeat_interleave(frames, 0)  # (nT, 4, h, h)
-        x = F.grid_sample(sprite, grid, align_corners=False)  # (nT, 4, 2S, 2S)
+    def __init__(self, verbs, nouns, colours, draws, frames, size):
+        self.verbs, self.nouns, self.colours, self.draws = verbs, nouns, colours, draws
+        self.frames, self.size = frames, size
+
+    def __call__(self, source, start=None, end=None, draws=None):
+        """The clip of row int(source): (T, 3, H, W) uint8."""
+        return self.render([int(source)])[0]
+
+    def all(self):
+        """All clips: (M, T, 3, H, W) uint8."""
+        step = max(1, 2**20 // (4 * self.frames * (2 * self.size) ** 2))  # clips at a time: 4 MiB of canvas
+        return torch.cat([self.render(slice(i, i + step)) for i in range(0, len(self.verbs), step)])
+
+    def render(self, rows):
+        """Drawings in motion (n, T, 3, H, W) uint8, drawn at twice the size and averaged down. Each clip depends on its
+        own row alone."""
+        frames, side, palette = self.frames, 2 * self.size, torch.tensor(list(COLOURS.values())) / 255  # (6, 3)
+        theta, alpha, bright, colour = _poses(self.verbs[rows], self.draws[rows], frames)  # (nT, 2, 3), (nT, 1, 1, 1)
+        grid = F.affine_grid(theta, (len(theta), 4, side, side), align_corners=False)  # (nT, 2S, 2S, 2)
+        drawn = sprites(self.size)[1][torch.as_tensor(self.nouns[rows])]  # (n, 4, h, h)
+        x = F.grid_sample(drawn.repeat_interleave(frames, 0), grid, align_corners=False)  # (nT, 4, 2S, 2S)
         r, g, b = x[:, :3].unbind(1)  # (nT, 2S, 2S) each
         grey = (0.2989 * r + 0.587 * g + 0.114 * b).unsqueeze(1)  # (nT, 1, 2S, 2S), ITU-R 601 luma
         rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
         cover = x[:, 3:] * alpha  # (nT, 1, 2S, 2S)
-        ground = palette[torch.as_tensor(colours[some])].repeat_interleave(frames, 0)[:, :, None, None]  # (nT, 3, 1, 1)
-        x = F.avg_pool2d(rgb + (1 - cover) * ground, 2)  # (nT, 3, S, S)
-        out.append((x * 255).round().clamp_(0, 255).to(torch.uint8).unflatten(0, (-1, frames)))  # (n, T, 3, S, S)
-    return torch.cat(out)
+        ground = palette[torch.as_tensor(self.colours[rows])].repeat_interleave(frames, 0)  # (nT, 3)
+        x = F.avg_pool2d(rgb + (1 - cover) * ground[:, :, None, None], 2)  # (nT, 3, S, S)
+        return (x * 255).round().clamp_(0, 255).to(torch.uint8).unflatten(0, (-1, frames))
 
 
 def _poses(verbs, draws, frames):

@@ -7,12 +7,12 @@ is the sentence of a clip ("holding a potato"), its class the template ("Holding
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
-from engine.base import UserError, first_line, join_notes
+from engine.base import UserError, join_notes
 
 from readers.videos import clips_of
+from sets.annotations import check_split, find_file, layout_of, load_json
 
 LISTS = "github.com/tobyperrett/lmr-release, 'Link to splits'"
 SETS = {"ssv2-lt": {"splits": {"train": None, "test": None}, "licence": "research only; test = val, the papers' split",
@@ -27,8 +27,7 @@ def load(name, split, options):
 
     Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
     """
-    if split not in FILES:
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(FILES)}")
+    check_split(name, split, FILES)
     if not options.get("data_dir"):
         raise UserError(f"--dataset {name} needs --data-dir (labels and the lists train.csv, val.csv: {LISTS}) and "
                         "--video-dir (the folder of ID.webm)")
@@ -38,13 +37,10 @@ def load(name, split, options):
         raise UserError(f"{name} ({split}): {members} names {len(wanted):,} clips, the whole of Something-Something v2 "
                         f"and not its long tail; the long tail's list is at {LISTS}")
     file = _file(name, root, *labels)
-    try:
-        rows = [r for r in json.loads(file.read_text(encoding="utf8")) if str(r["id"]) in wanted]
+    with layout_of(f"{name}: {file}"):
+        rows = [r for r in load_json(file) if str(r["id"]) in wanted]
         annotations = {(str(r["id"]), None, None): r["label"] for r in rows}
         classes = {(str(r["id"]), None, None): r["template"].replace("[", "").replace("]", "") for r in rows}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{name}: {file} has another layout than expected ({why})") from error
     if not rows:
         raise UserError(f"{name} ({split}): none of the {len(wanted):,} clips of {members} is in {file}")
     data = clips_of(name, split, annotations, options, root, classes)
@@ -55,10 +51,8 @@ def load(name, split, options):
 
 def _file(name, root, *names):
     """The first file of these names below a folder."""
-    for wanted in names:
-        for file in sorted(root.rglob(wanted)):
-            if file.is_file():
-                return file
+    if file := find_file(root, *names):
+        return file
     raise UserError(f"{name}: {' or '.join(names)} is not in --data-dir {root}"
                     + (f"; the lists are at {LISTS}" if names[0].endswith(".csv") else ""))
 

@@ -7,14 +7,14 @@ HowTo100M has a line of speech every few seconds, 136 million of them: they are 
 
 import dataclasses
 import hashlib
-import json
 from pathlib import Path
 
 import common
-from engine.base import UserError, first_line, say
+from engine.base import UserError, first_line, join_notes
 
 from readers.clips import clip_options
-from readers.videos import clips_of, video_index
+from readers.videos import ONE_FILE, clips_of, video_folder, video_index
+from sets import annotations
 from sets.hub import hub_call
 from sets.own import caption_file
 
@@ -27,8 +27,10 @@ def read_msrvtt(file, split):
     """CLIP4Clip's list of videos (first column), its captions in MSRVTT_data.json beside it."""
     lines = file.read_text(encoding="utf8").splitlines()[1:]
     wanted = {line.split(",")[0].strip() for line in lines if line.strip()}
-    out = {}
-    for row in _json_beside(file, "MSRVTT_data.json", "sentences"):
+    sentences, out = _beside(file, "MSRVTT_data.json"), {}
+    with annotations.layout_of(sentences):
+        rows = annotations.load_json(sentences)["sentences"]
+    for row in rows:
         if row["video_id"] in wanted:
             out.setdefault((row["video_id"], None, None), []).append(row["caption"])
     return out
@@ -36,28 +38,28 @@ def read_msrvtt(file, split):
 
 def read_msvd(file, split):
     """CLIP4Clip's list of videos, one a line, its captions as lists of words in raw-captions.pkl beside it."""
-    captions = load_plain_pickle(_beside(file, "raw-captions.pkl"))
+    captions = annotations.load_plain_pickle(_beside(file, "raw-captions.pkl"))
     ids = [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
     return {(v, None, None): [_joined(caption) for caption in captions[v]] for v in ids if v in captions}
 
 
 def read_activitynet(file, split):
     """{video: {sentences: [...]}}: a paragraph for each video."""
-    rows = json.loads(file.read_text(encoding="utf8"))
+    rows = annotations.load_json(file)
     return {(v, None, None): row["sentences"] for v, row in rows.items()}
 
 
 def read_didemo(file, split):
     """[{video, description}], several for a video; only its first 30 seconds count, which is the set's own limit."""
     out = {}
-    for row in json.loads(file.read_text(encoding="utf8")):
+    for row in annotations.load_json(file):
         out.setdefault((row["video"], 0.0, 30.0), []).append(row["description"])
     return out
 
 
 def read_youcook2(file, split):
     """{database: {video: {subset, annotations: [{segment, sentence}]}}}: one example a step, with its window."""
-    rows = json.loads(file.read_text(encoding="utf8"))["database"]
+    rows = annotations.load_json(file)["database"]
     part = {"train": "training", "test": "validation"}[split]
     steps = [(v, step) for v, row in rows.items() if row["subset"] == part for step in row["annotations"]]
     return {(v, float(s["segment"][0]), float(s["segment"][1])): [s["sentence"]] for v, s in steps}
@@ -71,41 +73,6 @@ def _beside(file, name):
     if not (file.parent / name).is_file():
         raise UserError(f"{file.parent}: {name} is not there; {file.name} needs it")
     return file.parent / name
-
-
-def _json_beside(file, name, part):
-    path = _beside(file, name)
-    try:
-        return json.loads(path.read_text(encoding="utf8"))[part]
-    except (KeyError, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{path} has another layout than expected ({why})") from error
-
-
-def load_plain_pickle(path):
-    """What an annotation pickle holds: builtin containers, numbers, strings and numpy arrays.
-
-    Raises: UserError for a pickle that asks for anything else, or that cannot be read.
-    """
-    import pickle
-    arrays = {"ndarray", "dtype", "scalar", "_reconstruct", "_frombuffer"}
-    builtin = {"set", "frozenset", "complex", "bytearray", "unicode", "long"}
-    plain = {"builtins": builtin, "__builtin__": builtin}
-
-    class Plain(pickle.Unpickler):
-        def find_class(self, module, name):
-            if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes, and so arrays, for Python 2
-                return lambda text, _: text.encode("latin1")
-            if name in (arrays if module.startswith("numpy") else plain.get(module, ())):
-                return super().find_class(module, name)
-            raise UserError(f"{path}: asks for {module}.{name}; only plain data is read from pickles")
-    try:
-        with open(path, "rb") as f:
-            return Plain(f, encoding="latin1").load()
-    except UserError:
-        raise
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
-        raise UserError(f"{path}: not a readable pickle ({first_line(error)})") from error
 
 
 # ---- the sets ----
@@ -146,18 +113,18 @@ def load(name, split, options):
 
     Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
     """
-    facts = SETS[name]
-    if split not in facts["files"]:
-        hint = "; --hold-out-val takes one out of train" if split == "val" and "test" in facts["files"] else ""
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['files'])}{hint}")
-    if not (options.get("video_dir") or options.get("data_dir")):
-        patterns = ", ".join(pattern for files in facts["files"].values() for pattern, _ in files)
-        needs = f"--video-dir (the folder of its videos) and --data-dir (its annotation files: {patterns})"
-        raise UserError(f"--dataset {name} needs {needs}")
-    root, file, reader = _annotation_file(name, split, options)
+    facts, files = SETS[name], SETS[name]["files"]
+    hint = "; --hold-out-val takes one out of train" if split == "val" and "test" in files else ""
+    annotations.check_split(name, split, files, hint)
+    root = annotations.annotation_root(name, files, options)
+    lies_there = options.get("data_dir") or annotations.find_file(root, *(pattern for pattern, _ in files[split]))
+    if facts["repo"] and not lies_there:
+        root = Path(hub_call(name, facts["repo"], lambda hub: hub.snapshot_download(
+            facts["repo"], repo_type="dataset", allow_patterns=HUB_FILES)))
+    file, reader = annotations.annotation_file(name, split, files, root)
     if facts.get("paragraphs"):
         options = options | {"join_captions": True}
-    try:
+    with annotations.layout_of(f"{name}: {file}"):
         if name == "howto100m":
             data = narrations(name, split, file, options)
         elif reader:
@@ -165,33 +132,9 @@ def load(name, split, options):
         else:
             where = {"video_dir": options.get("video_dir") or str(root)}
             data = caption_file(name, split, file, root, options | where)
-    except UserError:
-        raise
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:  # ValueError: no json, no UTF-8
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{name}: {file} has another layout than expected ({why})") from error
-    note, count = data.note, facts["splits"][split]
-    if count and len(data) != count:
-        note = f"{note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
-        say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: "
-            "the numbers are not comparable with the papers'")
+    count = facts["splits"][split] or len(data)
+    note = join_notes(data.note, annotations.count_note(name, split, len(data), count))
     return dataclasses.replace(data, note=note, grouped=facts.get("grouped", False))
-
-
-def _annotation_file(name, split, options):
-    """(folder, annotation file, its reader): the first file of SETS that is below --data-dir or the hub's copy."""
-    facts, files = SETS[name], SETS[name]["files"][split]
-    root = Path(options.get("data_dir") or options["video_dir"]).expanduser()
-    if facts["repo"] and not options.get("data_dir") and not any(list(root.rglob(pattern)) for pattern, _ in files):
-        fetch = {"repo_type": "dataset", "allow_patterns": HUB_FILES}
-        root = Path(hub_call(name, facts["repo"], lambda hub: hub.snapshot_download(facts["repo"], **fetch)))
-    for pattern, reader in files:
-        for file in sorted(root.rglob(pattern)):
-            if file.is_file():
-                return root, file, reader
-    patterns = ", ".join(pattern for pattern, _ in files)
-    lacks = f"none of {patterns} is in {root}"
-    raise UserError(f"{name} ({split}): {lacks}; --data-dir names the folder of the annotation files")
 
 
 # ---- HowTo100M ----
@@ -203,8 +146,10 @@ def narrations(name, split, file, options):
     Raises: UserError where no video is there or the table cannot be written; errors of another layout as they come.
     """
     import datasets
-    folder, facts = str(options.get("video_dir") or options["data_dir"]), file.stat()
-    paths = sorted({path for paths in video_index(_expanded(folder)).values() for path in paths})
+    if options.get("feature_dir"):
+        raise UserError(f"{name}: {ONE_FILE}")
+    folder, facts = str(video_folder(options)), file.stat()
+    paths = sorted({path for paths in video_index(folder).values() for path in paths})
     videos = hashlib.sha1("\n".join(paths).encode("utf8", "surrogateescape")).hexdigest()
     text, seconds = datasets.Value("string"), datasets.Value("float64")
     features = datasets.Features({
@@ -228,7 +173,7 @@ def narrations(name, split, file, options):
 
 def narration_rows(name, file, folder, **_):
     """Rows, one a line of speech of the videos that are there; `counts` [videos left out, videos] in the first row."""
-    lines, index = json.loads(Path(file).read_text(encoding="utf8")), video_index(_expanded(folder))
+    lines, index = annotations.load_json(Path(file)), video_index(folder)
     there = [v for v in lines if v in index and lines[v]["text"]]
     if not there:
         none = f"none of {len(lines):,} videos is below {folder}"
@@ -240,7 +185,3 @@ def narration_rows(name, file, folder, **_):
             source = {"path": index[v][0], "start": float(starts[k]), "end": float(ends[k])}
             yield {"source": source, "captions": [str(text)], "key": f"{v} {k}", "counts": counts}
             counts = []
-
-
-def _expanded(folder):
-    return str(Path(folder).expanduser())

@@ -25,7 +25,7 @@ import temo
 from evaluation.metrics import class_relevancy, multi_hot
 from helpers import frame_number, write_rows, write_video
 from sets import epic as sets_epic
-from sets import moving_emoji, ssv2
+from sets import ssv2
 
 
 def loop(sim, rel):
@@ -147,7 +147,7 @@ def test_moving_emoji_is_scored_by_its_own_relevancy():
     have relevancy 1."""
     data = common.load_data("moving-emoji", "val", clips=[300, 40, 40])
     index, texts = np.arange(0, 40, 2), [data.captions(i) for i in range(0, 40, 2)]
-    whole = moving_emoji.relevancy(data)
+    whole = sum((data.column(c)[:, None] == data.column(c)) / 2 for c in ("verb", "noun"))  # (40, 40), halves of both
     eye = torch.eye(int(data.column("group").max()) + 1)
     image = eye[data.column("group")[index]]
     owner = np.repeat(np.arange(20), 3)

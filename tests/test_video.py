@@ -3,6 +3,7 @@
 The clips are encoded here."""
 
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -45,6 +46,7 @@ from helpers import (
 from readers.clips import Clips
 from readers.frames import read_frames
 from sets import moving_emoji, videos
+from sets.annotations import load_plain_pickle
 
 SPLITS = ("train", "val", "test")
 CPU = torch.device("cpu")
@@ -79,30 +81,30 @@ def write_format(name, folder, frames, **more):
 
 
 @pytest.fixture(scope="module")
-def two_seconds(tmp_path_factory):
-    """20 frames, 0 to 19, at 10 a second: x264 with its usual B frames."""
-    return write_video(tmp_path_factory.mktemp("two") / "clip.mp4", range(20))
+def clips_of_20(tmp_path_factory):
+    """format -> its clip of 20 frames, 0 to 19, at 10 a second, written once."""
+    return functools.cache(lambda name: write_format(name, tmp_path_factory.mktemp("20"), range(20)))
+
+
+@pytest.fixture(scope="module")
+def two_seconds(clips_of_20):
+    """x264 with its usual B frames."""
+    return clips_of_20("mp4 h264")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_all_frames_of_every_format_from_paths_and_bytes(name, tmp_path):
-    path = write_format(name, tmp_path, range(20))
+def test_all_fewer_and_more_frames_of_every_format_from_paths_and_bytes(name, clips_of_20):
+    path = clips_of_20(name)
     clip = read_frames(path, 20)
     assert clip.shape == (20, 64, 96, 3) and clip.dtype == np.uint8
     assert numbers(clip) == list(range(20)) and error_of(clip, range(20)) <= FORMATS[name][2]
     for source in (str(path), path.read_bytes(), bytearray(path.read_bytes())):
         assert np.array_equal(read_frames(source, 20), clip)
     assert np.array_equal(common.read_frames(path, 2, 1.0, 1.2), clip[10:12])  # the name that users know
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_fewer_and_more_frames_of_every_format(name, tmp_path):
-    path = write_format(name, tmp_path, range(20))
-    whole = read_frames(path, 20)
     few, many = read_frames(path, 6), read_frames(path, 45)
-    assert np.array_equal(few, whole[[0, 4, 8, 11, 15, 19]])  # nearest to 0, 3.8, 7.6, ...
+    assert np.array_equal(few, clip[[0, 4, 8, 11, 15, 19]])  # nearest to 0, 3.8, 7.6, ...
     shown = numbers(many)
-    assert shown == sorted(shown) and set(shown) == set(range(20)) and np.array_equal(many, whole[shown])
+    assert shown == sorted(shown) and set(shown) == set(range(20)) and np.array_equal(many, clip[shown])
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "mp4 h265"])  # which PyAV cannot write with one frame
@@ -115,14 +117,10 @@ def test_a_clip_of_one_frame(name, tmp_path):
 
 # ---------------------------------------------------- which frames ---------------------------------------------------
 @pytest.mark.parametrize("sampling, n, shown", [
-    ("uniform", 2, [0, 19]), ("uniform", 4, [0, 6, 13, 19]), ("uniform", 20, [*range(20)]),
+    ("uniform", 1, [10]), ("uniform", 2, [0, 19]), ("uniform", 4, [0, 6, 13, 19]), ("uniform", 20, [*range(20)]),
     ("middle", 2, [5, 15]), ("middle", 4, [2, 7, 12, 17]), ("middle", 5, [2, 6, 10, 14, 18]), ("middle", 1, [10])])
 def test_frames_spread_over_the_clip(sampling, n, shown, two_seconds):
     assert numbers(read_frames(two_seconds, n, sampling=sampling)) == shown
-
-
-def test_one_frame_is_the_middle_one(two_seconds):
-    assert numbers(read_frames(two_seconds, 1)) in ([9], [10])
 
 
 def test_random_frames_lie_where_their_draws_say(two_seconds):
@@ -190,11 +188,8 @@ def test_a_window_shorter_than_a_frame_shows_that_frame(start, two_seconds):
 
 @pytest.mark.parametrize("start, end", [(2.05, 3.0), (5.0, 6.0), (5.0, None), (1.5, 0.5)])
 @pytest.mark.parametrize("name", ["mp4 h264", "webm vp9", "avi mpeg4", "gif"])
-def test_a_window_with_no_frame_is_named(name, start, end, tmp_path):
-    path = write_format(name, tmp_path, range(20))
-    with pytest.raises(ValueError, match=rf"{start:g}") as error:
-        read_frames(path, 4, start, end)
-    assert "\n" not in str(error.value) and "frame" in str(error.value)
+def test_a_window_with_no_frame_is_named(name, start, end, clips_of_20):
+    assert "frame" in refused(clips_of_20(name), rf"{start:g}", start=start, end=end)
 
 
 SLOWING = [*range(0, 10), *range(10, 100, 10)]  # in tenths of a second: ten frames in the first, then one a second
@@ -282,43 +277,36 @@ def test_transparency_of_a_gif_ends_on_white(tmp_path):
 
 
 # ---------------------------------------------------- what is no video -----------------------------------------------
-def write_sound(path, codec, cover=False):
+def write_sound(path, codec, pieces=20, picture=()):
+    """picture: of the stream of pictures beside the sound, (codec, frames a second, numbers, attributes)."""
     with av.open(str(path), "w") as out:
         sound = out.add_stream(codec, rate=44100)
-        if cover:
-            front = out.add_stream("mjpeg", rate=1)
-            front.width, front.height, front.pix_fmt = 96, 64, "yuvj420p"
-            front.disposition = av.stream.Disposition.attached_pic
-            x = av.VideoFrame.from_ndarray(frame(3), format="rgb24")
-            x.pts = 0
-            out.mux(front.encode(x) + front.encode(None))
-        number, kind = (np.int16, "s16") if codec == "pcm_s16le" else (np.float32, "fltp")
-        for k in range(20):
-            piece = av.AudioFrame.from_ndarray(np.zeros((1, 1024), number), format=kind, layout="mono")
+        if picture:
+            name, rate, shown, attributes = picture
+            film = out.add_stream(name, rate=rate, options=ENCODERS.get(name, {}))
+            film.width, film.height, film.pix_fmt = 96, 64, "yuv420p"
+            for attribute, value in attributes.items():
+                setattr(film, attribute, value)
+        kind = "s16" if codec == "pcm_s16le" else "fltp"
+        for k in range(pieces):
+            silence = np.zeros((1, 1024), np.int16 if kind == "s16" else np.float32)
+            piece = av.AudioFrame.from_ndarray(silence, format=kind, layout="mono")
             piece.sample_rate, piece.pts = 44100, 1024 * k
             out.mux(sound.encode(piece))
-        out.mux(sound.encode(None))
+        for k, number in enumerate(picture[2] if picture else ()):
+            x = av.VideoFrame.from_ndarray(frame(number), format="rgb24")
+            x.pts = k
+            out.mux(film.encode(x))
+        out.mux(sound.encode(None) + (film.encode(None) if picture else []))
     return path
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov"])
 def test_sound_before_the_picture_and_longer_is_passed_over(suffix, tmp_path):
-    with av.open(str(tmp_path / f"a.{suffix}"), "w") as out:
-        sound = out.add_stream("aac", rate=44100)
-        film = out.add_stream("libx264", rate=10, options=ENCODERS["libx264"])
-        film.width, film.height, film.pix_fmt = 96, 64, "yuv420p"
-        for k in range(130):  # three seconds
-            piece = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-            piece.sample_rate, piece.pts = 44100, 1024 * k
-            out.mux(sound.encode(piece))
-        for k in range(20):
-            x = av.VideoFrame.from_ndarray(frame(k), format="rgb24")
-            x.pts = k
-            out.mux(film.encode(x))
-        out.mux(sound.encode(None) + film.encode(None))
-    assert numbers(read_frames(tmp_path / f"a.{suffix}", 20)) == list(range(20))
-    assert numbers(read_frames(tmp_path / f"a.{suffix}", 2, 1.0, 1.2)) == [10, 11]
-    refused(tmp_path / f"a.{suffix}", "no frame between 2.5", start=2.5, end=2.8)  # there is sound, but no picture
+    path = write_sound(tmp_path / f"a.{suffix}", "aac", 130, ("libx264", 10, range(20), {}))  # three seconds
+    assert numbers(read_frames(path, 20)) == list(range(20))
+    assert numbers(read_frames(path, 2, 1.0, 1.2)) == [10, 11]
+    refused(path, "no frame between 2.5", start=2.5, end=2.8)  # there is sound, but no picture
 
 
 def refused(source, match=None, **options):
@@ -329,14 +317,15 @@ def refused(source, match=None, **options):
     return str(error.value)
 
 
-@pytest.mark.parametrize("name, codec, cover", [
-    ("a.wav", "pcm_s16le", False), ("a.mp3", "libmp3lame", False), ("a.m4a", "aac", False),
-    ("a.mp3", "libmp3lame", True)])
-def test_sound_is_no_video(name, codec, cover, tmp_path):
-    path = write_sound(tmp_path / name, codec, cover)
-    if cover:
-        with av.open(str(path)) as container:
-            assert len(container.streams.video) == 1  # the cover
+COVER = ("mjpeg", 1, [3], {"pix_fmt": "yuvj420p", "disposition": av.stream.Disposition.attached_pic})
+
+
+@pytest.mark.parametrize("name, codec, picture", [
+    ("a.wav", "pcm_s16le", ()), ("a.mp3", "libmp3lame", ()), ("a.m4a", "aac", ()), ("a.mp3", "libmp3lame", COVER)])
+def test_sound_is_no_video(name, codec, picture, tmp_path):
+    path = write_sound(tmp_path / name, codec, picture=picture)
+    with av.open(str(path)) as container:
+        assert len(container.streams.video) == bool(picture)  # the cover
     refused(path, "no video stream")
 
 
@@ -363,14 +352,12 @@ def test_a_video_of_no_frames_is_refused(suffix, codec, tmp_path):
     "mp4 h264", "mp4 faststart", "mov h264", "webm vp9", "mkv h264", "mkv without tags", "avi mpeg4"])
 @pytest.mark.parametrize("part", [0.05, 0.2, 0.5, 0.8])
 def test_a_cut_download_is_refused(name, part, tmp_path):
-    if name == "mp4 faststart":
-        data = write_video(tmp_path / "a.mp4", range(100), muxer={"movflags": "faststart"}).read_bytes()
-    elif name == "mkv without tags":  # as other programs than FFmpeg write it: the length stands in the header only
-        data = write_format("mkv h264", tmp_path, range(100)).read_bytes()
+    more = {"muxer": {"movflags": "faststart"}} if name == "mp4 faststart" else {}
+    written = {"mp4 faststart": "mp4 h264", "mkv without tags": "mkv h264"}.get(name, name)
+    data = write_format(written, tmp_path, range(100), **more).read_bytes()
+    if name == "mkv without tags":  # as other programs than FFmpeg write it: the length stands in the header only
         assert data.count(b"DURATION") == 1
         data = data.replace(b"DURATION", b"XURATION")
-    else:
-        data = write_format(name, tmp_path, range(100)).read_bytes()
     assert numbers(read_frames(data, 4)) == [0, 33, 66, 99]
     refused(data[:int(part * len(data))])
     (tmp_path / "cut").write_bytes(data[:int(part * len(data))])
@@ -417,12 +404,6 @@ def small(split="train", **options):
     return common.load_data("moving-emoji", split, **({"frames": 2, "image_size": 8, "clips": [200, 30, 40]} | options))
 
 
-def shown_by(data, i):
-    """(verb, noun, colour) of clip i, by name."""
-    verb, noun, colour = (data.column(c)[i] for c in ("verb", "noun", "colour"))
-    return list(moving_emoji.MOTIONS)[verb], moving_emoji.sprites(32)[0][noun][0], list(moving_emoji.COLOURS)[colour]
-
-
 # What a caption of moving emoji can be: every form has a verb, a noun and a colour.
 FORMS = ("the {n} {v} on a {c} background", "against a {c} background {a} {n} {v}",
          "{a} {n} that {v}, with {c} all around", "on {c} ground one {n} {v}",
@@ -437,14 +418,10 @@ def facts(data, i):
             (form, v, n) for form in FORMS for v in phrases for n in moving_emoji.sprites(32)[0][noun]}
 
 
-def agree(data, i, captions):
-    """Which of these captions say what clip i shows: its verb, its noun and its colour."""
+def agree(data, i, captions=None):
+    """Which of these captions (those of clip i) say what clip i shows: its verb, its noun and its colour."""
     true = facts(data, i)
-    return [c in true for c in captions]
-
-
-def agrees(data, i):
-    return agree(data, i, data.captions(i)) == [True] * 3
+    return [c in true for c in captions or data.captions(i)]
 
 
 def question(data, i):
@@ -454,6 +431,16 @@ def question(data, i):
 def both(data):
     """[(verb, noun), ...] of all clips, as numbers."""
     return list(zip(data.column("verb").tolist(), data.column("noun").tolist(), strict=True))
+
+
+def groups_are_facts(d):
+    """Is a group what captions say, verb, noun and colour?"""
+    said = list(zip(*(d.column(c).tolist() for c in ("verb", "noun", "colour")), strict=True))
+    return len(set(said)) == len(set(d.groups.tolist())) == len(set(zip(said, d.groups.tolist(), strict=True)))
+
+
+def drawn(d):
+    return {x.numpy().tobytes() for x in d.pixels}
 
 
 def test_moving_emoji_counts_and_shapes(moving):
@@ -471,7 +458,7 @@ def test_moving_emoji_counts_and_shapes(moving):
         assert d.label_names == d.names("verb") == list(moving_emoji.MOTIONS)
         assert d.names("colour") == list(moving_emoji.COLOURS)
         assert d.names("noun") == [n[0] for n in moving_emoji.sprites(32)[0]] and len(d.names("noun")) == 120
-        assert len({d.key(i) for i in range(len(d))}) == len(d) and d.clip is None
+        assert d.clip is None
     assert len({d.key(i) for d in moving.values() for i in range(len(d))}) == 2600
 
 
@@ -479,37 +466,27 @@ def test_moving_emoji_is_the_same_every_time_and_by_index(moving, monkeypatch):
     whole, options = moving["val"], {"frames": 4, "image_size": 32, "clips": (2000, 300, 300)}
     again = moving_emoji.load("moving-emoji", "val", options)
     assert torch.equal(again.pixels, whole.pixels) and again.column("captions") == whole.column("captions")
-    monkeypatch.setattr(moving_emoji, "IN_MEMORY", 0)  # as a set too large for memory: drawn when asked for
+    monkeypatch.setattr(moving_emoji, "IN_MEMORY", 300 * 4 * 3 * 32**2 - 1)  # too large for memory: drawn when asked
     again = moving_emoji.load("moving-emoji", "val", options)
     assert again.pixels is None and again.groups.tolist() == whole.groups.tolist()
     for i in (0, 7, 150, 299):
         assert torch.equal(again.read(i), whole.pixels[i])
     part = again.select(np.array([150, 7]), "val")
     assert torch.equal(part.read(0), whole.pixels[150]) and torch.equal(part.read(1), whole.pixels[7])
-    assert question(part, 1) == question(whole, 7) and agrees(part, 0)
+    assert question(part, 1) == question(whole, 7) and all(agree(part, 0))
     there = pickle.loads(pickle.dumps(part))  # as a spawned worker gets it
     assert torch.equal(there.read(1), whole.pixels[7]) and there.captions(1) == whole.captions(7)
-
-
-def test_moving_emoji_too_large_for_memory_is_drawn_when_asked_for():
-    data = small("val", frames=2, image_size=640, clips=[40, 900, 2])
-    assert data.pixels is None and len(data) == 900
-    shrunk = small("val", frames=2, image_size=64, clips=[40, 5, 2])  # the same scene at another size
-    clip = data.read(3)
-    assert clip.shape == (2, 3, 640, 640) and data.captions(3) == shrunk.captions(3)
-    assert (torch.nn.functional.avg_pool2d(clip.float(), 10) - shrunk.pixels[3]).abs().mean() < 4
 
 
 def test_moving_emoji_moves_and_its_clips_differ(moving):
     for d in moving.values():
         still = {d.label_names[v] for v, x in zip(d.column("verb"), d.pixels.numpy()) if (x[0] == x).all()}
-        assert still == {"stands still"}
-        assert len({x.numpy().tobytes() for x in d.pixels}) == len(d)
+        assert still == {"stands still"} and len(drawn(d)) == len(d)
 
 
 def test_moving_emoji_colours_verbs_and_nouns_are_those_of_the_captions(moving):
     for d in moving.values():
-        assert all(agrees(d, i) for i in range(len(d)))
+        assert all(all(agree(d, i)) for i in range(len(d)))
         unlike = [i for i in range(len(d) - 1) if d.groups[i] != d.groups[i + 1]]
         assert not any(any(agree(d, i, d.captions(i + 1))) for i in unlike)
         corners = d.pixels[:, 0, :, 0, 0].numpy()  # the drawing seldom reaches a corner
@@ -546,16 +523,6 @@ def test_moving_emoji_holds_out_pairs_but_neither_verbs_nor_nouns(moving):
         assert d.note.endswith(law.get(s, "each pair in turn, none that training shows, 300 descriptions"))
 
 
-def groups_are_facts(d):
-    """Is a group what captions say, verb, noun and colour?"""
-    said = list(zip(*(d.column(c).tolist() for c in ("verb", "noun", "colour")), strict=True))
-    return len(set(said)) == len(set(d.groups.tolist())) == len(set(zip(said, d.groups.tolist(), strict=True)))
-
-
-def drawn(d):
-    return {x.numpy().tobytes() for x in d.pixels}
-
-
 def test_moving_emoji_thousands_of_distinct_test_clips():
     """Each pair in turn: a pair comes again in another colour, and only after all its colours in one it had."""
     train, test = (small(s, clips=[4000, 30, 2000], image_size=16) for s in ("train", "test"))
@@ -563,7 +530,7 @@ def test_moving_emoji_thousands_of_distinct_test_clips():
     times = Counter(both(test))
     assert len(times) < 400 and max(times.values()) - min(times.values()) == 1 and max(times.values()) <= 6
     assert not set(times) & set(both(train)) and not drawn(test) & drawn(train)
-    assert all(agrees(test, i) for i in range(0, 2000, 7)) and "2000 descriptions" in test.note
+    assert all(all(agree(test, i)) for i in range(0, 2000, 7)) and "2000 descriptions" in test.note
     more = small("test", clips=[500, 30, 2200])
     ids = Counter(more.groups.tolist())
     assert len(more) == 2200 and max(ids.values()) > 1 and groups_are_facts(more)
@@ -572,21 +539,21 @@ def test_moving_emoji_thousands_of_distinct_test_clips():
     i = int(np.argmax([ids[g] for g in more.groups.tolist()]))
     alike = [j for j in positives[i].tolist() if j >= 0]
     assert len(alike) == max(ids.values()) and i in alike and {both(more)[j] for j in alike} == {both(more)[i]}
-    assert all(agree(more, i, more.captions(j)) == [True] * 3 for j in alike)
+    assert all(all(agree(more, i, more.captions(j))) for j in alike)
 
 
 def test_moving_emoji_by_the_law_of_training():
-    once = {s: small(s, clips=[2000, 300, 2000], image_size=16) for s in SPLITS}
-    zipf = {s: small(s, clips=[2000, 300, 2000], image_size=16, clip_law="zipf") for s in SPLITS}
+    once, zipf = ({s: small(s, clips=[2000, 300, 2000], image_size=16, clip_law=law) for s in SPLITS}
+                  for law in ("once", "zipf"))
     assert torch.equal(once["train"].pixels, zipf["train"].pixels)  # the training set is the same
     assert once["train"].column("captions") == zipf["train"].column("captions")
     train, test = (Counter(both(zipf[s])) for s in ("train", "test"))
     for s in ("val", "test"):
         d = zipf[s]
-        assert groups_are_facts(d) and all(agrees(d, i) for i in range(0, len(d), 9))
+        assert groups_are_facts(d) and all(all(agree(d, i)) for i in range(0, len(d), 9))
         assert f"the law of training, {len(set(d.groups.tolist()))} descriptions" in d.note
         assert len(drawn(d)) == len(d) and not drawn(d) & drawn(zipf["train"])
-        assert not set(both(d)) & set(both(once["val"])) and not set(both(d)) & set(both(once["test"]))
+        assert not set(both(d)) & {*both(once["val"]), *both(once["test"])}
     said = " and ".join(str(len(set(zipf[s].groups.tolist()))) for s in ("val", "test"))
     assert f"val and test: law zipf, {said} descriptions" in zipf["train"].note
     assert not drawn(zipf["val"]) & drawn(zipf["test"])
@@ -603,6 +570,8 @@ def test_moving_emoji_tests_nothing_that_a_small_training_set_never_shows():
         for c in ("verb", "noun"):
             assert set(d.column(c).tolist()) <= set(train.column(c).tolist())
         assert not set(d.groups.tolist()) & set(train.groups.tolist())
+    with pytest.raises(UserError, match="--clips 2 2 2"):
+        small(clips=[2, 2, 2])
 
 
 def test_moving_emoji_has_a_long_tail(moving):
@@ -613,38 +582,27 @@ def test_moving_emoji_has_a_long_tail(moving):
     assert set(verbs) == set(range(24))
 
 
-def test_moving_emoji_relevancy(moving):
-    d = moving["test"]
-    r, verbs, nouns = moving_emoji.relevancy(d), d.column("verb"), d.column("noun")
-    assert r.shape == (300, 300) and set(np.unique(r).tolist()) == {0.0, 0.5, 1.0}
-    assert (np.diag(r) == 1).all() and np.array_equal(r, r.T)
-    i, j = (r == 0.5).nonzero()
-    assert ((verbs[i] == verbs[j]) ^ (nouns[i] == nouns[j])).all()
-    assert ((r == 1) == ((verbs[:, None] == verbs) & (nouns[:, None] == nouns))).all()
-
-
 def test_moving_emoji_questions(moving):
     places, kinds = Counter(), Counter()
     again = {s: moving_emoji.load("moving-emoji", s, {}) for s in ("val", "test")}
+    asked = {"what is in the picture?": "noun", "what does it do?": "verb", "which colour is the background?": "colour"}
     for d in moving.values():
         for i in range(0, len(d), 3 if d.split == "train" else 1):
             q = question(d, i)
-            verb, noun, colour = shown_by(d, i)
-            right = {"what is in the picture?": noun, "what does it do?": verb,
-                     "which colour is the background?": colour}
-            assert q["answer"] == right[q["question"]] and q["answer"] in q["choices"]
-            assert len(set(q["choices"])) == len(q["choices"]) == 5
+            kind = asked[q["question"]]
+            assert q["answer"] == d.names(kind)[d.column(kind)[i]] and q["answer"] in q["choices"]
+            assert len(set(q["choices"])) == len(q["choices"]) == 5 and d.column("question_type")[i] == kind
             assert d.split == "train" or question(again[d.split], i) == q
             places[q["choices"].index(q["answer"])] += 1
-            kinds[q["question"]] += 1
+            kinds[kind] += 1
     assert len(kinds) == 3 and len(places) == 5
     assert min(places.values()) > 0.15 * sum(places.values())  # the place tells nothing
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("noise", [0.1, 1.0])
 def test_caption_noise_mismatches_the_announced_part_of_training(noise):
     clean, noisy = (small("train", clips=[1000, 40, 40], caption_noise=n) for n in (0.0, noise))
-    right, wrong = np.array([sum(agree(noisy, i, noisy.captions(i))) for i in range(1000)]), noisy.column("noisy")
+    right, wrong = np.array([sum(agree(noisy, i)) for i in range(1000)]), noisy.column("noisy")
     assert not clean.column("noisy").any() and wrong.sum() == round(1000 * noise)
     # not one caption fits by chance, as the most frequent pair is 6 % of the clips
     assert np.array_equal(right, np.where(wrong, 0, 3))
@@ -653,18 +611,19 @@ def test_caption_noise_mismatches_the_announced_part_of_training(noise):
     assert dealt[0] == dealt[1]  # dealt anew, none lost
     for s in ("val", "test"):
         other = small(s, clips=[1000, 40, 40], caption_noise=noise)
-        assert not other.column("noisy").any() and all(agrees(other, i) for i in range(40))
+        assert not other.column("noisy").any() and all(all(agree(other, i)) for i in range(40))
     assert f"{round(1000 * noise)} clips" in noisy.note
     rows = np.arange(0, 1000, 7)
     assert np.array_equal(noisy.select(rows, "train").column("noisy"), wrong[rows])
 
 
 def test_moving_emoji_sizes_are_flags():
-    for s, n in zip(SPLITS, (200, 30, 40)):
-        assert small(s).pixels.shape == (n, 2, 3, 8, 8)
+    assert {s: small(s).pixels.shape for s in SPLITS} == {
+        s: (n, 2, 3, 8, 8) for s, n in zip(SPLITS, (200, 30, 40))}
     assert small(frames=5).pixels.shape == (200, 5, 3, 8, 8)
-    assert small(image_size=12).pixels.shape == (200, 2, 3, 12, 12)
-    assert small("test", clips=[300, 5, 2]).pixels.shape == (2, 2, 3, 8, 8)
+    plain, large = (small("test", clips=[300, 5, 2], image_size=size).pixels for size in (64, 640))
+    assert plain.shape == (2, 2, 3, 64, 64)  # and the same scene at another size
+    assert (torch.nn.functional.avg_pool2d(large.flatten(0, 1).float(), 10) - plain.flatten(0, 1)).abs().mean() < 4
 
 
 def test_moving_emoji_unfolded():
@@ -675,14 +634,6 @@ def test_moving_emoji_unfolded():
     assert np.array_equal(unfolded.groups, np.repeat(plain.groups, 3))
     assert torch.equal(unfolded.pixels, plain.pixels.repeat_interleave(3, 0))
     assert question(unfolded, 7) == question(plain, 2)
-
-
-def test_a_moving_emoji_written_to_a_file_is_read_back(moving, tmp_path):
-    clip = moving["test"].pixels[4].permute(0, 2, 3, 1).numpy()
-    path = write_video(tmp_path / "a.mp4", list(clip), options={"crf": "1"}, pixels="yuv444p")
-    back = read_frames(path, 4)
-    assert back.shape == clip.shape and np.abs(back.astype(int) - clip).mean() < 2.5
-    assert np.abs(back.astype(int) - np.roll(clip, 1, 0)).mean() > np.abs(back.astype(int) - clip).mean()
 
 
 # ---------------------------------------------------- sets by name ---------------------------------------------------
@@ -1047,7 +998,7 @@ def test_a_pickle_is_data_or_refused(tmp_path):
              "b": np.arange(6.0).reshape(2, 3), "c": np.float32(2), "d": np.array(["a", "bc"])}
     for protocol in range(6):
         (tmp_path / "plain.pkl").write_bytes(pickle.dumps(plain, protocol=protocol))
-        back = videos.load_plain_pickle(tmp_path / "plain.pkl")
+        back = load_plain_pickle(tmp_path / "plain.pkl")
         assert back["a"] == plain["a"] and all(np.array_equal(back[k], plain[k]) for k in "bcd")
 
 
@@ -1567,11 +1518,6 @@ def test_clips_without_a_caption_are_left_out(tmp_path):
     captions = [data.captions(i) for i in range(len(data))]
     assert captions == [["clip 0. Then more."], ["one text"], ["clip 3. Then more."]]
     assert "1 without a caption" in data.note
-
-
-def test_too_few_moving_clips_are_one_line():
-    with pytest.raises(UserError, match="--clips 2 2 2"):
-        common.load_data("moving-emoji", "train", clips=[2, 2, 2])
 
 
 def test_evaluation_batches_count_frames_and_few_open_files(tmp_path):
