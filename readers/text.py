@@ -21,15 +21,15 @@ END = "\x1eend of the file\x1e"  # a row that no file has: inside an open quote 
 
 
 @contextlib.contextmanager
-def expected_layout(name, file):
-    """Around what takes a file apart: a key, a type or a number that is not as expected is a UserError."""
+def expected_layout(file):
+    """Around what takes a file apart: an unexpected key, type or number is a UserError that names the file."""
     try:
         yield
     except UserError:
         raise
     except LAYOUT as error:
         why = f"{type(error).__name__}: {first_line(error)[:200]}"
-        raise UserError(f"{name}: {file} has another layout than expected ({why})") from error
+        raise UserError(f"{file} has another layout than expected ({why})") from error
 
 
 def read_text(path):
@@ -118,6 +118,21 @@ def number(value):
     if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not math.isfinite(float(value)):
         raise ValueError(f"{str(value)[:40]} is no number")
     return float(value)
+
+
+def words(value):
+    """The text of a value: a string, a number as text, "" for null.   Raises: TypeError for anything else."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int, float))):
+        raise TypeError(f"{str(value)[:40]} is no text")
+    return "" if value is None else str(value)
+
+
+def window(start, end):
+    """(start, end) in seconds of a clip.   Raises: ValueError where it does not begin at 0 or later, and end after."""
+    start, end = number(start), number(end)
+    if start < 0 or end < start:
+        raise ValueError(f"a window from {start:g} s to {end:g} s: an end before the start, or a start before 0")
+    return start, end
 
 
 # names that a pickle of plain values and numpy arrays asks for; numpy 1 and 2 call their modules differently

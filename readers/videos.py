@@ -81,7 +81,7 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
     index, found, missing = video_index(str(folder)), {}, []
     for key in texts:
         video = str(key[0])
-        path = str(folder / video) if (folder / video).is_file() else find_video(index, video)
+        path = str(folder / video) if os.path.isfile(folder / video) else find_video(index, video)
         if path:
             found[key] = path
         else:
@@ -92,7 +92,7 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
     if options.get("feature_dir") and len(set(found.values())) < len(found):
         raise UserError(f"{name} ({split}): {ONE_FILE}")
     notes = [f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}"] if missing else []
-    by_name = dict.fromkeys(str(v) for v, *_ in found if not (folder / str(v)).is_file())
+    by_name = dict.fromkeys(str(v) for v, *_ in found if not os.path.isfile(folder / str(v)))
     note = join_notes(*notes, _said_of_namesakes(index, by_name))
     joined, names, label = options.get("join_captions"), None, {}
     if labels is not None:

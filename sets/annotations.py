@@ -1,10 +1,8 @@
-"""Annotation files of the sets by name: found below --data-dir, read, and counted against the papers."""
+"""Annotation files of the sets by name: found below --data-dir, and counted against the papers."""
 
-import contextlib
-import json
 from pathlib import Path
 
-from engine.base import UserError, first_line, say
+from engine.base import UserError, say
 
 
 def check_split(name, split, splits, hint=""):
@@ -36,50 +34,6 @@ def annotation_file(name, split, files, root):
 def find_file(root, *patterns):
     """The first file of these names or patterns below a folder, in their order; None where there is none."""
     return next((f for pattern in patterns for f in sorted(root.rglob(pattern)) if f.is_file()), None)
-
-
-@contextlib.contextmanager
-def layout_of(file, *further):
-    """Around the reading of an annotation file: what another layout than expected raises, and errors of the `further`
-    kinds, are a UserError that names the file."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, *further) as error:  # ValueError: no json
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{file} has another layout than expected ({why})") from error
-
-
-def load_json(file):
-    """Content of a UTF-8 file of JSON (Path). Raises ValueError."""
-    return json.loads(file.read_text(encoding="utf8"))
-
-
-def load_plain_pickle(path):
-    """What an annotation pickle holds: builtin containers, numbers, strings and numpy arrays.
-
-    Raises: UserError for a pickle that asks for anything else, or that cannot be read.
-    """
-    import pickle
-    arrays = {"ndarray", "dtype", "scalar", "_reconstruct", "_frombuffer"}
-    builtin = {"set", "frozenset", "complex", "bytearray", "unicode", "long"}
-    plain = {"builtins": builtin, "__builtin__": builtin}
-
-    class Plain(pickle.Unpickler):
-        def find_class(self, module, name):
-            if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes, and so arrays, for Python 2
-                return lambda text, _: text.encode("latin1")
-            if name in (arrays if module.startswith("numpy") else plain.get(module, ())):
-                return super().find_class(module, name)
-            raise UserError(f"{path}: asks for {module}.{name}; only plain data is read from pickles")
-    try:
-        with open(path, "rb") as f:
-            return Plain(f, encoding="latin1").load()
-    except UserError:
-        raise
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
-        raise UserError(f"{path}: not a readable pickle ({first_line(error)})") from error
 
 
 def count_note(name, split, found, expected, what="examples"):

@@ -8,23 +8,24 @@ for the test clips where that file is there, else, and for training, from the cl
 """
 
 import ast
-import csv
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 import common
-from engine.base import UserError, first_line, join_notes, say
+from engine.base import UserError, join_notes, say
 from engine.ranges import part
 
 import numpy as np
 import torch
 
 from evaluation.metrics import class_relevancy, multi_hot
+from readers import text
 from readers.clips import Clips, clip_options
 from readers.frames import duration, read_frames
 from readers.videos import ONE_FILE, video_folder, video_index
-from sets.annotations import check_split, count_note, find_file, load_plain_pickle
+from sets.annotations import check_split, count_note, find_file
 
 VERBS, NOUNS = 97, 300
 NEEDED = ("narration_id", "video_id", "start_timestamp", "stop_timestamp", "narration", "verb_class", "noun_class",
@@ -90,14 +91,17 @@ class Sentences:
 
     def __init__(self, file, clips):
         row = {c["id"]: i for i, c in enumerate(clips)}
-        self.file, ids = file.with_name(f"{file.stem}_sentence.csv"), []
+        self.file = file.with_name(f"{file.stem}_sentence.csv")
         if not self.file.is_file():
             raise UserError(f"{self.file}: not there; it lists the sentences that are ranked")
-        with _opened(self.file) as f:
-            ids = [line[0] for line in csv.reader(f) if line][1:]
-        unknown = [i for i in ids if i not in row]
-        if unknown or not ids:
-            why = f"{len(unknown):,} of its ids are not in {file.name}, first {unknown[0]}" if ids else "it is empty"
+        lines = [list(line.items()) for _, line in text.csv_rows(self.file)]
+        if lines and lines[0][0][0] in row:
+            raise UserError(f"{self.file}: its first line is a sentence, {lines[0][0][0]}, and no header")
+        ids = [line[0][1] for line in lines]                               # of the first column, whatever its name
+        unknown, twice = [i for i in ids if i not in row], [i for i, n in Counter(ids).items() if n > 1]
+        if unknown or twice or not ids:
+            why = f"{twice[0]} stands there twice" if twice else "it is empty"
+            why = f"{len(unknown):,} of its ids are not in {file.name}, first {unknown[0]}" if unknown else why
             raise UserError(f"{self.file}: {why}; both must be of one version")
         said = [clips[row[i]] for i in ids]
         self.texts, self.verbs = [c["narration"] for c in said], torch.tensor([c["verb"] for c in said])  # (C,) each
@@ -106,6 +110,8 @@ class Sentences:
         self.clips, self.shape = np.arange(len(clips)), (len(clips), len(ids))
         pickle = file.parent / "relevancy" / f"caption_relevancy_{file.stem}.pkl"
         self.pickle = pickle if pickle.is_file() and "test" in file.stem else None
+        if self.pickle:
+            self._from_file()  # a file that is wrong is said before training, not after
         self.note = f"{len(ids):,} sentences, relevancies from {self.pickle or 'the classes'}"
 
     def by_classes(self, rows, dtype=torch.float32):
@@ -114,21 +120,25 @@ class Sentences:
         return class_relevancy(verbs, multi_hot(nouns, NOUNS), self.verbs, self.nouns, dtype)
 
     def relevancy(self, rows):
-        """(len(rows), C) float32 relevancies of these rows of the data, of the pickle where there is one.
-
-        Raises: UserError where the pickle is of another version of the csv."""
+        """(len(rows), C) float32 relevancies of these rows of the data, of the pickle where there is one."""
         rows = self.clips[rows]
         if not self.pickle:
             return self.by_classes(rows)
-        matrix = np.asarray(load_plain_pickle(self.pickle))
-        if matrix.shape != self.shape or matrix.dtype.kind != "f":
-            raise UserError(f"{self.pickle}: holds {matrix.shape} {matrix.dtype}, expected {self.shape} relevancies")
-        found, by_classes = torch.from_numpy(matrix[rows].astype(np.float32)), self.by_classes(rows)
+        found, by_classes = torch.from_numpy(self._from_file()[rows].astype(np.float32)), self.by_classes(rows)
         other = int(((found - by_classes).abs() > 1e-4).sum())
         if other:
             say(f"WARNING: {self.pickle.name}: {other:,} of {found.numel():,} relevancies are not those of the "
                 "classes; the file's are used")
         return found
+
+    def _from_file(self):
+        """All relevancies of the pickle, (clips, sentences). Raises: UserError where it is of another version."""
+        with text.expected_layout(self.pickle):
+            matrix = np.asarray(text.load_plain_pickle(self.pickle))
+        if matrix.shape != self.shape or matrix.dtype.kind != "f" or not ((matrix >= 0) & (matrix <= 1)).all():
+            raise UserError(f"{self.pickle}: holds {matrix.shape} {matrix.dtype}, expected {self.shape} relevancies in "
+                            "0..1")
+        return matrix
 
     def draw(self, row, above, u):
         """One of the texts with relevancy > above to this row of the data, alike likely, or None; u in 0..1."""
@@ -138,41 +148,46 @@ class Sentences:
 
 
 # ---- annotation files ----
-def _opened(file):
-    return open(file, newline="", encoding="utf8")
-
-
 def _read_csv(file):
     """Rows {id, video_id, start, end, narration, verb, noun, nouns}; columns are found by name (some copies begin with
     uid). Raises: UserError naming file and line."""
-    out = []
-    with _opened(file) as f:
-        reader = csv.DictReader(f)
-        missing = [c for c in NEEDED if c not in (reader.fieldnames or ())]
-        if missing:
-            raise UserError(f"{file}: has no column {', '.join(missing)}")
-        for row in reader:
-            try:
-                nouns = sorted({int(n) for n in ast.literal_eval(row["all_noun_classes"])} or {int(row["noun_class"])})
-                found = {"id": row["narration_id"], "video_id": row["video_id"], "narration": row["narration"].strip(),
-                         "start": seconds(row["start_timestamp"]), "end": seconds(row["stop_timestamp"]),
-                         "verb": int(row["verb_class"]), "noun": int(row["noun_class"]), "nouns": nouns}
-                if not (0 <= found["verb"] < VERBS and all(0 <= n < NOUNS for n in [*nouns, found["noun"]])):
-                    raise ValueError(f"verbs are 0..{VERBS - 1}, nouns 0..{NOUNS - 1}")
-                if not found["narration"] or found["end"] < found["start"]:
-                    raise ValueError("no narration, or an end before the start")
-            except (ValueError, SyntaxError, TypeError, AttributeError) as error:
-                raise UserError(f"{file}, line {reader.line_num}: {first_line(error)}") from error
-            out.append(found)
+    out = {}
+    for line, row in text.csv_rows(file, NEEDED):
+        with text.expected_layout(f"{file}, line {line}"):
+            start, end = text.window(seconds(row["start_timestamp"]), seconds(row["stop_timestamp"]))
+            found = {"id": row["narration_id"], "video_id": row["video_id"], "narration": row["narration"].strip(),
+                     "start": start, "end": end, "verb": text.whole_number(row["verb_class"]),
+                     "noun": text.whole_number(row["noun_class"])}
+            found["nouns"] = classes(row["all_noun_classes"]) or [found["noun"]]
+            if not (0 <= found["verb"] < VERBS and all(0 <= n < NOUNS for n in [*found["nouns"], found["noun"]])):
+                raise ValueError(f"verbs are 0..{VERBS - 1}, nouns 0..{NOUNS - 1}")
+            if not found["narration"]:
+                raise ValueError("no narration")
+            if out.setdefault(found["id"], found) is not found:
+                raise ValueError(f"{found['id']} stands there twice")
     if not out:
         raise UserError(f"{file}: has no rows")
-    return out
+    return list(out.values())
 
 
-def seconds(text):
+def seconds(stamp):
     """'00:01:02.50' -> 62.5. Raises ValueError."""
-    hours, minutes, rest = text.split(":")
-    return int(hours) * 3600 + int(minutes) * 60 + float(rest)
+    hours, minutes, rest = stamp.split(":")
+    parts = text.whole_number(hours) * 3600, text.whole_number(minutes) * 60, text.number(rest)
+    if "-" in stamp:
+        raise ValueError(f"{stamp[:40]} is before the start")
+    return sum(parts)
+
+
+def classes(listed):
+    """'[3, 1, 3]' -> [1, 3]. Raises ValueError."""
+    try:
+        numbers = ast.literal_eval(listed)
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{listed[:40]} is no list of classes") from error
+    if not isinstance(numbers, (list, tuple)):
+        raise ValueError(f"{listed[:40]} is no list of classes")
+    return sorted({text.whole_number(n) for n in numbers})
 
 
 def _names(file, kind, n):
@@ -181,32 +196,39 @@ def _names(file, kind, n):
     patterns = (f"EPIC_100_{kind}_classes*.csv", f"{kind}_classes.csv")
     found = [f for folder in (file.parent, file.parent.parent) for p in patterns for f in sorted(folder.glob(p))]
     if found:
-        with _opened(found[0]) as f:
-            for row in csv.DictReader(f):
-                number = row.get("id") or row.get(f"{kind}_id") or ""
-                word = row.get("key") or row.get("class_key") or ""
-                if number.isdigit() and int(number) < n and word and word not in names:
-                    names[int(number)] = word
+        for _, row in text.csv_rows(found[0]):
+            number = row.get("id") or row.get(f"{kind}_id") or ""
+            word = row.get("key") or row.get("class_key") or ""
+            if number.isdecimal() and int(number) < n and word and word not in names:
+                names[int(number)] = word
     return names
 
 
 # ---- videos, whole or in chunks ----
 def _places(folder):
-    """{video id: path of the video, or of the folder of its chunks} below a folder."""
+    """{video id: path of the video, or of the folder of its chunks} below a folder.
+
+    Raises: UserError where a folder has two chunks of one second."""
     out = {}
     for paths in video_index(folder).values():
         for path in map(Path, paths):
-            if path.stem.isdigit() and re.fullmatch(r"P\d+_\d+(\.\w+)?", path.parent.name):
+            if path.stem.isdecimal() and re.fullmatch(r"P\d+_\d+(\.\w+)?", path.parent.name):
                 out[path.parent.name.split(".")[0]] = str(path.parent)
             else:
                 out.setdefault(path.stem, str(path))
+    for place in (place for place in set(out.values()) if Path(place).is_dir()):
+        chunks = _chunks(place)
+        for (first, path), (second, other) in zip(chunks, chunks[1:]):
+            if first == second:
+                raise UserError(f"{place}: {Path(path).name} and {Path(other).name} both begin at second {first}; "
+                                "remove one")
     return out
 
 
 @functools.lru_cache(maxsize=1024)
 def _chunks(folder):
     """[(first second, path)] of a folder of chunks, in order."""
-    return sorted((int(f.stem), str(f)) for f in Path(folder).iterdir() if f.stem.isdigit())
+    return sorted((int(f.stem), str(f)) for f in Path(folder).iterdir() if f.stem.isdecimal())
 
 
 class Chunks(Clips):

@@ -9,6 +9,8 @@ from engine.data import data_options
 
 import numpy as np
 
+from readers import text
+
 _NO_COUNTS = {"train": None, "val": None, "test": None}  # they follow from the ratio
 SETS = {  # base: the whole set; largest: images of its largest class once a tenth is set aside as val
     "cifar10-lt": {"base": "cifar10", "largest": 4500, "splits": _NO_COUNTS,
@@ -184,7 +186,7 @@ def _listed(name, files, root):
 
 def _list_file(name, split, file, root):
     """Lines of 'relative/path class' (SDCLR's lists of ImageNet-100) as Data."""
-    rows = [line.split() for line in Path(file).read_text(encoding="utf8").splitlines() if line.strip()]
+    rows = [line.split() for line in text.read_lines(file)]
     bad = [repr(" ".join(r)) for r in rows if len(r) != 2 or not r[1].isdigit()]
     if bad or not rows:
         raise UserError(f"{file}: expected lines of 'path class', found {bad[0] if bad else 'none'}")

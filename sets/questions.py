@@ -6,13 +6,13 @@ for an answer and for its reason, two rows with one number in the column `pair`.
 Annotation files lie below --data-dir, videos below --video-dir. Rows left out are counted in the note, by the reason.
 """
 
-import csv
 import hashlib
 from collections import Counter
 
 import common
 from engine.base import UserError, join_notes, say
 
+from readers import text
 from readers.clips import clip_options
 from readers.videos import find_video, video_folder, video_index
 from sets import annotations
@@ -31,7 +31,7 @@ BIASED = {"ACTION1": "9a3a766a", "ACTION4": "12630e82", "TRANS23": "cf2f696d"}
 # rows of video, id, question, answer (a text, or the number of the right choice) and, where there are, choices, type
 def read_msrvtt(file, root):
     """[{video_id, question, answer, id, category_id}]; the video is video7010.mp4, or the id itself."""
-    for row in annotations.load_json(file):
+    for row in text.read_json(file):
         yield {"video": _named("video", row["video_id"]), "id": row["id"], "question": row["question"],
                "answer": row["answer"]}
 
@@ -40,63 +40,63 @@ def read_msvd(file, root):
     """[{video_id, question, answer, id}]; youtube_mapping.txt ("NAME vid1" a line) has the name of the video, which may
     also be vid1.avi."""
     mapping = next(iter(sorted(root.rglob("youtube_mapping.txt"))), None)
-    pairs = [line.split() for line in mapping.read_text(encoding="utf8").splitlines()] if mapping else []
+    pairs = [line.split() for line in text.read_lines(mapping)] if mapping else []
     names = {pair[1]: pair[0] for pair in pairs if len(pair) == 2}
-    for row in annotations.load_json(file):
+    for row in text.read_json(file):
         number = _named("vid", row["video_id"])
         yield {"video": number, "also": names.get(number, number), "id": row["id"], "question": row["question"],
                "answer": row["answer"]}
 
 
 def _named(prefix, number):
-    return f"{prefix}{number}" if str(number).isdigit() else str(number)
+    return f"{prefix}{number}" if str(number).isdigit() else text.words(number)
 
 
 def read_tgif_choice(file, root):
     """Tab separated, whatever its name says: gif_name, question, a1..a5, answer (0..4), vid_id, key."""
-    for row in _table(file, "\t"):
-        yield {"video": row["gif_name"], "id": row["vid_id"], "question": row["question"], "answer": int(row["answer"]),
-               "choices": [row[f"a{k}"] for k in range(1, 6)]}
+    for line, row in text.csv_rows(file, separator="\t"):
+        with text.expected_layout(f"{file}, line {line}"):
+            yield {"video": row["gif_name"], "id": row["vid_id"], "question": row["question"],
+                   "answer": text.whole_number(row["answer"]), "choices": [row[f"a{k}"] for k in range(1, 6)]}
 
 
 def read_tgif_frame(file, root):
     """Tab separated: gif_name, question, answer, type (0..3), vid_id, key, description."""
-    for row in _table(file, "\t"):
-        yield {"video": row["gif_name"], "id": row["vid_id"], "question": row["question"], "answer": row["answer"],
-               "type": FRAME_TYPES[int(row["type"])]}
+    for line, row in text.csv_rows(file, separator="\t"):
+        with text.expected_layout(f"{file}, line {line}"):
+            yield {"video": row["gif_name"], "id": row["vid_id"], "question": row["question"], "answer": row["answer"],
+                   "type": FRAME_TYPES[text.whole_number(row["type"])]}
 
 
 def read_nextqa(file, root):
     """csv: video, frame_count, width, height, question, answer (0..4), qid, type, a0..a4."""
-    for row in _table(file, ","):
-        yield {"video": row["video"], "id": row["qid"], "question": row["question"], "answer": int(row["answer"]),
-               "choices": [row[f"a{k}"] for k in range(5)], "type": NEXTQA_TYPES[row["type"]]}
+    for line, row in text.csv_rows(file):
+        with text.expected_layout(f"{file}, line {line}"):
+            yield {"video": row["video"], "id": row["qid"], "question": row["question"],
+                   "answer": text.whole_number(row["answer"]), "choices": [row[f"a{k}"] for k in range(5)],
+                   "type": NEXTQA_TYPES[row["type"]]}
 
 
 def read_causal(file, root):
     """A pickled list of videos, and below VIDEO/ text.json {kind: {question, answer: five[, reason: five]}} and
     answer.json {kind: {answer: 0..4[, reason: 0..4]}}."""
     folders = {path.parent.name: path.parent for path in root.rglob("text.json")}
-    for name in map(str, annotations.load_plain_pickle(file)):
+    for name in map(text.words, text.load_plain_pickle(file)):
         if name not in folders:
             yield {"video": name, "id": "", "lost": "(all of a video that has no text.json)"}
             continue
-        text, right = (annotations.load_json(folders[name] / f"{part}.json") for part in ("text", "answer"))
-        for kind, parts in CAUSAL_PARTS.items():
-            for part in parts:
-                yield {"video": name, "id": f"{kind} {part}", "question": text[kind]["question"],
-                       "answer": int(right[kind][part]), "choices": text[kind][part],
-                       "type": f"{kind} {part}" if len(parts) > 1 else kind, "pair": f"{name} {kind}"}
-
-
-def _table(file, separator):
-    """Rows of a csv as dicts. Raises: UserError for a row with another number of fields."""
-    with open(file, newline="", encoding="utf-8-sig") as f:
-        for row in csv.DictReader(f, delimiter=separator):
-            if None in row or None in row.values():
-                video = next(iter(row.values()))
-                raise UserError(f"{file}: the row of {video} has another number of fields than the header")
-            yield row
+        said, right = (folders[name] / f"{part}.json" for part in ("text", "answer"))
+        of_all, numbers = text.read_json(said), text.read_json(right)
+        for kind, part in ((kind, part) for kind, parts in CAUSAL_PARTS.items() for part in parts):
+            with text.expected_layout(right):
+                answer = text.whole_number(numbers[kind][part])
+            with text.expected_layout(said):
+                question, choices = of_all[kind]["question"], of_all[kind][part]
+                if not isinstance(choices, list):
+                    raise TypeError(f"the choices of {kind} are no list")
+                choices = list(map(text.words, choices))
+            yield {"video": name, "id": f"{kind} {part}", "question": question, "answer": answer, "choices": choices,
+                   "type": f"{kind} {part}" if len(CAUSAL_PARTS[kind]) > 1 else kind, "pair": f"{name} {kind}"}
 
 
 # ---- the sets ----
@@ -134,8 +134,10 @@ def load(name, split, options):
     root = annotations.annotation_root(name, facts["files"], options)
     file, reader = annotations.annotation_file(name, split, facts["files"], root)
     folder = video_folder(options, root)
-    with annotations.layout_of(f"{name}: {file}", OSError):
+    with text.expected_layout(f"{name}: {file}"):
         rows = [_whole(row, facts["open"]) for row in reader(file, root)]
+    if not rows:
+        raise UserError(f"{name} ({split}): {file} has no questions")
     broken = {row["pair"] for row in rows if row["lost"]} - {""}
     index, kept, lost, gone = video_index(str(folder)), [], Counter(), {}
     for row in rows:
@@ -149,7 +151,11 @@ def load(name, split, options):
         first = f" (looked for {next(iter(gone))})" if gone else ""
         raise UserError(f"{name} ({split}): no question of {file.name} has its video below {folder}{first}; "
                         "--video-dir names the folder of the videos")
+    if split == "train" and facts["open"] and len({row["answer"] for row in kept}) < 2:
+        raise UserError(f"{name}: {file} has one answer, {kept[0]['answer']}, to all its questions: nothing to learn")
     notes = ["captions are the questions", *(f"{n:,} questions {why} left out" for why, n in sorted(lost.items()))]
+    if many := len(kept) - len({(row["video"], row["id"]) for row in kept}):
+        notes.append(f"{many:,} questions have the name of another of their video")
     if twice := sum(row["twice"] for row in rows):
         notes.append(f"{twice:,} questions had the answer twice among the choices, now once")
     if gone:
@@ -168,14 +174,14 @@ def _whole(row, is_open):
     """A row with all columns, its answer a text; `lost`: the reason for which it is left out ("" = none); `twice`: was
     the answer twice among the choices?"""
     row = {"also": row["video"], "question": "", "answer": "", "choices": [], "type": "", "pair": "", "lost": ""} | row
-    question, answer, choices = str(row["question"] or "").strip(), row["answer"], row["choices"] or []
-    choices, twice = ["" if c is None else str(c).strip() for c in choices], False
+    question, answer = text.words(row["question"]).strip(), row["answer"]
+    choices, twice = [c.strip() for c in row["choices"]], False
     if choices:
         right = answer
         answer = choices[right] if 0 <= right < len(choices) else ""
         twice = answer != "" and choices.count(answer) > 1  # TGIF-QA draws some so, and no score could tell them apart
         choices = [c for i, c in enumerate(choices) if c and (c != answer or i == right)]
-    answer = str(answer).strip()
+    answer = text.words(answer).strip()
     why = (row["lost"] or "without a question" * (not question)
            or "without choices" * (not is_open and len(choices) < 2)
            or "without an answer" * (is_open and not answer)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from engine.base import UserError, join_notes
 
+from readers import text
 from readers.videos import clips_of
-from sets.annotations import check_split, find_file, layout_of, load_json
+from sets.annotations import check_split, find_file
 
 LISTS = "github.com/tobyperrett/lmr-release, 'Link to splits'"
 SETS = {"ssv2-lt": {"splits": {"train": None, "test": None}, "licence": "research only; test = val, the papers' split",
@@ -37,11 +38,14 @@ def load(name, split, options):
         raise UserError(f"{name} ({split}): {members} names {len(wanted):,} clips, the whole of Something-Something v2 "
                         f"and not its long tail; the long tail's list is at {LISTS}")
     file = _file(name, root, *labels)
-    with layout_of(f"{name}: {file}"):
-        rows = [r for r in load_json(file) if str(r["id"]) in wanted]
-        annotations = {(str(r["id"]), None, None): r["label"] for r in rows}
-        classes = {(str(r["id"]), None, None): r["template"].replace("[", "").replace("]", "") for r in rows}
-    if not rows:
+    annotations, classes = {}, {}
+    with text.expected_layout(f"{name}: {file}"):
+        for row in (r for r in text.read_json(file) if str(r["id"]) in wanted):
+            clip, said = (str(row["id"]), None, None), text.words(row["label"])
+            if annotations.setdefault(clip, said) != said:
+                raise ValueError(f"clip {clip[0]} is there twice, with two labels")
+            classes[clip] = row["template"].replace("[", "").replace("]", "")
+    if not annotations:
         raise UserError(f"{name} ({split}): none of the {len(wanted):,} clips of {members} is in {file}")
     data = clips_of(name, split, annotations, options, root, classes)
     unknown = len(wanted) - len(annotations)
@@ -59,8 +63,9 @@ def _file(name, root, *names):
 
 def _ids(file):
     """Ids of the clips of a list of frames: 'original_vido_id video_id frame_id path labels', a line for each frame."""
-    with open(file, encoding="utf8") as f:
-        header = next(f, "").split()
-        if not header or not header[0].startswith("original_vid"):
-            raise UserError(f"{file}: its first line is no header 'original_vido_id video_id frame_id path labels'")
-        return {line.split()[0] for line in f if line.strip()}
+    header, *lines = text.read_lines(file) or [""]
+    if not header.startswith("original_vid"):
+        raise UserError(f"{file}: its first line is no header 'original_vido_id video_id frame_id path labels'")
+    if not lines:
+        raise UserError(f"{file}: it names no clip")
+    return {line.split()[0] for line in lines}

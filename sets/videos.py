@@ -12,6 +12,7 @@ from pathlib import Path
 import common
 from engine.base import UserError, first_line, join_notes
 
+from readers import text
 from readers.clips import clip_options
 from readers.videos import ONE_FILE, clips_of, video_folder, video_index
 from sets import annotations
@@ -25,48 +26,52 @@ TABLE_VERSION = 1  # of narration_rows: another number, and the tables on disk a
 # ---- one reader for each layout ----
 def read_msrvtt(file, split):
     """CLIP4Clip's list of videos (first column), its captions in MSRVTT_data.json beside it."""
-    lines = file.read_text(encoding="utf8").splitlines()[1:]
-    wanted = {line.split(",")[0].strip() for line in lines if line.strip()}
+    wanted = {row["video_id"].strip() for _, row in text.csv_rows(file, ["video_id"])}
     sentences, out = _beside(file, "MSRVTT_data.json"), {}
-    with annotations.layout_of(sentences):
-        rows = annotations.load_json(sentences)["sentences"]
-    for row in rows:
-        if row["video_id"] in wanted:
-            out.setdefault((row["video_id"], None, None), []).append(row["caption"])
+    with text.expected_layout(sentences):
+        for row in text.read_json(sentences)["sentences"]:
+            if row["video_id"] in wanted:
+                out.setdefault((row["video_id"], None, None), []).append(text.words(row["caption"]))
+    if wanted and not out:
+        raise UserError(f"{sentences}: it has no caption of the {len(wanted):,} videos of {file.name}")
     return out
 
 
 def read_msvd(file, split):
     """CLIP4Clip's list of videos, one a line, its captions as lists of words in raw-captions.pkl beside it."""
-    captions = annotations.load_plain_pickle(_beside(file, "raw-captions.pkl"))
-    ids = [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
-    return {(v, None, None): [_joined(caption) for caption in captions[v]] for v in ids if v in captions}
+    said, ids = _beside(file, "raw-captions.pkl"), text.read_lines(file)
+    with text.expected_layout(said):
+        captions = text.load_plain_pickle(said)
+        found = {(v, None, None): [_joined(caption) for caption in captions[v]] for v in ids if v in captions}
+    if ids and not found:
+        raise UserError(f"{said}: it has no caption of the {len(ids):,} videos of {file.name}")
+    return found
 
 
 def read_activitynet(file, split):
     """{video: {sentences: [...]}}: a paragraph for each video."""
-    rows = annotations.load_json(file)
-    return {(v, None, None): row["sentences"] for v, row in rows.items()}
+    rows = text.read_json(file)
+    return {(v, None, None): list(map(text.words, row["sentences"])) for v, row in rows.items()}
 
 
 def read_didemo(file, split):
     """[{video, description}], several for a video; only its first 30 seconds count, which is the set's own limit."""
     out = {}
-    for row in annotations.load_json(file):
-        out.setdefault((row["video"], 0.0, 30.0), []).append(row["description"])
+    for row in text.read_json(file):
+        out.setdefault((text.words(row["video"]), 0.0, 30.0), []).append(text.words(row["description"]))
     return out
 
 
 def read_youcook2(file, split):
     """{database: {video: {subset, annotations: [{segment, sentence}]}}}: one example a step, with its window."""
-    rows = annotations.load_json(file)["database"]
+    rows = text.read_json(file)["database"]
     part = {"train": "training", "test": "validation"}[split]
     steps = [(v, step) for v, row in rows.items() if row["subset"] == part for step in row["annotations"]]
-    return {(v, float(s["segment"][0]), float(s["segment"][1])): [s["sentence"]] for v, s in steps}
+    return {(v, *text.window(s["segment"][0], s["segment"][1])): [text.words(s["sentence"])] for v, s in steps}
 
 
 def _joined(caption):
-    return " ".join(caption) if isinstance(caption, (list, tuple)) else str(caption)
+    return " ".join(caption) if isinstance(caption, (list, tuple)) else text.words(caption)
 
 
 def _beside(file, name):
@@ -124,11 +129,14 @@ def load(name, split, options):
     file, reader = annotations.annotation_file(name, split, files, root)
     if facts.get("paragraphs"):
         options = options | {"join_captions": True}
-    with annotations.layout_of(f"{name}: {file}"):
+    with text.expected_layout(f"{name}: {file}"):
         if name == "howto100m":
             data = narrations(name, split, file, options)
         elif reader:
-            data = clips_of(name, split, reader(file, split), options, root)
+            found = reader(file, split)
+            if not found:
+                raise UserError(f"{name} ({split}): {file} names no video")
+            data = clips_of(name, split, found, options, root)
         else:
             where = {"video_dir": options.get("video_dir") or str(root)}
             data = caption_file(name, split, file, root, options | where)
@@ -151,9 +159,9 @@ def narrations(name, split, file, options):
     folder, facts = str(video_folder(options)), file.stat()
     paths = sorted({path for paths in video_index(folder).values() for path in paths})
     videos = hashlib.sha1("\n".join(paths).encode("utf8", "surrogateescape")).hexdigest()
-    text, seconds = datasets.Value("string"), datasets.Value("float64")
+    words, seconds = datasets.Value("string"), datasets.Value("float64")
     features = datasets.Features({
-        "source": {"path": text, "start": seconds, "end": seconds}, "captions": datasets.List(text), "key": text,
+        "source": {"path": words, "start": seconds, "end": seconds}, "captions": datasets.List(words), "key": words,
         "counts": datasets.List(datasets.Value("int64"))})
     # the table is found again by these arguments, so they say all that it depends on; `datasets` would split a list
     depends = {"name": name, "file": str(file), "size": facts.st_size, "mtime": facts.st_mtime_ns, "folder": folder,
@@ -173,15 +181,16 @@ def narrations(name, split, file, options):
 
 def narration_rows(name, file, folder, **_):
     """Rows, one a line of speech of the videos that are there; `counts` [videos left out, videos] in the first row."""
-    lines, index = annotations.load_json(Path(file)), video_index(folder)
+    lines, index = text.read_json(file), video_index(folder)
     there = [v for v in lines if v in index and lines[v]["text"]]
     if not there:
-        none = f"none of {len(lines):,} videos is below {folder}"
+        none = f"none of the {len(lines):,} videos of {file} is below {folder}"
         raise UserError(f"{name}: {none}; --video-dir names the folder of the videos")
     counts = [len(lines) - len(there), len(lines)]
     for v in there:
         starts, ends = lines[v]["start"], lines[v]["end"]
-        for k, text in enumerate(lines[v]["text"]):
-            source = {"path": index[v][0], "start": float(starts[k]), "end": float(ends[k])}
-            yield {"source": source, "captions": [str(text)], "key": f"{v} {k}", "counts": counts}
+        for k, line in enumerate(lines[v]["text"]):
+            start, end = text.number(starts[k]), text.number(ends[k])
+            source = {"path": index[v][0], "start": start, "end": end}
+            yield {"source": source, "captions": [text.words(line)], "key": f"{v} {k}", "counts": counts}
             counts = []

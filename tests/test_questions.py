@@ -192,7 +192,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
     assert "looked for video3); --video-dir names" in refused(data_dir=root)
     assert "no such folder" in refused(data_dir=root, video_dir=str(tmp_path / "no"))
     (tmp_path / "Test_frameqa_question.csv").write_text("gif_name\tquestion\na\tb\tc\n")
-    assert "the row of a has another number of fields" in refused("tgif-qa-r-frame", "test", data_dir=root)
+    assert "line 2: 3 fields, where the header has 2" in refused("tgif-qa-r-frame", "test", data_dir=root)
 
 
 def test_sets_are_found_by_name():

@@ -86,7 +86,7 @@ def test_whole_numbers(value, found, tmp_path):
     if found is not None:
         assert text.whole_number(value) == found == text.number(value)
         return
-    with pytest.raises(UserError, match="another layout"), text.expected_layout("a set", tmp_path):
+    with pytest.raises(UserError, match="another layout"), text.expected_layout(tmp_path):
         text.whole_number(value)
 
 
@@ -130,5 +130,5 @@ def test_a_pickle_that_is_cut_or_odd(content, tmp_path):
 
 def test_what_is_deeply_nested_does_not_end_in_a_traceback(tmp_path):
     path = written(tmp_path, b"]" * 100_000 + b"a" * 99_999 + b".")
-    with pytest.raises(UserError, match="another layout"), text.expected_layout("a set", path):
+    with pytest.raises(UserError, match="another layout"), text.expected_layout(path):
         json.dumps(text.load_plain_pickle(path))
