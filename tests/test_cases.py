@@ -181,7 +181,8 @@ CLIPS, SENTENCES, RELEVANCY = GOOD["epic-kitchens-100"][1]
     (dict(verb="1.5"), ["line 3"]), (dict(verb="nan"), ["line 3"]), (dict(verb="97"), ["0..96"]),
     (dict(noun="1e999"), ["line 3"]), (dict(start="-00:00:01.00"), ["line 3"]), (dict(start="00:00:-1"), ["line 3"]),
     (dict(start="00:00:nan"), ["line 3"]), (dict(end="00:00:inf"), ["line 3"]),
-    (dict(end="9" * 400 + ":0:0"), ["line 3"]), (dict(start="1:2"), ["line 3"]), (dict(start="00:00:09"), ["line 3", "before the start"]),
+    (dict(end="9" * 400 + ":0:0"), ["line 3"]), (dict(start="1:2"), ["line 3"]), (dict(start="00:00:09"), ["line 3",
+    "before the start"]),
     (dict(said=" "), ["line 3", "no narration"])])
 def test_a_row_of_epic(changes, words, tmp_path):
     rows = [epic_row(0), epic_row(1, **changes), epic_row(2)]
@@ -233,7 +234,8 @@ def test_two_chunks_of_one_second(tmp_path):
 LABELS, LIST = GOOD["ssv2-lt"][1]
 
 
-@pytest.mark.parametrize("row", [ssv2_row(1, template=None), ssv2_row(1, label=[1]), {"id": "1"}, ssv2_row(1, template=["a"]), [1], None, "1"])
+@pytest.mark.parametrize("row", [ssv2_row(1, template=None), ssv2_row(1, label=[1]), {"id": "1"}, ssv2_row(1,
+                                  template=["a"]), [1], None, "1"])
 def test_a_row_of_ssv2(row, tmp_path):
     refused("ssv2-lt", tmp_path, LABELS, json.dumps([ssv2_row(0), row, ssv2_row(2)]).encode())
 
@@ -349,7 +351,8 @@ def test_a_video_whose_name_no_disk_takes(name, file, rows, tmp_path):
     assert len(data) == 1 and "1 videos are not in" in data.note
 
 
-@pytest.mark.parametrize("line", [{"start": [0.0], "end": [2.0], "text": "cut it"}, {"start": [], "end": [2], "text": ["a"]},
+@pytest.mark.parametrize("line", [{"start": [0.0], "end": [2.0], "text": "cut it"}, {"start": [], "end": [2],
+                                  "text": ["a"]},
                                   {"start": ["x"], "end": [2], "text": ["a"]}, {"text": ["a"]}, None, 3,
                                   {"start": [float("nan")], "end": [2], "text": ["a"]}])
 def test_a_line_of_speech_of_another_kind(line, tmp_path):
