@@ -1,6 +1,7 @@
 """Annotation files of the sets by name: found below --data-dir, read, and counted against the papers."""
 
 import contextlib
+import csv
 import json
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def layout_of(file, *further):
 def load_json(file):
     """Content of a UTF-8 file of JSON (Path). Raises ValueError."""
     return json.loads(file.read_text(encoding="utf8"))
+
+
+def csv_rows(file, separator=","):
+    """(number of its last line, row as a dict) for each row of a csv file with a header.
+
+    Raises: UserError for a row with another number of fields."""
+    with open(file, newline="", encoding="utf-8-sig") as f:
+        reader = csv.DictReader(f, delimiter=separator)
+        for row in reader:
+            if None in row or None in row.values():
+                first = next(iter(row.values()))
+                raise UserError(f"{file}: the row of {first} has another number of fields than the header")
+            yield reader.line_num, row
 
 
 def load_plain_pickle(path):

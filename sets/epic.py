@@ -8,7 +8,6 @@ for the test clips where that file is there, else, and for training, from the cl
 """
 
 import ast
-import csv
 import functools
 import re
 from pathlib import Path
@@ -24,7 +23,7 @@ from evaluation.metrics import class_relevancy, multi_hot
 from readers.clips import Clips, clip_options
 from readers.frames import duration, read_frames
 from readers.videos import ONE_FILE, video_folder, video_index
-from sets.annotations import check_split, count_note, find_file, load_plain_pickle
+from sets.annotations import check_split, count_note, csv_rows, find_file, load_plain_pickle
 
 VERBS, NOUNS = 97, 300
 NEEDED = ("narration_id", "video_id", "start_timestamp", "stop_timestamp", "narration", "verb_class", "noun_class",
@@ -90,11 +89,10 @@ class Sentences:
 
     def __init__(self, file, clips):
         row = {c["id"]: i for i, c in enumerate(clips)}
-        self.file, ids = file.with_name(f"{file.stem}_sentence.csv"), []
+        self.file = file.with_name(f"{file.stem}_sentence.csv")
         if not self.file.is_file():
             raise UserError(f"{self.file}: not there; it lists the sentences that are ranked")
-        with _opened(self.file) as f:
-            ids = [line[0] for line in csv.reader(f) if line][1:]
+        ids = [next(iter(columns.values())) for _, columns in csv_rows(self.file)]
         unknown = [i for i in ids if i not in row]
         if unknown or not ids:
             why = f"{len(unknown):,} of its ids are not in {file.name}, first {unknown[0]}" if ids else "it is empty"
@@ -138,32 +136,26 @@ class Sentences:
 
 
 # ---- annotation files ----
-def _opened(file):
-    return open(file, newline="", encoding="utf8")
-
-
 def _read_csv(file):
     """Rows {id, video_id, start, end, narration, verb, noun, nouns}; columns are found by name (some copies begin with
     uid). Raises: UserError naming file and line."""
     out = []
-    with _opened(file) as f:
-        reader = csv.DictReader(f)
-        missing = [c for c in NEEDED if c not in (reader.fieldnames or ())]
+    for line, row in csv_rows(file):
+        missing = [c for c in NEEDED if c not in row]
         if missing:
             raise UserError(f"{file}: has no column {', '.join(missing)}")
-        for row in reader:
-            try:
-                nouns = sorted({int(n) for n in ast.literal_eval(row["all_noun_classes"])} or {int(row["noun_class"])})
-                found = {"id": row["narration_id"], "video_id": row["video_id"], "narration": row["narration"].strip(),
-                         "start": seconds(row["start_timestamp"]), "end": seconds(row["stop_timestamp"]),
-                         "verb": int(row["verb_class"]), "noun": int(row["noun_class"]), "nouns": nouns}
-                if not (0 <= found["verb"] < VERBS and all(0 <= n < NOUNS for n in [*nouns, found["noun"]])):
-                    raise ValueError(f"verbs are 0..{VERBS - 1}, nouns 0..{NOUNS - 1}")
-                if not found["narration"] or found["end"] < found["start"]:
-                    raise ValueError("no narration, or an end before the start")
-            except (ValueError, SyntaxError, TypeError, AttributeError) as error:
-                raise UserError(f"{file}, line {reader.line_num}: {first_line(error)}") from error
-            out.append(found)
+        try:
+            nouns = sorted({int(n) for n in ast.literal_eval(row["all_noun_classes"])} or {int(row["noun_class"])})
+            found = {"id": row["narration_id"], "video_id": row["video_id"], "narration": row["narration"].strip(),
+                     "start": seconds(row["start_timestamp"]), "end": seconds(row["stop_timestamp"]),
+                     "verb": int(row["verb_class"]), "noun": int(row["noun_class"]), "nouns": nouns}
+            if not (0 <= found["verb"] < VERBS and all(0 <= n < NOUNS for n in [*nouns, found["noun"]])):
+                raise ValueError(f"verbs are 0..{VERBS - 1}, nouns 0..{NOUNS - 1}")
+            if not found["narration"] or found["end"] < found["start"]:
+                raise ValueError("no narration, or an end before the start")
+        except (ValueError, SyntaxError, TypeError) as error:
+            raise UserError(f"{file}, line {line}: {first_line(error)}") from error
+        out.append(found)
     if not out:
         raise UserError(f"{file}: has no rows")
     return out
@@ -180,13 +172,11 @@ def _names(file, kind, n):
     names = [str(i) for i in range(n)]
     patterns = (f"EPIC_100_{kind}_classes*.csv", f"{kind}_classes.csv")
     found = [f for folder in (file.parent, file.parent.parent) for p in patterns for f in sorted(folder.glob(p))]
-    if found:
-        with _opened(found[0]) as f:
-            for row in csv.DictReader(f):
-                number = row.get("id") or row.get(f"{kind}_id") or ""
-                word = row.get("key") or row.get("class_key") or ""
-                if number.isdigit() and int(number) < n and word and word not in names:
-                    names[int(number)] = word
+    for _, row in csv_rows(found[0]) if found else ():
+        number = row.get("id") or row.get(f"{kind}_id") or ""
+        word = row.get("key") or row.get("class_key") or ""
+        if number.isdigit() and int(number) < n and word and word not in names:
+            names[int(number)] = word
     return names
 
 

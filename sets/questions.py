@@ -6,7 +6,6 @@ for an answer and for its reason, two rows with one number in the column `pair`.
 Annotation files lie below --data-dir, videos below --video-dir. Rows left out are counted in the note, by the reason.
 """
 
-import csv
 import hashlib
 from collections import Counter
 
@@ -54,21 +53,21 @@ def _named(prefix, number):
 
 def read_tgif_choice(file, root):
     """Tab separated, whatever its name says: gif_name, question, a1..a5, answer (0..4), vid_id, key."""
-    for row in _table(file, "\t"):
+    for _, row in annotations.csv_rows(file, "\t"):
         yield {"video": row["gif_name"], "id": row["vid_id"], "question": row["question"], "answer": int(row["answer"]),
                "choices": [row[f"a{k}"] for k in range(1, 6)]}
 
 
 def read_tgif_frame(file, root):
     """Tab separated: gif_name, question, answer, type (0..3), vid_id, key, description."""
-    for row in _table(file, "\t"):
+    for _, row in annotations.csv_rows(file, "\t"):
         yield {"video": row["gif_name"], "id": row["vid_id"], "question": row["question"], "answer": row["answer"],
                "type": FRAME_TYPES[int(row["type"])]}
 
 
 def read_nextqa(file, root):
     """csv: video, frame_count, width, height, question, answer (0..4), qid, type, a0..a4."""
-    for row in _table(file, ","):
+    for _, row in annotations.csv_rows(file):
         yield {"video": row["video"], "id": row["qid"], "question": row["question"], "answer": int(row["answer"]),
                "choices": [row[f"a{k}"] for k in range(5)], "type": NEXTQA_TYPES[row["type"]]}
 
@@ -87,16 +86,6 @@ def read_causal(file, root):
                 yield {"video": name, "id": f"{kind} {part}", "question": text[kind]["question"],
                        "answer": int(right[kind][part]), "choices": text[kind][part],
                        "type": f"{kind} {part}" if len(parts) > 1 else kind, "pair": f"{name} {kind}"}
-
-
-def _table(file, separator):
-    """Rows of a csv as dicts. Raises: UserError for a row with another number of fields."""
-    with open(file, newline="", encoding="utf-8-sig") as f:
-        for row in csv.DictReader(f, delimiter=separator):
-            if None in row or None in row.values():
-                video = next(iter(row.values()))
-                raise UserError(f"{file}: the row of {video} has another number of fields than the header")
-            yield row
 
 
 # ---- the sets ----
