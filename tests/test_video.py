@@ -386,6 +386,99 @@ def test_a_cut_file_that_announces_no_length_gives_real_frames_or_none(name, par
     assert sum(real) >= 5  # a gif's last frame may be cut itself
 
 
+# ---------------------------------------------------- containers whose packets are not the frames --------------------
+def plain_decode(path):
+    """(numbers of all frames in the order of a plain decode, their times or None where these do not only grow)."""
+    with av.open(str(path)) as container:
+        frames = [(frame_number(f.to_ndarray(format="rgb24")), f.pts) for f in container.decode(video=0)]
+    stamps = [pts for _, pts in frames]
+    grow = all(a is not None and b is not None and b > a for a, b in itertools.pairwise(stamps))
+    return [n for n, _ in frames], np.array(stamps, float) if grow else None
+
+
+def nearest(numbers_of, at, n=8):
+    """The frames nearest to n times from the first to the last."""
+    return [numbers_of[np.abs(at - t).argmin()] for t in np.linspace(at[0], at[-1], n)]
+
+
+def write_packed(path, n=41):
+    """MPEG-4 as DivX wrote it: a P-frame and the B-frame before it in one packet, then an empty VOP in its place."""
+    source = write_video(path.with_name("plain.avi"), range(n), codec="mpeg4", fps=25,
+                         options={"bf": "1", "g": "100", "sc_threshold": "1000000000"})
+    with av.open(str(source)) as container, av.open(str(path), "w") as out:
+        stream = out.add_stream_from_template(container.streams.video[0])
+        packets = [bytes(p) for p in container.demux(video=0) if p.size]
+        kinds = [p[p.find(b"\0\0\1\xb6") + 4] >> 6 for p in packets]  # 0 I, 1 P, 2 B
+        assert kinds == [0] + [1, 2] * (n // 2)  # I P B P B ..., in the order of decoding
+        joined = [b"\0\0\1\xb2DivX503b1393p" + packets[0]]
+        for k in range(1, n, 2):
+            # a VOP that is not coded: P, no second begins, marker, time (5 bits), marker, coded 0, stuffing
+            bits = f"0101{(k + 1) % 25:05b}100" + "1111"
+            joined += [packets[k] + packets[k + 1], b"\0\0\1\xb6" + int(bits, 2).to_bytes(2, "big")]
+        for k, content in enumerate(joined):
+            packet = av.Packet(content)
+            packet.stream, packet.pts, packet.dts, packet.is_keyframe = stream, k, k, k == 0
+            out.mux(packet)
+    return path
+
+
+UNSURE = [("msmpeg4v2", "avi", {}), ("msmpeg4", "avi", {}), ("cinepak", "avi", {}), ("mpeg4", "avi", {"bf": "2"}),
+          ("mpeg1video", "avi", {"bf": "2"}), ("libx264", "avi", {"bf": "2"}), ("mpeg1video", "mpg", {"bf": "2"}),
+          ("mpeg2video", "mpg", {"bf": "2"}), ("mpeg2video", "ts", {"bf": "2"}), ("mpeg2video", "m2v", {})]
+
+
+@pytest.mark.parametrize("codec, kind, options", UNSURE, ids=lambda v: v if isinstance(v, str) else "")
+def test_frames_of_containers_that_tell_no_times(codec, kind, options, tmp_path):
+    """As a plain decode of all frames has them: whole, with frames left out, from the middle, and two files joined."""
+    how = {"codec": codec, "fps": 25, "options": options, "pixels": "rgb24" if codec == "cinepak" else "yuv420p"}
+    path = write_video(tmp_path / f"whole.{kind}", range(60), **how)
+    whole, _ = plain_decode(path)
+    assert whole == list(range(60))
+    assert numbers(read_frames(path, 8)) == nearest(whole, np.arange(60))
+    window = numbers(read_frames(path, 4, 0.4, 1.0))
+    assert window[0] in (10, 11) and window[-1] in (23, 24, 25) and window == sorted(set(window))
+    if kind != "m2v":  # it has no times at all
+        gaps = write_video(tmp_path / f"gaps.{kind}", range(60), at=[k + k // 7 * 3 for k in range(60)], **how)
+        numbers_of, at = plain_decode(gaps)
+        if at is not None:
+            assert numbers(read_frames(gaps, 8)) == nearest(numbers_of, at)
+    if kind in ("mpg", "ts"):
+        content = path.read_bytes()
+        size = {"mpg": 2048, "ts": 188}[kind]
+        cut = tmp_path / f"cut.{kind}"
+        cut.write_bytes(content[int(0.3 * len(content)) // size * size:])  # some packets have lost their key frame
+        numbers_of, at = plain_decode(cut)
+        assert len(numbers_of) < 60 and numbers(read_frames(cut, 8)) == nearest(numbers_of, at)
+        twice = tmp_path / f"twice.{kind}"
+        twice.write_bytes(content + content)  # the times begin anew
+        numbers_of, _ = plain_decode(twice)
+        assert numbers_of == [*range(60)] * 2
+        assert numbers(read_frames(twice, 8)) == nearest(numbers_of, np.arange(120))
+
+
+def test_packed_b_frames(tmp_path):
+    path = write_packed(tmp_path / "packed.avi")
+    numbers_of, _ = plain_decode(path)
+    assert len(numbers_of) >= 40 and numbers_of == sorted(numbers_of)
+    assert numbers(read_frames(path, 8)) == nearest(numbers_of, np.arange(len(numbers_of)))
+
+
+def test_a_large_clip_is_counted_without_keeping_its_frames(tmp_path, monkeypatch):
+    path = write_video(tmp_path / "a.avi", range(60), codec="mpeg4", fps=25, options={"bf": "2"})
+    expected = read_frames(path, 8)
+    monkeypatch.setattr(readers.frames, "KEPT", 10_000)
+    assert np.array_equal(read_frames(path, 8), expected)
+    monkeypatch.setattr(readers.frames, "_decode_frames", lambda *_: pytest.fail("two passes"))
+    monkeypatch.setattr(readers.frames, "KEPT", 2**27)
+    assert np.array_equal(read_frames(path, 8), expected)
+
+
+def test_containers_with_sure_times_are_decoded_no_further_than_wanted(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers.frames, "_count_frames", lambda *_: pytest.fail("counted"))
+    for name, codec in (("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")):
+        assert len(read_frames(write_video(tmp_path / name, range(12), codec=codec), 4)) == 4
+
+
 # ---------------------------------------------------- moving emoji ---------------------------------------------------
 @pytest.fixture(scope="module")
 def moving():
@@ -640,103 +733,6 @@ def check(data, expected):
         assert (example["key"], example["captions"], data.captions(i)) == (key, captions, captions)
         assert example["pixels"].shape == (4, 3, 64, 96) and example["pixels"].dtype == torch.uint8
         assert numbers(example["pixels"]) == [8 * k + j for j in SHOWN]
-
-
-# ---- containers whose packets are not the frames ----
-def plain_decode(path):
-    """(numbers of all frames in the order of a plain decode, their times or None where these do not only grow)."""
-    with av.open(str(path)) as container:
-        frames = [(frame_number(f.to_ndarray(format="rgb24")), f.pts) for f in container.decode(video=0)]
-    stamps = [pts for _, pts in frames]
-    grow = all(a is not None and b is not None and b > a for a, b in itertools.pairwise(stamps))
-    return [n for n, _ in frames], np.array(stamps, float) if grow else None
-
-
-def nearest(numbers_of, at, n=8):
-    """The frames nearest to n times from the first to the last."""
-    return [numbers_of[np.abs(at - t).argmin()] for t in np.linspace(at[0], at[-1], n)]
-
-
-def write_packed(path, n=41):
-    """MPEG-4 as DivX wrote it: a P-frame and the B-frame before it in one packet, then an empty VOP in its place."""
-    source = write_video(path.with_name("plain.avi"), range(n), codec="mpeg4", fps=25,
-                         options={"bf": "1", "g": "100", "sc_threshold": "1000000000"})
-    with av.open(str(source)) as container, av.open(str(path), "w") as out:
-        stream = out.add_stream_from_template(container.streams.video[0])
-        packets = [bytes(p) for p in container.demux(video=0) if p.size]
-        kinds = [p[p.find(b"\0\0\1\xb6") + 4] >> 6 for p in packets]  # 0 I, 1 P, 2 B
-        assert kinds == [0] + [1, 2] * (n // 2)  # I P B P B ..., in the order of decoding
-        joined = [b"\0\0\1\xb2DivX503b1393p" + packets[0]]
-        for k in range(1, n, 2):
-            # a VOP that is not coded: P, no second begins, marker, time (5 bits), marker, coded 0, stuffing
-            bits = f"0101{(k + 1) % 25:05b}100" + "1111"
-            joined += [packets[k] + packets[k + 1], b"\0\0\1\xb6" + int(bits, 2).to_bytes(2, "big")]
-        for k, content in enumerate(joined):
-            packet = av.Packet(content)
-            packet.stream, packet.pts, packet.dts, packet.is_keyframe = stream, k, k, k == 0
-            out.mux(packet)
-    return path
-
-
-UNSURE = [("msmpeg4v2", "avi", {}), ("msmpeg4", "avi", {}), ("cinepak", "avi", {}), ("mpeg4", "avi", {"bf": "2"}),
-          ("mpeg1video", "avi", {"bf": "2"}), ("libx264", "avi", {"bf": "2"}), ("mpeg1video", "mpg", {"bf": "2"}),
-          ("mpeg2video", "mpg", {"bf": "2"}), ("mpeg2video", "ts", {"bf": "2"}), ("mpeg2video", "m2v", {})]
-
-
-@pytest.mark.parametrize("codec, kind, options", UNSURE, ids=lambda v: v if isinstance(v, str) else "")
-def test_frames_of_containers_that_tell_no_times(codec, kind, options, tmp_path):
-    """As a plain decode of all frames has them: whole, with frames left out, from the middle, and two files joined."""
-    how = {"codec": codec, "fps": 25, "options": options, "pixels": "rgb24" if codec == "cinepak" else "yuv420p"}
-    path = write_video(tmp_path / f"whole.{kind}", range(60), **how)
-    whole, _ = plain_decode(path)
-    assert whole == list(range(60))
-    places = np.linspace(0, 59, 8)
-    got = [frame_number(x) for x in read_frames(path, 8)]
-    assert np.abs(np.array(got) - places).max() <= 0.5 + 1e-6
-    window = [frame_number(x) for x in read_frames(path, 4, 0.4, 1.0)]
-    assert window[0] in (10, 11) and window[-1] in (23, 24, 25) and window == sorted(set(window))
-    if kind != "m2v":  # it has no times at all
-        gaps = write_video(tmp_path / f"gaps.{kind}", range(60), at=[k + k // 7 * 3 for k in range(60)], **how)
-        numbers_of, at = plain_decode(gaps)
-        if at is not None:
-            assert [frame_number(x) for x in read_frames(gaps, 8)] == nearest(numbers_of, at)
-    if kind in ("mpg", "ts"):
-        content = path.read_bytes()
-        size = {"mpg": 2048, "ts": 188}[kind]
-        cut = tmp_path / f"cut.{kind}"
-        cut.write_bytes(content[int(0.3 * len(content)) // size * size:])  # some packets have lost their key frame
-        numbers_of, at = plain_decode(cut)
-        assert len(numbers_of) < 60 and [frame_number(x) for x in read_frames(cut, 8)] == nearest(numbers_of, at)
-        twice = tmp_path / f"twice.{kind}"
-        twice.write_bytes(content + content)  # the times begin anew
-        numbers_of, _ = plain_decode(twice)
-        assert numbers_of == [*range(60)] * 2
-        assert [frame_number(x) for x in read_frames(twice, 8)] == nearest(numbers_of, np.arange(120))
-
-
-def test_packed_b_frames(tmp_path):
-    path = write_packed(tmp_path / "packed.avi")
-    numbers_of, _ = plain_decode(path)
-    assert len(numbers_of) >= 40 and numbers_of == sorted(numbers_of)
-    n = len(numbers_of)
-    got = np.array([frame_number(x) for x in read_frames(path, 8)])
-    assert np.abs(got - np.array(numbers_of)[np.linspace(0, n - 1, 8).round().astype(int)]).max() == 0
-
-
-def test_a_large_clip_is_counted_without_keeping_its_frames(tmp_path, monkeypatch):
-    path = write_video(tmp_path / "a.avi", range(60), codec="mpeg4", fps=25, options={"bf": "2"})
-    expected = read_frames(path, 8)
-    monkeypatch.setattr(readers.frames, "KEPT", 10_000)
-    assert np.array_equal(read_frames(path, 8), expected)
-    monkeypatch.setattr(readers.frames, "_decode_frames", lambda *_: pytest.fail("two passes"))
-    monkeypatch.setattr(readers.frames, "KEPT", 2**27)
-    assert np.array_equal(read_frames(path, 8), expected)
-
-
-def test_containers_with_sure_times_are_decoded_no_further_than_wanted(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers.frames, "_count_frames", lambda *_: pytest.fail("counted"))
-    for name, codec in (("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")):
-        assert len(read_frames(write_video(tmp_path / name, range(12), codec=codec), 4)) == 4
 
 
 def lines(prefix, n=3):
