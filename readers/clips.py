@@ -5,9 +5,7 @@ The `clip` of a data set is callable: clip(source, start=None, end=None, draws=N
 """
 
 import hashlib
-import os
 import secrets
-import socket
 from pathlib import Path
 
 from engine.base import UserError, first_line, slug, writing
@@ -74,13 +72,12 @@ class Clips:
         from PIL import Image
         if len(frames) * frames.shape[1] > JPEG_ROWS:  # not cached
             return _channels_first(frames)
-        # two containers may have the same process numbers
-        temporary = file.with_suffix(f".{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        temporary = file.with_suffix(f".{secrets.token_hex(8)}.tmp")  # of no other process, on whatever machine
         tall = frames.reshape(-1, *frames.shape[2:])  # (keep * H, W, 3)
         with writing(f"--frame-cache {self.cache}"):  # no fault of this video, so no bad sample
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(tall).save(temporary, "jpeg", quality=92, subsampling=0)
-            os.replace(temporary, file)
+            temporary.replace(file)
         return pictures.decode(file).unflatten(1, (len(frames), -1)).transpose(0, 1)  # (keep, 3, H, W)
 
 

@@ -91,9 +91,7 @@ REST = {"x": 0.0, "y": 0.0, "angle": 0.0, "sx": 1.0, "sy": 1.0, "alpha": 1.0, "b
 def load(name, split, options):
     """One split of moving-emoji, (M, T, 3, H, W) in memory up to IN_MEMORY bytes, else drawn when asked for.
 
-    Options: frames (4), image_size (32 px), clips (train, val, test: 2000 300 300), clip_law (of val and test: once,
-    each held-out pair in turn, in another colour each time round; zipf, the law of training), caption_noise (0: the
-    part of the training clips that get another clip's captions). Columns: label = verb, noun, colour (classes), group
+    Options: frames (4), image_size (32 px), and those of SETS. Columns: label = verb, noun, colour (classes), group
     (verb, noun and colour: rows whose captions say the same), noisy (bool), question, answer, choices (five),
     question_type, row.
     Raises: UserError where so few training clips leave val or test no pair.

@@ -31,25 +31,25 @@ BIASED = {"ACTION1": "9a3a766a", "ACTION4": "12630e82", "TRANS23": "cf2f696d"}
 # rows of video, id, question, answer (a text, or the number of the right choice) and, where there are, choices, type
 def read_msrvtt(file, root):
     """[{video_id, question, answer, id, category_id}]; the video is video7010.mp4, or the id itself."""
-    for row in text.read_json(file):
-        yield {"video": _named("video", row["video_id"]), "id": row["id"], "question": row["question"],
-               "answer": row["answer"]}
+    return _numbered(file, "video", {})
 
 
 def read_msvd(file, root):
     """[{video_id, question, answer, id}]; youtube_mapping.txt ("NAME vid1" a line) has the name of the video, which may
     also be vid1.avi."""
-    mapping = next(iter(sorted(root.rglob("youtube_mapping.txt"))), None)
+    mapping = annotations.find_file(root, "youtube_mapping.txt")
     pairs = [line.split() for line in text.read_lines(mapping)] if mapping else []
-    names = {pair[1]: pair[0] for pair in pairs if len(pair) == 2}
+    return _numbered(file, "vid", {pair[1]: pair[0] for pair in pairs if len(pair) == 2})
+
+
+def _numbered(file, prefix, names):
     for row in text.read_json(file):
-        number = _named("vid", row["video_id"])
-        yield {"video": number, "also": names.get(number, number), "id": row["id"], "question": row["question"],
+        number = text.words(row["video_id"])
+        video = f"{prefix}{number}" if number.isdecimal() else number
+        if not video:
+            raise ValueError(f"question {row['id']} has no video_id")
+        yield {"video": video, "also": names.get(video, video), "id": row["id"], "question": row["question"],
                "answer": row["answer"]}
-
-
-def _named(prefix, number):
-    return f"{prefix}{number}" if str(number).isdigit() else text.words(number)
 
 
 def read_tgif_choice(file, root):

@@ -12,7 +12,6 @@ import torch
 import evaluation.metrics
 from evaluation.metrics import answer_hits
 from helpers import write_rows, write_video
-from sets import questions
 
 OPTIONS = {"frames": 2, "image_size": 32}
 
@@ -92,8 +91,6 @@ def test_tgif_choices(kind, tmp_path, capsys):
                   "1 questions whose answer is none of the choices left out", "1 videos (1 questions) are not in"):
         assert words in data.note
     assert "TGIF-QA's" not in data.note and len(data.read(1)) == 2
-    with pytest.raises(UserError, match="no val split; it has: train, test"):
-        opened(f"tgif-qa-r-{kind}", tmp_path, "val")
 
 
 def test_the_choices_of_tgif_qa_before_they_were_drawn_anew_are_told(tmp_path, capsys):
@@ -193,11 +190,6 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
     assert "no such folder" in refused(data_dir=root, video_dir=str(tmp_path / "no"))
     (tmp_path / "Test_frameqa_question.csv").write_text("gif_name\tquestion\na\tb\tc\n")
     assert "line 2: 3 fields, where the header has 2" in refused("tgif-qa-r-frame", "test", data_dir=root)
-
-
-def test_sets_are_found_by_name():
-    for name, facts in questions.SETS.items():
-        assert common.find_set(name) is questions and set(facts["splits"]) == set(facts["files"])
 
 
 # ---------------------------------------------------- scores -------------------------------------------------------
