@@ -16,13 +16,19 @@ LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
 WINDOW_COLUMNS = (("segment",), ("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds"))
 SPLIT_NAMES = {"train": ("train", "training", "restval"), "val": ("validation", "valid", "val", "dev"),
                "test": ("test", "testing")}
-TABLES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".parquet")  # files of paths and captions
+SPLIT_WORDS = tuple(word for words in SPLIT_NAMES.values() for word in words)
+TABLES = ("csv", "tsv", "txt", "token", "json", "jsonl", "parquet")  # files of paths and captions
 PACKED = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)  # names of compressed tars
+
+
+def ending(path):
+    """'jpg' of a.JPG."""
+    return Path(path).suffix.lower().lstrip(".")
 
 
 def is_video(path):
     """By the ending of its name."""
-    return Path(path).suffix.lower().lstrip(".") in VIDEO_TYPES
+    return ending(path) in VIDEO_TYPES
 
 
 def folders_of(path):
