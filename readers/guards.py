@@ -26,7 +26,6 @@ def check_folder(name, path, files):
 
     Raises: UserError for a folder that no reader reads as meant. files: all below it but the hidden ones."""
     check_utf8(name, path, files)
-    check_links(name, path)
     endings = Counter(columns.ending(f) for f in files)
     for kinds, mend in ((NOT_READ, "convert them to jpg or mp4"), (ARCHIVES, "unpack them")):
         odd = {kind: endings[kind] for kind in kinds if endings[kind]}

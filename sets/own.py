@@ -66,9 +66,9 @@ def _own_folder(name, path, options):
 
 def read_folder(name, path, options):
     """{split: Data} of a folder of class folders or of tables that hold their images; the splits it names, or train."""
+    guards.check_links(name, path)
     files = [f for f in path.rglob("*") if f.is_file() and not HIDDEN.search(f"/{f.relative_to(path).as_posix()}")]
     if not files:
-        guards.check_links(name, path)
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
     pixels = guards.check_folder(name, path, files)
