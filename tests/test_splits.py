@@ -112,10 +112,11 @@ def test_a_name_that_is_no_split_beside_one_that_is_is_refused(layout, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_named_splits_are_these_two(layout, tmp_path):
-    for words in (("train", "test"), ("training", "testing")):
-        found = open_splits(write_both(layout, tmp_path / words[0], *words))
-        assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
+@pytest.mark.parametrize("words", [("train", "test"), ("training", "testing"), ("Train", "Test")])
+def test_two_named_splits_are_these_two(words, layout, tmp_path):
+    """In capitals, too: they never put test images into training."""
+    found = open_splits(write_both(layout, tmp_path, *words))
+    assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
 
 
 @pytest.mark.parametrize("layout", ["csv", "jsonl", "metadata", "parquet"])
@@ -202,21 +203,22 @@ def test_a_file_called_test_is_evaluated_whole(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_capitals_never_put_test_images_into_training(layout, tmp_path):
-    flat = [write_parquet_images(tmp_path / "flat" / f"{word}.parquet", range(N)) for word in ("Train", "Test")]
-    for path in (write_both(layout, tmp_path / "own", "Train", "Test"), flat[0].parent):
-        found = open_splits(path)
-        assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
+def test_tables_of_one_folder_are_splits_by_their_own_names(tmp_path):
+    for word in ("Train", "Test"):
+        write_parquet_images(tmp_path / f"{word}.parquet", range(N))
+    assert len(open_splits(tmp_path)["test"]) == N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_test_split_alone_is_not_trained_on(layout, tmp_path):
+def test_a_test_split_alone_is_evaluated_and_not_trained_on(layout, tmp_path):
     layout(tmp_path, "test", range(N))
-    refused(tmp_path, "no train split; it has: test")
-    assert len(common.load_data(str(tmp_path), "test")) == N
+    with pytest.raises(UserError, match="no train split; it has: test") as error:
+        common.load_data(str(tmp_path), "train")
+    assert not isinstance(error.value, common.EmptySplit)  # training ends there, evaluation goes on without val
     with pytest.raises(common.EmptySplit, match="no val split; it has: test"):
         common.load_data(str(tmp_path), "val")
+    found = engine.data.evaluation_sets(temo.parse_args(["--eval-datasets", str(tmp_path), "--cpu"]))
+    assert {s: len(d) for s, d in found[str(tmp_path)].items()} == {"test": N}
 
 
 def test_words_in_names_of_files_lose_no_image(tmp_path):
