@@ -169,43 +169,25 @@ def paths_file(name):
     return write
 
 
-def class_folders(folder):
-    for i in range(N):
-        write_images(folder / CLASSES[i % 3], [i])
-    return folder, {}
-
-
-def class_folders_in_splits(folder):
-    for word, split in (("train", "train"), ("validation", "val"), ("test", "test")):
-        for i in HALVES[split]:
-            write_images(folder / word / CLASSES[i % 3], [i])
+def class_folders(folder, word="", numbers=range(N)):
+    for i in numbers:
+        write_images(folder / word / CLASSES[i % 3], [i])
     return folder, {}
 
 
 def metadata(name):
-    def write(folder):
-        rows = [(x, caption(i)) for i, x in enumerate(write_images(folder, range(N)))]
-        write_rows(folder / name, ["file_name", "text"], rows)
+    def write(folder, word="", numbers=range(N)):
+        rows = [(x, caption(i)) for i, x in zip(numbers, write_images(folder / word, numbers))]
+        write_rows(folder / word / name, ["file_name", "text"], rows)
         return folder, {}
     return write
 
 
-def captions_csv(folder):
-    write_captions(folder, N)
-    return folder, {}
-
-
-def metadata_in_splits(folder):
-    for word, split in (("train", "train"), ("validation", "val"), ("test", "test")):
-        rows = [(x, caption(i)) for i, x in zip(HALVES[split], write_images(folder / word, HALVES[split]))]
-        write_rows(folder / word / "metadata.jsonl", ["file_name", "text"], rows)
-    return folder, {}
-
-
 def tars(*extensions, **options):
-    def write(folder):
-        write_tar(folder / "shard-000000.tar", tar_samples(range(0, 7), *extensions))
-        write_tar(folder / "shard-000001.tar", tar_samples(range(7, N), *extensions))
+    def write(folder, word="shard", numbers=range(N)):
+        half = len(numbers) // 2
+        for k, part in enumerate((numbers[:half], numbers[half:])):
+            write_tar(folder / f"{word}-00000{k}.tar", tar_samples(part, *extensions))
         return folder, options
     return write
 
@@ -214,21 +196,17 @@ def one_tar(folder):
     return write_tar(folder / "all.tar", tar_samples(range(N), "jpg", "txt")), {}
 
 
-def tars_in_splits(folder):
-    for split, numbers in HALVES.items():
-        write_tar(folder / f"cc-{split}-0000.tar", tar_samples(numbers, "jpg", "txt"))
+def parquet(folder, word="train", numbers=range(N)):
+    write_parquet_images(folder / "data" / f"{word}-00000-of-00001.parquet", numbers)
     return folder, {}
 
 
-def parquet_folder(folder):
-    write_parquet_images(folder / "data" / "train-00000-of-00001.parquet", range(N))
-    return folder, {}
-
-
-def parquet_in_splits(folder):
-    for word, split in (("train", "train"), ("validation", "val"), ("test", "test")):
-        write_parquet_images(folder / "data" / f"{word}-00000-of-00001.parquet", HALVES[split])
-    return folder, {}
+def in_splits(write):
+    def write_all(folder):
+        for word, numbers in zip(("train", "validation", "test"), HALVES.values()):
+            write(folder, word, numbers)
+        return folder, {}
+    return write_all
 
 
 def one(i):
@@ -255,18 +233,18 @@ LAYOUTS = {
     "json": (paths_file("a.json"), one, third, False),
     "parquet of paths": (paths_file("a.parquet"), one, third, False),
     "class folders": (class_folders, word, third, False),
-    "class folders in splits": (class_folders_in_splits, word, third, True),
+    "class folders in splits": (in_splits(class_folders), word, third, True),
     "metadata.csv": (metadata("metadata.csv"), one, None, False),
     "metadata.jsonl": (metadata("metadata.jsonl"), one, None, False),
-    "metadata in splits": (metadata_in_splits, one, None, True),
-    "captions.csv in a folder": (captions_csv, one, None, False),
+    "metadata in splits": (in_splits(metadata("metadata.jsonl")), one, None, True),
+    "captions.csv in a folder": (metadata("captions.csv"), one, None, False),
     "tars jpg txt": (tars("jpg", "txt"), two, None, False),
     "tars jpg cls": (tars("jpg", "cls"), lambda i: [f"class {i % 3}"], third, False),
     "tars jpg json": (tars("jpg", "json", caption_column="json.title"), one, None, False),
     "one tar": (one_tar, two, None, False),
-    "tars in splits": (tars_in_splits, two, None, True),
-    "parquet of images": (parquet_folder, one, third, False),
-    "parquet in splits": (parquet_in_splits, one, third, True),
+    "tars in splits": (in_splits(tars("jpg", "txt")), two, None, True),
+    "parquet of images": (parquet, one, third, False),
+    "parquet in splits": (in_splits(parquet), one, third, True),
 }
 
 

@@ -266,17 +266,24 @@ def test_what_other_programs_leave_in_a_folder_is_no_split(tmp_path):
 DOT = encode(np.zeros((1, 1, 3), np.uint8))  # an image, as small as they are
 
 
+def images_in_a_table(folder, images, classes=None, **columns):
+    """folder/train.parquet as `datasets` writes it; images: [(bytes, name)]; classes: names of a ClassLabel."""
+    images = [{"bytes": content, "path": name} for content, name in images]
+    table = datasets.Dataset.from_dict({"image": images} | columns).cast_column("image", datasets.Image())
+    if classes:
+        table = table.cast_column("label", datasets.ClassLabel(names=classes))
+    folder.mkdir(exist_ok=True)
+    table.to_parquet(str(folder / "train.parquet"))
+    return folder
+
+
 def a_csv(folder, names):
     folder.mkdir()
     return write_rows(folder / "a.csv", ["image", "caption"], [(f"{x}.png", f"words of {x}") for x in names])
 
 
 def images_in_parquet(folder, names):
-    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
-    rows = {"image": [{"bytes": DOT, "path": f"{x}.png"} for x in names], "caption": [f"words of {x}" for x in names]}
-    folder.mkdir()
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / "train.parquet"))
-    return folder
+    return images_in_a_table(folder, [(DOT, f"{x}.png") for x in names], caption=[f"words of {x}" for x in names])
 
 
 def in_a_tar(folder, names):
@@ -332,9 +339,7 @@ def test_windows_of_a_video_stay_together(tmp_path):
 
 def test_one_name_for_all_images_is_none(tmp_path):
     """Some parquet files call every image image.png: all would fall into one split."""
-    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
-    rows = {"image": [{"bytes": DOT, "path": "image.png"}] * 100, "caption": [caption(i) for i in range(100)]}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train.parquet"))
+    images_in_a_table(tmp_path, [(DOT, "image.png")] * 100, caption=[caption(i) for i in range(100)])
     assert sorted(places(tmp_path), key=int) == [str(i) for i in range(100)]
 
 
@@ -470,6 +475,7 @@ def test_windows_and_what_cannot_be_read_are_no_twins(tmp_path):
 
 # ---------------------------------------------------- classes and captions -------------------------------------------
 M = 35  # rows, of which at least one is held out as val and one as test in each layout
+PICTURES = [(encode(picture(i)), f"{i:03}.png") for i in range(M)]
 
 
 def classes_in_parquet(kind):
@@ -477,16 +483,9 @@ def classes_in_parquet(kind):
     def write(folder):
         labels = {"class": [i % 3 for i in range(M)], "number": [10 + i % 3 for i in range(M)],
                   "word": [CLASSES[i % 3] for i in range(M)]}[kind]
-        feature = {"class": datasets.ClassLabel(names=CLASSES), "number": datasets.Value("int64"),
-                   "word": datasets.Value("string")}[kind]
         labels[4], labels[6] = "" if kind == "word" else -1, None
-        features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"), label=feature)
-        images = [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in range(M)]
-        table = datasets.Dataset.from_dict({"image": images, "caption": [caption(i) for i in range(M)],
-                                            "label": labels}, features=features)
-        folder.mkdir(exist_ok=True)
-        table.to_parquet(str(folder / "train.parquet"))
-        return folder
+        names = CLASSES if kind == "class" else None
+        return images_in_a_table(folder, PICTURES, names, caption=[caption(i) for i in range(M)], label=labels)
     return write
 
 
@@ -564,10 +563,7 @@ def silent_parquet(folder):
     """Rows 4 and 6 have nothing to say, row 8 says it among other things."""
     texts = [[caption(i), caption(i, 1)] for i in range(M)]
     texts[4], texts[6], texts[8] = None, [" ", None], ["", caption(8), None, " "]
-    features = datasets.Features(image=datasets.Image(), caption=datasets.List(datasets.Value("string")))
-    rows = {"image": [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in range(M)], "caption": texts}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / "train.parquet"))
-    return folder, {}
+    return images_in_a_table(folder, PICTURES, caption=texts), {}
 
 
 def silent_rows(name):
@@ -614,10 +610,7 @@ def test_one_caption_for_all_is_said(tmp_path):
     names = write_images(tmp_path, range(M))
     rows = write_rows(tmp_path / "a.csv", ["image", "caption"], [(x, "a photo") for x in names])
     tar = write_tar(tmp_path / "a.tar", {f"{i:06}": {"png": DOT, "txt": b"a photo"} for i in range(M)})
-    (tmp_path / "images").mkdir()
-    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
-    table = {"image": [{"bytes": DOT, "path": x} for x in names], "caption": ["a photo"] * M}
-    datasets.Dataset.from_dict(table, features=features).to_parquet(str(tmp_path / "images" / "train.parquet"))
+    images_in_a_table(tmp_path / "images", [(DOT, x) for x in names], caption=["a photo"] * M)
     for path in (rows, tar, tmp_path / "images"):
         assert "ALL CAPTIONS ARE THE SAME" in common.load_data(str(path), "train").note, path
     other = write_rows(tmp_path / "b.csv", ["image", "caption"], [(x, f"a photo of {x}") for x in names])
