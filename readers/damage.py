@@ -40,7 +40,7 @@ class Front:
     seeks: what nobody asks for is sought over, not read (a file on a disk)."""
 
     def __init__(self, file, seeks=False):
-        self.file, self.at, self.kept, self.last, self.end, self.moved = file, 0, b"", b"", None, False
+        self.file, self.at, self.kept, self.last, self.end = file, 0, b"", b"", None
         if seeks:
             self.end = file.seek(0, os.SEEK_END)
             file.seek(0)
@@ -52,9 +52,6 @@ class Front:
         """The next n bytes, fewer at the end.   Raises: tarfile.ReadError on a number below zero."""
         if n < 0:
             raise tarfile.ReadError("a size below zero")
-        if self.moved:
-            self.file.seek(self.at)
-            self.moved = False
         data, self.kept = self.kept[:n], self.kept[n:]
         while len(data) < n and (more := self.file.read(n - len(data))):
             data += more
@@ -71,7 +68,8 @@ class Front:
                 n -= got
             return not n
         if n:
-            self.at, self.kept, self.moved = self.at + n, b"", True
+            self.at, self.kept = self.at + n, b""
+            self.file.seek(self.at)
         return self.at <= self.end
 
 
