@@ -17,8 +17,6 @@ from engine.base import UserError, first_line, hub_reason
 from readers.columns import IMAGE_TYPES, VIDEO_TYPES, ending, open_table, table_words
 
 TOKEN = re.compile(r"([^\t]+\.\w+)#[0-9]+\t(.*)")  # 1000092795.jpg#0<tab>Two young guys ...
-
-
 KINDS = {"parquet": "parquet", "csv": "csv", "jsonl": "json", "json": "json", "arrow": "arrow"}  # who reads a table
 END = "\0"  # a line behind the last one: it stands inside a field where a quote is never closed
 

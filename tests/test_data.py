@@ -302,13 +302,7 @@ def test_rows_of_one_image_become_its_captions(name, tmp_path):
     rows = [(x, caption(i, k)) for k in range(3) for i, x in enumerate(names)]  # those of one image stand apart
     rows += [(names[0], caption(0))]  # and one is repeated
     path = str(write_rows(tmp_path / name, ["image", "caption"], rows))
-    seen = set()
-    for data in open_splits(path).values():
-        for k in range(len(data)):
-            i = int(Path(data.key(k)).stem)
-            assert data.captions(k) == [caption(i, j) for j in range(3)] and i not in seen
-            seen.add(i)
-    assert seen == set(range(20))
+    assert said_by(open_splits(path)) == {x: [caption(i, j) for j in range(3)] for i, x in enumerate(names)}
 
 
 def test_column_flags_and_data_dir(tmp_path):
@@ -362,12 +356,16 @@ def token_file(folder, names):
     return folder / "results_20130124.token"
 
 
+def said_by(splits):
+    """{key: captions} of {split: Data}."""
+    return {data.key(i): data.captions(i) for data in splits.values() for i in range(len(data))}
+
+
 @pytest.mark.parametrize("write", [coco_json, karpathy_json, token_file])
 def test_published_files_of_captions(write, tmp_path):
     names = write_images(tmp_path, range(N))
     found = open_splits(write(tmp_path, names), data_dir=str(tmp_path))
-    said = {d.key(i): d.captions(i) for d in found.values() for i in range(len(d))}
-    assert said == {x: [caption(i, k) for k in range(5)] for i, x in enumerate(names)}
+    assert said_by(found) == {x: [caption(i, k) for k in range(5)] for i, x in enumerate(names)}
     for split, data in found.items():
         for i in range(len(data)):
             assert np.array_equal(data.read(i).permute(1, 2, 0), picture(names.index(data.key(i))))
@@ -395,17 +393,17 @@ def test_published_files_that_are_others(tmp_path):
 def test_spellings_of_a_csv(name, header, separator, tmp_path):
     names = write_images(tmp_path, range(N))
     (tmp_path / name).write_text(own_rows(names, header, lambda i: f"a; cat, {i}|\tor so", separator))
-    said = {d.key(i): d.captions(i) for d in open_splits(tmp_path / name).values() for i in range(len(d))}
-    assert said == {x: [f"a; cat, {i}|\tor so".replace(separator, " ")] for i, x in enumerate(names)}
+    wanted = {x: [f"a; cat, {i}|\tor so".replace(separator, " ")] for i, x in enumerate(names)}
+    assert said_by(open_splits(tmp_path / name)) == wanted
 
 
 def test_blanks_behind_commas_are_no_part_of_names_or_quotes(tmp_path):
     names = write_images(tmp_path, range(N))
     rows = [f'{x} , "a ""cat"", {i}", dog\n' for i, x in enumerate(names)]
     (tmp_path / "a.csv").write_text("image, caption, label\n" + "".join(rows))
-    data = [(d, i) for d in open_splits(tmp_path / "a.csv").values() for i in range(len(d))]
-    assert {d.key(i): d.captions(i) for d, i in data} == {x: [f'a "cat", {i}'] for i, x in enumerate(names)}
-    assert all(d.label_names == ["dog"] and d.read(i).shape == (3, 20, 24) for d, i in data)
+    found = open_splits(tmp_path / "a.csv")
+    assert said_by(found) == {x: [f'a "cat", {i}'] for i, x in enumerate(names)}
+    assert all(d.label_names == ["dog"] and d.read(0).shape == (3, 20, 24) for d in found.values())
 
 
 @pytest.mark.parametrize("write", [str, json.dumps])
@@ -414,8 +412,7 @@ def test_lists_that_a_csv_holds_as_text_are_lists(write, tmp_path):
     names = write_images(tmp_path, range(N))
     rows = [(x, write([caption(i), f"it's {i}"])) for i, x in enumerate(names)]
     file = write_rows(tmp_path / "a.csv", ["image", "captions"], rows)
-    said = {d.key(i): d.captions(i) for d in open_splits(file).values() for i in range(len(d))}
-    assert said == {x: [caption(i), f"it's {i}"] for i, x in enumerate(names)}
+    assert said_by(open_splits(file)) == {x: [caption(i), f"it's {i}"] for i, x in enumerate(names)}
     odd = write_rows(tmp_path / "odd.csv", ["image", "captions"], [*rows, ("a.png", "['cut")] * 60)
     assert len(common.load_data(str(odd), "train").captions(0)) == 1  # not all are lists: they stay as they are
     odd = write_rows(tmp_path / "cut.csv", ["image", "captions"], rows * 10 + [("a.png", "['cut")])
@@ -662,20 +659,6 @@ def test_every_epoch_is_a_permutation(files):
     assert not any(torch.equal(*v) for v in views.values())  # fresh views in every epoch
 
 
-def test_epoch_batches():
-    steps = list(common.epoch_batches(50, 12, 7, 0, 9))
-    assert [e for e, _ in steps] == [0] * 4 + [1] * 4 + [2]
-    for e in (0, 1):
-        rows = np.concatenate([b for epoch, b in steps if epoch == e])
-        assert len(rows) == 48 and len(set(rows)) == 48  # the last 2 wait for another epoch
-        assert set(rows) <= set(range(50))
-    later = list(common.epoch_batches(50, 12, 7, 5, 9))
-    assert all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in zip(steps[5:], later, strict=True))
-    for _, batch in steps:  # as Batches deals them to two processes
-        local = 12 // 2
-        assert np.array_equal(np.concatenate([batch[r * local:(r + 1) * local] for r in range(2)]), batch)
-
-
 @pytest.fixture(scope="module")
 def forty():
     """(M,) the shard of each row: 40 shards of 5 to 24 rows."""
@@ -712,16 +695,18 @@ def test_few_shards_are_the_plain_permutation(shards):
     assert np.array_equal(common.epoch_order(100, 5, 2, numbers), plain)
 
 
-def test_batches_of_many_shards_come_from_a_window(forty):
-    n, size = len(forty), 32
+@pytest.mark.parametrize("many", [False, True])
+def test_epoch_batches(many, forty):
+    n, size, shards = (len(forty), 32, forty) if many else (50, 12, None)
     per_epoch = n // size
-    steps = list(common.epoch_batches(n, size, 3, 0, 2 * per_epoch, forty))
-    for epoch in range(2):
-        rows = np.concatenate([b for e, b in steps if e == epoch])
-        assert np.array_equal(rows, common.epoch_order(n, 3, epoch, forty)[:per_epoch * size])
-        crowded = [len(set(forty[b].tolist())) > 16 for e, b in steps if e == epoch]
-        assert sum(crowded) <= 2  # the batches that lie in two windows
-    later = list(common.epoch_batches(n, size, 3, 5, 2 * per_epoch, forty))
+    last = 2 * per_epoch + 1
+    steps = list(common.epoch_batches(n, size, 7, 0, last, shards))
+    assert [e for e, _ in steps] == [0] * per_epoch + [1] * per_epoch + [2]
+    for e in (0, 1):
+        rows = np.concatenate([b for epoch, b in steps if epoch == e])  # what is left waits for another epoch
+        assert np.array_equal(rows, common.epoch_order(n, 7, e, shards)[:per_epoch * size])
+        assert len(set(rows.tolist())) == len(rows)
+    later = list(common.epoch_batches(n, size, 7, 5, last, shards))
     assert all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in zip(steps[5:], later, strict=True))
 
 
@@ -879,11 +864,9 @@ def items(data, process=0, processes=1, count=None, positions=None):
 
 def test_two_readers_share_an_epoch_between_them(shards):
     data = stream(shards)
-    alone, left, right = items(data), items(data, 0, 2), items(data, 1, 2)
-    keys = [{i[0] for i in part} for part in (alone, left, right)]
-    assert len(left) == len(right) == 12 and not keys[1] & keys[2]
-    assert keys[1] | keys[2] == keys[0] == {f"{i:06}" for i in range(24)}
-    views = {i[0]: i[3] for i in alone}  # whoever reads a key, its views are these
+    left, right, views = items(data, 0, 2), items(data, 1, 2), {i[0]: i[3] for i in items(data)}
+    assert len(left) == len(right) == 12 and {i[0] for i in left + right} == {f"{i:06}" for i in range(24)}
+    # whoever reads a key, its views are the same
     assert all(torch.equal(a, b) for key, _, _, v in left + right for a, b in zip(v, views[key], strict=True))
     assert common.load_data(shards, "val", streaming=True).key(0) == "000024"
 

@@ -93,6 +93,22 @@ def clips(folder, word, numbers):
     (folder / "clip.mp4").unlink()
 
 
+def images_in_a_table(folder, images, classes=None, **columns):
+    """folder/train.parquet as `datasets` writes it; images: [(bytes, name)]; classes: names of a ClassLabel."""
+    images = [{"bytes": content, "path": name} for content, name in images]
+    table = datasets.Dataset.from_dict({"image": images} | columns).cast_column("image", datasets.Image())
+    if classes:
+        table = table.cast_column("label", datasets.ClassLabel(names=classes))
+    folder.mkdir(exist_ok=True)
+    table.to_parquet(str(folder / "train.parquet"))
+    return folder
+
+
+def a_csv(folder, names):
+    folder.mkdir()
+    return write_rows(folder / "a.csv", ["image", "caption"], [(f"{x}.png", f"words of {x}") for x in names])
+
+
 LAYOUTS = [class_folders, described, parquet, tars, folders_of_tars, clips]
 
 
@@ -119,38 +135,26 @@ def test_two_named_splits_are_these_two(words, layout, tmp_path):
     assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
 
 
-@pytest.mark.parametrize("layout", ["csv", "jsonl", "metadata", "parquet"])
-def test_a_column_split_says_which_rows_are_whose(layout, tmp_path):
+@pytest.mark.parametrize("where", ["own.csv", "own.jsonl", "metadata.csv", "parquet"])
+def test_a_column_split_says_which_rows_are_whose(where, tmp_path):
     """One file for all splits, as Karpathy's: restval is train; each row keeps its own picture, caption and class."""
-    words = ["train", "val", "restval", "test", "validation", "train"]
-    pictures = [picture(k) for k in range(6)]
-    rows = [(f"{k}.png", f"words {k}", "cat" if k % 2 else "dog", word) for k, word in enumerate(words)]
-    header = ["image", "caption", "label", "split"]
-    for k, image in enumerate(pictures):
-        Image.fromarray(image).save(tmp_path / f"{k}.png")
-    where = {"csv": "own.csv", "jsonl": "own.jsonl", "metadata": "metadata.csv"}.get(layout)
-    name = tmp_path if layout == "metadata" else tmp_path / (where or "")
-    if where:
-        write_rows(tmp_path / where, header, rows)
+    words, names = ["train", "val", "restval", "test", "validation", "train"], write_images(tmp_path, range(6))
+    columns = {"caption": [f"words {k}" for k in range(6)], "label": ["dog", "cat"] * 3, "split": words}
+    if where == "parquet":
+        name = images_in_a_table(tmp_path / where, [((tmp_path / x).read_bytes(), x) for x in names], **columns)
     else:
-        name = tmp_path / "parquet"
-        name.mkdir()
-        table = {c: [row[i] for row in rows] for i, c in enumerate(header)}
-        table["image"] = [str(tmp_path / f) for f in table["image"]]
-        of = datasets.Dataset.from_dict(table).cast_column("image", datasets.Image())  # paths: embedded when written
-        of.to_parquet(str(name / "0000.parquet"))
+        write_rows(tmp_path / where, ["image", *columns], [*zip(names, *columns.values())])
+        name = tmp_path if where == "metadata.csv" else tmp_path / where
     for split, wanted in (("train", [0, 2, 5]), ("val", [1, 4]), ("test", [3])):
         data = common.load_data(str(name), split)
-        assert [data.captions(i) for i in range(len(data))] == [[f"words {k}"] for k in wanted]
+        assert data.column("captions") == [[f"words {k}"] for k in wanted]
         for i, k in enumerate(wanted):
-            assert (data.read(i).permute(1, 2, 0).numpy() == pictures[k]).all()
+            assert (data.read(i).permute(1, 2, 0).numpy() == picture(k)).all()
             assert data.label_names[data.labels[i]] == ("cat" if k % 2 else "dog")
-            assert data.key(i).endswith(f"{k}.png")
+            assert data.key(i).endswith(names[k])
 
 
 def test_a_column_split_of_other_words(tmp_path, capsys):
-    for k in range(60):
-        Image.fromarray(picture(k)).save(tmp_path / f"{k}.png")
     rows = [(f"{k}.png", "x", "left" if k % 2 else "right") for k in range(60)]
     write_rows(tmp_path / "own.csv", ["image", "caption", "split"], rows)
     assert len(common.load_data(str(tmp_path / "own.csv"), "train")) > 40  # no name of a split: no column of splits
@@ -264,22 +268,6 @@ def test_what_other_programs_leave_in_a_folder_is_no_split(tmp_path):
 
 # ---------------------------------------------------- held-out examples ----------------------------------------------
 DOT = encode(np.zeros((1, 1, 3), np.uint8))  # an image, as small as they are
-
-
-def images_in_a_table(folder, images, classes=None, **columns):
-    """folder/train.parquet as `datasets` writes it; images: [(bytes, name)]; classes: names of a ClassLabel."""
-    images = [{"bytes": content, "path": name} for content, name in images]
-    table = datasets.Dataset.from_dict({"image": images} | columns).cast_column("image", datasets.Image())
-    if classes:
-        table = table.cast_column("label", datasets.ClassLabel(names=classes))
-    folder.mkdir(exist_ok=True)
-    table.to_parquet(str(folder / "train.parquet"))
-    return folder
-
-
-def a_csv(folder, names):
-    folder.mkdir()
-    return write_rows(folder / "a.csv", ["image", "caption"], [(f"{x}.png", f"words of {x}") for x in names])
 
 
 def images_in_parquet(folder, names):
