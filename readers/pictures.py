@@ -48,7 +48,7 @@ def decode(source, max_pixels=MAX_PIXELS):
     return image
 
 
-def _open_picture(data, max_pixels=MAX_PIXELS):
+def _open_picture(data, max_pixels):
     """Pillow's image of some bytes, its header read, no pixel decoded. Raises: ValueError."""
     Image.MAX_IMAGE_PIXELS = max_pixels / 2  # Pillow warns above it, and refuses twice as many, in inner frames too
     try:

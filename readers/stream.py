@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import os
 from pathlib import Path
-from typing import ClassVar
 
 import common
 from engine.base import UserError, first_line, join_notes, rank, say, world
@@ -39,7 +38,7 @@ def open_tars(name, tars, options):
                             for tar in tars})
     if options.get("streaming"):
         return _streamed(name, of, options)
-    return common.hold_out({split: index(name, split, files, options) for split, files in of.items()})
+    return {split: index(name, split, files, options) for split, files in of.items()}
 
 
 def _streamed(name, of, options):
@@ -80,14 +79,9 @@ class Stream:
                  "batches depend on the number of processes and workers")
     counts: dict = dataclasses.field(default_factory=dict)
     max_pixels: int = MAX_PIXELS
-    split: ClassVar = "train"
-    streamed: ClassVar = True
-    has_captions: ClassVar = True
-    pixels: ClassVar = None
-    clip: ClassVar = None
-    labels: ClassVar = None
-    label_names: ClassVar = None
-    templates: ClassVar = ()
+    # what Data has, where nothing else is known of a stream
+    split, streamed, has_captions, templates = "train", True, True, ()
+    pixels = clip = labels = label_names = None
 
     @property
     def distinct(self):

@@ -176,7 +176,6 @@ def _lines(file):
 
 def _with_classes(data, names):
     """The numbers of the label column get their names."""
-    import datasets
     highest = data.labels.max()
     if highest >= len(names):
         raise UserError(f"{data.name}: a label is {highest}, but classnames.txt has {len(names)} lines")
@@ -187,9 +186,7 @@ def _with_classes(data, names):
         while name in unlike:
             name += " "
         unlike.append(name)
-    named = datasets.ClassLabel(names=unlike)
-    table = data.table.remove_columns("label").add_column("label", data.labels, feature=named)  # a cast copies all rows
-    return dataclasses.replace(data, table=table)
+    return own.with_classes(data, data.labels, unlike)
 
 
 def _stream(name, folder, given, options):

@@ -33,9 +33,9 @@ def own_data(name, options):
         known = ", ".join(MODULES)
         raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
     if path.is_dir():
-        return _own_folder(name, path, options)
+        return hold_out(_own_folder(name, path, options))
     if path.suffix == ".tar" or columns.PACKED.search(path.name):
-        return open_tars(name, [path], options)
+        return hold_out(open_tars(name, [path], options))
     if ending(path) in columns.TABLES:
         return hold_out(_described(name, path, root, options))
     kind = path.suffix or "nameless"
@@ -49,7 +49,7 @@ def _own_folder(name, path, options):
              if f.is_file() and ending(f) in columns.TABLES and not shards]
     if alone:
         guards.say_not_read(name, alone[1:], alone[0].name)
-        return hold_out(_described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options))
+        return _described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options)
     if options.get("data_dir"):
         raise UserError(f"--data-dir {options['data_dir']}: of no effect, {name} is a folder with files in it; give "
                         "the one that is meant alone")
@@ -60,8 +60,8 @@ def _own_folder(name, path, options):
     guards.check_split_names(name, folders)
     described = {f: sorted((path / f).glob("metadata.*")) for f in folders if columns.split_words(f)}
     if any(described.values()):
-        return hold_out(_described_folders(name, path, described, options))
-    return hold_out(read_folder(name, path, options))
+        return _described_folders(name, path, described, options)
+    return read_folder(name, path, options)
 
 
 def read_folder(name, path, options):
@@ -284,17 +284,22 @@ def caption_file(name, split, file, root, options, table=None):
 
 def same_classes(splits):
     """One list of class names for all splits, labels renumbered by name: a split may lack a class."""
-    import datasets
     known = {s: d for s, d in splits.items() if d.label_names}
     names = sorted({n for d in known.values() for n in d.label_names})
     if len({tuple(d.label_names) for d in known.values()}) < 2:
         return splits
     for s, d in known.items():
         number = np.array([*(names.index(n) for n in d.label_names), -1])  # (classes + 1,) old -> new; -1 is the last
-        feature = datasets.ClassLabel(names=names)
-        table = d.table.remove_columns("label").add_column("label", number[d.labels], feature=feature)
-        splits = splits | {s: dataclasses.replace(d, table=table)}
+        splits = splits | {s: with_classes(d, number[d.labels], names)}
     return splits
+
+
+def with_classes(data, labels, names):
+    """The data with other labels, (M,) numbers, and their names."""
+    import datasets
+    named = datasets.ClassLabel(names=names)
+    table = data.table.remove_columns("label").add_column("label", labels, feature=named)  # a cast copies all rows
+    return dataclasses.replace(data, table=table)
 
 
 def add_captions(data, file):
