@@ -1,7 +1,7 @@
 """What is odd in somebody's own files and would be read wrongly in silence: refused, with what to do.
 
 sets/own.py asks before it reads a folder or a table, of what a plain reading takes for something else: names of which
-some are splits, a table beside the images that it describes, a quote that swallows the rows after it.
+some are splits, a table beside the images that it describes, a column that says whose the rows are.
 """
 
 import ast
