@@ -211,7 +211,10 @@ def sample_parts(key, parts, read, options, name):
     """
     columns, wanted = set(parts), options.get("caption_column") or ""
     if wanted.startswith("json.") and "json" in parts:
-        fields = json.loads(read("json"))
+        try:
+            fields = json.loads(read("json"))
+        except RecursionError as error:
+            raise ValueError("its json is nested too deeply") from error
         if not isinstance(fields, dict):
             raise ValueError("its json has no fields")
         columns |= {f"json.{field}" for field in fields}

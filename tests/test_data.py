@@ -839,6 +839,16 @@ def test_flags_have_an_index_of_their_own(tmp_path):
     assert data.captions(1) == [caption(1), caption(1, 1)] and np.array_equal(data.read(1).permute(1, 2, 0), picture(1))
 
 
+def test_a_json_that_is_nested_too_deeply_is_one_bad_sample(tmp_path):
+    samples = tar_samples(range(3), "jpg", "json")
+    samples["000001"]["json"] = b"[" * 10**6
+    path = write_tar(tmp_path / "train-0.tar", samples)
+    rows, data = indexed(path, caption_column="json.title")
+    assert rows == [("000000", caption(0)), ("000002", caption(2))] and "its json is nested too deeply" in data.note
+    stream = readers.stream.Stream("mine", [str(path)], {"caption_column": "json.title"})
+    assert list(stream.first_captions()) == [caption(0), caption(2)]
+
+
 # ---------------------------------------------------- streams --------------------------------------------------------
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
