@@ -209,8 +209,8 @@ def sample_parts(key, parts, read, options, name):
 
     Raises: UserError without an image or a caption; ValueError where json is broken or a class is no number.
     """
-    columns, wanted = set(parts), options.get("caption_column") or ""
-    if wanted.startswith("json.") and "json" in parts:
+    columns = set(parts)
+    if (options.get("caption_column") or "").startswith("json.") and "json" in parts:
         try:
             fields = json.loads(read("json"))
         except RecursionError as error:
@@ -220,10 +220,9 @@ def sample_parts(key, parts, read, options, name):
         columns |= {f"json.{field}" for field in fields}
     columns, where = sorted(columns), f"{name}, sample {key},"
     kinds = IMAGE_TYPES + VIDEO_TYPES
-    image = pick_column("--image-column", options.get("image_column"), columns, kinds, where)
-    caption = pick_column("--caption-column", wanted, columns, ("txt", "caption", "text"), where,
-                          required="cls" not in parts)
-    label = pick_column("--label-column", options.get("label_column"), columns, ("cls",), name, required=False)
+    image = pick_column("--image-column", options, columns, kinds, where)
+    caption = pick_column("--caption-column", options, columns, ("txt", "caption", "text"), where, "cls" not in parts)
+    label = pick_column("--label-column", options, columns, ("cls",), name, required=False)
     if caption is None:
         texts = [f"class {read('cls').decode().strip()}"]
     elif caption.startswith("json."):

@@ -195,11 +195,11 @@ def _table_data(name, split, table, options, folder, kept=None):
     import pyarrow.compute
     pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
     usual = pictures or columns.IMAGE_COLUMNS + columns.VIDEO_COLUMNS
-    image = pick_column("--image-column", options.get("image_column"), table.column_names, usual, name)
-    label = columns.class_column(options.get("label_column"), table, name)
+    image = pick_column("--image-column", options, table.column_names, usual, name)
+    label = columns.class_column(options, table, name)
     classes = getattr(table.features.get(label), "names", None)
-    caption = pick_column("--caption-column", options.get("caption_column"), table.column_names,
-                          columns.CAPTION_COLUMNS, name, required=not classes)
+    caption = pick_column("--caption-column", options, table.column_names, columns.CAPTION_COLUMNS, name,
+                          required=not classes)
     video = type(table.features[image]).__name__ == "Video"
     kind = type(table.features[image]) if video else datasets.Image
     undecoded = table.select_columns(image).cast_column(image, kind(decode=False))
@@ -238,10 +238,9 @@ def caption_file(name, split, file, root, options, table=None):
     image, or of a window of a video, become its K captions. table: the rows that are meant, None = all of the file."""
     table = read_table(file) if table is None else table
     usual = columns.IMAGE_COLUMNS + columns.VIDEO_COLUMNS
-    image = pick_column("--image-column", options.get("image_column"), table.column_names, usual, file.name)
-    caption = pick_column("--caption-column", options.get("caption_column"), table.column_names,
-                          columns.CAPTION_COLUMNS, file.name)
-    label = columns.class_column(options.get("label_column"), table, file.name)
+    image = pick_column("--image-column", options, table.column_names, usual, file.name)
+    caption = pick_column("--caption-column", options, table.column_names, columns.CAPTION_COLUMNS, file.name)
+    label = columns.class_column(options, table, file.name)
     rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
     labels = table[label][:] if label else [None] * len(table)
     texts = guards.check_cells(file, table, image, caption) or table[caption][:]
@@ -326,8 +325,8 @@ def add_captions(data, file):
         rows.setdefault((path.stem, source.get("start"), source.get("end")), []).append((i, path))
     names, usual, new = extra.column_names, columns.VIDEO_COLUMNS + columns.IMAGE_COLUMNS, 0
     flag = "--extra-captions: a column of "
-    image = pick_column(f"{flag}videos", "", names, usual, file.name)
-    caption = pick_column(f"{flag}captions", "", names, columns.CAPTION_COLUMNS, file.name)
+    image = pick_column(f"{flag}videos", {}, names, usual, file.name)
+    caption = pick_column(f"{flag}captions", {}, names, columns.CAPTION_COLUMNS, file.name)
     for name, texts, window in zip(extra[image][:], extra[caption][:], windows_of(extra)):
         path = Path(str(name))
         found = rows.get((path.stem, *window)) or rows.get((path.name, *window)) or []
