@@ -16,13 +16,19 @@ LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
 WINDOW_COLUMNS = (("segment",), ("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds"))
 SPLIT_NAMES = {"train": ("train", "training", "restval"), "val": ("validation", "valid", "val", "dev"),
                "test": ("test", "testing")}
-TABLES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".parquet")  # files of paths and captions
+SPLIT_WORDS = tuple(word for words in SPLIT_NAMES.values() for word in words)
+TABLES = ("csv", "tsv", "txt", "token", "json", "jsonl", "parquet")  # files of paths and captions
 PACKED = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)  # names of compressed tars
+
+
+def ending(path):
+    """'jpg' of a.JPG."""
+    return Path(path).suffix.lower().lstrip(".")
 
 
 def is_video(path):
     """By the ending of its name."""
-    return Path(path).suffix.lower().lstrip(".") in VIDEO_TYPES
+    return ending(path) in VIDEO_TYPES
 
 
 def folders_of(path):
@@ -113,8 +119,9 @@ class NoColumn(UserError):
     option = property(lambda error: str(error).split()[0].removeprefix("--").replace("-", "_"))  # of load_data
 
 
-def pick_column(flag, wanted, columns, usual, name, required=True):
+def pick_column(flag, options, columns, usual, name, required=True):
     """The column a flag names, else the usual one that exists, in capitals or not; a wrong name lists those there."""
+    wanted = options.get(flag.removeprefix("--").replace("-", "_"))
     named, there = plain_names(columns), ", ".join(columns) if len(columns) < 30 else f"{len(columns)} others"
     if wanted:
         if wanted not in named:
@@ -126,13 +133,13 @@ def pick_column(flag, wanted, columns, usual, name, required=True):
     return found
 
 
-def class_column(wanted, table, name):
+def class_column(options, table, name):
     """The column of the class, or None. One of lists or records, several classes an example, is said and not read."""
-    label = pick_column("--label-column", wanted, table.column_names, LABEL_COLUMNS, name, required=False)
+    label = pick_column("--label-column", options, table.column_names, LABEL_COLUMNS, name, required=False)
     if label is None or hasattr(table.features[label], "dtype"):
         return label
     several = f"{name} holds lists or records there, and an example has one class"
-    if wanted:
+    if options.get("label_column"):
         raise UserError(f"--label-column {label}: {several}")
     say_once(f"WARNING: --label-column {label} is not read: {several}")
     return None

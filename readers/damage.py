@@ -40,7 +40,7 @@ class Front:
     seeks: what nobody asks for is sought over, not read (a file on a disk)."""
 
     def __init__(self, file, seeks=False):
-        self.file, self.at, self.kept, self.last, self.end, self.moved = file, 0, b"", b"", None, False
+        self.file, self.at, self.kept, self.last, self.end = file, 0, b"", b"", None
         if seeks:
             self.end = file.seek(0, os.SEEK_END)
             file.seek(0)
@@ -52,9 +52,6 @@ class Front:
         """The next n bytes, fewer at the end.   Raises: tarfile.ReadError on a number below zero."""
         if n < 0:
             raise tarfile.ReadError("a size below zero")
-        if self.moved:
-            self.file.seek(self.at)
-            self.moved = False
         data, self.kept = self.kept[:n], self.kept[n:]
         while len(data) < n and (more := self.file.read(n - len(data))):
             data += more
@@ -71,14 +68,13 @@ class Front:
                 n -= got
             return not n
         if n:
-            self.at, self.kept, self.moved = self.at + n, b"", True
+            self.at, self.kept = self.at + n, b""
+            self.file.seek(self.at)
         return self.at <= self.end
 
 
-def refuse_compressed(file):
-    """Raises: tarfile.ReadError when the file (a Front at its start) begins as a compressed one does."""
-    head = file.read(6)
-    file.give_back(head)
+def refuse_compressed(head):
+    """Raises: tarfile.ReadError when a file with these first bytes (six) is compressed."""
     for start, word in COMPRESSED.items():
         if head.startswith(start):
             raise tarfile.ReadError(f"compressed with {word}: unpack it, plain tars are needed")
@@ -88,8 +84,11 @@ def walk(file, wanted):
     """The members of a Front: (TarInfo, its bytes where wanted(name), else None, bytes with its headers). Of what is
     damaged (Damage, None, 0).
 
-    Raises: tarfile.ReadError where no header at all is found.
+    Raises: tarfile.ReadError where no header at all is found, or the file is compressed.
     """
+    head = file.read(6)
+    file.give_back(head)
+    refuse_compressed(head)
     tar, found = tarfile.TarFile(fileobj=io.BytesIO(bytes(1024))), False  # an open one that has read nothing
     tar.fileobj = file
     while True:
@@ -154,6 +153,13 @@ def _is_header(block):
     return False
 
 
+def split_name(member):
+    """Name of a file in a tar -> (key, extension): 'a/01.seg.png' -> ('a/01', 'seg.png')."""
+    folder, _, base = member.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return f"{folder}/{stem}".lstrip("/"), extension.lower()
+
+
 def not_followed(member):
     """Why a member is not read, '' if it is: a link, a device, a file with holes, a name that leads out of the tar."""
     if member.issym() or member.islnk():
@@ -164,7 +170,7 @@ def not_followed(member):
 
 
 class Losses:
-    """What one tar has lost: told of each member and each Damage in order, `lost` gives the answer at the end.
+    """What one tar has lost: `files` walks it, `lost` gives the answer at the end.
 
     A sample beside damage is a suspect, and lost where it lacks parts that the others have. How many samples lay inside
     is told by its bytes and by the numbers in the keys on both sides."""
@@ -173,6 +179,16 @@ class Losses:
         self.key, self.parts, self.suspected, self.cut = None, set(), False, None
         self.usual, self.suspects, self.gaps = collections.Counter(), {}, []  # gaps: [Damage, key before, key behind]
         self.samples = self.bytes = 0
+
+    def files(self, file, wanted):
+        """(key, extension, TarInfo, its bytes where wanted(extension), else None) of each file in a Front."""
+        for member, data, span in walk(file, lambda name: wanted(split_name(name)[1])):
+            if isinstance(member, Damage):
+                self.gap(member, split_name(member.cut)[0] if member.cut else None)
+            elif not member.isdir():
+                key, extension = split_name(member.name)
+                self.add(key, extension, span)
+                yield key, extension, member, data
 
     def add(self, key, extension, span):
         """A member of `span` bytes that is whole."""
@@ -266,23 +282,20 @@ def expected(paths):
 
     Read are <tar>_stats.json (img2dataset), sizes.json (webdataset), _info.json or info.json (timm, pixparse), and the
     indices of wids; what cannot be read of these is passed over."""
-    out, paths = {}, [os.path.abspath(path) for path in paths]
+    out, paths = {}, dict.fromkeys(map(os.path.abspath, paths))
     folders = dict.fromkeys(folder for path in paths for folder in
                             (os.path.dirname(path), os.path.dirname(os.path.dirname(path))))
     for path in paths:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             file = path.removesuffix(".tar") + "_stats.json"
             out[path] = int(_read(file)["successes"]), os.path.basename(file)
-    readers = {"sizes.json": _sizes, "_info.json": _info, "info.json": _info, "dataset.json": _wids,
-               "shardindex.json": _wids, "index.json": _wids}
-    wanted = set(paths)
     for folder in folders:
-        for name, reader in readers.items():
+        for name in ("sizes.json", "_info.json", "info.json", "dataset.json", "shardindex.json", "index.json"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-                for tar, n in reader(_read(os.path.join(folder, name))):
+                for tar, n in _counts(name, _read(os.path.join(folder, name))):
                     inside = os.path.basename(tar) if "://" in tar or os.path.isabs(tar) else tar
                     path = os.path.normpath(os.path.join(folder, inside))
-                    if path in wanted:
+                    if path in paths:
                         out.setdefault(path, (int(n), name))
     return out
 
@@ -294,13 +307,11 @@ def _read(file):
         return json.load(f)
 
 
-def _sizes(content):
-    return list(content.items())
-
-
-def _info(content):
-    return [pair for split in content["splits"].values() for pair in zip(split["filenames"], split["shard_lengths"])]
-
-
-def _wids(content):
+def _counts(name, content):
+    """(tar, samples) pairs of one of these files."""
+    if name == "sizes.json":
+        return content.items()
+    if name in ("_info.json", "info.json"):
+        splits = content["splits"].values()
+        return [pair for split in splits for pair in zip(split["filenames"], split["shard_lengths"])]
     return [(shard["url"], shard["nsamples"]) for shard in content["shardlist"]]

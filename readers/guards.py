@@ -1,12 +1,10 @@
 """What is odd in somebody's own files and would be read wrongly in silence: refused, with what to do.
 
 sets/own.py asks before it reads a folder or a table, of what a plain reading takes for something else: names of which
-some are splits, a table beside the images that it describes, a quote that swallows the rows after it.
+some are splits, a table beside the images that it describes, a column that says whose the rows are.
 """
 
 import ast
-import csv
-import itertools
 import os
 import re
 from collections import Counter
@@ -14,22 +12,7 @@ from pathlib import Path
 
 from engine.base import UserError, first_line, say_once
 
-from readers.columns import (
-    CAPTION_COLUMNS,
-    IMAGE_COLUMNS,
-    IMAGE_TYPES,
-    PACKED,
-    SPLIT_NAMES,
-    TABLES,
-    VIDEO_COLUMNS,
-    VIDEO_TYPES,
-    WINDOW_COLUMNS,
-    clean_list,
-    is_video,
-    plain_names,
-    split_of,
-    split_words,
-)
+from readers import columns
 
 # Endings of pictures and videos that are not looked for: said, with their number, and not missed in silence.
 NOT_READ = ("heic", "heif", "avif", "jxl", "svg", "psd", "dng", "cr2", "cr3", "nef", "arw", "raw", "exr", "dcm", "mts",
@@ -43,8 +26,7 @@ def check_folder(name, path, files):
 
     Raises: UserError for a folder that no reader reads as meant. files: all below it but the hidden ones."""
     check_utf8(name, path, files)
-    check_links(name, path)
-    endings = Counter(ending(f) for f in files)
+    endings = Counter(columns.ending(f) for f in files)
     for kinds, mend in ((NOT_READ, "convert them to jpg or mp4"), (ARCHIVES, "unpack them")):
         odd = {kind: endings[kind] for kind in kinds if endings[kind]}
         words = f"{', '.join(f'{n:,} .{kind}' for kind, n in odd.items())} files are not read; {mend}"
@@ -53,13 +35,14 @@ def check_folder(name, path, files):
         if odd:
             say_once(f"WARNING: {name}: {words}")
     from PIL import Image
-    kinds = {*IMAGE_TYPES, *VIDEO_TYPES, *(end[1:] for end in Image.registered_extensions())} - {*NOT_READ, "pdf"}
-    pixels, tables = [f for f in files if ending(f) in kinds], sum(endings[kind] for kind in ROWS)
-    packed = [f for f in files if PACKED.search(f.name)]
+    known = {end[1:] for end in Image.registered_extensions()} | {*columns.IMAGE_TYPES, *columns.VIDEO_TYPES}
+    kinds = known - {*NOT_READ, "pdf"}
+    pixels, tables = [f for f in files if columns.ending(f) in kinds], sum(endings[kind] for kind in ROWS)
+    packed = [f for f in files if columns.PACKED.search(f.name)]
     if packed and not pixels and not tables:
         raise UserError(f"--dataset {name}: {len(packed)} compressed tars and nothing else to read, first "
                         f"{min(packed)}: unpack them (gunzip), an index needs plain tars")
-    if len(pixels) <= tables and not any(map(is_video, pixels)):
+    if len(pixels) <= tables and not any(map(columns.is_video, pixels)):
         check_card(name, path)
         return []
     check_beside(name, path, pixels, files)
@@ -69,7 +52,7 @@ def check_folder(name, path, files):
 
 def say_not_read(name, files, instead):
     """Says which files of a folder are left out, by their endings, where others are read instead."""
-    endings = Counter(map(ending, files))
+    endings = Counter(map(columns.ending, files))
     if endings:
         words = ", ".join(f"{n:,} .{kind}" for kind, n in sorted(endings.items()))
         say_once(f"WARNING: {name}: {words} files are not read, only {instead}; give alone what is meant")
@@ -87,11 +70,6 @@ def check_card(name, path):
                         "which would be mixed; put the files of the one that is meant into a folder of their own")
 
 
-def ending(path):
-    """'jpg' of a.JPG."""
-    return Path(path).suffix.lower().lstrip(".")
-
-
 def check_links(name, path):
     """Raises: UserError for a link to a folder below a data folder: what lies behind it would be missing."""
     below = (os.path.join(folder, x) for folder, names, _ in os.walk(path) for x in sorted(names))
@@ -105,11 +83,11 @@ def check_beside(name, path, pixels, files):
     """Raises: UserError where captions lie beside images or clips in files that are not looked into, so that the names
     of the folders would serve as captions. pixels: the images and clips among the files."""
     stems = {f.with_suffix("") for f in pixels}
-    texts = [f for f in files if ending(f) in ("txt", "caption") and f.with_suffix("") in stems]
+    texts = [f for f in files if columns.ending(f) in ("txt", "caption") and f.with_suffix("") in stems]
     if texts:
         raise UserError(f"--dataset {name}: {os.path.relpath(min(texts), path)} beside its image is not read; pack the "
                         f"folder into a tar, whose texts are (tar --sort=name -cf DIR/0.tar -C {path} .), and give DIR")
-    tables = [f for f in files if ending(f) in TABLES and f.stem != "metadata" and _lists_captions(f)]
+    tables = [f for f in files if columns.ending(f) in columns.TABLES and f.stem != "metadata" and _lists_captions(f)]
     if tables:
         table = min(tables)
         raise UserError(f"--dataset {name}: {os.path.relpath(table, path)} lists files and captions and is not read; "
@@ -117,12 +95,9 @@ def check_beside(name, path, pixels, files):
                         f"{table.suffix} in the folder where they start")
 
 
-TABLES = tuple(kind.lstrip(".") for kind in TABLES)
-
-
 def _lists_captions(file):
     """Does the beginning of a table name a column of images or videos and one of captions?"""
-    if ending(file) == "parquet":
+    if columns.ending(file) == "parquet":
         import pyarrow.parquet
         try:
             names = pyarrow.parquet.read_schema(file).names
@@ -132,9 +107,9 @@ def _lists_captions(file):
         with open(file, encoding="utf-8-sig", errors="replace") as f:
             head = f.read(4096)
         fields = re.findall(r'"(\w+)"\s*:', head)  # of json
-        names = fields if ending(file) in ("json", "jsonl") else re.split(r"[,;|\t]", head.partition("\n")[0])
+        names = fields if columns.ending(file) in ("json", "jsonl") else re.split(r"[,;|\t]", head.partition("\n")[0])
     names = {n.strip().strip('"').lower() for n in names}
-    return bool(names & {*IMAGE_COLUMNS, *VIDEO_COLUMNS} and names & {*CAPTION_COLUMNS})
+    return bool(names & {*columns.IMAGE_COLUMNS, *columns.VIDEO_COLUMNS} and names & {*columns.CAPTION_COLUMNS})
 
 
 def check_depth(name, path, pixels):
@@ -144,7 +119,7 @@ def check_depth(name, path, pixels):
     for f in pixels:
         parts = f.relative_to(path).parts
         if len(parts) > 1:
-            place = tuple(part for part in parts[:-2] if not split_words(part))
+            place = tuple(part for part in parts[:-2] if not columns.split_words(part))
             around[place] = min(around.get(place, f), f)
     if len(around) > 1:
         deep = os.path.relpath(around[max(around, key=len)], path)
@@ -163,86 +138,35 @@ def check_split_names(name, names):
     """Where some files or folders name a split, all must: the others would be left out, or be taken for training.
 
     Raises: UserError with the names and the words that are known."""
-    named = {n: bool(split_words(n)) for n in names}
+    named = {n: bool(columns.split_words(n)) for n in names}
     if any(named.values()) and not all(named.values()):
         odd = ", ".join(sorted(n for n, known in named.items() if not known)[:5])
-        words = ", ".join(w for known in SPLIT_NAMES.values() for w in known)
         raise UserError(f"--dataset {name}: {odd} beside {', '.join(sorted(n for n in named if named[n])[:5])}: no "
-                        f"split is called so ({words}); rename or remove it")
+                        f"split is called so ({', '.join(columns.SPLIT_WORDS)}); rename or remove it")
+
+
+def split_files(name, words):
+    """{split: files} of {file: the word that may name its split}; all are of train where none does."""
+    check_split_names(name, {*words.values()} - {""})
+    of = {f: columns.split_of(word) or "train" for f, word in words.items()}
+    return {split: [f for f in of if of[f] == split] for split in columns.SPLIT_NAMES if split in of.values()}
 
 
 # ======================================================= tables ======================================================
-END = "\0"  # a line behind the last one: it stands inside a field where a quote is never closed
-
-
-def read_csv(file, tabs=False):
-    """{column: texts} of a csv: 000 is a name there, and so is NA; "" where a row is short. tabs: of a tsv.
-
-    Raises: UserError where the header is none or says a name twice, or where a row has more fields than the header or
-        seems to hold others; UnicodeDecodeError and OSError."""
-    csv.field_size_limit(2**31 - 1)  # a caption of a megabyte is one
-    with open(file, newline="", encoding="utf-8-sig") as f:
-        first = next((line for line in f if line.strip()), "")
-        if "\0" in first:
-            raise UserError(f"--dataset {file}: not UTF-8 text (it holds zeros); save it as UTF-8")
-        separator = next((s for s in ("\t,;|" if tabs else ",\t;|") if s in first), ",")
-        spaced = separator + " " in first and separator == ","  # image, caption: a blank, and then a quote
-        f.seek(0)
-        rows = csv.reader(itertools.chain(f, [END]), delimiter=separator, skipinitialspace=spaced)
-        header = next(row for row in rows if "".join(row).strip())
-        _check_header(file, [c.strip() for c in header])
-        columns = {c or f"Unnamed: {i}": [] for i, c in enumerate(header)}  # the nameless column is an index
-        begin, end = 1, rows.line_num
-        for row in rows:
-            begin, end = end + 1, rows.line_num
-            if row == [END]:
-                break
-            _swallowed_rows(file, row, separator, begin)
-            if len(row) > len(header):
-                raise UserError(f"--dataset {file}: line {end} has more fields than the header's {len(header)}; put "
-                                "captions that hold a comma in quotes")
-            if "".join(row).strip() or len(row) > 1:
-                for texts, text in itertools.zip_longest(columns.values(), row, fillvalue=""):
-                    texts.append(text)
-        else:
-            if header != [END]:
-                raise UserError(f"--dataset {file}: a quote in the row that begins at line {begin} is never closed; "
-                                'close it, and write a quote inside a caption as ""')
-    if not any(columns.values()):
-        raise UserError(f"--dataset {file}: it has no rows")
-    return columns
-
-
-def _check_header(file, header):
-    """Raises: UserError where the first line of a csv is a row, or has one name for two columns."""
-    types = IMAGE_TYPES + VIDEO_TYPES
-    row = next((c for c in header if ending(c) in types or "://" in c), None)
-    if row:
-        raise UserError(f"--dataset {file}: its first line is a row ({row}) and no header; write one above it, such as "
-                        "image,caption")
-    twice = next((c for c, n in Counter(c.lower() for c in header if c).items() if n > 1), None)
-    if twice:
-        raise UserError(f"--dataset {file}: two columns are called {twice}, and one would be lost; rename it, or write "
-                        "a row for each caption")
-
-
-SPLIT_WORDS = {word for words in SPLIT_NAMES.values() for word in words}
-
-
 def check_other_splits(name, table):
     """Raises: UserError where another column than `split` says which rows are for training and which for testing, or
     where `split` says it in numbers: all rows would be trained on."""
-    hint = f"; say whose each row is in a column split ({', '.join(sorted(SPLIT_WORDS))}), or remove this one"
+    hint = f"; say whose each row is in a column split ({', '.join(sorted(columns.SPLIT_WORDS))}), or remove this one"
     for column in table.column_names:
         plain, first = column.strip().lower(), table.data.column(column)[0].as_py() if len(table) else None
         if plain == "split" and re.fullmatch(r"-?[0-9.]+|true|false", str(first).strip().lower()):
             raise UserError(f"--dataset {name}: its column {column} holds numbers ({first}), which name no split{hint}")
-        if re.fullmatch(f"is_?({'|'.join(SPLIT_WORDS)})(_.*)?", plain):
+        if re.fullmatch(f"is_?({'|'.join(columns.SPLIT_WORDS)})(_.*)?", plain):
             raise UserError(f"--dataset {name}: its column {column} is not read, all rows would be used alike{hint}")
-        if plain == "split" or not isinstance(first, str) or first.strip().lower() not in SPLIT_WORDS:
+        if plain == "split" or not isinstance(first, str) or first.strip().lower() not in columns.SPLIT_WORDS:
             continue
         words = {str(w).strip().lower() for w in table.unique(column)}
-        if words <= SPLIT_WORDS and len({split_of(w) for w in words}) > 1:
+        if words <= {*columns.SPLIT_WORDS} and len({columns.split_of(w) for w in words}) > 1:
             raise UserError(f"--dataset {name}: its column {column} names splits ({', '.join(sorted(words))}) and is "
                             f"not read, so that test rows would be trained on; rename it to split, or remove it")
 
@@ -273,12 +197,12 @@ def check_cells(file, table, image, caption):
 
 def _say_captions(file, table, image, caption):
     """Says which of several columns the captions are, and how many rows have none where their image has others."""
-    named = plain_names(table.column_names)
-    others = [named[c] for c in CAPTION_COLUMNS if named.get(c, caption) != caption]
+    named = columns.plain_names(table.column_names)
+    others = [named[c] for c in columns.CAPTION_COLUMNS if named.get(c, caption) != caption]
     if others:
         say_once(f"WARNING: {file.name}: the captions are its column {caption}, and {', '.join(others)} is not "
                  "read; --caption-column chooses")
-    rows = [(str(x), bool(clean_list(t))) for x, t in zip(table[image][:], table[caption][:]) if x]
+    rows = [(str(x), bool(columns.clean_list(t))) for x, t in zip(table[image][:], table[caption][:]) if x]
     with_one = {x for x, says in rows if says}
     lost = [x for x, says in rows if not says and x in with_one]
     if lost:
@@ -287,15 +211,15 @@ def _say_captions(file, table, image, caption):
 
 
 def check_windows(file, table, image):
-    """What looks like the window of a clip and has another name than WINDOW_COLUMNS: said.
+    """What looks like the window of a clip and has another name than columns.WINDOW_COLUMNS: said.
 
     Raises: UserError where rows of one video differ in it: they would become captions of the whole video."""
-    named = plain_names(table.column_names)
+    named = columns.plain_names(table.column_names)
     odd = [c for c in table.column_names
            if set(re.split("[^a-z]+", c.lower())) & {"start", "begin", "end", "stop", "from", "to", "timestamps"}]
-    if not odd or any(set(pair) <= set(named) for pair in WINDOW_COLUMNS):
+    if not odd or any(set(pair) <= set(named) for pair in columns.WINDOW_COLUMNS):
         return
-    known = " or ".join(", ".join(pair) for pair in WINDOW_COLUMNS)
+    known = " or ".join(", ".join(pair) for pair in columns.WINDOW_COLUMNS)
     windows = dict(zip(map(str, table[image][:]), table[odd[0]][:]))
     if any(windows[str(v)] != w for v, w in zip(table[image][:], table[odd[0]][:])):
         raise UserError(f"--dataset {file}: rows of one video differ in {', '.join(odd)}, which is not read: all would "
@@ -310,19 +234,3 @@ def say_part(data, trained):
     if part and data.name != trained:
         say_once(f"WARNING: {data.name}: {data.split} is {part[0]} for it, a small gallery; call the file "
                  f"{data.split}{Path(data.name).suffix}, or give it a column split, to evaluate on all of it")
-
-
-def _swallowed_rows(file, row, separator, begin):
-    """Raises: UserError where a caption over several lines holds lines that look like rows of their own: what they
-    begin or end with is a file as in this row, or called alike but for numbers. A quote was opened and not closed."""
-    def kind(name):
-        known = ending(name) in IMAGE_TYPES + VIDEO_TYPES
-        return ending(name) if known else re.sub(r"[0-9]+", "0", name)
-    for field in (f for f in row if "\n" in f):
-        for number, line in enumerate(field.split("\n")[1:], start=1):
-            ends = {line.partition(separator)[0]: row[0], line.rpartition(separator)[2]: row[-1]}
-            alike = [name for name, own in ends.items() if own != field and kind(name.strip()) == kind(own)]
-            if separator in line and alike and kind(alike[0]) not in ("", "0"):  # a number begins many a line
-                raise UserError(f"--dataset {file}: a quote that opens in line {begin} swallows the rows after it, "
-                                f"{alike[0]} in line {begin + number} is the first; close it, and write a quote inside "
-                                'a caption as ""')

@@ -48,11 +48,8 @@ def decode(source, max_pixels=MAX_PIXELS):
     return image
 
 
-def _open_picture(data, max_pixels=MAX_PIXELS):
+def _open_picture(data, max_pixels):
     """Pillow's image of some bytes, its header read, no pixel decoded. Raises: ValueError."""
-    import io
-
-    from PIL import Image
     Image.MAX_IMAGE_PIXELS = max_pixels / 2  # Pillow warns above it, and refuses twice as many, in inner frames too
     try:
         with warnings.catch_warnings():

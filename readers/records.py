@@ -1,38 +1,48 @@
-"""Published files of captions that are no table with a row an image: read as one.
-
-COCO's captions_train2017.json (images, and annotations by their ids), Karpathy's dataset_coco.json, _flickr30k.json and
-_flickr8k.json (images with sentences and a split), and the lines `name.jpg#0<tab>caption` of Flickr's .token files.
+"""Somebody's file of paths and captions as a table: csv in its many spellings, json(l), parquet; and published files
+that have no row an image: COCO's captions_train2017.json (images, and annotations by their ids), Karpathy's
+dataset_coco.json, _flickr30k.json and _flickr8k.json (images with sentences and a split), and the lines
+`name.jpg#0<tab>caption` of Flickr's .token files.
 """
 
-import functools
+import csv
+import glob
+import itertools
 import json
 import os
 import re
+from collections import Counter
 
-from engine.base import UserError, first_line
+from engine.base import UserError, first_line, hub_reason
+
+from readers.columns import IMAGE_TYPES, VIDEO_TYPES, ending, open_table, table_words
 
 TOKEN = re.compile(r"([^\t]+\.\w+)#[0-9]+\t(.*)")  # 1000092795.jpg#0<tab>Two young guys ...
+KINDS = {"parquet": "parquet", "csv": "csv", "jsonl": "json", "json": "json", "arrow": "arrow"}  # who reads a table
+END = "\0"  # a line behind the last one: it stands inside a field where a quote is never closed
 
 
-def read(file):
-    """[{image, captions[, split]}] of such a file (Path), None for any other. Raises: UserError where one is broken."""
-    if file.suffix.lower() not in (".json", ".token", ".txt", ".tsv", ".csv"):
-        return None
-    stat = os.stat(file)
-    return _read(file, stat.st_size, stat.st_mtime_ns)
+def read_table(file):
+    """The table of a file (Path). Raises: UserError with what is wrong in it, and where."""
+    import datasets
+    if ending(file) == "json" and (rows := _published(file)):
+        return datasets.Dataset.from_list(rows)
+    kind = KINDS.get(ending(file), "csv")
+    if kind != "csv":
+        return open_table(kind, file, data_files=glob.escape(str(file)), split="train")
+    try:
+        return datasets.Dataset.from_dict(_read_csv(file))
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"--dataset {file}: {table_words(error, error) or hub_reason(error)}") from error
 
 
-@functools.lru_cache(maxsize=1)
-def _read(file, size, changed):
+def _published(file):
+    """[{image, captions[, split]}] of a json file of COCO or Karpathy, None of any other. Raises: UserError where one
+    is broken."""
     try:
         with open(file, encoding="utf-8-sig") as f:
             first = f.readline()
-            if file.suffix.lower() != ".json":
-                return _tokens(file, [first, *f]) if TOKEN.match(first) else None
             content = json.loads(first + f.read()) if first.lstrip()[:1] == "{" else None
-    except UserError:
-        raise
-    except (ValueError, RecursionError):  # no json, or a row a line: whoever reads tables says it
+    except (ValueError, RecursionError, OSError):  # no json, or a row a line: whoever reads tables says it
         return None
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         return None
@@ -42,17 +52,6 @@ def _read(file, size, changed):
         known = "file_name, id and image_id, caption" if "annotations" in content else "filename, sentences, split"
         raise UserError(f"--dataset {file}: its images and annotations are not as in COCO's or Karpathy's files of "
                         f"captions ({known}): {type(error).__name__} {first_line(error)}") from error
-
-
-def _tokens(file, lines):
-    captions = {}
-    for number, line in enumerate(lines, start=1):
-        match = TOKEN.match(line)
-        if not match and line.strip():
-            raise UserError(f"--dataset {file}: line {number} is not as the others, name.jpg#0<tab>caption")
-        if match:
-            captions.setdefault(match[1], []).append(match[2])
-    return [{"image": image, "captions": texts} for image, texts in captions.items()]
 
 
 def _coco(content):
@@ -68,3 +67,84 @@ def _karpathy(images):
     return [{"image": os.path.join(image.get("filepath", ""), image["filename"]),
              "captions": [sentence["raw"] for sentence in image["sentences"]], "split": image["split"]}
             for image in images]
+
+
+def _read_csv(file):
+    """{column: texts} of a csv: 000 is a name there, and so is NA; "" where a row is short; of a .token file _tokens.
+
+    Raises: UserError where the header is none or says a name twice, or where a row has more fields than the header or
+        seems to hold others; UnicodeDecodeError and OSError."""
+    csv.field_size_limit(2**31 - 1)  # a caption of a megabyte is one
+    with open(file, newline="", encoding="utf-8-sig") as f:
+        first = next((line for line in f if line.strip()), "")
+        if "\0" in first:
+            raise UserError(f"--dataset {file}: not UTF-8 text (it holds zeros); save it as UTF-8")
+        if TOKEN.match(first):
+            return _tokens(file, [first, *f])
+        separator = next((s for s in ("\t,;|" if ending(file) == "tsv" else ",\t;|") if s in first), ",")
+        spaced = separator + " " in first and separator == ","  # image, caption: a blank, and then a quote
+        f.seek(0)
+        rows = csv.reader(itertools.chain(f, [END]), delimiter=separator, skipinitialspace=spaced)
+        header = next(row for row in rows if "".join(row).strip())
+        _check_header(file, [c.strip() for c in header])
+        columns = {c or f"Unnamed: {i}": [] for i, c in enumerate(header)}  # the nameless column is an index
+        begin, end = 1, rows.line_num
+        for row in rows:
+            begin, end = end + 1, rows.line_num
+            if row == [END]:
+                break
+            _swallowed_rows(file, row, separator, begin)
+            if len(row) > len(header):
+                raise UserError(f"--dataset {file}: line {end} has more fields than the header's {len(header)}; put "
+                                "captions that hold a comma in quotes")
+            if "".join(row).strip() or len(row) > 1:
+                for texts, text in itertools.zip_longest(columns.values(), row, fillvalue=""):
+                    texts.append(text)
+        else:
+            if header != [END]:
+                raise UserError(f"--dataset {file}: a quote in the row that begins at line {begin} is never closed; "
+                                'close it, and write a quote inside a caption as ""')
+    if not any(columns.values()):
+        raise UserError(f"--dataset {file}: it has no rows")
+    return columns
+
+
+def _check_header(file, header):
+    """Raises: UserError where the first line of a csv is a row, or has one name for two columns."""
+    types = IMAGE_TYPES + VIDEO_TYPES
+    row = next((c for c in header if ending(c) in types or "://" in c), None)
+    if row:
+        raise UserError(f"--dataset {file}: its first line is a row ({row}) and no header; write one above it, such as "
+                        "image,caption")
+    twice = next((c for c, n in Counter(c.lower() for c in header if c).items() if n > 1), None)
+    if twice:
+        raise UserError(f"--dataset {file}: two columns are called {twice}, and one would be lost; rename it, or write "
+                        "a row for each caption")
+
+
+def _swallowed_rows(file, row, separator, begin):
+    """Raises: UserError where a caption over several lines holds lines that look like rows of their own: what they
+    begin or end with is a file as in this row, or called alike but for numbers. A quote was opened and not closed."""
+    def kind(name):
+        known = ending(name) in IMAGE_TYPES + VIDEO_TYPES
+        return ending(name) if known else re.sub(r"[0-9]+", "0", name)
+    for field in (f for f in row if "\n" in f):
+        for number, line in enumerate(field.split("\n")[1:], start=1):
+            ends = {line.partition(separator)[0]: row[0], line.rpartition(separator)[2]: row[-1]}
+            alike = [name for name, own in ends.items() if own != field and kind(name.strip()) == kind(own)]
+            if separator in line and alike and kind(alike[0]) not in ("", "0"):  # a number begins many a line
+                raise UserError(f"--dataset {file}: a quote that opens in line {begin} swallows the rows after it, "
+                                f"{alike[0]} in line {begin + number} is the first; close it, and write a quote inside "
+                                'a caption as ""')
+
+
+def _tokens(file, lines):
+    """{image, captions} of lines name.jpg#0<tab>caption."""
+    captions = {}
+    for number, line in enumerate(lines, start=1):
+        match = TOKEN.match(line)
+        if not match and line.strip():
+            raise UserError(f"--dataset {file}: line {number} is not as the others, name.jpg#0<tab>caption")
+        if match:
+            captions.setdefault(match[1], []).append(match[2])
+    return {"image": list(captions), "captions": list(captions.values())}

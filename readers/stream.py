@@ -9,9 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 from pathlib import Path
-from typing import ClassVar
 
 import common
 from engine.base import UserError, first_line, join_notes, rank, say, world
@@ -19,13 +17,12 @@ from engine.base import UserError, first_line, join_notes, rank, say, world
 import numpy as np
 import torch
 
-from readers import damage
 from readers.clips import clip_options
-from readers.columns import SPLIT_NAMES, VIDEO_TYPES
-from readers.damage import Damage, Front, Loss, Losses, not_followed, refuse_compressed, walk
-from readers.guards import check_split_names
+from readers.columns import VIDEO_TYPES
+from readers.damage import Front, Loss, Losses, expected, not_followed
+from readers.guards import split_files
 from readers.pictures import MAX_PIXELS, decode
-from readers.tars import check_compressed, index, sample_parts, split_name
+from readers.tars import check_compressed, index, sample_parts
 
 
 def open_tars(name, tars, options):
@@ -35,27 +32,18 @@ def open_tars(name, tars, options):
     Raises: UserError when a tar cannot be read, most samples cannot be used, more are lost than the option
         max_bad_fraction allows, or a stream has one shard only.
     """
-    base, of = Path(name).expanduser(), {}
+    base = Path(name).expanduser()
     # by the names inside the data set: the folders above it say nothing
-    inside = {tar: str(tar.name if tar == base else tar.relative_to(base)) for tar in tars}
-    for split, words in SPLIT_NAMES.items():
-        pattern = rf"(^|[^a-z])({'|'.join(words)})([^a-z]|$)"
-        taken = {tar for files in of.values() for tar in files}  # each tar is in one split
-        of[split] = [tar for tar in tars if re.search(pattern, inside[tar].lower()) and tar not in taken]
-    taken = {tar for files in of.values() for tar in files}
-    others = [tar for tar in tars if tar not in taken]
-    if others and taken:
-        check_split_names(name, [inside[tar].removesuffix(".tar") for tar in [*sorted(taken), *others]])
-    of["train"] += others
-    of = {split: files for split, files in of.items() if files or split == "train"}
+    of = split_files(name, {tar: str(tar.name if tar == base else tar.relative_to(base)).removesuffix(".tar")
+                            for tar in tars})
     if options.get("streaming"):
         return _streamed(name, of, options)
-    return common.hold_out({split: index(name, split, files, options) for split, files in of.items() if files})
+    return {split: index(name, split, files, options) for split, files in of.items()}
 
 
 def _streamed(name, of, options):
     """{train: Stream, val, test: Data}; one shard is held out where no tar is called val or test."""
-    train, held_out = of["train"], ""
+    train, held_out = of.get("train", []), ""
     if "val" not in of and "test" not in of:
         if len(train) < 2:
             raise UserError(f"--streaming: {name} has one shard; "
@@ -64,7 +52,7 @@ def _streamed(name, of, options):
     if not train:
         raise UserError(f"--streaming: {name} has no shard to train on, only val and test ones")
     check_compressed(name, train)
-    stream = Stream(name, [str(tar) for tar in train], options, counts=damage.expected(train))
+    stream = Stream(name, [str(tar) for tar in train], options, counts=expected(train))
     stream.note = join_notes(stream.note, held_out)
     val, test = of.get("val") or of["test"], of.get("test") or of["val"]
     return {"train": stream, "val": index(name, "val", val, options), "test": index(name, "test", test, options)}
@@ -91,14 +79,9 @@ class Stream:
                  "batches depend on the number of processes and workers")
     counts: dict = dataclasses.field(default_factory=dict)
     max_pixels: int = MAX_PIXELS
-    split: ClassVar = "train"
-    streamed: ClassVar = True
-    has_captions: ClassVar = True
-    pixels: ClassVar = None
-    clip: ClassVar = None
-    labels: ClassVar = None
-    label_names: ClassVar = None
-    templates: ClassVar = ()
+    # what Data has, where nothing else is known of a stream
+    split, streamed, has_captions, templates = "train", True, True, ()
+    pixels = clip = labels = label_names = None
 
     @property
     def distinct(self):
@@ -231,26 +214,17 @@ class StreamViews(torch.utils.data.IterableDataset):
         return clip(source, draws=draws), captions
 
 
-def read_tar(url, expected=None):
+def read_tar(url, known=None):
     """(key, {extension: bytes}) in the order of the tar; (key, Loss) of each sample that is lost to damage and of what
     is not followed; a tar that cannot be read ends with (url, error).
 
-    expected: (samples, the file that says so). Samples beside damage come last: the others tell whether they are whole.
+    known: (samples, the file that says so). Samples beside damage come last: the others tell whether they are whole.
     """
     import fsspec
     sample, parts, seen, suspects, losses = None, {}, set(), [], Losses()
     try:
         with fsspec.open(url, "rb") as raw:
-            file = Front(raw)
-            refuse_compressed(file)
-            for member, data, span in walk(file, lambda name: True):
-                if isinstance(member, Damage):
-                    losses.gap(member, split_name(member.cut)[0] if member.cut else None)
-                    continue
-                if member.isdir():
-                    continue
-                key, extension = split_name(member.name)
-                losses.add(key, extension, span)
+            for key, extension, member, data in losses.files(Front(raw), lambda extension: True):
                 if key != sample:
                     if parts and sample in losses.suspects:
                         suspects.append((sample, parts))
@@ -265,7 +239,7 @@ def read_tar(url, expected=None):
                     yield f"{key} again", Loss(f"{member.name} stands there twice, the first is used")
                 elif data is not None:
                     parts[extension] = data
-        entries, partial = losses.each(expected)
+        entries, partial = losses.each(known)
         suspects += [(sample, parts)] if parts else []
         yield from (pair for pair in suspects if pair[0] not in partial)
         for key, why in entries:

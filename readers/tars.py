@@ -17,7 +17,7 @@ import numpy as np
 
 from readers.clips import clip_options
 from readers.columns import IMAGE_TYPES, VIDEO_TYPES, NoColumn, clean_list, pick_column, quiet_datasets
-from readers.damage import Damage, Front, Losses, expected, not_followed, refuse_compressed, walk
+from readers.damage import Front, Losses, expected, not_followed, refuse_compressed
 
 TEXTS = ("txt", "caption", "text", "json", "cls")  # parts that are read while the index is made
 FLAGS = ("image_column", "caption_column", "label_column")  # the options that change an index
@@ -31,7 +31,7 @@ def check_compressed(name, tars):
     for tar in tars:
         try:
             with open(tar, "rb") as file:
-                refuse_compressed(Front(file))
+                refuse_compressed(file.read(6))
         except (tarfile.TarError, OSError) as error:
             raise _unreadable(name, tar, error) from error
 
@@ -160,17 +160,8 @@ def _rows_of(name, path, flags):
     or LOST (to damage, `lost` samples in one row)."""
     empty = {"source": None, "captions": [], "label": None, "video": False, "left_out": "", "fault": 0, "lost": 0}
     with open(path, "rb") as raw:
-        file = Front(raw, seeks=True)
-        refuse_compressed(file)
         samples, refused, losses = {}, {}, Losses()  # key -> {extension: (offset, size)}, {extension: bytes}
-        for member, data, span in walk(file, lambda name: split_name(name)[1] in TEXTS):
-            if isinstance(member, Damage):
-                losses.gap(member, split_name(member.cut)[0] if member.cut else None)
-                continue
-            if member.isdir():
-                continue
-            key, extension = split_name(member.name)
-            losses.add(key, extension, span)
+        for key, extension, member, data in losses.files(Front(raw, seeks=True), TEXTS.__contains__):
             if why := not_followed(member):
                 refused.setdefault(key, why)
             elif member.isreg():
@@ -213,30 +204,25 @@ def _rows_of(name, path, flags):
             yield empty | {"key": _utf8(keys[0] if keys else ""), "left_out": _utf8(said), "fault": LOST, "lost": n}
 
 
-def split_name(member):
-    """Name of a file in a tar -> (key, extension): 'a/01.seg.png' -> ('a/01', 'seg.png')."""
-    folder, _, base = member.rpartition("/")
-    stem, _, extension = base.partition(".")
-    return f"{folder}/{stem}".lstrip("/"), extension.lower()
-
-
 def sample_parts(key, parts, read, options, name):
     """(image part, captions, label or None) of one sample; parts: {extension: anything}, read(extension) -> bytes.
 
     Raises: UserError without an image or a caption; ValueError where json is broken or a class is no number.
     """
-    columns, wanted = set(parts), options.get("caption_column") or ""
-    if wanted.startswith("json.") and "json" in parts:
-        fields = json.loads(read("json"))
+    columns = set(parts)
+    if (options.get("caption_column") or "").startswith("json.") and "json" in parts:
+        try:
+            fields = json.loads(read("json"))
+        except RecursionError as error:
+            raise ValueError("its json is nested too deeply") from error
         if not isinstance(fields, dict):
             raise ValueError("its json has no fields")
         columns |= {f"json.{field}" for field in fields}
     columns, where = sorted(columns), f"{name}, sample {key},"
     kinds = IMAGE_TYPES + VIDEO_TYPES
-    image = pick_column("--image-column", options.get("image_column"), columns, kinds, where)
-    caption = pick_column("--caption-column", wanted, columns, ("txt", "caption", "text"), where,
-                          required="cls" not in parts)
-    label = pick_column("--label-column", options.get("label_column"), columns, ("cls",), name, required=False)
+    image = pick_column("--image-column", options, columns, kinds, where)
+    caption = pick_column("--caption-column", options, columns, ("txt", "caption", "text"), where, "cls" not in parts)
+    label = pick_column("--label-column", options, columns, ("cls",), name, required=False)
     if caption is None:
         texts = [f"class {read('cls').decode().strip()}"]
     elif caption.startswith("json."):

@@ -122,9 +122,7 @@ def _counted(data, name, split):
 
 # ---- parquet ----
 def _from_table(name, split, folder, given, options):
-    facts = SETS[name]
-    word = facts["files"][split]
-    repo = facts["repo"]
+    repo, word = SETS[name]["repo"], SETS[name]["files"][split]
     tables = own.read_folder(name, folder, options) if folder else own.tables(repo, {}, name, options, gated=repo)
     if split_of(word) not in tables:
         raise UserError(f"{name}: {given or repo} has no {word} split; it has: {', '.join(tables)}")
@@ -178,7 +176,6 @@ def _lines(file):
 
 def _with_classes(data, names):
     """The numbers of the label column get their names."""
-    import datasets
     highest = data.labels.max()
     if highest >= len(names):
         raise UserError(f"{data.name}: a label is {highest}, but classnames.txt has {len(names)} lines")
@@ -189,9 +186,7 @@ def _with_classes(data, names):
         while name in unlike:
             name += " "
         unlike.append(name)
-    named = datasets.ClassLabel(names=unlike)
-    table = data.table.remove_columns("label").add_column("label", data.labels, feature=named)  # a cast copies all rows
-    return dataclasses.replace(data, table=table)
+    return own.with_classes(data, data.labels, unlike)
 
 
 def _stream(name, folder, given, options):
@@ -217,8 +212,6 @@ def hub_call(name, repo, call):
         return call(huggingface_hub)
     except errors.GatedRepoError as error:
         raise UserError(gated_message(name, repo)) from error
-    except UserError:
-        raise
     except Exception as error:
         reason = hub_reason(error)
         raise UserError(f"{name}: {repo} cannot be reached ({reason}); --data-dir names a local copy") from error
@@ -243,39 +236,27 @@ def download(name, repo, patterns, streams=False):
                             f"another place, --data-dir a local copy{hint}")
         say(f"{what} are downloaded to {cache}, which has {_size(free)} free{hint}")
 
-    def snapshot(hub):
-        return hub.snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)
-
-    return Path(hub_call(name, repo, snapshot))
+    return Path(hub_call(name, repo, lambda hub: hub.snapshot_download(
+        repo, repo_type="dataset", allow_patterns=patterns)))
 
 
 def _sizes(name, repo, patterns):
     """(missing, whole) bytes of a repository's files that match; (0, 0) where the hub does not answer: what the
     download then says, or finds in the cache, counts."""
-    import huggingface_hub
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
-
-    def ask(hub):
-        return hub.HfApi().dataset_info(repo, files_metadata=True, timeout=HF_HUB_ETAG_TIMEOUT)
-
+    from huggingface_hub.utils import filter_repo_objects
     try:
-        info = hub_call(name, repo, ask)
+        info = hub_call(name, repo, lambda hub: hub.HfApi().dataset_info(
+            repo, files_metadata=True, timeout=HF_HUB_ETAG_TIMEOUT))
     except UserError:
         return 0, 0
-    missing = whole = 0
-    for file in huggingface_hub.utils.filter_repo_objects(info.siblings, allow_patterns=patterns, key=_file_name):
-        size = file.size or 0
-        whole += size
-        missing += 0 if _is_cached(repo, file.rfilename, size, info.sha) else size
-    return missing, whole
+    files = filter_repo_objects(info.siblings, allow_patterns=patterns, key=lambda file: file.rfilename)
+    sizes = {file.rfilename: file.size or 0 for file in files}
+    return sum(n for file, n in sizes.items() if not _is_cached(repo, file, n, info.sha)), sum(sizes.values())
 
 
 def _size(n):
     return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB"
-
-
-def _file_name(sibling):
-    return sibling.rfilename
 
 
 def _is_cached(repo, file, size, commit):

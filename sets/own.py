@@ -1,6 +1,5 @@
 """Somebody's own data: a folder, a file of paths and captions, tars, or any hub id, as {split: Data}."""
 
-import contextlib
 import dataclasses
 import functools
 import glob
@@ -9,35 +8,14 @@ import re
 from pathlib import Path
 
 from common import Data, from_rows, hold_out, make_table, with_notes
-from engine.base import UserError, hub_reason, join_notes, say_once
+from engine.base import UserError, join_notes, say_once
 
 import numpy as np
 
-from readers import guards
+from readers import columns, guards
 from readers.clips import clip_options, windows_of
-from readers.columns import (
-    CAPTION_COLUMNS,
-    IMAGE_COLUMNS,
-    IMAGE_TYPES,
-    PACKED,
-    SPLIT_NAMES,
-    TABLES,
-    VIDEO_COLUMNS,
-    VIDEO_TYPES,
-    class_column,
-    clean_list,
-    folders_of,
-    is_class,
-    is_video,
-    open_table,
-    pick_column,
-    plain_names,
-    split_and_class,
-    split_of,
-    split_words,
-    table_words,
-)
-from readers.records import read
+from readers.columns import clean_list, ending, is_video, pick_column, split_of
+from readers.records import KINDS, read_table
 from readers.stream import open_tars
 from readers.videos import clips_of
 from sets import MODULES
@@ -55,10 +33,10 @@ def own_data(name, options):
         known = ", ".join(MODULES)
         raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
     if path.is_dir():
-        return _own_folder(name, path, options)
-    if path.suffix == ".tar" or PACKED.search(path.name):
-        return open_tars(name, [path], options)
-    if path.suffix.lower() in TABLES:
+        return hold_out(_own_folder(name, path, options))
+    if path.suffix == ".tar" or columns.PACKED.search(path.name):
+        return hold_out(open_tars(name, [path], options))
+    if ending(path) in columns.TABLES:
         return hold_out(_described(name, path, root, options))
     kind = path.suffix or "nameless"
     raise UserError(f"--dataset {name}: a {kind} file is not one of csv, tsv, json, jsonl, parquet, txt, token, tar")
@@ -68,59 +46,52 @@ def _own_folder(name, path, options):
     """{split: Data} of a folder: tars, files of captions, class folders of videos or images, parquet."""
     shards = sorted(path.rglob("*.tar"))
     alone = [f for f in (*sorted(path.glob("metadata.*")), path / "captions.csv", path / "captions.txt")
-             if f.is_file() and f.suffix.lower() in TABLES and not shards]
+             if f.is_file() and ending(f) in columns.TABLES and not shards]
     if alone:
         guards.say_not_read(name, alone[1:], alone[0].name)
-        return hold_out(_described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options))
+        return _described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options)
     if options.get("data_dir"):
         raise UserError(f"--data-dir {options['data_dir']}: of no effect, {name} is a folder with files in it; give "
                         "the one that is meant alone")
     if shards:
         guards.check_links(name, path)
         return open_tars(name, shards, options)
-    folders = folders_of(path)
+    folders = columns.folders_of(path)
     guards.check_split_names(name, folders)
-    described = {f: sorted((path / f).glob("metadata.*")) for f in folders if split_words(f)}
+    described = {f: sorted((path / f).glob("metadata.*")) for f in folders if columns.split_words(f)}
     if any(described.values()):
-        return hold_out(_described_folders(name, path, described, options))
-    return hold_out(read_folder(name, path, options))
+        return _described_folders(name, path, described, options)
+    return read_folder(name, path, options)
 
 
 def read_folder(name, path, options):
     """{split: Data} of a folder of class folders or of tables that hold their images; the splits it names, or train."""
+    guards.check_links(name, path)
     files = [f for f in path.rglob("*") if f.is_file() and not HIDDEN.search(f"/{f.relative_to(path).as_posix()}")]
     if not files:
-        guards.check_links(name, path)
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
     pixels = guards.check_folder(name, path, files)
     beside = [f for f in files if pixels and f.name in METADATA]  # of a folder further down
     if pixels and (not beside or any(map(is_video, pixels))):
         return class_folders(name, path, pixels, options)
-    kinds = {kind: [f for f in files if guards.ending(f) == kind and f.name not in INFOS] for kind in KINDS}
+    kinds = {kind: [f for f in files if ending(f) == kind and f.name not in INFOS] for kind in KINDS}
     kind = next(filter(kinds.get, KINDS), "")  # the first is read
     if not kind:
         raise UserError(f"--dataset {name}: nothing in it can be read; expected images, videos, tars or tables")
-    around = {f: split_and_class(f.relative_to(path)) for f in sorted(beside + pixels or kinds[kind], key=str)}
-    tables_there = [f for f in files if guards.ending(f) in (*KINDS, "tsv") and f.name not in INFOS]
+    around = {f: columns.split_and_class(f.relative_to(path)) for f in sorted(beside + pixels or kinds[kind], key=str)}
+    tables_there = [f for f in files if ending(f) in (*KINDS, "tsv") and f.name not in INFOS]
     guards.say_not_read(name, [f for f in tables_there if f not in around and f not in beside], f".{kind}")
     by_folder = beside or any(split for split, _ in around.values())
-    splits = split_files(name, {f: by_folder and (split or inner) or f.stem for f, (split, inner) in around.items()})
+    words = {f: by_folder and (split or inner) or f.stem for f, (split, inner) in around.items()}
+    splits = guards.split_files(name, words)
     named = {split: [glob.escape(os.path.abspath(f)) for f in part] for split, part in splits.items()}
     return tables("imagefolder" if beside else KINDS[kind], {"data_files": named}, name, options, path)
 
 
 HIDDEN = re.compile(r"/(\.|__[^/]*/)")  # files and folders, and __MACOSX
-KINDS = {"parquet": "parquet", "csv": "csv", "jsonl": "json", "json": "json", "arrow": "arrow"}  # who reads a table
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 INFOS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")  # no rows
-
-
-def split_files(name, words):
-    """{split: files} of {file: the word that may name its split}; all are of train where none does."""
-    guards.check_split_names(name, {*words.values()} - {""})
-    of = {f: split_of(word) or "train" for f, word in words.items()}
-    return {split: [f for f in of if of[f] == split] for split in SPLIT_NAMES if split in of.values()}
 
 
 def class_folders(name, path, pixels, options):
@@ -129,11 +100,11 @@ def class_folders(name, path, pixels, options):
     import datasets
     videos = any(map(is_video, pixels))
     column, feature = ("video", datasets.Video()) if videos else ("image", datasets.Image())
-    files = [f for f in pixels if not videos or guards.ending(f) in (*VIDEO_TYPES, "gif")]
+    files = [f for f in pixels if not videos or ending(f) in (*columns.VIDEO_TYPES, "gif")]
     files.sort(key=None if videos else str)
     guards.say_not_read(name, {*pixels} - {*files}, "videos")
-    around = {f: split_and_class(f.relative_to(path)) for f in files}
-    splits = split_files(name, {f: split or label for f, (split, label) in around.items()})
+    around = {f: columns.split_and_class(f.relative_to(path)) for f in files}
+    splits = guards.split_files(name, {f: split or label for f, (split, label) in around.items()})
     names = sorted({label for _, label in around.values()})
     if videos and not names[0]:
         bare = next(f for f in files if not around[f][1])
@@ -152,9 +123,9 @@ def class_folders(name, path, pixels, options):
 def _described(name, file, root, options):
     """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as the one split
     that its own name says (test.csv), or as train."""
-    table = read_caption_file(file)
+    table = read_table(file)
     parts = split_column(name, table)
-    if parts.get("train", "") is None and split_words(file.stem) in (["val"], ["test"]):
+    if parts.get("train", "") is None and columns.split_words(file.stem) in (["val"], ["test"]):
         parts = {split_of(file.stem): None}
     of_split = {split: table if rows is None else table.select(rows) for split, rows in parts.items()}
     return same_classes({split: caption_file(name, split, file, root, options, t) for split, t in of_split.items()})
@@ -164,7 +135,7 @@ def split_column(name, table):
     """{split: row numbers} of a table by its column `split`; {train: None}, all rows, where it has none.
 
     Raises: UserError where only some of its values name a split."""
-    column = plain_names(table.column_names).get("split")
+    column = columns.plain_names(table.column_names).get("split")
     guards.check_other_splits(name, table)
     words = [str(w) for w in table[column][:]] if column else []
     of_word = {w: split_of(w) for w in dict.fromkeys(words)}
@@ -175,11 +146,10 @@ def split_column(name, table):
                      "of its rows are training data, of which val and test are held out")
         return {"train": None}
     if odd:
-        known = ", ".join(w for words in SPLIT_NAMES.values() for w in words)
-        raise UserError(f"--dataset {name}: {odd[0]!r} in its column {column} names no split ({known}); rename it, or "
-                        "the column where it means something else")
+        raise UserError(f"--dataset {name}: {odd[0]!r} in its column {column} names no split "
+                        f"({', '.join(columns.SPLIT_WORDS)}); rename it, or the column where it means something else")
     splits = np.array([of_word[w] for w in words])
-    return {split: np.flatnonzero(splits == split) for split in SPLIT_NAMES if split in of_word.values()}
+    return {split: np.flatnonzero(splits == split) for split in columns.SPLIT_NAMES if split in of_word.values()}
 
 
 def _described_folders(name, path, described, options):
@@ -198,7 +168,7 @@ def _described_folders(name, path, described, options):
 
 def tables(kind, files, name, options, folder="", gated=""):
     """{split: Data} of a hub id, or of tables of one kind below a folder, through `datasets`; nothing is decoded."""
-    opened = open_table(kind, name, gated=gated, **files)
+    opened = columns.open_table(kind, name, gated=gated, **files)
     out = {split_of(word) or word: table for word, table in opened.items()}
     if len(out) < len(opened):
         raise UserError(f"--dataset {name}: two of {', '.join(opened)} name one split; give a local copy with the one "
@@ -223,14 +193,13 @@ def _table_data(name, split, table, options, folder, kept=None):
     kept: row numbers, None = all."""
     import datasets
     import pyarrow.compute
-    columns = table.column_names
     pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
-    usual = pictures or IMAGE_COLUMNS + VIDEO_COLUMNS
-    image = pick_column("--image-column", options.get("image_column"), columns, usual, name)
-    label = class_column(options.get("label_column"), table, name)
-    names = getattr(table.features.get(label), "names", None)
-    caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, name,
-                          required=not names)
+    usual = pictures or columns.IMAGE_COLUMNS + columns.VIDEO_COLUMNS
+    image = pick_column("--image-column", options, table.column_names, usual, name)
+    label = columns.class_column(options, table, name)
+    classes = getattr(table.features.get(label), "names", None)
+    caption = pick_column("--caption-column", options, table.column_names, columns.CAPTION_COLUMNS, name,
+                          required=not classes)
     video = type(table.features[image]).__name__ == "Video"
     kind = type(table.features[image]) if video else datasets.Image
     undecoded = table.select_columns(image).cast_column(image, kind(decode=False))
@@ -238,24 +207,24 @@ def _table_data(name, split, table, options, folder, kept=None):
     if kept is not None:
         table, undecoded, paths = table.select(kept), undecoded.select(kept), [paths[i] for i in kept]
     labels = table[label][:] if label else None
-    if label and not names:  # plain strings or numbers: classes in sorted order
-        names = [str(y) for y in sorted({y for y in labels if is_class(y)})]
-        number = {y: i for i, y in enumerate(names)}
-        labels = [number[str(y)] if is_class(y) else -1 for y in labels]
+    if label and not classes:  # plain strings or numbers: classes in sorted order
+        classes = [str(y) for y in sorted({y for y in labels if columns.is_class(y)})]
+        number = {y: i for i, y in enumerate(classes)}
+        labels = [number[str(y)] if columns.is_class(y) else -1 for y in labels]
     elif label:
         labels = [-1 if y is None else y for y in labels]
-    texts = table[caption][:] if caption else [names[y].replace("_", " ") if y >= 0 else "" for y in labels]
+    texts = table[caption][:] if caption else [classes[y].replace("_", " ") if y >= 0 else "" for y in labels]
     example = texts[0] if texts else ""
     if isinstance(example, dict) or (isinstance(example, list) and example and not isinstance(example[0], str)):
         raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: "
-                        f"{', '.join(columns)}")
+                        f"{', '.join(table.column_names)}")
     captions = [clean_list(t) for t in texts]
     paths = [_inside(p, folder) for p in paths]
     if len(paths) > 1 and len(set(paths)) == 1:  # "image.png" in every row is no name
         paths = [None] * len(paths)
-    named = table["__key__"][:] if "__key__" in columns else [None] * len(table)
+    named = table["__key__"][:] if "__key__" in table.column_names else [None] * len(table)
     keys = [str(k or p or i) for i, (k, p) in enumerate(zip(named, paths))]
-    beside = make_table(captions, keys, classes={"label": names}, **({"label": labels} if label else {}))
+    beside = make_table(captions, keys, classes={"label": classes}, **({"label": labels} if label else {}))
     whole = datasets.concatenate_datasets([undecoded.rename_column(image, "source"), beside], axis=1)
     note = "" if caption else "no captions: the class names serve as captions"
     clip = clip_options(options) if video else None
@@ -267,20 +236,19 @@ def _table_data(name, split, table, options, folder, kept=None):
 def caption_file(name, split, file, root, options, table=None):
     """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; the rows of an
     image, or of a window of a video, become its K captions. table: the rows that are meant, None = all of the file."""
-    table = read_caption_file(file) if table is None else table
-    columns = table.column_names
-    usual = IMAGE_COLUMNS + VIDEO_COLUMNS
-    image = pick_column("--image-column", options.get("image_column"), columns, usual, file.name)
-    caption = pick_column("--caption-column", options.get("caption_column"), columns, CAPTION_COLUMNS, file.name)
-    label = class_column(options.get("label_column"), table, file.name)
+    table = read_table(file) if table is None else table
+    usual = columns.IMAGE_COLUMNS + columns.VIDEO_COLUMNS
+    image = pick_column("--image-column", options, table.column_names, usual, file.name)
+    caption = pick_column("--caption-column", options, table.column_names, columns.CAPTION_COLUMNS, file.name)
+    label = columns.class_column(options, table, file.name)
     rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
     labels = table[label][:] if label else [None] * len(table)
     texts = guards.check_cells(file, table, image, caption) or table[caption][:]
     sources = [None if x == "" or x != x else x for x in table[image][:]]  # NaN differs from itself
-    endings = {Path(x.strip()).suffix.lower().lstrip(".") for x in sources if isinstance(x, str)}
-    images = endings & {*IMAGE_TYPES} - {"gif"}  # a --video-dir is of other data then, those trained on
-    by_name = options.get("feature_dir") or image in VIDEO_COLUMNS or options.get("video_dir") and not images
-    videos = by_name or endings & {*VIDEO_TYPES}
+    endings = {ending(x.strip()) for x in sources if isinstance(x, str)}
+    images = endings & {*columns.IMAGE_TYPES} - {"gif"}  # a --video-dir is of other data then, those trained on
+    by_name = options.get("feature_dir") or image in columns.VIDEO_COLUMNS or options.get("video_dir") and not images
+    videos = by_name or endings & {*columns.VIDEO_TYPES}
     windows = windows_of(table) if videos else [(None, None)] * len(table)
     for source, text, y, window in zip(sources, texts, labels, windows):
         if source is None:
@@ -290,12 +258,12 @@ def caption_file(name, split, file, root, options, table=None):
                             "parquet files with images give the folder")
         if any(isinstance(t, (dict, list)) for t in (text if isinstance(text, list) else [text])):
             raise UserError(f"--caption-column {caption}: {file.name} holds records or lists there, not texts; it has: "
-                            f"{', '.join(columns)}")
+                            f"{', '.join(table.column_names)}")
         path = os.path.expanduser(str(source).strip())
         key = (os.path.normpath(path), *window)  # a.png and ./a.png are one image
         captions = rows.setdefault(key, [])
         captions += [t for t in dict.fromkeys(clean_list(text)) if t not in captions]
-        if is_class(y):
+        if columns.is_class(y):
             label_of[key] = str(y).strip()
     if not any(rows.values()):
         raise UserError(f"--dataset {file}: no row has an image and a caption")
@@ -304,45 +272,33 @@ def caption_file(name, split, file, root, options, table=None):
         guards.check_windows(file, table, image)
         data = clips_of(name, split, rows, options, root, label_of if label else None)
         return dataclasses.replace(data, note=join_notes(data.note, lost))
-    names = sorted({label_of[k] for k, captions in rows.items() if captions and k in label_of}) if label else None
+    classes = sorted({label_of[k] for k, captions in rows.items() if captions and k in label_of}) if label else None
     listed = [{"source": str(root / k[0]), "captions": captions, "key": k[0]} for k, captions in rows.items()]
     if label:
-        listed = [row | {"label": names.index(label_of[k]) if k in label_of and row["captions"] else -1}
+        listed = [row | {"label": classes.index(label_of[k]) if k in label_of and row["captions"] else -1}
                   for row, k in zip(listed, rows)]
-    data = from_rows(name, split, listed, options, {"label": names} if label else None)
+    data = from_rows(name, split, listed, options, {"label": classes} if label else None)
     return dataclasses.replace(data, note=join_notes(data.note, lost))
-
-
-def read_caption_file(file):
-    """The table of a csv, tsv, json(l) or parquet file."""
-    import datasets
-    with contextlib.suppress(UnicodeDecodeError, OSError):  # the reader says it, below
-        if rows := read(file):
-            return datasets.Dataset.from_list(rows)
-    kind = KINDS.get(guards.ending(file), "csv")
-    if kind != "csv":
-        return open_table(kind, file, data_files=glob.escape(str(file)), split="train")
-    try:
-        columns = guards.read_csv(file, tabs=guards.ending(file) == "tsv")
-    except (UnicodeDecodeError, OSError) as error:
-        raise UserError(f"--dataset {file}: {table_words(error, error) or hub_reason(error)}") from error
-    text = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
-    return datasets.Dataset.from_dict(columns, features=text)
 
 
 def same_classes(splits):
     """One list of class names for all splits, labels renumbered by name: a split may lack a class."""
-    import datasets
     known = {s: d for s, d in splits.items() if d.label_names}
     names = sorted({n for d in known.values() for n in d.label_names})
     if len({tuple(d.label_names) for d in known.values()}) < 2:
         return splits
     for s, d in known.items():
         number = np.array([*(names.index(n) for n in d.label_names), -1])  # (classes + 1,) old -> new; -1 is the last
-        feature = datasets.ClassLabel(names=names)
-        table = d.table.remove_columns("label").add_column("label", number[d.labels], feature=feature)
-        splits = splits | {s: dataclasses.replace(d, table=table)}
+        splits = splits | {s: with_classes(d, number[d.labels], names)}
     return splits
+
+
+def with_classes(data, labels, names):
+    """The data with other labels, (M,) numbers, and their names."""
+    import datasets
+    named = datasets.ClassLabel(names=names)
+    table = data.table.remove_columns("label").add_column("label", labels, feature=named)  # a cast copies all rows
+    return dataclasses.replace(data, table=table)
 
 
 def add_captions(data, file):
@@ -360,17 +316,17 @@ def add_captions(data, file):
         raise UserError(f"--extra-captions {file}: --caption-relevancy {data.caption_relevancy:g} draws sentences of "
                         f"{data.name} and would never draw these; set it to 0")
     try:
-        extra = read_caption_file(file)
+        extra = read_table(file)
     except UserError as error:
         raise UserError(str(error).replace("--dataset", "--extra-captions", 1)) from error
     rows, captions, lost = {}, list(data.column("captions")), []
     for i, source in enumerate(data.sources["source"][:]):
         path = Path(data.key(i) if source.get("size") is not None or not source.get("path") else source["path"])
         rows.setdefault((path.stem, source.get("start"), source.get("end")), []).append((i, path))
-    names, usual, new = extra.column_names, VIDEO_COLUMNS + IMAGE_COLUMNS, 0
+    names, usual, new = extra.column_names, columns.VIDEO_COLUMNS + columns.IMAGE_COLUMNS, 0
     flag = "--extra-captions: a column of "
-    image = pick_column(f"{flag}videos", "", names, usual, file.name)
-    caption = pick_column(f"{flag}captions", "", names, CAPTION_COLUMNS, file.name)
+    image = pick_column(f"{flag}videos", {}, names, usual, file.name)
+    caption = pick_column(f"{flag}captions", {}, names, columns.CAPTION_COLUMNS, file.name)
     for name, texts, window in zip(extra[image][:], extra[caption][:], windows_of(extra)):
         path = Path(str(name))
         found = rows.get((path.stem, *window)) or rows.get((path.name, *window)) or []

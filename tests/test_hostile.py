@@ -41,6 +41,7 @@ import evaluation.retrieval
 import figures.base
 import ncl
 import readers.paraphrases
+import readers.records
 import sets.own
 import temo
 import temperature_schedules as ts
@@ -259,7 +260,8 @@ def test_eval_goes_on_after_a_set_that_is_not_there(whole, data, tmp_path, capfd
     (engine.checkpoints, "save", "the checkpoint .*a/checkpoints/step_1 cannot be written: File too large"),
     (engine.run, "save_model", "the model in .*a cannot be written: File too large"),
     (common, "list_bad_samples", "a/bad_samples.txt cannot be written: File too large"),
-    (Run, "summarize", ""), (sets.own, "open_table", "the cache of `datasets` in .* cannot be written: File to")])
+    (Run, "summarize", ""),
+    (readers.records, "open_table", "the cache of `datasets` in .* cannot be written: File to")])
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, words, data, tmp_path, capfd,
                                                                   monkeypatch):
     shutil.copytree(data.parent, tmp_path / "data")  # of its own: nothing of it is in a cache

@@ -186,7 +186,7 @@ def test_the_17_sets_of_table_7_are_there():
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming, hub, pictures, tmp_path):
+def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming, hub, tmp_path):
     others = [f"{name}={hub / name}" for name in ("cc3m", "coco", "flickr30k")]
     flags = ["--dataset", "cc3m", "--data-dir", str(hub / "cc3m"), "--eval-datasets", *others,
              "--image-encoder", "small", "--text-encoder", "small", "--no-pretrained", "--batch-size", "8",
@@ -195,6 +195,5 @@ def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming
     summary = temo.main(temo.parse_args(flags + ["--streaming"] * streaming))
     assert set(summary["test"]) == {"coco", "flickr30k"} and set(summary["val"]) == {"cc3m"}
     assert not summary["errors"] and summary["test"]["coco"]["captions"] == 24
-    assert (tmp_path / "r" / "retrieval.png").exists()
     assert json.loads((tmp_path / "r" / "args.json").read_text())["streaming"] is streaming  # an index is the default
     assert Path(tmp_path / "r" / "tokenizer").is_dir()

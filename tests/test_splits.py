@@ -93,6 +93,22 @@ def clips(folder, word, numbers):
     (folder / "clip.mp4").unlink()
 
 
+def images_in_a_table(folder, images, classes=None, **columns):
+    """folder/train.parquet as `datasets` writes it; images: [(bytes, name)]; classes: names of a ClassLabel."""
+    images = [{"bytes": content, "path": name} for content, name in images]
+    table = datasets.Dataset.from_dict({"image": images} | columns).cast_column("image", datasets.Image())
+    if classes:
+        table = table.cast_column("label", datasets.ClassLabel(names=classes))
+    folder.mkdir(exist_ok=True)
+    table.to_parquet(str(folder / "train.parquet"))
+    return folder
+
+
+def a_csv(folder, names):
+    folder.mkdir()
+    return write_rows(folder / "a.csv", ["image", "caption"], [(f"{x}.png", f"words of {x}") for x in names])
+
+
 LAYOUTS = [class_folders, described, parquet, tars, folders_of_tars, clips]
 
 
@@ -112,44 +128,33 @@ def test_a_name_that_is_no_split_beside_one_that_is_is_refused(layout, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_named_splits_are_these_two(layout, tmp_path):
-    for words in (("train", "test"), ("training", "testing")):
-        found = open_splits(write_both(layout, tmp_path / words[0], *words))
-        assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
+@pytest.mark.parametrize("words", [("train", "test"), ("training", "testing"), ("Train", "Test")])
+def test_two_named_splits_are_these_two(words, layout, tmp_path):
+    """In capitals, too: they never put test images into training."""
+    found = open_splits(write_both(layout, tmp_path, *words))
+    assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
 
 
-@pytest.mark.parametrize("layout", ["csv", "jsonl", "metadata", "parquet"])
-def test_a_column_split_says_which_rows_are_whose(layout, tmp_path):
+@pytest.mark.parametrize("where", ["own.csv", "own.jsonl", "metadata.csv", "parquet"])
+def test_a_column_split_says_which_rows_are_whose(where, tmp_path):
     """One file for all splits, as Karpathy's: restval is train; each row keeps its own picture, caption and class."""
-    words = ["train", "val", "restval", "test", "validation", "train"]
-    pictures = [picture(k) for k in range(6)]
-    rows = [(f"{k}.png", f"words {k}", "cat" if k % 2 else "dog", word) for k, word in enumerate(words)]
-    header = ["image", "caption", "label", "split"]
-    for k, image in enumerate(pictures):
-        Image.fromarray(image).save(tmp_path / f"{k}.png")
-    where = {"csv": "own.csv", "jsonl": "own.jsonl", "metadata": "metadata.csv"}.get(layout)
-    name = tmp_path if layout == "metadata" else tmp_path / (where or "")
-    if where:
-        write_rows(tmp_path / where, header, rows)
+    words, names = ["train", "val", "restval", "test", "validation", "train"], write_images(tmp_path, range(6))
+    columns = {"caption": [f"words {k}" for k in range(6)], "label": ["dog", "cat"] * 3, "split": words}
+    if where == "parquet":
+        name = images_in_a_table(tmp_path / where, [((tmp_path / x).read_bytes(), x) for x in names], **columns)
     else:
-        name = tmp_path / "parquet"
-        name.mkdir()
-        table = {c: [row[i] for row in rows] for i, c in enumerate(header)}
-        table["image"] = [str(tmp_path / f) for f in table["image"]]
-        of = datasets.Dataset.from_dict(table).cast_column("image", datasets.Image())  # paths: embedded when written
-        of.to_parquet(str(name / "0000.parquet"))
+        write_rows(tmp_path / where, ["image", *columns], [*zip(names, *columns.values())])
+        name = tmp_path if where == "metadata.csv" else tmp_path / where
     for split, wanted in (("train", [0, 2, 5]), ("val", [1, 4]), ("test", [3])):
         data = common.load_data(str(name), split)
-        assert [data.captions(i) for i in range(len(data))] == [[f"words {k}"] for k in wanted]
+        assert data.column("captions") == [[f"words {k}"] for k in wanted]
         for i, k in enumerate(wanted):
-            assert (data.read(i).permute(1, 2, 0).numpy() == pictures[k]).all()
+            assert (data.read(i).permute(1, 2, 0).numpy() == picture(k)).all()
             assert data.label_names[data.labels[i]] == ("cat" if k % 2 else "dog")
-            assert data.key(i).endswith(f"{k}.png")
+            assert data.key(i).endswith(names[k])
 
 
 def test_a_column_split_of_other_words(tmp_path, capsys):
-    for k in range(60):
-        Image.fromarray(picture(k)).save(tmp_path / f"{k}.png")
     rows = [(f"{k}.png", "x", "left" if k % 2 else "right") for k in range(60)]
     write_rows(tmp_path / "own.csv", ["image", "caption", "split"], rows)
     assert len(common.load_data(str(tmp_path / "own.csv"), "train")) > 40  # no name of a split: no column of splits
@@ -202,21 +207,22 @@ def test_a_file_called_test_is_evaluated_whole(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_capitals_never_put_test_images_into_training(layout, tmp_path):
-    flat = [write_parquet_images(tmp_path / "flat" / f"{word}.parquet", range(N)) for word in ("Train", "Test")]
-    for path in (write_both(layout, tmp_path / "own", "Train", "Test"), flat[0].parent):
-        found = open_splits(path)
-        assert len(found["test"]) == N and sum(map(len, found.values())) == 2 * N
+def test_tables_of_one_folder_are_splits_by_their_own_names(tmp_path):
+    for word in ("Train", "Test"):
+        write_parquet_images(tmp_path / f"{word}.parquet", range(N))
+    assert len(open_splits(tmp_path)["test"]) == N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_test_split_alone_is_not_trained_on(layout, tmp_path):
+def test_a_test_split_alone_is_evaluated_and_not_trained_on(layout, tmp_path):
     layout(tmp_path, "test", range(N))
-    refused(tmp_path, "no train split; it has: test")
-    assert len(common.load_data(str(tmp_path), "test")) == N
+    with pytest.raises(UserError, match="no train split; it has: test") as error:
+        common.load_data(str(tmp_path), "train")
+    assert not isinstance(error.value, common.EmptySplit)  # training ends there, evaluation goes on without val
     with pytest.raises(common.EmptySplit, match="no val split; it has: test"):
         common.load_data(str(tmp_path), "val")
+    found = engine.data.evaluation_sets(temo.parse_args(["--eval-datasets", str(tmp_path), "--cpu"]))
+    assert {s: len(d) for s, d in found[str(tmp_path)].items()} == {"test": N}
 
 
 def test_words_in_names_of_files_lose_no_image(tmp_path):
@@ -264,17 +270,8 @@ def test_what_other_programs_leave_in_a_folder_is_no_split(tmp_path):
 DOT = encode(np.zeros((1, 1, 3), np.uint8))  # an image, as small as they are
 
 
-def a_csv(folder, names):
-    folder.mkdir()
-    return write_rows(folder / "a.csv", ["image", "caption"], [(f"{x}.png", f"words of {x}") for x in names])
-
-
 def images_in_parquet(folder, names):
-    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
-    rows = {"image": [{"bytes": DOT, "path": f"{x}.png"} for x in names], "caption": [f"words of {x}" for x in names]}
-    folder.mkdir()
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / "train.parquet"))
-    return folder
+    return images_in_a_table(folder, [(DOT, f"{x}.png") for x in names], caption=[f"words of {x}" for x in names])
 
 
 def in_a_tar(folder, names):
@@ -330,9 +327,7 @@ def test_windows_of_a_video_stay_together(tmp_path):
 
 def test_one_name_for_all_images_is_none(tmp_path):
     """Some parquet files call every image image.png: all would fall into one split."""
-    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
-    rows = {"image": [{"bytes": DOT, "path": "image.png"}] * 100, "caption": [caption(i) for i in range(100)]}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train.parquet"))
+    images_in_a_table(tmp_path, [(DOT, "image.png")] * 100, caption=[caption(i) for i in range(100)])
     assert sorted(places(tmp_path), key=int) == [str(i) for i in range(100)]
 
 
@@ -468,6 +463,7 @@ def test_windows_and_what_cannot_be_read_are_no_twins(tmp_path):
 
 # ---------------------------------------------------- classes and captions -------------------------------------------
 M = 35  # rows, of which at least one is held out as val and one as test in each layout
+PICTURES = [(encode(picture(i)), f"{i:03}.png") for i in range(M)]
 
 
 def classes_in_parquet(kind):
@@ -475,16 +471,9 @@ def classes_in_parquet(kind):
     def write(folder):
         labels = {"class": [i % 3 for i in range(M)], "number": [10 + i % 3 for i in range(M)],
                   "word": [CLASSES[i % 3] for i in range(M)]}[kind]
-        feature = {"class": datasets.ClassLabel(names=CLASSES), "number": datasets.Value("int64"),
-                   "word": datasets.Value("string")}[kind]
         labels[4], labels[6] = "" if kind == "word" else -1, None
-        features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"), label=feature)
-        images = [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in range(M)]
-        table = datasets.Dataset.from_dict({"image": images, "caption": [caption(i) for i in range(M)],
-                                            "label": labels}, features=features)
-        folder.mkdir(exist_ok=True)
-        table.to_parquet(str(folder / "train.parquet"))
-        return folder
+        names = CLASSES if kind == "class" else None
+        return images_in_a_table(folder, PICTURES, names, caption=[caption(i) for i in range(M)], label=labels)
     return write
 
 
@@ -562,10 +551,7 @@ def silent_parquet(folder):
     """Rows 4 and 6 have nothing to say, row 8 says it among other things."""
     texts = [[caption(i), caption(i, 1)] for i in range(M)]
     texts[4], texts[6], texts[8] = None, [" ", None], ["", caption(8), None, " "]
-    features = datasets.Features(image=datasets.Image(), caption=datasets.List(datasets.Value("string")))
-    rows = {"image": [{"bytes": encode(picture(i)), "path": f"{i:03}.png"} for i in range(M)], "caption": texts}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / "train.parquet"))
-    return folder, {}
+    return images_in_a_table(folder, PICTURES, caption=texts), {}
 
 
 def silent_rows(name):
@@ -612,10 +598,7 @@ def test_one_caption_for_all_is_said(tmp_path):
     names = write_images(tmp_path, range(M))
     rows = write_rows(tmp_path / "a.csv", ["image", "caption"], [(x, "a photo") for x in names])
     tar = write_tar(tmp_path / "a.tar", {f"{i:06}": {"png": DOT, "txt": b"a photo"} for i in range(M)})
-    (tmp_path / "images").mkdir()
-    features = datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
-    table = {"image": [{"bytes": DOT, "path": x} for x in names], "caption": ["a photo"] * M}
-    datasets.Dataset.from_dict(table, features=features).to_parquet(str(tmp_path / "images" / "train.parquet"))
+    images_in_a_table(tmp_path / "images", [(DOT, x) for x in names], caption=["a photo"] * M)
     for path in (rows, tar, tmp_path / "images"):
         assert "ALL CAPTIONS ARE THE SAME" in common.load_data(str(path), "train").note, path
     other = write_rows(tmp_path / "b.csv", ["image", "caption"], [(x, f"a photo of {x}") for x in names])

@@ -230,43 +230,24 @@ def test_tars_one_behind_the_other_in_a_file_are_all_read(tar, tmp_path):
 
 
 # ---- what lies beside ----
-def write_stats(folder, n):
-    (folder / "a_stats.json").write_text(json.dumps({"count": n + 7, "successes": n, "failed_to_download": 7}))
-    return "a_stats.json"
+BESIDE = {  # file: what it says of data/a.tar with n samples
+    "a_stats.json": lambda n: {"count": n + 7, "successes": n, "failed_to_download": 7},
+    "sizes.json": lambda n: {"a.tar": n},
+    "../sizes.json": lambda n: {"data/a.tar": n, "a.tar": 7},
+    "_info.json": lambda n: {"splits": {"train": {"num_samples": n, "filenames": ["a.tar"], "shard_lengths": [n]}}},
+    "shardindex.json": lambda n: {"shardlist": [{"url": "https://example.org/x/a.tar", "nsamples": n, "filesize": 1}]}}
 
 
-def write_sizes(folder, n):
-    (folder / "sizes.json").write_text(json.dumps({"a.tar": n}))
-    return "sizes.json"
-
-
-def write_sizes_above(folder, n):
-    (folder.parent / "sizes.json").write_text(json.dumps({f"{folder.name}/a.tar": n, "a.tar": 7}))
-    return "sizes.json"
-
-
-def write_info(folder, n):
-    split = {"name": "train", "num_samples": n, "filenames": ["a.tar"], "shard_lengths": [n]}
-    (folder / "_info.json").write_text(json.dumps({"splits": {"train": split}}))
-    return "_info.json"
-
-
-def write_wids(folder, n):
-    shard = {"url": "https://example.org/x/a.tar", "nsamples": n, "filesize": 1}
-    (folder / "shardindex.json").write_text(json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": [shard]}))
-    return "shardindex.json"
-
-
-BESIDE = [write_stats, write_sizes, write_sizes_above, write_info, write_wids]
-
-
-@pytest.mark.parametrize("write", BESIDE, ids=lambda w: w.__name__)
-def test_fewer_samples_than_a_file_beside_says_are_said_with_both_numbers(write, tar, tmp_path):
-    folder = tmp_path / "data"
+@pytest.mark.parametrize("beside", BESIDE)
+def test_fewer_samples_than_a_file_beside_says_are_said_with_both_numbers(beside, tar, tmp_path):
+    folder, file = tmp_path / "data", Path(beside).name
     folder.mkdir()
     path = folder / "a.tar"
     path.write_bytes(tar[0])
-    file = write(folder, 23)
+
+    def write(n):
+        (folder / beside).write_text(json.dumps(BESIDE[beside](n)))
+    write(23)
     said = f"{path}: 20 of the 23 samples that {file} names"
     assert f"3 of 23 samples LOST in damaged tars, first: {said}" in indexed(path).note
     with pytest.raises(UserError, match=r"3 of 23 samples are lost in 1 damaged tars, above --max-bad-fraction"):
@@ -277,10 +258,10 @@ def test_fewer_samples_than_a_file_beside_says_are_said_with_both_numbers(write,
 
     path.write_bytes(cut_between(*tar)[0])  # the file knows better than a guess from the bytes
     assert "6 of 23 samples LOST" in indexed(path).note and len(streamed(path, known)[1]) == 6
-    write(folder, 17)
+    write(17)
     note = indexed(path, max_bad_fraction=0.0).note
     assert note.startswith("damage in the tars, no sample lost, first: ") and not streamed(path, (17, file))[1]
-    write(folder, 15)  # of more than it says nothing is made
+    write(15)  # of more than it says nothing is made
     assert len(indexed(path, max_bad_fraction=0.0)) == 17
 
 
@@ -308,11 +289,10 @@ def test_more_lost_than_the_limit_stops_in_one_line(tar, tmp_path):
 def test_the_flag_reaches_the_data(tar, tmp_path):
     import temo
     (tmp_path / "a.tar").write_bytes(tar[0])
-    write_sizes(tmp_path, 20)
     for value, reached in (("0", 0.0), ("0.3", 0.3)):
         args = temo.parse_args(["--dataset", str(tmp_path), "--max-bad-fraction", value])
         assert engine.data.data_options(args)["max_bad_fraction"] == reached
-    write_sizes(tmp_path, 21)
+    (tmp_path / "sizes.json").write_text(json.dumps({"a.tar": 21}))
     with pytest.raises(UserError, match="--max-bad-fraction 0.0,"):
         common.load_data(str(tmp_path), "train", max_bad_fraction=0.0)
 
@@ -332,13 +312,15 @@ def batches_of(data, folder, limit):
     return common.Batches(data, [common.Augment(16)], transform, 10, 0, 0, 14, torch.device("cpu"), 0, limit, folder)
 
 
-def test_a_stream_counts_the_losses_of_a_shard_once(tar, tmp_path):
-    batches = batches_of(shards(tmp_path, tar, garbage_over(*tar)[0]), tmp_path, 0.5)
-    keys = {k for batch in batches for k in batch["keys"]}
-    assert keys >= {k for k in ALL if k not in ("000011", "000012", "000013")}
-    path = tmp_path / "train-1.tar"
-    assert set(batches.bad) == {f"{path}:{k}" for k in ("000011", "000012", "000013")}  # of two epochs and more
-    assert len((tmp_path / "bad_samples.txt").read_text().splitlines()) == 3
+@pytest.mark.parametrize("damages", [garbage_over, cut_in_picture, cut_in_header])
+def test_a_stream_counts_the_losses_of_a_shard_once(damages, tar, tmp_path):
+    content, lost, _, _ = damages(*tar)
+    batches = batches_of(shards(tmp_path, tar, content), tmp_path, 0.5)
+    keys = {k for batch in batches for k in batch["keys"]}  # of two epochs and more
+    here = [ALL[i] for i in (HERE | CUT).get(damages.__name__, range(N)) if ALL[i] not in lost]
+    assert keys >= set(here) and not keys & set(lost)
+    assert set(batches.bad) == {f"{tmp_path / 'train-1.tar'}:{k}" for k in lost}
+    assert len((tmp_path / "bad_samples.txt").read_text().splitlines()) == len(lost)
 
 
 def test_a_stream_stops_above_the_limit(tar, tmp_path):
