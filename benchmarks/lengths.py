@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.base import read_json, write_json  # noqa: E402
 
-import claims  # noqa: E402
+from benchmarks import claims  # noqa: E402
 
 TUNED = 3  # the length at which all but today's are tuned
 TODAY = {"trials": 3, "seeds": 5}  # of claims.py, whose choices stand at length 1

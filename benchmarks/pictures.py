@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 from engine.base import read_json  # noqa: E402
 
-import claims  # noqa: E402
 import temo  # noqa: E402
+from benchmarks import claims  # noqa: E402
 from evaluation.metrics import normalize  # noqa: E402
 from figures.base import figure, save_figure  # noqa: E402
 
