@@ -165,17 +165,17 @@ def fp16():
              "--mixed-precision", size("fp16", "no")]  # torch has no fp16 on a CPU
     _, plain = train("temo", *TOY, "--max-steps", steps)
 
-    def start(log, *flags):
+    def start(*flags):
         return subprocess.Popen([sys.executable, str(ROOT / "temo.py"), *map(str, flags)], stdout=log, stderr=log)
 
-    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
-        def finish(process):
-            if process.wait():
-                log.seek(0)
-                raise SystemExit(f"fp16: a run failed: {log.read()[-2000:]}")
+    def finish(process):
+        if process.wait():
+            log.seek(0)
+            raise SystemExit(f"fp16: a run failed: {log.read()[-2000:]}")
 
-        finish(start(log, *flags, "--output-dir", folder, "--run-name", "whole"))
-        process = start(log, *flags, "--output-dir", folder, "--run-name", "killed")
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+        finish(start(*flags, "--output-dir", folder, "--run-name", "whole"))
+        process = start(*flags, "--output-dir", folder, "--run-name", "killed")
         killed = Path(folder) / "killed"
         while process.poll() is None and not any(row["step"] >= kill for row in log_of(killed)):
             time.sleep(0.01)
@@ -183,15 +183,14 @@ def fp16():
         if process.wait() != -signal.SIGKILL:
             raise SystemExit("fp16: the run ended before it could be killed")
         last = max(int(path.name[5:]) for path in (killed / "checkpoints").glob("step_*") if path.suffix != ".tmp")
-        finish(start(log, "--resume", killed))
+        finish(start("--resume", killed))
         runs = {name: Path(folder) / name for name in ("whole", "killed")}
-        state = {name: read_json(run / "checkpoints" / f"step_{steps}" / "state.json")
-                 for name, run in runs.items()}
+        scales = {name: read_json(run / "checkpoints" / f"step_{steps}" / "state.json")["scaler"]
+                  for name, run in runs.items()}
         weights = [(run / "model.safetensors").read_bytes() for run in runs.values()]
         rows = {name: log_of(run) for name, run in runs.items()}
     soon = [row for row in rows["killed"] if last < row["step"] <= last + 10]  # before rounding has grown
     apart = difference(rows["whole"], soon)
-    scales = {name: s["scaler"] for name, s in state.items()}
     results = {"precision": size("fp16", "no"), "steps": steps, "killed_after": kill, "resumed_from": last,
                "resumed against never stopped, largest relative difference": {
                    "of 10 steps": apart, "of all": difference(rows["whole"], rows["killed"])},

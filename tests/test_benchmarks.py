@@ -90,6 +90,22 @@ def test_a_claim_is_tuned_on_val_and_decided_on_test(results):
     assert (results / "claims" / "claim.png").is_file() and "claim" in json.loads((results / "claims.json").read_text())
 
 
+@pytest.mark.parametrize("program, flags", [(claims, ["--trials", "2"]), (lengths, ["--lengths", "3", "10"])])
+def test_what_is_missing_is_run_and_what_fails_is_not_tried_again(results, monkeypatch, program, flags):
+    """Both trials of b fail; those of a and what follows from them (two seeds, or two rates) end well."""
+    tried = []
+
+    def run(words, places, keep):
+        tried.append(words)
+        if "--x" in words:
+            write(words, val=1.0, test=1.0)
+            return claims.record_of(words)
+    monkeypatch.setattr(claims, "run", run)
+    with pytest.raises(SystemExit, match="^2 runs failed; see above"):
+        program.main(["--claims", "claim", "--seeds", "2", "--jobs", "2", *flags])
+    assert len(tried) == len({str(words) for words in tried}) == 6 and sum("--y" in words for words in tried) == 2
+
+
 def test_a_row_compares_the_same_seeds_and_goes_with_its_claim(results, monkeypatch):
     what = ("claim", "full", 1, 3)
     commands, _ = claims.runs_of(*what)
