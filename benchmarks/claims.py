@@ -19,8 +19,8 @@ keeps its row. lengths.py runs the same claims 3 and 10 times as long.
 import argparse
 import concurrent.futures
 import datetime
+import functools
 import hashlib
-import json
 import math
 import os
 import platform
@@ -80,107 +80,98 @@ NOISY = ("mama.py --dataset moving-emoji --clips 2000 300 2000 --caption-noise 0
 META = [f"{NOISY} meta --meta-lr {r}" for r in ("2e-4", "6e-4", "6e-5")]
 UNWEIGHTED = [f"{NOISY} none --tau {t}" for t in (0.1, 0.05, 0.2)]
 
-# says: the claim.  paper: where.  flags: of every arm.  metric: of the first data set, in percent, tuned on val.
-# arms: name -> its trials (script and flags), the method first; an arm may name its own metric, (metric, trials).
-# read: what is compared on test where that is another metric; scale: so that more is better.
+
+def claim(says, paper, arms, flags=MOVING, metric=T2V, **more):
+    """says: the claim.   paper: where.   arms: name -> its trials (script and flags), the method first; an arm may name
+    its own metric, (metric, trials).   flags: of every arm.   metric: of the first data set, in percent, tuned on val.
+
+    more: read: what is compared on test where that is another metric; scale: so that more is better; grid: how many
+    trials lengths.py does not cut."""
+    return {"says": says, "paper": paper, "flags": flags, "metric": metric, "arms": arms} | more
+
+
+on_long_tail = functools.partial(claim, flags="", metric=KNN)
+COSINE_OR_FIXED = {"cosine": COSINE, "fixed": FIXED}
+ZIPF = MOVING + " --clip-law zipf"
+
+
+def margin_grid(weighting, says):
+    """The margin and none over as many trials of a fine grid."""
+    arm = MAMA.replace("none", weighting)
+    says = f"the subtractive margin beats none, both of a fine grid, {says} (text -> video R@1)"
+    return claim(says, "MAMA, Fig. 4", {
+        "margin": [f"{arm} --tau {t} --a0 {10 * r * t:g}" for r, t in GRID],
+        "no margin": [f"{arm} --margin-schedule none --tau {t}" for t in TAUS]}, grid=len(GRID))
+
+
 CLAIMS = {
-    "ncl-training": {
-        "says": "training with Sinkhorn's biases beats InfoNCE (text -> video R@1)", "paper": "NCL, Tables 1 to 4",
-        "flags": MOVING, "metric": T2V, "arms": {"NCL": NCL, "InfoNCE": INFONCE}},
-    "ncl-error": {
-        "says": "training with Sinkhorn's biases lowers the normalisation error "
-                "(text -> video; here its hundredths below 0)",
-        "paper": "NCL, Fig. 2", "flags": MOVING, "metric": T2V,
-        "read": "normalize/none/error/text_to_image", "scale": -100,
-        "arms": {"NCL": NCL, "InfoNCE": INFONCE}},
-    "mmts-all": {
-        "says": "temperatures by schedule and cluster size beat the best fixed one (text -> video R@1)",
-        "paper": "MM-TS, Table 4", "flags": MOVING, "metric": T2V,
-        "arms": {"TS and ICS": MMTS, "InfoNCE": INFONCE}},
-    "mama-margin": {
-        "says": "the subtractive margin beats none (text -> video R@1)", "paper": "MAMA, Fig. 4",
-        "flags": MOVING, "metric": T2V, "arms": {"margin": MARGIN, "InfoNCE": INFONCE}},
-    **{f"mama-margin-grid{'' if w == 'none' else '-weights'}": {
-        "says": f"the subtractive margin beats none, both of a fine grid, {says} (text -> video R@1)",
-        "paper": "MAMA, Fig. 4", "flags": MOVING, "metric": T2V, "grid": len(GRID), "arms": {
-            "margin": [f"{MAMA.replace('none', w)} --tau {t} --a0 {10 * r * t:g}" for r, t in GRID],
-            "no margin": [f"{MAMA.replace('none', w)} --margin-schedule none --tau {t}" for t in TAUS]}}
-       for w, says in (("none", "without weights"), ("meta", "with learnt weights"))},
-    "ts-long-tail": {
-        "says": "a cosine temperature beats the best fixed one on a long tail (kNN@1)", "paper": "TS, Table 1",
-        "flags": "", "metric": KNN, "arms": {"cosine": COSINE, "fixed": FIXED}},
-    "ts-tail": {
-        "says": "the gain of the cosine temperature is in the rare classes (kNN@1 of the tail)", "paper": "TS, Table 7",
-        "flags": "", "metric": KNN, "read": "knn@1/tail", "arms": {"cosine": COSINE, "fixed": FIXED}},
-    "ts-few-shot": {
-        "says": "a cosine temperature beats the best fixed one on a long tail (few-shot probe)",
-        "paper": "TS, Table 1", "flags": "", "metric": KNN, "read": "few-shot/mean_per_class",
-        "arms": {"cosine": COSINE, "fixed": FIXED}},
-    "ts-range": {
-        "says": "a wider range of temperatures is better on a long tail (kNN@1)", "paper": "TS, Table 4", "flags": "",
-        "metric": KNN, "arms": {"0.07 to 1.0": [f"{LONG_TAIL} --tau-min 0.07 --tau-max 1.0"],
-                                "0.1 to 0.3": [f"{LONG_TAIL} --tau-max 0.3"]}},
-    "ts-switching": {
-        "says": "the cosine is the best way to switch, and any is better than none (kNN@1)", "paper": "TS, Table 5",
-        "flags": "", "metric": KNN, "arms": {
-            "cosine": COSINE, "step": [f"{c} --schedule step" for c in COSINE],
-            "random": [f"{c} --schedule random" for c in COSINE],
-            "oscillating": [f"{c} --schedule oscillating" for c in COSINE], "fixed": FIXED}},
-    "ts-uniform": {
-        "says": "a cosine temperature beats a fixed one on classes of one size (kNN@1; the paper sees no gain)",
-        "paper": "TS, Table 10", "flags": "", "metric": KNN,
-        "arms": {"cosine": uniform(COSINE), "fixed": uniform(FIXED)}},
-    "temo-gap": {
-        "says": "TeMo's embeddings have the smallest modality gap (hundredths below 0)", "paper": "TeMo, Fig. 3",
-        "flags": MOVING, "metric": T2V, "read": "modality_gap", "scale": -100,
-        "arms": {"TeMo": TEMO, "InfoNCE": INFONCE, "TS": TS}},
-    "temo-retrieval": {
-        "says": "TeMo beats InfoNCE and TS in retrieval (text -> video R@1)", "paper": "TeMo, Table 1",
-        "flags": MOVING, "metric": T2V,
-        "arms": {"TeMo": TEMO, "InfoNCE": INFONCE, "TS": TS}},
-    "mama-weights": {
-        "says": "weights learnt by looking ahead beat none under mismatched captions (text -> video R@1)",
-        "paper": "MAMA, Table 8", "flags": "", "metric": T2V, "arms": {"meta": META, "no weights": UNWEIGHTED}},
-    "mama-others": {
-        "says": "weights learnt by looking ahead beat other weights under mismatched captions (text -> video R@1)",
-        "paper": "MAMA, Tables 6 and 8", "flags": "", "metric": T2V,
-        "arms": {"meta": META, "focal": [f"{NOISY} focal --focal-gamma {g}" for g in (0.5, 1, 2)],
-                 "SPL": [f"{NOISY} spl --spl-start {k}" for k in (0.3, 0.5, 0.7)],
-                 "joint": [f"{NOISY} joint --lr {r}" for r in ("2e-3", "6e-4", "6e-3")]}},
-    "mmts-rare": {
-        "says": "the gain of MM-TS is in rare captions (R@1 of the queries of the smallest clusters)",
-        "paper": "MM-TS, Tables 2 and 4", "flags": MOVING, "metric": T2V, "read": "by_cluster_size/tail/R@1",
-        "arms": {"TS and ICS": MMTS,
-                 "fixed": [f"mmts.py --no-schedule --no-shifts --tau {t}" for t in (0.05, 0.1, 0.2)]}},
-    "ncl-queue": {
-        "says": "the queue's biases at test time raise R@1 where test queries are like training queries",
-        "paper": "NCL, Table 5", "flags": MOVING + " --clip-law zipf", "metric": "",
-        "arms": {"queue": (f"normalize/queue/{T2V}", ["ncl.py"]), "none": (f"normalize/none/{T2V}", ["ncl.py"])}},
-    "ncl-oracle": {
-        "says": "biases from the test queries themselves are a bound above the queue's", "paper": "NCL, Table 5",
-        "flags": MOVING + " --clip-law zipf", "metric": "",
-        "arms": {"oracle": (f"normalize/oracle/{T2V}", ["ncl.py"]), "queue": (f"normalize/queue/{T2V}", ["ncl.py"])}},
-    "mmts-margin": {
-        "says": "margins by schedule and cluster size beat the best fixed one (text -> video R@1)",
-        "paper": "MM-TS, Table 9", "flags": MOVING, "metric": T2V,
-        "arms": {"TS and ICS": [f"mmts.py --loss max-margin {f}" for f in (
-                     "", "--alpha 0.1 --shift-min 0.1 --shift-max 0.2", "--alpha 0.1 --shift-min 0.3 --shift-max 0.5")],
-                 "fixed": [f"mmts.py --loss max-margin --no-schedule --no-shifts --margin {m}"
-                           for m in (0.2, 0.1, 0.4)]}},
-    "temo-rows": {
-        "says": "the whole of TeMo is better than its parts (text -> video R@1)", "paper": "TeMo, Table 3",
-        "flags": MOVING, "metric": T2V, "arms": {
-            "row g": ["temo.py"], "row f": ["temo.py --blend fixed"], "row e": ["temo.py --unimodal none"],
-            "row d": ["temo.py --unimodal none --blend fixed"],
-            "row c": ["temo.py --no-modulated --unimodal plain --blend fixed"],
-            "row b": ["temo.py --no-base --unimodal none"], "row a": ["temo.py --no-modulated --unimodal none"]}},
-    "temo-knn": {
-        "says": "TeMo's clips are classified better than those of InfoNCE and TS (kNN@1 of the clips)",
-        "paper": "TeMo, Fig. 3", "flags": MOVING, "metric": T2V, "read": KNN, "arms": {
-            "TeMo": TEMO, "InfoNCE": [f"temo.py --loss infonce --tau {t}" for t in (0.05, 0.1, 0.2)], "TS": TS}},
-    "temo-unimodal": {
-        "says": "the modulated unimodal losses help classification (kNN@1 of the clips)", "paper": "TeMo, Table 3",
-        "flags": MOVING, "metric": KNN, "arms": {"row g": ["temo.py"], "row e": ["temo.py --unimodal none"]}},
+    "ncl-training": claim("training with Sinkhorn's biases beats InfoNCE (text -> video R@1)", "NCL, Tables 1 to 4",
+                          {"NCL": NCL, "InfoNCE": INFONCE}),
+    "ncl-error": claim(
+        "training with Sinkhorn's biases lowers the normalisation error (text -> video; here its hundredths below 0)",
+        "NCL, Fig. 2", {"NCL": NCL, "InfoNCE": INFONCE}, read="normalize/none/error/text_to_image", scale=-100),
+    "mmts-all": claim(
+        "temperatures by schedule and cluster size beat the best fixed one (text -> video R@1)", "MM-TS, Table 4",
+        {"TS and ICS": MMTS, "InfoNCE": INFONCE}),
+    "mama-margin": claim("the subtractive margin beats none (text -> video R@1)", "MAMA, Fig. 4",
+                         {"margin": MARGIN, "InfoNCE": INFONCE}),
+    "mama-margin-grid": margin_grid("none", "without weights"),
+    "mama-margin-grid-weights": margin_grid("meta", "with learnt weights"),
+    "ts-long-tail": on_long_tail("a cosine temperature beats the best fixed one on a long tail (kNN@1)", "TS, Table 1",
+                                 COSINE_OR_FIXED),
+    "ts-tail": on_long_tail("the gain of the cosine temperature is in the rare classes (kNN@1 of the tail)",
+                            "TS, Table 7", COSINE_OR_FIXED, read="knn@1/tail"),
+    "ts-few-shot": on_long_tail("a cosine temperature beats the best fixed one on a long tail (few-shot probe)",
+                                "TS, Table 1", COSINE_OR_FIXED, read="few-shot/mean_per_class"),
+    "ts-range": on_long_tail("a wider range of temperatures is better on a long tail (kNN@1)", "TS, Table 4", {
+        "0.07 to 1.0": [f"{LONG_TAIL} --tau-min 0.07 --tau-max 1.0"], "0.1 to 0.3": [f"{LONG_TAIL} --tau-max 0.3"]}),
+    "ts-switching": on_long_tail(
+        "the cosine is the best way to switch, and any is better than none (kNN@1)", "TS, Table 5",
+        {"cosine": COSINE, "step": [f"{c} --schedule step" for c in COSINE],
+         "random": [f"{c} --schedule random" for c in COSINE],
+         "oscillating": [f"{c} --schedule oscillating" for c in COSINE], "fixed": FIXED}),
+    "ts-uniform": on_long_tail(
+        "a cosine temperature beats a fixed one on classes of one size (kNN@1; the paper sees no gain)",
+        "TS, Table 10", {"cosine": uniform(COSINE), "fixed": uniform(FIXED)}),
+    "temo-gap": claim("TeMo's embeddings have the smallest modality gap (hundredths below 0)", "TeMo, Fig. 3",
+                      {"TeMo": TEMO, "InfoNCE": INFONCE, "TS": TS}, read="modality_gap", scale=-100),
+    "temo-retrieval": claim("TeMo beats InfoNCE and TS in retrieval (text -> video R@1)", "TeMo, Table 1",
+                            {"TeMo": TEMO, "InfoNCE": INFONCE, "TS": TS}),
+    "mama-weights": claim(
+        "weights learnt by looking ahead beat none under mismatched captions (text -> video R@1)", "MAMA, Table 8",
+        {"meta": META, "no weights": UNWEIGHTED}, flags=""),
+    "mama-others": claim(
+        "weights learnt by looking ahead beat other weights under mismatched captions (text -> video R@1)",
+        "MAMA, Tables 6 and 8",
+        {"meta": META, "focal": [f"{NOISY} focal --focal-gamma {g}" for g in (0.5, 1, 2)],
+         "SPL": [f"{NOISY} spl --spl-start {k}" for k in (0.3, 0.5, 0.7)],
+         "joint": [f"{NOISY} joint --lr {r}" for r in ("2e-3", "6e-4", "6e-3")]}, flags=""),
+    "mmts-rare": claim(
+        "the gain of MM-TS is in rare captions (R@1 of the queries of the smallest clusters)", "MM-TS, Tables 2 and 4",
+        {"TS and ICS": MMTS, "fixed": [f"mmts.py --no-schedule --no-shifts --tau {t}" for t in (0.05, 0.1, 0.2)]},
+        read="by_cluster_size/tail/R@1"),
+    "ncl-queue": claim(
+        "the queue's biases at test time raise R@1 where test queries are like training queries", "NCL, Table 5",
+        {"queue": (f"normalize/queue/{T2V}", ["ncl.py"]), "none": (PLAIN, ["ncl.py"])}, flags=ZIPF, metric=""),
+    "ncl-oracle": claim(
+        "biases from the test queries themselves are a bound above the queue's", "NCL, Table 5",
+        {"oracle": (f"normalize/oracle/{T2V}", ["ncl.py"]), "queue": (f"normalize/queue/{T2V}", ["ncl.py"])},
+        flags=ZIPF, metric=""),
+    "mmts-margin": claim(
+        "margins by schedule and cluster size beat the best fixed one (text -> video R@1)", "MM-TS, Table 9",
+        {"TS and ICS": [f"mmts.py --loss max-margin {f}" for f in (
+            "", "--alpha 0.1 --shift-min 0.1 --shift-max 0.2", "--alpha 0.1 --shift-min 0.3 --shift-max 0.5")],
+         "fixed": [f"mmts.py --loss max-margin --no-schedule --no-shifts --margin {m}" for m in (0.2, 0.1, 0.4)]}),
+    "temo-rows": claim("the whole of TeMo is better than its parts (text -> video R@1)", "TeMo, Table 3", {
+        "row g": ["temo.py"], "row f": ["temo.py --blend fixed"], "row e": ["temo.py --unimodal none"],
+        "row d": ["temo.py --unimodal none --blend fixed"],
+        "row c": ["temo.py --no-modulated --unimodal plain --blend fixed"],
+        "row b": ["temo.py --no-base --unimodal none"], "row a": ["temo.py --no-modulated --unimodal none"]}),
+    "temo-knn": claim(
+        "TeMo's clips are classified better than those of InfoNCE and TS (kNN@1 of the clips)", "TeMo, Fig. 3",
+        {"TeMo": TEMO, "InfoNCE": [f"temo.py --loss infonce --tau {t}" for t in (0.05, 0.1, 0.2)], "TS": TS}, read=KNN),
+    "temo-unimodal": claim("the modulated unimodal losses help classification (kNN@1 of the clips)", "TeMo, Table 3",
+                           {"row g": ["temo.py"], "row e": ["temo.py --unimodal none"]}, metric=KNN),
 }
 
 
@@ -222,21 +213,31 @@ def machine():
     return f"{processor}, {os.cpu_count()} cores, {gpu}"
 
 
+def record_of(words):
+    """What a command that ended well has left; None if there is nothing."""
+    return read_json(file_of(words))
+
+
+def missing(commands):
+    """Those without a file, each once."""
+    return list({str(file_of(words)): words for words in commands if not file_of(words).exists()}.values())
+
+
 def run(words, places, keep=None):
     """Run a command unless its file is there. Returns its record, None if it failed.
 
     places: {name: path} for the braces in flags, such as {fashion}.   keep: where run folders go, else thrown away."""
+    if record := record_of(words):
+        return record
     file = file_of(words)
-    if file.exists():
-        return json.loads(file.read_text())
     with tempfile.TemporaryDirectory() as folder:
         flags = [word.format(**places) for word in words[1:]] + ["--output-dir", folder, "--run-name", "r"]
         result = subprocess.run([sys.executable, str(ROOT / words[0]), *flags], stdout=subprocess.DEVNULL,
                                 stderr=subprocess.PIPE, text=True)
         summary = read_json(Path(folder) / "r" / "summary.json", {})
         if keep and summary:
-            shutil.rmtree(Path(folder) / "r" / "checkpoints", ignore_errors=True)
-            shutil.copytree(Path(folder) / "r", Path(keep) / file.stem, dirs_exist_ok=True)
+            shutil.copytree(Path(folder) / "r", Path(keep) / file.stem, dirs_exist_ok=True,
+                            ignore=shutil.ignore_patterns("checkpoints"))
     if result.returncode or not summary:
         last = (result.stderr.strip().splitlines() or ["no words"])[-1]
         print(f"failed ({result.returncode}): {' '.join(words)}\n  {last}", flush=True)
@@ -244,9 +245,21 @@ def run(words, places, keep=None):
     record = {"command": "python " + " ".join(words), "commit": commit(), "date": str(datetime.date.today()),
               "machine": machine(), "versions": versions().split("\n")[:9], **{k: summary[k] for k in KEPT}}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=1))
+    write_json(file, record)
     print(f"{record['wall_s']:6.0f} s  {' '.join(words)}", flush=True)
     return record
+
+
+def run_all(wanted, places, jobs, keep=None, failed=frozenset()):
+    """Run, side by side, the commands that wanted() names until it names none but those that failed: {command}.
+
+    failed: those of an earlier call."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        while left := [c for c in wanted() if str(c) not in failed]:
+            records = pool.map(lambda c: run(c, places, keep), left)
+            failed |= {str(c) for c, record in zip(left, records, strict=True) if record is None}
+    return failed
 
 
 def tail_of(fashion, largest=500, ratio=100):
@@ -263,36 +276,54 @@ def tail_of(fashion, largest=500, ratio=100):
     return str(file)
 
 
-def places_of(fashion):
-    """{name: path} for the braces in flags; without the long tails where there is no such folder."""
+def places_of(fashion, needing):
+    """{name: path} for the braces in flags; without the long tails where there is no such folder.
+
+    Raises: SystemExit where claims need it."""
     places = {"fashion": str(Path(fashion).resolve())}
     if Path(fashion).is_dir():
         places |= {"tail": tail_of(fashion), "uniform": tail_of(fashion, largest=124, ratio=1)}
+    elif needing := [n for n in needing if "{fashion}" in str(CLAIMS[n]["arms"])]:
+        raise SystemExit(f"--fashion {fashion}: no such folder, and {', '.join(needing)} need it; name it, or "
+                         "other --claims")
     return places
+
+
+def numbers(record, split):
+    """{metric: value} of the first data set of a record."""
+    return flatten(next(iter(record[split].values()), {}))
 
 
 def number(record, split, metric):
     """A metric of the first data set of a record, in percent."""
-    found = flatten(next(iter(record[split].values()), {}))
+    found = numbers(record, split)
     if metric not in found:
         raise SystemExit(f"{metric}: not in the {split} results of {record['command']}")
     return found[metric]
-
-
-def has(record, metric):
-    """Is this among the test results of a record? temo.py has kNN@1 alone."""
-    return metric in flatten(next(iter(record["test"].values()), {}))
 
 
 def best_trial(trials, metric):
     """The index of the trial with the best val metric on the tuning seed; 0 where there is one; None: one lacks."""
     if len(trials) == 1:
         return 0
-    files = [file_of(seeds[0]) for seeds in trials]
-    if not all(f.exists() for f in files):
+    records = [record_of(seeds[0]) for seeds in trials]
+    if None in records:
         return None
-    values = [number(json.loads(f.read_text()), "val", metric) for f in files]
-    return max(range(len(values)), key=values.__getitem__)
+    values = [number(record, "val", metric) for record in records]
+    return values.index(max(values))
+
+
+def chosen(name, arm, trials, seeds):
+    """The commands of the trial that val chose: the tuning seed's, then one a seed; [] while a trial lacks its file."""
+    commands, metrics = runs_of(name, "full", trials, seeds)
+    best = best_trial(commands[arm], metrics[arm])
+    return [] if best is None else commands[arm][best]
+
+
+def evaluate(run, folder, *flags):
+    """eval.py on a run folder, retrieval alone; what it writes goes to `folder`."""
+    words = ["--checkpoint", str(run), "--tasks", "retrieval", "--threads", "1", "--output-dir", folder, *flags]
+    subprocess.run([sys.executable, str(ROOT / "eval.py"), *words], check=True, stdout=subprocess.DEVNULL)
 
 
 def interval(differences):
@@ -331,8 +362,7 @@ def judge(name, suite, trials, seeds, runs=None):
         best = best_trial(of_trials, metrics[arm])
         if best is None:
             return None
-        there = {k: file_of(c) for k, c in enumerate(of_trials[best][1:]) if file_of(c).exists()}
-        records = {k: json.loads(file.read_text()) for k, file in there.items()}
+        records = {k: r for k, c in enumerate(of_trials[best][1:]) if (r := record_of(c))}
         read = claim.get("read", metrics[arm])
         before = "normalize/none/" if metrics[arm].startswith("normalize/none/") else ""
         others = {} if "read" in claim else OTHERS.get(metrics[arm].removeprefix(before), {})
@@ -342,7 +372,7 @@ def judge(name, suite, trials, seeds, runs=None):
                      "val": {k: number(r, "val", metrics[arm]) for k, r in records.items()},
                      "also": {title: {k: number(r, "test", before + path) for k, r in records.items()}
                               for title, path in others.items()
-                              if all(has(r, before + path) for r in records.values())},
+                              if all(before + path in numbers(r, "test") for r in records.values())},
                      "commits": sorted({r["commit"] for r in records.values()}),
                      "machines": sorted({r["machine"] for r in records.values()}),
                      "wall_s": [r["wall_s"] for r in records.values()]}
@@ -367,15 +397,14 @@ def judge(name, suite, trials, seeds, runs=None):
 
 def work_left(names, suite, trials, seeds):
     """Commands that have no file yet and can run now: trials of the tuning seed, then seeds of what is tuned."""
-    left = {}
+    wanted = []
     for name in names:
         commands, metrics = runs_of(name, suite, trials, seeds)
         for arm, of_trials in commands.items():
             best = best_trial(of_trials, metrics[arm])
-            tuned = [] if best is None else of_trials[best][1:]
-            wanted = [c[0] for c in of_trials] if len(of_trials) > 1 else []
-            left |= {str(file_of(c)): c for c in [*wanted, *tuned] if not file_of(c).exists()}
-    return list(left.values())
+            wanted += [seeds[0] for seeds in of_trials] if len(of_trials) > 1 else []
+            wanted += [] if best is None else of_trials[best][1:]
+    return missing(wanted)
 
 
 def write_tables(names, suite, trials, seeds):
@@ -386,20 +415,18 @@ def write_tables(names, suite, trials, seeds):
     results = read_json(RESULTS / f"{stem}.json", {}) | {n: judge(n, suite, trials, seeds) for n in names}
     results = {n: results[n] for n in CLAIMS if results.get(n)}  # no row of claims or arms that are no more
     write_json(RESULTS / f"{stem}.json", results)
-    lines = ["| claim | paper | method | against | seeds | difference, 95 % interval | could show | verdict |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = []
     for result in results.values():  # one row a claim; several baselines below each other
         rows = [(cell(result, result["method"], d), cell(result, rival, d), str(len(d["seeds"])),
                  f"{d['mean']:+.1f} ± {d['half']:.1f}", f"{d['smallest_effect']:.1f}", d["verdict"])
                 for rival, d in result["against"].items()]
-        method, seeds = ({row[k] for row in rows} for k in (0, 2))
-        once = [c[:1] if k in (0, 2) and len(method) == len(seeds) == 1 else c for k, c in enumerate(zip(*rows))]
-        lines.append(" | ".join(["| " + result["says"], result["paper"], *map("<br>".join, once)]) + " |")
-    commits = sorted({c for r in results.values() for arm in r["arms"].values() for c in arm["commits"]})
-    machines = sorted({m for r in results.values() for arm in r["arms"].values() for m in arm.get("machines", [])})
-    lines += ["", "All directions and metrics, differences with 95 % intervals; a claim above is decided by one:",
-              "", *also_table(results)]
-    table = "\n".join([*lines, "", f"Commits {', '.join(commits)}; {'; '.join(machines)}.", ""])
+        columns = [list(column) for column in zip(*rows)]
+        if len(set(columns[0])) == len(set(columns[2])) == 1:  # the method's mean over the same seeds: said once
+            columns[0], columns[2] = columns[0][:1], columns[2][:1]
+        lines.append([result["says"], result["paper"], *map("<br>".join, columns)])
+    heads = ["claim", "paper", "method", "against", "seeds", "difference, 95 % interval", "could show", "verdict"]
+    table = "\n".join([*markdown(heads, lines), "", "All directions and metrics, differences with 95 % intervals; a "
+                       "claim above is decided by one:", "", *also_table(results), "", origin(results.values()), ""])
     (RESULTS / f"{stem}.md").write_text(table)
     for name in names:
         if name in results:
@@ -407,18 +434,35 @@ def write_tables(names, suite, trials, seeds):
     return table
 
 
+def markdown(heads, rows):
+    """The lines of a markdown table."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in (heads, *rows))
+    return [head, "|---" * len(heads) + "|", *body]
+
+
+def spread(values, digits=1):
+    """Mean and, of several values, standard deviation."""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def origin(results):
+    """The line that names the commits and machines of all arms."""
+    arms = [arm for result in results for arm in result["arms"].values()]
+    commits, machines = (sorted({x for arm in arms for x in arm.get(k, [])}) for k in ("commits", "machines"))
+    return f"Commits {', '.join(commits)}; {'; '.join(machines)}."
+
+
 def also_table(results):
     """Lines of markdown: for each claim and baseline the differences of OTHERS, those that are far from 0 in bold."""
     titles = [title for of in OTHERS.values() for title in of]
-    lines = ["| method | against | " + " | ".join(titles) + " |", "|---" * (len(titles) + 2) + "|"]
+    rows = []
     for name, result in results.items():
         for rival, d in result["against"].items():
             of = {title: f"{mean:+.1f} ± {half:.1f}" for title, (mean, half) in d.get("also", {}).items()}
-            bold = {title for title, (mean, half) in d.get("also", {}).items() if abs(mean) > half}
-            cells = [f"**{of[t]}**" if t in bold else of.get(t, "") for t in titles]
-            if of:
-                lines.append(f"| {name}: {result['method']} | {rival} | " + " | ".join(cells) + " |")
-    return lines
+            of |= {title: f"**{of[title]}**" for title, (mean, half) in d.get("also", {}).items() if abs(mean) > half}
+            rows += [[f"{name}: {result['method']}", rival, *(of.get(title, "") for title in titles)]] if of else []
+    return markdown(["method", "against", *titles], rows)
 
 
 def cell(result, arm, against):
@@ -427,12 +471,18 @@ def cell(result, arm, against):
     return f"{arm} {statistics.mean(of_seed[k] for k in against['seeds']):.1f}"
 
 
+def panel(title, height):
+    """A figure of one panel and its axis; height in inches."""
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(7, height), layout="constrained")
+    axis = fig.subplots()
+    axis.set_title(title, fontsize=9)
+    return fig, axis
+
+
 def draw(result, path):
     """The seeds' paired differences as points, their mean and 95 % interval, one line for each baseline."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axis = plt.subplots(figsize=(7, 1.2 + 0.5 * len(result["against"])), layout="constrained")
+    fig, axis = panel(result["says"], 1.2 + 0.5 * len(result["against"]))
     for y, d in enumerate(result["against"].values()):
         axis.errorbar(d["mean"], y, xerr=d["half"], fmt="s", color="black", capsize=4)
         axis.plot(d["differences"], [y + 0.15] * len(d["differences"]), "o", alpha=0.6)
@@ -440,10 +490,8 @@ def draw(result, path):
     axis.set_yticks(range(len(result["against"])), [f"{result['method']} - {r}" for r in result["against"]])
     axis.set_ylim(-0.5, len(result["against"]) - 0.3)
     axis.set_xlabel("points, test split (dots: seeds; square and bar: mean, 95 % interval)")
-    axis.set_title(result["says"], fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=110)
-    plt.close(fig)
 
 
 def main(argv=None):
@@ -470,24 +518,15 @@ def main(argv=None):
     if args.suite == "quick":  # nothing of it is a result
         RESULTS = Path(tempfile.mkdtemp(prefix="claims-quick-"))
         args.seeds, args.trials = min(args.seeds, 2), min(args.trials, 2)
-    what = args.suite, args.trials, args.seeds
-    places, failed = places_of(args.fashion), set()
-    if "tail" not in places and not args.plan:
-        lacking = [n for n in args.claims if "{fashion}" in str(CLAIMS[n]["arms"]) and work_left([n], *what)]
-        if lacking:
-            raise SystemExit(f"--fashion {args.fashion}: no such folder, and {', '.join(lacking)} need it; name it, or "
-                             "other --claims")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    what, failed = (args.suite, args.trials, args.seeds), ()
     if not args.plan:
-        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            while left := [c for c in work_left(args.claims, *what) if str(c) not in failed]:
-                records = pool.map(lambda c: run(c, places, args.keep), left)
-                failed |= {str(c) for c, record in zip(left, records, strict=True) if record is None}
+        places = places_of(args.fashion, [n for n in args.claims if work_left([n], *what)])
+        failed = run_all(lambda: work_left(args.claims, *what), places, args.jobs, args.keep)
     print(write_tables(args.claims, *what))
     for name in args.claims:
         commands, _ = runs_of(name, *what)
-        every = {str(file_of(c)): c for trials in commands.values() for seeds in trials for c in seeds}
-        walls = [json.loads(Path(f).read_text())["wall_s"] for f in every if Path(f).exists()]
+        every = {str(file_of(c)): record_of(c) for trials in commands.values() for seeds in trials for c in seeds}
+        walls = [record["wall_s"] for record in every.values() if record]
         left = len(work_left([name], *what))
         hours = f", about {left * statistics.median(walls) / 3600 / args.jobs:.1f} h" if walls else ""
         print(f"{name}: {len(walls)} runs done, at least {left} left{hours}")

@@ -12,9 +12,6 @@ Every run folder that lacks it gets one evaluation, kept as a small file below r
 """
 
 import argparse
-import json
-import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.base import flatten, read_json, write_json  # noqa: E402
 from engine.folder import commit  # noqa: E402
 
-import claims  # noqa: E402
+from benchmarks import claims  # noqa: E402
 
 ARMS = {  # row of the table: (claim, arm)
     "InfoNCE": ("ncl-training", "InfoNCE"), "TS (in temo.py)": ("temo-retrieval", "TS"),
@@ -43,8 +40,8 @@ def evaluation(words, keep):
     """The numbers of eval.py on a kept run with and without biases, from their file where it is there; None: no run."""
     record = claims.file_of(words)
     file = record.with_name(record.stem + ".normalized.json")
-    flags = ["--tasks", "retrieval", "--normalize", "queue", "--queue-split", "train", "--gamma", str(GAMMA)]
-    command = "python eval.py --checkpoint RUN " + " ".join(flags)
+    flags = ["--normalize", "queue", "--queue-split", "train", "--gamma", str(GAMMA)]
+    command = "python eval.py --checkpoint RUN --tasks retrieval " + " ".join(flags)
     kept = read_json(file, {})
     if kept.get("command") == command:
         return kept
@@ -52,13 +49,11 @@ def evaluation(words, keep):
     if not (keep and run.is_dir()):
         return None
     with tempfile.TemporaryDirectory() as folder:
-        place = ["--checkpoint", str(run), "--threads", "1", "--output-dir", folder]
-        subprocess.run([sys.executable, str(claims.ROOT / "eval.py"), *place, *flags], check=True,
-                       stdout=subprocess.DEVNULL)
-        found = json.loads((Path(folder) / "eval.json").read_text())
+        claims.evaluate(run, folder, *flags)
+        found = read_json(Path(folder) / "eval.json")
     numbers = flatten(next(iter(found["datasets"].values()))["metrics"])
     kept = {"command": command, "commit": commit(), **{path: numbers[path] for path in COLUMNS.values()}}
-    file.write_text(json.dumps(kept, indent=1))
+    write_json(file, kept)
     return kept
 
 
@@ -66,14 +61,12 @@ def rows_of(seeds, trials, keep):
     """{row: {seed: numbers}} of what is there, and {row: flags of its trial}."""
     rows, flags = {}, {}
     for row, (claim, arm) in ARMS.items():
-        commands, metrics = claims.runs_of(claim, "full", trials, seeds)
-        best = claims.best_trial(commands[arm], metrics[arm])
-        if best is None:
+        words = claims.chosen(claim, arm, trials, seeds)
+        if not words:
             continue
-        done = {k: words for k, words in enumerate(commands[arm][best][1:]) if claims.file_of(words).exists()}
-        found = {k: evaluation(words, keep) for k, words in done.items()}
+        found = {k: evaluation(of_seed, keep) for k, of_seed in enumerate(words[1:]) if claims.record_of(of_seed)}
         rows[row] = {k: numbers for k, numbers in found.items() if numbers}
-        flags[row] = " ".join(commands[arm][best][0][1:])
+        flags[row] = " ".join(words[0][1:])
     return {row: found for row, found in rows.items() if found}, flags
 
 
@@ -82,13 +75,11 @@ def table(rows):
     seeds = sorted(set.intersection(*(set(found) for found in rows.values())))
     if not seeds:
         raise SystemExit(f"no seed of which all rows have a run: { {row: sorted(rows[row]) for row in rows} }")
-    lines = ["| method | seeds | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    lines = []
     for row, found in rows.items():
         values = [[found[k][path] for k in seeds] for path in COLUMNS.values()]
-        cells = [f"{statistics.mean(v):.{2 if v[0] < 1 else 1}f}"
-                 + (f" ± {statistics.stdev(v):.{2 if v[0] < 1 else 1}f}" if len(v) > 1 else "") for v in values]
-        lines.append(f"| {row} | {len(seeds)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([row, str(len(seeds)), *(claims.spread(v, 2 if v[0] < 1 else 1) for v in values)])
+    return "\n".join(claims.markdown(["method", "seeds", *COLUMNS], lines)) + "\n"
 
 
 def main(argv=None):

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 DRY = "--dry" in sys.argv  # before torch looks for a card
 if DRY:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -36,12 +36,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-import claims as suite  # noqa: E402
 import mama  # noqa: E402
 import mmts  # noqa: E402
 import ncl  # noqa: E402
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
+from benchmarks import claims as suite  # noqa: E402
+from benchmarks import speed
 
 DEVICE = torch.device("cpu" if DRY else "cuda")
 ON_CPU = ["--cpu", "--threads", "1"] if DRY else []
@@ -85,7 +86,7 @@ def difference(rows, others):
     return max(abs(row["loss"] / losses[row["step"]] - 1) for row in others if row["step"] in losses)
 
 
-def speed(rows):
+def pace(rows):
     """Samples a second, the median of the later half of the steps, and the part of the time spent waiting for data."""
     late = rows[len(rows) // 2:]
     return {"samples_per_s": statistics.median(r["samples_per_s"] for r in late),
@@ -137,7 +138,7 @@ def precision():
         results[script] = {
             "largest relative difference": {name: difference(runs["fp32"], rows) for name, rows in runs.items()},
             "first and last loss": [runs["fp32"][k]["loss"] for k in (0, -1)],
-            "samples_per_s": {name: speed(rows)["samples_per_s"] for name, rows in runs.items()}}
+            "samples_per_s": {name: pace(rows)["samples_per_s"] for name, rows in runs.items()}}
     return results
 
 
@@ -152,7 +153,7 @@ def compiled():
     for name, (script, kind, flags) in list(cases.items())[:size(3, 1)]:
         flags = [*flags, *TOY, "--max-steps", size(80, 2), "--mixed-precision", kind]
         rows = {on: train(script, *flags, on)[1] for on in ("--no-compile", "--compile")}
-        results[name] = {on: speed(r) | {"first_step_s": r[0]["step_s"]} for on, r in rows.items()}
+        results[name] = {on: pace(r) | {"first_step_s": r[0]["step_s"]} for on, r in rows.items()}
         results[name]["largest relative difference"] = difference(rows["--no-compile"], rows["--compile"])
     return results
 
@@ -164,17 +165,17 @@ def fp16():
              "--mixed-precision", size("fp16", "no")]  # torch has no fp16 on a CPU
     _, plain = train("temo", *TOY, "--max-steps", steps)
 
-    def start(log, *flags):
+    def start(*flags):
         return subprocess.Popen([sys.executable, str(ROOT / "temo.py"), *map(str, flags)], stdout=log, stderr=log)
 
-    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
-        def finish(process):
-            if process.wait():
-                log.seek(0)
-                raise SystemExit(f"fp16: a run failed: {log.read()[-2000:]}")
+    def finish(process):
+        if process.wait():
+            log.seek(0)
+            raise SystemExit(f"fp16: a run failed: {log.read()[-2000:]}")
 
-        finish(start(log, *flags, "--output-dir", folder, "--run-name", "whole"))
-        process = start(log, *flags, "--output-dir", folder, "--run-name", "killed")
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+        finish(start(*flags, "--output-dir", folder, "--run-name", "whole"))
+        process = start(*flags, "--output-dir", folder, "--run-name", "killed")
         killed = Path(folder) / "killed"
         while process.poll() is None and not any(row["step"] >= kill for row in log_of(killed)):
             time.sleep(0.01)
@@ -182,15 +183,14 @@ def fp16():
         if process.wait() != -signal.SIGKILL:
             raise SystemExit("fp16: the run ended before it could be killed")
         last = max(int(path.name[5:]) for path in (killed / "checkpoints").glob("step_*") if path.suffix != ".tmp")
-        finish(start(log, "--resume", killed))
+        finish(start("--resume", killed))
         runs = {name: Path(folder) / name for name in ("whole", "killed")}
-        state = {name: read_json(run / "checkpoints" / f"step_{steps}" / "state.json")
-                 for name, run in runs.items()}
+        scales = {name: read_json(run / "checkpoints" / f"step_{steps}" / "state.json")["scaler"]
+                  for name, run in runs.items()}
         weights = [(run / "model.safetensors").read_bytes() for run in runs.values()]
         rows = {name: log_of(run) for name, run in runs.items()}
     soon = [row for row in rows["killed"] if last < row["step"] <= last + 10]  # before rounding has grown
     apart = difference(rows["whole"], soon)
-    scales = {name: s["scaler"] for name, s in state.items()}
     results = {"precision": size("fp16", "no"), "steps": steps, "killed_after": kill, "resumed_from": last,
                "resumed against never stopped, largest relative difference": {
                    "of 10 steps": apart, "of all": difference(rows["whole"], rows["killed"])},
@@ -221,11 +221,9 @@ def text_folder(folder):
 
 def write_images(folder, captions):
     """folder/captions.csv and a JPEG of 256 x 256 coloured blobs for each caption."""
-    from PIL import Image
     rng, lines = np.random.default_rng(0), ["image,caption"]
     for i, caption in enumerate(captions):
-        small = rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)
-        Image.fromarray(small).resize((256, 256), Image.BICUBIC).save(folder / f"{i}.jpg", quality=90)
+        speed.write_jpeg(folder / f"{i}.jpg", rng.integers(0, 255, (8, 8, 3), dtype=np.uint8), (256, 256))
         lines.append(f"{i}.jpg,{caption}")
     (folder / "captions.csv").write_text("\n".join(lines))
     return str(folder / "captions.csv")
@@ -246,7 +244,7 @@ def vit():
                          "--mixed-precision", "bf16", "--loss", loss, "--workers", size(8, 0)]
                 try:
                     summary, rows = train("temo", *flags)
-                    results[f"{loss}, {name}"] = speed(rows) | {"peak_memory_mb": summary["peak_memory_mb"]}
+                    results[f"{loss}, {name}"] = pace(rows) | {"peak_memory_mb": summary["peak_memory_mb"]}
                 except torch.OutOfMemoryError:  # a small card does not hold the whole batch
                     results[f"{loss}, {name}"] = "out of memory"
                 gc.collect()
@@ -309,30 +307,30 @@ def peers():
 def measure(functions, rounds):
     """{name: {seconds (median), ratio to the first, peak MiB}} of functions that take turns; the first call is not
     counted. On a CPU the peak is not known."""
-    seconds, peak, failed = {name: [] for name in functions}, {}, {}
-    for k in range(rounds + 1):
-        for name, function in functions.items():
-            if name in failed:
-                continue
-            if not DRY:
-                torch.cuda.reset_peak_memory_stats()
-                torch.cuda.synchronize()
-            before, start = 0 if DRY else torch.cuda.memory_allocated(), time.perf_counter()
-            try:
-                function()
-            except torch.OutOfMemoryError:
-                failed[name] = "out of memory"
-                torch.cuda.empty_cache()
-                continue
+    peak, lacking = dict.fromkeys(functions, "not measured on a CPU"), "out of memory"
+
+    def watched(name):
+        if peak[name] == lacking:
+            return
+        if not DRY:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        try:
+            functions[name]()
             if not DRY:
                 torch.cuda.synchronize()
                 peak[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            if k:
-                seconds[name].append(time.perf_counter() - start)
-    middle = {name: statistics.median(s) for name, s in seconds.items() if s and name not in failed}
-    base = middle.get(next(iter(functions)))
-    return failed | {name: {"seconds": s, "ratio": s / base if base else None,
-                            "peak_mib": peak.get(name, "not measured on a CPU")} for name, s in middle.items()}
+        except torch.OutOfMemoryError:
+            peak[name] = lacking
+            torch.cuda.empty_cache()
+
+    calls, base = {name: functools.partial(watched, name) for name in functions}, next(iter(functions))
+    for call in calls.values():
+        call()
+    t = speed.Times(calls, rounds, time.perf_counter)
+    return {name: lacking if p == lacking else {
+        "seconds": t.median(name), "ratio": None if peak[base] == lacking else t.ratio(name, base), "peak_mib": p}
+        for name, p in peak.items()}
 
 
 # ------------------------------------------------------- losses and metrics ------------------------------------------
@@ -341,24 +339,13 @@ def losses():
     that they choose, in larger ones, and whole where that fits. Memory beside the embeddings."""
     results = {"open_clip": "installed" if find_spec("open_clip") else "not installed"}
     for n in size((8192, 32768), (64,)):
-        e = [torch.randn(n, 256, device=DEVICE, requires_grad=True) for _ in range(4)]
-        forms = {"temo": lambda block, e=e: temo.temo_loss(*e, 0.5, block=block),
-                 "infonce": lambda block, e=e: temo.multimodal_loss(*e[:2], 0.05, block),
-                 "nt_xent": lambda block, e=e: ts.nt_xent(*e[:2], 0.1, block)}
         blocks = {"blocks": 0, "blocks of 1024": size(1024, 16)} | ({"whole": n} if n < 10_000 else {})
-        functions = {f"{name}, {how}": functools.partial(forms[name], block)
-                     for name in forms for how, block in blocks.items()}
-        if find_spec("open_clip"):
-            from open_clip.loss import ClipLoss
-            functions["open_clip ClipLoss"] = lambda e=e: ClipLoss()(
-                F.normalize(e[0], dim=1), F.normalize(e[1], dim=1), 20.0)
-
-        def with_gradient(function, e=e):
-            function().backward()
-            for x in e:
-                x.grad = None
-        results[f"N = {n}"] = measure({name: functools.partial(with_gradient, f) for name, f in functions.items()},
-                                      size(3, 1))
+        functions = {}
+        for how, block in blocks.items():
+            of = speed.of_losses(n, block, DEVICE)
+            peer = {"open_clip ClipLoss": of.pop("clip_loss")} if "clip_loss" in of else {}
+            functions |= {f"{name}, {how}": loss for name, loss in of.items()}
+        results[f"N = {n}"] = measure(functions | peer, size(3, 1))
     return results
 
 
@@ -366,15 +353,13 @@ def evaluation():
     """Evaluation metrics with their tensors on the card and on the CPU: seconds, and whether they agree.
 
     The scripts evaluate on the CPU; this says what a card would bring."""
-    texts, images, width = size((25_010, 5_000, 512), (60, 12, 8))
-    train, test, side = size((50_000, 10_000, 4096), (200, 40, 32))
-    unit = lambda n: F.normalize(torch.randn(n, width), dim=1)
-    text, image, known, asked, left, right = (unit(n) for n in (texts, images, train, test, side, side))
-    positives = (torch.arange(texts) // 5).clamp(max=images - 1)[:, None]    # (texts, 1)
-    labels, truth = torch.randint(0, 100, (train,)), torch.randint(0, 100, (test,))
-    metrics = {"ranks": lambda *x: common.retrieval_metrics(*x), "knn@10": lambda *x: common.knn_accuracy(*x, k=10),
+    width, side = size((512, 4096), (8, 32))
+    metrics = {"ranks": common.retrieval_metrics,
+               "knn@10": functools.partial(common.knn_accuracy, k=10),
                "sinkhorn": lambda a, b: {"b": ncl.sinkhorn_biases(a @ b.T, 0.01)[1].cpu().norm().item()}}
-    inputs = {"ranks": (text, image, positives), "knn@10": (known, labels, asked, truth), "sinkhorn": (left, right)}
+    inputs = {"ranks": speed.captions_and_images(*size((25_010, 5_000), (60, 12)), width),
+              "knn@10": speed.known_and_asked(*size((50_000, 10_000), (200, 40)), width),
+              "sinkhorn": (speed.unit_rows(side, width), speed.unit_rows(side, width))}
     results = {"cpu_threads": torch.get_num_threads()}
     for name, function in metrics.items():
         there = [x.to(DEVICE) for x in inputs[name]]

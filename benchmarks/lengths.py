@@ -15,8 +15,6 @@ results/claims_lengths.json, claims_lengths.md and a picture of each claim are w
 """
 
 import argparse
-import concurrent.futures
-import json
 import math
 import os
 import statistics
@@ -26,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.base import read_json, write_json  # noqa: E402
 
-import claims  # noqa: E402
+from benchmarks import claims  # noqa: E402
 
 TUNED = 3  # the length at which all but today's are tuned
 TODAY = {"trials": 3, "seeds": 5}  # of claims.py, whose choices stand at length 1
@@ -81,7 +79,7 @@ def trials_of(name, arm, trials):
     claim = claims.CLAIMS[name]
     value = claim["arms"][arm]
     metric, flags = value if isinstance(value, tuple) else (claim["metric"], value)
-    if claim["arms"] == {"cosine": claims.COSINE, "fixed": claims.FIXED}:
+    if claim["arms"] == claims.COSINE_OR_FIXED:
         flags = LONGER[arm]
     return metric, flags[:max(trials, claim.get("grid", 0))]
 
@@ -134,7 +132,7 @@ def wanted(name, length, trials, rates, seeds):
     else:
         found = [words_of(name, trial, TUNED, claims.TUNING_SEED) for arm in claims.CLAIMS[name]["arms"]
                  for trial in tuning(name, arm, trials, rates)[1]]
-    return list({str(claims.file_of(c)): c for c in found if not claims.file_of(c).exists()}.values())
+    return claims.missing(found)
 
 
 def verdict(points):
@@ -157,16 +155,15 @@ def judge(name, lengths, trials, rates, seeds):
         found = runs and claims.judge(name, "full", 1, seeds if length > 1 else TODAY["seeds"], runs)
         if not found:
             continue
-        there = next(f for f in map(claims.file_of, runs[0][found["method"]][0][1:]) if f.exists())
-        found["steps"] = json.loads(there.read_text())["steps"]
+        found["steps"] = next(filter(None, map(claims.record_of, runs[0][found["method"]][0][1:])))["steps"]
         for arm, of in found["arms"].items():
             del of["trial"], of["tried"]
             if length > 1:  # every trial of the tuning, for who wants the whole grid
                 metric, tried, best = tuning(name, arm, trials, rates)
-                files = [claims.file_of(words_of(name, t, TUNED, claims.TUNING_SEED)) for t in tried]
+                records = [claims.record_of(words_of(name, trial, TUNED, claims.TUNING_SEED)) for trial in tried]
                 of["tuning"] = [{"flags": f, "times lr": r, "chosen": k == best,
-                                 "val": claims.number(json.loads(file.read_text()), "val", metric)}
-                                for k, ((f, r), file) in enumerate(zip(tried, files)) if file.exists()]
+                                 "val": claims.number(record, "val", metric)}
+                                for k, ((f, r), record) in enumerate(zip(tried, records)) if record]
         out["lengths"][length] = found
     for baseline in list(claims.CLAIMS[name]["arms"])[1:]:
         of = [(r["steps"], *(r["against"][baseline][k] for k in ("mean", "half"))) for r in out["lengths"].values()]
@@ -180,11 +177,10 @@ def write_tables(names, lengths, trials, rates, seeds):
     new = {n: judge(n, sorted({1, TUNED, 10, *lengths}), trials, rates, seeds) for n in names}
     results = read_json(file, {}) | {n: r for n, r in new.items() if r}
     write_json(file, {n: results[n] for n in claims.CLAIMS if n in results})
-    results = json.loads(file.read_text())  # lengths are words from here on
+    results = read_json(file)  # lengths are words from here on
     titles = sorted({int(length) for r in results.values() for length in r["lengths"]})
     heads = ["claim", "against", *("today" if n == 1 else f"{n} times" for n in titles), "the paper", "verdict"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    chosen = ["| claim | arm | steps | flags that val chose |", "|---|---|---|---|"]
+    rows, chosen = [], []
     for name, r in results.items():
         for baseline, words in r["verdict"].items():
             cells = []
@@ -194,18 +190,17 @@ def write_tables(names, lengths, trials, rates, seeds):
                 cells.append(f"{one['steps']:,}: {d['mean']:+.1f} ± {d['half']:.1f} ({len(d['seeds'])})" if one else "")
             paper = ", ".join(f"{v:+.1f} {data}" for data, v in PAPER.get(name, {}).get(baseline, {}).items())
             method = next(iter(r["lengths"].values()))["method"]
-            lines.append("| " + " | ".join([r["says"], f"{method} - {baseline}", *cells, paper, words]) + " |")
+            rows.append([r["says"], f"{method} - {baseline}", *cells, paper, words])
         for one in r["lengths"].values():
-            chosen += [f"| {name} | {arm} | {one['steps']:,} | `{own_flags(of['flags'])}` |"
+            chosen += [[name, arm, f"{one['steps']:,}", f"`{own_flags(of['flags'])}`"]
                        for arm, of in one["arms"].items()]
         draw(name, r, claims.RESULTS / "claims_lengths" / f"{name}.png")
-    arms = [arm for r in results.values() for one in r["lengths"].values() for arm in one["arms"].values()]
-    commits = sorted({c for arm in arms for c in arm["commits"]})
-    machines = sorted({m for arm in arms for m in arm["machines"]})
-    also = {f"{n}, {one['steps']:,} steps": one for n, r in results.items() for one in r["lengths"].values()}
+    every = {f"{n}, {one['steps']:,} steps": one for n, r in results.items() for one in r["lengths"].values()}
+    lines = claims.markdown(heads, rows)
     text = "\n".join([*lines, "", "Steps: difference in points of the test split, 95 % interval (paired seeds). The "
-                      "papers' differences are of other data and the same metric.", "", *claims.also_table(also), "",
-                      *chosen, "", f"Commits {', '.join(commits)}; {'; '.join(machines)}.", ""])
+                      "papers' differences are of other data and the same metric.", "", *claims.also_table(every), "",
+                      *claims.markdown(["claim", "arm", "steps", "flags that val chose"], chosen), "",
+                      claims.origin(every.values()), ""])
     (claims.RESULTS / "claims_lengths.md").write_text(text)
     return "\n".join(lines)
 
@@ -219,10 +214,7 @@ def own_flags(flags):
 
 def draw(name, result, path):
     """Differences with 95 % intervals over steps, a zero line, and the paper's own differences at the right."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    fig, axis = claims.panel(result["says"], 3.5)
     runs = sorted(result["lengths"].values(), key=lambda one: one["steps"])
     for k, baseline in enumerate(result["verdict"]):
         x = [one["steps"] * (1 + 0.04 * k) for one in runs]
@@ -239,31 +231,29 @@ def draw(name, result, path):
     axis.minorticks_off()
     axis.set_xlabel("optimiser steps")
     axis.set_ylabel("points, test split")
-    axis.set_title(result["says"], fontsize=9)
     axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=110)
-    plt.close(fig)
 
 
 def hours(name, length, trials, rates, seeds):
     """(runs left, their hours one after the other) of a claim at a length, by the median of today's runs; tuning
     counts at length 3."""
-    left, per_arm, every = {}, {}, []
+    left, walls = {}, {}
     for arm in claims.CLAIMS[name]["arms"]:
         flags = trials_of(name, arm, trials)[1]
         tried, best = tuning(name, arm, trials, rates)[1:]
         tuned = [words_of(name, trial, TUNED, claims.TUNING_SEED) for trial in tried if len(tried) > 1]
         seeded = [words_of(name, tried[best or 0], length, seed) for seed in range(seeds)]
-        left[arm] = seeds if best is None else sum(not claims.file_of(c).exists() for c in seeded)
+        left[arm] = seeds if best is None else len(claims.missing(seeded))
         if length == TUNED:
-            left[arm] += sum(not claims.file_of(c).exists() for c in tuned)
+            left[arm] += len(claims.missing(tuned))
             left[arm] += len(rates) if best is None and len(tried) == len(flags) else 0  # not named before the best is
-        today = [claims.file_of(words_of(name, (f, 1), 1, seed)) for f in flags
+        today = [words_of(name, (flag, 1), 1, seed) for flag in flags
                  for seed in (claims.TUNING_SEED, *range(TODAY["seeds"]))]
-        per_arm[arm] = [json.loads(f.read_text())["wall_s"] for f in today if f.exists()]
-        every += per_arm[arm]
-    seconds = sum(n * length * statistics.median(per_arm[arm] or every or [math.nan]) for arm, n in left.items())
+        walls[arm] = [record["wall_s"] for record in map(claims.record_of, today) if record]
+    every = [wall for of_arm in walls.values() for wall in of_arm]
+    seconds = sum(n * length * statistics.median(walls[arm] or every or [math.nan]) for arm, n in left.items())
     return sum(left.values()), seconds / 3600
 
 
@@ -282,26 +272,18 @@ def main(argv=None):
     args = p.parse_args(argv)
     if min(args.lengths) < 1 or args.seeds < 2 or args.trials < 1 or min([1, *args.rates]) <= 0:
         raise SystemExit("--lengths and --trials: 1 or more; --seeds: 2 or more; --rates: above 0")
-    what, failed = (args.trials, args.rates, args.seeds), set()
+    what, failed = (args.trials, args.rates, args.seeds), frozenset()
     if args.plan:
         for name in args.claims:
             for length in args.lengths:
                 left, total = hours(name, length, *what)
                 print(f"{name}, length {length}: {left} runs left, {total / args.jobs:.1f} h; claims share runs")
         return
-    places = claims.places_of(args.fashion)
-    lacking = [n for n in args.claims if "{fashion}" in str(claims.CLAIMS[n]["arms"])]
-    if lacking and "tail" not in places:
-        raise SystemExit(f"--fashion {args.fashion}: no such folder, and {', '.join(lacking)} need it; name it, or "
-                         "other --claims")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for name in args.claims:
-            for length in sorted(args.lengths, key=lambda n: (n != TUNED, n)):
-                while left := [c for c in wanted(name, length, *what) if str(c) not in failed]:
-                    records = list(pool.map(lambda c: claims.run(c, places), left))
-                    failed |= {str(c) for c, record in zip(left, records, strict=True) if record is None}
-                write_tables([name], args.lengths, *what)
+    places = claims.places_of(args.fashion, args.claims)
+    for name in args.claims:
+        for length in sorted(args.lengths, key=lambda n: (n != TUNED, n)):
+            failed = claims.run_all(lambda: wanted(name, length, *what), places, args.jobs, failed=failed)
+            write_tables([name], args.lengths, *what)
     print(write_tables(args.claims, args.lengths, *what))
     if failed:
         raise SystemExit(f"{len(failed)} runs failed; see above")

@@ -7,7 +7,6 @@ clips before any normalisation at test time, by eval.py. TeMo: the temperature o
 """
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 from engine.base import read_json  # noqa: E402
 
-import claims  # noqa: E402
 import temo  # noqa: E402
+from benchmarks import claims  # noqa: E402
 from evaluation.metrics import normalize  # noqa: E402
 from figures.base import figure, save_figure  # noqa: E402
 
@@ -30,18 +29,15 @@ SOURCES = {  # picture: (claim, arm, picture of the run)
 
 def run_of(claim, arm, keep, trials):
     """(folder of the kept run of seed 0, its words), or None."""
-    commands, metrics = claims.runs_of(claim, "full", trials, 1)
-    best = claims.best_trial(commands[arm], metrics[arm])
-    words = None if best is None else commands[arm][best][1]
-    folder = Path(keep) / claims.file_of(words).stem if words else None
+    _, words = claims.chosen(claim, arm, trials, 1) or (None, None)
+    folder = words and Path(keep) / claims.file_of(words).stem
     return (folder, words) if folder and folder.is_dir() else None
 
 
 def retrieved(run, path):
     """NCL: queries and the clips that are nearest to them."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--checkpoint", str(run), "--tasks", "retrieval", "--threads", "1", "--output-dir", folder]
-        subprocess.run([sys.executable, str(claims.ROOT / "eval.py"), *flags], check=True, stdout=subprocess.DEVNULL)
+        claims.evaluate(run, folder)
         Path(path).write_bytes((Path(folder) / "retrieval.png").read_bytes())
 
 

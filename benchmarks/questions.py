@@ -8,11 +8,8 @@ results/claims/; a restart runs what has no file. Writes results/mama_qa_rows.js
 """
 
 import argparse
-import concurrent.futures
-import json
 import os
 import shlex
-import statistics
 import sys
 from pathlib import Path
 
@@ -20,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.base import write_json  # noqa: E402
 from engine.ranges import count  # noqa: E402
 
-import claims  # noqa: E402
+from benchmarks import claims  # noqa: E402
 
 FLAGS = "--threads 1 --eval-every 0"
 ROWS = {
@@ -44,26 +41,22 @@ def commands(seeds):
 
 
 def cells(records, split, names):
-    """Mean and, of several seeds, standard deviation of each column in percent."""
-    found = [next(iter(r[split].values())) for r in records]
-    values = [[numbers[n] for numbers in found] for n in names]
-    return [f"{statistics.mean(v):.1f}" + (f" ± {statistics.stdev(v):.1f}" if len(v) > 1 else "") for v in values]
+    """Each column in percent, over the seeds."""
+    found = [claims.numbers(record, split) for record in records]
+    return [claims.spread([of[name] for of in found]) for name in names]
 
 
 def write(wanted):
     """results/mama_qa_rows.json and .md of the runs that have a file; returns the markdown table."""
-    lines = ["| task | variant | seeds | " + " | ".join(COLUMNS) + " | val accuracy |",
-             "|---" * (len(COLUMNS) + 4) + "|"]
-    done = {key: [json.loads(f.read_text()) for words in of if (f := claims.file_of(words)).exists()]
-            for key, of in wanted.items()}
+    lines = []
+    done = {key: [record for words in of if (record := claims.record_of(words))] for key, of in wanted.items()}
     for task in ROWS:
         rows = {row: records for (t, row), records in done.items() if t == task and records}
         for row, records in rows.items():
             test, val = cells(records, "test", COLUMNS.values()), cells(records, "val", ["accuracy"])
-            lines.append(f"| {task} | {row} | {len(records)} | " + " | ".join([*test, *val]) + " |")
+            lines.append([task, row, str(len(records)), *test, *val])
         for records in list(rows.values())[:1]:
-            chance = cells(records[:1], "chance", COLUMNS.values())
-            lines.append(f"| {task} | {CHANCE[task]} | - | " + " | ".join(chance) + " | - |")
+            lines.append([task, CHANCE[task], "-", *cells(records[:1], "chance", COLUMNS.values()), "-"])
     records = [r for of in done.values() for r in of]
     if not records:
         raise SystemExit("no run has ended well: nothing to write")
@@ -76,7 +69,7 @@ def write(wanted):
              "Commits " + ", ".join(sorted({r["commit"][:12] for r in records})) + "; "
              + "; ".join(sorted({r["machine"] for r in records})) + "; " + ", ".join(records[0]["versions"]) + ".",
              "Commands:", "\n".join(f"- `{r['command']}`" for r in records)]
-    table = "\n".join(lines)
+    table = "\n".join(claims.markdown(["task", "variant", "seeds", *COLUMNS, "val accuracy"], lines))
     (claims.RESULTS / "mama_qa_rows.md").write_text("\n\n".join([table, *words]) + "\n")
     write_json(claims.RESULTS / "mama_qa_rows.json", {"runs": records})
     return table
@@ -89,14 +82,11 @@ def main(argv=None):
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one thread each")
     p.add_argument("--keep", default="", help="folder for the run folders; their checkpoints are left out")
     args = p.parse_args(argv)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     wanted = commands(args.seeds)
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        records = list(pool.map(lambda words: claims.run(words, {}, args.keep),
-                                [words for of in wanted.values() for words in of]))
+    failed = claims.run_all(lambda: claims.missing(sum(wanted.values(), [])), {}, args.jobs, args.keep)
     print(write(wanted))
-    if None in records:
-        raise SystemExit(f"{records.count(None)} runs failed; see above")
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed; see above")
 
 
 if __name__ == "__main__":

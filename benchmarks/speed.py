@@ -10,12 +10,13 @@ is in gpu.py.
 """
 
 import argparse
+import concurrent.futures
 import datetime
 import functools
 import io
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,20 +42,20 @@ import ncl  # noqa: E402
 import readers.pictures
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
-from claims import machine  # noqa: E402
+from benchmarks.claims import machine  # noqa: E402
 
 
 class Times(dict):
-    """{name: CPU seconds of each round (rounds,)} of functions that take turns."""
+    """{name: seconds of each round (rounds,)} of functions that take turns."""
 
-    def __init__(self, functions, rounds):
+    def __init__(self, functions, rounds, clock=time.process_time):
         super().__init__({name: np.zeros(rounds) for name in functions})
         order = np.random.default_rng(0)
         for k in range(rounds):
             for name in order.permutation(list(functions)):
-                start = time.process_time()
+                start = clock()
                 functions[name]()
-                self[name][k] = time.process_time() - start
+                self[name][k] = clock() - start
 
     def median(self, name):
         """Seconds."""
@@ -65,20 +66,25 @@ class Times(dict):
         return float(np.median(self[name] / self[base]))
 
 
-def peak_mib(code):
-    """Growth of the peak resident set over `run()` defined by `code`, in a fresh process that gives memory back."""
-    program = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
-import torch; import common
-torch.set_num_threads(1)
-def status(key): return next(int(l.split()[1]) / 1024 for l in open('/proc/self/status') if l.startswith(key))
-{code}
-open('/proc/self/clear_refs', 'w').write('5'); before = status('VmRSS'); run(); print(status('VmHWM') - before)
-"""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
-    command = [sys.executable, "-c", program]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    return float(answer.split()[-1])
+def peak_mib(name, build, *args):
+    """Growth of the peak resident set over the function `name` of build(*args), in a fresh process that gives memory
+    back."""
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(growth, name, build, args).result()
+
+
+def growth(name, build, args):
+    """As peak_mib, in this process."""
+    def status(key):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+    torch.set_num_threads(1)
+    run = build(*args)[name]
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    run()
+    return status("VmHWM") - before
 
 
 def unit_rows(n, width=512):
@@ -86,25 +92,34 @@ def unit_rows(n, width=512):
     return F.normalize(torch.randn(n, width), dim=1)
 
 
+def captions_and_images(texts=25_010, images=5_000, width=512):
+    """Unit rows of captions and images, and the image of each caption: (texts, width), (images, width), (texts, 1)."""
+    positives = (torch.arange(texts) // 5).clamp(max=images - 1)[:, None]
+    return unit_rows(texts, width), unit_rows(images, width), positives
+
+
+def known_and_asked(known=50_000, asked=10_000, width=512):
+    """Unit rows and classes (of 100) of what is known and of what is asked: (known, width), (known,), and so on."""
+    return (unit_rows(known, width), torch.randint(0, 100, (known,)),
+            unit_rows(asked, width), torch.randint(0, 100, (asked,)))
+
+
+def of_ranks():
+    """The product and the ranks."""
+    text, image, positives = captions_and_images()
+    return {"product": lambda: text @ image.T, "ranks": lambda: common.retrieval_metrics(text, image, positives)}
+
+
 def ranks(rounds):
     """Exact ranks of 25,010 captions against 5,000 images, D = 512: the COCO test, chunked, against its product."""
-    text, image = unit_rows(25010), unit_rows(5000)
-    positives = (torch.arange(25010) // 5).clamp(max=4999)[:, None]          # (25010, 1)
-    t = Times({"product": lambda: text @ image.T,
-               "ranks": lambda: common.retrieval_metrics(text, image, positives)}, rounds)
-    peak = peak_mib("""
-text, image = torch.randn(25010, 512), torch.randn(5000, 512)
-positives = (torch.arange(25010) // 5).clamp(max=4999)[:, None]
-def run(): common.retrieval_metrics(text, image, positives)""")
+    t = Times(of_ranks(), rounds)
     return {"product_s": t.median("product"), "ours_s": t.median("ranks"), "ratio": t.ratio("ranks", "product"),
-            "goal": "<= 4",
-            "peak_mib": peak, "goal_mib": "< 150"}
+            "goal": "<= 4", "peak_mib": peak_mib("ranks", of_ranks), "goal_mib": "< 150"}
 
 
 def knn(rounds):
     """kNN@10 of 10,000 queries in 50,000 items, D = 512, 100 classes, against the product."""
-    train, test = unit_rows(50000), unit_rows(10000)
-    labels, truth = torch.randint(0, 100, (50000,)), torch.randint(0, 100, (10000,))
+    train, labels, test, truth = known_and_asked()
 
     def product():  # in chunks as well: the whole matrix would be 2 GB
         for i in range(0, 10000, 1024):
@@ -115,16 +130,11 @@ def knn(rounds):
             "goal": "<= 1.5"}
 
 
-def jpegs():
-    """16 JPEGs of 500 x 375 as bytes: enlarged noise, about as many bytes as a photograph."""
+def write_jpeg(out, small, size):
+    """Noise (h, w, 3) enlarged to size: about as many bytes as a photograph."""
     from PIL import Image
 
-    files = []
-    for small in np.random.default_rng(0).integers(0, 255, (16, 24, 42, 3), dtype=np.uint8):
-        out = io.BytesIO()
-        Image.fromarray(small).resize((500, 375), Image.BICUBIC).save(out, "jpeg", quality=92)
-        files.append(out.getvalue())
-    return files
+    Image.fromarray(small).resize(size, Image.BICUBIC).save(out, "jpeg", quality=92)
 
 
 def jpeg(rounds, n=192):
@@ -135,7 +145,10 @@ def jpeg(rounds, n=192):
     from PIL import Image
     from torchvision import transforms as T
 
-    files = jpegs()
+    files = [io.BytesIO() for _ in range(16)]
+    for out, small in zip(files, np.random.default_rng(0).integers(0, 255, (16, 24, 42, 3), dtype=np.uint8)):
+        write_jpeg(out, small, (500, 375))
+    files = [out.getvalue() for out in files]
     mean, std = encoders.base.STATS["imagenet"]
     pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1)), T.ToTensor(), T.Normalize(mean, std)])
     view, transform = common.Augment(224, 0.5), common.EvalTransform(224, mean, std)
@@ -265,6 +278,13 @@ def steps(rounds):
         "temo/infonce": t.ratio("temo", "infonce"), "goal": "<= 1.03; temo/infonce_4 <= 1.05"}
 
 
+def of_sinkhorn(m, n):
+    """The product and the biases of m texts and n videos."""
+    text, video = unit_rows(m), unit_rows(n)
+    sim = text @ video.T                                                     # (m, n)
+    return {"product": lambda: text @ video.T, "biases": lambda: ncl.sinkhorn_biases(sim, 0.01)}
+
+
 def sinkhorn(rounds):
     """The 4 rounds of NCL's biases at gamma = 0.01 against the similarity product they start from, D = 512.
 
@@ -272,30 +292,14 @@ def sinkhorn(rounds):
     """
     results = {}
     for m, n in ((4096, 4096), (16384, 1000)):
-        text, video = unit_rows(m), unit_rows(n)
-        sim = text @ video.T                                                 # (m, n)
-
-        def product(text=text, video=video):
-            return text @ video.T
-
-        def biases(sim=sim):
-            return ncl.sinkhorn_biases(sim, 0.01)
-
-        t = Times({"product": product, "biases": biases}, rounds)
-        peak = peak_mib(f"""
-import ncl
-from torch.nn.functional import normalize
-sim = normalize(torch.randn({m}, 512), dim=1) @ normalize(torch.randn({n}, 512), dim=1).T
-def run(): ncl.sinkhorn_biases(sim, 0.01)""")
-        shape = f"{m}x{n}"
+        t, peak, shape = Times(of_sinkhorn(m, n), rounds), peak_mib("biases", of_sinkhorn, m, n), f"{m}x{n}"
         results |= {f"product_s_{shape}": t.median("product"), f"biases_s_{shape}": t.median("biases"),
                     f"ratio_{shape}": t.ratio("biases", "product"), f"matrices_{shape}": peak * 2**20 / (4 * m * n)}
     return results | {"goal": "<= 6; about 3 matrices"}
 
 
-MAMA_STEP = """
-import mama
-def build(batch, meta, size=96):
+def of_mama(batch, meta, size=96):
+    """A plain step of a tiny ViT on `batch` clips, and those with a look-ahead on `meta` others."""
     torch.manual_seed(0)
     vision = common.VisionEncoder("vit_tiny_patch16_224", 128, False, size)
     model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean"))
@@ -305,23 +309,29 @@ def build(batch, meta, size=96):
         parts.append({"pixels": torch.randn(n, 3, size, size), "tokens": tokens})
     net, losses = mama.WeightNet(), mama.losses_of(model, 0.1, 0.2, torch.device("cpu"))
     theta = dict(model.named_parameters())
-    def plain():
-        video, text = mama.encode(model, **parts[0])                        # (B, D), (B, D)
-        mama.angular_margin_loss(video, text, 0.1, 0.2).mean().backward()
+
+    def sample_losses():
+        video, text = mama.encode(model, **parts[0])                         # (B, D), (B, D)
+        return mama.angular_margin_loss(video, text, 0.1, 0.2)               # (B,)
+
+    def descend(sample):
+        sample.mean().backward()
         model.zero_grad(set_to_none=False)
+
+    def plain():
+        descend(sample_losses())
+
     def ahead(method):
         mama.weightnet_gradient(losses, theta, *parts, net, 1e-3, method)
         plain()
+
     def fast():
-        video, text = mama.encode(model, **parts[0])                        # (B, D), (B, D)
-        sample = mama.angular_margin_loss(video, text, 0.1, 0.2)            # (B,)
+        sample = sample_losses()
         mama.weightnet_gradient(losses, theta, *parts, net, 1e-3, sample=sample)
-        sample.mean().backward()
-        model.zero_grad(set_to_none=False)
-    steps = {"plain": plain, "forward": lambda: ahead("forward"), "second_order": lambda: ahead("second-order"),
-             "fast": fast}
+        descend(sample)
     plain()
-    return steps"""
+    return {"plain": plain, "forward": lambda: ahead("forward"), "second_order": lambda: ahead("second-order"),
+            "fast": fast}
 
 
 def mama_step(rounds, batch=32):
@@ -329,49 +339,54 @@ def mama_step(rounds, batch=32):
 
     M = B and M = B / 4; forward mode (`fast`: --meta-memory fast) and second order; time, and at M = B peak memory
     beside weights and gradients."""
-    names = {"torch": torch, "common": common}
-    exec(MAMA_STEP, names)                                                   # the same text as in peak_mib's process
     results = {}
     for meta in (batch, batch // 4):
-        steps = names["build"](batch, meta)
+        steps = of_mama(batch, meta)
         steps["forward"]()                                                   # torch makes its rules at the first use
         t = Times(steps, rounds)
         results |= {f"{name}_s_M{meta}": t.median(name) for name in t}
-        results |= {f"ratio_{name}_M{meta}": t.ratio(name, "plain") for name in ("forward", "second_order", "fast")}
-    peak = {name: peak_mib(f"""{MAMA_STEP}
-run = build({batch}, {batch})['{name}']""") for name in ("plain", "forward", "second_order", "fast")}
+        results |= {f"ratio_{name}_M{meta}": t.ratio(name, "plain") for name in t if name != "plain"}
+    peak = {name: peak_mib(name, of_mama, batch, batch) for name in t}
     results |= {f"{name}_mib": p for name, p in peak.items()}
-    return results | {"memory_forward": peak["forward"] / peak["plain"],
-                      "memory_second_order": peak["second_order"] / peak["plain"],
-                      "memory_fast": peak["fast"] / peak["plain"],
-                      "goal": "forward: time <= 4.4 at M = B, 3.5 at M = B / 4, memory <= 1.3; fast: 3.9, 3.1, 2.4"}
+    results |= {f"memory_{name}": p / peak["plain"] for name, p in peak.items() if name != "plain"}
+    return results | {"goal": "forward: time <= 4.4 at M = B, 3.5 at M = B / 4, memory <= 1.3; fast: 3.9, 3.1, 2.4"}
 
 
-LOSS_MEMORY = """
-import temo, temperature_schedules as ts
-def clip(a, b):
-    from open_clip.loss import ClipLoss
-    return ClipLoss()(torch.nn.functional.normalize(a, dim=1), torch.nn.functional.normalize(b, dim=1), 10.0)
-losses = {"temo": lambda block, *e: temo.temo_loss(*e, 0.3, block=block),
-          "infonce": lambda block, *e: temo.multimodal_loss(*e[:2], 0.1, block),
-          "nt_xent": lambda block, *e: ts.nt_xent(*e[:2], 0.1, block),
-          "clip_loss": lambda block, *e: clip(*e[:2])}
-def loss(name, n, block=0):
-    e = [torch.randn(n, 256).requires_grad_() for _ in range(4)]
-    return lambda: losses[name](block, *e).backward()"""
+def of_losses(n, block=0, device="cpu"):
+    """The losses with their gradients over n pairs, D = 256, and open_clip's ClipLoss where it is installed.
+
+    block: rows of the similarities at a time; 0: as many as each chooses."""
+    e = [torch.randn(n, 256, device=device, requires_grad=True) for _ in range(4)]
+    losses = {"temo": lambda: temo.temo_loss(*e, 0.3, block=block),
+              "infonce": lambda: temo.multimodal_loss(*e[:2], 0.1, block),
+              "nt_xent": lambda: ts.nt_xent(*e[:2], 0.1, block)}
+    if find_spec("open_clip"):
+        from open_clip.loss import ClipLoss
+        losses["clip_loss"] = lambda: ClipLoss()(F.normalize(e[0], dim=1), F.normalize(e[1], dim=1), 10.0)
+
+    def with_gradient(loss):
+        loss().backward()
+        for x in e:
+            x.grad = None
+    return {name: functools.partial(with_gradient, loss) for name, loss in losses.items()}
+
+
+def of_later_losses(n):
+    """The same after a first block, which imports 130 MiB of torch, once in a process."""
+    for run in of_losses(64, 16).values():
+        run()
+    return of_losses(n)
 
 
 def loss_memory(rounds):
     """Peak MiB beside the embeddings, gradients counted, of the losses over N pairs, D = 256, and open_clip's ClipLoss.
 
-    No block is asked for. The first block of a process imports 130 MiB of torch, once; it runs before."""
+    No block is asked for."""
     results = {}
     for name in ("temo", "infonce", "nt_xent", "clip_loss"):
         for n in (4096, 8192):
-            results[f"{name}_mib_{n}"] = "not run" if name == "clip_loss" and not find_spec("open_clip") else peak_mib(
-                f"""{LOSS_MEMORY}
-loss('{name}', 64, 16)()
-run = loss('{name}', {n})""")
+            there = name != "clip_loss" or find_spec("open_clip")
+            results[f"{name}_mib_{n}"] = peak_mib(name, of_later_losses, n) if there else "not run"
     peer = results["clip_loss_mib_8192"]
     if peer != "not run":
         results["temo/clip_loss_8192"] = results["temo_mib_8192"] / peer

@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import engine.folder
 
 import pytest
 
-from benchmarks import claims
+import eval as eval_py
+import mama
+import temo
+from benchmarks import claims, cross, lengths, questions
 
 CLAIM = {"says": "a beats b", "paper": "none", "flags": "", "metric": "R@1",
          "arms": {"a": ["temo.py --x 1", "temo.py --x 2"], "b": ["temo.py --y 1", "temo.py --y 2"]}}
@@ -27,10 +31,25 @@ def results(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write(command, val, test):
-    record = {"command": "python " + " ".join(command), "commit": "c", "machine": "m", "wall_s": 1.0,
-              "val": {"set": {"R@1": val}}, "test": {"set": {"R@1": test}}}
+def write(command, val, test, **more):
+    """The record of a command, whose metrics are given as R@1 or whole."""
+    val, test = ({"set": x if isinstance(x, dict) else {"R@1": x}} for x in (val, test))
+    record = {"command": "python " + " ".join(command), "commit": "c", "machine": "m", "versions": ["v"],
+              "wall_s": 36.0, "val": val, "test": test} | more
     claims.file_of(command).write_text(json.dumps(record))
+
+
+def parsed(words, **places):
+    """The flags of a command as its script reads them."""
+    parse_args = importlib.import_module(words[0].removesuffix(".py")).parse_args
+    return parse_args([word.format(**places) for word in words[1:]])
+
+
+@pytest.fixture
+def places(tmp_path):
+    """What stands in braces in commands."""
+    (tmp_path / "tail.npy").touch()
+    return {"fashion": ".", "tail": tmp_path / "tail.npy", "uniform": tmp_path / "tail.npy"}
 
 
 def test_interval_and_power_by_hand():
@@ -71,6 +90,22 @@ def test_a_claim_is_tuned_on_val_and_decided_on_test(results):
     assert (results / "claims" / "claim.png").is_file() and "claim" in json.loads((results / "claims.json").read_text())
 
 
+@pytest.mark.parametrize("program, flags", [(claims, ["--trials", "2"]), (lengths, ["--lengths", "3", "10"])])
+def test_what_is_missing_is_run_and_what_fails_is_not_tried_again(results, monkeypatch, program, flags):
+    """Both trials of b fail; those of a and what follows from them (two seeds, or two rates) end well."""
+    tried = []
+
+    def run(words, places, keep):
+        tried.append(words)
+        if "--x" in words:
+            write(words, val=1.0, test=1.0)
+            return claims.record_of(words)
+    monkeypatch.setattr(claims, "run", run)
+    with pytest.raises(SystemExit, match="^2 runs failed; see above"):
+        program.main(["--claims", "claim", "--seeds", "2", "--jobs", "2", *flags])
+    assert len(tried) == len({str(words) for words in tried}) == 6 and sum("--y" in words for words in tried) == 2
+
+
 def test_a_row_compares_the_same_seeds_and_goes_with_its_claim(results, monkeypatch):
     what = ("claim", "full", 1, 3)
     commands, _ = claims.runs_of(*what)
@@ -96,15 +131,13 @@ def test_all_directions_are_reported_beside_the_one_that_decides(results, monkey
             numbers = {"text_to_image": {"R@1": 10.0 + shift, "R@10": 50.0 + shift * k},
                        "image_to_text": {"R@1": 10.0 - shift, "R@10": 50.0}}
             test = {"normalize": {"none": numbers}} if arm == "b" else numbers
-            record = {"command": "c", "commit": "c", "machine": "m", "wall_s": 1.0, "val": {"s": test},
-                      "test": {"s": test}}
-            claims.file_of(commands[arm][0][1 + k]).write_text(json.dumps(record))
+            write(commands[arm][0][1 + k], test, test)
     table = claims.write_tables(["claim"], "full", 1, 2)
     row = "| claim: a | b | **+5.0 ± 0.0** | +2.5 ± 31.8 | **-5.0 ± 0.0** | +0.0 ± 0.0 |  |  |  |"
     assert row in table and row in claims.write_tables([], "full", 1, 2)
     for file in (claims.file_of(c) for c in commands["b"][0][1:]):  # a metric that one script has not is left out
         record = json.loads(file.read_text())
-        del record["test"]["s"]["normalize"]["none"]["image_to_text"]
+        del record["test"]["set"]["normalize"]["none"]["image_to_text"]
         file.write_text(json.dumps(record))
     assert "| claim: a | b | **+5.0 ± 0.0** | +2.5 ± 31.8 |  |  |  |" in claims.write_tables(["claim"], "full", 1, 2)
 
@@ -117,16 +150,13 @@ def test_a_metric_that_is_not_there_and_a_folder_that_is_not_there(results, monk
         claims.main(["--fashion", "nowhere"])
 
 
-def test_cross_evaluates_a_run_with_and_without_biases_at_one_gamma(tmp_path, monkeypatch):
+def test_cross_evaluates_a_run_with_and_without_biases_at_one_gamma(results, tmp_path, monkeypatch):
     """A real run of another tau; what is kept of other flags is not taken."""
-    import temo
-    monkeypatch.syspath_prepend(str(claims.ROOT / "benchmarks"))
-    cross = importlib.import_module("cross")
-    monkeypatch.setattr(cross.claims, "RESULTS", tmp_path)
-    (tmp_path / "claims").mkdir()
+    monkeypatch.setattr(claims, "subprocess", SimpleNamespace(  # eval.py, in this process
+        run=lambda words, **_: eval_py.main(eval_py.parse_args(words[2:])), DEVNULL=None))
     words = ["temo.py", *"--dataset moving-emoji --clips 24 8 8 --image-size 16 --frames 2 --batch-size 8".split(),
              *"--max-steps 1 --eval-every 0 --loss infonce --tau 0.05".split()]
-    file = cross.claims.file_of(words)
+    file = claims.file_of(words)
     temo.main(temo.parse_args([*words[1:], "--cpu", "--output-dir", str(tmp_path / "keep"), "--run-name", file.stem]))
     kept = file.with_name(f"{file.stem}.normalized.json")
     kept.write_text(json.dumps({"command": "of another gamma"}))
@@ -153,17 +183,14 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
     assert engine.folder.commit().endswith("+changes")
 
 
-def test_every_claim_names_flags_that_its_script_has(tmp_path):
-    tail = tmp_path / "tail.npy"
-    tail.touch()
+def test_every_claim_names_flags_that_its_script_has(places):
     for name in claims.CLAIMS:
         for suite in ("quick", "full", "gpu"):
             commands, metrics = claims.runs_of(name, suite, 3, 1)
             trials = {len(of_arm) for of_arm in commands.values()}
             assert len(trials) == 1 and all(metrics.values()), name  # tuned alike
             for command in (seeds[0] for of_arm in commands.values() for seeds in of_arm):
-                parse_args = importlib.import_module(command[0][:-3]).parse_args
-                args = parse_args([word.format(fashion=".", tail=tail, uniform=tail) for word in command[1:]])
+                args = parsed(command, **places)
                 if suite == "gpu":
                     assert args.image_encoder == "resnet18-cifar" and not args.index_file or args.frames == 8
                 assert args.max_steps == (3 if suite == "quick" else 0)
@@ -182,31 +209,17 @@ def test_claims_on_other_data(results, monkeypatch, capsys):
     assert (results / "claims_own.md").is_file() and not (results / "claims.md").exists()
 
 
-@pytest.fixture
-def lengths(tmp_path, monkeypatch):
-    """benchmarks/lengths.py with an empty results folder."""
-    monkeypatch.syspath_prepend(str(claims.ROOT / "benchmarks"))
-    module = importlib.import_module("lengths")
-    monkeypatch.setattr(module.claims, "RESULTS", tmp_path)
-    (tmp_path / "claims").mkdir()
-    return module
-
-
-def test_longer_runs_scale_what_is_counted_in_epochs_and_steps(lengths, tmp_path):
+def test_longer_runs_scale_what_is_counted_in_epochs_and_steps(places):
     """As each script reads its flags: epochs, warm-up, period and margin, for every claim; length 1 to the word."""
-    tail = tmp_path / "tail.npy"
-    tail.touch()
     for name, claim in claims.CLAIMS.items():
         counts = set()
         for arm in claim["arms"]:
             _, trials = lengths.trials_of(name, arm, 4)
             counts.add(len(trials))
-            words = lengths.claims.command(lengths.claims.CLAIMS[name], trials[0], "full", 0)
+            words = claims.command(claim, trials[0], "full", 0)
             assert lengths.words_of(name, (trials[0], 1), 1, 0) == words
-            parse_args = importlib.import_module(words[0][:-3]).parse_args
             today, longer, twice = (
-                parse_args([w.format(fashion=".", tail=tail, uniform=tail) for w in words_of[1:]]) for words_of in (
-                    words, lengths.scaled(words, 10), lengths.scaled(words, 3, 2)))
+                parsed(of, **places) for of in (words, lengths.scaled(words, 10), lengths.scaled(words, 3, 2)))
             assert twice.epochs == 3 * today.epochs and twice.lr == 2 * today.lr and twice.lr_end == today.lr_end
             changed = {k for k, v in vars(today).items() if vars(longer)[k] != v}
             margin = {"a2"} if words[0] == "mama.py" and today.margin_schedule != "none" else set()
@@ -216,10 +229,8 @@ def test_longer_runs_scale_what_is_counted_in_epochs_and_steps(lengths, tmp_path
                 factor = 0.1 if key == "a2" else 10
                 assert vars(longer)[key] == pytest.approx(factor * vars(today)[key]), (name, key)
         assert len(counts) == 1, name  # tuned alike
-    first, second = (lengths.claims.runs_of("ts-long-tail", "full", 3, 5)[0][arm][0][0] for arm in ("cosine", "fixed"))
-    kept = claims.ROOT / "benchmarks" / "results" / "claims"  # the runs there are: a changed word would lose them
-    assert (kept / lengths.claims.file_of(lengths.scaled(first, 1)).name).is_file()
-    assert (kept / lengths.claims.file_of(lengths.scaled(second, 1)).name).is_file()
+    for of_arm in claims.runs_of("ts-long-tail", "full", 3, 5)[0].values():  # a changed word would lose the runs there
+        assert claims.record_of(lengths.scaled(of_arm[0][0], 1))
 
 
 @pytest.mark.parametrize("points, words", [
@@ -229,20 +240,16 @@ def test_longer_runs_scale_what_is_counted_in_epochs_and_steps(lengths, tmp_path
     ([(564, -3, 1), (1692, 0, 2), (5640, -2, 1)], "does not hold up to 5,640 steps"),
     ([(564, -3, 1), (5640, -0.5, 1)], "not decidable"), ([(564, 3, 1), (5640, -2, 1)], "not decidable"),
     ([(564, 3, 1), (5640, 1, math.inf)], "not decidable"), ([], "not decidable")])
-def test_verdicts_over_lengths(lengths, points, words):
+def test_verdicts_over_lengths(points, words):
     assert lengths.verdict(points) == words
 
 
-def test_lengths_are_tuned_at_three_and_keep_the_choice(lengths, tmp_path, monkeypatch):
+def test_lengths_are_tuned_at_three_and_keep_the_choice(results, monkeypatch):
     """Trials, then rates of the best, then pairs; ten times as long with the same choice; one table and picture."""
-    monkeypatch.setattr(lengths.claims, "CLAIMS", {"claim": CLAIM})
     monkeypatch.setattr(lengths, "PAPER", {"claim": {"b": {"their data": 1.5}}})
 
     def record(words, val, test):
-        lengths.claims.file_of(words).write_text(json.dumps(
-            {"command": "python " + " ".join(words), "commit": "c", "machine": "m", "wall_s": 36.0,
-             "steps": int(words[words.index("--epochs") + 1]) * 10, "val": {"set": {"R@1": val}},
-             "test": {"set": {"R@1": test}}}))
+        write(words, val, test, steps=int(words[words.index("--epochs") + 1]) * 10)
     what = (2, [2.0], 3)
     assert lengths.hours("claim", 3, *what)[0] == 2 * (2 + 1 + 3)
     first = lengths.wanted("claim", 10, *what)
@@ -251,7 +258,7 @@ def test_lengths_are_tuned_at_three_and_keep_the_choice(lengths, tmp_path, monke
     for k, words in enumerate(first):
         record(words, val=10 + (k in (1, 2)), test=99 - k)
     rates = lengths.wanted("claim", 3, *what)
-    assert [w[5:7] + w[-2:] for w in rates if not lengths.claims.file_of(w).exists()] == [
+    assert [w[5:7] + w[-2:] for w in rates if not claims.file_of(w).exists()] == [
         ["--x", "2", "--lr", "0.004"], ["--y", "1", "--lr", "0.004"]]
     for k, words in enumerate(rates):
         record(words, val=12 - 4 * k, test=0)  # better for a, worse for b
@@ -266,19 +273,14 @@ def test_lengths_are_tuned_at_three_and_keep_the_choice(lengths, tmp_path, monke
     table = lengths.write_tables(["claim"], [3, 10], *what)
     assert "| a beats b | a - b | 300: +2.0 ± 0.0 (3) | 1,000: +9.0 ± 0.0 (3) | +1.5 their data | " in table
     assert table.endswith("| holds from 300 steps on |")
-    kept = json.loads((tmp_path / "claims_lengths.json").read_text())["claim"]["lengths"]["10"]["arms"]["a"]
+    kept = json.loads((results / "claims_lengths.json").read_text())["claim"]["lengths"]["10"]["arms"]["a"]
     assert [t["chosen"] for t in kept["tuning"]] == [False, False, True] and kept["flags"].endswith("--lr 0.004")
-    assert (tmp_path / "claims_lengths" / "claim.png").is_file()
-    assert "| claim | a | 300 | `--x 2 --epochs 30" in (tmp_path / "claims_lengths.md").read_text()
+    assert (results / "claims_lengths" / "claim.png").is_file()
+    assert "| claim | a | 300 | `--x 2 --epochs 30" in (results / "claims_lengths.md").read_text()
 
 
-def test_rows_of_questions_name_flags_and_are_written(tmp_path, monkeypatch):
+def test_rows_of_questions_name_flags_and_are_written(results):
     """Every row is parsed by mama.py; a table of two records has their means, and names what was not run."""
-    import mama
-    monkeypatch.syspath_prepend(str(claims.ROOT / "benchmarks"))
-    questions = importlib.import_module("questions")
-    monkeypatch.setattr(questions.claims, "RESULTS", tmp_path)
-    (tmp_path / "claims").mkdir()
     wanted = questions.commands(2)
     with pytest.raises(SystemExit, match="no run has ended well"):
         questions.write(wanted)
@@ -288,23 +290,35 @@ def test_rows_of_questions_name_flags_and_are_written(tmp_path, monkeypatch):
         assert args.task == words[words.index("--task") + 1] and args.eval_every == 0
     answers = {c: 40.0 for c in questions.COLUMNS.values()}
     for k, words in enumerate(wanted["qa-open", "no margin"]):
-        record = {"command": "python " + " ".join(words), "commit": "c" * 12, "machine": "m", "versions": ["v"],
-                  "test": {"s": answers | {"accuracy": 50.0 + k}}, "val": {"s": answers}, "chance": {"s": answers}}
-        questions.claims.file_of(words).write_text(json.dumps(record))
+        write(words, answers, answers | {"accuracy": 50.0 + k}, chance={"set": answers})
     table = questions.write(wanted)
     assert "| qa-open | no margin | 2 | 50.5 ± 0.7 | 40.0 ± 0.0 |" in table and "qa-choice" not in table
-    text = (tmp_path / "mama_qa_rows.md").read_text()
+    text = (results / "mama_qa_rows.md").read_text()
     assert text.startswith(table) and "Not run: qa-open, margin and weights (default); qa-open, no weights" in text
 
 
-def test_gpu_steps_run_dry_leave_a_file_and_outlive_one_that_fails():
-    """gpu.sh on the CPU: a step, the same again (its file is there), and one that cannot run."""
-    root = Path(__file__).resolve().parents[1]
+def test_gpu_steps_go_on_where_one_fails_and_skip_what_is_there(tmp_path):
+    """gpu.sh with a stand-in for python, which leaves a file for each step but one."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$2" != nonsense ] && echo "$@" > "$4/$2.json"\n')
+    python.chmod(0o755)
     command = ["bash", "benchmarks/gpu.sh", "--dry", "evaluation", "nonsense", "evaluation"]
-    environment = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    environment = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run(command, cwd=claims.ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout.endswith("failed, or longer than 540 s: nonsense\n"), done.stderr
     skipped, = (line for line in done.stdout.splitlines() if line.endswith("is there, skipped"))
-    record = json.loads(Path(skipped.split()[1]).read_text())
+    file = Path(skipped.split()[1])
+    assert file.read_text() == f"benchmarks/gpu.py evaluation --results {file.parent} --dry\n"
+
+
+def test_gpu_steps_run_dry_and_leave_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    gpu = importlib.import_module("benchmarks.gpu")
+    for step in ("evaluation", "losses"):
+        gpu.main([step, "--results", str(tmp_path), "--dry"])
+    record = json.loads((tmp_path / "evaluation.json").read_text())
     assert record["command"] == "bash benchmarks/gpu.sh --dry evaluation" and record["cards"] == "none: a dry run"
     assert record["results"]["ranks"]["largest difference"] == 0 and record["results"]["ranks"]["card"]["seconds"] > 0
+    losses = json.loads((tmp_path / "losses.json").read_text())["results"]["N = 64"]
+    assert losses["temo, blocks"]["ratio"] == 1 and losses["nt_xent, whole"]["seconds"] > 0

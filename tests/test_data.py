@@ -1177,10 +1177,10 @@ def test_write_paraphrases(pegasus, tmp_path):
 
 
 def test_write_paraphrases_errors(pegasus, tmp_path):
-    with pytest.raises(UserError, match="--paraphrase-model no/such"):
+    with pytest.raises(UserError, match="--model no/such"):
         paraphrase.write_paraphrases(["a cat"], tmp_path / "p.jsonl", "no/such")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--write-paraphrases .*cannot be written"):
+    with pytest.raises(UserError, match="--out .*cannot be written"):
         paraphrase.write_paraphrases(["a cat"], tmp_path / "file" / "p.jsonl", pegasus)
 
 

@@ -15,23 +15,22 @@ from engine.flags import OneLine
 from engine.ranges import count
 
 MODEL = "tuner007/pegasus_paraphrase"
-FLAGS = ("--paraphrase-model", "--write-paraphrases")  # as temo.py calls the model and the file, for messages
 
 
-def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, device="cpu", max_tokens=60, flags=FLAGS):
+def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, device="cpu", max_tokens=60):
     """Paraphrases of each caption as JSON lines; continues where an earlier call stopped; duplicates are done once.
 
     Args: captions: iterable of str; model: seq2seq model on the hub or in a folder; per_caption: paraphrases of each;
-        batch: captions at a time; max_tokens: of a caption and of a paraphrase; flags: names for messages.
+        batch: captions at a time; max_tokens: of a caption and of a paraphrase.
     Raises: UserError when the model or its tokenizer's packages are missing, or the file cannot be read or written.
     """
     path = Path(path)
-    done = _finished(path, flags[1])
+    done = _finished(path)
     todo = [c for c in dict.fromkeys(captions) if c not in done]
     say(f"{len(done)} captions are in {path}, {len(todo)} to do")
     if not todo:
         return
-    answers = _paraphraser(model, per_caption, device, max_tokens, flags[0])
+    answers = _paraphraser(model, per_caption, device, max_tokens)
     from tqdm import tqdm
     try:
         with open(path, "a", encoding="utf8") as f:
@@ -41,14 +40,14 @@ def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, devi
                     f.write(json.dumps({"caption": text, "paraphrases": lines}) + "\n")
                 f.flush()
     except OSError as error:
-        raise UserError(f"{flags[1]} {path}: cannot be written ({error.strerror or error})") from error
+        raise UserError(f"--out {path}: cannot be written ({error.strerror or error})") from error
 
 
-def _finished(path, flag):
+def _finished(path):
     """The captions that the file has already; a last line that a crash cut is taken out of it."""
     if not path.exists():
         if not path.parent.is_dir():  # said now, not after the model's download
-            raise UserError(f"{flag} {path}: cannot be written (there is no folder {path.parent})")
+            raise UserError(f"--out {path}: cannot be written (there is no folder {path.parent})")
         return set()
     try:
         with open(path, encoding="utf8") as f:
@@ -58,14 +57,14 @@ def _finished(path, flag):
         if len(whole) < len(lines):
             path.write_text("".join(whole), encoding="utf8")
     except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written ({error.strerror or error})") from error
+        raise UserError(f"--out {path}: cannot be written ({error.strerror or error})") from error
     except (ValueError, KeyError, TypeError) as error:
         why = first_line(error)
-        raise UserError(f"{flag} {path}: is there already and is no file of paraphrases ({why})") from error
+        raise UserError(f"--out {path}: is there already and is no file of paraphrases ({why})") from error
     return done
 
 
-def _paraphraser(model, per_caption, device, max_tokens, flag):
+def _paraphraser(model, per_caption, device, max_tokens):
     """texts -> list of lists of str, by beam search: no random numbers."""
     import torch
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -76,7 +75,7 @@ def _paraphraser(model, per_caption, device, max_tokens, flag):
         modules = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
         missing = [package for package, module in modules.items() if not _import_works(module)]
         hint = f"; its tokenizer may need: pip install {' '.join(missing)}" if missing else ""
-        raise UserError(f"{flag} {model}: {hub_reason(error)}{hint}") from error
+        raise UserError(f"--model {model}: {hub_reason(error)}{hint}") from error
     network = network.to(device).eval()
 
     @torch.inference_mode()
@@ -115,8 +114,7 @@ def main(argv=None):
     data = common.load_data(args.dataset, "train", **options)
     import torch
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
-    write_paraphrases(data.first_captions(), args.out, args.model, args.per_caption, args.batch, device,
-                      flags=("--model", "--out"))
+    write_paraphrases(data.first_captions(), args.out, args.model, args.per_caption, args.batch, device)
 
 
 if __name__ == "__main__":
