@@ -75,8 +75,8 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     metrics["modality_gap"] = modality_gap(image, pieces["text"])
     chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
     found, by_chance = mir_of(model, tokenizer, pieces, device)
-    metrics |= {"mir": found} if found else {}
-    chance |= {"mir": by_chance} if found else {}
+    if found:
+        metrics["mir"], chance["mir"] = found, by_chance
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
@@ -101,8 +101,7 @@ def metrics_table(title, metrics, chance):
     for name, label in ways:
         cells = [f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys]
         lines.append(f"{label:<22}" + "".join(cells))
-    if "R-Mean" in metrics:
-        lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
+    lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
     if "mir" in metrics:
         lines += table_lines(metrics["mir"], chance["mir"], ways)
     if "knn@1" in metrics:

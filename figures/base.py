@@ -227,7 +227,7 @@ def draw_retrieval(pieces, path, queries=8, top=5, bias=None):
     rng = np.random.default_rng(0)
     items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
     rows = [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
-    name = f"{data.name} ({data.split}): text -> {_kind(data, index)}"
+    name = f"{data.name} ({data.split}): text -> {'image' if data.read(int(index[0])).ndim == 3 else 'video'}"
     sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
     sim = sim if bias is None else sim + bias
     best = sim.topk(min(top, sim.shape[1]), dim=1)               # (q, top)
@@ -289,10 +289,6 @@ def draw_answers(pieces, path, each=4):
         ax.set_xlabel("\n".join(wrap(words, 34) for words in given), fontsize=8)
     fig.suptitle(f"{data.name} ({data.split}): answers, {100 * hits.mean():.1f} % of {len(hits)} right", fontsize=10)
     save_figure(fig, path)
-
-
-def _kind(data, index):
-    return "video" if len(index) and data.read(int(index[0])).ndim != 3 else "image"
 
 
 def cell(data, index):
