@@ -31,7 +31,6 @@ The result is a table, eval.json, and pictures in --output-dir.
 """
 
 import argparse
-import functools
 import json
 import sys
 from pathlib import Path
@@ -189,8 +188,7 @@ def histograms(case):
     if rank() == 0:
         stages = {case.args.checkpoint or "model": case.metrics["histograms"]}
         title = f"{case.name} ({case.args.split}): image-text cosines"
-        draw = functools.partial(draw_histograms, title=title)
-        draw_picture(case.picture("similarities"), draw, stages)
+        draw_picture(case.picture("similarities"), draw_histograms, stages, title=title)
 
 
 TASKS = {"retrieval": retrieval, "mir": mir.task, **TASKS, "gap": gap, "histograms": histograms,
@@ -267,7 +265,7 @@ def evaluate(subject, name, options, first=True):
     if rank() == 0 and "retrieval" in case.metrics:
         path = subject.folder / f"retrieval.{args.figures}" if first else case.picture("retrieval")
         bias, *_ = case.pieces.get("biases", {}).get(case.metrics.get("normalized_by"), [None])
-        draw_picture(path, functools.partial(draw_retrieval, bias=bias), case.pieces)
+        draw_picture(path, draw_retrieval, case.pieces, bias=bias)
     found = {"metrics": case.metrics, "chance": case.chance, "left_out": left_out}
     return found | ({"changed": case.changed} if case.changed else {}), failed
 

@@ -65,8 +65,8 @@ def with_class(labels, features):
     return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
 
 
-def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, few=None, limits=None):
-    """kNN@1, kNN@10 and, with probes, the few-shot (smallest class's size) and the all-images probe of features.
+def class_metrics(train, train_labels, test, test_labels, few=None, limits=None):
+    """kNN@1, kNN@10, the few-shot (smallest class's size) and the all-images probe of features.
 
     Args: train (M, width), test (Q, width), labels numpy; few: (features, labels) that the few-shot probe learns from
         instead; limits: of head_mid_tail.
@@ -76,10 +76,9 @@ def class_metrics(train, train_labels, test, test_labels, probes=True, seed=42, 
     classes, data = np.unique(train_labels), (train, y, test, truth)
     smallest = int(np.bincount(train_labels)[classes].min())
     results = {f"knn@{k}": knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
-    if probes:
-        source, shots = ((few[0], torch.from_numpy(few[1])), None) if few else ((train, y), smallest)
-        results["few-shot"] = linear_probe(*source, test, truth, few_shot=shots, seed=seed, per_class=True)
-        results["all"] = linear_probe(*data, seed=seed, per_class=True)
+    source, shots = ((few[0], torch.from_numpy(few[1])), None) if few else ((train, y), smallest)
+    results["few-shot"] = linear_probe(*source, test, truth, few_shot=shots, per_class=True)
+    results["all"] = linear_probe(*data, per_class=True)
     metrics, chance = {}, {}
     for name, result in results.items():
         overall = {k: v for k, v in result.items() if k != "per_class"}
@@ -131,16 +130,16 @@ class ClassEvaluator:
         args, few = self.args, None
         how = self.transform, self.device, args.eval_batch, args.workers
         rows, _, known, _ = encode_images(self.model, self.train, *how)
-        train_labels = np.asarray(self.train.labels)[rows]
+        train_labels = self.train.labels[rows]
         pieces = {"train_features": known, "train_labels": train_labels}
         if split not in self.sets:
             return {}, {}, pieces
         data = self.sets[split]
         index, _, features, bad = encode_images(self.model, data, *how)
-        labels = np.asarray(data.labels)[index]
+        labels = data.labels[index]
         if "few-shot" in self.sets:
             shots, _, some, _ = encode_images(self.model, self.sets["few-shot"], *how)
-            few = some, np.asarray(self.sets["few-shot"].labels)[shots]
+            few = some, self.sets["few-shot"].labels[shots]
         metrics, chance, per_class = class_metrics(known, train_labels, features, labels, few=few,
                                                    limits=getattr(args, "shot_limits", None))
         metrics |= {"images": len(index), "unreadable": len(bad)}

@@ -17,7 +17,7 @@ import torch
 
 from encoders.base import CLIP_VIP, STATS
 from evaluation.answers import refuse_untrained
-from evaluation.by_class import TASKS, padded_and_flipped, with_class
+from evaluation.by_class import TASKS, padded_and_flipped
 from evaluation.embed import encode_images, encode_texts, few_queries, say_unreadable
 from evaluation.metrics import NotFinite
 from evaluation.retrieval import retrieval_pieces
@@ -32,9 +32,8 @@ class Subject:
 
     def __init__(self, args):
         gpu, run = torch.cuda.is_available() and not args.cpu, Path(args.checkpoint)
-        self.args, self.device = args, torch.device("cpu")
-        if gpu:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        self.args, local = args, int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device("cuda", local) if gpu else torch.device("cpu")
         model, self.tokenizer, self.transform, self.own = open_model(args)
         self.model = model.to(self.device)
         usual = ["qa"] if hasattr(model, "answers") else ["retrieval", "knn", "gap"]
@@ -129,18 +128,17 @@ class Case:
     def labelled(self, task):
         """image (M, D), features (M, width), labels (M,) of the images that have a class."""
         index, image, features = self.images(task)
-        labels = np.asarray(self.data.labels)[index]
-        known = torch.from_numpy(labels >= 0)
+        labels = torch.from_numpy(self.data.labels[index])                 # (M,)
+        known = labels >= 0
         if not known.all():
             self.metrics["without_class"] = int((~known).sum())
-        return image[known], features[known], torch.from_numpy(labels)[known]
+        return image[known], features[known], labels[known]
 
     @functools.cached_property
     def pieces(self):
         """retrieval_pieces of the set: images and all their captions."""
         subject, (index, image, _) = self.subject, self.images("retrieval")
-        towers = subject.model, subject.tokenizer
-        pieces = retrieval_pieces(*towers, self.data, index, image, subject.device)
+        pieces = retrieval_pieces(subject.model, subject.tokenizer, self.data, index, image, subject.device)
         self.metrics["captions"] = len(pieces["text"])
         return pieces
 
@@ -186,9 +184,8 @@ class Case:
 
     def _features(self, data, view):
         rows, _, features, _ = self.subject.images(data, view)
-        labels = np.asarray(data.labels)[rows]
-        (labels,), (features,) = with_class((labels,), (features,))
-        return features, torch.from_numpy(labels)
+        labels = torch.from_numpy(data.labels[rows])                       # (K,)
+        return features[labels >= 0], labels[labels >= 0]
 
     def picture(self, kind):
         """Path of a picture of this set."""

@@ -138,16 +138,15 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
         votes = torch.zeros(len(near), classes, device=train.device)  # (c, classes)
         votes.scatter_add_(1, train_labels[near], ballots)
         hits.append(votes.argmax(1) == test_labels[i:i + chunk])
-    result = class_accuracy(torch.cat(hits), test_labels)
-    return result if per_class else {k: v for k, v in result.items() if k != "per_class"}
+    return class_accuracy(torch.cat(hits), test_labels, per_class)
 
 
-def class_accuracy(hits, labels):
-    """{top1, mean_per_class, per_class} in percent of hits (Q,) bool."""
+def class_accuracy(hits, labels, per_class):
+    """{top1, mean_per_class} in percent of hits (Q,) bool, with per_class also per_class {class: percent}."""
     hits = hits.double()
-    per_class = {int(c): 100 * hits[labels == c].mean().item() for c in labels.unique()}
-    mean = float(np.mean(list(per_class.values())))
-    return {"top1": 100 * hits.mean().item(), "mean_per_class": mean, "per_class": per_class}
+    of_class = {int(c): 100 * hits[labels == c].mean().item() for c in labels.unique()}
+    result = {"top1": 100 * hits.mean().item(), "mean_per_class": float(np.mean(list(of_class.values())))}
+    return result | {"per_class": of_class} if per_class else result
 
 
 def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
@@ -194,8 +193,7 @@ def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42,
             raise ValueError(f"few_shot = {few_shot}: the smallest class has {min(map(len, rows))} images")
         x, y = x[np.concatenate(rows)], y[np.concatenate(rows)]
     predicted = LinearSVC(random_state=42).fit(x, y).predict(q)
-    result = class_accuracy(torch.from_numpy(predicted) == truth, truth)
-    return result if per_class else {k: result[k] for k in ("top1", "mean_per_class")}
+    return class_accuracy(torch.from_numpy(predicted) == truth, truth, per_class)
 
 
 def head_mid_tail(train_labels, per_class, limits=None):

@@ -7,13 +7,13 @@ by relevancy in mir.py, of answers in answers.py, the pure numbers in metrics.py
 import math
 
 import common
-from engine.base import UserError, first_line, plain_words, say
+from engine.base import UserError, first_line, say
 
 import numpy as np
 import torch
 
 from evaluation.by_class import nearest
-from evaluation.embed import encode_images, encode_texts, few_queries, say_unreadable
+from evaluation.embed import encode_images, encode_texts, few_queries, read_batch, say_unreadable
 from evaluation.metrics import modality_gap, retrieval_chance, retrieval_metrics
 from evaluation.mir import mir_of, table_lines
 
@@ -75,8 +75,8 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     metrics["modality_gap"] = modality_gap(image, pieces["text"])
     chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
     found, by_chance = mir_of(model, tokenizer, pieces, device)
-    metrics |= {"mir": found} if found else {}
-    chance |= {"mir": by_chance} if found else {}
+    if found:
+        metrics["mir"], chance["mir"] = found, by_chance
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
@@ -101,8 +101,7 @@ def metrics_table(title, metrics, chance):
     for name, label in ways:
         cells = [f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys]
         lines.append(f"{label:<22}" + "".join(cells))
-    if "R-Mean" in metrics:
-        lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
+    lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways")
     if "mir" in metrics:
         lines += table_lines(metrics["mir"], chance["mir"], ways)
     if "knn@1" in metrics:
@@ -119,29 +118,6 @@ def metrics_table(title, metrics, chance):
     return "\n".join(line for line in lines if line)
 
 
-def readable(sets):
-    """Raises: UserError where of an evaluation set {name: {split: Data}} no image or no caption is there."""
-    for name, splits in sets.items():
-        for split, data in splits.items():
-            first = range(min(len(data), 100))
-            if all(_why_unreadable(data, i) for i in first):
-                raise UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
-                                f"split can be read, first {data.key(0)}: {_why_unreadable(data, 0)}")
-            if not any(data.captions(i) for i in first):
-                raise UserError(f"--eval-datasets {name}: its {split} split has no captions")
-
-
-def _why_unreadable(data, i):
-    """Why example i cannot be read; "" where it can."""
-    try:
-        data.read(i)
-        return ""
-    except (OSError, ValueError, RuntimeError) as error:
-        if words := plain_words(error):  # any other sample would fail like this one
-            raise UserError(words) from error
-        return first_line(error)
-
-
 class Evaluator:
     """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set.
 
@@ -153,8 +129,17 @@ class Evaluator:
         self.train, self.args, self.also, self.errors = train, args, also, {}
 
     def check(self):
-        """Before training: every split can be opened, has a readable image and a caption."""
-        readable(self.sets)
+        """Before training: every split can be opened. Raises: UserError where one has no readable image or no
+        caption."""
+        for name, splits in self.sets.items():
+            for split, data in splits.items():
+                first = range(min(len(data), 100))
+                if all(read_batch(data, self.transform, [i])[2] for i in first):
+                    why = read_batch(data, self.transform, [0])[2][0]
+                    raise UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {split} "
+                                    f"split can be read, first {data.key(0)}: {why}")
+                if not any(data.captions(i) for i in first):
+                    raise UserError(f"--eval-datasets {name}: its {split} split has no captions")
 
     def __call__(self, split):
         metrics, chance, pieces = {}, {}, {}

@@ -15,7 +15,7 @@ import math
 import textwrap
 import warnings
 
-from engine.base import first_line, say
+from engine.base import first_line, say, slug
 
 import numpy as np
 import torch
@@ -31,6 +31,11 @@ def draw_picture(path, function, *args, **options):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)  # half a picture says less than none
         say(f"{path.name} cannot be drawn and is left out: {type(error).__name__}: {first_line(error)}")
+
+
+def by_set(pieces):
+    """(name, end of its pictures' names, pieces) of each set of a run; the first set's pictures have plain names."""
+    return [(name, f"_{slug(name)}" if k else "", piece) for k, (name, piece) in enumerate(pieces.items())]
 
 
 GREEN, GREY = "tab:green", "lightgrey"
@@ -160,6 +165,12 @@ def _fit(text, room, side="width", lines=3):
 
 
 # ======================================================= curves ======================================================
+BATCH = [("learning rate", "lr", {"lr": "lr"}),  # panels of pairs of images and texts
+         ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
+         ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
+         ("speed", "samples per second", {"all processes": "samples_per_s"})]
+
+
 def draw_curves(log, panels, path, x="step"):
     """Logged numbers against optimiser steps or samples seen, one panel each.
 
@@ -216,9 +227,7 @@ def draw_retrieval(pieces, path, queries=8, top=5, bias=None):
     rng = np.random.default_rng(0)
     items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
     rows = [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
-    name = f"{data.name} ({data.split}): text -> {_kind(data, index)}"
-    if not rows:
-        return _nothing(name, path)
+    name = f"{data.name} ({data.split}): text -> {'image' if data.read(int(index[0])).ndim == 3 else 'video'}"
     sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
     sim = sim if bias is None else sim + bias
     best = sim.topk(min(top, sim.shape[1]), dim=1)               # (q, top)
@@ -229,7 +238,7 @@ def draw_retrieval(pieces, path, queries=8, top=5, bias=None):
     axes = axes.reshape(len(rows), columns)
     for r, row in enumerate(rows):
         right = set(pieces["positives"][row].tolist())
-        words = "\n".join(wrap(pieces["texts"][row], 18))
+        words = wrap(pieces["texts"][row], 18)
         axes[r, 0].set_ylabel(words, rotation=0, ha="right", va="center", fontsize=9, labelpad=8)
         for c, j in enumerate(best.indices[r].tolist()):
             colour, line = (GREEN, 3) if j in right else (GREY, 1)
@@ -247,19 +256,17 @@ def draw_pairs(pieces, path, n=6):
     image_of_text = pieces["image"][pieces["owner"]]             # (C, D)
     sim = (normalize(pieces["text"]) * normalize(image_of_text)).sum(1)  # (C,)
     order, data = sim.argsort().tolist(), pieces["data"]
-    name = f"{data.name} ({data.split}): positive pairs"
-    if not order:
-        return _nothing(name, path)
     n = min(n, len(order) // 2) or 1
     width, height = cell(data, pieces["index"])
     fig, axes = figure(n, 2, width=width + 0.3, height=height + 0.9)
     for ax, row in zip(axes, order[:n] + order[-n:][::-1], strict=True):
         show(ax, data, int(pieces["index"][pieces["owner"][row]]))
         ax.set_title(f"cos {sim[row]:.2f}", fontsize=9)
-        ax.set_xlabel("\n".join(wrap(pieces["texts"][row], 20)), fontsize=8)
+        ax.set_xlabel(wrap(pieces["texts"][row], 20), fontsize=8)
     axes[0].set_ylabel("lowest", fontsize=9)
     axes[n].set_ylabel("highest", fontsize=9)
-    fig.suptitle(f"{name} with the lowest (top) and highest (bottom) cosine", fontsize=9)
+    fig.suptitle(f"{data.name} ({data.split}): positive pairs with the lowest (top) and highest (bottom) cosine",
+                 fontsize=9)
     save_figure(fig, path)
 
 
@@ -277,15 +284,11 @@ def draw_answers(pieces, path, each=4):
     for ax, r in zip(axes, rows, strict=True):
         show(ax, data, int(index[r]), *((GREEN, 3) if hits[r] else (GREY, 1)))
         question, answer = (data.column(c)[int(index[r])] for c in ("question", "answer"))
-        ax.set_title("\n".join(wrap(question, 34)), fontsize=8)
+        ax.set_title(wrap(question, 34), fontsize=8)
         given = [f"right: {answer}"] if hits[r] else [f"given: {pieces['given'][r]}", f"right: {answer}"]
-        ax.set_xlabel("\n".join(line for words in given for line in wrap(words, 34)), fontsize=8)
+        ax.set_xlabel("\n".join(wrap(words, 34) for words in given), fontsize=8)
     fig.suptitle(f"{data.name} ({data.split}): answers, {100 * hits.mean():.1f} % of {len(hits)} right", fontsize=10)
     save_figure(fig, path)
-
-
-def _kind(data, index):
-    return "video" if len(index) and data.read(int(index[0])).ndim != 3 else "image"
 
 
 def cell(data, index):
@@ -294,15 +297,9 @@ def cell(data, index):
     return min(3.2, 1.5 * max(1, wide / high)), 1.5 if wide < 2 * high else 1.1
 
 
-def _nothing(title, path):
-    fig, axes = figure(1)
-    axes[0].set_title(title, fontsize=10)
-    save_figure(fig, path)
-
-
-def wrap(text, width):
-    """A text as at most three lines of about `width` letters; one empty line where there is none."""
-    return textwrap.wrap(text, width, max_lines=3, placeholder=" ...") or [""]
+def wrap(text, width, lines=3):
+    """A text broken at its words into at most so many lines of at most `width` letters."""
+    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" ..."))
 
 
 # ======================================================= histograms ==================================================

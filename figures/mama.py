@@ -1,13 +1,10 @@
 """Pictures of MAMA: weights (Fig. 4, right), short and detailed captions (Tables 9, 10), described clips (Fig. 6)."""
 
-import textwrap
-
-from engine.base import slug
-
 import numpy as np
 from safetensors.torch import load_file
 
-from figures.base import draw_answers, draw_curves, draw_retrieval, figure, line_style, picture, save_figure, show
+from figures import base
+from figures.base import figure, save_figure, wrap
 
 WRAP, LINES = 50, 5  # letters of a line and lines of a caption beside its video
 GAP = 4  # px between frames
@@ -21,7 +18,7 @@ def draw_weights(tensors, weighting, path):
         some = np.unique(np.linspace(0, len(curves) - 1, min(5, len(curves))).round().astype(int)).tolist()
         for turn, k in enumerate(some):
             axes[0].plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}", color=f"C{turn}",
-                         **line_style(turn, len(some)))
+                         **base.line_style(turn, len(some)))
         axes[0].set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
         axes[0].legend(frameon=False, fontsize=8)
     sample, weight, swapped = tensors["last_batch"].unbind(1)              # (N,) each
@@ -40,7 +37,7 @@ def draw_scores(data, rows, runs, path, title):
     Args: rows: [(row of data, [short, detailed], [[score of each run] of each caption])]; runs: their names.
     """
     wide = 3.4 + 1.1 * len(runs)                                 # inches of the captions and their scores
-    strip = picture(data, rows[0][0])
+    strip = base.picture(data, rows[0][0])
     left = min(4.0, max(1.6, 1.2 * strip.shape[1] / strip.shape[0]))
     fig, axes = figure(2, len(rows), (left + wide) / 2, 1.45)
     grid = axes[0].get_gridspec()
@@ -48,17 +45,15 @@ def draw_scores(data, rows, runs, path, title):
     columns = [1 - 1.1 * (len(runs) - k - 0.5) / wide for k in range(len(runs))]
     for at, (i, captions, scores) in enumerate(rows):
         strip, beside = axes[2 * at:2 * at + 2]
-        show(strip, data, i)
+        base.show(strip, data, i)
         beside.set_axis_off()
         beside.set(xlim=(0, 1), ylim=(0, 1))
         for caption, of_runs, y in zip(captions, scores, (0.8, 0.35), strict=True):
-            words = "\n".join(textwrap.wrap(caption, WRAP, max_lines=LINES, placeholder=" ...")) or "(nothing)"
-            beside.text(0, y, words, va="center", fontsize=8)
+            beside.text(0, y, wrap(caption, WRAP, LINES) or "(nothing)", va="center", fontsize=8)
             for x, score in zip(columns, of_runs, strict=True):
                 beside.text(x, y, f"{score:.3f}", ha="center", va="center", fontsize=9)
     for x, name in zip(columns, runs, strict=True):
-        words = "\n".join(textwrap.wrap(name, 15, max_lines=2, placeholder=" ..."))
-        axes[1].text(x, 1.05, words, ha="center", va="bottom", fontsize=8, fontweight="bold")
+        axes[1].text(x, 1.05, wrap(name, 15, 2), ha="center", va="bottom", fontsize=8, fontweight="bold")
     fig.suptitle(title, fontsize=10)
     save_figure(fig, path)
 
@@ -78,7 +73,7 @@ def draw_descriptions(clips, path, title, columns=2):
         ax.imshow(strip)
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
-        ax.set_xlabel("\n".join(textwrap.wrap(words, 60, max_lines=3, placeholder=" ...")), fontsize=8)
+        ax.set_xlabel(wrap(words, 60), fontsize=8)
     fig.suptitle(title, fontsize=10)
     save_figure(fig, path)
 
@@ -92,7 +87,7 @@ def draw(run):
     if args.task != "retrieval":
         scores = {"val": f"eval/{val}/accuracy", "training batch": "answered"}
     kinds = {"all": "", "matched": "_matched", "mismatched": "_mismatched"}
-    run.picture("curves.png", draw_curves, log, [
+    run.picture("curves.png", base.draw_curves, log, [
         ("loss", "nats", {"weighted, Eq. 8": "loss", "L_i, all pairs": "L"}
          | {f"L_i, {k}": f"L{v}" for k, v in kinds.items() if v and log.column(f"L{v}")[0]}),
         ("margin", "mu, radians", {"mu": "mu"}), ("learning rate", "lr", {"lr": "lr"}),
@@ -102,9 +97,6 @@ def draw(run):
     if args.weighting != "none":
         tensors = load_file(run.folder / "weights.safetensors")
         run.picture("weights.png", draw_weights, tensors, args.weighting)
-    for name, pieces in run.test_pieces.items():
-        suffix = "" if name == next(iter(run.test_pieces)) else f"_{slug(name)}"
-        if args.task == "retrieval":
-            run.picture(f"retrieval{suffix}.png", draw_retrieval, pieces)
-        else:
-            run.picture(f"answers{suffix}.png", draw_answers, pieces)
+    kind, function = ("retrieval", base.draw_retrieval) if args.task == "retrieval" else ("answers", base.draw_answers)
+    for _, suffix, pieces in base.by_set(run.test_pieces):
+        run.picture(f"{kind}{suffix}.png", function, pieces)

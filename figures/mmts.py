@@ -1,11 +1,11 @@
 """Pictures of MM-TS: what clusters get over a run (Figs. 3, 5, 8 to 11), and the clusters (Figs. 4, 6, 7)."""
 
 from common import has_clips
-from engine.base import slug
 
 import numpy as np
 
-from figures.base import cell, draw_curves, draw_retrieval, figure, line_style, save_figure, show, whole_ticks, wrap
+from figures import base
+from figures.base import draw_curves, figure, save_figure, whole_ticks
 
 
 def draw_cluster_curves(steps, swing, center, sizes, path, title, label, lines=5):
@@ -17,7 +17,7 @@ def draw_cluster_curves(steps, swing, center, sizes, path, title, label, lines=5
     shown = np.unique(np.linspace(sizes[0], sizes[-1], lines).round())[::-1]  # even in size, as the value is
     shown = np.unique([np.abs(sizes - s).argmin() for s in shown])
     for k, c in enumerate(shown):
-        ax.plot(steps, center[c] + swing, label=f"{sizes[c]:,}", color=f"C{k}", **line_style(k, len(shown)))
+        ax.plot(steps, center[c] + swing, label=f"{sizes[c]:,}", color=f"C{k}", **base.line_style(k, len(shown)))
     ax.set(title=title, xlabel="step", ylabel=label)
     ax.set_ylim(*_with_air(min(0, (center.min() + swing.min())), center.max() + swing.max()))
     whole_ticks(ax)
@@ -65,7 +65,7 @@ def draw_clusters(data, examples, path, title):
     shown = [examples[k] for k in sorted({0, len(examples) // 2, len(examples) - 1})]
     shown = [e for e in shown if e["rows"]]
     columns = max(len(e["rows"]) for e in shown)
-    width, height = cell(data, shown[0]["rows"])
+    width, height = base.cell(data, shown[0]["rows"])
     fig, axes = figure(columns, len(shown), width=width + 0.3, height=height + 0.55)
     axes = axes.reshape(len(shown), columns)
     for row, e in zip(axes, shown, strict=True):
@@ -73,8 +73,8 @@ def draw_clusters(data, examples, path, title):
             if k >= len(e["rows"]):
                 ax.set_axis_off()
                 continue
-            show(ax, data, e["rows"][k])
-            ax.set_xlabel("\n".join(wrap(e["captions"][k], 22)), fontsize=7)
+            base.show(ax, data, e["rows"][k])
+            ax.set_xlabel(base.wrap(e["captions"][k], 22), fontsize=7)
         row[0].set_ylabel(f"{e['size']:,}", fontsize=9)
     fig.suptitle(f"{title}: clusters by size", fontsize=10)
     save_figure(fig, path)
@@ -94,13 +94,8 @@ def draw(run, clusters, shifts, period, curve):
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     run.picture("curves.png", draw_curves, log, [
         ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
-        (f"{long_word} of the batch", word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}),
-        ("learning rate", "lr", {"lr": "lr"}),
-        ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
-        ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
-        ("speed", "samples per second", {"all processes": "samples_per_s"})])
-    for name, pieces in run.val_pieces.items():
-        suffix = "" if name == next(iter(run.val_pieces)) else f"_{slug(name)}"
+        (f"{long_word} of the batch", word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}), *base.BATCH])
+    for name, suffix, pieces in base.by_set(run.val_pieces):
         it = "video" if has_clips(pieces["data"]) else "image"
         ways = {f"text -> {it}": "text_to_image", f"{it} -> text": "image_to_text"}
         recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
@@ -111,9 +106,8 @@ def draw(run, clusters, shifts, period, curve):
             ("retrieval, val", "%", recalls), *mir,
             ("by the size of the query's cluster, val", f"R@1, text -> {it}, %", thirds),
             ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})])
-    for name, pieces in run.test_pieces.items():
-        suffix = "" if name == next(iter(run.test_pieces)) else f"_{slug(name)}"
-        run.picture(f"retrieval{suffix}.png", draw_retrieval, pieces)
+    for _, suffix, pieces in base.by_set(run.test_pieces):
+        run.picture(f"retrieval{suffix}.png", base.draw_retrieval, pieces)
     if clusters is None:
         return
     source = f"{args.dataset}, {args.clusters}"

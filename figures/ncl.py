@@ -1,7 +1,5 @@
 """Pictures of NCL: errors, mistakes and queues under its biases (Figs. 2, 3, 5), both modalities (Figs. 7, 8)."""
 
-from engine.base import slug
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,8 @@ from safetensors.torch import load_file
 
 from evaluation.metrics import normalization_error, normalize
 from evaluation.retrieval import retrieval_both_ways
-from figures.base import draw_curves, draw_retrieval, figure, line_style, marker_style, save_figure
+from figures import base
+from figures.base import figure, save_figure
 
 
 def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
@@ -24,7 +23,7 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
     draw_errors(axes[0], sim, biases, gamma)
     for k, (mode, (b, _)) in enumerate(biases.items()):
         share = F.softmax((sim + b) / gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]    # (M,) 1 = fair
-        line, points = line_style(k, len(biases)), marker_style(k, len(biases))
+        line, points = base.line_style(k, len(biases)), base.marker_style(k, len(biases))
         for ax, rates in zip(axes[1:3], mistakes(sim + b, pieces["positives"])):
             bins = np.digitize(share.numpy(), [0.25, 0.5, 0.75, 1.25, 1.5, 2, 3])
             at = [i for i in range(8) if (bins == i).any()]
@@ -123,18 +122,17 @@ def draw(run, retrieval_biases):
     ways = {"t->v": "text_to_image", "v->t": "image_to_text"}
     recalls = {f"{way}, {mode}": f"eval/{next(iter(val), '')}/normalize/{mode}/{key}/R@1"
                for way, key in ways.items() for mode in ("none", "queue")}
-    run.picture("curves.png", draw_curves, log, [
+    run.picture("curves.png", base.draw_curves, log, [
         ("loss", "loss", {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t"}),
         ("temperature", "gamma", {"gamma": "tau"}), ("learning rate", "lr", {"lr": "lr"}),
         ("normalisation error, batch", "mean |1 - sum P|",
          {"as it is": "error", f"{args.iterations} rounds": "error_normalized"}),
         ("cosine", "mean over the batch", {"pairs": "pos_cos", "others": "neg_cos"}),
         ("retrieval, val", "R@1, %", recalls)])
-    for name, pieces in run.test_pieces.items():
-        suffix = "" if name == next(iter(run.test_pieces)) else f"_{slug(name)}"
+    for name, suffix, pieces in base.by_set(run.test_pieces):
         run.picture(f"normalization{suffix}.png", draw_normalization, pieces, queues["gamma"].item(),
                     args.iterations, queues, retrieval_biases)
         start = {k: before[f"{name}/{k}"] for k in ("text", "image") if f"{name}/{k}" in before}
         run.picture(f"modalities{suffix}.png", draw_modalities, start, val.get(name, pieces))
         bias = pieces["biases"].get(args.normalize, (None,))[0]
-        run.picture(f"retrieval{suffix}.png", draw_retrieval, pieces, bias=bias)
+        run.picture(f"retrieval{suffix}.png", base.draw_retrieval, pieces, bias=bias)

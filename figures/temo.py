@@ -1,9 +1,10 @@
 """Pictures of temo.py: curves, retrieval, and the paper's Figures 2 to 7."""
 
 from common import has_clips
-from engine.base import read_json, slug
+from engine.base import read_json
 
-from figures.base import draw_curves, draw_histograms, draw_pairs, draw_retrieval, similarity_histograms
+from figures import base
+from figures.base import draw_curves
 
 
 def draw(run):
@@ -15,14 +16,9 @@ def draw(run):
     run.picture("curves.png", draw_curves, log, [
         ("loss" + (" (its weights change along the run)" if args.loss == "temo" else ""), "loss",
          {"the run's loss": "loss"} | terms),
-        ("temperature (Fig. 2)", "mean over the batch", tau), ("learning rate", "lr", {"lr": "lr"}),
-        ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
-        ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
-        ("speed", "samples per second", {"all processes": "samples_per_s"})])
+        ("temperature (Fig. 2)", "mean over the batch", tau), *base.BATCH])
     before = read_json(run.folder / "similarity_before.json", {})
-    val = run.val_pieces or run.test_pieces
-    for name, pieces in val.items():
-        suffix = "" if name == next(iter(val)) else f"_{slug(name)}"
+    for name, suffix, pieces in base.by_set(run.val_pieces or run.test_pieces):
         it = "video" if has_clips(pieces["data"]) else "image"
         ways = (("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))
         recalls = {f"{k}, {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
@@ -34,10 +30,9 @@ def draw(run):
             ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
             (f"kNN@1 of {it}s, val (Fig. 3)", "%", knn)], x="samples_seen")
         stages = {"before training": before[name]} if name in before else {}
-        stages[f"after {args.loss}"] = similarity_histograms(pieces)
-        run.picture(f"similarities{suffix}.png", draw_histograms, stages,
+        stages[f"after {args.loss}"] = base.similarity_histograms(pieces)
+        run.picture(f"similarities{suffix}.png", base.draw_histograms, stages,
                     title=f"{name} ({pieces['data'].split}): {it}-text cosines (Fig. 4)")
-        run.picture(f"positive_pairs{suffix}.png", draw_pairs, pieces)
-    for name, pieces in run.test_pieces.items():
-        suffix = "" if name == next(iter(run.test_pieces)) else f"_{slug(name)}"
-        run.picture(f"retrieval{suffix}.png", draw_retrieval, pieces)
+        run.picture(f"positive_pairs{suffix}.png", base.draw_pairs, pieces)
+    for _, suffix, pieces in base.by_set(run.test_pieces):
+        run.picture(f"retrieval{suffix}.png", base.draw_retrieval, pieces)

@@ -1,7 +1,5 @@
 """CLIP-ViP's tower: its attention against a mask and loops, one frame against CLIP, its released names, whole runs."""
 
-import json
-
 import common
 from engine.base import UserError
 
@@ -16,25 +14,16 @@ import encoders.weights
 import eval as eval_py
 import launch
 import mama
-from helpers import drift
-
-TOWER = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-WORDS = dict(vocab_size=60, max_position_embeddings=80, eos_token_id=3, bos_token_id=2, pad_token_id=0)
-PATCHES = dict(image_size=32, patch_size=16)
-SPEC = dict(embed_dim=16, image_size=32, text_length=12, text_pooling="cls", image_stats="encoder", eval_resize="crop")
+from helpers import drift, write_captions
+from test_models import SPEC, logged, tiny_clip, tokenizer  # noqa: F401  (a fixture)
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory):
+def clip(tmp_path_factory, tokenizer):  # noqa: F811
     """A tiny CLIP in a folder, with a tokenizer."""
     folder = tmp_path_factory.mktemp("clip")
     torch.manual_seed(0)
-    model = CLIPModel(CLIPConfig(text_config=TOWER | WORDS, vision_config=TOWER | PATCHES, projection_dim=16))
-    model.save_pretrained(folder)
-    tokenizer = common.Tokenizer(common.train_wordpiece(["red apple", "green pear", "blue bird on a tree"] * 3), 12)
-    assert len(tokenizer.tokenizer) <= 60
-    tokenizer.save(folder)
-    return folder, model.eval(), tokenizer
+    return folder, tiny_clip(folder, tokenizer, layers=2), tokenizer
 
 
 def tower_of(clip, **more):
@@ -45,37 +34,21 @@ def tower_of(clip, **more):
 
 
 def model_of(clip, text=None, **more):
-    spec = SPEC | dict(image_encoder=f"clip_vip:{clip[0]}", text_encoder=text or str(clip[0])) | more
+    spec = SPEC | dict(image_encoder=f"clip_vip:{clip[0]}", text_encoder=text or str(clip[0]), text_pooling="cls",
+                       image_stats="encoder") | more
     return common.build_model(spec, clip[2], True)[0].eval()
 
 
 def published(config, times=12, proxies=3):
     """A state dict with the names and shapes of the released files: VidCLIP, whose `clipmodel` is the authors'."""
-    out = {"logit_scale": ()}
-    for side, of, places in (("vision", config.vision_config, 1 + (config.vision_config.image_size
-                                                                   // config.vision_config.patch_size) ** 2),
-                             ("text", config.text_config, config.text_config.max_position_embeddings)):
-        W, M = of.hidden_size, of.intermediate_size
-        norms = ["pre_layrnorm", "post_layernorm"] if side == "vision" else ["final_layer_norm"]
-        here = {"embeddings.position_ids": (1, places), "embeddings.position_embedding.weight": (places, W)}
-        for k in range(of.num_hidden_layers):
-            layer = f"encoder.layers.{k}"
-            norms += [f"{layer}.layer_norm1", f"{layer}.layer_norm2"]
-            for part in "kvq":
-                here |= {f"{layer}.self_attn.{part}_proj.weight": (W, W), f"{layer}.self_attn.{part}_proj.bias": (W,)}
-            here |= {f"{layer}.self_attn.out_proj.weight": (W, W), f"{layer}.self_attn.out_proj.bias": (W,),
-                     f"{layer}.mlp.fc1.weight": (M, W), f"{layer}.mlp.fc1.bias": (M,),
-                     f"{layer}.mlp.fc2.weight": (W, M), f"{layer}.mlp.fc2.bias": (W,)}
-        here |= {f"{n}.{kind}": (W,) for n in norms for kind in ("weight", "bias")}
-        if side == "vision":
-            here |= {"embeddings.added_cls": (proxies, W), "embeddings.temporal_embedding": (1, times, W),
-                     "embeddings.class_embedding": (W,),
-                     "embeddings.patch_embedding.weight": (W, 3, of.patch_size, of.patch_size)}
-        else:
-            here |= {"embeddings.token_embedding.weight": (of.vocab_size, W)}
-        out |= {f"{side}_model.{k}": shape for k, shape in here.items()}
-        out |= {f"{'visual' if side == 'vision' else 'text'}_projection.weight": (config.projection_dim, W)}
-    return {f"clipmodel.{k}": torch.randn(shape) * 0.1 for k, shape in out.items()}
+    shapes = {k: v.shape for k, v in CLIPModel(config).state_dict().items()}
+    places = shapes["vision_model.embeddings.position_embedding.weight"][0], config.text_config.max_position_embeddings
+    width = config.vision_config.hidden_size
+    shapes |= {"vision_model.embeddings.added_cls": (proxies, width),
+               "vision_model.embeddings.temporal_embedding": (1, times, width),
+               "vision_model.embeddings.position_ids": (1, places[0]),
+               "text_model.embeddings.position_ids": (1, places[1])}
+    return {f"clipmodel.{k}": torch.randn(shape) * 0.1 for k, shape in shapes.items()}
 
 
 # ---------------------------------------------------- the tower -----------------------------------------------------
@@ -151,6 +124,16 @@ def test_what_is_no_clip_is_refused(tmp_path, clip):
 
 
 # ---------------------------------------------------- released weights ----------------------------------------------
+RELEASED = {"clipmodel." + name for name in (  # one of each kind, as the files have them
+    "logit_scale", "visual_projection.weight", "text_projection.weight", "text_model.final_layer_norm.weight",
+    "text_model.embeddings.token_embedding.weight", "text_model.embeddings.position_embedding.weight",
+    "vision_model.embeddings.class_embedding", "vision_model.embeddings.patch_embedding.weight",
+    "vision_model.pre_layrnorm.weight", "vision_model.post_layernorm.bias",
+    "vision_model.encoder.layers.11.self_attn.k_proj.bias", "vision_model.encoder.layers.0.self_attn.out_proj.weight",
+    "text_model.encoder.layers.11.layer_norm1.weight", "text_model.encoder.layers.11.mlp.fc1.weight",
+    "text_model.encoder.layers.0.self_attn.q_proj.weight", "vision_model.encoder.layers.3.mlp.fc2.bias")}
+
+
 def test_released_names_and_shapes():
     """All of CLIP-ViP B/32's and B/16's, without the numbers."""
     for patch in (32, 16):
@@ -163,8 +146,7 @@ def test_released_names_and_shapes():
         own |= {"vision.projection.weight": whole.visual_projection.weight,
                 "text.projection.weight": whole.text_projection.weight}
         found = encoders.clip_vip.renamed({k.removeprefix("clipmodel."): v for k, v in released.items()})
-        assert released["clipmodel.vision_model.embeddings.added_cls"].shape == (3, 768)
-        assert released["clipmodel.vision_model.embeddings.temporal_embedding"].shape == (1, 12, 768)
+        assert released.keys() >= RELEASED and len(released) == 2 * 12 * 16 + 18
         assert {k: v.shape for k, v in found.items() if k in own} == {k: v.shape for k, v in own.items()}
         left = {"logit_scale", "vision.body.clip.embeddings.position_ids", "text.body.embeddings.position_ids"}
         assert found.keys() - own.keys() == left
@@ -219,32 +201,27 @@ def flags(clip, folder, *more):
             "12", "--embed-dim", "16", "--image-stats", "encoder", "--output-dir", str(folder), *more]
 
 
-def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path, monkeypatch):
-    monkeypatch.setattr(mama, "draw", lambda *a: None)
+def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path):
     torch.save(published(clip[1].config), tmp_path / "a.pt")
     more = ["--frames", "3", "--max-steps", "2", "--save-every", "1", "--run-name", "run", "--init-from",
             str(tmp_path / "a.pt"), "--meta-size", "8", "--meta-batch-size", "4"]
     summary = mama.main(mama.parse_args(flags(clip, tmp_path, *more)))
-    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    weights = [r["w"] for r in logged if "loss" in r]
+    weights = [row["w"] for row in logged(tmp_path / "run")]
     assert len(weights) == 2 and 0 < weights[0] != weights[1] < 1
-    model, tokenizer, transform = common.load_model(tmp_path / "run")
+    model, words, transform = common.load_model(tmp_path / "run")
     assert transform.mean == encoders.base.STATS["clip"][0]
-    started = published(clip[1].config)["clipmodel.vision_model.embeddings.added_cls"]
-    assert model.vision.body.added_cls.shape == started.shape
     with torch.no_grad():
-        image, text, _ = model(torch.randn(2, 3, 3, 32, 32), tokenizer(["red apple", "green pear"]))
+        image, text, _ = model(torch.randn(2, 3, 3, 32, 32), words(["red apple", "green pear"]))
     assert image.shape == text.shape == (2, 16)
-    done = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--split", "test",
-                                            "--threads", "1", "--tasks", "retrieval", "--output-dir",
-                                            str(tmp_path / "eval")]))
-    metrics = done["datasets"]["moving-emoji"]["metrics"]["retrieval"]
-    assert metrics["text_to_image"]["R@10"] == summary["test"]["moving-emoji"]["text_to_image"]["R@10"]
-    pair = ["--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", str(clip[0])]
-    released = eval_py.main(eval_py.parse_args(
-        [*pair, "--init-from", str(tmp_path / "a.pt"), "--datasets", "moving-emoji", "--frames", "3", "--image-size",
-         "32", "--cpu", "--tasks", "retrieval", "--output-dir", str(tmp_path / "zero")]))
-    assert released["datasets"]["moving-emoji"]["metrics"]["retrieval"]["text_to_image"]["R@50"] > 0
+    def evaluate(*these):
+        these = [*these, "--cpu", "--threads", "1", "--tasks", "retrieval", "--output-dir", str(tmp_path / "eval")]
+        result, = eval_py.main(eval_py.parse_args(these))["datasets"].values()
+        return result["metrics"]["retrieval"]["text_to_image"]
+    own = summary["test"]["moving-emoji"]["text_to_image"]
+    assert evaluate("--checkpoint", str(tmp_path / "run"))["R@10"] == own["R@10"]
+    pair = ["--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", str(clip[0]), "--image-size", "32"]
+    images = str(write_captions(tmp_path / "images", 60))
+    assert evaluate(*pair, "--init-from", str(tmp_path / "a.pt"), "--datasets", images)["R@50"] > 0
     again = mama.main(mama.parse_args(["--resume", str(tmp_path / "run"), "--max-steps", "3"]))
     assert again["steps"] == 3
 

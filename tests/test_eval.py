@@ -24,22 +24,30 @@ import evaluation.case
 import evaluation.embed
 import launch
 import temo
+import temperature_schedules
 from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
 from test_temperature_schedules import cifar  # noqa: F401
 
+SMALL = ["--cpu", "--threads", "1", "--workers", "0"]
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    root = tmp_path_factory.mktemp("eval")
-    flags = ["--cpu", "--threads", "1", "--max-steps", "3", "--batch-size", "64", "--image-size", "24"]
-    temo.main(temo.parse_args([*flags, "--output-dir", str(root), "--run-name", "r"]))
-    return root / "r"
+
+def train(folder, *flags, script=temo):
+    """A run of a step or a few -> (its folder, the numbers of each test set)."""
+    small = [*SMALL, "--max-steps", "1", "--batch-size", "16", "--image-size", "16", "--output-dir", folder.parent]
+    summary = script.main(script.parse_args([*map(str, [*small, "--run-name", folder.name, *flags])]))
+    return folder, summary["test"]
 
 
 def evaluate(*flags):
-    return eval_py.main(eval_py.parse_args(["--cpu", "--threads", "1", "--workers", "0", *map(str, flags)]))
+    return eval_py.main(eval_py.parse_args([*SMALL, *map(str, flags)]))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval") / "r"
+    return train(folder, "--max-steps", "3", "--batch-size", "64", "--image-size", "24")[0]
 
 
 def test_it_gives_the_numbers_of_the_run(run):
@@ -58,13 +66,12 @@ def test_it_gives_the_numbers_of_the_run(run):
 ], ids=["fold", "law"])
 def test_a_run_keeps_its_fold_and_its_law(name, flags, options, tmp_path, capsys):
     """The split that the flags name is the one that the run tests, and the one that eval.py opens again."""
-    small = ["--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "32", "--image-size", "16", "--eval-every",
-             "0", "--output-dir", tmp_path, "--run-name", "r"]
-    own = temo.main(temo.parse_args([*map(str, small), "--dataset", name, *flags]))["test"][name]
+    folder, own = train(tmp_path / "r", "--eval-every", "0", "--dataset", name, *flags)
+    own = own[name]
     assert {"emoji": "fold 3 of 10", "moving-emoji": "val and test: law zipf"}[name] in capsys.readouterr().out
     test, plain = (common.load_data(name, "test", **o) for o in (options, options | {"fold": 0, "clip_law": ""}))
     assert own["images"] == len(test) and list(test.column("captions")) != list(plain.column("captions"))
-    got = evaluate("--checkpoint", tmp_path / "r")["datasets"][name]["metrics"]["retrieval"]
+    got = evaluate("--checkpoint", folder)["datasets"][name]["metrics"]["retrieval"]
     assert all(got[way] == own[way] for way in ("text_to_image", "image_to_text"))
 
 
@@ -226,25 +233,19 @@ def test_bad_flags(flags, message, capsys):
     assert stop.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-PDF_END = b"%%EOF"
-
-
-def test_figures_as_pdf(run, tmp_path, pictures):
+def test_figures_as_pdf(tmp_path, pictures):
     """All pictures of a run and of eval.py, in vectors: words are searchable, letters are no Type 3."""
-    flags = ["--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "64", "--image-size", "24", "--figures"]
-    temo.main(temo.parse_args([*flags, "pdf", "--output-dir", str(tmp_path), "--run-name", "r"]))
-    evaluate("--checkpoint", tmp_path / "r", "--tasks", "retrieval", "histograms", "--figures", "pdf")
-    evaluate("--checkpoint", tmp_path / "r", "--query", "red apple", "--dataset", "emoji", "--figures", "pdf")
-    made = sorted((tmp_path / "r").rglob("*.pdf"))
+    folder, _ = train(tmp_path / "r", "--figures", "pdf")
+    evaluate("--checkpoint", folder, "--tasks", "retrieval", "histograms", "--figures", "pdf")
+    evaluate("--checkpoint", folder, "--query", "red apple", "--dataset", "emoji", "--figures", "pdf")
+    made = sorted(folder.rglob("*.pdf"))
     assert {p.name for p in made} == {"curves.pdf", "evaluation.pdf", "similarities.pdf", "positive_pairs.pdf",
                                       "retrieval.pdf", "similarities_emoji.pdf", "query.pdf"}
     for path in made:
         content = path.read_bytes()
-        assert content.startswith(b"%PDF-1.") and content.rstrip().endswith(PDF_END) and b"/Type3" not in content
+        assert content.startswith(b"%PDF-1.") and content.rstrip().endswith(b"%%EOF") and b"/Type3" not in content
     assert b"/TrueType" in made[0].read_bytes() or b"/Type0" in made[0].read_bytes()
-    assert not list((tmp_path / "r").rglob("*.png")) and not list(run.glob("*.pdf"))
-    for path in run.glob("*.png"):
-        assert path.read_bytes().startswith(b"\x89PNG")
+    assert not list(folder.rglob("*.png"))
 
 
 def test_bad_checkpoints(tmp_path, run, capsys):
@@ -296,17 +297,13 @@ def test_zero_shot_accuracy():
 @pytest.fixture(scope="module")
 def ts_runs(tmp_path_factory, cifar):  # noqa: F811
     """Runs of temperature_schedules.py, and the class metrics of their own evaluation: {set: (folder, metrics)}."""
-    import temperature_schedules
-    root, runs = tmp_path_factory.mktemp("ts"), {}
+    root = tmp_path_factory.mktemp("ts")
     small = ["--image-encoder", "small", "--image-size", "32", "--imbalance-ratio", "9", "--epochs", "1"]
     sets = {"emoji": [], "moving-emoji": ["--clips", "120", "24", "24"],
             "cifar10-lt": ["--data-dir", str(cifar), *small, "--head-norm", "none"]}
-    for name, more in sets.items():
-        flags = ["--dataset", name, *more, "--cpu", "--threads", "1", "--max-steps", "1", "--batch-size", "32",
-                 "--output-dir", str(root), "--run-name", name]
-        summary = temperature_schedules.main(temperature_schedules.parse_args(flags))
-        runs[name] = root / name, summary["test"][name]
-    return runs
+    runs = {name: train(root / name, "--dataset", name, "--batch-size", "32", "--image-size", "32", *more,
+                        script=temperature_schedules) for name, more in sets.items()}
+    return {name: (folder, test[name]) for name, (folder, test) in runs.items()}
 
 
 @pytest.mark.parametrize("name", ["emoji", "moving-emoji"])
@@ -393,11 +390,10 @@ def test_other_videos_are_seen_as_in_training(tmp_path):
     write_rows(tmp_path / "videos" / "metadata.csv", ["video", "caption", "split"], rows)
     for i, (name, *_) in enumerate(rows):
         write_video(tmp_path / "videos" / name, range(8 * i, 8 * i + 8))
-    flags = ["--dataset", "moving-emoji", "--clips", "40", "8", "8", "--frames", "2", "--frame-sampling", "middle",
-             "--eval-datasets", tmp_path / "videos", "--eval-every", "0", "--max-steps", "1", "--batch-size", "8",
-             "--image-size", "16", "--cpu", "--threads", "1", "--workers", "0", "--output-dir", tmp_path]
-    own = temo.main(temo.parse_args([*map(str, flags), "--run-name", "r"]))["test"][str(tmp_path / "videos")]
-    found = evaluate("--checkpoint", tmp_path / "r", "--tasks", "gap")["datasets"][str(tmp_path / "videos")]["metrics"]
+    folder, own = train(tmp_path / "r", "--dataset", "moving-emoji", "--clips", "40", "8", "8", "--frames", "2",
+                        "--frame-sampling", "middle", "--eval-datasets", tmp_path / "videos", "--eval-every", "0")
+    own = own[str(tmp_path / "videos")]
+    found = evaluate("--checkpoint", folder, "--tasks", "gap")["datasets"][str(tmp_path / "videos")]["metrics"]
     assert found["clips"] == own["clips"] == 4
     assert found["gap"]["modality_gap"] == pytest.approx(own["modality_gap"], rel=1e-4)
 
@@ -405,24 +401,15 @@ def test_other_videos_are_seen_as_in_training(tmp_path):
 def test_a_streamed_run_is_tested_on_what_it_held_out(tmp_path):
     for k in range(3):
         write_tar(tmp_path / "tars" / f"{k:05}.tar", tar_samples(range(k * 10, k * 10 + 10), "jpg", "txt", "cls"))
-    flags = ["--dataset", str(tmp_path / "tars"), "--streaming", "--cpu", "--threads", "1", "--workers", "0"]
-    flags += ["--max-steps", "1", "--batch-size", "8", "--image-size", "24", "--output-dir", str(tmp_path)]
-    own = temo.main(temo.parse_args([*flags, "--run-name", "s"]))["test"][str(tmp_path / "tars")]
-    result = evaluate("--checkpoint", tmp_path / "s", "--tasks", "retrieval", "knn", "probe")
-    result = result["datasets"][str(tmp_path / "tars")]
+    name = str(tmp_path / "tars")
+    folder, own = train(tmp_path / "s", "--dataset", name, "--streaming", "--batch-size", "8")
+    result = evaluate("--checkpoint", folder, "--tasks", "retrieval", "knn", "probe")["datasets"][name]
+    own = own[name]
     assert result["metrics"]["images"] == own["images"] == 10  # the last shard, and no example of training
     assert result["metrics"]["retrieval"]["text_to_image"] == own["text_to_image"]
     assert result["left_out"] == dict.fromkeys(("knn", "probe"), "the training set is a stream: no kNN or probe")
     with pytest.raises(UserError, match="--split train: .* is a stream"):
-        evaluate("--checkpoint", tmp_path / "s", "--split", "train")
-
-
-def test_a_flag_for_one_column_leaves_the_others_of_training():
-    own = {"dataset": "x.csv", "image_column": "photo", "caption_column": "blurb"}
-    subject = types.SimpleNamespace(own=own, transform=types.SimpleNamespace(size=8),
-                                    args=eval_py.parse_args(["--checkpoint", "r", "--image-column", "pic"]))
-    options = eval_py.options_of_set(subject, "y.csv", "")
-    assert options["image_column"] == "pic" and options["columns_of_training"] == {"caption_column": "blurb"}
+        evaluate("--checkpoint", folder, "--split", "train")
 
 
 def test_sets_without_the_split_are_named(capsys):
@@ -453,43 +440,43 @@ def test_class_names_as_captions_and_what_a_fork_adds(tmp_path, monkeypatch, cap
     for i in range(12):
         write_images(tmp_path / "classes" / ("train", "test")[i % 2] / "abc"[i % 3], [i])
     rows = [(x, f"picture {i}" if i % 5 else "") for i, x in enumerate(write_images(tmp_path / "own", range(40)))]
-    train, test = (str(write_rows(tmp_path / "own" / f"{s}.csv", ["image", "caption"], rows)) for s in ("all", "test"))
+    whole, test = (str(write_rows(tmp_path / "own" / f"{s}.csv", ["image", "caption"], rows)) for s in ("all", "test"))
     by_name = common.image_tower
     def image_tower(name, *args):
         body = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
         return encoders.base.Tower(body, 12) if name == "mean_tower" else by_name(name, *args)
     monkeypatch.setattr(common, "image_tower", image_tower)
-    monkeypatch.setattr(temo, "draw", lambda run: None)
-    flags = ["--dataset", train, "--eval-datasets", str(tmp_path / "classes"), test, "--image-encoder", "mean_tower",
-             "--output-dir", str(tmp_path), "--run-name", "r", "--max-steps", "1", "--batch-size", "8", "--cpu"]
-    summary = temo.main(temo.parse_args([*flags, "--threads", "1", "--workers", "0", "--image-size", "16"]))
-    said, name = capsys.readouterr().out, str(tmp_path / "classes")
+    name = str(tmp_path / "classes")
+    folder, own = train(tmp_path / "r", "--dataset", whole, "--eval-datasets", name, test, "--image-encoder",
+                        "mean_tower", "--batch-size", "8")
+    said, chance = capsys.readouterr().out, json.loads((folder / "summary.json").read_text())["chance"]
     assert re.search(r"\nzero-shot +top1 +[0-9.]+ +top3 100.000 ", said)
     assert "32 test (8 without a caption left out)" in said
-    assert summary["test"][name]["captions"] == 6
-    assert summary["chance"][name]["text_to_image"]["R@1"] == pytest.approx(100 / 3)  # 2 of 6 images
-    assert summary["test"][name]["image_to_text"]["R@1"] == summary["test"][name]["zero-shot"]["top1"]
-    result = evaluate("--checkpoint", tmp_path / "r", "--datasets", test, "--tasks", "retrieval")
-    assert result["datasets"][test]["metrics"]["retrieval"]["R-Mean"] == summary["test"][test]["R-Mean"]
+    assert own[name]["captions"] == 6
+    assert chance[name]["text_to_image"]["R@1"] == pytest.approx(100 / 3)  # 2 of 6 images
+    assert own[name]["image_to_text"]["R@1"] == own[name]["zero-shot"]["top1"]
+    result = evaluate("--checkpoint", folder, "--datasets", test, "--tasks", "retrieval")
+    assert result["datasets"][test]["metrics"]["retrieval"]["R-Mean"] == own[test]["R-Mean"]
     assert f"{test} (test): 8 without a caption left out" in capsys.readouterr().out
     monkeypatch.undo()
     with pytest.raises(UserError, match="^--image-encoder mean_tower: not small"):
-        common.load_model(tmp_path / "r")
+        common.load_model(folder)
 
 
-def test_other_data_have_the_columns_of_training_or_the_usual_ones(tmp_path, monkeypatch):
-    """In training and in eval.py; a column that is asked for by a flag must be there."""
+def test_other_data_have_the_columns_of_training_or_the_usual_ones(tmp_path):
+    """In training and in eval.py; a column that is asked for by a flag must be there, and leaves the others."""
     names = write_images(tmp_path, range(60))
     for file, column in (("a", "words"), ("b", "words"), ("c", "caption")):
         rows = [(x, f"{file} {i}", "no caption") for i, x in enumerate(names)]
         write_rows(tmp_path / f"{file}.csv", ["image", column, "remark"], rows)
     a, b, c = (str(tmp_path / f"{x}.csv") for x in "abc")
-    flags = "--cpu --threads 1 --max-steps 1 --batch-size 16 --image-size 16 --workers 0 --caption-column words".split()
-    flags += ["--dataset", a, "--eval-datasets", a, b, c, "--output-dir", str(tmp_path), "--run-name", "r"]
-    monkeypatch.setattr(temo, "draw", lambda run: None)
-    summary = temo.main(temo.parse_args(flags))
-    assert set(summary["test"]) == {a, b, c}
-    found = evaluate("--checkpoint", tmp_path / "r", "--datasets", b, c, "--tasks", "retrieval")["datasets"]
-    assert all(found[x]["metrics"]["retrieval"]["R-Mean"] == summary["test"][x]["R-Mean"] for x in (b, c))
+    d = write_rows(tmp_path / "d.csv", ["pic", "words", "image"], [(x, f"d {x}", "none.png") for x in names])
+    folder, own = train(tmp_path / "r", "--image-column", "image", "--caption-column", "words", "--dataset", a,
+                        "--eval-datasets", a, b, c)
+    assert set(own) == {a, b, c}
+    found = evaluate("--checkpoint", folder, "--datasets", b, c, "--tasks", "retrieval")["datasets"]
+    assert all(found[x]["metrics"]["retrieval"]["R-Mean"] == own[x]["R-Mean"] for x in (b, c))
     with pytest.raises(UserError, match="--caption-column words: c.csv has no such column"):
-        evaluate("--checkpoint", tmp_path / "r", "--datasets", c, "--caption-column", "words", "--tasks", "retrieval")
+        evaluate("--checkpoint", folder, "--datasets", c, "--caption-column", "words", "--tasks", "retrieval")
+    found = evaluate("--checkpoint", folder, "--datasets", d, "--image-column", "pic", "--tasks", "retrieval")
+    assert found["datasets"][str(d)]["metrics"]["unreadable"] == 0

@@ -814,7 +814,7 @@ def test_a_process_whose_partner_is_lost(how, data, tmp_path):
 def test_a_loader_worker_that_is_killed(when, data, tmp_path):
     def work():
         if when == "evaluation":
-            evaluation.embed._collate_eval = lambda items: os.kill(os.getpid(), signal.SIGKILL)
+            evaluation.embed.read_batch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         inner = Run.done
 
         def done(self, *args):

@@ -1,7 +1,6 @@
 """Answers to questions: the loss and the model by hand, scores and their accuracy, runs of both tasks and of the dual
 model, their gradients, chunks and processes, what is refused."""
 
-import dataclasses
 import json
 import math
 import shutil
@@ -20,26 +19,23 @@ import evaluation.answers
 import evaluation.metrics
 import launch
 import mama
-from helpers import drift, of_set, write_rows, write_video
+from helpers import drift, encode, of_set, write_rows, write_video
+from test_models import logged
 from tools import score
 
 CPU = torch.device("cpu")
-DRAWS = True  # main below says which runs do
 BASE = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
         "--meta-size", "24", "--log-every", "1", "--eval-every", "0", "--max-steps", "2"]
 
 
-def main(folder, *flags, pictures=False):
-    with pytest.MonkeyPatch.context() as patch:
-        if not pictures:
-            patch.setattr(mama, "draw", lambda *a: None)
-        where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
-        return mama.main(mama.parse_args([*of_set(BASE, flags), *where, *flags]))
+def main(folder, *flags):
+    where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
+    return mama.main(mama.parse_args([*of_set(BASE, flags), *where, *flags]))
 
 
-def logged(folder):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if "loss" in row]
+def evaluate(checkpoint, *flags):
+    flags = ["--checkpoint", str(checkpoint), "--cpu", "--threads", "1", *flags]
+    return eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]
 
 
 # ---------------------------------------------------- loss ----------------------------------------------------------
@@ -256,15 +252,11 @@ def test_shuffled_videos_are_all_of_others():
 
 def test_a_question_goes_with_the_video_that_was_read(tmp_path):
     """Where a sample cannot be read, the next one takes its place with its own question."""
-    data = data_of([(str(i), "a", ["a", "b"]) for i in range(8)])
     paths = [str(tmp_path / f"{i}.png") for i in range(8)]
-    from PIL import Image
     for i, path in enumerate(paths):
-        Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)).save(path)
-    Path(paths[3]).write_bytes(b"damaged")
-    table = common.make_table([["x"]] * 8, [str(i) for i in range(8)], paths,
-                              **{c: data.column(c) for c in ("question", "answer", "choices")})
-    files = dataclasses.replace(data, table=table, pixels=None)
+        Path(path).write_bytes(encode(np.full((8, 8, 3), 20 * i, np.uint8)) if i != 3 else b"damaged")
+    names = [str(i) for i in range(8)]
+    files = common.Data("asked", "train", common.make_table([["x"]] * 8, names, paths, question=names))
     transform = common.EvalTransform(8, (0, 0, 0), (1, 1, 1))
     batches = common.Batches(files, [common.Augment(8)], transform, 8, 0, 0, 1, CPU, max_bad_fraction=0.5)
     batch = next(iter(batches))
@@ -275,10 +267,13 @@ def test_a_question_goes_with_the_video_that_was_read(tmp_path):
 
 # ---------------------------------------------------- runs -----------------------------------------------------------
 @pytest.fixture(scope="module")
-def runs_of(tmp_path_factory):
+def runs_of(tmp_path_factory, without_pictures):
+    """A run of each task, with the pictures of the first: (folder, {task: summary})."""
     folder = tmp_path_factory.mktemp("runs")
-    return folder, {task: main(folder / task, "--task", task, pictures=task == "qa-open") for task in
-                    ("qa-open", "qa-choice")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mama, "draw", without_pictures[mama])
+        summary = main(folder / "qa-open", "--task", "qa-open")
+    return folder, {"qa-open": summary, "qa-choice": main(folder / "qa-choice", "--task", "qa-choice")}
 
 
 @pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
@@ -295,8 +290,7 @@ def test_a_run_and_its_checkpoint(runs_of, task, tmp_path):
     data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
     metrics, by_chance, _ = evaluation.answers.evaluate(model, tokenizer, transform, data, CPU, batch=12)
     assert metrics == test and by_chance == chance
-    flags = ["--checkpoint", str(folder), "--cpu", "--threads", "1", "--output-dir", str(tmp_path)]
-    found = eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]
+    found = evaluate(folder, "--output-dir", str(tmp_path))
     assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"} and not found["left_out"]
     assert found["chance"]["qa"] == chance and (tmp_path / "answers_moving-emoji.png").is_file()
     if task == "qa-open":
@@ -380,13 +374,11 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys):
     if name == "dual":
         assert common.load_model(tmp_path / "other")[0].model == "dual"
     if name == "control":  # eval.py asks with the right videos, and says that it does
-        eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1"]))
+        evaluate(tmp_path / "other")
         assert "the run was a control (--shuffle-video); here each question has its own" in capsys.readouterr().out
     if name == "fused":
         assert theirs[-1].keys() & {"pos_cos", "gap"} == {"pos_cos"}
-        flags = ["--checkpoint", str(tmp_path / "other"), "--cpu", "--threads", "1", "--tasks", "qa", "retrieval"]
-        found = eval_py.main(eval_py.parse_args([*flags, "--output-dir", str(tmp_path)]))["datasets"]
-        found = found["moving-emoji"]
+        found = evaluate(tmp_path / "other", "--tasks", "qa", "retrieval", "--output-dir", str(tmp_path))
         test = summary["test"]["moving-emoji"]
         assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
@@ -464,9 +456,7 @@ def test_a_fused_run_goes_on_bitwise(tmp_path):
     whole = load_file(weights)
     weights.unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mama, "draw", lambda *a: None)
-        mama.main(mama.parse_args(["--resume", str(tmp_path / "run")]))
+    mama.main(mama.parse_args(["--resume", str(tmp_path / "run")]))
     again = load_file(weights)
     assert again.keys() == whole.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
 
@@ -521,13 +511,12 @@ def test_a_resumed_run_keeps_its_task(runs_of, capsys):
 
 
 def test_recipes_are_the_paper_s():
+    paper = dict(lr=2e-5, meta_lr=2e-5, virtual_lr=0, batch_size=4, epochs=10, frames=5, weight_decay=1e-3, beta1=0.9,
+                 beta2=0.98, image_size=224, tau=1, eta=1)
     for name in ("msrvtt-qa", "msvd-qa", "tgif-qa-r-frame", "tgif-qa-r-action", "nextqa", "causal-vidqa"):
         args = mama.parse_args(["--dataset", name])
         assert args.task == ("qa-open" if name in ("msrvtt-qa", "msvd-qa", "tgif-qa-r-frame") else "qa-choice")
-        assert (args.lr, args.meta_lr, args.virtual_lr, args.batch_size, args.epochs, args.frames) == (
-            2e-5, 2e-5, 0, 4, 10, 5)
-        assert (args.weight_decay, args.beta1, args.beta2, args.image_size, args.tau, args.eta) == (
-            1e-3, 0.9, 0.98, 224, 1, 1)
+        assert paper.items() <= vars(args).items()
         assert mama.RECIPES[name]["recipe"].startswith("paper")
     assert mama.parse_args([]).task == "retrieval" and mama.parse_args([]).caption_noise == 0.3
     assert mama.parse_args(["--task", "qa-open"]).caption_noise == 0
