@@ -40,14 +40,18 @@ def start(script, flags, log, hold=0, **environment):
     return process
 
 
+def free_port():
+    """A port on which the processes of a run can meet, as text."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def start_all(script, flags, log, processes, hold=0, **environment):
     """The same as so many processes of one run, with what torchrun tells each of them: a list of processes."""
     if processes == 1:
         return [start(script, flags, log, hold, **environment)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes),
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(processes),
              "LOCAL_WORLD_SIZE": str(processes)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     return [start(script, flags, log, hold, **environment, **place, **rank) for rank in ranks]

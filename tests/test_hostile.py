@@ -10,11 +10,9 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import struct
 import sys
 import time
-import traceback
 import zlib
 from pathlib import Path
 
@@ -39,6 +37,7 @@ import evaluation.by_class
 import evaluation.embed
 import evaluation.retrieval
 import figures.base
+import launch
 import ncl
 import readers.paraphrases
 import sets.own
@@ -59,20 +58,17 @@ from helpers import (
 )
 from tools import paraphrase
 
-DRAWS = True  # where a test asks for it, see `run`
 TINY = ["--cpu", "--threads", "1", "--workers", "0", "--image-size", "16", "--embed-dim", "16", "--batch-size", "16",
         "--log-every", "1", "--save-every", "1", "--max-steps", "2", "--eval-batch", "64", "--run-name", "a"]
 
 
 # ----------------------------------------------- runs ----------------------------------------------------------------
-def run(data, out, *flags, script=temo, pictures=False):
-    draw = script.draw
-    script.draw = draw if pictures else lambda *_: None
-    try:
-        words = [*TINY, "--dataset", data, "--output-dir", out, *flags]
-        return script.main(script.parse_args(list(map(str, words))))
-    finally:
-        script.draw = draw
+def run(data, out, *flags, script=temo):
+    return script.main(script.parse_args(list(map(str, [*TINY, "--dataset", data, "--output-dir", out, *flags]))))
+
+
+def resume(folder, *flags):
+    return temo.main(temo.parse_args(["--resume", str(folder), *flags]))
 
 
 def judge(*flags):
@@ -122,27 +118,18 @@ def during(monkeypatch, owner, name, around):
 
 
 def forked(work, log, **environment):
-    """The process id of work() in a fork under clean_exit, its stderr in a file; no import is paid for."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    signal_handling._SIGCHLD_handler_set = False  # the parent's loaders set a handler that this fork does not have
-    try:
+    """A process of work() under clean_exit, its stderr in a file; a fork: no import is paid for."""
+    def inside():
+        signal_handling._SIGCHLD_handler_set = False  # the parent's loaders set a handler that this fork does not have
         os.environ.update(environment)
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
         with engine.base.clean_exit():
             work()
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc(file=sys.stderr)
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    process = multiprocessing.get_context("fork").Process(target=inside)
+    process.start()
+    return process
 
 
 @pytest.fixture(autouse=True)
@@ -153,29 +140,22 @@ def children_of_ours():
     signal.signal(signal.SIGCHLD, before)
 
 
-def ended(pid, seconds=300):
+def ended(process, seconds=300):
     """Exit code of a fork; it is killed, and the test fails, when it takes longer."""
-    last = time.monotonic() + seconds
-    while time.monotonic() < last:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"it still ran after {seconds} s")
+    process.join(seconds)
+    late = process.is_alive()
+    process.kill()
+    assert not late, f"it still ran after {seconds} s"
+    return process.exitcode
 
 
 def ranks(tmp_path, work, numbers=(0, 1)):
     """[(exit code, stderr)] of forks that are the ranks of a world of two."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
     logs = [tmp_path / f"rank{n}.log" for n in numbers]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    pids = [forked(functools.partial(work, n), log, RANK=str(n), LOCAL_RANK=str(n), **place)
-            for n, log in zip(numbers, logs)]
-    return [(ended(pid), log.read_text(errors="replace")) for pid, log in zip(pids, logs)]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launch.free_port()}
+    processes = [forked(functools.partial(work, n), log, RANK=str(n), LOCAL_RANK=str(n), **place)
+                 for n, log in zip(numbers, logs)]
+    return [(ended(process), log.read_text(errors="replace")) for process, log in zip(processes, logs)]
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +180,11 @@ def whole(data, tmp_path_factory):
     return out / "a"
 
 
+def same(a, b):
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (a, b))
+    return ours.keys() == theirs.keys() and all(ours[k].equal(theirs[k]) for k in theirs)
+
+
 # ----------------------------------------------- 1: evaluation -------------------------------------------------------
 def broken_on(split, monkeypatch):
     """Embeddings and features of this split are NaN."""
@@ -218,10 +203,10 @@ def broken_on(split, monkeypatch):
     (ncl, "test", {"curves.png", "queues.safetensors"}), (ts, "test", {"curves.png", "classes.png"}),
     (ts, "val", {"curves.png", "classes.png", "figures.png"})], ids=lambda v: getattr(v, "__name__", None))
 def test_an_evaluation_that_fails_ends_the_run_after_all_is_saved(script, split, left, data, classes, tmp_path, capfd,
-                                                                  monkeypatch):
+                                                                  monkeypatch, pictures):
     broken_on(split, monkeypatch)
     source = classes if script is ts else data
-    line = stopped(lambda: run(source, tmp_path, script=script, pictures=True), capfd)
+    line = stopped(lambda: run(source, tmp_path, script=script), capfd)
     assert re.match(rf"evaluation failed: {source}/{split}: \w+ holds? non-finite values; the model and all else", line)
     there = {f.name for f in (tmp_path / "a").iterdir()}
     assert left | {"summary.json", "model.safetensors", "model.json", "metrics.jsonl"} <= there
@@ -273,8 +258,8 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, w
         for file in (tmp_path / "data").glob("*.png"):
             file.write_bytes(b"no picture" if common.held_out_place(file.name) > 0.5 else file.read_bytes())
     if name == "summarize":  # summary.json is what is written after it, before the pictures
-        inner, elsewhere = engine.run.write_json, {"summary.json": "/proc/none/x"}
-        monkeypatch.setattr(engine.run, "write_json", lambda path, value: inner(elsewhere.get(path.name, path), value))
+        inner, elsewhere = engine.base.write_json, {"summary.json": "/proc/none/x"}
+        monkeypatch.setattr(engine.base, "write_json", lambda path, value: inner(elsewhere.get(path.name, path), value))
         words = "/proc/none/x cannot be written: No such file"
     else:
         during(monkeypatch, owner, name, small_files)
@@ -285,34 +270,26 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, w
     assert not list(tmp_path.glob("a/checkpoints/*.tmp")) and (last is None or not damaged_files(last))
 
 
-def test_what_a_full_disk_stopped_goes_on_once_there_is_room(data, whole, tmp_path, capfd):
+def test_what_a_full_disk_stopped_goes_on_once_there_is_room(data, whole, tmp_path, capfd, monkeypatch):
     """The checkpoint before is there, the half one is gone, half a row of the log is dropped."""
-    before, steps = engine.checkpoints.save, []
+    save = engine.checkpoints.save
 
-    def save(run):
-        with small_files(0 if run.step == 2 else 10**9):
-            before(run)
-    try:
-        engine.checkpoints.save = save
+    def save_the_first(run):
+        with small_files(50_000 if run.step == 2 else 10**9):  # half of it is written
+            save(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.checkpoints, "save", save_the_first)
         line = stopped(lambda: run(data, tmp_path), capfd)
-    finally:
-        engine.checkpoints.save = before
     assert re.match("the checkpoint .*step_2 cannot be written: File too large; what was saved before is whole", line)
     assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step_1"]
     with open(tmp_path / "a" / "metrics.jsonl", "a") as log:
         log.write('{"step": 2, "eval": {"x": {"R@1": 1.0}}')  # it ends with a bracket and is no row
-    draw, temo.draw = temo.draw, lambda *_: None
-    try:
-        steps.append(temo.main(temo.parse_args(["--resume", str(tmp_path / "a")]))["steps"])
-    finally:
-        temo.draw = draw
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "a", whole))
-    assert steps == [2] and all(ours[k].equal(theirs[k]) for k in theirs)
+    assert resume(tmp_path / "a")["steps"] == 2 and same(tmp_path / "a", whole)
 
 
-def test_a_picture_without_room_is_named_and_no_half_one_is_left(data, tmp_path, capfd, monkeypatch):
+def test_a_picture_without_room_is_named_and_no_half_one_is_left(data, tmp_path, capfd, monkeypatch, pictures):
     during(monkeypatch, figures.base, "save_figure", lambda: small_files(500))
-    assert run(data, tmp_path, pictures=True)["steps"] == 2
+    assert run(data, tmp_path)["steps"] == 2
     said = capfd.readouterr().out
     assert said.count("cannot be drawn and is left out: OSError") == 5 and not list((tmp_path / "a").glob("*.png"))
 
@@ -555,8 +532,9 @@ def test_nan_is_no_caption_and_no_class(tmp_path):
 def test_captions_of_a_megabyte(data, tmp_path):
     """Neither the csv reader nor the tokenizer nor a picture chokes on them."""
     shutil.copytree(data.parent, tmp_path / "data")
-    long = [f"{i}{'w' * 10**6}" if i % 2 else f"{i} word " * 10**5 for i in range(40)]
-    file = write_rows(tmp_path / "data" / "long.csv", ["image", "caption"], list(zip(NAMES, long)))
+    long = [f"{i}{'w' * 10**6}" if i % 2 else f"{i} word " * 10**5 for i in range(8)]
+    rows = list(zip(NAMES, [*long, *map(caption, range(8, 40))]))
+    file = write_rows(tmp_path / "data" / "long.csv", ["image", "caption"], rows)
     began = time.process_time()
     assert run(file, tmp_path)["steps"] == 2
     pieces = {"image": torch.eye(4, 8), "text": torch.eye(4, 8), "owner": np.arange(4), "texts": long[:4],
@@ -570,13 +548,13 @@ ODD = ["$x_{1}", "$ 5 and $", "{}", "{0} {c}", "line\nbreak\r\nmore", "\x1b[31mr
        "中文", "\u202eabc", "\0nul", "a" * 300, " ' \" "]
 
 
-def test_odd_signs_in_captions_and_paths(data, tmp_path, capfd):
+def test_odd_signs_in_captions_and_paths(data, tmp_path, capfd, pictures):
     """Brackets are no pattern, braces no format, dollars no formula: train, draw, evaluate, resume."""
     folder, out = tmp_path / "d[1] $x_1 {}*?", tmp_path / "o[ut]*?"
     shutil.copytree(data.parent, folder)
     lines = [json.dumps({"image": n, "caption": f"{ODD[i % len(ODD)]} {i}"}) + "\n" for i, n in enumerate(NAMES)]
     (folder / "a[b].jsonl").write_text("".join(lines))
-    run(folder / "a[b].jsonl", out, pictures=True)
+    run(folder / "a[b].jsonl", out)
     assert len(list((tmp_path / "o[ut]*?" / "a").iterdir())) > 10
     judge("--checkpoint", out / "a", "--tasks", "retrieval", "gap", "histograms", "--output-dir", tmp_path / "e[x]")
     assert {f.name for f in (tmp_path / "e[x]").iterdir()} >= {"eval.json", "retrieval.png"}
@@ -682,11 +660,8 @@ def test_eval_of_a_damaged_run(file, harm, whole, tmp_path, capfd):
     line = stopped(lambda: judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e"), capfd)
     assert re.search(DAMAGED[file, harm], line), line
     if file.startswith("model."):  # what the line promises
-        draw, temo.draw = temo.draw, lambda *_: None
-        temo.main(temo.parse_args(["--resume", str(tmp_path / "a")]))
-        temo.draw = draw
-        ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "a", whole))
-        assert all(ours[k].equal(theirs[k]) for k in theirs)
+        resume(tmp_path / "a")
+        assert same(tmp_path / "a", whole)
 
 
 def test_eval_of_a_run_without_texts_on_captions(classes, data, tmp_path, capfd):
@@ -721,11 +696,10 @@ def test_eval_says_what_changed_in_the_data(data, tmp_path, capfd):
 
 # ---- images
 def huge_header(width=60_000, height=40_000):
-    """A png of 100 bytes that says it holds 2.4 billion pixels."""
-    def chunk(name, content):
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+    """A small png that says it holds 2.4 billion pixels."""
+    small = encode(picture(0))
+    head = b"IHDR" + struct.pack(">II", width, height) + small[24:29]
+    return small[:12] + head + struct.pack(">I", zlib.crc32(head)) + small[33:]
 
 
 def spoiled(data, folder):
@@ -768,11 +742,7 @@ def test_verify_images(data, tmp_path, capfd):
     assert "changed" not in found["datasets"][str(file)]
     (tmp_path / "data" / bad[0]).write_bytes(encode(picture(1)))  # mended: still left out, or it were another run
     sets.own.own_data.cache_clear()
-    draw, temo.draw = temo.draw, lambda *_: None
-    try:
-        assert temo.main(temo.parse_args(["--resume", str(tmp_path / "a"), "--max-steps", "3"]))["bad_samples"] == 4
-    finally:
-        temo.draw = draw
+    assert resume(tmp_path / "a", "--max-steps", "3")["bad_samples"] == 4
 
 
 # ----------------------------------------------- 4: processes -------------------------------------------------------
@@ -889,12 +859,12 @@ def test_what_is_no_fault_of_a_sample_costs_none(error, data, tmp_path, capfd, m
 
 
 # ----------------------------------------------- 5: messages --------------------------------------------------------
-def test_a_file_name_does_not_reach_the_terminal(data, tmp_path, capfd):
+def test_a_file_name_does_not_reach_the_terminal(data, tmp_path, capfd, pictures):
     shutil.copytree(data.parent, tmp_path / "data")
     names = ["a\x1b[31mb.png", "c\x1b]0;title\x07.png", "\u202egnp.png"]
     rows = [(n, "a") for n in names] + [(n, caption(i)) for i, n in enumerate(NAMES)]
     file = write_rows(tmp_path / "data" / "odd.csv", ["image", "caption"], rows)
-    run(file, tmp_path, "--max-bad-fraction", 0.5, "--verify-images", pictures=True)
+    run(file, tmp_path, "--max-bad-fraction", 0.5, "--verify-images")
     said, listed = capfd.readouterr(), (tmp_path / "a" / "bad_samples.txt").read_text()
     assert "a?[31mb.png" in listed and listed.count("\n") == 3
     for text in (said.out, re.sub("\x1b\\[A", "", said.err), listed):
