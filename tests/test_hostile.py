@@ -37,25 +37,14 @@ import evaluation.by_class
 import evaluation.embed
 import evaluation.retrieval
 import figures.base
+import helpers
 import launch
 import ncl
 import readers.paraphrases
 import sets.own
 import temo
 import temperature_schedules as ts
-from helpers import (
-    caption,
-    encode,
-    open_splits,
-    picture,
-    tar_samples,
-    write_captions,
-    write_images,
-    write_parquet_images,
-    write_rows,
-    write_tar,
-    write_video,
-)
+from helpers import caption, encode, picture, write_captions, write_rows
 from tools import paraphrase
 
 TINY = ["--cpu", "--threads", "1", "--workers", "0", "--image-size", "16", "--embed-dim", "16", "--batch-size", "16",
@@ -297,7 +286,7 @@ def test_a_picture_without_room_is_named_and_no_half_one_is_left(data, tmp_path,
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_full_frame_cache_stops_the_run_and_costs_no_clip(workers, tmp_path, capfd, monkeypatch):
     for i in range(20):
-        write_video(tmp_path / "videos" / f"{i}.mp4", [i, i + 1])
+        helpers.write_video(tmp_path / "videos" / f"{i}.mp4", [i, i + 1])
     listed = [(f"{i}.mp4", caption(i)) for i in range(20)]
     rows = write_rows(tmp_path / "videos" / "a.csv", ["video", "caption"], listed)
     (tmp_path / "file").write_text("")
@@ -380,7 +369,7 @@ def test_a_file_of_captions_that_is_none(name, tmp_path, capfd):
 
 
 def test_captions_of_several_lines_are_captions(tmp_path):
-    write_images(tmp_path, range(20))
+    helpers.write_images(tmp_path, range(20))
     many = ["two lines:\nred, green and blue", "1, a cat\n2, a dog", 'a "cat",\n\nand more']
     rows = [(n, many[i % 3]) for i, n in enumerate(NAMES[:20])]
     file = write_rows(tmp_path / "a.csv", ["image", "caption"], rows)
@@ -469,7 +458,7 @@ def test_pictures_of_other_kinds_are_counted(classes, tmp_path, capsys):
 
 def rows_of_clips(folder, header, seconds):
     """Twelve clips of one content, two rows each; seconds: (begin, end) of row k."""
-    clip = write_video(folder / "0.mp4", range(4))
+    clip = helpers.write_video(folder / "0.mp4", range(4))
     for i in range(1, 12):
         shutil.copy(clip, folder / f"{i}.mp4")
     rows = [(f"{k // 2}.mp4", f"part {k}", *map(str, seconds(k))) for k in range(24)]
@@ -486,7 +475,7 @@ def test_windows_by_other_names_are_not_passed_over(header, tmp_path):
 
 def test_a_name_of_several_videos_is_said(tmp_path):
     for k, name in enumerate(("cat/0.mp4", "dog/0.mp4", "cat/1.mp4", "dog/2.mp4", "cat/3.mp4", "old/3.mp4")):
-        write_video(tmp_path / "v" / name, range(k + 1))
+        helpers.write_video(tmp_path / "v" / name, range(k + 1))
     shutil.copy(tmp_path / "v" / "cat" / "3.mp4", tmp_path / "v" / "old" / "3.mp4")  # a copy is no other video
     rows = [(name, caption(i), "train") for i, name in enumerate(["0", "1", "2", "3"])]
     file = write_rows(tmp_path / "a.csv", ["video", "caption", "split"], rows)
@@ -498,7 +487,7 @@ def test_a_name_of_several_videos_is_said(tmp_path):
 
 def test_captions_that_are_lost_or_not_chosen_are_said(tmp_path, capsys):
     """Flickr30k of Kaggle has a row without its separator."""
-    names = write_images(tmp_path, range(40))
+    names = helpers.write_images(tmp_path, range(40))
     lines = [f"{x}|{k}|{caption(i, k)}, so\n" for i, x in enumerate(names) for k in range(2)]
     (tmp_path / "a.csv").write_text("image|title|caption\n" + "".join(lines))
     common.load_data(str(tmp_path / "a.csv"), "train")
@@ -521,7 +510,7 @@ def test_windows_that_clips_were_cut_by_are_said_to_be_unread(tmp_path, capsys):
 
 
 def test_nan_is_no_caption_and_no_class(tmp_path):
-    write_images(tmp_path, range(80))
+    helpers.write_images(tmp_path, range(80))
     file = tmp_path / "a.parquet"
     values = [float("nan") if i % 2 else float(i % 3) for i in range(80)]
     file.write_bytes(parquet(image=NAMES, caption=values, label=values[1:] + values[:1]))
@@ -569,17 +558,19 @@ KINDS = {
     "csv": lambda f: write_captions(f, 8), "tsv": lambda f: write_captions(f, 8, "captions.tsv"),
     "jsonl": lambda f: write_captions(f, 8, "captions.jsonl"), "json": lambda f: write_captions(f, 8, "captions.json"),
     "parquet file": lambda f: write_captions(f, 8, "captions.parquet"),
-    "parquet": lambda f: write_parquet_images(f / "data" / "train.parquet", range(8)).parent.parent,
-    "parquet, splits": lambda f: [write_parquet_images(f / s / "0.parquet", range(8)) for s in ("train", "test")] and f,
-    "classes": lambda f: [write_images(f / c, range(8)) for c in "ab"] and f,
-    "classes, splits": lambda f: [write_images(f / s / c, range(8)) for s in ("train", "test") for c in "ab"] and f,
-    "metadata": lambda f: write_rows(f / "metadata.csv", *_rows_of(write_images(f, range(8)))).parent,
-    "metadata, splits": lambda f: [write_rows(f / s / "metadata.csv", *_rows_of(write_images(f / s, range(8))))
+    "parquet": lambda f: helpers.write_parquet_images(f / "data" / "train.parquet", range(8)).parent.parent,
+    "parquet, splits": lambda f: [helpers.write_parquet_images(f / s / "0.parquet", range(8))
+                                  for s in ("train", "test")] and f,
+    "classes": lambda f: [helpers.write_images(f / c, range(8)) for c in "ab"] and f,
+    "classes, splits": lambda f: [helpers.write_images(f / s / c, range(8))
+                                  for s in ("train", "test") for c in "ab"] and f,
+    "metadata": lambda f: write_rows(f / "metadata.csv", *_rows_of(helpers.write_images(f, range(8)))).parent,
+    "metadata, splits": lambda f: [write_rows(f / s / "metadata.csv", *_rows_of(helpers.write_images(f / s, range(8))))
                                    for s in ("train", "test")] and f,
-    "tars": lambda f: write_tar(f / "0.tar", tar_samples(range(8), "jpg", "txt")).parent,
-    "tar": lambda f: write_tar(f / "0.tar", tar_samples(range(8), "jpg", "txt")),
-    "videos": lambda f: [write_video(f / c / f"{c}{i}.mp4", [i, i + 1]) for c in "ab" for i in range(4)] and f,
-    "video names": lambda f: [write_video(f / f"{i}.mp4", [i, i + 1]) for i in range(4)] and write_rows(
+    "tars": lambda f: helpers.write_tar(f / "0.tar", helpers.tar_samples(range(8), "jpg", "txt")).parent,
+    "tar": lambda f: helpers.write_tar(f / "0.tar", helpers.tar_samples(range(8), "jpg", "txt")),
+    "videos": lambda f: [helpers.write_video(f / c / f"{c}{i}.mp4", [i, i + 1]) for c in "ab" for i in range(4)] and f,
+    "video names": lambda f: [helpers.write_video(f / f"{i}.mp4", [i, i + 1]) for i in range(4)] and write_rows(
         f / "captions.csv", ["video", "caption"], [(f"{i}", f"words {i}") for i in range(4)])}
 
 
@@ -589,7 +580,7 @@ def test_a_path_of_odd_letters_holds_what_a_plain_one_does(kind, tmp_path):
     found = []
     for place in ("plain", "my wörk [a-b]/.x {y,z} *? #1 %41 [!c]"):
         (tmp_path / place).mkdir(parents=True)
-        splits = open_splits(KINDS[kind](tmp_path / place), frames=2)
+        splits = helpers.open_splits(KINDS[kind](tmp_path / place), frames=2)
         found.append({split: [(data.key(i), data.captions(i), data.read(i).shape) for i in range(len(data))]
                       for split, data in splits.items()})
     assert found[0] == found[1] and sum(map(len, found[0].values())) >= 4
@@ -602,7 +593,7 @@ def test_paraphrases_below_odd_letters(tmp_path):
 
 
 def test_one_class_is_nothing_to_classify(data, tmp_path, capfd):
-    write_images(tmp_path / "photos" / "only", range(40))
+    helpers.write_images(tmp_path / "photos" / "only", range(40))
     line = "its images lie in one folder, which makes no classes, and no metadata.csv"
     assert line in stopped(lambda: run(tmp_path / "photos", tmp_path), capfd)
     shutil.copytree(data.parent, tmp_path / "data")
@@ -1027,14 +1018,14 @@ def test_a_card_of_data_leads_nowhere_else(file, elsewhere, tmp_path):
     """What it says of files is not followed; one of several sets is refused, which would be read as one."""
     place, mine = elsewhere / "train.parquet", tmp_path / "mine"
     WATCHED.clear()
-    write_parquet_images(place, range(30))
-    write_parquet_images(mine / "train.parquet", range(30))
+    helpers.write_parquet_images(place, range(30))
+    helpers.write_parquet_images(mine / "train.parquet", range(30))
     WATCHED[:] = [str(elsewhere)]
     for text in CARDS:
         text = text.replace("PLACE", str(place))
         (mine / file).write_text(f"---\n{text}\n---\n" if file == "README.md" else text)
         sets.own.own_data.cache_clear()
-        assert sum(map(len, open_splits(mine).values())) == 30 and WATCHED == [str(elsewhere)], text
+        assert sum(map(len, helpers.open_splits(mine).values())) == 30 and WATCHED == [str(elsewhere)], text
     (mine / "README.md").write_text("---\nconfigs:\n- config_name: a\n- config_name: b\n---\n")
     sets.own.own_data.cache_clear()
     with pytest.raises(UserError, match="its README.md speaks of several sets .a, b., which would be mixed"):

@@ -51,9 +51,8 @@ def write_folder(folder, n=300):
     for i in range(n):
         Image.fromarray(rng.integers(0, 256, (28, 28, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     words = ["red", "green", "blue", "grey"], ["box", "ball", "tree", "house", "boat"]
-    (folder / "metadata.csv").write_text(
-        "file_name,caption\n" + "".join(f"{i}.png,a {words[0][i % 4]} {words[1][i % 5]} number {i}\n" for i in range(n))
-    )
+    lines = [f"{i}.png,a {words[0][i % 4]} {words[1][i % 5]} number {i}" for i in range(n)]
+    (folder / "metadata.csv").write_text("\n".join(["file_name,caption", *lines]))
 
 
 def write_fork(path):
