@@ -176,14 +176,10 @@ def test_captions_of_pictures_that_are_elsewhere(tmp_path):
 
 def test_too_many_bad_samples_stop_both_processes(finished, tmp_path):
     _, _, csv, bad = finished
-    flags = [*TINY, "--dataset", csv, "--output-dir", tmp_path, "--run-name", "c"]
-    both = launch.start_all("temo", flags, tmp_path / "log", processes=2)
-    for process in both:
-        process.join(300)
-    said = (tmp_path / "log").read_text()
-    errors = [x for x in said.splitlines() if x.startswith("error:")]  # a line, not the end of a progress bar
-    assert len(errors) == 1 and "3 of about 56 samples cannot be read" in errors[0] and any(k in errors[0] for k in bad)
-    assert [p.exitcode for p in both] == [2, 2] and "UserError" not in said
+    (code, said), (other, theirs) = launch.ranks(tmp_path, lambda rank: run(csv, tmp_path, "--run-name", "c"))
+    error, = [x for x in said.splitlines() if x.startswith("error:")]  # a line, not the end of a progress bar
+    assert "3 of about 56 samples cannot be read" in error and any(k in error for k in bad)
+    assert code == other == 2 and "UserError" not in said + theirs
     assert (tmp_path / "c" / "bad_samples.txt").read_text().count("\n") == 3
 
 

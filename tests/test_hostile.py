@@ -30,7 +30,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils.data._utils import signal_handling
 
 import eval as eval_py
 import evaluation.by_class
@@ -104,47 +103,6 @@ def during(monkeypatch, owner, name, around):
         with around():
             return inner(*args, **options)
     monkeypatch.setattr(owner, name, outer)
-
-
-def forked(work, log, **environment):
-    """A process of work() under clean_exit, its stderr in a file; a fork: no import is paid for."""
-    def inside():
-        signal_handling._SIGCHLD_handler_set = False  # the parent's loaders set a handler that this fork does not have
-        os.environ.update(environment)
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
-        with engine.base.clean_exit():
-            work()
-    process = multiprocessing.get_context("fork").Process(target=inside)
-    process.start()
-    return process
-
-
-@pytest.fixture(autouse=True)
-def children_of_ours():
-    """torch's handler takes the end of a fork for that of a loader worker of an earlier test with the same number."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
-def ended(process, seconds=300):
-    """Exit code of a fork; it is killed, and the test fails, when it takes longer."""
-    process.join(seconds)
-    late = process.is_alive()
-    process.kill()
-    assert not late, f"it still ran after {seconds} s"
-    return process.exitcode
-
-
-def ranks(tmp_path, work, numbers=(0, 1)):
-    """[(exit code, stderr)] of forks that are the ranks of a world of two."""
-    logs = [tmp_path / f"rank{n}.log" for n in numbers]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launch.free_port()}
-    processes = [forked(functools.partial(work, n), log, RANK=str(n), LOCAL_RANK=str(n), **place)
-                 for n, log in zip(numbers, logs)]
-    return [(ended(process), log.read_text(errors="replace")) for process, log in zip(processes, logs)]
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +264,7 @@ def test_a_full_disk_stops_both_processes(data, tmp_path):
                 inner(log, row)
         engine.folder.Log.write = write
         run(data, tmp_path)
-    (code, main), (other, second) = ranks(tmp_path, work)
+    (code, main), (other, second) = launch.ranks(tmp_path, work)
     assert "a/metrics.jsonl cannot be written: File too large" in the_line(code, main)
     assert "another of the 2 processes ended or hangs (" in the_line(other, second)
 
@@ -742,7 +700,7 @@ def test_a_process_whose_partner_never_comes(rank, data, tmp_path):
     def work(_):
         engine.processes.RENDEZVOUS_MINUTES = 0.01
         run(data, tmp_path)
-    [(code, said)] = ranks(tmp_path, work, [rank])
+    [(code, said)] = launch.ranks(tmp_path, work, [rank])
     line = the_line(code, said)
     assert re.match("the 2 processes did not find each other .*; start them all with one launcher", line)
     assert len(said.splitlines()) == 1
@@ -763,7 +721,7 @@ def test_a_process_whose_partner_is_lost(how, data, tmp_path):
             engine.base.barrier()
         Run.done = done
         run(data, tmp_path)
-    (code, said), (other, _) = ranks(tmp_path, work)
+    (code, said), (other, _) = launch.ranks(tmp_path, work)
     line = the_line(code, said)
     assert re.match("another of the 2 processes ended or hangs .*; its own words say why; --resume goes on from", line)
     assert other == (9 if how == "dies" else 2)
@@ -783,7 +741,7 @@ def test_a_loader_worker_that_is_killed(when, data, tmp_path):
         Run.done = done if when == "training" else inner
         # batches of 4: an epoch of 18 is more than workers have ready when one of them is killed
         run(data, tmp_path, "--workers", 2, "--eval-batch", 1, "--max-steps", 12, "--batch-size", 4)
-    code = ended(forked(work, tmp_path / "log"))
+    code = launch.ended(launch.forked(work, tmp_path / "log"))
     # a worker that dies while Python's own thread hands it a tensor: that thread prints this, whatever we do
     own = r"Traceback [^\n]*\n[^\n]*resource_sharer.*?\n *(ConnectionReset|BrokenPipe|EOF)Error[^\n]*"
     line = the_line(code, re.sub(own, "", (tmp_path / "log").read_text(errors="replace"), flags=re.DOTALL))
@@ -804,7 +762,7 @@ def test_a_full_shared_memory_says_what_docker_needs(tmp_path):
     def work():
         loader = torch.utils.data.DataLoader(Full(), num_workers=2, **common.worker_options(2))
         next(common.watched(loader, 2))
-    code = ended(forked(work, tmp_path / "log"), 60)
+    code = launch.ended(launch.forked(work, tmp_path / "log"), 60)
     said = (tmp_path / "log").read_text(errors="replace")
     assert code == 2 and re.search("error: a loader worker died: shared memory .* full; .* --shm-size 8g", said)
     assert "Traceback" not in said
@@ -834,7 +792,7 @@ def test_too_little_memory_is_no_hang(megabytes, data, tmp_path):
             return inner(self, *args)
         Run.begin = begin
         run(data, tmp_path, "--workers", 2)
-    assert ended(forked(work, tmp_path / "log")) != 0
+    assert launch.ended(launch.forked(work, tmp_path / "log")) != 0
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
