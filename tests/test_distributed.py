@@ -20,7 +20,6 @@ import engine.run
 from engine.base import UserError, flatten
 from engine.folder import start_run
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,6 +33,7 @@ import mmts
 import ncl
 import temo
 from evaluation.embed import encode_images
+from helpers import write_captions
 
 ROOT = Path(__file__).resolve().parents[1]
 N, WIDTH, D = 16, 12, 8  # global batch, input width, embedding width
@@ -442,7 +442,7 @@ def run_here(folder, *flags):
 def runs(tmp_path_factory):
     """Ten epochs of a folder on one process, on two, and on two in chunks."""
     folder = tmp_path_factory.mktemp("runs")
-    write_folder(folder / "set")
+    write_captions(folder / "set", 80)
     run_here(folder / "one", "--dataset", str(folder / "set"), "--workers", "0")
     for name, flags in (("two", []), ("chunks", ["--chunk-size", "8"])):
         flags = [*SMALL, "--dataset", folder / "set", "--output-dir", folder, "--run-name", name, *flags]
@@ -468,20 +468,6 @@ def test_two_processes_evaluate_as_one(runs):
 def test_workers_change_nothing(runs, tmp_path):
     run_here(tmp_path / "a", "--dataset", str(runs / "set"), "--workers", "2")
     assert losses(tmp_path / "a") == losses(runs / "one")
-
-
-def write_folder(folder, n=80):
-    """An own data set: n noisy png files and metadata.csv, two captions each."""
-    from PIL import Image
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    colours, things = ["red", "green", "blue", "grey"], ["box", "ball", "tree", "house", "boat"]
-    lines = ["file_name,caption"]
-    for i in range(n):
-        Image.fromarray(rng.integers(0, 256, (30, 36, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-        colour, thing = colours[i % 4], things[i % 5]
-        lines += [f"{i}.png,a {colour} {thing} number {i}", f"{i}.png,{thing} {i} in {colour}"]
-    (folder / "metadata.csv").write_text("\n".join(lines))
 
 
 # ----------------------------------------------- threads and cores ---------------------------------------------------
