@@ -64,9 +64,9 @@ def run_args(folder, script):
         raise UserError(f"--resume {folder}: no args.json there; give the run folder that a run printed")
     try:
         saved = json.loads(path.read_text(encoding="utf8"))
-    except ValueError as error:
+        theirs = saved.pop("script", None)
+    except (ValueError, TypeError, AttributeError) as error:  # the last two of a list, a number
         raise UserError(f"--resume {folder}: its args.json is damaged ({first_line(error)})") from error
-    theirs = saved.pop("script", None)
     if theirs != script:
         raise UserError(f"--resume {folder}: a run of {theirs}.py, not of {script}.py; use python {theirs}.py --resume "
                         f"{folder}")

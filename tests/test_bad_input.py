@@ -296,7 +296,7 @@ def test_few_queries():
     ("", "no args.json there; give the run folder"),
     ('{"script": "ncl", "seed": 1}', "a run of ncl.py, not of temo.py; use python ncl.py"),
     ('{"script": "temo", "tau_beta": 0.5}', "it was run with --tau-beta, which temo.py does not know"),
-    ('{"script": "temo", "se', "its args.json is damaged (")])
+    ('{"script": "temo", "se', "its args.json is damaged ("), ("[]", "its args.json is damaged (")])
 def test_resume_of_what_this_script_cannot_go_on_with(saved, words, tmp_path, capsys):
     if saved:
         (tmp_path / "args.json").write_text(saved)
