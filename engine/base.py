@@ -183,6 +183,19 @@ def say(*words):
 say_once = functools.cache(say)  # of the same words
 
 
+@contextlib.contextmanager
+def stderr_to(file):
+    """Inside, what is written to stderr goes to this open file, the words of C and C++ libraries included."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
 def join_notes(*notes):
     """Those that say something, in one line."""
     return "; ".join(n for n in notes if n)
@@ -288,15 +301,13 @@ def on_main(work, *args):
     return answer
 
 
-def together(work, what):
-    """Do this process's part of writing `what`; all processes raise together when it fails on any of them."""
-    error = None
-    try:
-        if work:
+def main_writes(what, write):
+    """write() by the main process; all processes raise together when it fails, and name `what`. Collective."""
+    def work():
+        try:
             with writing(what):
-                work()
-    except UserError as failure:
-        error = f"{what} cannot be written: {getattr(failure, 'reason', failure)}; what was saved before is whole"
-    errors = [e for e in gather_objects(error) if e]
-    if errors:
-        raise UserError(errors[0])
+                write()
+        except UserError as failure:  # of one of the files
+            reason = getattr(failure, "reason", failure)
+            raise UserError(f"{what} cannot be written: {reason}; what was saved before is whole") from failure
+    on_main(work)

@@ -19,22 +19,8 @@ import time
 from pathlib import Path
 
 import common
-from engine.base import (
-    UserError,
-    barrier,
-    checksum,
-    gather_objects,
-    on_main,
-    rank,
-    read_json,
-    say,
-    signals,
-    together,
-    world,
-    write_json,
-    write_tensors,
-    writing,
-)
+from engine import base
+from engine.base import UserError, rank, say, world
 
 import numpy as np
 import torch
@@ -61,7 +47,7 @@ def save(run, keep=2):
     random_state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_state["cuda"] = torch.cuda.get_rng_state()
-    of_processes = gather_objects((random_state, run.data.positions))
+    of_processes = base.gather_objects((random_state, run.data.positions))
     final = Path(run.folder) / "checkpoints" / f"step_{run.step}"
     temporary = final.with_name(final.name + ".tmp")
 
@@ -72,15 +58,16 @@ def save(run, keep=2):
         groups = {"model": run.trained.state_dict(), "own": run.own.state_dict(), "optimizer": optimizer,
                   "second": _pack_optimizer(run.second)[0] if run.second else {}, "tensors": run.tensors}
         groups |= {f"random_{place}": found for place, (found, _) in enumerate(of_processes)}
-        write_tensors(temporary / TENSORS, {f"{group}/{k}": v for group, of in groups.items() for k, v in of.items()})
+        tensors = {f"{group}/{k}": v for group, of in groups.items() for k, v in of.items()}
+        base.write_tensors(temporary / TENSORS, tensors)
         python, numpy_state, scaler = random.getstate(), np.random.get_state(), run.accelerator.scaler
         state = {"step": run.step, "tracker_id": run.log.tracker_id, "wall_s": run.wall(), "processes": world(),
                  "unevaluated": run.unevaluated, "positions": [positions for _, positions in of_processes],
                  "optimizer": plain, "scaler": scaler.state_dict() if scaler else None,
                  "python": [python[0], list(python[1]), python[2]],
                  "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
-                 "sha256": checksum(temporary / TENSORS)}
-        write_json(temporary / STATE, state | {"own_sha256": _digest(state)})
+                 "sha256": base.checksum(temporary / TENSORS)}
+        base.write_json(temporary / STATE, state | {"own_sha256": _digest(state)})
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
         shutil.rmtree(final, ignore_errors=True)
@@ -90,7 +77,7 @@ def save(run, keep=2):
             shutil.rmtree(old, ignore_errors=True)
 
     try:
-        together(write if rank() == 0 else None, f"the checkpoint {final}")
+        base.main_writes(f"the checkpoint {final}", write)
     except UserError:
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # half a checkpoint on a full disk is in the way
@@ -144,40 +131,39 @@ def damaged_files(folder):
     Raises: UserError for one of an earlier version, which had more files."""
     try:
         state = json.loads((Path(folder) / STATE).read_text(encoding="utf8"))
-        if "own_sha256" not in state and (Path(folder) / "checksums.json").exists():
-            raise UserError(f"--resume: {folder} is of an earlier version of this project; start a new run, "
-                            "--init-from takes the weights of an ended one")
-        if state.get("own_sha256") != _digest(state):
-            return [STATE]
-    except (OSError, ValueError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+        digest = state.get("own_sha256")
+        whole = digest == _digest(state)
+    except (OSError, ValueError, AttributeError):
+        return [STATE]
+    if digest is None and (Path(folder) / "checksums.json").exists():
+        raise UserError(f"--resume: {folder} is of an earlier version of this project; start a new run, --init-from "
+                        "takes the weights of an ended one")
+    if not whole:
         return [STATE]
     tensors = Path(folder) / TENSORS
-    return [] if tensors.is_file() and checksum(tensors) == state["sha256"] else [TENSORS]
+    return [] if tensors.is_file() and base.checksum(tensors) == state["sha256"] else [TENSORS]
 
 
 def resume(run):
     """Put back into a Run what its last whole checkpoint holds; its counters, {} where there is none.
     Collective.   Raises: UserError where it is beyond the last step that is asked for."""
-    path, state = on_main(whole_checkpoint, run.folder), {}
-    if path:
-        state = _put_back(run, path)
+    path = base.on_main(whole_checkpoint, run.folder)
+    state = _put_back(run, path) if path else {}
     if state.get("step", 0) > run.last:
         raise UserError(f"--resume {run.args.resume}: its checkpoint is at step {state['step']}, beyond the {run.last} "
                         "steps that --max-steps or --epochs ask for")
-    on_main(_keep_flags, run.folder / "args.json", run.args)  # now that nothing refuses them
+    base.on_main(_keep_flags, run.folder / "args.json", run.args)  # now that nothing refuses them
     return state
 
 
 def _keep_flags(path, args):
     """Say which flags are no more what they were, and save them as they are."""
-    saved = read_json(path, {})
+    saved = base.read_json(path, {})
     flags = {k: v for k, v in vars(args).items() if k not in ("resume", "run_name")}
     for k, v in flags.items():
         if saved.get(k, v) != v:
             say(f"--resume: --{k.replace('_', '-')} was {saved[k]}, is {v} from here on")
-    write_json(path, saved | flags)
+    base.write_json(path, saved | flags)
 
 
 def _put_back(run, path):
@@ -235,7 +221,7 @@ def kept_rows(path, step, again):
     rows = [r for r in rows if not (again and r["step"] == step and "eval" in r)]
     if rank() == 0:
         temporary = path.with_suffix(".tmp")
-        with writing(path):
+        with base.writing(path):
             temporary.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf8")
             os.replace(temporary, path)
     return rows
@@ -259,13 +245,13 @@ def listen(run):
     """From here on Ctrl-C and SIGTERM let the step end and write a checkpoint; a second one stops at once."""
     if threading.current_thread() is not threading.main_thread():
         return
-    signals.clear()
+    base.signals.clear()
     began = None
     def note(number, _):
         nonlocal began
         if began is None or number == signal.SIGTERM and time.monotonic() - began < TWICE:
             began = began or time.monotonic()
-            signals.append(int(number))
+            base.signals.append(int(number))
             return
         run.ignore_no_more()
         signal.raise_signal(number)
@@ -284,8 +270,8 @@ def stop(run, number, saved):
     say(f"stopped after step {run.step} by {signal.Signals(number).name}; to go on: {command(run.folder)}")
     for source in list(common.being_read):
         source.close()  # in the interpreter's last moments each worker would take five seconds to end
-    barrier()
-    signals.clear()
+    base.barrier()
+    base.signals.clear()
     run.ignore_no_more()
     raise SystemExit(128 + number)
 

@@ -64,9 +64,9 @@ def run_args(folder, script):
         raise UserError(f"--resume {folder}: no args.json there; give the run folder that a run printed")
     try:
         saved = json.loads(path.read_text(encoding="utf8"))
-    except ValueError as error:
+        theirs = saved.pop("script", None)
+    except (ValueError, TypeError, AttributeError) as error:  # the last two of a list, a number
         raise UserError(f"--resume {folder}: its args.json is damaged ({first_line(error)})") from error
-    theirs = saved.pop("script", None)
     if theirs != script:
         raise UserError(f"--resume {folder}: a run of {theirs}.py, not of {script}.py; use python {theirs}.py --resume "
                         f"{folder}")
@@ -191,137 +191,120 @@ class Parser(OneLine):
     def _add_shared(self):
         """The flags that all scripts have; those without a default are the recipe's."""
         yesno = argparse.BooleanOptionalAction
-        g = self.add_argument_group("run")
-        g.add_argument("--output-dir", default="runs", help="folder of all runs")
-        g.add_argument("--run-name", default="",
-                       help="folder of this run in --output-dir; empty = script, data set, seed and time")
-        g.add_argument("--resume", default="", metavar="RUN_DIR",
-                       help="continue this run exactly, from its last checkpoint; needs no other flag")
-        g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU even where there is a GPU")
-        g.add_argument("--threads", type=between(0, 1024, int), default=0,
-                       help="CPU threads of each process; 0 = OMP_NUM_THREADS, or cores / local processes")
-        g.add_argument("--compile", action=yesno, default=False,
-                       help="torch.compile the encoders and the colour operations of the views")
-        g.add_argument("--save-every", type=whole, default=1000,
-                       help="optimiser steps between checkpoints (the last two are kept); 0 = only at the end")
-        g.add_argument("--eval-every", type=whole, default=0,
-                       help="optimiser steps between evaluations on the val split; 0 = only at the end")
-        g.add_argument("--log-every", type=whole, default=10,
-                       help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
-        g.add_argument("--figures", choices=["png", "pdf"], default="png",
-                       help="form of the pictures; pdf for papers: lines and letters stay what they are")
-        g.add_argument("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",
-                       help="log there as well as to metrics.jsonl")
-        g = self.add_argument_group("data")
-        g.add_argument("--fit-batch", action=yesno, default=False,
-                       help="where the training set is smaller than --batch-size, lower it to what fits, and say so; "
-                            "on by itself for own data without --batch-size")
-        g.add_argument("--dataset",
-                       help="a name that a file of sets/ knows; or a folder, csv, tsv, jsonl, parquet, tar, or hub id "
-                            "(org/name)")
-        g.add_argument("--data-dir", default="",
-                       help="where relative paths start, and where a video set's annotation files lie; empty = beside "
-                            "the captions file")
-        g.add_argument("--video-dir", default="",
-                       help="folder of the videos, found by path, file name or stem; empty = --data-dir")
-        g.add_argument("--image-column", default="",
-                       help="column (or tar extension) of the images or videos; empty = the usual names")
-        g.add_argument("--label-column", default="", help="column of the class, for kNN; empty = the usual names")
-        g.add_argument("--frame-cache", default="", metavar="DIR",
-                       help="decode each video once, to one small JPEG there")
-        g.add_argument("--max-bad-fraction", type=part, default=0.01,
-                       help="stop when more than this part of the samples tried cannot be read, 0..1")
-        g.add_argument("--max-pixels", type=count, default=MAX_PIXELS,
-                       help="a larger image is not read, as if it were damaged: a small file may hold billions")
-        g.add_argument("--verify-images", action=yesno, default=False,
-                       help="before the first step read every image once, strictly, and leave out of training and "
-                            "evaluation what is damaged; bad_samples.txt lists it")
-        g.add_argument("--workers", type=between(0, 1024, int), default=4,
-                       help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend "
-                            "on it")
+        add = self.add_argument_group("run").add_argument
+        add("--output-dir", default="runs", help="folder of all runs")
+        add("--run-name", default="",
+            help="folder of this run in --output-dir; empty = script, data set, seed and time")
+        add("--resume", default="", metavar="RUN_DIR",
+            help="continue this run exactly, from its last checkpoint; needs no other flag")
+        add("--cpu", action=yesno, default=False, help="stay on the CPU even where there is a GPU")
+        add("--threads", type=between(0, 1024, int), default=0,
+            help="CPU threads of each process; 0 = OMP_NUM_THREADS, or cores / local processes")
+        add("--compile", action=yesno, default=False,
+            help="torch.compile the encoders and the colour operations of the views")
+        add("--save-every", type=whole, default=1000,
+            help="optimiser steps between checkpoints (the last two are kept); 0 = only at the end")
+        add("--eval-every", type=whole, default=0,
+            help="optimiser steps between evaluations on the val split; 0 = only at the end")
+        add("--log-every", type=whole, default=10,
+            help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
+        add("--figures", choices=["png", "pdf"], default="png",
+            help="form of the pictures; pdf for papers: lines and letters stay what they are")
+        add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="",
+            help="log there as well as to metrics.jsonl")
+        add = self.add_argument_group("data").add_argument
+        add("--fit-batch", action=yesno, default=False,
+            help="where the training set is smaller than --batch-size, lower it to what fits, and say so; on by itself "
+                 "for own data without --batch-size")
+        add("--dataset",
+            help="a name that a file of sets/ knows; or a folder, csv, tsv, jsonl, parquet, tar, or hub id (org/name)")
+        add("--data-dir", default="",
+            help="where relative paths start, and where a video set's annotation files lie; empty = beside the "
+                 "captions file")
+        add("--video-dir", default="",
+            help="folder of the videos, found by path, file name or stem; empty = --data-dir")
+        add("--image-column", default="",
+            help="column (or tar extension) of the images or videos; empty = the usual names")
+        add("--label-column", default="", help="column of the class, for kNN; empty = the usual names")
+        add("--frame-cache", default="", metavar="DIR", help="decode each video once, to one small JPEG there")
+        add("--max-bad-fraction", type=part, default=0.01,
+            help="stop when more than this part of the samples tried cannot be read, 0..1")
+        add("--max-pixels", type=count, default=MAX_PIXELS,
+            help="a larger image is not read, as if it were damaged: a small file may hold billions")
+        add("--verify-images", action=yesno, default=False,
+            help="before the first step read every image once, strictly, and leave out of training and evaluation what "
+                 "is damaged; bad_samples.txt lists it")
+        add("--workers", type=between(0, 1024, int), default=4,
+            help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend on it")
         if self.texts:
-            g.add_argument("--caption-column", default="",
-                           help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
-            g.add_argument("--extra-captions", default="", metavar="FILE",
-                           help="csv, jsonl or parquet of video, start, end, caption: further captions of training "
-                                "clips, as tools/caption.py writes them; each epoch draws one of all that a clip has")
-            g.add_argument("--extra-pairs", nargs="+", default=[], metavar="NAME[=DIR]",
-                           help="data sets whose training pairs join the training set's, each with the folder of its "
-                                "files: howto100m=DIR, or tools/caption.py's csv of its videos, captions.csv=DIR")
-            g.add_argument("--streaming", action=yesno, default=False,
-                           help="read tars in order, nothing indexed or downloaded first; other layouts are not read "
-                                "so")
-        g = self.add_argument_group("evaluation")
-        g.add_argument("--eval-batch", type=count, default=256, help="images, or frames of clips, at a time")
-        g.add_argument("--hold-out-val", action=yesno, default=False,
-                       help=f"a set by name that has no val split (MSR-VTT, ActivityNet, COCO, CIFAR) gives "
-                            f"{HELD_OUT:.0%} of train as val and trains on the rest: then --eval-every has something "
-                            "to look at".replace("%", "%%"))
+            add("--caption-column", default="",
+                help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
+            add("--extra-captions", default="", metavar="FILE",
+                help="csv, jsonl or parquet of video, start, end, caption: further captions of training clips, as "
+                     "tools/caption.py writes them; each epoch draws one of all that a clip has")
+            add("--extra-pairs", nargs="+", default=[], metavar="NAME[=DIR]",
+                help="data sets whose training pairs join the training set's, each with the folder of its files: "
+                     "howto100m=DIR, or tools/caption.py's csv of its videos, captions.csv=DIR")
+            add("--streaming", action=yesno, default=False,
+                help="read tars in order, nothing indexed or downloaded first; other layouts are not read so")
+        add = self.add_argument_group("evaluation").add_argument
+        add("--eval-batch", type=count, default=256, help="images, or frames of clips, at a time")
+        add("--hold-out-val", action=yesno, default=False,
+            help=f"a set by name that has no val split (MSR-VTT, ActivityNet, COCO, CIFAR) gives {HELD_OUT:.0%}% of "
+                 "train as val and trains on the rest: then --eval-every has something to look at")
         if self.texts:
-            g.add_argument("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
-                           help="data sets of the evaluation (val and test splits), each with an optional local copy "
-                                "(annotations and videos); none = the training set's own")
-            g = self.add_argument_group("texts")
-            g.add_argument("--text-encoder",
-                           help="small, or a transformers id or folder (CLIP: its text tower)")
-            g.add_argument("--text-pooling", choices=["cls", "mean"],
-                           help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls")
-            g.add_argument("--text-length", type=between(4, 4096, int), help="tokens kept of a caption")
-            g.add_argument("--clean-captions", action=yesno,
-                           help="lower case, no punctuation, 30 words, as the CC3M trainer")
-            g.add_argument("--join-captions", action=yesno,
-                           help="the captions of a video become one paragraph (ActivityNet and DiDeMo always)")
-            g.add_argument("--unfold-captions", action=yesno,
-                           help="a training example for each (image or clip, caption), not a caption drawn each epoch")
-        g = self.add_argument_group("pixels")
-        g.add_argument("--image-size", type=between(8, 4096, int), help="pixels of a side")
-        g.add_argument("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
-                       help="mean and std of the pixels; encoder = what its weights saw")
-        g.add_argument("--eval-resize", choices=["crop", "squash"],
-                       help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
-        g.add_argument("--frames", type=count, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
-        g.add_argument("--frame-sampling", choices=["uniform", "middle", "random"],
-                       help="frames from the first to the last; of the middles of T segments; random in each (in "
-                            "training)")
-        g = self.add_argument_group("model")
-        g.add_argument("--image-encoder",
-                       help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision "
-                            "tower)")
-        g.add_argument("--pretrained", action=yesno,
-                       help="start from published weights; --no-pretrained = from scratch")
-        g.add_argument("--init-from", default="",
-                       help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or "
-                            "one encoder; timm weights are then not downloaded")
-        g.add_argument("--embed-dim", type=between(2, 10**6, int),
-                       help="D, width of the space of the loss; the paper's value is its recipe's default")
-        g = self.add_argument_group("optimisation")
-        g.add_argument("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
-        g.add_argument("--epochs", type=positive,
-                       help="passes over the training set; the paper's value is its recipe's default")
-        g.add_argument("--max-steps", type=whole, default=0,
-                       help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
-        g.add_argument("--batch-size", type=between(2, 10**9, int),
-                       help="N, GLOBAL: split over processes, sets the negatives; the paper's is its recipe's default")
-        g.add_argument("--chunk-size", type=whole, default=0,
-                       help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; "
-                            "0 = all")
-        g.add_argument("--allow-batchnorm-chunks", action=yesno, default=False,
-                       help="let BatchNorm see chunks: an approximation")
-        g.add_argument("--optimizer", choices=["adamw", "adam", "sgd"],
-                       help="sgd takes --beta1 as its momentum")
-        g.add_argument("--lr", type=rate, help="peak learning rate")
-        g.add_argument("--lr-end", type=rate, help="last learning rate of the cosine")
-        g.add_argument("--lr-schedule", choices=["cosine", "constant"], help="after the warm-up")
-        g.add_argument("--warmup-epochs", type=nonnegative,
-                       help="epochs of linear warm-up; at most a tenth of the run")
-        g.add_argument("--weight-decay", type=rate,
-                       help="of matrices and kernels; none for biases, norms and scalars")
-        g.add_argument("--beta1", type=below_one, help="Adam's first moment")
-        g.add_argument("--beta2", type=below_one, help="Adam's second moment")
-        g.add_argument("--eps", type=between(1e-30, 1e30), help="Adam's epsilon; CLIP4Clip 1e-6")
-        g.add_argument("--grad-clip", type=nonnegative, help="largest global gradient norm; 0 = off")
-        g.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"],
-                       help="of the encoders; the loss is always float32")
+            add("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
+                help="data sets of the evaluation (val and test splits), each with an optional local copy (annotations "
+                     "and videos); none = the training set's own")
+            add = self.add_argument_group("texts").add_argument
+            add("--text-encoder", help="small, or a transformers id or folder (CLIP: its text tower)")
+            add("--text-pooling", choices=["cls", "mean"],
+                help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls")
+            add("--text-length", type=between(4, 4096, int), help="tokens kept of a caption")
+            add("--clean-captions", action=yesno, help="lower case, no punctuation, 30 words, as the CC3M trainer")
+            add("--join-captions", action=yesno,
+                help="the captions of a video become one paragraph (ActivityNet and DiDeMo always)")
+            add("--unfold-captions", action=yesno,
+                help="a training example for each (image or clip, caption), not a caption drawn each epoch")
+        add = self.add_argument_group("pixels").add_argument
+        add("--image-size", type=between(8, 4096, int), help="pixels of a side")
+        add("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
+            help="mean and std of the pixels; encoder = what its weights saw")
+        add("--eval-resize", choices=["crop", "squash"],
+            help="evaluation view: short side and centre crop, or both sides (CC3M trainer)")
+        add("--frames", type=count, help="T, frames of a clip; CLIP4Clip 12, of paragraphs 64")
+        add("--frame-sampling", choices=["uniform", "middle", "random"],
+            help="frames from the first to the last; of the middles of T segments; random in each (in training)")
+        add = self.add_argument_group("model").add_argument
+        add("--image-encoder",
+            help="small, resnet18-cifar, any timm name, or a transformers id or folder (CLIP: its vision tower)")
+        add("--pretrained", action=yesno, help="start from published weights; --no-pretrained = from scratch")
+        add("--init-from", default="",
+            help="a .safetensors, .pt, .bin or run folder whose tensors are loaded first, for the model or one "
+                 "encoder; timm weights are then not downloaded")
+        add("--embed-dim", type=between(2, 10**6, int),
+            help="D, width of the space of the loss; the paper's value is its recipe's default")
+        add = self.add_argument_group("optimisation").add_argument
+        add("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
+        add("--epochs", type=positive, help="passes over the training set; the paper's value is its recipe's default")
+        add("--max-steps", type=whole, default=0,
+            help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
+        add("--batch-size", type=between(2, 10**9, int),
+            help="N, GLOBAL: split over processes, sets the negatives; the paper's is its recipe's default")
+        add("--chunk-size", type=whole, default=0,
+            help="examples encoded at a time on each process: the full batch's gradient, a chunk's memory; 0 = all")
+        add("--allow-batchnorm-chunks", action=yesno, default=False, help="let BatchNorm see chunks: an approximation")
+        add("--optimizer", choices=["adamw", "adam", "sgd"], help="sgd takes --beta1 as its momentum")
+        add("--lr", type=rate, help="peak learning rate")
+        add("--lr-end", type=rate, help="last learning rate of the cosine")
+        add("--lr-schedule", choices=["cosine", "constant"], help="after the warm-up")
+        add("--warmup-epochs", type=nonnegative, help="epochs of linear warm-up; at most a tenth of the run")
+        add("--weight-decay", type=rate, help="of matrices and kernels; none for biases, norms and scalars")
+        add("--beta1", type=below_one, help="Adam's first moment")
+        add("--beta2", type=below_one, help="Adam's second moment")
+        add("--eps", type=between(1e-30, 1e30), help="Adam's epsilon; CLIP4Clip 1e-6")
+        add("--grad-clip", type=nonnegative, help="largest global gradient norm; 0 = off")
+        add("--mixed-precision", choices=["no", "fp16", "bf16"], help="of the encoders; the loss is always float32")
 
     def _check(self, args, saved):
         """What all scripts require between flags."""

@@ -13,21 +13,8 @@ import time
 import uuid
 from pathlib import Path
 
-from engine import CORES
-from engine.base import (
-    UserError,
-    checksum,
-    flatten,
-    gather_objects,
-    on_main,
-    rank,
-    say,
-    slug,
-    world,
-    write_json,
-    write_tensors,
-    writing,
-)
+from engine import CORES, base
+from engine.base import UserError, rank, say, world
 from engine.checkpoints import kept_rows
 
 import torch
@@ -35,14 +22,21 @@ import torch
 GRACE = 20  # seconds until what one node wrote must be seen by the others: network file systems remember what was not
 
 
+@contextlib.contextmanager
+def inside(flag, folder):
+    """What cannot be written inside is a UserError with the flag that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from error
+
+
 def make_folder(folder, flag):
     """mkdir -p on the main process; all processes raise together when it cannot be."""
     def make():
-        try:
+        with inside(flag, folder):
             Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from error
-    on_main(make)
+    base.on_main(make)
 
 
 def seen_by_all(folder, flag):
@@ -51,17 +45,17 @@ def seen_by_all(folder, flag):
     Raises: UserError on all processes, before anything is trained that could not be saved."""
     def leave_token():
         token = folder / f"seen_{uuid.uuid4().hex}"  # a folder of this name may lie on each node
-        with writing(token):
+        with base.writing(token):
             token.touch()
         return token
-    token, blind, began = on_main(leave_token), "", time.monotonic()
+    token, blind, began = base.on_main(leave_token), "", time.monotonic()
     while not blind:
         with contextlib.suppress(OSError):
             if token.name in os.listdir(folder):  # a list is asked of the server, a single name may not be
                 break
         blind = f"process {rank()} on {socket.gethostname()}" if time.monotonic() > began + GRACE else ""
         time.sleep(0.2)
-    blind = [who for who in gather_objects(blind) if who]
+    blind = [who for who in base.gather_objects(blind) if who]
     if rank() == 0:
         token.unlink(missing_ok=True)
     if blind:
@@ -122,20 +116,17 @@ def commit():
 
 def start_run(args, script):
     """(path of the run folder, its lock): made or reopened by the main process; all processes raise together."""
-    locks = []  # an open file stays in its process
+    lock = None
     def open_it():
-        try:
+        nonlocal lock  # an open file stays in its process
+        with inside("--output-dir", args.output_dir):
             folder, lock = _open_folder(args, script)
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"--output-dir {args.output_dir}: cannot be written ({reason})") from error
-        locks.append(lock)
         return folder
-    folder = on_main(open_it)
+    folder = base.on_main(open_it)
     if world() > 1:
         flag = f"--resume {folder}" if args.resume else f"--output-dir {args.output_dir}"
         seen_by_all(folder, flag)
-    return folder, next(iter(locks), None)
+    return folder, lock
 
 
 def _open_folder(args, script):
@@ -146,7 +137,7 @@ def _open_folder(args, script):
     (folder / "checkpoints").mkdir(exist_ok=True)
     if not args.resume:
         (folder / "versions.txt").write_text(versions(), encoding="utf8")
-        write_json(folder / "args.json", {"script": script} | vars(args))
+        base.write_json(folder / "args.json", {"script": script} | vars(args))
     with open(folder / "command.txt", "a", encoding="utf8") as f:
         words = [Path(sys.executable).name, *sys.argv]
         f.write(" ".join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
@@ -156,7 +147,7 @@ def _open_folder(args, script):
 def _new_folder(args, script):
     """The folder of a new run. An automatic name gets a number where it is taken; a folder with a --run-name in
     which nothing was trained yet is taken over."""
-    name = args.run_name or f"{script}__{slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    name = args.run_name or f"{script}__{base.slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = Path(args.output_dir) / (name if number == 1 else f"{name}-{number}")
@@ -175,10 +166,10 @@ def save_model(folder, model, tokenizer, spec):
     """The encoders alone: model.safetensors, model.json (with its checksum), tokenizer/. Main process only; reads back
     with load_model."""
     weights = Path(folder) / "model.safetensors"
-    write_tensors(weights, model.state_dict())
-    write_json(Path(folder) / "model.json", spec | {"sha256": checksum(weights)})
+    base.write_tensors(weights, model.state_dict())
+    base.write_json(Path(folder) / "model.json", spec | {"sha256": base.checksum(weights)})
     if tokenizer:
-        with writing(Path(folder) / "tokenizer"):
+        with base.writing(Path(folder) / "tokenizer"):
             tokenizer.save(Path(folder) / "tokenizer")
 
 
@@ -199,15 +190,15 @@ class Log:
         """row: dict of numbers with `step`; nested dicts (evaluation) are kept as they are in the file."""
         self.rows.append(row)
         if rank() == 0:
-            with writing(self.path), open(self.path, "a", encoding="utf8") as f:
+            with base.writing(self.path), open(self.path, "a", encoding="utf8") as f:
                 f.write(json.dumps(row) + "\n")
         if self.tracker:
-            numbers = {k: v for k, v in flatten(row).items() if isinstance(v, (int, float))}
+            numbers = {k: v for k, v in base.flatten(row).items() if isinstance(v, (int, float))}
             self.accelerator.log(numbers, step=row["step"])
 
     def column(self, name, x="step"):
         """(steps, values) of a logged number; nested names join with '/'."""
-        pairs = [(r[x], v) for r in self.rows for v in [flatten(r).get(name)] if v is not None]
+        pairs = [(r[x], v) for r in self.rows for v in [base.flatten(r).get(name)] if v is not None]
         return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
@@ -220,8 +211,7 @@ def open_tracker(tracker, folder, accelerator, tracker_id, config):
     flat = {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in config.items()}
     accelerator.project_configuration.logging_dir = str(folder)
     project = "tracker" if tracker == "tensorboard" else "contrastive-temperature"
-    mine = {k: v for k, v in options.items() if k == tracker}
-    accelerator.init_trackers(project, config=flat, init_kwargs=mine)
+    accelerator.init_trackers(project, config=flat, init_kwargs=options)
     return tracker_id
 
 

@@ -5,12 +5,11 @@ import datetime
 import os
 import random
 import re
-import sys
 import time
 from pathlib import Path
 
 from engine import CORES
-from engine.base import UserError, barrier, first_line, own_words, rank, say, world
+from engine.base import UserError, barrier, first_line, own_words, rank, say, stderr_to, world
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ def join_processes(args):
         torch.cuda.set_device(card)
     try:
         soon, later = (datetime.timedelta(minutes=m) for m in (RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES))
-        with native_words_dropped():
+        with open(os.devnull, "w") as nowhere, stderr_to(nowhere):  # pages about a socket
             store, place, processes = next(iter(rendezvous("env://", timeout=soon)))
             store.set_timeout(soon)
             dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=place, world_size=processes,
@@ -40,20 +39,6 @@ def join_processes(args):
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise UserError(f"the {os.environ['WORLD_SIZE']} processes did not find each other "
                         f"({first_line(error)}); start them all with one launcher") from error
-
-
-@contextlib.contextmanager
-def native_words_dropped():
-    """What C++ writes to stderr inside goes nowhere: pages about a socket, whose error then comes as an exception."""
-    sys.stderr.flush()
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
 
 
 def main_first(work, done):

@@ -8,25 +8,12 @@ import time
 from pathlib import Path
 
 from common import Batches, build_model, build_tokenizer, check_finite, frames_of, has_clips, mean_over_processes
-from engine import checkpoints
-from engine.base import (
-    Stopped,
-    UserError,
-    all_sum,
-    barrier,
-    gather_objects,
-    on_main,
-    rank,
-    say,
-    signals,
-    together,
-    world,
-    write_json,
-)
+from engine import base, checkpoints
+from engine.base import UserError, rank, say, world
 from engine.checkpoints import latest_checkpoint, listen, resume, stop
 from engine.folder import Log, commit, peak_memory_mb, save_model, start_run
 from engine.processes import batchnorm_policy, set_up
-from engine.verify import compare, verify_run
+from engine.verify import compare, verify
 
 import torch
 import torch.distributed as dist
@@ -50,24 +37,24 @@ class Run:
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem
         self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
-        self.fitted = fit_batch(args, train)
+        self.fitted = ""
         self.count_steps()
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
         self.folder, self.lock = start_run(args, self.script)
         self.unreadable = {}
         if args.verify_images:
-            verify_run(self)
-            self.fitted = fit_batch(args, self.train) or self.fitted
+            self.train, self.evals, self.unreadable = verify(self.folder, train, evals, args.max_bad_fraction)
             self.count_steps()
-        self.twins = on_main(compare, self.folder, self.train, self.evals, args.resume)
+        self.twins = base.on_main(compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
         self.unevaluated, self.bar, self.handlers = False, None, {}
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def count_steps(self):
-        """Epoch, steps and warm-up, by the training set as it is now."""
+        """Batch, epoch, steps and warm-up, by the training set as it is now."""
         args = self.args
+        self.fitted = fit_batch(args, self.train) or self.fitted
         self.per_epoch = epoch_length(self.train, args.batch_size)
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
         self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
@@ -148,7 +135,7 @@ class Run:
         pieces = self.evaluate_val() if self.step in (0, self.last) or self.unevaluated else {}
         if self.step == 0 and rank() == 0 and self.tokenizer:
             before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
-            write_json(self.folder / "similarity_before.json", before)
+            base.write_json(self.folder / "similarity_before.json", before)
         tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
                         mininterval=1.0, miniters=1)
@@ -242,8 +229,8 @@ class Run:
         """Every process learns of broken weights, and of a signal, on any of them; returns the signal's number or 0."""
         weights = [p.detach() for m in (self.trained, self.own) for p in m.parameters() if p.is_floating_point()]
         largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
-        mine = float(not math.isfinite(largest.item())), max(signals, default=0)
-        broken, number = all_sum(*mine, device=self.device, op=dist.ReduceOp.MAX)
+        mine = float(not math.isfinite(largest.item())), max(base.signals, default=0)
+        broken, number = base.all_sum(*mine, device=self.device, op=dist.ReduceOp.MAX)
         if broken:
             raise UserError(f"the weights are not finite after step {self.step} (lr {self.lr:.4g}, keys "
                             f"{batch['keys'][:8]}); try a lower --lr, or --grad-clip 1")
@@ -251,7 +238,7 @@ class Run:
 
     def asked_to_stop(self):
         """The number of a signal that came to any of the processes, or 0. Collective."""
-        return int(all_sum(max(signals, default=0), device=self.device, op=dist.ReduceOp.MAX)[0])
+        return int(base.all_sum(max(base.signals, default=0), device=self.device, op=dist.ReduceOp.MAX)[0])
 
     def ignore_no_more(self):
         """Signals do again what they did before the run listened to them."""
@@ -263,7 +250,7 @@ class Run:
         """What the evaluator gives, or the end of the run by a signal. Collective."""
         try:
             return self.evaluator(split)
-        except Stopped:
+        except base.Stopped:
             self.unevaluated = True
             saved = split == "test" or self.bar is None  # before the loop there is nothing new
             return stop(self, self.asked_to_stop(), saved)
@@ -296,19 +283,19 @@ class Run:
         from safetensors.torch import load_file
         self.bar.close()
         save = functools.partial(save_model, self.folder, self.tower, self.tokenizer, self.spec)
-        together(save if rank() == 0 else None, f"the model in {self.folder}")
+        base.main_writes(f"the model in {self.folder}", save)
         self.tower.load_state_dict(load_file(self.folder / "model.safetensors"))
         test, chance, self.test_pieces = self.evaluate("test")
         self.ignore_no_more()
         summary, problems = self.summarize(test, chance) | extra, []
         if rank() == 0:
             try:
-                write_json(self.folder / "summary.json", summary)
+                base.write_json(self.folder / "summary.json", summary)
             except UserError as error:  # the numbers are printed below all the same
                 problems.append(str(error))
             draw(self)
         say(report(summary, self.folder, table) + (more(test) if more else ""))
-        barrier()
+        base.barrier()
         self.accelerator.end_training()  # trackers and the process group are closed
         if self.lock:
             self.lock.close()
@@ -327,7 +314,7 @@ class Run:
     def summarize(self, test, chance):
         """The content of summary.json. Collective."""
         args, wall = self.args, self.wall()
-        memory = gather_objects(peak_memory_mb())
+        memory = base.gather_objects(peak_memory_mb())
         parameters = sum(p.numel() for m in (self.trained, self.own) for p in m.parameters())
         bad = len(self.data.bad) + sum(map(len, self.unreadable.values()))
         return {"script": self.script, "dataset": args.dataset, "method": args.loss, "seed": args.seed,

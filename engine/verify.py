@@ -3,7 +3,6 @@
     python -m tools.check --dataset photos/            # reads every image strictly and lists what cannot be read
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -13,7 +12,8 @@ import tempfile
 from pathlib import Path
 
 import common
-from engine.base import UserError, first_line, gather_objects, join_notes, rank, read_json, say, world, write_json
+from engine import base
+from engine.base import UserError, rank, say, world
 
 import numpy as np
 
@@ -85,20 +85,13 @@ def since_training(run, key, data):
     key: what the run calls that split."""
     lines, path = [], Path(run) / "data.json"
     try:
-        lines = changes(read_json(path, {}), {key: data})
+        lines = changes(base.read_json(path, {}), {key: data})
     except (UserError, TypeError, KeyError) as error:
-        say(f"WARNING: {path} is damaged ({first_line(error)}): whether the data changed is not known")
+        say(f"WARNING: {path} is damaged ({base.first_line(error)}): whether the data changed is not known")
     for line in lines:
         say(f"WARNING: the data are not what they were when the run was trained: {line}; its numbers do not "
             "compare")
     return lines
-
-
-def verify_run(run):
-    """Leave out of a Run what cannot be read. Collective.   Raises: UserError."""
-    if run.train.streamed:
-        raise UserError("--verify-images: a stream cannot be read beforehand")
-    run.train, run.evals, run.unreadable = verify(run.folder, run.train, run.evals, run.args.max_bad_fraction)
 
 
 def verify(folder, train, evals, limit):
@@ -106,39 +99,25 @@ def verify(folder, train, evals, limit):
 
     A resumed run leaves out what it left out at first (unreadable.json). Collective.
     Args: evals: {name: {split: Data}}.   limit: --max-bad-fraction.   Raises: UserError when there is too much."""
+    if train.streamed:
+        raise UserError("--verify-images: a stream cannot be read beforehand")
     places = [("", "train", train)] + [(name, split, data) for name, of in evals.items() for split, data in of.items()]
-    known = gather_objects(read_json(folder / "unreadable.json"))[0]  # the main process decides
-    found = known or {f"{name} {split}".strip(): unreadable_of_all(data) for name, split, data in places}
+    known = base.on_main(base.read_json, folder / "unreadable.json")
+    found = known or {f"{name} {split}".strip(): unreadable(data) for name, split, data in places}
     bad = {key: why for part in found.values() for key, why in part.items()}
     total = sum(len(data) for *_, data in places)
     if known is None and rank() == 0:
         common.list_bad_samples(folder, bad)
     if len(bad) > limit * total:
         key, why = next(iter(bad.items()))
-        listed = f"{folder}/bad_samples.txt"
-        raise UserError(f"--verify-images: {len(bad):,} of {total:,} images cannot be read, above "
-                        f"--max-bad-fraction {limit}; the first: {key}: {why} (all in {listed}); mend them, or "
-                        "raise the limit")
+        raise UserError(f"--verify-images: {len(bad):,} of {total:,} images cannot be read, above --max-bad-fraction "
+                        f"{limit}; the first: {key}: {why} (all in {folder}/bad_samples.txt); mend them, or raise the "
+                        "limit")
     if known is None and rank() == 0:
-        write_json(folder / "unreadable.json", found)
+        base.write_json(folder / "unreadable.json", found)
     kept = {name: {split: leave_out(data, found.get(f"{name} {split}")) for split, data in of.items()}
             for name, of in evals.items()}
     return leave_out(train, found.get("train")), kept, found
-
-
-def unreadable_of_all(data):
-    """`unreadable`, each process reading its share: {key: reason}, in order. Collective."""
-    rows = np.arange(len(data))
-    found, failure = {}, None
-    try:
-        found = unreadable(data.select(rows[rank()::world()]))
-    except UserError as error:  # a full disk under the frame cache; no process may wait for one that failed
-        failure = str(error)
-    parts = gather_objects((found, failure))
-    if any(words for _, words in parts):
-        raise UserError(next(words for _, words in parts if words))
-    found = {key: why for part, _ in parts for key, why in part.items()}
-    return {key: found[key] for key in data.keys() if key in found}
 
 
 def leave_out(data, keys):
@@ -147,7 +126,7 @@ def leave_out(data, keys):
     if len(left) == len(data):
         return data
     lost = f"{len(data) - len(left):,} that cannot be read left out"
-    return dataclasses.replace(data.select(left), note=join_notes(data.note, lost))
+    return dataclasses.replace(data.select(left), note=base.join_notes(data.note, lost))
 
 
 def compare(folder, train, evals, resumed=""):
@@ -157,7 +136,7 @@ def compare(folder, train, evals, resumed=""):
     refused: UserError."""
     splits = {"train": train} | {f"{name} {s}": data for name, of in evals.items() for s, data in of.items()}
     splits = {s: data for s, data in splits.items() if not data.streamed}
-    saved = read_json(folder / "data.json", {}) if resumed else {}
+    saved = base.read_json(folder / "data.json", {}) if resumed else {}
     for line in changes(saved, splits):
         if line.startswith("train:"):
             raise UserError(f"--resume {resumed}: the training data are not what they were ({line}); start a "
@@ -169,7 +148,7 @@ def compare(folder, train, evals, resumed=""):
             if "sample" in of:
                 say(f"{s}: a resumed run compares {of['sample']:,} of its {of['examples']:,} examples, and "
                     "their number")
-        write_json(folder / "data.json", prints)
+        base.write_json(folder / "data.json", prints)
     words = []
     for s, data in splits.items():
         found = twins(train, data) if s != "train" and not train.streamed else 0
@@ -210,36 +189,23 @@ def twins(data, other):
     return sum(hashlib.sha256(content(other, i)).digest() in known for i in others)
 
 
-@contextlib.contextmanager
-def warnings_of_libjpeg():
-    """Yields a list, which at the end holds what libjpeg wrote to stderr meanwhile: of damage it only warns."""
-    said = []
-    with tempfile.TemporaryFile() as file:
-        stderr = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield said
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            file.seek(0)
-            lines = file.read().decode("utf8", "replace").splitlines()
-            said += [line for line in lines if re.match("Corrupt|Premature|Invalid|Inconsistent", line)]
+def unreadable(data):
+    """{key: reason} of the examples that a strict reader refuses, in order; each process reads its share. Collective.
 
-
-def unreadable(data, progress=True):
-    """{key: reason} of the examples that a strict reader refuses.
-
-    A JPEG that is cut but has its end marker passes every fast decoder, with grey where pixels are missing."""
+    A JPEG that is cut but has its end marker passes every fast decoder, with grey where pixels are missing; libjpeg
+    only warns, on stderr."""
     from tqdm import tqdm
-    bad = {}
-    quiet = not progress or rank() > 0
-    for i in tqdm(range(len(data)), desc=f"reading {data.name} ({data.split})", disable=quiet):
+    bad, mine = {}, range(rank(), len(data), world())
+    for i in tqdm(mine, desc=f"reading {data.name} ({data.split})", disable=rank() > 0):
         try:
-            with warnings_of_libjpeg() as said:
-                data.read(i)
+            with tempfile.TemporaryFile() as file:
+                with base.stderr_to(file):
+                    data.read(i)
+                file.seek(0)
+                said = re.search(b"^(Corrupt|Premature|Invalid|Inconsistent).*", file.read(), re.MULTILINE)
             if said and data.clip is None:
-                bad[data.key(i)] = said[0]
+                bad[data.key(i)] = said[0].decode("utf8", "replace")
         except Exception as error:  # whatever the decoder says
-            bad[data.key(i)] = first_line(error)
-    return bad
+            bad[data.key(i)] = base.first_line(error)
+    bad = {key: why for part in base.gather_objects(bad) for key, why in part.items()}
+    return {key: bad[key] for key in data.keys() if key in bad}

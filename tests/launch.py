@@ -1,12 +1,18 @@
 """Runs of the scripts in processes of their own, which a server with all imports done forks: half a second, not six."""
 
+import functools
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
 from pathlib import Path
+
+import engine.base
+
+from torch.utils.data._utils import signal_handling
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["common", "temo", "temperature_schedules", "ncl", "mmts", "mama", "accelerate", "transformers", "datasets",
@@ -40,17 +46,57 @@ def start(script, flags, log, hold=0, **environment):
     return process
 
 
+def free_port():
+    """A port on which the processes of a run can meet, as text."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def start_all(script, flags, log, processes, hold=0, **environment):
     """The same as so many processes of one run, with what torchrun tells each of them: a list of processes."""
     if processes == 1:
         return [start(script, flags, log, hold, **environment)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes),
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(processes),
              "LOCAL_WORLD_SIZE": str(processes)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     return [start(script, flags, log, hold, **environment, **place, **rank) for rank in ranks]
+
+
+def forked(work, log, **environment):
+    """A process of work() under clean_exit, its stderr in a file: a fork of this process, no import is paid for."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's takes its end for that of a loader worker of that number
+    signal_handling._SIGCHLD_handler_set = False  # the next loader sets it again, here and in the fork
+
+    def inside():
+        os.environ.update(environment)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
+        with engine.base.clean_exit():
+            work()
+    process = multiprocessing.get_context("fork").Process(target=inside)
+    process.start()
+    return process
+
+
+def ended(process, seconds=300):
+    """Exit code of a fork; it is killed, and the test fails, when it takes longer."""
+    process.join(seconds)
+    late = process.is_alive()
+    process.kill()
+    assert not late, f"it still ran after {seconds} s"
+    return process.exitcode
+
+
+def ranks(folder, work, numbers=(0, 1)):
+    """[(exit code, stderr)] of forks work(rank) that are the ranks of a world of two; their stderr in
+    folder/rank0.log."""
+    logs = [folder / f"rank{n}.log" for n in numbers]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = [forked(functools.partial(work, n), log, RANK=str(n), LOCAL_RANK=str(n), **place)
+                 for n, log in zip(numbers, logs)]
+    return [(ended(process), log.read_text(errors="replace")) for process, log in zip(processes, logs)]
 
 
 def finish(script, flags, log, processes=1):
@@ -74,7 +120,6 @@ def _run(script, flags, log, environment, hold):
     sys.path.insert(0, str(Path(script).parent))
     script = Path(script).stem
     sys.argv = [f"{script}.py", *flags]
-    from engine import base
     from engine.run import Run
     module = importlib.import_module(script)
     module.draw = lambda *_, **__: None  # the pictures take longer than these runs
@@ -85,5 +130,5 @@ def _run(script, flags, log, environment, hold):
         if run.step == hold:
             time.sleep(600)
     Run.done = done_and_held
-    with base.clean_exit():
+    with engine.base.clean_exit():
         module.main(module.parse_args(flags))

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +20,6 @@ import engine.run
 from engine.base import UserError, flatten
 from engine.folder import start_run
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +33,7 @@ import mmts
 import ncl
 import temo
 from evaluation.embed import encode_images
+from helpers import write_captions
 
 ROOT = Path(__file__).resolve().parents[1]
 N, WIDTH, D = 16, 12, 8  # global batch, input width, embedding width
@@ -388,12 +387,9 @@ def meeting(rank, port, folder, shared):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_run_folder_that_not_all_processes_see_is_refused_at_the_start(shared, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     if not shared:  # the same path on each node: that it is there says nothing
         (tmp_path / "1/runs/a").mkdir(parents=True)
-    launch.spawn(meeting, (port, str(tmp_path), shared), 2)
+    launch.spawn(meeting, (launch.free_port(), str(tmp_path), shared), 2)
     both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for out in both:
         assert out["threads"] == 3  # not what accelerate takes for the best
@@ -417,10 +413,7 @@ def connect(rank, port, folder):
 
 
 def test_nccl_is_told_its_card_and_connects_at_the_start(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch.spawn(connect, (port, str(tmp_path)), 2)
+    launch.spawn(connect, (launch.free_port(), str(tmp_path)), 2)
     both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert both == [{"backend": "nccl", "card": f"cuda:{rank}"} for rank in (0, 1)]
 
@@ -440,58 +433,41 @@ def losses(folder):
 
 
 def run_here(folder, *flags):
-    """temo.py in this process, without its pictures."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(temo, "draw", lambda *a: None)
-        where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
-        return temo.main(temo.parse_args([*SMALL, *where, *flags]))
+    """temo.py in this process."""
+    where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
+    return temo.main(temo.parse_args([*SMALL, *where, *flags]))
 
 
 @pytest.fixture(scope="module")
-def emoji_runs(tmp_path_factory):
-    """The default emoji set on one process, on two, and on two in chunks."""
-    folder = tmp_path_factory.mktemp("emoji")
-    run_here(folder / "one")
+def runs(tmp_path_factory):
+    """Ten epochs of a folder on one process, on two, and on two in chunks."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_captions(folder / "set", 80)
+    run_here(folder / "one", "--dataset", str(folder / "set"), "--workers", "0")
     for name, flags in (("two", []), ("chunks", ["--chunk-size", "8"])):
-        where = ["--output-dir", folder, "--run-name", name]
-        launch.finish("temo", [*SMALL, *where, *flags], folder / f"{name}.txt", processes=2)
+        flags = [*SMALL, "--dataset", folder / "set", "--output-dir", folder, "--run-name", name, *flags]
+        launch.finish("temo", flags, folder / f"{name}.txt", processes=2)
     return folder
 
 
 @pytest.mark.parametrize("name", ["two", "chunks"])
-def test_two_processes_log_the_losses_of_one(emoji_runs, name):
-    one, two = losses(emoji_runs / "one"), losses(emoji_runs / name)
+def test_two_processes_log_the_losses_of_one(runs, name):
+    one, two = losses(runs / "one"), losses(runs / name)
     assert list(two) == list(one) == list(range(1, 21))
     assert max(abs(two[k] / one[k] - 1) for k in one) < 1e-3
 
 
-def test_two_processes_evaluate_as_one(emoji_runs):
-    one, two = (flatten(rows(emoji_runs / name)[0]) for name in ("one", "two"))  # before training: same weights
+def test_two_processes_evaluate_as_one(runs):
+    one, two = (flatten(rows(runs / name)[0]) for name in ("one", "two"))  # before training: same weights
     assert one["step"] == 0 and one.keys() == two.keys()
     counts = [k for k in one if k.endswith(("images", "captions", "unreadable"))]
     assert len(counts) == 3 and all(one[k] == two[k] for k in counts)
     assert two == pytest.approx(one, rel=1e-3, abs=1e-3)  # rounding may turn two ranks that are nearly equal
 
 
-def test_workers_change_nothing(tmp_path):
-    write_folder(tmp_path / "set")
-    for workers in ("0", "2"):
-        run_here(tmp_path / workers, "--dataset", str(tmp_path / "set"), "--workers", workers)
-    assert losses(tmp_path / "0") == losses(tmp_path / "2") and len(losses(tmp_path / "0")) == 20
-
-
-def write_folder(folder, n=80):
-    """An own data set: n noisy png files and metadata.csv, two captions each."""
-    from PIL import Image
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    colours, things = ["red", "green", "blue", "grey"], ["box", "ball", "tree", "house", "boat"]
-    lines = ["file_name,caption"]
-    for i in range(n):
-        Image.fromarray(rng.integers(0, 256, (30, 36, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-        colour, thing = colours[i % 4], things[i % 5]
-        lines += [f"{i}.png,a {colour} {thing} number {i}", f"{i}.png,{thing} {i} in {colour}"]
-    (folder / "metadata.csv").write_text("\n".join(lines))
+def test_workers_change_nothing(runs, tmp_path):
+    run_here(tmp_path / "a", "--dataset", str(runs / "set"), "--workers", "2")
+    assert losses(tmp_path / "a") == losses(runs / "one")
 
 
 # ----------------------------------------------- threads and cores ---------------------------------------------------
@@ -512,9 +488,12 @@ def threads(folder, *launcher, **environment):
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+# what the latter comes to where OMP_NUM_THREADS is set, without its imports
+LIKE_ACCELERATE = [sys.executable, "-c", """import os, subprocess, sys
+subprocess.run([sys.executable, *sys.argv[1:]], env=os.environ | {"ACCELERATE_MIXED_PRECISION": "no"}, check=True)"""]
 
 
-@pytest.mark.parametrize("launcher, by_hand", [(TORCHRUN, ""), (ACCELERATE, ""), (ACCELERATE, "1")])
+@pytest.mark.parametrize("launcher, by_hand", [(TORCHRUN, ""), (ACCELERATE, ""), (LIKE_ACCELERATE, "1")])
 def test_threads_are_those_of_the_user_and_not_of_the_launcher(launcher, by_hand, tmp_path):
     """Without OMP_NUM_THREADS torchrun and accelerate launch tell each process to take one thread."""
     found = threads(tmp_path, *launcher, **({"OMP_NUM_THREADS": by_hand} if by_hand else {}))
@@ -540,9 +519,12 @@ def test_the_threads_flag_is_above_the_variable_and_the_variable_above_the_cores
     assert {found[v, 5] for v in ("3", "4,2", "many", "")} == {5}
 
 
-def test_the_banner_says_how_many_workers_are_started(tmp_path, capsys):
-    write_folder(tmp_path / "set")
-    run_here(tmp_path / "a", "--dataset", str(tmp_path / "set"), "--workers", "1000", "--max-steps", "1")
-    run_here(tmp_path / "b", "--workers", "4", "--max-steps", "1")  # in memory
-    said = capsys.readouterr().out
-    assert re.findall("([0-9]+) workers each", said) == [str(engine.CORES), "0"]
+@pytest.mark.parametrize("dataset, asked, started", [("folder", "1000", str(engine.CORES)), ("emoji", "4", "0")])
+def test_the_banner_says_how_many_workers_are_started(dataset, asked, started, runs, tmp_path, monkeypatch, capsys):
+    """Of a set in memory none."""
+    def stop(_):
+        raise UserError("after the banner")
+    monkeypatch.setattr(engine.run, "listen", stop)
+    with pytest.raises(UserError, match="after the banner"):
+        run_here(tmp_path / "a", "--dataset", str(runs / "set") if dataset == "folder" else dataset, "--workers", asked)
+    assert re.findall("([0-9]+) workers each", capsys.readouterr().out) == [started]

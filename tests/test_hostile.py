@@ -10,11 +10,9 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import struct
 import sys
 import time
-import traceback
 import zlib
 from pathlib import Path
 
@@ -32,48 +30,34 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils.data._utils import signal_handling
 
 import eval as eval_py
 import evaluation.by_class
 import evaluation.embed
 import evaluation.retrieval
 import figures.base
+import helpers
+import launch
 import ncl
 import readers.paraphrases
 import readers.records
 import sets.own
 import temo
 import temperature_schedules as ts
-from helpers import (
-    caption,
-    encode,
-    open_splits,
-    picture,
-    tar_samples,
-    write_captions,
-    write_images,
-    write_parquet_images,
-    write_rows,
-    write_tar,
-    write_video,
-)
+from helpers import caption, encode, picture, write_captions, write_rows
 from tools import paraphrase
 
-DRAWS = True  # where a test asks for it, see `run`
 TINY = ["--cpu", "--threads", "1", "--workers", "0", "--image-size", "16", "--embed-dim", "16", "--batch-size", "16",
         "--log-every", "1", "--save-every", "1", "--max-steps", "2", "--eval-batch", "64", "--run-name", "a"]
 
 
 # ----------------------------------------------- runs ----------------------------------------------------------------
-def run(data, out, *flags, script=temo, pictures=False):
-    draw = script.draw
-    script.draw = draw if pictures else lambda *_: None
-    try:
-        words = [*TINY, "--dataset", data, "--output-dir", out, *flags]
-        return script.main(script.parse_args(list(map(str, words))))
-    finally:
-        script.draw = draw
+def run(data, out, *flags, script=temo):
+    return script.main(script.parse_args(list(map(str, [*TINY, "--dataset", data, "--output-dir", out, *flags]))))
+
+
+def resume(folder, *flags):
+    return temo.main(temo.parse_args(["--resume", str(folder), *flags]))
 
 
 def judge(*flags):
@@ -122,63 +106,6 @@ def during(monkeypatch, owner, name, around):
     monkeypatch.setattr(owner, name, outer)
 
 
-def forked(work, log, **environment):
-    """The process id of work() in a fork under clean_exit, its stderr in a file; no import is paid for."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    signal_handling._SIGCHLD_handler_set = False  # the parent's loaders set a handler that this fork does not have
-    try:
-        os.environ.update(environment)
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
-        with engine.base.clean_exit():
-            work()
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc(file=sys.stderr)
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-@pytest.fixture(autouse=True)
-def children_of_ours():
-    """torch's handler takes the end of a fork for that of a loader worker of an earlier test with the same number."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
-def ended(pid, seconds=300):
-    """Exit code of a fork; it is killed, and the test fails, when it takes longer."""
-    last = time.monotonic() + seconds
-    while time.monotonic() < last:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"it still ran after {seconds} s")
-
-
-def ranks(tmp_path, work, numbers=(0, 1)):
-    """[(exit code, stderr)] of forks that are the ranks of a world of two."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    logs = [tmp_path / f"rank{n}.log" for n in numbers]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    pids = [forked(functools.partial(work, n), log, RANK=str(n), LOCAL_RANK=str(n), **place)
-            for n, log in zip(numbers, logs)]
-    return [(ended(pid), log.read_text(errors="replace")) for pid, log in zip(pids, logs)]
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_captions(tmp_path_factory.mktemp("data"), 80)
@@ -201,6 +128,11 @@ def whole(data, tmp_path_factory):
     return out / "a"
 
 
+def same(a, b):
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (a, b))
+    return ours.keys() == theirs.keys() and all(ours[k].equal(theirs[k]) for k in theirs)
+
+
 # ----------------------------------------------- 1: evaluation -------------------------------------------------------
 def broken_on(split, monkeypatch):
     """Embeddings and features of this split are NaN."""
@@ -219,10 +151,10 @@ def broken_on(split, monkeypatch):
     (ncl, "test", {"curves.png", "queues.safetensors"}), (ts, "test", {"curves.png", "classes.png"}),
     (ts, "val", {"curves.png", "classes.png", "figures.png"})], ids=lambda v: getattr(v, "__name__", None))
 def test_an_evaluation_that_fails_ends_the_run_after_all_is_saved(script, split, left, data, classes, tmp_path, capfd,
-                                                                  monkeypatch):
+                                                                  monkeypatch, pictures):
     broken_on(split, monkeypatch)
     source = classes if script is ts else data
-    line = stopped(lambda: run(source, tmp_path, script=script, pictures=True), capfd)
+    line = stopped(lambda: run(source, tmp_path, script=script), capfd)
     assert re.match(rf"evaluation failed: {source}/{split}: \w+ holds? non-finite values; the model and all else", line)
     there = {f.name for f in (tmp_path / "a").iterdir()}
     assert left | {"summary.json", "model.safetensors", "model.json", "metrics.jsonl"} <= there
@@ -275,8 +207,8 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, w
         for file in (tmp_path / "data").glob("*.png"):
             file.write_bytes(b"no picture" if common.held_out_place(file.name) > 0.5 else file.read_bytes())
     if name == "summarize":  # summary.json is what is written after it, before the pictures
-        inner, elsewhere = engine.run.write_json, {"summary.json": "/proc/none/x"}
-        monkeypatch.setattr(engine.run, "write_json", lambda path, value: inner(elsewhere.get(path.name, path), value))
+        inner, elsewhere = engine.base.write_json, {"summary.json": "/proc/none/x"}
+        monkeypatch.setattr(engine.base, "write_json", lambda path, value: inner(elsewhere.get(path.name, path), value))
         words = "/proc/none/x cannot be written: No such file"
     else:
         during(monkeypatch, owner, name, small_files)
@@ -287,34 +219,26 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_whole(owner, name, w
     assert not list(tmp_path.glob("a/checkpoints/*.tmp")) and (last is None or not damaged_files(last))
 
 
-def test_what_a_full_disk_stopped_goes_on_once_there_is_room(data, whole, tmp_path, capfd):
+def test_what_a_full_disk_stopped_goes_on_once_there_is_room(data, whole, tmp_path, capfd, monkeypatch):
     """The checkpoint before is there, the half one is gone, half a row of the log is dropped."""
-    before, steps = engine.checkpoints.save, []
+    save = engine.checkpoints.save
 
-    def save(run):
-        with small_files(0 if run.step == 2 else 10**9):
-            before(run)
-    try:
-        engine.checkpoints.save = save
+    def save_the_first(run):
+        with small_files(50_000 if run.step == 2 else 10**9):  # half of it is written
+            save(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.checkpoints, "save", save_the_first)
         line = stopped(lambda: run(data, tmp_path), capfd)
-    finally:
-        engine.checkpoints.save = before
     assert re.match("the checkpoint .*step_2 cannot be written: File too large; what was saved before is whole", line)
     assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step_1"]
     with open(tmp_path / "a" / "metrics.jsonl", "a") as log:
         log.write('{"step": 2, "eval": {"x": {"R@1": 1.0}}')  # it ends with a bracket and is no row
-    draw, temo.draw = temo.draw, lambda *_: None
-    try:
-        steps.append(temo.main(temo.parse_args(["--resume", str(tmp_path / "a")]))["steps"])
-    finally:
-        temo.draw = draw
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "a", whole))
-    assert steps == [2] and all(ours[k].equal(theirs[k]) for k in theirs)
+    assert resume(tmp_path / "a")["steps"] == 2 and same(tmp_path / "a", whole)
 
 
-def test_a_picture_without_room_is_named_and_no_half_one_is_left(data, tmp_path, capfd, monkeypatch):
+def test_a_picture_without_room_is_named_and_no_half_one_is_left(data, tmp_path, capfd, monkeypatch, pictures):
     during(monkeypatch, figures.base, "save_figure", lambda: small_files(500))
-    assert run(data, tmp_path, pictures=True)["steps"] == 2
+    assert run(data, tmp_path)["steps"] == 2
     said = capfd.readouterr().out
     assert said.count("cannot be drawn and is left out: OSError") == 5 and not list((tmp_path / "a").glob("*.png"))
 
@@ -322,7 +246,7 @@ def test_a_picture_without_room_is_named_and_no_half_one_is_left(data, tmp_path,
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_full_frame_cache_stops_the_run_and_costs_no_clip(workers, tmp_path, capfd, monkeypatch):
     for i in range(20):
-        write_video(tmp_path / "videos" / f"{i}.mp4", [i, i + 1])
+        helpers.write_video(tmp_path / "videos" / f"{i}.mp4", [i, i + 1])
     listed = [(f"{i}.mp4", caption(i)) for i in range(20)]
     rows = write_rows(tmp_path / "videos" / "a.csv", ["video", "caption"], listed)
     (tmp_path / "file").write_text("")
@@ -342,7 +266,7 @@ def test_a_full_disk_stops_both_processes(data, tmp_path):
                 inner(log, row)
         engine.folder.Log.write = write
         run(data, tmp_path)
-    (code, main), (other, second) = ranks(tmp_path, work)
+    (code, main), (other, second) = launch.ranks(tmp_path, work)
     assert "a/metrics.jsonl cannot be written: File too large" in the_line(code, main)
     assert "another of the 2 processes ended or hangs (" in the_line(other, second)
 
@@ -405,7 +329,7 @@ def test_a_file_of_captions_that_is_none(name, tmp_path, capfd):
 
 
 def test_captions_of_several_lines_are_captions(tmp_path):
-    write_images(tmp_path, range(20))
+    helpers.write_images(tmp_path, range(20))
     many = ["two lines:\nred, green and blue", "1, a cat\n2, a dog", 'a "cat",\n\nand more']
     rows = [(n, many[i % 3]) for i, n in enumerate(NAMES[:20])]
     file = write_rows(tmp_path / "a.csv", ["image", "caption"], rows)
@@ -494,7 +418,7 @@ def test_pictures_of_other_kinds_are_counted(classes, tmp_path, capsys):
 
 def rows_of_clips(folder, header, seconds):
     """Twelve clips of one content, two rows each; seconds: (begin, end) of row k."""
-    clip = write_video(folder / "0.mp4", range(4))
+    clip = helpers.write_video(folder / "0.mp4", range(4))
     for i in range(1, 12):
         shutil.copy(clip, folder / f"{i}.mp4")
     rows = [(f"{k // 2}.mp4", f"part {k}", *map(str, seconds(k))) for k in range(24)]
@@ -511,7 +435,7 @@ def test_windows_by_other_names_are_not_passed_over(header, tmp_path):
 
 def test_a_name_of_several_videos_is_said(tmp_path):
     for k, name in enumerate(("cat/0.mp4", "dog/0.mp4", "cat/1.mp4", "dog/2.mp4", "cat/3.mp4", "old/3.mp4")):
-        write_video(tmp_path / "v" / name, range(k + 1))
+        helpers.write_video(tmp_path / "v" / name, range(k + 1))
     shutil.copy(tmp_path / "v" / "cat" / "3.mp4", tmp_path / "v" / "old" / "3.mp4")  # a copy is no other video
     rows = [(name, caption(i), "train") for i, name in enumerate(["0", "1", "2", "3"])]
     file = write_rows(tmp_path / "a.csv", ["video", "caption", "split"], rows)
@@ -523,7 +447,7 @@ def test_a_name_of_several_videos_is_said(tmp_path):
 
 def test_captions_that_are_lost_or_not_chosen_are_said(tmp_path, capsys):
     """Flickr30k of Kaggle has a row without its separator."""
-    names = write_images(tmp_path, range(40))
+    names = helpers.write_images(tmp_path, range(40))
     lines = [f"{x}|{k}|{caption(i, k)}, so\n" for i, x in enumerate(names) for k in range(2)]
     (tmp_path / "a.csv").write_text("image|title|caption\n" + "".join(lines))
     common.load_data(str(tmp_path / "a.csv"), "train")
@@ -546,7 +470,7 @@ def test_windows_that_clips_were_cut_by_are_said_to_be_unread(tmp_path, capsys):
 
 
 def test_nan_is_no_caption_and_no_class(tmp_path):
-    write_images(tmp_path, range(80))
+    helpers.write_images(tmp_path, range(80))
     file = tmp_path / "a.parquet"
     values = [float("nan") if i % 2 else float(i % 3) for i in range(80)]
     file.write_bytes(parquet(image=NAMES, caption=values, label=values[1:] + values[:1]))
@@ -557,8 +481,9 @@ def test_nan_is_no_caption_and_no_class(tmp_path):
 def test_captions_of_a_megabyte(data, tmp_path):
     """Neither the csv reader nor the tokenizer nor a picture chokes on them."""
     shutil.copytree(data.parent, tmp_path / "data")
-    long = [f"{i}{'w' * 10**6}" if i % 2 else f"{i} word " * 10**5 for i in range(40)]
-    file = write_rows(tmp_path / "data" / "long.csv", ["image", "caption"], list(zip(NAMES, long)))
+    long = [f"{i}{'w' * 10**6}" if i % 2 else f"{i} word " * 10**5 for i in range(8)]
+    rows = list(zip(NAMES, [*long, *map(caption, range(8, 40))]))
+    file = write_rows(tmp_path / "data" / "long.csv", ["image", "caption"], rows)
     began = time.process_time()
     assert run(file, tmp_path)["steps"] == 2
     pieces = {"image": torch.eye(4, 8), "text": torch.eye(4, 8), "owner": np.arange(4), "texts": long[:4],
@@ -572,13 +497,13 @@ ODD = ["$x_{1}", "$ 5 and $", "{}", "{0} {c}", "line\nbreak\r\nmore", "\x1b[31mr
        "中文", "\u202eabc", "\0nul", "a" * 300, " ' \" "]
 
 
-def test_odd_signs_in_captions_and_paths(data, tmp_path, capfd):
+def test_odd_signs_in_captions_and_paths(data, tmp_path, capfd, pictures):
     """Brackets are no pattern, braces no format, dollars no formula: train, draw, evaluate, resume."""
     folder, out = tmp_path / "d[1] $x_1 {}*?", tmp_path / "o[ut]*?"
     shutil.copytree(data.parent, folder)
     lines = [json.dumps({"image": n, "caption": f"{ODD[i % len(ODD)]} {i}"}) + "\n" for i, n in enumerate(NAMES)]
     (folder / "a[b].jsonl").write_text("".join(lines))
-    run(folder / "a[b].jsonl", out, pictures=True)
+    run(folder / "a[b].jsonl", out)
     assert len(list((tmp_path / "o[ut]*?" / "a").iterdir())) > 10
     judge("--checkpoint", out / "a", "--tasks", "retrieval", "gap", "histograms", "--output-dir", tmp_path / "e[x]")
     assert {f.name for f in (tmp_path / "e[x]").iterdir()} >= {"eval.json", "retrieval.png"}
@@ -593,17 +518,19 @@ KINDS = {
     "csv": lambda f: write_captions(f, 8), "tsv": lambda f: write_captions(f, 8, "captions.tsv"),
     "jsonl": lambda f: write_captions(f, 8, "captions.jsonl"), "json": lambda f: write_captions(f, 8, "captions.json"),
     "parquet file": lambda f: write_captions(f, 8, "captions.parquet"),
-    "parquet": lambda f: write_parquet_images(f / "data" / "train.parquet", range(8)).parent.parent,
-    "parquet, splits": lambda f: [write_parquet_images(f / s / "0.parquet", range(8)) for s in ("train", "test")] and f,
-    "classes": lambda f: [write_images(f / c, range(8)) for c in "ab"] and f,
-    "classes, splits": lambda f: [write_images(f / s / c, range(8)) for s in ("train", "test") for c in "ab"] and f,
-    "metadata": lambda f: write_rows(f / "metadata.csv", *_rows_of(write_images(f, range(8)))).parent,
-    "metadata, splits": lambda f: [write_rows(f / s / "metadata.csv", *_rows_of(write_images(f / s, range(8))))
+    "parquet": lambda f: helpers.write_parquet_images(f / "data" / "train.parquet", range(8)).parent.parent,
+    "parquet, splits": lambda f: [helpers.write_parquet_images(f / s / "0.parquet", range(8))
+                                  for s in ("train", "test")] and f,
+    "classes": lambda f: [helpers.write_images(f / c, range(8)) for c in "ab"] and f,
+    "classes, splits": lambda f: [helpers.write_images(f / s / c, range(8))
+                                  for s in ("train", "test") for c in "ab"] and f,
+    "metadata": lambda f: write_rows(f / "metadata.csv", *_rows_of(helpers.write_images(f, range(8)))).parent,
+    "metadata, splits": lambda f: [write_rows(f / s / "metadata.csv", *_rows_of(helpers.write_images(f / s, range(8))))
                                    for s in ("train", "test")] and f,
-    "tars": lambda f: write_tar(f / "0.tar", tar_samples(range(8), "jpg", "txt")).parent,
-    "tar": lambda f: write_tar(f / "0.tar", tar_samples(range(8), "jpg", "txt")),
-    "videos": lambda f: [write_video(f / c / f"{c}{i}.mp4", [i, i + 1]) for c in "ab" for i in range(4)] and f,
-    "video names": lambda f: [write_video(f / f"{i}.mp4", [i, i + 1]) for i in range(4)] and write_rows(
+    "tars": lambda f: helpers.write_tar(f / "0.tar", helpers.tar_samples(range(8), "jpg", "txt")).parent,
+    "tar": lambda f: helpers.write_tar(f / "0.tar", helpers.tar_samples(range(8), "jpg", "txt")),
+    "videos": lambda f: [helpers.write_video(f / c / f"{c}{i}.mp4", [i, i + 1]) for c in "ab" for i in range(4)] and f,
+    "video names": lambda f: [helpers.write_video(f / f"{i}.mp4", [i, i + 1]) for i in range(4)] and write_rows(
         f / "captions.csv", ["video", "caption"], [(f"{i}", f"words {i}") for i in range(4)])}
 
 
@@ -613,7 +540,7 @@ def test_a_path_of_odd_letters_holds_what_a_plain_one_does(kind, tmp_path):
     found = []
     for place in ("plain", "my wörk [a-b]/.x {y,z} *? #1 %41 [!c]"):
         (tmp_path / place).mkdir(parents=True)
-        splits = open_splits(KINDS[kind](tmp_path / place), frames=2)
+        splits = helpers.open_splits(KINDS[kind](tmp_path / place), frames=2)
         found.append({split: [(data.key(i), data.captions(i), data.read(i).shape) for i in range(len(data))]
                       for split, data in splits.items()})
     assert found[0] == found[1] and sum(map(len, found[0].values())) >= 4
@@ -626,7 +553,7 @@ def test_paraphrases_below_odd_letters(tmp_path):
 
 
 def test_one_class_is_nothing_to_classify(data, tmp_path, capfd):
-    write_images(tmp_path / "photos" / "only", range(40))
+    helpers.write_images(tmp_path / "photos" / "only", range(40))
     line = "its images lie in one folder, which makes no classes, and no metadata.csv"
     assert line in stopped(lambda: run(tmp_path / "photos", tmp_path), capfd)
     shutil.copytree(data.parent, tmp_path / "data")
@@ -684,11 +611,8 @@ def test_eval_of_a_damaged_run(file, harm, whole, tmp_path, capfd):
     line = stopped(lambda: judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e"), capfd)
     assert re.search(DAMAGED[file, harm], line), line
     if file.startswith("model."):  # what the line promises
-        draw, temo.draw = temo.draw, lambda *_: None
-        temo.main(temo.parse_args(["--resume", str(tmp_path / "a")]))
-        temo.draw = draw
-        ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "a", whole))
-        assert all(ours[k].equal(theirs[k]) for k in theirs)
+        resume(tmp_path / "a")
+        assert same(tmp_path / "a", whole)
 
 
 def test_eval_of_a_run_without_texts_on_captions(classes, data, tmp_path, capfd):
@@ -723,11 +647,10 @@ def test_eval_says_what_changed_in_the_data(data, tmp_path, capfd):
 
 # ---- images
 def huge_header(width=60_000, height=40_000):
-    """A png of 100 bytes that says it holds 2.4 billion pixels."""
-    def chunk(name, content):
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+    """A small png that says it holds 2.4 billion pixels."""
+    small = encode(picture(0))
+    head = b"IHDR" + struct.pack(">II", width, height) + small[24:29]
+    return small[:12] + head + struct.pack(">I", zlib.crc32(head)) + small[33:]
 
 
 def spoiled(data, folder):
@@ -770,11 +693,7 @@ def test_verify_images(data, tmp_path, capfd):
     assert "changed" not in found["datasets"][str(file)]
     (tmp_path / "data" / bad[0]).write_bytes(encode(picture(1)))  # mended: still left out, or it were another run
     sets.own.own_data.cache_clear()
-    draw, temo.draw = temo.draw, lambda *_: None
-    try:
-        assert temo.main(temo.parse_args(["--resume", str(tmp_path / "a"), "--max-steps", "3"]))["bad_samples"] == 4
-    finally:
-        temo.draw = draw
+    assert resume(tmp_path / "a", "--max-steps", "3")["bad_samples"] == 4
 
 
 # ----------------------------------------------- 4: processes -------------------------------------------------------
@@ -783,7 +702,7 @@ def test_a_process_whose_partner_never_comes(rank, data, tmp_path):
     def work(_):
         engine.processes.RENDEZVOUS_MINUTES = 0.01
         run(data, tmp_path)
-    [(code, said)] = ranks(tmp_path, work, [rank])
+    [(code, said)] = launch.ranks(tmp_path, work, [rank])
     line = the_line(code, said)
     assert re.match("the 2 processes did not find each other .*; start them all with one launcher", line)
     assert len(said.splitlines()) == 1
@@ -804,7 +723,7 @@ def test_a_process_whose_partner_is_lost(how, data, tmp_path):
             engine.base.barrier()
         Run.done = done
         run(data, tmp_path)
-    (code, said), (other, _) = ranks(tmp_path, work)
+    (code, said), (other, _) = launch.ranks(tmp_path, work)
     line = the_line(code, said)
     assert re.match("another of the 2 processes ended or hangs .*; its own words say why; --resume goes on from", line)
     assert other == (9 if how == "dies" else 2)
@@ -824,7 +743,7 @@ def test_a_loader_worker_that_is_killed(when, data, tmp_path):
         Run.done = done if when == "training" else inner
         # batches of 4: an epoch of 18 is more than workers have ready when one of them is killed
         run(data, tmp_path, "--workers", 2, "--eval-batch", 1, "--max-steps", 12, "--batch-size", 4)
-    code = ended(forked(work, tmp_path / "log"))
+    code = launch.ended(launch.forked(work, tmp_path / "log"))
     # a worker that dies while Python's own thread hands it a tensor: that thread prints this, whatever we do
     own = r"Traceback [^\n]*\n[^\n]*resource_sharer.*?\n *(ConnectionReset|BrokenPipe|EOF)Error[^\n]*"
     line = the_line(code, re.sub(own, "", (tmp_path / "log").read_text(errors="replace"), flags=re.DOTALL))
@@ -845,7 +764,7 @@ def test_a_full_shared_memory_says_what_docker_needs(tmp_path):
     def work():
         loader = torch.utils.data.DataLoader(Full(), num_workers=2, **common.worker_options(2))
         next(common.watched(loader, 2))
-    code = ended(forked(work, tmp_path / "log"), 60)
+    code = launch.ended(launch.forked(work, tmp_path / "log"), 60)
     said = (tmp_path / "log").read_text(errors="replace")
     assert code == 2 and re.search("error: a loader worker died: shared memory .* full; .* --shm-size 8g", said)
     assert "Traceback" not in said
@@ -875,7 +794,7 @@ def test_too_little_memory_is_no_hang(megabytes, data, tmp_path):
             return inner(self, *args)
         Run.begin = begin
         run(data, tmp_path, "--workers", 2)
-    assert ended(forked(work, tmp_path / "log")) != 0
+    assert launch.ended(launch.forked(work, tmp_path / "log")) != 0
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
@@ -891,12 +810,12 @@ def test_what_is_no_fault_of_a_sample_costs_none(error, data, tmp_path, capfd, m
 
 
 # ----------------------------------------------- 5: messages --------------------------------------------------------
-def test_a_file_name_does_not_reach_the_terminal(data, tmp_path, capfd):
+def test_a_file_name_does_not_reach_the_terminal(data, tmp_path, capfd, pictures):
     shutil.copytree(data.parent, tmp_path / "data")
     names = ["a\x1b[31mb.png", "c\x1b]0;title\x07.png", "\u202egnp.png"]
     rows = [(n, "a") for n in names] + [(n, caption(i)) for i, n in enumerate(NAMES)]
     file = write_rows(tmp_path / "data" / "odd.csv", ["image", "caption"], rows)
-    run(file, tmp_path, "--max-bad-fraction", 0.5, "--verify-images", pictures=True)
+    run(file, tmp_path, "--max-bad-fraction", 0.5, "--verify-images")
     said, listed = capfd.readouterr(), (tmp_path / "a" / "bad_samples.txt").read_text()
     assert "a?[31mb.png" in listed and listed.count("\n") == 3
     for text in (said.out, re.sub("\x1b\\[A", "", said.err), listed):
@@ -1059,14 +978,14 @@ def test_a_card_of_data_leads_nowhere_else(file, elsewhere, tmp_path):
     """What it says of files is not followed; one of several sets is refused, which would be read as one."""
     place, mine = elsewhere / "train.parquet", tmp_path / "mine"
     WATCHED.clear()
-    write_parquet_images(place, range(30))
-    write_parquet_images(mine / "train.parquet", range(30))
+    helpers.write_parquet_images(place, range(30))
+    helpers.write_parquet_images(mine / "train.parquet", range(30))
     WATCHED[:] = [str(elsewhere)]
     for text in CARDS:
         text = text.replace("PLACE", str(place))
         (mine / file).write_text(f"---\n{text}\n---\n" if file == "README.md" else text)
         sets.own.own_data.cache_clear()
-        assert sum(map(len, open_splits(mine).values())) == 30 and WATCHED == [str(elsewhere)], text
+        assert sum(map(len, helpers.open_splits(mine).values())) == 30 and WATCHED == [str(elsewhere)], text
     (mine / "README.md").write_text("---\nconfigs:\n- config_name: a\n- config_name: b\n---\n")
     sets.own.own_data.cache_clear()
     with pytest.raises(UserError, match="its README.md speaks of several sets .a, b., which would be mixed"):

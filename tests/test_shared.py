@@ -55,7 +55,7 @@ def flags_of(path):
     out = {}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
         flags = []
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("add_argument", "add"):
             flags = node.args[:1]
         elif isinstance(node, ast.Dict):
             flags = node.keys

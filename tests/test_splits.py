@@ -644,7 +644,7 @@ def spoilt(folder):
 def test_a_strict_reading_finds_what_decoders_pass_over(tmp_path, capfd):
     assert readers.pictures.decode(cut_with_an_end()).shape == (3, 64, 64)  # with grey where pixels are missing
     data = common.load_data(str(spoilt(tmp_path)), "train")
-    bad = engine.verify.unreadable(data, progress=False)
+    bad = engine.verify.unreadable(data)
     assert set(bad) == {f"{i:03}.png" for i in range(1, 6)}
     assert "premature end" in bad["001.png"] and bad["002.png"] == "not a regular file"
     assert "196000000 pixels" in bad["003.png"]
