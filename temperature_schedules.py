@@ -448,8 +448,9 @@ def main(args):
     if args.eval_epoch == "auto":
         own["best"] = copy.deepcopy(tower).requires_grad_(False)           # the best on val so far
     own.to(run.device)
+    learnt = [tower, own]
     # >>> shared: optimizer
-    groups = common.decay_groups([tower, own], args.weight_decay)
+    groups = common.decay_groups(learnt, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
@@ -458,7 +459,8 @@ def main(args):
     # <<< shared
     for group in optimizer.param_groups if args.decay_all else ():
         group["weight_decay"] = args.weight_decay
-    model, optimizer = run.prepare(tower, own, optimizer)                  # DDP; with --resume the last checkpoint
+    model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
+    run.resume()                                                           # with --resume: the last checkpoint
     run.tensors = {k: v.to(run.device) for k, v in run.tensors.items()}    # SDCLR: the masks of this epoch
     chunks = common.Chunks(lambda inputs: encode(model, inputs, run.tensors), model, run.accelerator, args.chunk_size)
 

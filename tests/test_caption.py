@@ -21,6 +21,7 @@ import pytest
 import torch
 from PIL import Image
 
+import encoders.describers
 import figures.mama
 import launch
 import mama
@@ -200,7 +201,7 @@ def test_frame_features_of_a_model_have_unit_length():
     frames = torch.randint(256, (3, 3, 40, 50), dtype=torch.uint8)
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:  # no weights can be downloaded here
-        patch.setattr(common, "VisionEncoder", functools.partial(common.VisionEncoder, pretrained=False))
+        patch.setattr(encoders.describers, "VisionEncoder", functools.partial(common.VisionEncoder, pretrained=False))
         x = caption.frame_features("resnet18", "cpu")(frames)
     assert x.shape == (3, 512) and torch.allclose(x.norm(dim=1), torch.ones(3))
     with pytest.raises(UserError, match="--frame-encoder no-such-model: not small"):

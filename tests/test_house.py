@@ -64,8 +64,8 @@ def test_of_ours_only_a_data_set_by_its_name_and_own_data_are_opened_late():
         for other in imported(ast.walk(tree)) - AT_THE_TOP[name] - {name}:
             late[name, other] += 1
         for node in ast.walk(tree):
-            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            by_string[name] += called.endswith(("import_module", "__import__"))
+            called = getattr(node, "func", None)  # of a call
+            by_string[name] += getattr(called, "attr", getattr(called, "id", "")) in ("import_module", "__import__")
     assert set(late) == {("common", "sets.own")}, late
     assert +by_string == Counter({"common": 1, "tools.paraphrase": 1})  # find_set, and programs that are not ours
 

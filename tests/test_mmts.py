@@ -251,7 +251,7 @@ def opened(folder, train, source, k=3, encoder="tf-idf", **more):
     args = SimpleNamespace(**{"clusters": str(source), "cluster_encoder": encoder, "num_clusters": k, "dataset": "made",
                               "cluster_starts": 3, "seed": 0, "image_size": 16, "eval_batch": 8, "workers": 0,
                               "resume": ""} | more)
-    engine.clusters.check(train, args.clusters)
+    engine.clusters.check_source(train, args.clusters)
     kmeans = functools.partial(mmts.cluster_captions, k=k, seed=args.seed, starts=3)
     return engine.clusters.open_clusters(folder, args, train, torch.device("cpu"), kmeans)
 
