@@ -170,8 +170,6 @@ REFUSED = {
     "--clusters vision": "--cluster-encoder must name an image encoder",
     "--cluster-encoder small": "--cluster-encoder small: has learnt nothing",
     "--loss triplet": "--loss invalid choice",
-    "--tau 0": "--tau 0: must be > 0",
-    "--tau inf": "--tau inf: must be > 0 and finite",
 }
 
 

@@ -15,6 +15,8 @@ from engine import flags
 import pytest
 import torch
 
+from helpers import refused
+
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
 SCRIPTS = [ROOT / f"{n}.py" for n in NAMES if (ROOT / f"{n}.py").exists()]
@@ -186,6 +188,24 @@ def test_an_optimiser_takes_what_its_flags_take(script, capsys, monkeypatch):
             exec(textwrap.dedent("    " + blocks(script)["optimizer"].strip()), names)
             tower(torch.ones(1, 2)).sum().backward()
             names["optimizer"].step()
+
+
+@each_script
+def test_a_number_has_a_range(script, capsys):
+    """What no flag of a number takes, in the script's own flags; temo: in those of all scripts, too."""
+    parse = importlib.import_module(script.stem).parse_args
+    files = [script, *([ROOT / "engine" / "flags.py"] if script.stem == "temo" else [])]
+    calls = [node for f in files for node in ast.walk(ast.parse(f.read_text(encoding="utf8")))
+             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"]
+    asked = 0
+    for call in calls:
+        more = {k.arg: k.value for k in call.keywords}
+        for value in ("nan", "-1000000001") if "type" in more else ():
+            flag, times = call.args[0].value, ast.literal_eval(more["nargs"]) if "nargs" in more else 1
+            said = refused(parse, [flag, *[value] * times], capsys)
+            assert said.startswith(f"error: {flag} {value}: "), said
+            asked += 1
+    assert asked > 20
 
 
 def test_containers_are_asked_not_told_apart():

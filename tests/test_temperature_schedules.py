@@ -749,13 +749,10 @@ def test_gradients_and_queue_on_several_processes(tmp_path):
 
 # ---------------------------------------------------- bad input ------------------------------------------------------
 @pytest.mark.parametrize("flags,message", [
-    ("--tau-min 0", "--tau-min 0: must be > 0"), ("--tau-max 0.05", "must be at least --tau-min"),
-    ("--tau-head 1", "give both"), ("--tau-tail 1", "give both"), ("--tau-head -1 --tau-tail 1", "must be at least 0"),
+    ("--tau-max 0.05", "must be at least --tau-min"), ("--tau-head 1", "give both"), ("--tau-tail 1", "give both"),
     ("--imbalance-ratio 0.5", "must be at least 1"), ("--stop-at-phase 0.7 --period 99", "hold no full --period"),
-    ("--prune 2", "between 0 and 1"), ("--hue 0.6", "between 0 and 0.5"), ("--queue-size 0", "must be at least 1"),
-    ("--key-splits 0", "must be at least 1"), ("--loss moco --chunk-size 8", "MoCo's loss is linear"),
-    ("--loss moco --loss-block 8", "--loss-block"),
-    ("--schedule saw", "invalid choice"), ("--period -1", "must be > 0"), ("--tau-max nan", "and finite"),
+    ("--hue 0.6", "between 0 and 0.5"), ("--loss moco --chunk-size 8", "MoCo's loss is linear"),
+    ("--loss moco --loss-block 8", "--loss-block"), ("--schedule saw", "invalid choice"),
     ("--eval-epoch auto --eval-every 0", "needs --eval-every > 0"), ("--eval-epoch 31", "at most --epochs 30"),
     ("--eval-epoch 0", "must be auto, or > 0"), ("--eval-epoch last", "must be auto"),
     ("--eval-epoch 3 --stop-at-phase 0.7", "give one of them"), ("--eval-crop 0", "between 0.1 and 1"),
