@@ -488,7 +488,7 @@ def main(args):
         evals = {name: {k: answers.shuffled(d) for k, d in of.items()} for name, of in evals.items()}
     questions = answers.questions_of(train, args)                          # None for retrieval
     meta = None
-    if args.weighting in ("meta", "l2rw") or args.meta_set == "val":
+    if looks_ahead(args) or args.meta_set == "val":
         meta, evals = meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
                                 args.task)
     run = Run(__file__, args, train, evals, recipes_of(args.task))
@@ -498,7 +498,7 @@ def main(args):
     tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)
     contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
     tower.block = args.loss_block                                          # of the pairs that a fusion sees
-    if args.weighting in ("meta", "l2rw") and world() > 1 and has_batchnorm(tower):
+    if looks_ahead(args) and world() > 1 and has_batchnorm(tower):
         raise UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
                         "over several processes have no forward mode; use one process or another encoder")
     own, weight_net = nn.ModuleDict(), WeightNet(args.weight_hidden)       # outside DDP
@@ -527,7 +527,7 @@ def main(args):
     view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,
                           args.jitter, squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
-    if args.weighting in ("meta", "l2rw"):
+    if looks_ahead(args):
         first, last = (-(-step // args.meta_every) for step in (run.step, run.last))
         meta_batches = iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed, first, last,
                                            run.device, min(2, args.workers), args.max_bad_fraction, run.folder))

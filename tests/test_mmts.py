@@ -98,15 +98,6 @@ def test_blocks_of_rows_change_nothing(loss):
         assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(results[0], other))
 
 
-@pytest.mark.parametrize("loss", [mmts.clip_loss, mmts.max_margin_loss])
-def test_losses_are_float32_under_autocast(loss):
-    image, text = unit(N, D).float(), unit(N, D, seed=1).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(loss(image, text, values().float()), loss(image, text, values().float()))
-        inside = loss(image, text, values().float())
-    assert inside.dtype == torch.float32 and torch.equal(inside, loss(image, text, values().float()))
-
-
 # ---------------------------------------------------- schedule and shifts -------------------------------------------
 def test_schedule_at_its_turns():
     assert [mmts.base_temperature(t, 100, 0.04) for t in (0, 50, 100)] == pytest.approx([0.02, -0.02, 0.02])

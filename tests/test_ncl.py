@@ -216,15 +216,6 @@ def test_learnable_gamma_gets_the_gradient_at_fixed_biases(monkeypatch):
     assert got.item() == pytest.approx(expected.item(), rel=1e-5) and abs(got) > 1e-3
 
 
-def test_loss_is_fp32_under_bf16_autocast():
-    text, video = (x.float() for x in pairs(64, 32, hub=0.5))
-    for loss in (lambda t, v: ncl.ncl_loss(t, v, 0.01), ncl.max_margin_loss):
-        expected, rounded = loss(text, video), loss(text.bfloat16().float(), video.bfloat16().float())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            got, got_rounded = loss(text, video), loss(text.bfloat16(), video.bfloat16())
-        assert got.dtype == got_rounded.dtype == torch.float32 and got == expected and got_rounded == rounded
-
-
 @pytest.mark.parametrize("margin", [0.0, 0.2, 2.5])
 def test_max_margin_loss_against_a_loop(margin):
     text, video = pairs(noise=1.5)

@@ -15,7 +15,12 @@ from engine import flags
 import pytest
 import torch
 
-from helpers import refused
+import mama
+import mmts
+import ncl
+import temo
+import temperature_schedules as ts
+from helpers import refused, unit
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
@@ -87,7 +92,6 @@ def test_every_flag_has_an_effect(script):
 
 def test_recipes_give_every_flag_that_changes_a_number():
     """The reader of a script finds all values in its RECIPES: no default stands behind them in engine/flags.py."""
-    import mama
     for name in NAMES:
         module, texts = importlib.import_module(name), name != "temperature_schedules"
         for recipes in (module.RECIPES, *([mama.ASKED] if module is mama else [])):
@@ -158,6 +162,26 @@ def test_a_script_is_named_by_its_file(script):
     code = script.read_text(encoding="utf8").split('"""', 2)[2]
     assert script.name not in code
     assert code.count("__file__") == 2
+
+
+OF_TWO = {
+    "temo": lambda a, b: temo.temo_loss(a, b, b.flip(0), a.flip(0), 0.5),
+    "cwcl": lambda a, b: temo.cwcl_loss(a, b, 0.05),
+    "ncl": lambda a, b: ncl.ncl_loss(a, b, 0.01), "hardest negative": ncl.max_margin_loss,
+    "mama": lambda a, b: mama.angular_margin_loss(a, b, 0.05, 0.2), "clip": lambda a, b: mmts.clip_loss(a, b, 0.05),
+    "max-margin": lambda a, b: mmts.max_margin_loss(a, b, 0.2), "ts": lambda a, b: ts.nt_xent(a, b, 0.05),
+    "moco": lambda a, b: ts.moco_loss(a, b, b.flip(0), 0.05)}
+
+
+@pytest.mark.parametrize("loss", OF_TWO)
+def test_a_loss_is_fp32_under_bf16_autocast(loss):
+    """And of embeddings in 16 bits."""
+    a, b = (unit(64, 32, seed=s).float() for s in (0, 1))
+    expected, rounded = OF_TWO[loss](a, b), OF_TWO[loss](a.bfloat16().float(), b.bfloat16().float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, of_16_bits = OF_TWO[loss](a, b), OF_TWO[loss](a.bfloat16(), b.bfloat16())
+    assert inside.dtype == of_16_bits.dtype == torch.float32
+    assert torch.equal(inside, expected) and torch.equal(of_16_bits, rounded)
 
 
 RATES = ["-1", "1e31", "nan", "inf", "fast"]

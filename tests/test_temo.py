@@ -19,6 +19,7 @@ import figures.base
 import figures.temo
 import readers.paraphrases
 import temo
+import temperature_schedules
 from helpers import fork, panel, picture, run_script, steps, unit, write_images
 
 N, D = 6, 5
@@ -170,15 +171,6 @@ def test_what_the_experts_serve():
             temo.parse_args([*expert, *flags])
 
 
-def test_loss_is_fp32_under_bf16_autocast():
-    views = [unit(64, 32, seed=s).float() for s in range(4)]
-    expected = temo.temo_loss(*views, 0.5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = temo.temo_loss(*views, 0.5)
-        assert loss.dtype == torch.float32 and loss == expected
-        assert torch.isfinite(temo.temo_loss(*(v.bfloat16() for v in views), 0.5))
-
-
 # ---------------------------------------------------- baselines ------------------------------------------------------
 def test_ts_schedule():
     values = [temo.ts_temperature(p) for p in (0.0, 0.1, 0.2, 0.3, 1.0)]
@@ -205,17 +197,12 @@ def test_cwcl_loss():
 
 
 def test_slip_image_loss_is_nt_xent():
-    z1, z2, tau = unit(N, D, seed=1), unit(N, D, seed=2), 0.1
-    z, total = torch.cat([z1, z2]), 0.0
-    for i in range(2 * N):
-        logits = {j: float(z[i] @ z[j]) / tau for j in range(2 * N) if j != i}
-        total += -logits[(i + N) % (2 * N)] + math.log(sum(math.exp(l) for l in logits.values()))
-    assert temo.simclr_loss(z1, z2, tau).item() == pytest.approx(total / (2 * N))
+    z1, z2 = unit(N, D, seed=1), unit(N, D, seed=2)
+    assert temo.simclr_loss(z1, z2, 0.1) == temperature_schedules.nt_xent(z1, z2, 0.1)
 
 
 @pytest.mark.parametrize("loss", ["dystress", "dystress-shifted"])
 def test_dystress_obeys_detach_tau(loss):
-    """And the docstring says so."""
     grads = []
     for detach in (True, False):
         sim = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64, requires_grad=True)
