@@ -501,7 +501,7 @@ def main(args):
             with run.accelerator.autocast():                               # as the queries
                 keys = encode_keys(own["key"], inputs.pop(1), args.key_splits, args.seed + run.step)        # (B, D)
         z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; of MoCo q alone
-        if moco:                                            # at first with the batch's own keys
+        if moco:                                                           # at first with the batch's own keys
             queue = own["queue"].get() if run.step else gather(keys)       # (up to K, D)
             loss = moco_loss(z[0], keys, queue, tau)
             z = z[0], keys

@@ -114,7 +114,6 @@ class TextEncoder(nn.Module):
             self.body = SmallText(vocabulary, length)
             self.width = self.body.width
         else:
-            self.read = read_words
             self.body, self.width, projection, self.config = hub_encoder(name, "text", pretrained, config)
         keep = projection is not None and embed_dim in (0, projection.out_features)
         new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
@@ -128,7 +127,7 @@ class TextEncoder(nn.Module):
         if self.name == "small":
             words, out = self.body.words(input_ids, attention_mask)
         else:
-            words, out = self.read(self, input_ids, attention_mask)
+            words, out = read_words(self, input_ids, attention_mask)
         return words, self.projection(out)
 
 
