@@ -7,10 +7,9 @@ Notation, used in every file of this project:
     shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
 
 Sections: processes | losses on any card | random numbers | image views | text | encoders | data | batches. Below this
-file stand errors and words (engine/base.py), pure metrics (evaluation/metrics.py), what encoders are built from
-(encoders/) and how files are read (readers/); above it data sets (sets/), evaluation/, figures/, and the flags and the
-book-keeping of a run (engine/). engine/__init__.py comes first and keeps the threads of torch from spinning while they
-wait.
+file stand errors and words (engine/base.py), pure metrics (evaluation/metrics.py), encoders and tokenizers (encoders/)
+and how files are read (readers/); above it data sets (sets/), evaluation/, figures/, and the flags and the book-keeping
+of a run (engine/). engine/__init__.py comes first and keeps the threads of torch from spinning while they wait.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ import importlib
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -29,26 +27,8 @@ import time
 import weakref
 from pathlib import Path
 
-from engine import CORES
-from engine.base import (
-    UserError,
-    all_sum,
-    barrier,
-    checksum,
-    end_with_parent,
-    first_line,
-    gather_objects,
-    hub_reason,
-    join_notes,
-    plain_words,
-    printable,
-    rank,
-    read_json,
-    say,
-    worker_died,
-    world,
-    writing,
-)
+from engine import CORES, base
+from engine.base import UserError, first_line, join_notes, rank, world, writing
 
 import numpy as np
 import torch
@@ -59,9 +39,10 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.transforms import v2
 
 import sets
-from encoders.base import STATS, SmallText, Tower, Transformer, small_cnn
-from encoders.hub import hub_encoder, read_words
-from encoders.towers import freeze_unused, image_tower
+from encoders.base import STATS, Transformer
+from encoders.tokenizers import Tokenizer, build_tokenizer, train_wordpiece  # noqa: F401
+from encoders.towers import freeze_unused
+from encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
 from encoders.weights import check_spec, init_from
 from evaluation.metrics import (  # noqa: F401  (public names of this file)
     embedding_health,
@@ -134,9 +115,7 @@ def average_gradients(parameters):
     """Mean over processes of .grad, for parameters of the loss, which are outside DDP (a learnable tau, a head)."""
     for p in parameters:
         if world() > 1 and p.requires_grad:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
-            p.grad /= world()
+            p.grad, = average([torch.zeros_like(p) if p.grad is None else p.grad])
 
 
 def average(gradients):
@@ -163,7 +142,7 @@ def check_finite(loss, step, tau, embeddings, keys):
     broken = sorted({i for n in norms for i in (~torch.isfinite(n)).nonzero().flatten().tolist()}) or range(len(keys))
     largest = ", ".join(f"{n.max():.3g}" for n in norms)
     ours = f"process {rank()}: embedding norms up to {largest}, keys {[keys[i] for i in broken][:8]}"
-    lines = gather_objects(None if torch.isfinite(loss.detach()) else ours)
+    lines = base.gather_objects(None if torch.isfinite(loss.detach()) else ours)
     raise UserError(f"the loss is not finite at step {step} (tau {tau:.4g}); {'; '.join(x for x in lines if x)}. "
                     "Try a lower --lr, --grad-clip 1 or a higher temperature, and look at these samples.")
 
@@ -171,7 +150,7 @@ def check_finite(loss, step, tau, embeddings, keys):
 def mean_over_processes(numbers, device):
     """{name: () tensor or float} of each process -> {name: float}, the mean over processes. Collective."""
     values = [v.item() if torch.is_tensor(v) else v for v in numbers.values()]
-    return {k: v / world() for k, v in zip(numbers, all_sum(*values, device=device))}
+    return {k: v / world() for k, v in zip(numbers, base.all_sum(*values, device=device))}
 
 
 # ================================================ losses on any card ================================================
@@ -211,7 +190,11 @@ def by_rows(loss, *rows, columns, block=0):
 
 class Chunks:
     """The embeddings of a batch, and the way back from a loss of them into the encoders: all at once, or `chunk`
-    examples at a time with the memory of a chunk and the exact gradient of the full batch (GradientCache).
+    examples at a time with the memory of a chunk and the exact gradient of the full batch (gradient caching).
+
+    In chunks the batch is encoded without a graph first. The script computes its loss from these embeddings, and its
+    gradient at them is there; `backward` encodes each chunk again with the random state of the first pass and pushes
+    the gradient through.
 
     Args:
         encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
@@ -224,57 +207,31 @@ class Chunks:
 
     def encode(self, inputs):
         """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, from which a loss can be computed."""
-        self.cached = None
-        if not self.chunk or self.chunk >= _rows(inputs):
+        first = next(_leaves(inputs))  # (B, ...)
+        self.pieces = []  # of the inputs, each with the random state of its first pass
+        if not self.chunk or self.chunk >= len(first):
             return self.function(inputs)
-        self.cached = GradientCache(self.function, inputs, self.chunk)
-        return self.cached.embeddings
+        parts, self.device = [], first.device
+        with torch.no_grad():
+            for i in range(0, len(first), self.chunk):
+                piece = _slice(inputs, i, i + self.chunk)
+                self.pieces.append((piece, random_state(self.device)))
+                parts.append(self.function(piece))
+        self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
+        return self.embeddings
 
     def backward(self, loss):
         """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
         self.accelerator.backward(loss)
-        if self.cached:
-            self.cached.backward(lambda: self.accelerator.no_sync(self.model))
-
-
-def _rows(x):
-    first = next(iter(x.values()))
-    return _rows(first) if isinstance(first, dict) else len(first)
-
-
-class GradientCache:
-    """The embeddings of a batch, encoded in chunks without a graph, and a second pass with one.
-
-    The script computes its loss from the embeddings, and its gradient at them is there; `backward` encodes each chunk
-    again with the random state of the first pass and pushes the gradient through.
-
-    Args:
-        encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
-        inputs: nested dict of (B, ...) tensors.   chunk: examples at a time.
-    Attributes: embeddings: tuple of (B, D), leaves of the loss's graph.
-    """
-
-    def __init__(self, encode, inputs, chunk):
-        leaves = list(_leaves(inputs))
-        self.encode, self.chunk, self.device = encode, chunk, leaves[0].device
-        self.pieces = [_slice(inputs, i, i + chunk) for i in range(0, len(leaves[0]), chunk)]
-        self.states, parts = [], []
-        with torch.no_grad():
-            for piece in self.pieces:
-                self.states.append(random_state(self.device))
-                parts.append(encode(piece))
-        self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
-
-    def backward(self, no_sync):
-        """Push the gradients of the embeddings into the parameters. no_sync: a context in which processes do not wait
-        for each other: they do in the last chunk only."""
+        if not self.pieces:
+            return
         after = random_state(self.device)
-        for k, (piece, state) in enumerate(zip(self.pieces, self.states)):
+        for k, (piece, state) in enumerate(self.pieces, 1):
             set_random_state(state, self.device)
-            last = k == len(self.pieces) - 1
-            rows = slice(k * self.chunk, (k + 1) * self.chunk)
-            with contextlib.nullcontext() if last else no_sync():
-                again = self.encode(piece)  # (b, D) each, with a graph
+            rows = slice((k - 1) * self.chunk, k * self.chunk)
+            wait = k == len(self.pieces)  # processes wait for each other in the last chunk only
+            with contextlib.nullcontext() if wait else self.accelerator.no_sync(self.model):
+                again = self.function(piece)  # (b, D) each, with a graph
                 used = [(e, whole.grad[rows]) for e, whole in zip(again, self.embeddings) if whole.grad is not None]
                 torch.autograd.backward([e for e, _ in used], [g.to(e.dtype) for e, g in used])
         set_random_state(after, self.device)
@@ -387,11 +344,7 @@ class Augment:
         from torchvision.transforms.v2 import functional as V
         top, left, h, w = self.boxes(*image.shape[-2:], u[None])[0].tolist()
         image = V.resized_crop(image, top, left, h, w, [self.size, self.size], antialias=True)
-        return self.randaugmented(image, u) if self.randaugment[0] else image
-
-    def randaugmented(self, image, u):
-        """RandAugment of one uint8 image or clip, by its draws u (DRAWS,)."""
-        return randaugment(image, u, *self.randaugment)
+        return randaugment(image, u, *self.randaugment) if self.randaugment[0] else image
 
     def finish(self, x, u):
         """Device side: (B, 3, S, S) float in 0..1 -> the same after flip, jitter, grey and blur; u (B, DRAWS).
@@ -483,7 +436,8 @@ def crop_batch(augment, images, u):
     boxes = boxes.repeat_interleave(len(frames) // len(images), 0)  # (B * T, 4): one box for all frames of a clip
     out = resize_boxes(frames, boxes, augment.size).unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
     if augment.randaugment[0]:
-        views = [augment.randaugmented((x * 255).round().byte().cpu(), row) for x, row in zip(out, u)]
+        pairs = zip((out * 255).round().byte().cpu(), u)
+        views = [randaugment(x, row, *augment.randaugment) for x, row in pairs]
         out = torch.stack(views).to(images.device) / 255
     return out
 
@@ -512,97 +466,7 @@ def _resize_weights(start, length, size, side):
     return weight / weight.sum(-1, keepdim=True)
 
 
-class EvalTransform:
-    """Deterministic view: (3, H, W) uint8, a PIL image, an array or a path -> (3, size, size) float, normalised.
-
-    resize: 'crop' scales the short side and cuts the centre; 'squash' changes the aspect, as the CC3M trainer.
-    part: of the short side that 'crop' keeps, 1 = all of it; 0.875 = resize to 256, cut 224."""
-
-    def __init__(self, size, mean, std, resize="crop", part=1.0):
-        self.size, self.mean, self.std, self.resize = size, tuple(mean), tuple(std), resize
-        self.short = round(size / part)
-
-    def raw(self, image):
-        """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features pass."""
-        if image.is_floating_point():
-            return image
-        from torchvision.transforms.v2 import functional as V
-        H, W = image.shape[-2:]
-        if self.resize == "squash" or H == W and self.short == self.size:
-            return V.resize(image, [self.size, self.size], antialias=True)
-        scale = self.short / min(H, W)
-        sides = [max(self.short, round(H * scale)), max(self.short, round(W * scale))]
-        return V.center_crop(V.resize(image, sides, antialias=True), [self.size, self.size])
-
-    def normalise(self, x):
-        """(..., 3, S, S) float in 0..1 -> normalised."""
-        mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (self.mean, self.std))
-        return (x - mean).div_(std)
-
-    def __call__(self, image):
-        if isinstance(image, (str, Path, bytes)):
-            image = decode(image)
-        elif not torch.is_tensor(image):
-            array = np.array(image.convert("RGB") if hasattr(image, "convert") else image)  # (H, W, 3)
-            image = torch.from_numpy(array).permute(2, 0, 1)
-        return image if image.is_floating_point() else self.normalise(self.raw(image).float() / 255)
-
-
 # ======================================================= text =======================================================
-class Tokenizer:
-    """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens.
-
-    clean: captions go through clean_caption first."""
-    LETTERS = 100  # of a token, at most: a text is cut after so many of each, since a megabyte takes a second to split
-
-    def __init__(self, tokenizer, length, clean=False):
-        self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
-
-    def __call__(self, texts):
-        texts = [t[:self.LETTERS * self.length] for t in texts]
-        texts = [clean_caption(t) for t in texts] if self.clean else texts
-        out = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
-        return {"input_ids": out["input_ids"], "attention_mask": out["attention_mask"]}
-
-    def save(self, folder):
-        self.tokenizer.save_pretrained(str(folder))
-
-    @staticmethod
-    def load(folder, length, clean=False):
-        from transformers import AutoTokenizer
-        try:
-            return Tokenizer(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False), length, clean)
-        except Exception as error:  # the library in Rust raises plain ones
-            raise UserError(f"{folder}: no whole tokenizer is there ({first_line(error)})") from error
-
-
-def train_wordpiece(captions, vocabulary=4000):
-    """A BERT-style WordPiece tokenizer learnt from an iterable of captions (lower case, accents stripped)."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-    special, captions = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], list(captions)
-    normalizer = normalizers.BertNormalizer(lowercase=True)
-    letters = sorted(set("".join(map(normalizer.normalize_str, captions))) - {" "})
-    pieces = [f"##{c}" for c in letters]  # left alone, the trainer numbers these at random
-    learner = Backend(models.WordPiece(unk_token="[UNK]"))
-    learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special + pieces, show_progress=False)
-    learner.train_from_iterator(captions, trainer)
-    backend = Backend(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # the same words; `pieces` are no
-    backend.normalizer, backend.pre_tokenizer = learner.normalizer, learner.pre_tokenizer  # special tokens any more
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]",
-                                   sep_token="[SEP]", mask_token="[MASK]")
-
-
-def clean_caption(text, max_words=30):
-    """Caption cleaning of the CC3M trainer: lower case, punctuation off, <person> -> person, at most 30 words."""
-    text = re.sub(r"([,.'!?\"()*#:;~])", "", text.lower())
-    text = text.replace("-", " ").replace("/", " ").replace("<person>", "person")
-    return " ".join(text.split()[:max_words])
-
-
 def drop_and_swap(text, u, drop=0.1, swap=0.1):
     """Word dropout and one swap of neighbours, from draws u (>= 16,): a poor man's paraphrase. Never an empty text."""
     words = text.split()
@@ -636,102 +500,6 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
 
 
 # ===================================================== encoders =====================================================
-class VisionEncoder(nn.Module):
-    """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
-
-    name: 'small', or one that encoders/towers.py knows: of timm, of transformers, a tower over whole clips.
-    embed_dim 0: features alone.
-    """
-
-    def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
-        super().__init__()
-        if name == "small":
-            tower = Tower(small_cnn().to(memory_format=torch.channels_last), 128)
-        else:
-            tower = image_tower(name, pretrained, image_size, config, features, frames)
-        self.name, self.body, self.width, self.config = name, tower.body, tower.width, tower.config
-        self.stats, self.whole_clips, self.read = tower.stats, tower.whole_clips, tower.read
-        projection = tower.projection
-        keep = projection is not None and projection.out_features == embed_dim
-        if projection is not None and not keep and pretrained and embed_dim:
-            say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
-                "by new ones")
-        new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
-        self.projection = projection if keep else new
-
-    def forward(self, pixels):
-        return self.pool(self.frames(pixels), pixels)
-
-    def frames(self, pixels):
-        """Features of each frame, (B * T, width); a video tower may have fewer times than frames."""
-        if (self.name == "features") != (pixels.ndim == 3):
-            raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
-                            "alone")
-        if self.whole_clips:
-            return self.body(pixels)  # (B, width)
-        if self.read:
-            return self.read(self, pixels)
-        frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
-        if self.name == "small":
-            frames = frames.contiguous(memory_format=torch.channels_last)
-        return self.body(frames)
-
-    def pool(self, features, pixels):
-        """Features of each frame -> features (B, width) and embeddings (B, D) of the images or clips."""
-        embedding = self.projection(features)  # (B * T, D)
-        if pixels.ndim == 5 and not self.whole_clips:
-            B = len(pixels)
-            features = features.unflatten(0, (B, -1)).mean(1)  # (B, width)
-            embedding = F.normalize(embedding.float(), dim=-1).unflatten(0, (B, -1)).mean(1)  # (B, D)
-        return features, embedding
-
-
-class TextEncoder(nn.Module):
-    """Token ids (B, L) -> embeddings (B, D).
-
-    name: 'small' or a transformers id or folder; pooling: 'cls' or 'mean' (CLIP: its own).
-    embed_dim 0: its own projection, or none where it has none."""
-
-    def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, pooling="cls", config=None):
-        super().__init__()
-        self.name, self.pooling, self.config, projection = name, pooling, None, None
-        if name == "small":
-            self.body = SmallText(vocabulary, length)
-            self.width = self.body.width
-        else:
-            self.read = read_words
-            self.body, self.width, projection, self.config = hub_encoder(name, "text", pretrained, config)
-        keep = projection is not None and embed_dim in (0, projection.out_features)
-        new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
-        self.projection = projection if keep else new
-
-    def forward(self, input_ids, attention_mask):
-        return self.words(input_ids, attention_mask)[1]
-
-    def words(self, input_ids, attention_mask):
-        """Hidden states of the tokens, (B, L, width), and embeddings (B, D)."""
-        if self.name == "small":
-            words, out = self.body.words(input_ids, attention_mask)
-        else:
-            words, out = self.read(self, input_ids, attention_mask)
-        return words, self.projection(out)
-
-
-class TwoTower(nn.Module):
-    """An image encoder and a text encoder into one space; DDP wants one forward for everything that a step encodes.
-
-    forward(pixels, tokens) -> image (B, D), text (B, D), features (B, width); embeddings are not normalised.
-    """
-
-    def __init__(self, vision, text):
-        super().__init__()
-        self.vision, self.text = vision, text
-
-    def forward(self, pixels=None, tokens=None):
-        features, image = self.vision(pixels) if pixels is not None else (None, None)
-        return image, self.text(**tokens) if tokens is not None else None, features
-
-
 class QuestionAnswerer(TwoTower):
     """Videos and questions -> scores of answers.
 
@@ -855,31 +623,6 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
 
 
-def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False, start=""):
-    """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process.
-
-    keep: a resumed run keeps the one in its folder.   start: weights of another run; where its text encoder is small,
-    too, its words are taken over."""
-    if name != "small":
-        from transformers import AutoTokenizer
-        try:
-            return Tokenizer(AutoTokenizer.from_pretrained(name, trust_remote_code=False), length, clean)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--text-encoder {name}: {hub_reason(error)}") from error
-    if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
-        theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
-        texts = (c[:Tokenizer.LETTERS * length] for c in captions())
-        with writing(folder):
-            their_encoder = read_json(theirs.parent / "model.json", {}).get("text_encoder", "small")
-            if start and theirs.is_dir() and their_encoder == "small":
-                shutil.copytree(theirs, folder, dirs_exist_ok=True)
-                say(f"--init-from: and the words of {theirs}, which its text encoder knows")
-            else:
-                train_wordpiece(map(clean_caption, texts) if clean else texts).save_pretrained(str(folder))
-    barrier()
-    return Tokenizer.load(folder, length, clean)
-
-
 def load_model(run_dir):
     """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
 
@@ -893,7 +636,7 @@ def load_model(run_dir):
         raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
     again = f"; --resume {run_dir} writes it anew" if any(run_dir.glob("checkpoints/step_*/state.json")) else ""
     try:
-        spec = read_json(run_dir / "model.json")
+        spec = base.read_json(run_dir / "model.json")
         check_spec(spec)
         tokenizer = None
         if spec["text_encoder"]:
@@ -906,7 +649,7 @@ def load_model(run_dir):
         raise UserError(f"{run_dir}: its model.json is damaged ({reason}){again}") from error
     try:
         weights = run_dir / "model.safetensors"
-        if spec.get("sha256") not in (None, checksum(weights)):
+        if spec.get("sha256") not in (None, base.checksum(weights)):
             raise OSError("not the bytes that the run wrote; if they are meant, take sha256 out of model.json")
         model.load_state_dict(load_file(weights))
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -1281,22 +1024,16 @@ def long_tail_counts(n_max, classes, ratio):
 
 
 # ===================================================== batches ======================================================
-def epoch_order(n, seed, epoch, shards=None):
-    """A permutation of n rows, a pure function of (seed, epoch); with shards (n,), one that reads few of them at a
-    time."""
-    rng = np.random.default_rng([seed, epoch])
-    return rng.permutation(n) if shards is None else shard_order(rng, shards)
-
-
 SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
 
 
-def shard_order(rng, shards):
-    """A permutation of rows by the shard of each, (n,): the shards in random order, and the rows of SHARDS_AT_ONCE of
-    them mixed, so that a disk reads a few files at a time."""
-    present = np.unique(shards)
+def epoch_order(n, seed, epoch, shards=None):
+    """A permutation of n rows, a pure function of (seed, epoch); with the shard of each row (n,) the shards come in
+    random order, and the rows of SHARDS_AT_ONCE of them mixed, so that a disk reads a few files at a time."""
+    rng = np.random.default_rng([seed, epoch])
+    present = () if shards is None else np.unique(shards)
     if len(present) <= SHARDS_AT_ONCE:
-        return rng.permutation(len(shards))
+        return rng.permutation(n)
     turn = rng.permutation(len(present))  # when each shard is read
     place = turn[np.searchsorted(present, shards)]  # (n,)
     by_place = np.argsort(place, kind="stable")
@@ -1334,7 +1071,7 @@ class _Views(torch.utils.data.Dataset):
                 image = self.data.read(i, draws)
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 item["bad"].append((self.data.key(i), first_line(error)))
-                if words := plain_words(error):  # a full disk, no memory: any other sample would fail like this one
+                if words := base.plain_words(error):  # a full disk, no memory: so would any other sample
                     return item | {"fatal": words}
                 continue
             views = crop_views(image, self.augments, self.seed, epoch, index)
@@ -1413,7 +1150,7 @@ def _place_worker(_):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    end_with_parent(signal.SIGKILL)
+    base.end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
 
 
@@ -1436,7 +1173,7 @@ def watched(batches, workers):
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:  # a worker's pipe may end, too
             if not workers or isinstance(error, RuntimeError) and "worker" not in str(error):
                 raise
-            raise UserError(worker_died(error)) from error
+            raise UserError(base.worker_died(error)) from error
         yield item
 
 
@@ -1540,9 +1277,9 @@ class Batches:
 
     def _count_bad(self, bad, hopeless, fatal, step):
         """Collective: every process learns of every bad sample and decides alike."""
-        if self.data.pixels is not None or not all_sum(len(bad), device=self.device)[0]:
+        if self.data.pixels is not None or not base.all_sum(len(bad), device=self.device)[0]:
             return
-        for part, lost, words in gather_objects((bad, hopeless, fatal)):
+        for part, lost, words in base.gather_objects((bad, hopeless, fatal)):
             if words:
                 raise UserError(words)
             hopeless |= lost
@@ -1564,4 +1301,4 @@ def list_bad_samples(folder, bad):
     path = Path(folder or ".") / "bad_samples.txt"
     if rank() == 0 and folder and bad:
         with writing(path), open(path, "a", encoding="utf8", errors="replace") as f:
-            f.writelines("\t".join(re.sub(r"\s", " ", printable(x)) for x in pair) + "\n" for pair in bad.items())
+            f.writelines("\t".join(re.sub(r"\s", " ", base.printable(x)) for x in pair) + "\n" for pair in bad.items())

@@ -114,7 +114,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from encoders.base import has_batchnorm
 from evaluation import answers
-from evaluation.answers import question_lines, table
 from evaluation.metrics import answer_hits, pair_cosines
 from evaluation.retrieval import Evaluator
 from figures.mama import draw
@@ -489,7 +488,7 @@ def main(args):
         evals = {name: {k: answers.shuffled(d) for k, d in of.items()} for name, of in evals.items()}
     questions = answers.questions_of(train, args)                          # None for retrieval
     meta = None
-    if args.weighting in ("meta", "l2rw") or args.meta_set == "val":
+    if looks_ahead(args) or args.meta_set == "val":
         meta, evals = meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
                                 args.task)
     run = Run(__file__, args, train, evals, recipes_of(args.task))
@@ -499,35 +498,36 @@ def main(args):
     tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)
     contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
     tower.block = args.loss_block                                          # of the pairs that a fusion sees
-    if args.weighting in ("meta", "l2rw") and world() > 1 and has_batchnorm(tower):
+    if looks_ahead(args) and world() > 1 and has_batchnorm(tower):
         raise UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
                         "over several processes have no forward mode; use one process or another encoder")
-    weight_net, own = WeightNet(args.weight_hidden).to(run.device), nn.ModuleDict()
-    if args.weighting == "joint":                                          # then the optimiser of the towers trains it
+    own, weight_net = nn.ModuleDict(), WeightNet(args.weight_hidden)       # outside DDP
+    if args.weighting in ("meta", "joint"):
         own["weight_net"] = weight_net
+    own.to(run.device)
+    learnt, meta_optimizer = [tower, own], None
+    if args.weighting == "meta":
+        # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
+        learnt, meta_optimizer = [tower], torch.optim.AdamW(own.parameters(), lr=args.meta_lr, betas=(0.9, 0.98),
+                                                            eps=1e-12, weight_decay=args.meta_weight_decay)
     # >>> shared: optimizer
-    groups = common.decay_groups([tower, own], args.weight_decay)
+    groups = common.decay_groups(learnt, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
     # <<< shared
-    meta_optimizer = None
-    if args.weighting == "meta":
-        own["weight_net"] = weight_net
-        # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
-        meta_optimizer = torch.optim.AdamW(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
-                                           weight_decay=args.meta_weight_decay)
     plain = copy.copy(tower)                                               # for the passes without DDP and autocast
-    model, optimizer = run.prepare(tower, own, optimizer, meta_optimizer)  # DDP; with --resume the last checkpoint
+    model, optimizer = run.wrap(tower, own, optimizer, meta_optimizer)     # SyncBatchNorm, torch.compile, DDP
+    run.resume()                                                           # with --resume: the last checkpoint
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,
                           args.jitter, squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
-    if args.weighting in ("meta", "l2rw"):
+    if looks_ahead(args):
         first, last = (-(-step // args.meta_every) for step in (run.step, run.last))
         meta_batches = iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed, first, last,
                                            run.device, min(2, args.workers), args.max_bad_fraction, run.folder))
@@ -538,7 +538,7 @@ def main(args):
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
     margins = margin_at(0, args), margin_at(run.total, args)
     guesses = [random_guess(mu, args, answers.answers_of(train, questions)) for mu in margins]
-    about = question_lines(questions, train, tokenizer, args) if questions else {}
+    about = answers.question_lines(questions, train, tokenizer, args) if questions else {}
     run.begin(evaluator, guesses, banner_lines(args, meta, margins) | about)
     for batch in batches:
         progress, mu = run.step / run.total, margin_at(run.step, args)
@@ -595,7 +595,7 @@ def main(args):
         write_tensors(run.folder / "weights.safetensors", run.tensors)
         if args.meta_set == "val":                                         # eval.py leaves them out as well
             write_json(run.folder / "meta_data.json", {f"{args.dataset} val": meta.column("key")})
-    return run.finish(draw, table if questions else None)
+    return run.finish(draw, answers.table if questions else None)
 
 
 def margin_at(step, args):

@@ -70,7 +70,7 @@ from pathlib import Path
 import common
 from common import by_rows, fp32, gather, normalize, positive_index
 from engine.base import UserError, all_sum, clean_exit
-from engine.clusters import check, head_mid_tail, head_mid_tail_table, open_clusters
+from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, open_clusters
 from engine.data import open_data
 from engine.flags import Parser
 from engine.ranges import between, count, nonnegative, part, positive, whole
@@ -363,7 +363,7 @@ def main(args):
     """One run: data, model, clusters, view, loop, evaluation. Returns the summary."""
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     train, evals = open_data(args)
-    check(train, args.clusters)
+    check_source(train, args.clusters)
     run = Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
@@ -375,15 +375,17 @@ def main(args):
     own = nn.ModuleDict()                                                  # a learnable tau stays outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     own.to(run.device)
+    learnt = [tower, own]
     # >>> shared: optimizer
-    groups = common.decay_groups([tower, own], args.weight_decay)
+    groups = common.decay_groups(learnt, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
     # <<< shared
-    model, optimizer = run.prepare(tower, own, optimizer)                  # DDP; with --resume the last checkpoint
+    model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
+    run.resume()                                                           # with --resume: the last checkpoint
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------

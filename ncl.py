@@ -345,15 +345,17 @@ def main(args):
     own["texts"] = QueryQueue(args.queue_size, args.embed_dim)
     own["videos"] = QueryQueue(args.queue_size, args.embed_dim)
     own.to(run.device)
+    learnt = [tower, own]
     # >>> shared: optimizer
-    groups = common.decay_groups([tower, own], args.weight_decay)
+    groups = common.decay_groups(learnt, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
     # <<< shared
-    model, optimizer = run.prepare(tower, own, optimizer)                  # DDP; with --resume the last checkpoint
+    model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
+    run.resume()                                                           # with --resume: the last checkpoint
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------

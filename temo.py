@@ -416,15 +416,17 @@ def main(args):
     own.to(run.device)
     experts = {kind: Expert(name, kind, transform, run.device)
                for name, kind in ((args.image_expert, "image"), (args.text_expert, "text")) if name}
+    learnt = [tower, own]
     # >>> shared: optimizer
-    groups = common.decay_groups([tower, own], args.weight_decay)
+    groups = common.decay_groups(learnt, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
     # <<< shared
-    model, optimizer = run.prepare(tower, own, optimizer)                  # DDP; with --resume the last checkpoint
+    model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
+    run.resume()                                                           # with --resume: the last checkpoint
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
@@ -439,13 +441,12 @@ def main(args):
 
     # ------------------------------------------- loop ----------------------------------------------------------------
     tau_max = args.tau_min + args.tau_alpha
-    per_pair = args.loss in PER_PAIR
     tau_of = functools.partial(pair_temperature, loss=args.loss, tau_min=args.tau_min, tau_max=tau_max,
                                detach=args.detach_tau)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(zero_shot, tower, tokenizer, run.device))
     parts = f" (base {args.base}, modulated {args.modulated}, unimodal {args.unimodal}, blend {args.blend})"
-    ranged = per_pair or args.loss == "ts"
+    ranged = args.loss in (*PER_PAIR, "ts")
     run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
         "loss": args.loss + (parts if args.loss == "temo" else ""),
         "temperature": f"tau {args.tau}" + (", learnt" if args.learnable_tau else "")

@@ -442,14 +442,15 @@ def main(args):
     moco, sdclr = args.loss == "moco", args.loss == "sdclr"
     tower = Contrastive(encoder, args.embed_dim, args.head_norm, linear=moco, pruned=sdclr).to(run.device)
     own = nn.ModuleDict()                                                  # beside DDP and in every checkpoint
-    if args.loss == "moco":
+    if moco:
         own["key"] = copy.deepcopy(tower).requires_grad_(False)
         own["queue"] = Queue(args.queue_size, args.embed_dim)
     if args.eval_epoch == "auto":
         own["best"] = copy.deepcopy(tower).requires_grad_(False)           # the best on val so far
     own.to(run.device)
+    learnt = [tower, own]
     # >>> shared: optimizer
-    groups = common.decay_groups([tower, own], args.weight_decay)
+    groups = common.decay_groups(learnt, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
@@ -458,7 +459,8 @@ def main(args):
     # <<< shared
     for group in optimizer.param_groups if args.decay_all else ():
         group["weight_decay"] = args.weight_decay
-    model, optimizer = run.prepare(tower, own, optimizer)                  # DDP; with --resume the last checkpoint
+    model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
+    run.resume()                                                           # with --resume: the last checkpoint
     run.tensors = {k: v.to(run.device) for k, v in run.tensors.items()}    # SDCLR: the masks of this epoch
     chunks = common.Chunks(lambda inputs: encode(model, inputs, run.tensors), model, run.accelerator, args.chunk_size)
 
@@ -495,11 +497,11 @@ def main(args):
             run.tensors = prune_masks(encoder, args.prune)                 # kept in the checkpoints for a resume
 
         inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
-        if args.loss == "moco":
+        if moco:
             with run.accelerator.autocast():                               # as the queries
                 keys = encode_keys(own["key"], inputs.pop(1), args.key_splits, args.seed + run.step)        # (B, D)
         z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; of MoCo q alone
-        if args.loss == "moco":                                            # at first with the batch's own keys
+        if moco:                                                           # at first with the batch's own keys
             queue = own["queue"].get() if run.step else gather(keys)       # (up to K, D)
             loss = moco_loss(z[0], keys, queue, tau)
             z = z[0], keys
@@ -513,7 +515,7 @@ def main(args):
             run.accelerator.clip_grad_norm_(tower.parameters(), args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        if args.loss == "moco":
+        if moco:
             update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)
 

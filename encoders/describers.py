@@ -2,12 +2,12 @@
 
 import contextlib
 
-import common
 from engine.base import UserError, hub_reason
 
 import torch
 import torch.nn.functional as F
 
+from encoders.two_tower import EvalTransform, VisionEncoder
 from evaluation.metrics import normalize
 
 TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}  # without a chat template
@@ -22,11 +22,11 @@ def frame_features(name, device):
         raise UserError(f"--frame-encoder {name} has no learned weights; timm and transformers models have, or "
                         "take colour")
     try:
-        encoder = common.VisionEncoder(name, 0).to(device).eval()
+        encoder = VisionEncoder(name, 0).to(device).eval()
     except UserError as error:
         raise UserError(str(error).replace("--image-encoder", "--frame-encoder")) from error
     side = (encoder.config or {}).get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other
-    view = common.EvalTransform(side, *encoder.stats, resize="squash")
+    view = EvalTransform(side, *encoder.stats, resize="squash")
 
     @torch.inference_mode()
     def features(frames):

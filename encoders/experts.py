@@ -1,12 +1,11 @@
 """Frozen models whose similarities set temperatures (TeMo, App. F)."""
 
-import common
-
 import torch
 import torch.nn.functional as F
 
 from encoders.base import STATS
 from encoders.hub import hub_encoder
+from encoders.tokenizers import build_tokenizer
 from evaluation.metrics import normalize
 
 
@@ -20,7 +19,7 @@ class Expert:
         self.kind, self.transform, self.device = kind, transform, device
         self.model, _, _, self.config = hub_encoder(name, "vision" if kind == "image" else "text", True, None)
         self.model = self.model.to(device).eval().requires_grad_(False)
-        self.tokenizer = common.build_tokenizer(name, 128) if kind == "text" else None
+        self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
 
     @torch.no_grad()
     def __call__(self, inputs, batch=256):

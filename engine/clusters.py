@@ -152,7 +152,7 @@ def head_mid_tail_table(metrics):
 
 
 # ======================================================= making them =================================================
-def check(train, source):
+def check_source(train, source):
     """Before any process group. Raises: UserError where `source` asks for what the data do not have."""
     if train.streamed and source not in ("captions", "none"):
         raise UserError(f"--clusters {source}: a stream has captions alone; leave out --streaming")

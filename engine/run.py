@@ -28,7 +28,7 @@ class Run:
     """The book-keeping of a run: processes, folder, log, checkpoints, evaluation, summary, progress bar.
 
     It never runs a forward, a loss, a backward or an optimiser step: these stand in the script. In this order:
-    Run(...), towers(), prepare(...), batches(...), begin(...), done(...) after each step, finish(...).
+    Run(...), towers(), wrap(...), resume(), batches(...), begin(...), done(...) after each step, finish(...).
 
     Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
     device, folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val (the latest result).
@@ -88,9 +88,8 @@ class Run:
         self.tokenizer = tokenizer
         return self.tower, tokenizer, transform
 
-    def prepare(self, trained, own, optimizer, second=None):
-        """(model, optimizer) as a step uses them: BatchNorm, compile, DDP; with --resume, what the last checkpoint
-        holds.
+    def wrap(self, trained, own, optimizer, second=None):
+        """(model, optimizer) as a step uses them: SyncBatchNorm, torch.compile, DDP.
 
         Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP.
             second: an optimiser of the loss's own parameters, saved and read back as well, whose step is the script's.
@@ -102,6 +101,11 @@ class Run:
         torch.manual_seed(args.seed + rank())  # the weights are the same on all processes; dropout should not be
         model = torch.compile(trained) if args.compile else trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        return self.model, self.optimizer
+
+    def resume(self):
+        """With --resume: weights, optimisers, step and random state of the last checkpoint. Opens the log."""
+        args = self.args
         if args.resume:
             state = resume(self)
             self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
@@ -109,7 +113,6 @@ class Run:
             self.unevaluated = state.get("unevaluated", False)  # stopped in the evaluation of that step
         first = self.step in (0, self.last) or self.unevaluated
         self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, first)
-        return self.model, self.optimizer
 
     def batches(self, views, transform):
         """The training batches from here to the last step; views: one Augment for each view."""

@@ -13,7 +13,10 @@ from pathlib import Path
 import common
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import readers.columns
 
@@ -239,3 +242,49 @@ def of_set(base, flags):
             at = base.index(flag)
             del base[at:at + words]
     return base
+
+
+# ---- runs of the scripts ----
+def unit(*shape, seed=0):
+    """Unit rows, float64."""
+    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+def run_script(script, folder, *flags, base=(), pictures=False):
+    """A script's main in this process, into `folder` -> summary; without its pictures unless asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not pictures:
+            patch.setattr(script, "draw", lambda *a, **k: None)
+        where = ["--output-dir", str(folder.parent), "--run-name", folder.name]
+        return script.main(script.parse_args([*of_set(base, flags), *where, *map(str, flags)]))
+
+
+def rows(folder):
+    """Whole lines of metrics.jsonl: a poll may see half of the last one."""
+    path = Path(folder) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def steps(folder):
+    """The rows of training steps."""
+    return [r for r in rows(folder) if "loss" in r]
+
+
+def losses(folder):
+    return [r["loss"] for r in steps(folder)]
+
+
+def equal_files(a, b):
+    """Are two safetensors files the same, bit by bit?"""
+    a, b = load_file(a), load_file(b)
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def refused(parse_args, flags, capsys):
+    """The one line with which flags are refused."""
+    with pytest.raises(SystemExit) as stop:
+        parse_args([*flags])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error

@@ -25,8 +25,7 @@ import figures.ncl
 import launch
 import ncl
 import temo
-from evaluation.retrieval import retrieval_both_ways
-from helpers import fork, of_set, panel, write_images, write_rows
+from helpers import equal_files, fork, losses, panel, refused, rows, run_script, steps, unit, write_images, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 N, D = 12, 6
@@ -36,10 +35,6 @@ BASE = ["--cpu", "--threads", "1"]
 SMALL = [*BASE, "--clips", "64", "16", "16", "--batch-size", "16", "--max-steps", "4", "--log-every", "1"]
 SMALL += ["--eval-every", "0"]
 BOTH = ("text_to_image", "image_to_text")
-
-
-def unit(*shape, seed=0):
-    return F.normalize(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
 def pairs(n=N, d=D, noise=0.7, hub=0.0, seed=0):
@@ -109,8 +104,9 @@ def test_biases_are_finite_where_exp_overflows(iterations):
     same = ncl.sinkhorn_biases(torch.ones(16, 16), 0.01, iterations)  # identical embeddings: nothing to repair
     assert all(torch.allclose(x, torch.full((16,), 0.01 * math.log(1 / 16)), atol=1e-6) for x in same)
     e = torch.ones(16, 8, requires_grad=True)
-    ncl.ncl_loss(e, torch.ones(16, 8), 0.01, iterations, detach=False).backward()
-    assert torch.isfinite(e.grad).all()
+    loss = ncl.ncl_loss(e, torch.ones(16, 8), 0.01, iterations, detach=False)
+    loss.backward()
+    assert torch.isfinite(e.grad).all() and loss.item() == pytest.approx(math.log(16))  # a random guess
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -175,26 +171,6 @@ def test_ncl_loss_against_a_loop(gamma, iterations):
     assert ncl.ncl_loss(text, video, torch.tensor(gamma, dtype=torch.float64), iterations).item() == exact
 
 
-def test_no_rounds_are_infonce():
-    text, video = pairs(hub=0.5)
-    logits, target = text @ video.T / 0.05, torch.arange(N)
-    expected = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-    assert torch.isclose(ncl.ncl_loss(text, video, 0.05, 0), expected)
-    # a random guess
-    assert ncl.ncl_loss(torch.ones(N, D), torch.ones(N, D), 0.05, 0).item() == pytest.approx(math.log(N))
-
-
-def test_each_direction_sees_one_bias():
-    text, video = pairs(hub=0.5)
-    sim, gamma, target = text @ video.T, 0.05, torch.arange(N)
-    a, b = ncl.sinkhorn_biases(sim, gamma)
-    both = (sim + a[:, None] + b) / gamma
-    full = (F.cross_entropy(both, target) + F.cross_entropy(both.T, target)) / 2
-    assert torch.isclose(ncl.ncl_loss(text, video, gamma), full, rtol=1e-12)
-    swapped = (F.cross_entropy((sim + a) / gamma, target) + F.cross_entropy((sim.T + b) / gamma, target)) / 2
-    assert not torch.isclose(full, swapped, rtol=1e-3)
-
-
 def test_gradient_at_the_biases_is_equation_28(monkeypatch):
     """dL/db_j = -(1 - sum_i P(v_j | t_i)) / (2 B gamma); the same for a.
 
@@ -240,15 +216,6 @@ def test_learnable_gamma_gets_the_gradient_at_fixed_biases(monkeypatch):
     assert got.item() == pytest.approx(expected.item(), rel=1e-5) and abs(got) > 1e-3
 
 
-def test_loss_is_fp32_under_bf16_autocast():
-    text, video = (x.float() for x in pairs(64, 32, hub=0.5))
-    for loss in (lambda t, v: ncl.ncl_loss(t, v, 0.01), ncl.max_margin_loss):
-        expected, rounded = loss(text, video), loss(text.bfloat16().float(), video.bfloat16().float())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            got, got_rounded = loss(text, video), loss(text.bfloat16(), video.bfloat16())
-        assert got.dtype == got_rounded.dtype == torch.float32 and got == expected and got_rounded == rounded
-
-
 @pytest.mark.parametrize("margin", [0.0, 0.2, 2.5])
 def test_max_margin_loss_against_a_loop(margin):
     text, video = pairs(noise=1.5)
@@ -289,36 +256,19 @@ def numbered(first, last):
     return torch.stack([angle.cos(), angle.sin()], 1)
 
 
-def same_rows(a, b):
-    return len(a) == len(b) and torch.allclose(a[a[:, 0].argsort()], b[b[:, 0].argsort()], atol=1e-6)
-
-
-def test_queue_keeps_the_last_queries():
+def test_queue_keeps_the_last_queries_oldest_first():
+    """Fig. 5 and eval.py --queue-size take the last rows of what it gives for the latest queries."""
     queue = ncl.QueryQueue(5, 2)
     assert queue.get().shape == (0, 2)
     # 2 and 3 do not divide 5; 12 is more than it holds
     for pushed, batch in ((2, 2), (4, 2), (6, 2), (8, 2), (11, 3), (12, 1), (24, 12), (26, 2)):
-        queue.push(7 * numbered(pushed - batch, pushed))  # any scale
+        queue.push(7 * numbered(pushed - batch, pushed).requires_grad_())  # any scale
         assert queue.count == pushed
-        assert same_rows(queue.get(), numbered(max(0, pushed - 5), pushed))  # what is there, no zeros
-    assert not queue.get().requires_grad and set(queue.state_dict()) == {"queries", "count"}
-
-
-def test_queue_gives_the_oldest_first():
-    """Fig. 5 and eval.py --queue-size take the last rows of what it gives for the latest queries."""
-    queue = ncl.QueryQueue(5, 2)
-    for pushed in (2, 4, 6, 8, 10, 12):
-        queue.push(numbered(pushed - 2, pushed))
-        assert torch.allclose(queue.get(), numbered(max(0, pushed - 5), pushed), atol=1e-6), pushed
-    queue.push(numbered(12, 24))
-    assert torch.allclose(queue.get(), numbered(19, 24), atol=1e-6)
-
-
-def test_queue_takes_no_graph_and_no_half_precision():
-    queue, x = ncl.QueryQueue(4, 2), torch.ones(2, 2, requires_grad=True)
-    queue.push(x)
-    queue.push(x.bfloat16())
+        expected = numbered(max(0, pushed - 5), pushed)  # what is there, no zeros
+        assert torch.allclose(queue.get(), expected, atol=1e-6)
+    queue.push(numbered(0, 2).bfloat16())
     assert queue.get().dtype == torch.float32 and not queue.get().requires_grad
+    assert set(queue.state_dict()) == {"queries", "count"}
 
 
 # ---------------------------------------------------- test time ------------------------------------------------------
@@ -329,12 +279,6 @@ def pieces_of(text, image, owner=None, grouped=False):
     return {"image": image, "text": text, "owner": owner, "data": SimpleNamespace(grouped=grouped),
             "positives": evaluation.retrieval.positives_table(groups[owner], groups),
             "positives_of_image": evaluation.retrieval.positives_table(groups, groups[owner])}
-
-
-def test_biases_of_items_come_from_the_queries():
-    items, queries = pairs(9)[1], unit(40, D, seed=5)
-    expected = loop_sinkhorn(queries @ items.T, 0.05, 3)[1]
-    assert torch.allclose(ncl.retrieval_biases(2 * items, 5 * queries, 0.05, 3), expected, atol=1e-9)
 
 
 def hub_world(n=24, d=96):
@@ -393,22 +337,6 @@ def test_errors_are_those_of_the_adjusted_similarities():
     assert all(results["oracle"]["error"][way] < 0.1 * results["none"]["error"][way] for way in BOTH)
 
 
-def test_grouped_sets_add_the_bias_before_the_maximum():
-    """MSVD, video -> text: caption 0 is a hub (bias -0.5).
-
-    Were the bias of the best caption added after the maximum, video 0 would find video 1.
-    """
-    image = torch.eye(3)[:2]
-    # two captions of video 0, one of video 1
-    text = F.normalize(torch.tensor([[0.9, 0, 0.19**0.5], [0.6, 0, 0.8], [0.5, 0.8, 0.11**0.5]]), dim=1)
-    pieces, bias = pieces_of(text, image, owner=[0, 0, 1], grouped=True), torch.tensor([-0.5, 0.0, 0.0])
-    best, after = (image @ text[:2].T).max(1), image @ text[2]
-    assert best.values[0] + bias[best.indices[0]] < after[0]  # the wrong way: 0.4 against 0.5
-    assert retrieval_both_ways(pieces, text_bias=bias)[0]["image_to_text"]["R@1"] == 100  # 0.6 against 0.5
-    bias = bias - torch.tensor([0.0, 0.2, 0.0])
-    assert retrieval_both_ways(pieces, text_bias=bias)[0]["image_to_text"]["R@1"] == 50
-
-
 def test_grouped_sets_rank_as_a_loop():
     """The whole protocol on uneven captions: biases per caption, maximum per video, rank of the own video.
 
@@ -465,28 +393,8 @@ def test_normalization_error_is_finite(gamma):
 
 
 # ---------------------------------------------------- runs -----------------------------------------------------------
-def main(folder, *flags, base=SMALL, pictures=False):
-    """ncl.py in this process -> summary."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not pictures:
-            patch.setattr(ncl, "draw", lambda *args: None)
-        place = ["--output-dir", str(folder.parent), "--run-name", folder.name]
-        return ncl.main(ncl.parse_args([*of_set(base, flags), *place, *map(str, flags)]))
-
-
-def rows(folder):
-    """Whole lines of metrics.jsonl: a poll may see half of the last one."""
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-
-
-def losses(folder):
-    return [(r["step"], r["loss"]) for r in rows(folder) if "loss" in r]
-
-
-def equal_files(a, b):
-    a, b = load_file(a), load_file(b)
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+def main(folder, *flags, base=SMALL, pictures=False, script=ncl):
+    return run_script(script, folder, *flags, base=base, pictures=pictures)
 
 
 @pytest.fixture(scope="module")
@@ -595,10 +503,17 @@ OTHERS = ["--loss infonce", "--loss max-margin", " ".join(LEARNT), "--iterations
 
 
 @pytest.mark.parametrize("words", OTHERS)
-def test_every_flag_has_an_effect(run, words, tmp_path):
+def test_every_flag_has_an_effect(run, words, tmp_path, capsys):
+    """Both directions are logged by their names in the paper, without --loss-scale, and the banner's random guess is in
+    the unit of the loss."""
     folder, base = run
     flags = words.split()
-    summary = main(tmp_path / "a", *flags)
+    summary, log = main(tmp_path / "a", *flags), steps(tmp_path / "a")
+    scale, whole = (3 if "--loss-scale" in flags else 1), words == "--loss max-margin"
+    guess = scale * (2 * 0.2 if whole else math.log(16))
+    assert f"random guess loss {guess:.3f}\n" in capsys.readouterr().out
+    for row in log:
+        assert row["loss"] == pytest.approx(scale * (row["L_t2v"] + row["L_v2t"]) / (1 if whole else 2), rel=1e-5)
     changed = load_file(tmp_path / "a" / "queues.safetensors")
     if flags[0] == "--queue-size":
         assert len(changed["texts"]) == len(changed["videos"]) == 7 and losses(tmp_path / "a") == losses(folder)
@@ -606,9 +521,9 @@ def test_every_flag_has_an_effect(run, words, tmp_path):
     assert losses(tmp_path / "a") != losses(folder)
     assert not torch.equal(changed["videos"], load_file(folder / "queues.safetensors")["videos"])
     if flags[0] == "--loss-scale":
-        assert losses(tmp_path / "a")[0][1] == pytest.approx(3 * losses(folder)[0][1], rel=1e-5)
+        assert log[0]["loss"] == pytest.approx(3 * losses(folder)[0], rel=1e-5)
     if "--learnable-tau" in flags:
-        taus = [r["tau"] for r in rows(tmp_path / "a") if "tau" in r]
+        taus = [r["tau"] for r in log]
         assert all(0.09989 < t < 0.10011 and abs(t - 0.1) > 1e-5 for t in taus)
         assert changed["gamma"].item() == pytest.approx(taus[-1], rel=1e-6)
         assert summary["parameters"] == base["parameters"] + 1
@@ -619,26 +534,14 @@ def test_the_loss_in_blocks(run, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "checkpoint", lambda f, x, *a, **how: cut.append(len(x)) or in_rows(f, x, *a, **how))
     main(tmp_path / "a", "--loss-block", "5")
     assert set(cut) == {5, 1}  # of 16 rows
-    assert dict(losses(tmp_path / "a")) == pytest.approx(dict(losses(run[0])), rel=1e-3)
-
-
-@pytest.mark.parametrize("loss", ["ncl", "infonce", "max-margin"])
-def test_the_log_has_both_directions(loss, tmp_path, capsys):
-    """By their names in the paper, without --loss-scale; and the banner's random guess is in the unit of the loss."""
-    main(tmp_path / "a", "--loss", loss, "--loss-scale", 3, "--max-steps", 2)
-    parts = 1 if loss == "max-margin" else 2
-    for row in rows(tmp_path / "a"):
-        if "loss" in row:
-            assert row["loss"] == pytest.approx(3 * (row["L_t2v"] + row["L_v2t"]) / parts, rel=1e-5)
-    guess = 3 * (2 * 0.2 if loss == "max-margin" else math.log(16))
-    assert f"random guess loss {guess:.3f}\n" in capsys.readouterr().out
+    assert losses(tmp_path / "a") == pytest.approx(losses(run[0]), rel=1e-3)
 
 
 def test_image_sets_work_too(tmp_path):
     flags = ["--dataset", "emoji", "--image-size", 16, "--batch-size", 64]
     summary = main(tmp_path / "emoji", *flags, base=[*BASE, "--max-steps", "2"])
     assert summary["steps"] == 2 and list(summary["test"]["emoji"]["normalize"]) == ["none", "queue", "oracle"]
-    assert math.isfinite(losses(tmp_path / "emoji")[-1][1])
+    assert math.isfinite(losses(tmp_path / "emoji")[-1])
     assert len(load_file(tmp_path / "emoji" / "queues.safetensors")["texts"]) == 128
 
 
@@ -654,7 +557,7 @@ def long_runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("long")
     flags = [*LONG, "--output-dir", root, "--run-name"]
     killed = launch.start("ncl", [*flags, "killed"], root / "killed.txt", hold=10)
-    while not any(r["step"] >= 5 and "loss" in r for r in rows(root / "killed")):
+    while not any(r["step"] >= 5 for r in steps(root / "killed")):
         assert killed.is_alive(), (root / "killed.txt").read_text()[-3000:]
         time.sleep(0.005)
     killed.kill()
@@ -678,14 +581,13 @@ def test_killed_and_resumed_is_the_uninterrupted_run(long_runs):
     own = {k.removeprefix("own/") for k in last if k.startswith("own/")}
     assert {"texts.queries", "texts.count", "videos.queries", "videos.count"} == own
     assert len(load_file(killed / "queues.safetensors")["videos"]) == 100  # it has wrapped around
-    assert losses(killed) == losses(whole) and [s for s, _ in losses(whole)] == list(range(1, 13))
+    assert losses(killed) == losses(whole) and [r["step"] for r in steps(whole)] == list(range(1, 13))
     assert summary["test"] == expected["test"] and summary["val"] == expected["val"]
 
 
 def test_two_processes_are_one(long_runs):
     (one, expected), (two, summary) = long_runs["whole"], long_runs["two"]
-    assert summary["processes"] == 2 and [s for s, _ in losses(two)] == [s for s, _ in losses(one)]
-    assert max(abs(b / a - 1) for (_, a), (_, b) in zip(losses(one), losses(two))) < 1e-3
+    assert summary["processes"] == 2 and losses(two) == pytest.approx(losses(one), rel=1e-3)
     a, b = (load_file(f / "queues.safetensors") for f in (one, two))
     assert all(torch.allclose(a[k], b[k], atol=1e-3) for k in a)  # the order too
     for split in ("val", "test"):
@@ -731,13 +633,13 @@ def evaluate(checkpoint, out, *flags, pictures=False):
 def test_eval_gives_the_numbers_of_the_run(run, normalize, tmp_path):
     folder, summary = run
     own = summary["test"]["moving-emoji"]["normalize"]
-    got = evaluate(folder, tmp_path, "--normalize", normalize, pictures=True)
+    got = evaluate(folder, tmp_path, "--normalize", normalize, pictures=normalize != "oracle")
     numbers = {k: v for k, v in engine.base.flatten(own[normalize]).items() if not k.startswith("error")}
     assert engine.base.flatten(got["retrieval"]) == numbers
     if normalize != "none":
         assert engine.base.flatten(got["normalize"]) == pytest.approx(engine.base.flatten(own), rel=1e-4, abs=1e-4)
-        assert (tmp_path / "normalization_moving-emoji.png").stat().st_size > 5000
-    assert (tmp_path / "retrieval.png").stat().st_size > 5000
+    drawn = {"none": {"retrieval.png"}, "queue": {"retrieval.png", "normalization_moving-emoji.png"}, "oracle": set()}
+    assert {p.name for p in tmp_path.glob("*.png") if p.stat().st_size > 5000} == drawn[normalize]
 
 
 def test_eval_options_of_the_normalisation(run, tmp_path):
@@ -754,20 +656,14 @@ def test_eval_takes_the_iterations_of_the_run(tmp_path):
     assert same_numbers(got, summary["test"]["moving-emoji"]["normalize"])
 
 
-def temo_main(folder, *flags):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(temo, "draw", lambda *args: None)
-        place = ["--output-dir", str(folder.parent), "--run-name", folder.name]
-        return temo.main(temo.parse_args([*SMALL, "--dataset", "moving-emoji", *place, *map(str, flags)]))
+OF_TEMO = ["--dataset", "moving-emoji"]
 
 
-@pytest.mark.parametrize("script", ["ncl", "temo"])
+@pytest.mark.parametrize("script", [ncl, temo])
 def test_eval_takes_the_learnt_gamma(script, tmp_path):
-    if script == "ncl":
-        main(tmp_path / "a", "--learnable-tau", "--lr", 0.02)
-    else:
-        temo_main(tmp_path / "a", "--loss", "infonce", "--learnable-tau", "--lr", 0.02)
-    taus = [r["tau"] for r in rows(tmp_path / "a") if "tau" in r]
+    more = [*OF_TEMO, "--loss", "infonce"] if script is temo else []
+    main(tmp_path / "a", *more, "--learnable-tau", "--lr", 0.02, script=script)
+    taus = [r["tau"] for r in steps(tmp_path / "a")]
     assert abs(taus[-1] / engine.base.read_json(tmp_path / "a" / "args.json")["tau"] - 1) > 0.01
     got, given = (evaluate(tmp_path / "a", tmp_path / "eval", "--normalize", "oracle", *flags)["normalize"]
                   for flags in ([], ["--gamma", taus[-1]]))
@@ -777,14 +673,14 @@ def test_eval_takes_the_learnt_gamma(script, tmp_path):
 @pytest.fixture(scope="module")
 def temo_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("temo") / "r"
-    return folder, temo_main(folder)
+    return folder, main(folder, *OF_TEMO, script=temo)
 
 
 def test_eval_normalizes_checkpoints_of_other_scripts(temo_run, tmp_path):
     """No queue there: it is filled from the training set, its clips and all their captions."""
     folder, summary = temo_run
     own = summary["test"]["moving-emoji"]
-    got = evaluate(folder, tmp_path / "queue", "--normalize", "queue", pictures=True)
+    got = evaluate(folder, tmp_path / "queue", "--normalize", "queue")
     assert got["normalize"]["none"]["text_to_image"] == own["text_to_image"]
     assert got["retrieval"]["text_to_image"] == got["normalize"]["queue"]["text_to_image"]
     assert got["normalize"]["queue"]["error"]["text_to_image"] < got["normalize"]["none"]["error"]["text_to_image"]
@@ -800,12 +696,9 @@ def test_eval_normalizes_checkpoints_of_other_scripts(temo_run, tmp_path):
     assert engine.base.flatten(got["normalize"]) == pytest.approx(engine.base.flatten(expected), rel=1e-4, abs=1e-4)
     few = evaluate(folder, tmp_path / "few", "--normalize", "queue", "--queue-size", 10)
     assert few["normalize"]["queue"] != got["normalize"]["queue"]
-    oracle = evaluate(folder, tmp_path / "oracle", "--normalize", "oracle", pictures=True)
+    oracle = evaluate(folder, tmp_path / "oracle", "--normalize", "oracle")
     assert list(oracle["normalize"]) == ["none", "oracle"]
     assert oracle["normalize"]["oracle"] == got["normalize"]["oracle"]
-    for out in ("queue", "oracle"):
-        for picture in ("normalization_moving-emoji.png", "retrieval.png"):
-            assert (tmp_path / out / picture).stat().st_size > 5000
 
 
 # ---------------------------------------------------- precomputed features -------------------------------------------
@@ -830,12 +723,12 @@ def test_features_end_to_end(features, loss, tmp_path):
     assert (args.learnable_tau, args.loss_scale) == (False, 15 if loss == "ncl" else 1)
     assert args.tau == 0.07 or loss != "ncl"
     base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "3", "--log-every", "1"]
-    summary = main(tmp_path / "r", *flags, base=base, pictures=True)
+    summary = main(tmp_path / "r", *flags, base=base, pictures=loss == "ncl")
     assert summary["steps"] == 3 and not summary["errors"] and summary["bad_samples"] == 0
-    assert [s for s, _ in losses(tmp_path / "r")] == [1, 2, 3]
+    assert [r["step"] for r in steps(tmp_path / "r")] == [1, 2, 3]
     if loss == "ncl":
-        assert losses(tmp_path / "r")[0][1] == pytest.approx(15 * math.log(8), rel=0.2)
-    assert {"normalization.png", "retrieval.png"} <= {p.name for p in (tmp_path / "r").iterdir()}
+        assert losses(tmp_path / "r")[0] == pytest.approx(15 * math.log(8), rel=0.2)
+        assert {"normalization.png", "retrieval.png"} <= {p.name for p in (tmp_path / "r").iterdir()}
     model, tokenizer, transform = common.load_model(tmp_path / "r")
     data = common.load_data(str(csv), "test", feature_dir=[str(f) for f in folders], frames=args.frames)
     x = data.read(0)
@@ -898,38 +791,11 @@ def test_sets_without_a_queue_are_not_normalised_in_silence(run, tmp_path, capsy
     out = capsys.readouterr().out
     assert "--normalize queue is not possible: the retrieval numbers are those without normalisation" in out
     assert "no train split" in out and got["normalized_by"] == "none" and "normalize" not in got
-    for flags in ("--split train", "--split train --queue-split train"):
-        with pytest.raises(SystemExit):
-            eval_py.parse_args(["--checkpoint", "x", "--normalize", "queue", *flags.split()])
+    for flags in ("--split train", "--split train --queue-split train", "--split val --queue-split val"):
+        assert "oracle" in refused(eval_py.parse_args, f"--checkpoint x --normalize queue {flags}".split(), capsys)
 
 
 # ---------------------------------------------------- flags ---------------------------------------------------------
-def test_recipes_are_the_paper_s():
-    """App. B: epochs 5, 3 and 10, warm-up over a tenth except on MSVD, 32 or 64 tokens, 12 or 64 frames, a queue of
-    16,384; Sec. 3.2: 4 rounds; App. C: 0.07 and 15."""
-    facts = {"msrvtt": (5, 0.5, 32, 12), "msvd": (3, 0, 32, 12), "activitynet": (10, 1, 64, 64)}
-    for name, expected in facts.items():
-        args = ncl.parse_args(["--dataset", name])
-        assert (args.epochs, args.warmup_epochs, args.text_length, args.frames) == expected
-        assert (args.lr, args.batch_size, args.queue_size, args.iterations) == (1e-7, 128, 16_384, 4)
-        assert (args.tau, args.learnable_tau) == (0.01, True)
-    assert ncl.parse_args(["--dataset", "msrvtt", "--tau", "0.07"]).tau == 0.07
-
-
-def test_the_commands_of_ssb(tmp_path):
-    where = ["--data-dir", str(tmp_path), "--feature-dir", str(tmp_path)]
-    flags = ["--dataset", "msrvtt", "--image-encoder", "features", *where]
-    args = ncl.parse_args(flags)
-    assert (args.loss, args.tau, args.learnable_tau, args.loss_scale) == ("ncl", 0.07, False, 15)
-    args = ncl.parse_args([*flags, "--loss", "max-margin"])  # as in the docstring
-    assert (args.learnable_tau, args.loss_scale, args.margin) == (False, 1, 0.2)
-    assert not ncl.parse_args(["--dataset", "msrvtt", "--loss", "max-margin"]).learnable_tau
-    for name, dropout in (("msrvtt", 0.1), ("msvd", 0.1), ("activitynet", 0), ("clips.csv", 0)):  # App. C
-        args = ncl.parse_args(["--dataset", name, *flags[2:]])
-        assert args.dropout == dropout and args.text_dropout
-    assert ncl.parse_args(["--dataset", "msrvtt"]).dropout == 0
-
-
 def test_dropout_of_the_feature_tower_acts(features, tmp_path, capsys):
     root, csv = features
     flags = ["--dataset", csv, "--image-encoder", "features", "--feature-dir", root / "motion", "--lr", 0]
@@ -944,41 +810,25 @@ def test_dropout_of_the_feature_tower_acts(features, tmp_path, capsys):
 
 
 BAD = {
-    "--tau 0": "--tau 0: must be > 0",
-    "--tau nan": "--tau nan: must be > 0 and finite",
     "--tau-clamp 0.1 1 --learnable-tau --tau 0.05": "--tau-clamp [0.1, 1.0]: must hold",
-    "--tau-clamp 0 1 --learnable-tau": "--tau-clamp 0: must be > 0",
     "--tau-clamp 0.1": "--tau-clamp expected 2 arguments",
-    "--iterations 0": "--iterations 0: must be at least 1",
-    "--queue-size 0": "--queue-size 0: must be at least 1",
     "--crop-min 2": "--crop-min 2: must be between 0 and 1",
-    "--flip -1": "--flip -1: must be between 0 and 1",
-    "--jitter -1": "--jitter -1: must be at least 0",
-    "--margin nan": "--margin nan: must be at least 0",
-    "--loss-scale -1": "--loss-scale -1: must be at least 0",
     "--loss max-margin --learnable-tau": "--loss max-margin has no temperature",
     "--loss max-margin --loss-block 8": "--loss-block",
-    "--frames 0": "--frames 0: must be at least 1",
     "--clips 1 1 1": "--clips 1: must be at least 2",
     "--caption-noise 2": "--caption-noise 2: must be between 0 and 1",
     "--feature-dir /no/such": "--feature-dir /no/such: no such folder",
     "--image-encoder features": "--feature-dir",
     "--feature-dir .": "--image-encoder features",
     "--dropout 0.1": "--dropout 0.1: of the tower of --image-encoder features",
-    "--dropout 2": "--dropout 2: must be between 0 and 1",
     "--loss triplet": "--loss invalid choice: 'triplet'",
-    "--normalize test": "--normalize invalid choice: 'test'",
     "--video-dir /no/such": "--video-dir /no/such: no such path",
 }
 
 
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_flags(flags, capsys):
-    with pytest.raises(SystemExit) as stop:
-        ncl.parse_args(flags.split())
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
-    assert BAD[flags] in error
+    assert BAD[flags] in refused(ncl.parse_args, flags.split(), capsys)
 
 
 def test_bad_data(features, tmp_path):
@@ -1003,29 +853,35 @@ def test_bad_data(features, tmp_path):
 
 # ----------------------------------------------------- reviewed points ----------------------------------------------
 def test_recipes_of_the_paper():
-    """CLIP4Clip's values (facts of App. B), SSB's towers on features, and images: CC3M's tars by an index."""
-    msrvtt, msvd, activity = (ncl.parse_args(["--dataset", d]) for d in ("msrvtt", "msvd", "activitynet"))
-    assert (msrvtt.lr, msrvtt.batch_size, msrvtt.epochs) == (1e-7, 128, 5)
-    assert (msrvtt.frames, msrvtt.text_length, msrvtt.queue_size) == (12, 32, 16384)
-    assert (msvd.epochs, msvd.warmup_epochs) == (3, 0)
-    assert (activity.epochs, activity.frames, activity.text_length) == (10, 64, 64)
-    assert msrvtt.unfold_captions and msvd.unfold_captions and not activity.unfold_captions
-    assert msrvtt.learnable_tau and msrvtt.normalize == "queue"
+    """App. B: epochs 5, 3 and 10, warm-up over a tenth except on MSVD, 32 or 64 tokens, 12 or 64 frames, a queue of
+    16,384; Sec. 3.2: 4 rounds; images: CC3M's tars by an index."""
+    facts = {"msrvtt": (5, 0.5, 32, 12), "msvd": (3, 0, 32, 12), "activitynet": (10, 1, 64, 64)}
+    for name, expected in facts.items():
+        args = ncl.parse_args(["--dataset", name])
+        assert (args.epochs, args.warmup_epochs, args.text_length, args.frames) == expected
+        assert (args.lr, args.batch_size, args.queue_size, args.iterations) == (1e-7, 128, 16_384, 4)
+        assert (args.tau, args.learnable_tau, args.normalize, args.dropout) == (0.01, True, "queue", 0)
+        assert args.unfold_captions == (name != "activitynet")
+    assert ncl.parse_args(["--dataset", "msrvtt", "--tau", "0.07"]).tau == 0.07
     assert ncl.parse_args(["--dataset", "msrvtt", "--loss", "infonce"]).normalize == "none"
+    assert not ncl.parse_args(["--dataset", "msrvtt", "--loss", "max-margin"]).learnable_tau
     cc3m = ncl.parse_args(["--dataset", "cc3m"])
     assert not cc3m.streaming and cc3m.image_encoder.startswith("openai/clip") and not cc3m.unfold_captions
-    assert not ncl.parse_args(["--dataset", "coco"]).streaming
     assert ncl.parse_args(["--dataset", "cc3m", "--streaming"]).streaming
 
 
 @pytest.mark.parametrize("loss", ["ncl", "max-margin", "infonce"])
 def test_ssb_recipe(loss, tmp_path):
-    features = ["--image-encoder", "features", "--feature-dir", str(tmp_path)]
-    args = ncl.parse_args(["--dataset", "msrvtt", "--loss", loss, *features])
+    """App. C: gamma 0.07, NCL times 15, dropout 0.1 on MSR-VTT and MSVD."""
+    features = ["--image-encoder", "features", "--feature-dir", str(tmp_path), "--loss", loss]
+    args = ncl.parse_args(["--dataset", "msrvtt", *features])
     assert args.text_encoder == "t5-base" and args.text_pooling == "mean" and args.lr > 1e-5
-    assert not args.learnable_tau and args.tau == 0.07
+    assert not args.learnable_tau and (args.tau, args.margin) == (0.07, 0.2)
     assert args.loss == loss and args.loss_scale == (15 if loss == "ncl" else 1)
     assert args.normalize == ("queue" if loss == "ncl" else "none")
+    for name, dropout in (("msrvtt", 0.1), ("msvd", 0.1), ("activitynet", 0), ("clips.csv", 0)):
+        args = ncl.parse_args(["--dataset", name, *features])
+        assert args.dropout == dropout and args.text_dropout
 
 
 def test_retrieval_biases_in_blocks_are_sinkhorn_s():
@@ -1033,10 +889,4 @@ def test_retrieval_biases_in_blocks_are_sinkhorn_s():
     items, queries = unit(50, D), unit(2500, D, seed=1)
     for gamma in (0.01, 0.1):
         expected = ncl.sinkhorn_biases(queries @ items.T, gamma)[1]
-        assert torch.allclose(ncl.retrieval_biases(items, queries, gamma), expected, atol=1e-9)
-
-
-def test_queue_of_the_evaluated_split_is_refused(capsys):
-    with pytest.raises(SystemExit) as stop:
-        eval_py.parse_args(["--checkpoint", "x", "--normalize", "queue", "--split", "val", "--queue-split", "val"])
-    assert stop.value.code == 2 and "oracle" in capsys.readouterr().err
+        assert torch.allclose(ncl.retrieval_biases(2 * items, 5 * queries, gamma), expected, atol=1e-9)

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+import encoders.tokenizers
 import eval as eval_py
 import launch
 import temo
@@ -246,7 +247,7 @@ def test_resume_keeps_the_tokenizer_of_the_run(resume_here, monkeypatch):
     folder, resume = resume_here
     tokenizer = (folder / "tokenizer" / "tokenizer.json").read_bytes()
     train = common.train_wordpiece
-    monkeypatch.setattr(common, "train_wordpiece", lambda captions: train([*captions, *["zebra"] * 9]))
+    monkeypatch.setattr(encoders.tokenizers, "train_wordpiece", lambda captions: train([*captions, *["zebra"] * 9]))
     resume()
     assert (folder / "tokenizer" / "tokenizer.json").read_bytes() == tokenizer
 

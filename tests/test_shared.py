@@ -15,6 +15,13 @@ from engine import flags
 import pytest
 import torch
 
+import mama
+import mmts
+import ncl
+import temo
+import temperature_schedules as ts
+from helpers import refused, unit
+
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
 SCRIPTS = [ROOT / f"{n}.py" for n in NAMES if (ROOT / f"{n}.py").exists()]
@@ -69,28 +76,22 @@ def flags_of(path):
 def test_every_flag_has_an_effect(script):
     """Each dest is read as args.NAME, or by name: in the script, in a room that has no flags of its own, or as an
     option of load_data in readers/ and sets/."""
-    texts = {p: p.read_text(encoding="utf8") for p in [script, ROOT / "common.py", *ROOMS]}
-    shared = ROOT / "engine" / "flags.py"
+    texts = {p: p.read_text(encoding="utf8") for p in [script, ROOT / "common.py", *ROOMS] if p.parent.name != "tools"}
+    shared, opened = ROOT / "engine" / "flags.py", ROOT / "engine" / "data.py"
     before, _, after = texts[shared].partition("    def _add_shared")
     texts[shared] = before + after.partition("    def _check")[2]
-    opened = texts[ROOT / "engine" / "data.py"]
-    options = re.search(r"DATA_FLAGS = \((.*?)\)", opened, re.S).group(1)
-    texts[ROOT / "engine" / "data.py"] = opened.replace(options, "")
-    everything = "".join(text for p, text in texts.items() if p.parent.name != "tools")
+    texts[opened] = re.sub(r"DATA_FLAGS = \(.*?\)", "", texts[opened], flags=re.S)
+    read = {name for pair in re.findall(r'\bargs\.(\w+)|"(\w+)"', "".join(texts.values())) for name in pair}
     flags = flags_of(script) | flags_of(shared)
     for room in (ROOT / "sets").glob("*.py"):
         flags |= flags_of(room)
-    assert {"tau_min", "dataset", "lr", "clips", "fold"} <= flags.keys() | {"tau_min"}
-    for dest, flag in flags.items():
-        reads = len(re.findall(rf"\bargs\.{dest}\b", everything)) + len(re.findall(rf'"{dest}"', everything))
-        as_option = rf'options(\.get\(|\[|\.pop\()"{dest}"'
-        reads += f'"{dest}"' in options and len(re.findall(as_option, everything))
-        assert reads, f"{script.name}: {flag} is never read"
+    assert {"dataset", "lr", "clips", "fold"} <= flags.keys()
+    never = {flag for dest, flag in flags.items() if dest not in read}
+    assert not never, f"{script.name}: {never} are never read"
 
 
 def test_recipes_give_every_flag_that_changes_a_number():
     """The reader of a script finds all values in its RECIPES: no default stands behind them in engine/flags.py."""
-    import mama
     for name in NAMES:
         module, texts = importlib.import_module(name), name != "temperature_schedules"
         for recipes in (module.RECIPES, *([mama.ASKED] if module is mama else [])):
@@ -163,6 +164,26 @@ def test_a_script_is_named_by_its_file(script):
     assert code.count("__file__") == 2
 
 
+OF_TWO = {
+    "temo": lambda a, b: temo.temo_loss(a, b, b.flip(0), a.flip(0), 0.5),
+    "cwcl": lambda a, b: temo.cwcl_loss(a, b, 0.05),
+    "ncl": lambda a, b: ncl.ncl_loss(a, b, 0.01), "hardest negative": ncl.max_margin_loss,
+    "mama": lambda a, b: mama.angular_margin_loss(a, b, 0.05, 0.2), "clip": lambda a, b: mmts.clip_loss(a, b, 0.05),
+    "max-margin": lambda a, b: mmts.max_margin_loss(a, b, 0.2), "ts": lambda a, b: ts.nt_xent(a, b, 0.05),
+    "moco": lambda a, b: ts.moco_loss(a, b, b.flip(0), 0.05)}
+
+
+@pytest.mark.parametrize("loss", OF_TWO)
+def test_a_loss_is_fp32_under_bf16_autocast(loss):
+    """And of embeddings in 16 bits."""
+    a, b = (unit(64, 32, seed=s).float() for s in (0, 1))
+    expected, rounded = OF_TWO[loss](a, b), OF_TWO[loss](a.bfloat16().float(), b.bfloat16().float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, of_16_bits = OF_TWO[loss](a, b), OF_TWO[loss](a.bfloat16(), b.bfloat16())
+    assert inside.dtype == of_16_bits.dtype == torch.float32
+    assert torch.equal(inside, expected) and torch.equal(of_16_bits, rounded)
+
+
 RATES = ["-1", "1e31", "nan", "inf", "fast"]
 OPTIMISER = {"beta1": ["-0.1", "1", "1.5", "nan"], "beta2": ["-0.1", "1", "0.99999999", "nan"],
              "eps": ["0", "-1", "1e-40", "1e40", "nan"], "lr": RATES, "lr-end": RATES, "weight-decay": RATES,
@@ -187,10 +208,28 @@ def test_an_optimiser_takes_what_its_flags_take(script, capsys, monkeypatch):
                       "--weight-decay", "1e30"])
         for args in (least, most):  # the block of the script itself
             tower, own = torch.nn.Linear(2, 2), torch.nn.Module()
-            names = {"common": common, "torch": torch, "args": args, "tower": tower, "own": own}
+            names = {"common": common, "torch": torch, "args": args, "learnt": [tower, own]}
             exec(textwrap.dedent("    " + blocks(script)["optimizer"].strip()), names)
             tower(torch.ones(1, 2)).sum().backward()
             names["optimizer"].step()
+
+
+@each_script
+def test_a_number_has_a_range(script, capsys):
+    """What no flag of a number takes, in the script's own flags; temo: in those of all scripts, too."""
+    parse = importlib.import_module(script.stem).parse_args
+    files = [script, *([ROOT / "engine" / "flags.py"] if script.stem == "temo" else [])]
+    calls = [node for f in files for node in ast.walk(ast.parse(f.read_text(encoding="utf8")))
+             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"]
+    asked = 0
+    for call in calls:
+        more = {k.arg: k.value for k in call.keywords}
+        for value in ("nan", "-1000000001") if "type" in more else ():
+            flag, times = call.args[0].value, ast.literal_eval(more["nargs"]) if "nargs" in more else 1
+            said = refused(parse, [flag, *[value] * times], capsys)
+            assert said.startswith(f"error: {flag} {value}: "), said
+            asked += 1
+    assert asked > 20
 
 
 def test_containers_are_asked_not_told_apart():
@@ -205,7 +244,8 @@ def test_ruff(tmp_path):
     for file in [ROOT / "pyproject.toml", *(f for room in FILES for f in ROOT.glob(room))]:
         (tmp_path / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
         shutil.copy(file, tmp_path / file.relative_to(ROOT))
-    names = {"runs", "data"}.union(*(imports(f) for room in FILES for f in ROOT.glob(room)))
+    everything = "".join(f.read_text(encoding="utf8") for room in FILES for f in ROOT.glob(room))
+    names = {"runs", "data", *re.findall(r"^ *(?:import|from) (\w+)", everything, re.M)}
     ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
     for bare in (True, False):
         for name in () if bare else names:

