@@ -87,7 +87,7 @@ from evaluation.by_class import with_class
 from evaluation.embed import encode_texts
 from evaluation.retrieval import Evaluator
 from figures.temo import draw
-from readers.paraphrases import Paraphrases
+from sets.paraphrases import Paraphrases
 
 
 # ======================================================= METHOD ======================================================

@@ -2,9 +2,11 @@
 ones."""
 
 import common
-from engine.base import UserError
+from engine.base import UserError, say
 
 import numpy as np
+
+from readers import text
 
 
 def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval"):
@@ -56,8 +58,10 @@ def balanced_rows(data, size, columns=("label", "verb")):
 
 def named_rows(data, file):
     """Rows of the names (keys) in a file, one a line. Raises: UserError for a name that is not there."""
-    with open(file, encoding="utf-8-sig") as f:
-        names = dict.fromkeys(line.strip() for line in f if line.strip())
+    lines = text.read_lines(file)
+    names = dict.fromkeys(lines)
+    if len(names) < len(lines):
+        say(f"--meta-set {file}: {len(lines) - len(names):,} of its {len(lines):,} lines name an example again")
     where = {key: i for i, key in enumerate(data.keys())}
     missing = [n for n in names if n not in where]
     if missing:

@@ -4,7 +4,6 @@ A set is webdataset tars (kind `tars`, read by readers/tars.py) or parquet (kind
 """
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from engine.base import UserError, hub_reason, say
 
 import torch
 
+from readers import text
 from readers.columns import gated_message, split_of
 from readers.stream import Stream
 from readers.tars import index
@@ -137,7 +137,7 @@ def fashion_json(folder, split):
     """
     images, labels = [], []
     for c in range(10):
-        rows = [r for r in json.loads((folder / f"{c}.json").read_text())["data"] if len(r) == 784]  # two are empty
+        rows = [r for r in text.read_json(folder / f"{c}.json")["data"] if len(r) == 784]  # two are empty
         rows = rows[-1000:] if split == "test" else rows[:-1000]
         images.append(torch.tensor(rows, dtype=torch.uint8).view(-1, 1, 28, 28).expand(-1, 3, -1, -1))
         labels += [c] * len(rows)
@@ -171,7 +171,7 @@ def _lines(file):
     """The lines of a text file without the empty ones; None where it is missing."""
     if not file.is_file():
         return None
-    return [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+    return text.read_lines(file)
 
 
 def _with_classes(data, names):

@@ -24,11 +24,11 @@ from torchvision.transforms.v2 import functional as V
 
 import encoders.base
 import launch
-import readers.paraphrases
 import readers.pictures
 import readers.stream
 import readers.tars
 import sets
+import sets.paraphrases
 import temo
 from helpers import (
     CLASSES,
@@ -47,9 +47,9 @@ from helpers import (
     write_rows,
     write_tar,
 )
-from readers.paraphrases import Paraphrases
 from readers.pictures import decode
 from sets import emoji as emoji_set
+from sets.paraphrases import Paraphrases
 from tools import paraphrase
 
 SPLITS = ("train", "val", "test")

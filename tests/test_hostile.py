@@ -39,9 +39,9 @@ import figures.base
 import helpers
 import launch
 import ncl
-import readers.paraphrases
 import readers.records
 import sets.own
+import sets.paraphrases
 import temo
 import temperature_schedules as ts
 from helpers import caption, encode, picture, write_captions, write_rows
@@ -549,7 +549,7 @@ def test_a_path_of_odd_letters_holds_what_a_plain_one_does(kind, tmp_path):
 def test_paraphrases_below_odd_letters(tmp_path):
     (tmp_path / "ü [1]").mkdir()
     file = write_rows(tmp_path / "ü [1]" / "p[1].jsonl", ["caption", "paraphrases"], [("a b", ["b a"])])
-    assert readers.paraphrases.Paraphrases(file).get(["a b"]) == [["b a"]]
+    assert sets.paraphrases.Paraphrases(file).get(["a b"]) == [["b a"]]
 
 
 def test_one_class_is_nothing_to_classify(data, tmp_path, capfd):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import encoders.base
 import figures.base
 import figures.temo
-import readers.paraphrases
+import sets.paraphrases
 import temo
 import temperature_schedules
 from helpers import fork, panel, picture, run_script, steps, unit, write_images
@@ -261,7 +261,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     lines = [json.dumps({"caption": c, "paraphrases": ["other words"]}) + "\n" for c in train.first_captions(3)]
     for name, some in (("all", lines), ("two", lines[:2])):
         (tmp_path / f"{name}.jsonl").write_text("".join(some))
-    full, partial = (readers.paraphrases.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
+    full, partial = (sets.paraphrases.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
     for dataset in ("cc3m", "cc12m"):
         assert temo.second_texts(train, None, dataset).startswith("WARNING: NOT THE PAPER'S T~")
         assert temo.second_texts(train, full, dataset) == "paraphrases of 3 captions"

@@ -28,6 +28,7 @@ from evaluation.embed import encode_images, encode_texts, say_unreadable
 from evaluation.metrics import normalize
 from figures.base import draw_picture
 from figures.mama import draw_scores
+from readers import text
 from sets.own import add_captions
 
 
@@ -52,11 +53,7 @@ def short_captions(data, wanted):
             message = str(error).replace("--extra-captions", "--short").replace("(train)", f"({data.split})")
             raise UserError(message) from error
         return [next(iter(with_them.captions(i)[len(texts):]), "") for i, texts in enumerate(own)]
-    with open(wanted, newline="", encoding="utf8") as f:
-        rows = csv.DictReader(f)
-        if not {"video", "caption"} <= set(rows.fieldnames or ()):
-            raise UserError(f"--short {wanted}: no columns video and caption, but {rows.fieldnames}")
-        of = {row["video"]: row["caption"] or "" for row in rows}
+    of = {row["video"]: row["caption"] for _, row in text.csv_rows(wanted, ["video", "caption"])}
     return [of.get(key, "") for key in data.keys()]
 
 
