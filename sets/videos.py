@@ -51,7 +51,7 @@ def read_msvd(file, split):
 def read_activitynet(file, split):
     """{video: {sentences: [...]}}: a paragraph for each video."""
     rows = text.read_json(file)
-    return {(v, None, None): list(map(text.words, row["sentences"])) for v, row in rows.items()}
+    return {(v, None, None): _texts(row["sentences"]) for v, row in rows.items()}
 
 
 def read_didemo(file, split):
@@ -68,6 +68,10 @@ def read_youcook2(file, split):
     part = {"train": "training", "test": "validation"}[split]
     steps = [(v, step) for v, row in rows.items() if row["subset"] == part for step in row["annotations"]]
     return {(v, *text.window(s["segment"][0], s["segment"][1])): [text.words(s["sentence"])] for v, s in steps}
+
+
+def _texts(said):
+    return list(map(text.words, said if isinstance(said, list) else [said]))
 
 
 def _joined(caption):
@@ -184,7 +188,7 @@ def narration_rows(name, file, folder, **_):
     lines, index = text.read_json(file), video_index(folder)
     there = [v for v in lines if v in index and lines[v]["text"]]
     if not there:
-        none = f"none of the {len(lines):,} videos of {file} is below {folder}"
+        none = f"none of {len(lines):,} videos of {Path(file).name} is below {folder}"
         raise UserError(f"{name}: {none}; --video-dir names the folder of the videos")
     counts = [len(lines) - len(there), len(lines)]
     for v in there:

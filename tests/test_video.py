@@ -31,12 +31,12 @@ import evaluation.retrieval
 import helpers
 import readers.clips
 import readers.frames
+import readers.text
 import readers.videos
 from helpers import TEXT, frame, frame_number, open_splits, write_rows, write_video
 from readers.clips import Clips
 from readers.frames import read_frames
 from sets import moving_emoji, videos
-from sets.annotations import load_plain_pickle
 
 SPLITS = ("train", "val", "test")
 CPU = torch.device("cpu")
@@ -979,7 +979,7 @@ def test_a_pickle_is_data_or_refused(tmp_path):
              "b": np.arange(6.0).reshape(2, 3), "c": np.float32(2), "d": np.array(["a", "bc"])}
     for protocol in range(6):
         (tmp_path / "plain.pkl").write_bytes(pickle.dumps(plain, protocol=protocol))
-        back = load_plain_pickle(tmp_path / "plain.pkl")
+        back = readers.text.load_plain_pickle(tmp_path / "plain.pkl")
         assert back["a"] == plain["a"] and all(np.array_equal(back[k], plain[k]) for k in "bcd")
 
 
