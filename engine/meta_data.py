@@ -18,12 +18,12 @@ def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval"):
     if source is None or source.streamed:
         raise UserError(f"--meta-set {wanted}: {dataset} has no such split to take rows from"
                         + (" (a stream); use --meta-set val" if source is not None else ""))
-    source = source.select(np.arange(len(source) - source.joined)) if source.joined else source  # the set's own rows
+    own = source.own or source                                             # without --extra-pairs; its rows come first
     if wanted in ("train", "val"):
         columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(task, ["label", "verb"])
-        rows, how = balanced_rows(source, size, columns)
+        rows, how = balanced_rows(own, size, columns)
     else:
-        rows, how = named_rows(source, wanted), "by name"
+        rows, how = named_rows(own, wanted), "by name"
     if len(rows) < batch:
         raise UserError(f"--meta-set {wanted}: {len(rows)} examples, fewer than --meta-batch-size {batch}")
     note = f"{len(rows)} of {source.split}, {how}; {batch} a step"
