@@ -64,10 +64,12 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     Eq. 10 prints a plain step, and eta for beta; for theta we take AdamW as the authors' code does.
  6. The virtual step is plain gradient descent, as in Eq. 9, whatever --optimizer does.
  7. beta for retrieval is not said; the recipe takes alpha, as for question answering.
- 8. The meta-data are said to be small, clean and balanced. Here: training examples, by a hash of their names, classes
-    in turn, without those known to be mismatched; --meta-set val, or a file of names chosen by hand. Rows of train stay
-    in train, so that every weighting learns from the same examples; rows of val leave every evaluation on val. With
-    questions the answers take the place of the classes, or, where there are choices, the types of the questions.
+ 8. The meta-data are said to be small, clean and balanced. Here: training examples, by a hash of their names;
+    --meta-set val, or a file of names chosen by hand. Rows of train stay in train, so that every weighting learns from
+    the same examples; rows of val leave every evaluation on val. Clean: without the swapped captions of moving-emoji;
+    of other sets nobody has checked them, and only the rows of --extra-pairs are kept out. Balanced: classes in turn,
+    verbs of moving-emoji, MSR-VTT's 20 categories, answers or types of questions; where there are none (DiDeMo,
+    ActivityNet, MSVD, YouCook2, HowTo100M) --meta-balance captions takes 50 clusters of captions in turn.
  9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
     directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
     L2RW as published, its weights times B, since Eq. 8 divides by B; few pairs of a batch then carry most of its
@@ -428,6 +430,8 @@ def parse_args(argv=None):
     g = p.group("with --weighting meta or l2rw and --meta-set train or val",
                 lambda a: a.meta_set == "val" or looks_ahead(a) and a.meta_set == "train")
     g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data from train or val; not said")
+    g.add_argument("--meta-balance", choices=["auto", "classes", "captions", "none"], default="auto",
+                   help="over classes (auto: where there are some), or K-Means clusters of captions; difference 8")
     g = p.group("with --task qa-open or qa-choice", lambda a: a.task != "retrieval")
     g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
     g = p.group("with --task qa-open", lambda a: a.task == "qa-open")
@@ -489,7 +493,7 @@ def main(args):
     meta = None
     if looks_ahead(args) or args.meta_set == "val":
         meta, evals = meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
-                                args.task)
+                                args.task, args.meta_balance)
     run = Run(__file__, args, train, evals, recipes_of(args.task))
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
