@@ -670,7 +670,8 @@ class Data:
 
     Columns of the table: source (struct of path or bytes; offset and size inside a tar; start and end in seconds),
     captions (list of str), key, and where the set has them label (ClassLabel), group (rows of one group are positives
-    of each other), verb, noun, question, answer, choices, question_type, pair (sets/questions.py).
+    of each other), verb, noun, question, answer, choices, question_type, pair (sets/questions.py); question None: a
+    row of --extra-pairs has none.
     To change an attribute: dataclasses.replace(data, note=...).
     """
     name: str
@@ -690,7 +691,7 @@ class Data:
     which: np.ndarray = None          # (M,) number of the one caption of each row, after unfold()
     sentences: object = None          # the texts that multi-instance retrieval ranks, and relevancies (sets/epic.py)
     caption_relevancy: float = 0.0    # training draws among the sentences above this relevancy; 0 = own captions
-    joined: int = 0                   # rows at the end that --extra-pairs brought
+    own: object = None                # the set's own rows, which come first, where --extra-pairs brought more
     streamed = False                  # readers/stream.py answers True
 
     def __post_init__(self):
@@ -734,14 +735,15 @@ class Data:
         """(M,) ids: rows of one group are positives of each other; each row for itself where the set has no groups."""
         return self.rows if self.column("group") is None else self.column("group")
 
-    def _cell(self, column, i):
+    def cell(self, column, i):
+        """The value of one column in row i."""
         if len(self) <= IN_MEMORY:
             return self.column(column)[i]
         return self.texts[int(i)][column]
 
     def captions(self, i):
         """The captions of row i, without a look at its pixels."""
-        captions = self._cell("captions", i)
+        captions = self.cell("captions", i)
         return captions if self.which is None else [captions[self.which[i]]]
 
     def training_captions(self, i, seed, epoch, number):
@@ -755,7 +757,7 @@ class Data:
 
     def key(self, i):
         """The name of row i: it does not change with the split or with other rows."""
-        return self._cell("key", i)
+        return self.cell("key", i)
 
     def read(self, i, draws=None):
         """Image (3, H, W) or clip (T, 3, H, W), uint8; draws (T,) place random frames. Raises OSError or ValueError."""
@@ -783,7 +785,7 @@ class Data:
         cut = {k: v[rows] for k in ("rows", "which", "shards") if (v := getattr(self, k)) is not None}
         pixels = None if self.pixels is None else self.pixels[torch.from_numpy(rows)]
         table = self.table.select(rows)
-        return dataclasses.replace(self, split=split or self.split, table=table, pixels=pixels, joined=0, **cut)
+        return dataclasses.replace(self, split=split or self.split, table=table, pixels=pixels, own=None, **cut)
 
     def drawing_sentences(self, relevancy, unfolded=False):
         """With --caption-relevancy: training draws a sentence for each clip. Raises: UserError without any."""

@@ -27,8 +27,8 @@ Equations, s_ij = cos(lambda_ij) = cosine of video i and text j, all candidates 
     L_i        sample                 (B,)       nats, both directions, with the margin
     w_i        weight                 (B,)       0 .. 1 (L2RW: mean 1), constant for the encoders
     tau        tau                    ()         divides the cosine; 1 as printed
-    y_i        answers                (B,)       number of the right answer, -1: not in the vocabulary
-    eta        eta                    ()         weight of the answers' loss; 1
+    y_i        answers                (B,)       number of the right answer, -1: no question, or not in the vocabulary
+    eta        eta                    ()         weight of the answers' loss; 1, and 0 of a row without a question
     mu         mu                     ()         radians; a0 = 2, a1 = 10, a2 = 0.1: 0.182 to 0.2
     alpha      virtual_lr             ()         the learning rate of the step
     beta       meta_lr                ()         of the weight network; alpha = beta in the paper
@@ -64,23 +64,26 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     Eq. 10 prints a plain step, and eta for beta; for theta we take AdamW as the authors' code does.
  6. The virtual step is plain gradient descent, as in Eq. 9, whatever --optimizer does.
  7. beta for retrieval is not said; the recipe takes alpha, as for question answering.
- 8. The meta-data are said to be small, clean and balanced. Here: training examples, by a hash of their names, classes
-    in turn, without those known to be mismatched; --meta-set val, or a file of names chosen by hand. Rows of train stay
-    in train, so that every weighting learns from the same examples; rows of val leave every evaluation on val. With
-    questions the answers take the place of the classes, or, where there are choices, the types of the questions.
+ 8. The meta-data are said to be small, clean and balanced. Here: training examples, by a hash of their names;
+    --meta-set val, or a file of names chosen by hand. Rows of train stay in train, so that every weighting learns from
+    the same examples; rows of val leave every evaluation on val. Clean: without the swapped captions of moving-emoji;
+    of other sets nobody has checked them, and only the rows of --extra-pairs are kept out. Balanced: classes in turn,
+    verbs of moving-emoji, MSR-VTT's 20 categories, answers or types of questions; where there are none (DiDeMo,
+    ActivityNet, MSVD, YouCook2, HowTo100M) --meta-balance captions takes 50 clusters of captions in turn.
  9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
     directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
     L2RW as published, its weights times B, since Eq. 8 divides by B; few pairs of a batch then carry most of its
     weight. With questions p falls with their loss as well.
 10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
     losses that occur, and cannot lower the highest without those in the middle.
-11. The captions of a vision-language model (Section 3.3) are rows of the data set like any other.
+11. The captions of a vision-language model (Section 3.3) are further captions of training clips (--extra-captions), of
+    which each epoch draws one, or further pairs (--extra-pairs). With questions, too: all rows of a video then have
+    its caption in Eq. 1 and their question in Eq. 2, and a pair without a question has eta = 0.
 12. Questions are answered by a model in VIOLET's way (common.QuestionAnswerer), from published towers but with a new
     fusion of two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before
     the fusion, so that B + B embeddings give all pairs. The paper's comes from a layer on [CLS], after it, and is no
     cosine as such; --qa-similarity fused sends all pairs through it, and takes the cosine of two tokens there. The text
-    is a caption of the row: with the published sets the question itself; moving-emoji, which has but three questions,
-    has captions.
+    is a caption of the row; the published sets have none but those of --extra-captions, else the question itself.
 13. Its Video Swin-B has torchvision's weights of Kinetics-400, the paper's of Kinetics-600; each token of it is a time,
     the mean over the picture. Any other --image-encoder gives one token a frame.
 14. An answer outside the vocabulary of --answers has no loss in training and is wrong in evaluation, whose upper bound
@@ -114,7 +117,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from encoders.base import has_batchnorm
 from evaluation import answers
-from evaluation.metrics import answer_hits, pair_cosines
+from evaluation.metrics import pair_cosines
 from evaluation.retrieval import Evaluator
 from figures.mama import draw
 
@@ -173,7 +176,7 @@ def answer_loss(scores, answers):
     """CE_i of Eq. 3, -log q(y_i | v_i, t_i), q = softmax of the scores.
 
     Args: scores: (B, A) of a vocabulary's answers, or of the choices (-inf: none there); answers: (B,) long, the right
-        one; -1 = the vocabulary lacks it.
+        one; -1 = the vocabulary lacks it, or the row has no question (its eta is 0).
     Returns: (B,) fp32, 0 where there is no right one. A random guess is ln A.
     """
     return F.cross_entropy(scores, answers, ignore_index=-1, reduction="none")
@@ -427,6 +430,8 @@ def parse_args(argv=None):
     g = p.group("with --weighting meta or l2rw and --meta-set train or val",
                 lambda a: a.meta_set == "val" or looks_ahead(a) and a.meta_set == "train")
     g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data from train or val; not said")
+    g.add_argument("--meta-balance", choices=["auto", "classes", "captions", "none"], default="auto",
+                   help="over classes (auto: where there are some), or K-Means clusters of captions; difference 8")
     g = p.group("with --task qa-open or qa-choice", lambda a: a.task != "retrieval")
     g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
     g = p.group("with --task qa-open", lambda a: a.task == "qa-open")
@@ -467,8 +472,6 @@ def parse_args(argv=None):
               "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fusion")
     p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at "
                                                "once; --loss-block bounds the memory of its pairs")
-    p.require(args.task == "retrieval" or not args.extra_pairs, "--extra-pairs: pairs have no questions; train on them "
-              "with --task retrieval, and give that run's model.safetensors to --init-from")
     p.require(args.task != "retrieval" or not args.shuffle_video, "--shuffle-video: only where there are questions")
     return args
 
@@ -490,7 +493,7 @@ def main(args):
     meta = None
     if looks_ahead(args) or args.meta_set == "val":
         meta, evals = meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
-                                args.task)
+                                args.task, args.meta_balance)
     run = Run(__file__, args, train, evals, recipes_of(args.task))
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
@@ -537,7 +540,7 @@ def main(args):
     evaluator = kind(tower, tokenizer, transform, evals, train, run.device, args)
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
     margins = margin_at(0, args), margin_at(run.total, args)
-    guesses = [random_guess(mu, args, answers.answers_of(train, questions)) for mu in margins]
+    guesses = [random_guess(mu, args, answers.guess_of(train, questions)) for mu in margins]
     about = answers.question_lines(questions, train, tokenizer, args) if questions else {}
     run.begin(evaluator, guesses, banner_lines(args, meta, margins) | about)
     for batch in batches:
@@ -586,8 +589,7 @@ def main(args):
             swapped = swapped_of(train, batch, sample)                     # (B,)
             numbers = {"mu": mu} | numbers_of(sample, weight, swapped, (video, text), args, run, weight_net)
             if questions:
-                right = answer_hits(*scores, inputs["answers"]).float().mean()
-                numbers |= common.mean_over_processes({"CE": answered.mean(), "answered": 100 * right}, run.device)
+                numbers |= answers.numbers(*scores, inputs["answers"], answered, batch["rows"], train, run.device)
         run.done(batch, loss, args.tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
@@ -605,10 +607,10 @@ def margin_at(step, args):
     return args.a0 / args.a1 if args.margin_schedule == "constant" else 0.0
 
 
-def random_guess(mu, args, answers=1):
-    """The unweighted loss where every angle is pi / 2, so that the margin makes each pair's cosine sin(mu), and all
-    answers are alike."""
-    return 2 * math.log1p((args.batch_size - 1) * math.exp(-math.sin(mu) / args.tau)) + args.eta * math.log(answers)
+def random_guess(mu, args, answer=0.0):
+    """The unweighted loss where every angle is pi / 2, so that the margin makes each pair's cosine sin(mu); and of
+    answers that are all alike (nats)."""
+    return 2 * math.log1p((args.batch_size - 1) * math.exp(-math.sin(mu) / args.tau)) + args.eta * answer
 
 
 def banner_lines(args, meta, margins):

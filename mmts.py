@@ -64,13 +64,12 @@ Differences from the paper and from the authors' code (released for EPIC-KITCHEN
 import argparse
 import functools
 import math
-import warnings
 from pathlib import Path
 
 import common
 from common import by_rows, fp32, gather, normalize, positive_index
 from engine.base import UserError, all_sum, clean_exit
-from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, open_clusters
+from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, k_means, open_clusters
 from engine.data import open_data
 from engine.flags import Parser
 from engine.ranges import between, count, nonnegative, part, positive, whole
@@ -172,9 +171,6 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6; K < k where points coincide.
     Raises: UserError on non-finite embeddings, or fewer than k.
     """
-    from sklearn.cluster import KMeans, MiniBatchKMeans
-    from sklearn.exceptions import ConvergenceWarning
-    from threadpoolctl import threadpool_limits
     x = normalize(torch.as_tensor(embeddings)).numpy()                     # (M, D)
     broken = (~np.isfinite(x)).any(1).sum()
     if broken:
@@ -182,11 +178,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
                         "--cluster-encoder")
     if len(x) < k:
         raise UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered; lower it")
-    kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
-    with threadpool_limits(1), warnings.catch_warnings():                  # one thread: the same sums on any machine
-        warnings.simplefilter("ignore", ConvergenceWarning)                # that points coincide: the banner says it
-        found = kind(k, n_init=starts, random_state=seed).fit(x, sample_weight=counts).labels_               # (M,)
-    labels = torch.from_numpy(np.unique(found, return_inverse=True)[1])    # (M,) without empty clusters
+    labels = k_means(x, k, seed, starts, counts)                           # (M,) without empty clusters
     weights = None if counts is None else torch.as_tensor(counts, dtype=torch.float64)
     return labels, torch.bincount(labels, weights).long()                  # (M,), (K,)
 

@@ -7,6 +7,8 @@ Made once and kept in the run folder: clusters.safetensors (ids, labels, sizes, 
 sizes, five captions of the largest and the smallest clusters). No pickle; a resumed run reads them.
 """
 
+import functools
+import warnings
 from pathlib import Path
 
 import common
@@ -152,6 +154,20 @@ def head_mid_tail_table(metrics):
 
 
 # ======================================================= making them =================================================
+def k_means(x, k, seed, starts=1, counts=None):
+    """K-Means of unit embeddings x (M, D), numpy, from k-means++; above 100,000 in mini-batches.
+
+    Returns: (M,) long, numbers without gaps: fewer than k where points coincide.   counts: (M,) weights, or None."""
+    from sklearn.cluster import KMeans, MiniBatchKMeans
+    from sklearn.exceptions import ConvergenceWarning
+    from threadpoolctl import threadpool_limits
+    kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
+    with threadpool_limits(1), warnings.catch_warnings():  # one thread: the same sums on any machine
+        warnings.simplefilter("ignore", ConvergenceWarning)  # that points coincide: the banner says it
+        found = kind(k, n_init=starts, random_state=seed).fit(x, sample_weight=counts).labels_  # (M,)
+    return torch.from_numpy(np.unique(found, return_inverse=True)[1])  # (M,) without empty clusters
+
+
 def check_source(train, source):
     """Before any process group. Raises: UserError where `source` asks for what the data do not have."""
     if train.streamed and source not in ("captions", "none"):

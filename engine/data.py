@@ -76,7 +76,7 @@ def evaluation_sets(args):
 
 def add_pairs(data, word, args, evals):
     """The training data and after them those of another set, its rows of clips that the evaluation reads left out; and
-    where that set has no val or test of its own, what is held out for them.
+    where that set has no val or test of its own, what is held out for them. Beside questions they have none (None).
 
     Args: word: NAME or NAME=DIR of --extra-pairs, DIR with the annotations and the files of the set.
         args: the flags of the run.   evals: {name: {val, test}}, what is evaluated.
@@ -97,8 +97,9 @@ def add_pairs(data, word, args, evals):
         if part.streamed or part.sources is None or getattr(args, "feature_dir", None):
             raise UserError(f"--extra-pairs {word}: joins files with files; {part.name} is a stream, drawn in memory, "
                             "or read as features")
-        if not part.has_captions:
-            raise UserError(f"--extra-pairs {word}: {part.name} has class names instead of captions")
+        if not part.has_captions and (part is more or part.column("question") is None):
+            instead = "class names" if part.column("question") is None else "questions"
+            raise UserError(f"--extra-pairs {word}: {part.name} has {instead} instead of captions")
     if data.sentences is not None or (data.clip is None) != (more.clip is None):
         raise UserError(f"--extra-pairs {word}: {more.name} cannot stand beside {data.name}, which holds "
                         + ("sentences with relevancies" if data.sentences is not None else
@@ -118,11 +119,13 @@ def add_pairs(data, word, args, evals):
         raise UserError(f"--extra-pairs {word}: all of its {again:,} rows are of clips that are trained on already; "
                         "--extra-captions adds captions to them")
     names = ["source", "captions", "key"]
-    lost = sorted(set(data.table.column_names + more.table.column_names) - set(names))
-    parts = [part.table.select_columns(names) for part in (data, more)]
+    asked = [c for c in ("question", "answer", "choices", "question_type") if c in data.table.column_names]
+    lost = sorted({*data.table.column_names} - {*asked, *names} | {*more.table.column_names} - {*names})
+    parts = [data.table.select_columns(names + asked), more.table.select_columns(names)]
     kinds = parts[0].features | parts[1].features
     kinds["source"] = parts[0].features["source"] | parts[1].features["source"]
-    parts = [part if part.features == kinds else part.cast(datasets.Features(kinds)) for part in parts]
+    kinds = [datasets.Features({c: kinds[c] for c in part.features}) for part in parts]
+    parts = [part if part.features == kind else part.cast(kind) for part, kind in zip(parts, kinds)]
     table = datasets.concatenate_datasets(parts)
     which = None if data.which is None else np.concatenate([data.which, more.which])
     shards = None if data.shards is None else np.concatenate([data.shards, more.shards + data.shards.max() + 1])
@@ -131,7 +134,8 @@ def add_pairs(data, word, args, evals):
     note += f", {dropped:,} of clips that the evaluation reads left out" if dropped else ""
     note += f", {again:,} of clips that are trained on already, which a batch may hold twice" if again else ""
     note += f"; captions alone are joined, without {', '.join(lost)}" if lost else ""
-    return dataclasses.replace(data, table=table, rows=None, which=which, shards=shards, joined=data.joined + len(more),
+    note += "; they have no questions" if asked else ""
+    return dataclasses.replace(data, table=table, rows=None, which=which, shards=shards, own=data.own or data,
                                note=join_notes(data.note, note))
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections import Counter
 
+from common import mean_over_processes
 from engine.base import UserError, rank, say
 
 import numpy as np
@@ -38,28 +39,38 @@ def check(data, choices):
     where = f"{data.name} ({data.split})"
     if data.streamed or data.column("question") is None or data.column("answer") is None:
         raise UserError(f"{where} has no questions; moving-emoji and the sets of sets/questions.py have")
+    data = asked(data)
     lacking = sum(len(c) < 2 for c in data.column("choices") or [[]] * len(data)) if choices else 0
     if lacking:
         raise UserError(f"{where}: {lacking:,} of its {len(data):,} questions have no choices; use --task "
                         "qa-open")
 
 
+def asked(data):
+    """The rows that have a question; --extra-pairs brings others, whose answers' loss is 0 (eta_i of Eq. 3)."""
+    data = data.own or data
+    rows = [i for i, question in enumerate(data.column("question")) if question is not None]
+    return data if len(rows) == len(data) else data.select(rows)
+
+
 def texts(data, limit=None):
     """All that a tokenizer should know: captions, questions, answers, choices."""
     for i in range(min(len(data), limit or len(data))):
-        yield from (*data.captions(i), data.column("question")[i], data.column("answer")[i], *_choices(data, i))
+        said = [text for c in ("question", "answer") if (text := data.cell(c, i)) is not None]
+        yield from (*data.captions(i), *said, *_choices(data, i))
 
 
 def inputs(data, rows, tokenizer, vocabulary, device):
     """What QuestionAnswerer reads of these rows beside the pixels, on the device.
 
     Returns: question {..: (B, L)}; answers (B,), see right_answers; and without a vocabulary choices {..: (B, C, L),
-        there: (B, C)}, C the most that a row here has.
+        there: (B, C)}, C the most that a row here has. A row without a question has its caption there, and one choice:
+        its scores are finite, and reach no loss.
     """
-    questions = [data.column("question")[i] for i in rows]
+    questions = [data.captions(i)[0] if (q := data.cell("question", i)) is None else q for i in rows]
     found = {"question": tokenizer(questions), "answers": right_answers(data, rows, vocabulary)}
     if not vocabulary:
-        choices = [_choices(data, i) for i in rows]
+        choices = [_choices(data, i) or [""] for i in rows]
         C = max(map(len, choices))
         words = [f"{q} {c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
         there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
@@ -69,9 +80,9 @@ def inputs(data, rows, tokenizer, vocabulary, device):
 
 
 def right_answers(data, rows, vocabulary):
-    """(B,) long: number of the right answer of each of these rows in the vocabulary, -1 where that lacks it; without a
-    vocabulary its number among the choices."""
-    answers = [data.column("answer")[i] for i in rows]
+    """(B,) long: number of the right answer of each of these rows in the vocabulary, -1 where that lacks it or the row
+    has no question; without a vocabulary its number among the choices."""
+    answers = [data.cell("answer", i) for i in rows]
     return answer_numbers(answers, vocabulary, None if vocabulary else [_choices(data, i) for i in rows])
 
 
@@ -83,16 +94,19 @@ def questions_of(train, args):
         return None
     choices = args.task == "qa-choice"
     check(train, choices)
-    known = [] if choices else answer_vocabulary(train.column("answer"), args.answers)
+    known = [] if choices else answer_vocabulary(asked(train).column("answer"), args.answers)
     return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames,
             "similarity": args.qa_similarity}
 
 
-def answers_of(train, questions):
-    """How many answers a random guess has: of the vocabulary, or the mean number of choices; 1 without questions."""
+def guess_of(train, questions):
+    """Mean loss of a random guess at the answers, nats: the logarithm of how many the vocabulary has, or of the mean
+    number of choices, times the part of the rows that have a question; 0 for retrieval."""
     if not questions:
-        return 1
-    return len(questions["answers"]) or sum(map(len, train.column("choices"))) / len(train)
+        return 0.0
+    some = asked(train)
+    many = len(questions["answers"]) or sum(map(len, some.column("choices"))) / len(some)
+    return math.log(many) * len(some) / len(train)
 
 
 def cut_short(data, tokenizer, choices, limit=1000):
@@ -106,21 +120,36 @@ def cut_short(data, tokenizer, choices, limit=1000):
 
 
 def question_lines(questions, train, tokenizer, args):
-    """What the banner of a run says of its questions: {word: text}."""
-    cut, tried = cut_short(train, tokenizer, not questions["answers"])
+    """What the banner says of the questions of a run, and of the texts that videos are paired with: {word: text}."""
+    some, rows = asked(train), len(train)
+    cut, tried = cut_short(some, tokenizer, not questions["answers"])
     words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
     if questions["answers"]:
         known = set(questions["answers"])
-        wrong = sum(a not in known for a in train.column("answer"))
+        wrong = sum(a not in known for a in some.column("answer"))
         words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
                   "have another, and no loss of it")
     words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
-    return {"questions": words + ("; SHUFFLED VIDEOS, a control" if args.shuffle_video else "")}
+    bare = sum(some.captions(i) == [question] for i, question in enumerate(some.column("question")))
+    paired = f"of {rows:,} rows {rows - bare:,} have a caption, {bare:,} the question in its place"
+    paired += f"; {rows - len(some):,} have no question, and eta 0" if len(some) < rows else ""
+    return {"questions": words + ("; SHUFFLED VIDEOS, a control" if args.shuffle_video else ""), "paired text": paired}
+
+
+def numbers(scores, right, losses, rows, data, device):
+    """Columns of the log: CE, the mean of the answers' losses, 0 where there is no question (Eq. 3); and answered, the
+    part of the questions of the batch that have the right answer, %. Collective.
+
+    Args: scores (B, A), right (B,), losses (B,): of this process; rows (B,): of data."""
+    known = torch.tensor([data.cell("question", i) is not None for i in rows])                           # (B,)
+    means = mean_over_processes({"CE": losses.mean(), "answered": 100 * answer_hits(scores, right).float().mean(),
+                                 "known": known.float().mean()}, device)
+    share, right = means.pop("known"), means.pop("answered")
+    return means | ({"answered": right / share} if share else {})
 
 
 def _choices(data, i):
-    choices = data.column("choices")
-    return choices[i] or [] if choices is not None else []
+    return data.cell("choices", i) or [] if "choices" in data.texts.column_names else []
 
 
 def shuffled(data, seed=0):

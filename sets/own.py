@@ -306,7 +306,8 @@ def add_captions(data, file):
     rows are windows (tools/caption.py writes one); rows of the file that no row of the data matches are counted.
 
     A clip is known by the name of its file without the ending, by the folders too where two have that name, and by its
-    window. Raises: UserError where nothing matches, and for data without files of their own."""
+    window; every row of it takes the caption. Where the question stood in for a caption it does so no more.
+    Raises: UserError where nothing matches, and for data without files of their own."""
     import datasets
     if data.streamed or data.sources is None:
         raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
@@ -320,8 +321,10 @@ def add_captions(data, file):
     except UserError as error:
         raise UserError(str(error).replace("--dataset", "--extra-captions", 1)) from error
     rows, captions, lost = {}, list(data.column("captions")), []
+    asked = data.column("question") or [None] * len(data)
     for i, source in enumerate(data.sources["source"][:]):
-        path = Path(data.key(i) if source.get("size") is not None or not source.get("path") else source["path"])
+        inside = source.get("size") is not None or source.get("bytes") or not source.get("path")
+        path = Path(data.key(i) if inside else source["path"])
         rows.setdefault((path.stem, source.get("start"), source.get("end")), []).append((i, path))
     names, usual, new = extra.column_names, columns.VIDEO_COLUMNS + columns.IMAGE_COLUMNS, 0
     flag = "--extra-captions: a column of "
@@ -330,13 +333,14 @@ def add_captions(data, file):
     for name, texts, window in zip(extra[image][:], extra[caption][:], windows_of(extra)):
         path = Path(str(name))
         found = rows.get((path.stem, *window)) or rows.get((path.name, *window)) or []
-        if len(found) > 1:  # a.mp4 in two folders
+        if len({own for _, own in found}) > 1:  # a.mp4 in two folders
             whole = path.with_suffix("").parts
             found = [(i, own) for i, own in found if own.with_suffix("").parts[-len(whole):] == whole]
-        found = found if len(found) == 1 else []
+        found = found if len({own for _, own in found}) == 1 else []
         for i, _ in found:
-            texts = [t for t in clean_list(texts) if t not in captions[i]]
-            captions[i], new = [*captions[i], *texts], new + len(texts)
+            more = [t for t in clean_list(texts) if t not in captions[i]]
+            kept = [] if more and captions[i] == [asked[i]] else captions[i]
+            captions[i], new = [*kept, *more], new + len(more)
         lost += [] if found else [str(name)]
     if len(lost) == len(extra):
         raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows is of a clip of {data.name} "

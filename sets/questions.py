@@ -2,7 +2,8 @@
 
 One row is one question: question, answer (text), choices (texts, the answer among them; none where the question is
 open) and, where the set has it, question_type, of one word or two ("causal why": its family first). Causal-VidQA asks
-for an answer and for its reason, two rows with one number in the column `pair`. The caption of a row is its question.
+for an answer and for its reason, two rows with one number in the column `pair`. The caption of a row is its question,
+until --extra-captions gives it one of its video.
 Annotation files lie below --data-dir, videos below --video-dir. Rows left out are counted in the note, by the reason.
 """
 

@@ -14,6 +14,7 @@ from engine.base import UserError, first_line, join_notes
 
 from readers import text
 from readers.clips import clip_options
+from readers.records import read_table
 from readers.videos import ONE_FILE, clips_of, video_folder, video_index
 from sets import annotations
 from sets.hub import hub_call
@@ -72,6 +73,31 @@ def read_youcook2(file, split):
 
 def _texts(said):
     return list(map(text.words, said if isinstance(said, list) else [said]))
+
+
+# MSR-VTT's own numbers
+CATEGORIES = ("music", "people", "gaming", "sports", "news", "education", "tv shows", "movie", "animation", "vehicles",
+              "howto", "travel", "science", "animals", "kids", "documentary", "food", "cooking", "beauty",
+              "advertisement")
+
+
+def with_categories(data, file, root):
+    """MSR-VTT with the category of each video as its class (label): that of the `videos` of MSRVTT_data.json, or of the
+    rows of the annotation file itself; as it is where neither has any. The same 20 names in every split."""
+    import datasets
+    of_all = annotations.find_file(root, "MSRVTT_data.json")
+    with text.expected_layout(of_all or file):
+        rows = text.read_json(of_all).get("videos") or [] if of_all else read_table(file)
+        named = of_all or {"video_id", "category"} <= {*rows.column_names}
+        said = {Path(text.words(row["video_id"])).stem: text.words(row.get("category")) for row in rows if named}
+    number = {str(k): k for k in range(len(CATEGORIES))}
+    labels = [number.get(said.get(Path(key).stem), -1) for key in data.keys()]
+    lost = labels.count(-1)
+    if lost == len(data):
+        return data
+    table = data.table.add_column("label", labels, feature=datasets.ClassLabel(names=list(CATEGORIES)))
+    note = f"{lost:,} without a category (not used where classes are)" if lost else ""
+    return dataclasses.replace(data, table=table, note=join_notes(data.note, note))
 
 
 def _joined(caption):
@@ -144,6 +170,8 @@ def load(name, split, options):
         else:
             where = {"video_dir": options.get("video_dir") or str(root)}
             data = caption_file(name, split, file, root, options | where)
+        if name == "msrvtt":
+            data = with_categories(data, file, root)
     count = facts["splits"][split] or len(data)
     note = join_notes(data.note, annotations.count_note(name, split, len(data), count))
     return dataclasses.replace(data, note=note, grouped=facts.get("grouped", False))

@@ -1,0 +1,172 @@
+"""What MAMA's meta-data are on the paper's retrieval sets (Sec. 3.2): MSR-VTT's categories and clusters of captions in
+turn; and Fig. 5 by these categories."""
+
+import json
+from collections import Counter
+
+import common
+import engine.meta_data
+from engine.base import UserError
+from engine.data import open_data
+from engine.meta_data import balanced_rows
+
+import numpy as np
+import pytest
+
+import mama
+from helpers import refused, rows, run_script, write_rows, write_video
+from tools import concepts, margins
+
+SMALL = ("--workers 0 --cpu --threads 1 --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
+         "--image-size 32 --frames 2 --text-length 16 --text-pooling mean --log-every 1 --batch-size 8 --max-steps 2 "
+         "--meta-batch-size 2 --lr 1e-3").split()
+CATEGORY = {**{k: 0 if k < 9 else 7 if k < 11 else 19 for k in range(12)}, 12: 0, 13: 7, 14: 19, 15: 19}  # 12..: test
+
+
+def msrvtt(root, categories=CATEGORY):
+    """CLIP4Clip's layout: 12 videos of three categories for training, four for test."""
+    for k in range(16):
+        write_video(root / "videos" / f"video{k}.mp4", [5 * k, 5 * k + 1])
+    write_rows(root / "MSRVTT_train.9k.csv", ["video_id"], [[f"video{k}"] for k in range(12)])
+    write_rows(root / "MSRVTT_JSFUSION_test.csv", ["key", "vid_key", "video_id", "sentence"],
+               [(f"ret{k}", f"msr{k}", f"video{k}", f"clip number {k}") for k in range(12, 16)])
+    about = [{"video_id": f"video{k}", "split": "train", "category": c} for k, c in categories.items()]
+    said = [{"sen_id": k, "video_id": f"video{k % 16}", "caption": f"words {k % 16} of {'abcd'[k % 4]}"}
+            for k in range(32)]
+    (root / "MSRVTT_data.json").write_text(json.dumps({"videos": about, "sentences": said}))
+    return ["--dataset", "msrvtt", "--data-dir", str(root), "--video-dir", str(root / "videos"), *SMALL]
+
+
+def opened(flags, *more):
+    """(training data, evaluation sets, flags)."""
+    args = mama.parse_args([*flags, *map(str, more)])
+    return *open_data(args), args
+
+
+def meta_of(train, evals, args):
+    return engine.meta_data.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
+                                      args.task, args.meta_balance)[0]
+
+
+# ---------------------------------------------------- classes -------------------------------------------------------
+def test_categories_of_msrvtt_are_its_classes(tmp_path):
+    flags = msrvtt(tmp_path)
+    train, evals, _ = opened(flags)
+    test = evals["msrvtt"]["test"]
+    assert train.label_names == test.label_names and len(train.label_names) == 20
+    assert train.labels.tolist() == [CATEGORY[k] for k in range(12)] and test.labels.tolist() == [0, 7, 19, 19]
+    assert [train.label_names[k] for k in (0, 7, 19)] == ["music", "movie", "advertisement"]
+    assert "category" not in train.note and train.captions(0)[0] == "words 0 of a"
+    common._known_set.cache_clear()
+    msrvtt(tmp_path, {k: c for k, c in CATEGORY.items() if k != 5} | {6: 99, 14: None})
+    train, evals, _ = opened(flags)
+    assert train.labels.tolist()[4:8] == [0, -1, -1, 0] and "2 without a category" in train.note
+    assert evals["msrvtt"]["test"].labels.tolist() == [0, 7, -1, 19]
+    common._known_set.cache_clear()
+    msrvtt(tmp_path, {})
+    train, evals, _ = opened(flags)
+    assert train.labels is None and evals["msrvtt"]["test"].labels is None
+    common._known_set.cache_clear()
+    (tmp_path / "MSRVTT_data.json").write_text(json.dumps({"videos": ["video0"], "sentences": [
+        {"video_id": "video0", "caption": "x"}]}))
+    with pytest.raises(UserError, match="MSRVTT_data.json has another layout than expected"):
+        opened(flags)
+
+
+def test_categories_in_the_hub_s_rows(tmp_path):
+    for k in range(3):
+        write_video(tmp_path / "videos" / f"video{k}.mp4", [k, 1])
+    rows = [{"video_id": f"video{k}", "video": f"video{k}.mp4", "caption": ["x", "y"], "category": c}
+            for k, c in enumerate((3, 18, 3))]
+    (tmp_path / "msrvtt_train_9k.json").write_text(json.dumps(rows))
+    data = common.load_data("msrvtt", "train", data_dir=str(tmp_path), video_dir=str(tmp_path / "videos"), frames=2)
+    assert data.labels.tolist() == [3, 18, 3] and data.label_names[18] == "beauty"
+
+
+def test_meta_data_of_msrvtt_are_balanced(tmp_path):
+    """Two of each of three categories, of which one has three quarters of the rows; further pairs take no class away
+    and are no meta-data."""
+    flags = msrvtt(tmp_path)
+    meta = meta_of(*opened(flags, "--meta-size", 3))
+    assert Counter(meta.labels.tolist()) == {0: 1, 7: 1, 19: 1}
+    assert meta.note.startswith("3 of train, balanced over label, not known to be clean: captions as the set has them")
+    for k in range(3):
+        write_video(tmp_path / "more" / f"w{k}.mp4", [k, 1])
+    write_rows(tmp_path / "more.csv", ["video", "caption"], [(f"w{k}.mp4", f"speech {k}") for k in range(3)])
+    both, evals, args = opened(flags, "--meta-size", 3, "--extra-pairs", f"{tmp_path / 'more.csv'}={tmp_path / 'more'}")
+    assert both.labels is None and len(both) > 12
+    assert sorted(meta_of(both, evals, args).column("key")) == sorted(meta.column("key"))
+    assert "balanced over label" in meta_of(both, evals, args).note
+    meta = meta_of(*opened(flags, "--meta-size", 6, "--meta-balance", "none"))
+    assert "at random" in meta.note and "would balance them" not in meta.note
+
+
+# ---------------------------------------------------- captions ------------------------------------------------------
+def talk(counts):
+    """Data of captions about so many different things, each said so many times in two sentences a row."""
+    words = ("cat dog horse bird fish cow").split()
+    captions = [[f"a {words[c]} runs", f"{words[c]} {words[c]}"] for c, n in enumerate(counts) for _ in range(n)]
+    names = [f"{k}.mp4" for k in range(len(captions))]
+    return common.Data("talk", "train", common.make_table(captions, names)), np.repeat(range(len(counts)), counts)
+
+
+def test_clusters_of_captions_in_turn():
+    """Each of six things comes as often, but where there are no more; and no number of --seed decides."""
+    data, kind = talk([100, 40, 20, 10, 5, 1])
+    found, how = balanced_rows(data, 24, (), captions=True)
+    counts = Counter(kind[found].tolist())
+    assert sorted(counts.values()) == [1, 4, 4, 5, 5, 5] and counts[5] == 1
+    assert how.startswith("balanced over 6 clusters of captions, not known to be clean")
+    assert found.tolist() == balanced_rows(data, 24, (), captions=True)[0].tolist() and len({*found.tolist()}) == 24
+    plain, how = balanced_rows(data, 24, ())
+    assert how.startswith("at random") and max(Counter(kind[plain].tolist()).values()) > 8
+    assert balanced_rows(data, 24)[0].tolist() == plain.tolist()           # without classes: as before
+
+
+def test_only_the_first_rows_by_hash_are_clustered(monkeypatch):
+    data, kind = talk([30, 30])
+    monkeypatch.setattr(engine.meta_data, "CLUSTERED", 10)
+    seen, true = [], engine.meta_data.caption_clusters
+    monkeypatch.setattr(engine.meta_data, "caption_clusters", lambda d, r: seen.append(len(r)) or true(d, r))
+    assert len(balanced_rows(data, 4, (), captions=True)[0]) == 4
+    assert len(balanced_rows(data, 20, (), captions=True)[0]) == 20 and seen == [10, 20]
+    wordless = common.Data("x", "train", common.make_table([["a"], ["b"]], ["0", "1"]))
+    with pytest.raises(UserError, match="^--meta-balance captions: .*take --meta-balance none$"):
+        balanced_rows(wordless, 1, (), captions=True)
+
+
+def test_the_flag_chooses(tmp_path, capsys):
+    """auto is as it was: classes, else chance, and a word of what would help; classes are refused where none are."""
+    lines = [(f"v{k}.mp4", f"a {'cat' if k % 4 else 'dog'} {k % 2}", ("train", "val", "test")[max(0, k - 11)])
+             for k in range(14)]
+    for name, *_ in lines:
+        write_video(tmp_path / name, [1, 2])
+    write_rows(tmp_path / "own.csv", ["video", "caption", "split"], lines)
+    flags = ["--dataset", str(tmp_path / "own.csv"), *SMALL, "--meta-size", "6"]
+    auto, none, captions = (meta_of(*opened(flags, "--meta-balance", how)) for how in ("auto", "none", "captions"))
+    assert auto.column("key") == none.column("key") and "--meta-balance captions would balance" in auto.note
+    assert "clusters of captions" in captions.note and captions.column("key") != auto.column("key")
+    assert mama.parse_args(flags).meta_balance == "auto"
+    with pytest.raises(UserError, match="--meta-balance classes: .*own.csv has no column label or verb"):
+        meta_of(*opened(flags, "--meta-balance", "classes"))
+    words = refused(mama.parse_args, [*SMALL[:-4], "--weighting", "none", "--meta-balance", "none"], capsys)
+    assert "--meta-balance: only with --weighting meta or l2rw" in words
+    run_script(mama, tmp_path / "runs" / "r", *flags, "--meta-balance", "captions")
+    said = capsys.readouterr().out
+    assert "clusters of captions, not known to be clean" in said
+    assert [r["step"] for r in rows(tmp_path / "runs" / "r") if "loss" in r] == [1, 2]
+
+
+# ---------------------------------------------------- Fig. 5 --------------------------------------------------------
+def test_gain_by_category_of_msrvtt(tmp_path, capsys):
+    flags = msrvtt(tmp_path)
+    summary = run_script(mama, tmp_path / "mama", *flags, "--meta-size", "4")
+    run_script(mama, tmp_path / "infonce", *flags[:-4], "--loss", "infonce")
+    assert "balanced over label" in capsys.readouterr().out
+    found, right, share, keys = concepts.hits(tmp_path / "mama", margins.finished(tmp_path / "mama")[0])
+    assert found.tolist() == ["music", "movie", "advertisement", "advertisement"] and len(keys) == 4
+    assert share == {"music": 9 / 12, "movie": 2 / 12, "advertisement": 1 / 12}
+    assert 100 * right.mean() == pytest.approx(summary["test"]["msrvtt"]["text_to_image"]["R@1"])
+    concepts.main([str(tmp_path / "infonce"), str(tmp_path / "mama"), "--out", str(tmp_path / "c.png")])
+    said = capsys.readouterr().out
+    assert "   75.00 %" in said and "  music" in said and (tmp_path / "c.png").stat().st_size > 5000
