@@ -51,7 +51,7 @@ from evaluation.case import Case, Subject, table
 from evaluation.metrics import NotFinite, embedding_health, modality_gap
 from evaluation.retrieval import retrieval_both_ways
 from evaluation.search import search
-from evaluation.stand_ins import stand_ins
+from evaluation.stand_ins import queues_of, stand_ins
 from figures.base import draw_histograms, draw_picture, draw_retrieval, similarity_histograms
 from figures.ncl import draw_normalization
 from ncl import normalization_table, normalized_retrieval, retrieval_biases
@@ -275,6 +275,8 @@ def evaluate_all(subject):
     args, found, errors, wanted = subject.args, {}, {}, wanted_sets(subject.args, subject.own)
     if args.normalize != "none" and "retrieval" not in args.tasks:
         raise UserError(f"--normalize {args.normalize} is for the task retrieval; the tasks are {' '.join(args.tasks)}")
+    if args.normalize != "none":
+        queues_of(args)                                                    # damaged ones are refused before the work
     for name, data_dir in wanted:
         try:
             options = options_of_set(subject, name, data_dir)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from engine.base import UserError, first_line, say_once
 
-LAYOUT = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, MemoryError)
+LAYOUT = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, MemoryError,
+          ZeroDivisionError)
 END = "\x1eend of the file\x1e"  # a row that no file has: inside an open quote it never comes
 
 
@@ -29,7 +30,7 @@ def expected_layout(file):
         raise
     except LAYOUT as error:
         why = f"{type(error).__name__}: {first_line(error)[:200]}"
-        raise UserError(f"{file} has another layout than expected ({why})") from error
+        raise UserError(f"{file} has another layout than expected ({why}); is it the right one, and whole?") from error
 
 
 def read_text(path):
