@@ -458,7 +458,8 @@ def parse_args(argv=None):
               "without --compile")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     p.require(not looks_ahead(args) or args.meta_batch_size % processes == 0,
-              f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
+              f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes; use "
+              f"{args.meta_batch_size // processes * processes or processes}")
     p.require(args.meta_set in ("train", "val") or Path(args.meta_set).is_file(),
               f"--meta-set {args.meta_set}: neither train nor val nor a file of names")
     p.require(args.qa_model == "fusion" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
@@ -528,7 +529,8 @@ def main(args):
                           args.jitter, squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
     if looks_ahead(args):
-        first, last = (-(-step // args.meta_every) for step in (run.step, run.last))
+        every = args.meta_every if args.weighting == "meta" else 1         # L2RW looks ahead at each step
+        first, last = (-(-step // every) for step in (run.step, run.last))
         meta_batches = iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed, first, last,
                                            run.device, min(2, args.workers), args.max_bad_fraction, run.folder))
 

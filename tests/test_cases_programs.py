@@ -1,6 +1,7 @@
 """Programs and flags under hostile input: what they read of files that somebody else has written or cut, and what of a
 command line cannot be. Refused in one line that names the file, or read with what is lost counted. In one process."""
 
+import itertools
 import json
 import re
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eval as evaluation_script
+import mama
 import ncl
 from evaluation import stand_ins
 from helpers import write_video
@@ -299,3 +301,34 @@ def test_queues_that_are_damaged(ncl_run, tmp_path, monkeypatch):
             file.write_bytes(content)
         refused(lambda: evaluation_script.main(args), "queues.safetensors: damaged", "or remove it")
     file.write_bytes(whole)
+
+
+# ------------------------------------------------ flags of mama.py --------------------------------------------------
+WEIGHTINGS, TASKS = ("meta", "joint", "focal", "spl", "l2rw", "none"), ("retrieval", "qa-open", "qa-choice")
+
+
+@pytest.mark.parametrize("weighting, task", itertools.product(WEIGHTINGS, TASKS))
+def test_a_choice_of_mama_parses_or_names_the_flag_to_change(weighting, task, capsys):
+    """All 72 choices, 4 in each test: what is refused is a word of the command line, and why stands behind it."""
+    for model, similarity in itertools.product(("fusion", "dual"), ("pooled", "fused")):
+        flags = ["--weighting", weighting, "--task", task, "--qa-model", model, "--qa-similarity", similarity]
+        asks = task != "retrieval"
+        if (model == "fusion" or task == "qa-choice") and (similarity == "pooled" or asks and model == "fusion"):
+            args = mama.parse_args(flags)
+            assert (args.weighting, args.task, args.qa_model, args.qa_similarity) == (*flags[1::2],)
+        else:
+            flag, value = ("--qa-model", model) if model == "dual" and task != "qa-choice" else ("--qa-similarity",
+                                                                                                 similarity)
+            refused_flags(lambda words=flags: mama.parse_args(words), capsys, f"error: {flag} {value}: only for --task")
+
+
+@pytest.mark.parametrize("flag", ["--meta-every 2", "--meta-lr 1", "--virtual-lr 1", "--fusion-layers 1", "--a2 1"])
+def test_what_the_user_wrote_and_has_no_effect_is_refused(flag, capsys):
+    words = "--task qa-choice --qa-model dual --weighting l2rw --margin-schedule constant".split()
+    refused_flags(lambda: mama.parse_args([*words, *flag.split()]), capsys, flag.split()[0], "would have no effect")
+
+
+def test_l2rw_looks_ahead_at_each_step_of_a_recipe_that_updates_a_network_now_and_then(tmp_path):
+    flags = ["--task", "qa-open", "--weighting", "l2rw", "--meta-batch-size", "4", "--max-steps", "3"]
+    args = mama.parse_args([*TINY[:-4], *flags, "--eval-every", "0", "--output-dir", str(tmp_path), "--run-name", "r"])
+    assert args.meta_every == 4 and mama.main(args)["steps"] == 3
