@@ -312,10 +312,14 @@ def main(args):
 
 
 def complain(result):
-    """The last word, once all is written: UserError where a set or a task failed."""
+    """The last word, once all is written: UserError where a set or a task failed, or no task could be done."""
     if result.get("errors"):
         what = "; ".join(f"{name}: {why}" for name, why in result["errors"].items())
         raise UserError(f"evaluation failed: {what}; all else is written")
+    found = result.get("datasets", {})
+    if found and not any(task in of["metrics"] for of in found.values() for task in TASKS):
+        why = "; ".join(f"{name}: {task}: {why}" for name, of in found.items() for task, why in of["left_out"].items())
+        raise UserError(f"nothing was measured, every task was left out: {why}; --tasks chooses others")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ import itertools
 import json
 import re
 
+import common
 import engine.base
 from engine.base import UserError
+from engine.clusters import read_clusters
 from engine.meta_data import meta_data
 
 import numpy as np
@@ -16,9 +18,12 @@ from safetensors.torch import load_file, save_file
 
 import eval as evaluation_script
 import mama
+import mmts
 import ncl
+import readers.stream
 from evaluation import stand_ins
-from helpers import write_video
+from helpers import caption as words
+from helpers import encode, picture, tar_samples, write_tar, write_video
 from test_caption import SMALL, tiny_model, words_of
 from tools import caption, concepts, margins, phase, score
 
@@ -248,7 +253,7 @@ def test_short_captions(content, words, tmp_path):
 
 
 def drawn():
-    return score.common.Data("drawn", "test", score.common.make_table([["a b c"], ["d"]], ["0", "1"]),
+    return common.Data("drawn", "test", common.make_table([["a b c"], ["d"]], ["0", "1"]),
                              pixels=torch.zeros(2, 1, 3, 8, 8).byte())
 
 
@@ -332,3 +337,126 @@ def test_l2rw_looks_ahead_at_each_step_of_a_recipe_that_updates_a_network_now_an
     flags = ["--task", "qa-open", "--weighting", "l2rw", "--meta-batch-size", "4", "--max-steps", "3"]
     args = mama.parse_args([*TINY[:-4], *flags, "--eval-every", "0", "--output-dir", str(tmp_path), "--run-name", "r"])
     assert args.meta_every == 4 and mama.main(args)["steps"] == 3
+
+
+# ------------------------------------------------ clusters, margins, periods ----------------------------------------
+@pytest.mark.parametrize("value, words", [
+    ("NaN", ["expected JSON"]), ("1.0", ["expected JSON"]), ("null", ["expected JSON"]), ("{}", ["expected JSON"]),
+    ('""', ['"" of 0']), ('" "', ["of 0"]), ("[NaN]", ["NaN of 0"]),
+    ("[1, [2]]", ["[2] of 0"]),
+    ('["a", ""]', ['"" of 0']), ("[1.0]", ["1.0 of 0"]), ("[{}]", ["{} of 0"]),
+    ("[1e999]", ["Infinity of 0"])])
+def test_a_cluster_that_is_none(value, words, tmp_path):
+    file = tmp_path / "clusters.json"
+    file.write_text(f'{{"1": 3, "0": {value}}}')
+    refused(lambda: read_clusters(file, drawn()), "--clusters", "clusters.json", *words)
+
+
+@pytest.mark.parametrize("content", [LATIN, b'{"0": 1', b"[1]", b"3", b"", b"{}", b"[" * 100_000])
+def test_a_cluster_file_that_is_none(content, tmp_path):
+    (tmp_path / "clusters.json").write_bytes(content)
+    refused(lambda: read_clusters(tmp_path / "clusters.json", drawn()), "clusters.json")
+
+
+def test_clusters_that_are_odd_and_right(tmp_path):
+    (tmp_path / "clusters.json").write_bytes(BOM + b'{"0": [null], "1": ["3"]}')
+    by, found, rows, clusters, without = read_clusters(tmp_path / "clusters.json", drawn())
+    assert (by, len(found), rows, clusters, without) == ("both", 1, [1], ["3"], 1)
+
+
+@pytest.mark.parametrize("script, flags, words", [
+    (ncl, "--loss max-margin --margin 2", ["--margin 2", "below 2"]),
+    (mmts, "--loss max-margin --no-shifts --no-schedule --margin 2", ["margin of the run, 2,", "lower --margin"]),
+    (mmts, "--loss max-margin --no-shifts --margin 1.9 --alpha 0.3", ["2.05", "lower --margin or --alpha"]),
+    (mmts, "--loss max-margin --shift-max 1.95", ["2.05", "lower --shift-max or --alpha"]),
+    (mmts, "--period 100 --periods 5", ["--periods 5", "--period 100 says it already; leave out"])])
+def test_what_nothing_can_satisfy(script, flags, words, capsys):
+    refused_flags(lambda: script.parse_args(flags.split()), capsys, *words)
+
+
+@pytest.mark.parametrize("script, flags", [
+    (ncl, "--loss max-margin --margin 1.99"), (mmts, "--loss max-margin --no-shifts --no-schedule --margin 1.99"),
+    (mmts, "--period 100"), (mmts, "--period 0 --periods 5"), (mmts, "--no-shifts --tau 3")])
+def test_what_can_be(script, flags):
+    script.parse_args(flags.split())
+
+
+# ------------------------------------------------ tars -------------------------------------------------------------
+def tar_with(folder, changes, name="train-0"):
+    """A tar of eight samples, some of them otherwise. changes: {key: {extension: bytes}}, in place of its own."""
+    return write_tar(folder / f"{name}.tar", tar_samples(range(8), "jpg", "txt") | changes)
+
+
+def parts(text, **more):
+    return {"jpg": encode(picture(1), "jpeg"), "txt": text} | more
+
+
+def streamed(folder):
+    """Of a stream's first epoch: ({key: captions}, {key: why it is left out})."""
+    stream, good, bad = common.load_data(str(folder), "train", streaming=True), {}, {}
+    reader = readers.stream.StreamViews(stream, [], 0, 0, 1, {})
+    for _, key, found, _, epoch in stream.samples(0, 0, 1):
+        if epoch:
+            return good, bad
+        try:
+            good[key] = reader._decode(key, found, epoch)[1]
+        except ValueError as error:
+            bad[key] = str(error)
+
+
+def test_text_in_tars_that_is_not_utf8_is_left_out_by_name(tmp_path):
+    """A byte order mark is no letter; Latin-1 is no text, in a caption, in json or in a name."""
+    changes = {"000002": parts(LATIN), "000003": parts(BOM + b"a cat"), "000004": parts("a cat".encode("utf-16")),
+               "caf\udce9": parts(b"a dog")}
+    tar_with(tmp_path, changes)
+    for k, name in enumerate(("train-1", "val-0", "test-0")):
+        write_tar(tmp_path / f"{name}.tar", tar_samples(range(20 + 9 * k, 28 + 9 * k), "jpg", "txt"))
+    data = common.load_data(str(tmp_path), "train")
+    assert len(data) == 14
+    assert [data.captions(i) for i in range(3)] == [[words(i), words(i, 1)] for i in range(2)] + [["a cat"]]
+    for said in ("2 samples without an image or a caption left out", "sample 000002 of", "its txt is not UTF-8 text",
+                 "1 samples with names that are not followed", "a name that is no UTF-8"):
+        assert said in data.note, data.note
+    good, bad = streamed(tmp_path)
+    assert len(good) == 14 and good["000003"] == ["a cat"] and len(bad) == 3
+    assert bad["000002"] == bad["000004"] == "its txt is not UTF-8 text"
+    assert any("a name that is no UTF-8" in why for why in bad.values())
+    loader = iter(readers.stream.StreamViews(common.load_data(str(tmp_path), "train", streaming=True), [], 0, 0, 1, {}))
+    names = [name for _ in range(20) for name, _ in next(loader)["bad"]]
+    assert all(name.encode() for name in names)
+
+
+def test_json_in_a_tar_that_is_latin_1(tmp_path):
+    title = {k: b'{"title": "' + (LATIN if k == 2 else b"a") + b'"}' for k in range(8)}
+    changes = {f"{k:06}": {"jpg": encode(picture(k), "jpeg"), "json": title[k]} for k in range(8)}
+    tar_with(tmp_path, changes)
+    note = common.load_data(str(tmp_path), "train", caption_column="json.title").note
+    assert "1 samples without an image or a caption left out" in note and "sample 000002" in note
+
+
+def test_a_picture_beside_a_video_in_one_sample(tmp_path):
+    """Nobody guesses which of the two is meant."""
+    clip = write_video(tmp_path / "a.mp4", [1, 2, 3]).read_bytes()
+    both = {f"{k:06}": parts(b"a cat", mp4=clip) for k in range(8)}
+    write_tar(tmp_path / "some" / "0.tar", tar_samples(range(8), "jpg", "txt") | {"000002": both["000002"]})
+    data = common.load_data(str(tmp_path / "some"), "train")
+    assert "1 samples without an image or a caption left out, first: --image-column is needed" in data.note
+    assert "sample 000002, has a picture and a video, jpg and mp4" in data.note
+    write_tar(tmp_path / "all" / "0.tar", both)
+    refused(lambda: common.load_data(str(tmp_path / "all"), "train"), "--image-column is needed", "jpg and mp4")
+    for column, dims in (("jpg", 3), ("mp4", 4)):
+        data = common.load_data(str(tmp_path / "all"), "train", image_column=column, frames=2)
+        assert data.read(0).ndim == dims
+
+
+# ------------------------------------------------ evaluation -------------------------------------------------------
+def test_an_evaluation_that_measured_nothing_is_an_error(ncl_run, tmp_path):
+    args = ["--checkpoint", str(ncl_run), "--cpu", "--workers", "0", "--output-dir", str(tmp_path), "--tasks"]
+    result = evaluation_script.main(evaluation_script.parse_args([*args, "qa", "mir", "knn"]))
+    assert set(result["datasets"]["moving-emoji"]["left_out"]) == {"qa"}
+    evaluation_script.complain(result)
+    result = evaluation_script.main(evaluation_script.parse_args([*args, "qa"]))
+    assert (tmp_path / "eval.json").is_file()
+    refused(lambda: evaluation_script.complain(result), "nothing was measured",
+            "moving-emoji: qa: the model answers no ques",
+            "--tasks chooses others")
