@@ -202,6 +202,8 @@ def wanted_sets(args, own):
     words = args.datasets or own.get("eval_datasets") or []
     wanted = list(dict.fromkeys(pair for w in words for pair in _pairs(w)))
     names = [name for name, _ in wanted]
+    if "" in names:
+        raise UserError(f"--datasets {' '.join(words)}: expected NAME or NAME=DIR, and a name is empty")
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"--datasets {twice[0]}: named with two folders; evaluate them one after the other")

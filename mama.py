@@ -575,7 +575,7 @@ def main(args):
             weight = weights_of(sample.detach(), args.weighting, weight_net, args.focal_gamma, kept)             # (B,)
         loss = (weight * sample).mean()                                    # Eq. 8
 
-        run.check_finite(loss, args.tau, (video, text), batch)
+        run.check_finite(loss, args.tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
         chunks.backward(loss)                                              # the full batch's gradient
         common.average_gradients(own.parameters())
         if args.grad_clip:

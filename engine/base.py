@@ -139,6 +139,7 @@ def clean_exit():
             time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
             # reached where this process failed alone
             print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr, flush=True)
+        sys.unraisablehook = lambda _: None  # what falls apart while the process ends (a loader's __del__) is no news
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's: workers that are ended now are no news
         leave_processes(2)

@@ -4,9 +4,14 @@ command line cannot be. Refused in one line that names the file, or read with wh
 import itertools
 import json
 import re
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import common
 import engine.base
+import engine.checkpoints
 from engine.base import UserError
 from engine.clusters import read_clusters
 from engine.meta_data import meta_data
@@ -24,8 +29,9 @@ import readers.stream
 from evaluation import stand_ins
 from helpers import caption as words
 from helpers import encode, picture, tar_samples, write_tar, write_video
+from readers import text
 from test_caption import SMALL, tiny_model, words_of
-from tools import caption, concepts, margins, phase, score
+from tools import caption, check, concepts, margins, phase, score
 
 LATIN = "caf\u00e9".encode("latin1")
 BOM = b"\xef\xbb\xbf"
@@ -387,8 +393,8 @@ def tar_with(folder, changes, name="train-0"):
     return write_tar(folder / f"{name}.tar", tar_samples(range(8), "jpg", "txt") | changes)
 
 
-def parts(text, **more):
-    return {"jpg": encode(picture(1), "jpeg"), "txt": text} | more
+def parts(said, **more):
+    return {"jpg": encode(picture(1), "jpeg"), "txt": said} | more
 
 
 def streamed(folder):
@@ -460,3 +466,79 @@ def test_an_evaluation_that_measured_nothing_is_an_error(ncl_run, tmp_path):
     refused(lambda: evaluation_script.complain(result), "nothing was measured",
             "moving-emoji: qa: the model answers no ques",
             "--tasks chooses others")
+
+
+# ------------------------------------------------ words ------------------------------------------------------------
+def scarce(*_, **__):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("where, what", [("read_bytes", "text"), ("loads", "text"), ("_own_split", "data")])
+def test_memory_that_is_short_while_an_annotation_is_read(where, what, tmp_path, monkeypatch):
+    """--chunk-size and --batch-size make no list of examples smaller."""
+    file = tmp_path / "own.csv"
+    file.write_text("image,caption\na.png,b\n")
+    monkeypatch.setattr({"read_bytes": Path, "loads": json, "_own_split": common}[where], where, scarce)
+    read = {"text": text.read_json, "data": lambda file: common.load_data(str(file), "train")}[what]
+    refused(lambda: read(file), "own.csv", "not enough memory to read", "take a machine with more")
+    with pytest.raises(UserError, match="own.csv: not enough memory to read it"), text.expected_layout(file):
+        scarce()
+
+
+@pytest.mark.parametrize("program", [check, ncl])
+def test_the_folder_of_a_run_is_no_data(program, ncl_run):
+    work = {check: lambda: check.main(["--dataset", str(ncl_run)]),
+            ncl: lambda: ncl.main(ncl.parse_args(["--dataset", str(ncl_run), "--cpu"]))}[program]
+    refused(work, f"--dataset {ncl_run}: the folder of a run", "its data were --dataset moving-emoji")
+
+
+@pytest.mark.parametrize("words", ["=", "=/tmp", "cifar10 ="])
+def test_a_set_without_a_name(words, ncl_run, tmp_path):
+    args = evaluation_script.parse_args(["--checkpoint", str(ncl_run), "--cpu", "--output-dir", str(tmp_path),
+                                         "--datasets", *words.split()])
+    refused(lambda: evaluation_script.main(args), f"--datasets {words}: expected NAME or NAME=DIR")
+    args = ncl.parse_args([*TINY, "--eval-datasets", "=", "--output-dir", str(tmp_path)])
+    refused(lambda: ncl.main(args), "--eval-datasets =: expected NAME or NAME=DIR")
+
+
+@pytest.mark.parametrize("flags, said", [(["--virtual-lr", "1e30"], "Try a lower --virtual-lr or --lr, --grad-clip 1")])
+def test_what_made_the_loss_not_finite_is_what_is_to_be_lowered(flags, said, tmp_path):
+    flags = [*TINY[:-4], "--meta-batch-size", "4", "--meta-size", "8", "--output-dir", str(tmp_path), *flags]
+    refused(lambda: mama.main(mama.parse_args([*flags, "--max-steps", "6"])), "the loss is not finite at step", said)
+
+
+def test_a_second_sigterm_has_a_word(tmp_path, monkeypatch, capfd):
+    raised, run = [], SimpleNamespace(handlers={}, folder=tmp_path, ignore_no_more=lambda: raised.append("default"))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    try:
+        engine.checkpoints.listen(run)
+        note = signal.getsignal(signal.SIGTERM)
+        note(signal.SIGTERM, None)
+        note(signal.SIGTERM, None)  # within five seconds: the launcher's, which is the first one
+        assert engine.base.signals == [signal.SIGTERM] * 2 and not raised and not capfd.readouterr().err
+        monkeypatch.setattr(engine.checkpoints, "TWICE", 0)
+        note(signal.SIGTERM, None)
+    finally:
+        engine.base.signals.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = capfd.readouterr().err
+    assert raised == ["default", signal.SIGTERM] and said.count("\n") == 2
+    assert "stopped at once by a second SIGTERM; from the last checkpoint: " in said and f"--resume {tmp_path}" in said
+
+
+def test_no_traceback_of_what_falls_apart_stands_beside_the_message(monkeypatch, capfd):
+    """Python tells of an error in a __del__ (a loader's, whose worker is gone) by this hook."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    before = signal.getsignal(signal.SIGCHLD)
+
+    class Loader:
+        def __del__(self):
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+    with pytest.raises(SystemExit), engine.base.clean_exit():
+        raise UserError("one line")
+    loader = Loader()
+    del loader
+    signal.signal(signal.SIGCHLD, before)
+    assert capfd.readouterr().err == "error: one line\n"
