@@ -11,9 +11,10 @@ the settings and the clips without a caption: another model does not go on with 
 
 Differences from the paper: (1) it does not say which features Eqs. 14-15 measure; here they are --frame-encoder's, of
 unit length (d falls off at a squared distance of 1, so that longer ones would rank by density alone). (2) The picture
-is padded to a square: processors that cut one out of its middle (LLaVA's) would drop the outer frames. (3) The authors'
-demo finds key frames by differences of pixels, asks another question and samples at temperature 0.2; this follows the
-paper. (4) Table 5's summary is ChatGPT's; here it is --summary-model's, and the two prompts of that mode are ours.
+is padded to a square, of 4,096 px at most: processors that cut one out of its middle (LLaVA's) would drop the outer
+frames. (3) The authors' demo finds key frames by differences of pixels, asks another question and samples at
+temperature 0.2; this follows the paper. (4) Table 5's summary is ChatGPT's; here it is --summary-model's, and the two
+prompts of that mode are ours.
 """
 
 import argparse
