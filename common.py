@@ -127,10 +127,11 @@ def average(gradients):
     return gradients
 
 
-def check_finite(loss, step, tau, embeddings, keys):
+def check_finite(loss, step, tau, embeddings, keys, rates="--lr"):
     """Stop all processes together, with one message, when the loss is not finite on any of them.
 
-    Args: loss (); tau: float for the message; embeddings: tensors (B, D) whose norms are named; keys: B sample keys.
+    Args: loss (); tau: float for the message; embeddings: tensors (B, D) whose norms are named; keys: B sample keys;
+        rates: the flags of what may be too high.
     Raises: UserError on every process.
     """
     finite = torch.isfinite(loss.detach()).to(torch.int32)
@@ -144,7 +145,7 @@ def check_finite(loss, step, tau, embeddings, keys):
     ours = f"process {rank()}: embedding norms up to {largest}, keys {[keys[i] for i in broken][:8]}"
     lines = base.gather_objects(None if torch.isfinite(loss.detach()) else ours)
     raise UserError(f"the loss is not finite at step {step} (tau {tau:.4g}); {'; '.join(x for x in lines if x)}. "
-                    "Try a lower --lr, --grad-clip 1 or a higher temperature, and look at these samples.")
+                    f"Try a lower {rates}, --grad-clip 1 or a higher temperature, and look at these samples.")
 
 
 def mean_over_processes(numbers, device):
@@ -944,7 +945,11 @@ def load_data(name, split, **options):
              if (v or v == 0.0 and k == "max_bad_fraction")
              and k not in ("unfold_captions", "max_pixels", "extra_captions")}
     key = tuple(sorted(given.items()))
-    data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
+    try:
+        data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
+    except MemoryError as error:  # no flag of the training makes a list of examples smaller
+        raise UserError(f"--dataset {name}: not enough memory to read its lists of examples; close other programs, or "
+                        "take a machine with more") from error
     if not data.streamed and not len(data):
         if split == "train":
             raise UserError(f"--dataset {name}: all of its names fall into what is held out for val and test; give "

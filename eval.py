@@ -51,7 +51,7 @@ from evaluation.case import Case, Subject, table
 from evaluation.metrics import NotFinite, embedding_health, modality_gap
 from evaluation.retrieval import retrieval_both_ways
 from evaluation.search import search
-from evaluation.stand_ins import stand_ins
+from evaluation.stand_ins import queues_of, stand_ins
 from figures.base import draw_histograms, draw_picture, draw_retrieval, similarity_histograms
 from figures.ncl import draw_normalization
 from ncl import normalization_table, normalized_retrieval, retrieval_biases
@@ -202,6 +202,8 @@ def wanted_sets(args, own):
     words = args.datasets or own.get("eval_datasets") or []
     wanted = list(dict.fromkeys(pair for w in words for pair in _pairs(w)))
     names = [name for name, _ in wanted]
+    if "" in names:
+        raise UserError(f"--datasets {' '.join(words)}: expected NAME or NAME=DIR, and a name is empty")
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"--datasets {twice[0]}: named with two folders; evaluate them one after the other")
@@ -275,6 +277,8 @@ def evaluate_all(subject):
     args, found, errors, wanted = subject.args, {}, {}, wanted_sets(subject.args, subject.own)
     if args.normalize != "none" and "retrieval" not in args.tasks:
         raise UserError(f"--normalize {args.normalize} is for the task retrieval; the tasks are {' '.join(args.tasks)}")
+    if args.normalize != "none":
+        queues_of(args)                                                    # damaged ones are refused before the work
     for name, data_dir in wanted:
         try:
             options = options_of_set(subject, name, data_dir)
@@ -310,10 +314,14 @@ def main(args):
 
 
 def complain(result):
-    """The last word, once all is written: UserError where a set or a task failed."""
+    """The last word, once all is written: UserError where a set or a task failed, or no task could be done."""
     if result.get("errors"):
         what = "; ".join(f"{name}: {why}" for name, why in result["errors"].items())
         raise UserError(f"evaluation failed: {what}; all else is written")
+    found = result.get("datasets", {})
+    if found and not any(task in of["metrics"] for of in found.values() for task in TASKS):
+        why = "; ".join(f"{name}: {task}: {why}" for name, of in found.items() for task, why in of["left_out"].items())
+        raise UserError(f"nothing was measured, every task was left out: {why}; --tasks chooses others")
 
 
 if __name__ == "__main__":

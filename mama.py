@@ -463,7 +463,8 @@ def parse_args(argv=None):
               "without --compile")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     p.require(not looks_ahead(args) or args.meta_batch_size % processes == 0,
-              f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
+              f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes; use "
+              f"{args.meta_batch_size // processes * processes or processes}")
     p.require(args.meta_set in ("train", "val") or Path(args.meta_set).is_file(),
               f"--meta-set {args.meta_set}: neither train nor val nor a file of names")
     p.require(args.qa_model == "fusion" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
@@ -531,7 +532,8 @@ def main(args):
                           args.jitter, squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
     if looks_ahead(args):
-        first, last = (-(-step // args.meta_every) for step in (run.step, run.last))
+        every = args.meta_every if args.weighting == "meta" else 1         # L2RW looks ahead at each step
+        first, last = (-(-step // every) for step in (run.step, run.last))
         meta_batches = iter(common.Batches(meta, [view], transform, args.meta_batch_size, args.seed, first, last,
                                            run.device, min(2, args.workers), args.max_bad_fraction, run.folder))
 
@@ -576,7 +578,7 @@ def main(args):
             weight = weights_of(sample.detach(), args.weighting, weight_net, args.focal_gamma, kept)             # (B,)
         loss = (weight * sample).mean()                                    # Eq. 8
 
-        run.check_finite(loss, args.tau, (video, text), batch)
+        run.check_finite(loss, args.tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
         chunks.backward(loss)                                              # the full batch's gradient
         common.average_gradients(own.parameters())
         if args.grad_clip:

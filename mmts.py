@@ -320,7 +320,11 @@ def parse_args(argv=None):
     infonce, plain = args.loss == "infonce", not args.schedule and not args.shifts
     p.require(args.shift_min <= args.shift_max,
               f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
-    lowest, _, words = range_of(args)
+    p.require(not args.period or "--periods" not in p.given,
+              f"--periods {args.periods:g}: --period {args.period} says it already; leave out one of them")
+    lowest, highest, words = range_of(args)
+    p.require(infonce or highest < 2, f"the largest margin of the run, {highest:g}, must be below 2, cosine units: no "
+              f"two cosines are further apart; lower {'--shift-max' if args.shifts else '--margin'} or --alpha")
     p.require(lowest > 0 or not infonce and lowest == 0, f"the lowest {'temperature' if infonce else 'margin'} of the "
               f"run, {words} = {lowest:g}, must {'be above' if infonce else 'not be below'} 0; lower --alpha, or raise "
               + ("--shift-min" if args.shifts else "--tau" if infonce else "--margin"))

@@ -319,6 +319,8 @@ def parse_args(argv=None):
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     p.require(not args.loss_block or args.loss != "max-margin",
               "--loss-block: --loss max-margin looks for the hardest negative of whole rows; leave it out")
+    p.require(args.loss != "max-margin" or args.margin < 2, f"--margin {args.margin:g}: must be below 2, cosine units: "
+              "no two cosines are further apart")
     p.require(not args.learnable_tau or args.loss != "max-margin",
               "--learnable-tau: --loss max-margin has no temperature")
     p.require((args.image_encoder == "features") == bool(args.feature_dir),

@@ -139,6 +139,7 @@ def clean_exit():
             time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
             # reached where this process failed alone
             print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr, flush=True)
+        sys.unraisablehook = lambda _: None  # what falls apart while the process ends (a loader's __del__) is no news
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's: workers that are ended now are no news
         leave_processes(2)
@@ -219,11 +220,11 @@ def read_json(path, default=None):
     """Content of a JSON file, a dict; default where there is none. Raises: UserError where it is damaged."""
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf8")) if path.is_file() else default
+        content = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else default
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged ({first_line(error)})") from error
+        raise UserError(f"{path}: damaged ({first_line(error)}); is it whole?") from error
     if not isinstance(content, (dict, type(default))):
-        raise UserError(f"{path}: damaged (it holds no names and values)")
+        raise UserError(f"{path}: damaged (it holds no names and values); is it the right file?")
     return content
 
 

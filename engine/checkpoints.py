@@ -254,6 +254,9 @@ def listen(run):
             base.signals.append(int(number))
             return
         run.ignore_no_more()
+        if number == signal.SIGTERM and rank() == 0:  # Ctrl-C has its word at the entry point
+            words = f"\nstopped at once by a second SIGTERM; from the last checkpoint: {command(run.folder)}\n"
+            os.write(2, words.encode())  # a print may be half done
         signal.raise_signal(number)
     for number in (signal.SIGINT, signal.SIGTERM):
         before = signal.signal(number, note)

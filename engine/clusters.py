@@ -8,6 +8,7 @@ sizes, five captions of the largest and the smallest clusters). No pickle; a res
 """
 
 import functools
+import json
 import warnings
 from pathlib import Path
 
@@ -295,6 +296,11 @@ def read_clusters(path, train):
     known = read_json(path)
     if not known or not all(isinstance(v, (int, str, list)) for v in known.values()):
         raise UserError(f'--clusters {path}: expected JSON, {{"KEY": cluster}} or {{"KEY": [cluster of each caption]}}')
+    for key, value in known.items():
+        odd = [c for c in (value if isinstance(value, list) else [value]) if c is not None and not _is_name(c)]
+        if odd:
+            raise UserError(f"--clusters {path}: {json.dumps(odd[0])[:40]} of {key[:100]} is no cluster; write a whole "
+                            "number or a name, and in a list null for a caption without one")
     by, found, without = "both" if any(isinstance(v, list) for v in known.values()) else "example", {}, set()
     for i in range(len(train)):
         key, texts = train.key(i), train.captions(i)
@@ -315,6 +321,11 @@ def read_clusters(path, train):
         raise UserError(f"--clusters {path}: it has none of the {len(train):,} examples of {train.name}, first "
                         f"{train.key(0)}; its own first is {next(iter(known))}")
     return by, list(found), [i for i, _ in found.values()], [c for _, c in found.values()], len(without)
+
+
+def _is_name(cluster):
+    """Is it a whole number, or a text that says something? NaN, 1.0, a list and an empty text are none."""
+    return isinstance(cluster, int) or isinstance(cluster, str) and cluster.strip()
 
 
 def embed_pictures(args, train, device):

@@ -57,6 +57,8 @@ def evaluation_sets(args):
     evals = {}
     for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
         name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
+        if not name:
+            raise UserError(f"--eval-datasets {word}: expected NAME or NAME=DIR")
         if name in evals:
             raise UserError(f"--eval-datasets {name}: named with two folders; one has to be left out")
         options = other_options(vars(args), name, folder)

@@ -97,5 +97,5 @@ def named_rows(data, file):
     missing = [n for n in names if n not in where]
     if missing:
         raise UserError(f"--meta-set {file}: {len(missing)} of its {len(names)} names are not in train, first "
-                        f"{missing[0]!r}; a name of train: {next(iter(where))!r}")
+                        f"{missing[0][:100]!r}; a name of train: {next(iter(where))!r}")
     return np.sort([where[n] for n in names])

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from pathlib import Path
 
 
 def between(low, high=math.inf, kind=float, words=""):
@@ -29,3 +30,21 @@ part = between(0, 1)                                           # probabilities, 
 below_one = between(0, 1 - 1e-7, words="at least 0 and below 1")  # betas, momentum
 count = between(1, 10**9, int, words="at least 1")             # sizes, rounds
 whole = between(0, 10**9, int, words="at least 0")             # 0 = off
+
+
+def new_file(*endings):
+    """A `type` for a file that will be written, with one of these endings (none: any): refused before the work where it
+    is a folder, or its folder is not there."""
+    def parse(text):
+        path, inside = Path(text), f"give a file in it, such as {Path(text) / ('out' + (endings or ('.csv',))[0])}"
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text}: cannot be written (it is a folder); {inside}")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text}: cannot be written (there is no folder {path.parent}); make it")
+        if endings and path.suffix.lower() not in endings:
+            raise argparse.ArgumentTypeError(f"{text}: must end in {' or '.join(endings)}")
+        return text
+    return parse
+
+
+picture_file = new_file(".png", ".pdf")

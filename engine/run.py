@@ -183,9 +183,11 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def check_finite(self, loss, tau, embeddings, batch):
-        """Stop all processes together, with one message, when the loss is not finite on any of them. Collective."""
-        check_finite(loss, self.step, torch.as_tensor(tau).item(), embeddings, batch["keys"])
+    def check_finite(self, loss, tau, embeddings, batch, rates="--lr"):
+        """Stop all processes together, with one message, when the loss is not finite on any of them. Collective.
+
+        rates: the flags of what may be too high."""
+        check_finite(loss, self.step, torch.as_tensor(tau).item(), embeddings, batch["keys"], rates)
 
     def logs_now(self):
         """Is the step in progress one whose numbers are logged? `run.done(..., run.logs_now() and numbers)`."""

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from engine.base import UserError, say
+from engine.base import UserError, first_line, say
 from engine.checkpoints import TENSORS, latest_checkpoint
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 
@@ -16,8 +16,7 @@ def stand_ins(case):
 
     Raises: UserError where there are no such queries."""
     subject, args = case.subject, case.args
-    file, split = Path(args.checkpoint) / "queues.safetensors", args.queue_split.replace("run", "train")
-    queues = load_file(file) if args.checkpoint and file.is_file() else {}
+    split, queues = args.queue_split.replace("run", "train"), queues_of(args)
     gamma = args.gamma or (queues["gamma"].item() if queues else _gamma(subject))
     if queues and case.name == subject.own.get("dataset") and args.queue_split == "run":
         texts, videos = queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:]
@@ -35,6 +34,24 @@ def stand_ins(case):
         raise UserError(f"--normalize queue: no queries in {where}")
     say(f"{case.name}: --normalize queue: {len(texts):,} texts and {len(videos):,} items of {where}, gamma {gamma:.3g}")
     return texts, videos, gamma
+
+
+def queues_of(args):
+    """{texts (K, D), videos (K, D), gamma (1,)} that an NCL run has left, {} where there are none.
+
+    Raises: UserError where they are damaged."""
+    file = Path(args.checkpoint) / "queues.safetensors"
+    if not args.checkpoint or not file.is_file():
+        return {}
+    try:
+        queues = load_file(file)
+        texts, videos, _ = (queues[k] for k in ("texts", "videos", "gamma"))
+        if (texts.ndim, videos.ndim, queues["gamma"].numel()) != (2, 2, 1) or texts.shape[1] != videos.shape[1]:
+            raise ValueError(f"texts {tuple(texts.shape)}, videos {tuple(videos.shape)}")
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise UserError(f"{file}: damaged ({first_line(error)}); copy it again, or remove it, and training examples "
+                        "stand in") from error
+    return queues
 
 
 def _gamma(subject):

@@ -161,11 +161,14 @@ def split_name(member):
 
 
 def not_followed(member):
-    """Why a member is not read, '' if it is: a link, a device, a file with holes, a name that leads out of the tar."""
+    """Why a member is not read, '' if it is: a link, a device, a file with holes, a name that is no UTF-8, or leads
+    out of the tar."""
     if member.issym() or member.islnk():
         return f"{member.name} is a link"
     if member.isdev() or member.issparse():
         return f"{member.name} is no plain file"
+    if re.search("[\ud800-\udfff]", member.name):
+        return f"{ascii(member.name)}: a name that is no UTF-8"
     return f"{member.name}: a name that leads out of the tar" if ".." in member.name.split("/") else ""
 
 

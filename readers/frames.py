@@ -16,7 +16,7 @@ COUNTED = ("avi", "mpeg", "mpegts", "mpegvideo")  # containers whose packets are
 KEPT = 2**27  # bytes of decoded frames that are kept while they are counted; a larger clip is decoded twice
 
 
-def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None, short=0):
+def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None, short=0, long=0):
     """n frames of a clip in the order of time: (n, H, W, 3) uint8. Fewer are repeated; there is never an empty one.
 
     Args:
@@ -24,7 +24,8 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
         start, end: window in seconds; None = the clip's own ends.
         sampling: times of the frames: 'uniform' from the first to the last frame; 'middle' of n equal segments;
             'random' inside each segment, by draws (n,) in 0..1; 'at' these seconds: draws (n,), ascending.
-        short: scale to this short side in pixels while decoding, when the clip is larger; 0 = never.
+        short, long: scale to this short side, and to this long one at most, in pixels while decoding, when the clip
+            is larger; 0 = never.
     Times count, not frame numbers, so a variable frame rate is sampled evenly. Two passes: over the packets, which
     tell the time of every frame without decoding it, then over the frames up to the last one wanted; only wanted ones
     become RGB. Of avi and MPEG streams the frames themselves are counted, since a packet may hold none or two of them.
@@ -53,9 +54,9 @@ def read_frames(source, n, start=None, end=None, sampling="uniform", draws=None,
                 times = _times(container, stream, start, end)
             places = _place_frames(times, n, start or 0.0, math.inf if end is None else end, sampling, draws)  # (n,)
             if kept:
-                pictures = [_rgb(kept[k], short) for k in places]  # n of (H, W, 3)
+                pictures = [_rgb(kept[k], short, long) for k in places]  # n of (H, W, 3)
             else:
-                pictures = _decode_frames(container, stream, times, places, short)  # at most n of (H, W, 3)
+                pictures = _decode_frames(container, stream, times, places, short, long)  # at most n of (H, W, 3)
     except OSError:
         raise
     except av.FFmpegError as error:
@@ -199,7 +200,7 @@ def _place_frames(times, n, start, end, sampling, draws):
     return inside[np.searchsorted(own, at + 1e-6, side="right").clip(min=1) - 1]  # the frame on show at that time
 
 
-def _decode_frames(container, stream, times, places, short):
+def _decode_frames(container, stream, times, places, short, long):
     """The frames of these numbers, each (H, W, 3) uint8; fewer where the file ends early."""
     unit, origin, last = float(stream.time_base or 0), stream.start_time or 0, len(times.seconds) - 1
     pictures = []
@@ -209,17 +210,19 @@ def _decode_frames(container, stream, times, places, short):
         now = (frame.pts - origin) * unit if told else times.seconds[min(k, last)]
         due = int((times.seconds[places[len(pictures):]] <= now + 1e-6).sum())  # how often it is wanted
         if due:
-            pictures += [_rgb(frame, short)] * due
+            pictures += [_rgb(frame, short, long)] * due
         if len(pictures) == len(places):
             break
     return pictures
 
 
-def _rgb(frame, short):
+def _rgb(frame, short, long):
     """One decoded frame as (H, W, 3) uint8: scaled, transparency on white, turned as the camera says."""
     w, h = frame.width, frame.height
     if short and min(w, h) > short:
         w, h = (max(short, round(side * short / min(w, h))) for side in (w, h))
+    if long and max(w, h) > long:
+        w, h = (max(1, round(side * long / max(w, h))) for side in (w, h))
     size = {"width": w, "height": h, "threads": 1}  # PyAV 19 keeps its threads, and a forked loader waits for them
     if frame.format.name in ALPHA:
         x = frame.to_ndarray(format="rgba", **size).astype(np.int32)  # (H, W, 4)

@@ -175,7 +175,8 @@ class StreamViews(torch.utils.data.IterableDataset):
             try:
                 image, captions = self._decode(key, parts, epoch)
             except (OSError, ValueError, RuntimeError) as error:
-                bad.append((f"{url}:{key}", first_line(error)))
+                name = f"{url}:{key}".encode("utf8", "backslashreplace").decode()  # it may be no UTF-8
+                bad.append((name, first_line(error)))
                 tries += not isinstance(error, Loss) or url != damaged  # a damaged shard is one try
                 damaged = url
                 if tries < TRIES:

@@ -21,7 +21,7 @@ from readers.damage import Front, Losses, expected, not_followed, refuse_compres
 
 TEXTS = ("txt", "caption", "text", "json", "cls")  # parts that are read while the index is made
 FLAGS = ("image_column", "caption_column", "label_column")  # the options that change an index
-VERSION = 3  # of the index: the cache knows arguments, not code, so a change of _rows needs another number
+VERSION = 4  # of the index: the cache knows arguments, not code, so a change of _rows needs another number
 UNUSABLE, REFUSED, LOST = 1, 2, 3  # why a row of an index is no sample to use; 0 = it is one
 LARGE = 10**9  # bytes of tars from which the making of an index is announced, with a bar
 
@@ -220,19 +220,31 @@ def sample_parts(key, parts, read, options, name):
         columns |= {f"json.{field}" for field in fields}
     columns, where = sorted(columns), f"{name}, sample {key},"
     kinds = IMAGE_TYPES + VIDEO_TYPES
+    both = [next((c for c in columns if c in of), "") for of in (IMAGE_TYPES, VIDEO_TYPES)]
+    if all(both) and not options.get("image_column"):
+        raise UserError(f"--image-column is needed: {where} has a picture and a video, {both[0]} and {both[1]}; name "
+                        "the one to train on")
     image = pick_column("--image-column", options, columns, kinds, where)
     caption = pick_column("--caption-column", options, columns, ("txt", "caption", "text"), where, "cls" not in parts)
     label = pick_column("--label-column", options, columns, ("cls",), name, required=False)
     if caption is None:
-        texts = [f"class {read('cls').decode().strip()}"]
+        texts = [f"class {_text_of('cls', read).strip()}"]
     elif caption.startswith("json."):
         texts = fields[caption.removeprefix("json.")]
     else:
-        texts = read(caption).decode("utf8", "replace").splitlines()  # retrieval tars hold one caption a line
+        texts = _text_of(caption, read).splitlines()  # retrieval tars hold one caption a line
     texts = clean_list(texts)
     if not texts:
         raise UserError(f"{where} {caption}: an empty caption")
     return parts[image], texts, int(read(label)) if label else None
+
+
+def _text_of(part, read):
+    """The text of a part, in UTF-8 with or without a byte order mark.   Raises: ValueError."""
+    try:
+        return read(part).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"its {part} is not UTF-8 text") from error
 
 
 def _utf8(text):

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from engine.base import UserError, first_line, say_once
 
-LAYOUT = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, MemoryError)
+LAYOUT = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, MemoryError,
+          ZeroDivisionError)
 END = "\x1eend of the file\x1e"  # a row that no file has: inside an open quote it never comes
 
 
@@ -27,17 +28,26 @@ def expected_layout(file):
         yield
     except UserError:
         raise
+    except MemoryError as error:
+        raise too_large(file) from error
     except LAYOUT as error:
         why = f"{type(error).__name__}: {first_line(error)[:200]}"
-        raise UserError(f"{file} has another layout than expected ({why})") from error
+        raise UserError(f"{file} has another layout than expected ({why}); is it the right one, and whole?") from error
+
+
+def too_large(file):
+    """A UserError in place of a MemoryError while a file is read: no flag of the training makes it smaller."""
+    return UserError(f"{file}: not enough memory to read it; close other programs, or take a machine with more")
 
 
 def read_text(path):
     """All of a text file, in UTF-8 with or without a byte order mark.   Raises: UserError."""
     try:
         raw = Path(path).read_bytes()
-    except (OSError, MemoryError) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or first_line(error)})") from error
+    except MemoryError as error:
+        raise too_large(path) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"{path}: not UTF-8 text (it is UTF-16); save it as UTF-8")
     try:
@@ -58,6 +68,8 @@ def read_json(path):
     try:
         value = json.loads(text)
         return _writable(path, value) if re.search(r"\\u[dD][89a-fA-F]", text) else value
+    except MemoryError as error:
+        raise too_large(path) from error
     except RecursionError as error:
         raise UserError(f"{path}: nested too deep to be a list of examples") from error
     except ValueError as error:

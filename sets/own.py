@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from common import Data, from_rows, hold_out, make_table, with_notes
-from engine.base import UserError, join_notes, say_once
+from engine.base import UserError, join_notes, read_json, say_once
 
 import numpy as np
 
@@ -32,6 +32,9 @@ def own_data(name, options):
             return hold_out(tables(name, {}, name, options))
         known = ", ".join(MODULES)
         raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
+    if (path / "args.json").is_file() and (path / "command.txt").is_file():
+        theirs = read_json(path / "args.json", {}).get("dataset", "NAME")
+        raise UserError(f"--dataset {name}: the folder of a run, not of data; its data were --dataset {theirs}")
     if path.is_dir():
         return hold_out(_own_folder(name, path, options))
     if path.suffix == ".tar" or columns.PACKED.search(path.name):

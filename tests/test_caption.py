@@ -401,13 +401,13 @@ def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path, capsys)
     run(videos, tmp_path / "x.csv", models["llava"])
     assert "was made with --prompt Write" in refused("--prompt", "what is this")
     assert "was made with --model" in refused(model=models["blip-2"])
-    (tmp_path / "other.csv").write_text("video,caption\n")
+    (tmp_path / "other.csv").write_text("video,start,end,caption\n")
     assert "without other.csv.json" in refused(out=tmp_path / "other.csv")
     (tmp_path / "other.csv").write_text("image,caption\na,b\n")
-    assert "is no file of this tool (KeyError: 'video')" in refused(out=tmp_path / "other.csv")
+    assert "is no file of this tool" in refused(out=tmp_path / "other.csv")
     assert (tmp_path / "other.csv").read_text() == "image,caption\na,b\n"
     (tmp_path / "other.csv").write_bytes(b"video,\xff\xfe\n")
-    assert "is no file of this tool (UnicodeDecodeError" in refused(out=tmp_path / "other.csv")
+    assert "line 1: not UTF-8 text" in refused(out=tmp_path / "other.csv")
 
 
 # ---------------------------------------------------- captions of others --------------------------------------------

@@ -11,13 +11,13 @@ the settings and the clips without a caption: another model does not go on with 
 
 Differences from the paper: (1) it does not say which features Eqs. 14-15 measure; here they are --frame-encoder's, of
 unit length (d falls off at a squared distance of 1, so that longer ones would rank by density alone). (2) The picture
-is padded to a square: processors that cut one out of its middle (LLaVA's) would drop the outer frames. (3) The authors'
-demo finds key frames by differences of pixels, asks another question and samples at temperature 0.2; this follows the
-paper. (4) Table 5's summary is ChatGPT's; here it is --summary-model's, and the two prompts of that mode are ours.
+is padded to a square, of 4,096 px at most: processors that cut one out of its middle (LLaVA's) would drop the outer
+frames. (3) The authors' demo finds key frames by differences of pixels, asks another question and samples at
+temperature 0.2; this follows the paper. (4) Table 5's summary is ChatGPT's; here it is --summary-model's, and the two
+prompts of that mode are ours.
 """
 
 import argparse
-import contextlib
 import csv
 import datetime
 import glob
@@ -27,10 +27,10 @@ import re
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, rank, read_json, say, world, write_json, writing
+from engine.base import UserError, clean_exit, first_line, rank, read_json, say, say_once, world, write_json, writing
 from engine.flags import OneLine
 from engine.processes import join_processes, set_threads
-from engine.ranges import count, nonnegative, positive, whole
+from engine.ranges import count, new_file, nonnegative, positive, whole
 
 import torch
 
@@ -38,6 +38,7 @@ from encoders.describers import frame_features, summary_model, vision_language_m
 from figures.base import draw_picture
 from figures.mama import draw_descriptions
 from mama import key_frames
+from readers import text
 from readers.columns import SPLIT_NAMES, is_video
 from readers.frames import read_frames
 
@@ -45,6 +46,8 @@ PROMPT = "Write a short caption sentence for the video in order from left to rig
 FRAME_PROMPT = "Write a short caption sentence for the image"
 SUMMARY_PROMPT = "Sentences on frames of one video in the order of time:\n{}\nWrite one sentence for the whole video."
 GREY = (122, 116, 104)  # the mean of CLIP's pixels, which LLaVA pads with
+SIDE = 4096  # px of the picture at most: models see a few hundred, and a square of strips takes gigabytes
+LONG = 8  # a frame is at most this much longer than --cell
 COLUMNS = ("video", "start", "end", "caption")
 SETTINGS = ("model", "augment_mode", "prompt", "template", "grid", "key_frames", "neighbours", "candidates", "cell",
             "frame_encoder", "summary_model", "frame_prompt", "summary_prompt", "max_new_tokens", "temperature",
@@ -62,8 +65,11 @@ def chosen_frames(frames, features, k, q):
 
 
 def grid_picture(frames, columns):
-    """Frames (n, 3, H, W) uint8 from left to right, top to bottom, as one square picture (PIL)."""
+    """Frames (n, 3, H, W) uint8 from left to right, top to bottom, as one square picture (PIL), SIDE px at most."""
     from torchvision.transforms.v2 import functional as V
+    (height, width), rows = frames.shape[2:], len(frames) // columns
+    if (scale := SIDE / max(rows * height, columns * width)) < 1:
+        frames = V.resize(frames, [max(1, int(side * scale)) for side in (height, width)])
     sheet = frames.unflatten(0, (-1, columns)).permute(2, 0, 3, 1, 4)  # (3, rows, H, columns, W)
     sheet = sheet.flatten(3).flatten(1, 2)  # (3, rows * H, columns * W)
     height, width = sheet.shape[1:]
@@ -74,8 +80,10 @@ def grid_picture(frames, columns):
 
 
 def read_candidates(path, start, end, n, cell):
-    """n frames of a clip, (n, 3, H, W) uint8, short side at most `cell` px. Raises OSError or ValueError."""
-    frames = torch.from_numpy(read_frames(path, n, start, end, short=cell).copy())  # (n, H, W, 3)
+    """n frames of a clip, (n, 3, H, W) uint8, short side at most `cell` px, long side LONG times that.
+
+    Raises: OSError or ValueError."""
+    frames = torch.from_numpy(read_frames(path, n, start, end, short=cell, long=LONG * cell).copy())  # (n, H, W, 3)
     return frames.permute(0, 3, 1, 2)
 
 
@@ -110,12 +118,13 @@ def clips_of(args):
 def check_out(args, known):
     """May these settings go on with what --out has? Raises: UserError."""
     out, report = Path(args.out), Path(f"{args.out}.json")
-    if not out.parent.is_dir():  # said now, not after the model's download
-        raise UserError(f"--out {out}: cannot be written (there is no folder {out.parent})")
     settings = {k: getattr(args, k) for k in SETTINGS}
     if out.exists() and not report.exists():
         raise UserError(f"--out {out}: is there already, without {report.name}; name another file")
-    was = read_json(report, {}).get("settings", {}) if known else settings
+    was = read_json(report, {}).get("settings") if known else settings
+    if not isinstance(was, dict):
+        raise UserError(f"--out {out}: {report} beside it holds no settings, so what it was made with is not known; "
+                        "name another file")
     for name, value in settings.items():
         if was.get(name) != value:
             flag = f"--{name.replace('_', '-')}"
@@ -127,24 +136,32 @@ def check_out(args, known):
 def read_known(out):
     """{(video, start, end): {caption} or {error}} of the csv of an earlier call and of all lines that are whole.
 
-    Raises: UserError where the csv is not this tool's any more."""
-    records, known = [], {}
-    for file in sorted(glob.glob(f"{glob.escape(str(out))}.part*")):
-        with open(file, encoding="utf8") as f:
-            for line in f:
-                with contextlib.suppress(ValueError):  # cut when a process was killed
-                    records.append(json.loads(line))
+    Raises: UserError where the csv, or a process's own file beside it, is not this tool's any more."""
+    found, cut = [], 0  # [(where it stands, its row)]
     try:
         if Path(out).exists():
-            with open(out, newline="", encoding="utf8") as f:
-                records = [*csv.DictReader(f), *records]
-        for r in sorted(records, key=lambda r: bool(r.get("caption"))):  # a caption counts more than an earlier error
-            clip = r["video"], *(None if r[k] in (None, "") else float(r[k]) for k in ("start", "end"))
-            known[clip] = {k: r[k] for k in ("caption", "error") if r.get(k)}
-    except (KeyError, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"--out {out}: is there already and is no file of this tool ({why})") from error
-    return known
+            found = [(f"{out}, line {line}", row) for line, row in text.csv_rows(out, COLUMNS)]
+        for file in sorted(glob.glob(f"{glob.escape(str(out))}.part*")):
+            for number, line in enumerate(text.read_text(file).split("\n"), 1):
+                try:
+                    found += [(f"{file}, line {number}", json.loads(line))] if line.strip() else []
+                except (ValueError, RecursionError):  # cut when a process was killed
+                    cut += 1
+        known = [_known(*row) for row in found]
+    except UserError as error:
+        raise UserError(f"--out {out}: is there already and is no file of this tool ({error}); name another "
+                        "one") from error
+    if cut:
+        say_once(f"{out}: {cut:,} lines of an earlier call were cut; their clips are described again")
+    return dict(sorted(known, key=lambda pair: "caption" in pair[1]))  # a caption counts more than an earlier error
+
+
+def _known(where, row):
+    """((video, start, end), {caption} or {error}) of one row.   Raises: UserError."""
+    with text.expected_layout(where):
+        start, end = (None if row[k] in (None, "") else text.number(row[k]) for k in ("start", "end"))
+        record = {k: text.words(row[k]) for k in ("caption", "error") if row.get(k)}
+        return (text.words(row["video"]), start, end), record
 
 
 def write_lines(file, records):
@@ -185,11 +202,11 @@ def write_captions(args, clips):
     done = {clip for clip, record in known.items() if "caption" in record}
     wait_for_all()  # nobody writes before all have read
     batches = [clips[i:i + args.batch] for i in range(0, len(clips), args.batch)][place::processes]
-    batches = [left for batch in batches if (left := [clip for clip in batch if clip[:3] not in done])]
+    batches = [batch for batch in batches if any(clip[:3] not in done for clip in batch)]
     left = sum(clip[:3] not in done for clip in clips)
     say(f"{len(clips) - left:,} of {len(clips):,} clips have their caption in {args.out}, {left:,} to do")
     if batches:
-        work(args, batches)
+        work(args, batches, done)
     wait_for_all()
     return merge(args, clips) if place == 0 else None
 
@@ -200,8 +217,9 @@ def wait_for_all():
         torch.distributed.monitored_barrier(timeout=datetime.timedelta(days=30))
 
 
-def work(args, batches):
-    """Captions of this process's batches, written batch by batch."""
+def work(args, batches, done):
+    """Captions of this process's batches, written batch by batch. One that a kill has cut is described again as it was,
+    since what is sampled depends on the whole of it, and what is not in `done` of it is written."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() and not args.cpu else "cpu"
     if args.dtype == "auto" and device == "cpu":
         args.dtype = "float32"  # half precision is slow there
@@ -213,13 +231,16 @@ def work(args, batches):
     from tqdm import tqdm
     for batch in tqdm(batches, desc="captions", unit="batch", disable=rank() > 0):
         frames, records = {}, {}
-        for video, start, end, path in batch:
+        for video, start, end, path in sorted(batch, key=lambda clip: clip[:3] in done):  # false first
+            if (video, start, end) in done and not frames:
+                break  # none of those that are left can be read
             try:
                 candidates = read_candidates(path, start, end, args.candidates, args.cell)
             except (OSError, ValueError) as error:
                 records[video, start, end] = {"error": first_line(error)}
                 continue
             frames[video, start, end] = chosen_frames(candidates, features, args.neighbours, args.key_frames)
+        frames = {clip[:3]: frames[clip[:3]] for clip in batch if clip[:3] in frames}  # in their order
         torch.manual_seed(common.key_hash(f"{args.seed} {batch[0][:3]}"))
         if summaries is None:
             texts = answers([grid_picture(x, columns) for x in frames.values()], args.prompt) if frames else []
@@ -228,9 +249,9 @@ def work(args, batches):
                       for text in answers([grid_picture(f[None], 1) for f in x[i:i + args.batch]], args.frame_prompt)]
                      for x in frames.values()]
             texts = summaries([args.summary_prompt.replace("{}", "\n".join(t)) for t in texts]) if texts else []
-        for clip, text in zip(frames, texts, strict=True):
-            records[clip] = {"caption": text} if text else {"error": "the model says nothing"}
-        write_lines(file, records)
+        for clip, said in zip(frames, texts, strict=True):
+            records[clip] = {"caption": said} if said else {"error": "the model says nothing"}
+        write_lines(file, {clip: record for clip, record in records.items() if clip not in done})
 
 
 # ---- the command line ----
@@ -251,7 +272,7 @@ def parse_args(argv=None):
     p.add_argument("--image-column", help="column of the videos; else found by its name")
     p.add_argument("--caption-column", help="column of the captions there are; else found by its name")
     p.add_argument("--limit", type=whole, default=0, help="only the first clips; 0 = all")
-    p.add_argument("--out", required=True, metavar="FILE", help="csv to write, or to go on with")
+    p.add_argument("--out", type=new_file(), required=True, metavar="FILE", help="csv to write, or to go on with")
     p.add_argument("--model", default="llava-hf/llava-1.5-7b-hf", help="image-text-to-text model, hub id or folder")
     p.add_argument("--augment-mode", choices=["grid", "per-frame-summary"], default="grid",
                    help="grid: one picture of all key frames; per-frame-summary: a caption of each, and their summary "

@@ -14,6 +14,7 @@ import common
 from engine.base import UserError, clean_exit, say, writing
 from engine.data import open_data
 from engine.flags import OneLine
+from engine.ranges import picture_file
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ def hits(folder, args):
     """(concepts (Q,), hits (Q,) 0 or 1, {concept: part of the training rows}, keys (Q,)) of a run's queries.
 
     Raises: UserError where the set has no test split or no classes."""
+    lacking = sorted({"task", "dataset", "hold_out_val", "eval_datasets", "eval_batch", "workers"} - args.keys())
+    if lacking:
+        raise UserError(f"{folder}: its args.json does not say {', '.join(lacking)}; is it whole?")
     args = argparse.Namespace(**args | {"eval_every": 0, "extra_pairs": []})  # which have no classes
     train, evals = open_data(args)
     if "test" not in evals.get(args.dataset, {}):
@@ -92,7 +96,7 @@ def main(argv=None):
     p = OneLine("python -m tools.concepts", __doc__.splitlines()[0])
     p.add_argument("base", metavar="BASE", help="folder of a finished run of mama.py")
     p.add_argument("other", metavar="RUN", help="one on the same data, whose gain over BASE is drawn")
-    p.add_argument("--out", default="concepts.png", metavar="FILE", help="picture, .png or .pdf")
+    p.add_argument("--out", type=picture_file, default="concepts.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
     runs = [finished(folder)[0] for folder in (args.base, args.other)]
     for k in DATA:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from engine.base import UserError, clean_exit, read_json, say, writing
 from engine.flags import OneLine
+from engine.ranges import picture_file
 
 import numpy as np
 
 from figures.base import figure, line_style, save_figure
+from readers.text import expected_layout, number
 
 VARIED = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_every", "eval_every", "log_every",
@@ -22,7 +24,7 @@ ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_
 
 
 def finished(folder):
-    """(args, summary) of a finished run of mama.py. Raises: UserError where it is none."""
+    """(args, summary) of a finished run of mama.py. Raises: UserError where it is none, or they are damaged."""
     args, summary = (read_json(Path(folder) / name) for name in ("args.json", "summary.json"))
     if not args or not summary or "margin_schedule" not in args:
         raise UserError(f"{folder}: not a finished run of mama.py")
@@ -44,12 +46,14 @@ def same_but(folders, runs, varied):
 def point(folder, args, summary):
     """{mu, a2, value}: a0 / a1, radians (0 = no margin; its limit where a2 > 0), a2 (None where it has no part), val
     accuracy, %."""
-    schedule, val = args["margin_schedule"], summary.get("val", {}).get(args["dataset"])
-    if not val:
-        raise UserError(f"{folder}: no evaluation on val of {args['dataset']}")
-    value = val["text_to_image"]["R@1"] if args["task"] == "retrieval" else val["accuracy"]
-    return {"mu": 0.0 if schedule == "none" else args["a0"] / args["a1"], "schedule": schedule, "value": value,
-            "a2": args["a2"] if schedule == "logistic" else None}
+    with expected_layout(f"{folder}: what its args.json and summary.json hold"):
+        schedule, val = args["margin_schedule"], summary.get("val", {}).get(args["dataset"])
+        if not val:
+            raise UserError(f"{folder}: no evaluation on val of {args['dataset']}")
+        value = val["text_to_image"]["R@1"] if args["task"] == "retrieval" else val["accuracy"]
+        mu = 0.0 if schedule == "none" else number(args["a0"]) / number(args["a1"])
+        return {"mu": mu, "schedule": schedule, "value": number(value),
+                "a2": number(args["a2"]) if schedule == "logistic" else None}
 
 
 def lines(points, axis, same):
@@ -69,7 +73,7 @@ def main(argv=None):
     """The command line. Raises: UserError."""
     p = OneLine("python -m tools.margins", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs of mama.py")
-    p.add_argument("--out", default="margins.png", metavar="FILE", help="picture, .png or .pdf")
+    p.add_argument("--out", type=picture_file, default="margins.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
     runs = [finished(folder) for folder in args.runs]
     same_but(args.runs, runs, VARIED)

@@ -9,14 +9,28 @@ The runs are finished ones of temperature_schedules.py with --eval-every > 0; th
 import json
 from pathlib import Path
 
-from engine.base import UserError, clean_exit, read_json, say, writing
+from engine.base import UserError, clean_exit, first_line, read_json, say, say_once, writing
 from engine.flags import OneLine
+from engine.ranges import picture_file
 
 import numpy as np
 
 from figures.base import figure, save_figure
+from readers import text
 
 GRID = np.linspace(0, 1, 41)  # phases
+
+
+def rows_of(file):
+    """(line, row) of a run's metrics.jsonl; a last one that is cut is left out and said.   Raises: UserError."""
+    lines = text.read_text(file).rstrip("\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise UserError(f"{file}, line {number}: not JSON ({first_line(error)}); is it whole?") from error
+            say_once(f"WARNING: {file}, line {number}: cut, and left out")
 
 
 def last_period(folder, measure="few-shot/top1"):
@@ -26,18 +40,21 @@ def last_period(folder, measure="few-shot/top1"):
     """
     folder = Path(folder)
     args, summary = (read_json(folder / name) for name in ("args.json", "summary.json"))
-    if not (args and summary and "period" in args and (folder / "metrics.jsonl").is_file()):
+    theirs = args and "period" in args and "periods" not in args  # which mmts.py has as well
+    if not (theirs and summary and (folder / "metrics.jsonl").is_file()):
         raise UserError(f"{folder}: not a finished run of temperature_schedules.py")
-    period, per_epoch = args["period"], summary["steps"] / summary["epochs"]
-    end = int(summary["epochs"] / period + 1e-6) * period
+    with text.expected_layout(f"{folder}: what its args.json and summary.json hold"):
+        period, epochs, steps = text.number(args["period"]), text.number(summary["epochs"]), summary["steps"]
+        per_epoch, data = text.number(steps) / epochs, args["dataset"]
+        end = int(epochs / period + 1e-6) * period
     task, name = measure.split("/", 1)
-    found = {}
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf8").splitlines():
-        row = json.loads(line)
-        value = row.get("eval", {}).get(args["dataset"], {}).get(task, {}).get(name)
-        phase = 1 - (end - row["step"] / per_epoch) / period
-        if value is not None and row["step"] and -1e-6 <= phase <= 1 + 1e-6:
-            found[min(max(phase, 0.0), 1.0)] = value
+    found, file = {}, folder / "metrics.jsonl"
+    for number, row in rows_of(file):
+        with text.expected_layout(f"{file}, line {number}"):
+            value = row.get("eval", {}).get(data, {}).get(task, {}).get(name)
+            phase = 1 - (end - row["step"] / per_epoch) / period
+            if value is not None and row["step"] and -1e-6 <= phase <= 1 + 1e-6:
+                found[min(max(phase, 0.0), 1.0)] = text.number(value)
     if not end or len(found) < 2:
         raise UserError(f"{folder}: {len(found)} evaluations on val of {measure} in its last full period of "
                         f"{period:g} epochs; it takes two (--eval-every)")
@@ -56,7 +73,7 @@ def main(argv=None):
     p.add_argument("--measure", default="few-shot/top1", metavar="TASK/NAME",
                    help="what of the val evaluations: few-shot, all, knn@1 or knn@10; top1, mean_per_class, head, mid "
                         "or tail")
-    p.add_argument("--out", default="phase.png", metavar="FILE", help="picture, .png or .pdf")
+    p.add_argument("--out", type=picture_file, default="phase.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
     p.require(args.measure.count("/") == 1, f"--measure {args.measure}: must be TASK/NAME, as few-shot/top1")
     values = over_phases(args.runs, args.measure)                          # (runs, phases)

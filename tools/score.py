@@ -19,7 +19,7 @@ from engine.base import UserError, clean_exit, read_json, say, writing
 from engine.data import data_options
 from engine.flags import OneLine
 from engine.processes import set_threads
-from engine.ranges import count, whole
+from engine.ranges import count, new_file, whole
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ def parse_args(argv=None):
                    help="csv of video and caption (tools/caption.py writes one), or a column whose class names are the "
                         "short captions (noun); none = the own caption of the fewest words")
     p.add_argument("--show", type=count, default=4, help="videos in the picture, drawn with a fixed seed")
-    p.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
+    p.add_argument("--out", type=new_file(), required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
     p.add_argument("--eval-batch", type=count, default=256, help="images or frames encoded at a time")
     p.add_argument("--workers", type=whole, default=2, help="processes that read videos")
     p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
@@ -133,8 +133,6 @@ def main(argv=None):
     """The command line. Returns: scores (R, M, 2) of R runs, M videos, short and detailed.   Raises: UserError."""
     args = parse_args(argv)
     out = Path(args.out)
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: cannot be written (there is no folder {out.parent})")
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
     set_threads(argparse.Namespace(threads=0))
     data = data_of(args.runs[0], args.split)
