@@ -473,9 +473,10 @@ def normalization_table(metrics):
     for name, m in metrics.items():
         lines += [f"\n{name} (reported: {m['normalized_by']})", head]
         for mode, r in m["normalize"].items():
-            t, v, e = r["text_to_image"], r["image_to_text"], r["error"]
+            t, v, e = r["text_to_image"], r["image_to_text"], r.get("error")           # of the dual softmax: none
+            errors = f"{e['text_to_image']:12.3f}{e['image_to_text']:8.3f}" if e else f"{'-':>12}{'-':>8}"
             recalls = f"{t['R@1']:10.1f}{t['R@10']:8.1f}{v['R@1']:10.1f}{v['R@10']:8.1f}"
-            lines.append(f"{mode:<22}{recalls}{e['text_to_image']:12.3f}{e['image_to_text']:8.3f}")
+            lines.append(f"{mode:<22}{recalls}{errors}")
     return "\n".join(lines)
 
 

@@ -121,3 +121,24 @@ def test_modality_gap_and_health():
     assert collapsed["pos_cos"] == pytest.approx(1) and collapsed["neg_cos"] == pytest.approx(1)
     spread = common.embedding_health(torch.randn(1000, 64), torch.randn(1000, 64))
     assert spread["std_image"] == pytest.approx(1, abs=0.05) and abs(spread["neg_cos"]) < 0.02
+
+
+def test_dual_softmax_against_loops():
+    """Each cosine times its softmax over all queries; with groups of two before their maximum; in blocks as at once."""
+    torch.manual_seed(0)
+    query, gallery = F.normalize(torch.randn(7, 5), dim=1), F.normalize(torch.randn(6, 5), dim=1)
+    gamma, positives = 0.1, torch.arange(7)[:, None] % 6
+    sim = query.double() @ gallery.double().T                              # (7, 6)
+    score = torch.stack([sim[:, j] * (sim[:, j] / gamma).exp() / (sim[:, j] / gamma).exp().sum() for j in range(6)], 1)
+    ranks = [1 + sum(bool(s >= score[i, i % 6]) for j, s in enumerate(score[i]) if j != i % 6) for i in range(7)]
+    for chunk in (2, 100):
+        found = common.retrieval_metrics(query, gallery, positives, chunk=chunk, ranks=True, dsl=gamma)
+        assert found.tolist() == ranks
+    assert ranks != common.retrieval_metrics(query, gallery, positives, ranks=True).tolist()
+    best = torch.stack([score[:, :2].amax(1), score[:, 2:4].amax(1), score[:, 4:].amax(1)], 1)               # (7, 3)
+    own = (positives // 2)                                                 # (7, 1)
+    expected = [1 + sum(bool(s >= row[k]) for j, s in enumerate(row) if j != k) for row, k in zip(best, own[:, 0])]
+    groups = torch.arange(6) // 2
+    assert common.retrieval_metrics(query, gallery, own, groups=groups, ranks=True, dsl=gamma).tolist() == expected
+    sharp = common.retrieval_metrics(query, gallery, positives, ranks=True, dsl=0.005)
+    assert sharp.max() <= 6                                                # no overflow, and few ties by underflow

@@ -14,8 +14,8 @@ unit length (d falls off at a squared distance of 1, so that longer ones would r
 is padded to a square: processors that cut one out of its middle (LLaVA's) would drop the outer frames. (3) The authors'
 demo finds key frames by differences of pixels, asks another question and samples at temperature 0.2; this follows the
 paper. (4) Candidates for key frames stand evenly in the clip; the paper draws its frames at random. (5) Whether Table
-7's 3 x 4 has three columns, as here, or three rows, as the demo, is open (--grid). (6) Table 5's summary is ChatGPT's; here it is
---summary-model's, and the two prompts of that mode are ours.
+7's 3 x 4 has three columns, as here, or three rows, as the demo, is open (--grid). (6) Table 5's summary is ChatGPT's;
+here it is --summary-model's, and the two prompts of that mode are ours.
 """
 
 import argparse
