@@ -54,7 +54,7 @@ Differences from the paper and from the authors' code (released for EPIC-KITCHEN
     --learnable-tau is its baseline (AVION's is frozen). "SentenceBERT" is not a model's name: all-MiniLM-L6-v2 is our
     choice. The values of SSv2-LT are a cell of Table 8 that has Table 7's R@1; two more have it.
 10. CC3M's batch, epochs, optimiser and text tower are not stated: those of the CC3M trainer (iSogCLR's, DistilBERT),
-    our guess. The optimiser's cosine is by step. Table 1's "Avg.", the mean of IR@1 and TR@1, is not printed here.
+    our guess. The optimiser's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
 11. Misprints: "text-to-image retrieval improving by 3.4 %" is image -> text (Table 1, TR@1); Table 5's nDCG of nouns,
     65.3, is 65.8 in Tables 2 and 4. In Table 9 the authors' own baseline with refinement (53.1, R@1) is no worse than
     MM-TS (53.0). Section 4.6's gain of 4.3 % mAP (TS, CLIP loss) is 5.3 in Table 4.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 
 import evaluation.metrics
+import evaluation.retrieval
 
 
 def brute_ranks(query, gallery, positives, bias=None):
@@ -142,3 +143,12 @@ def test_dual_softmax_against_loops():
     assert common.retrieval_metrics(query, gallery, own, groups=groups, ranks=True, dsl=gamma).tolist() == expected
     sharp = common.retrieval_metrics(query, gallery, positives, ranks=True, dsl=0.005)
     assert sharp.max() <= 6                                                # no overflow, and few ties by underflow
+
+
+def test_the_table_has_the_mean_of_both_recalls_at_one():
+    """"Avg." of MM-TS's Table 1, beside the mean of all six."""
+    ways = {way: {"R@1": r, "R@5": 60.0, "R@10": 70.0, "MdR": 2.0} for way, r in (("text_to_image", 21.2),
+                                                                              ("image_to_text", 28.4))}
+    metrics = ways | {"R-Mean": 50.0, "modality_gap": 0.1, "images": 5, "captions": 25}
+    text = evaluation.retrieval.metrics_table("coco", metrics, metrics)
+    assert "of R@1/5/10 both ways; of both R@1 24.8" in text
