@@ -103,8 +103,8 @@ def metrics_table(title, metrics, chance):
         cells = [f"{metrics[name][k]:8.1f} ({chance[name][k]:6.1f})" for k in keys]
         lines.append(f"{label:<22}" + "".join(cells))
     first = (metrics["text_to_image"]["R@1"] + metrics["image_to_text"]["R@1"]) / 2
-    lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways; of both R@1 "
-                 f"{first:.1f}")                                           # the second: "Avg." of MM-TS's Table 1
+    lines.append(f"{'R-Mean':<22}{metrics['R-Mean']:8.1f} ({chance['R-Mean']:6.1f})  of R@1/5/10 both ways; "
+                 f"of both R@1 {first:.1f}")                               # the second: "Avg." of MM-TS's Table 1
     if "mir" in metrics:
         lines += table_lines(metrics["mir"], chance["mir"], ways)
     if "knn@1" in metrics:
