@@ -87,8 +87,8 @@ def claim(says, paper, arms, flags=MOVING, metric=T2V, **more):
     """says: the claim.   paper: where.   arms: name -> its trials (script and flags), the method first; an arm may name
     its own metric, (metric, trials).   flags: of every arm.   metric: of the first data set, in percent, tuned on val.
 
-    more: read: what is compared on test where that is another metric, or {arm: metric}; scale: so that more is better; grid: how many
-    trials lengths.py does not cut."""
+    more: read: what is compared on test where that is another metric, or {arm: metric}; scale: so that more is better;
+    grid: how many trials lengths.py does not cut."""
     return {"says": says, "paper": paper, "flags": flags, "metric": metric, "arms": arms} | more
 
 
