@@ -19,7 +19,8 @@ Tasks
     mir         multi-instance retrieval where a set has relevancies (EPIC-KITCHENS, moving-emoji): mAP as the EPIC
                 code computes it, the textbook's binary one, and nDCG; both ways and their mean
     zero-shot   top-1/3/5 of the mean of normalised template embeddings (templates) and of the class names alone (names)
-    knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail
+    knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail; on
+                the encoder's features before the projection (TeMo does not say which), as probe
     probe       LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the
                 smallest class's size) and all
     qa          accuracy of the answers, by the type of the question, of a model that mama.py trained to answer

@@ -61,9 +61,9 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
     SSB. Dropout (App. C: 0.1 on MSVD and MSR-VTT, else 0) stands after the projection, the attention and the MLP of the
     feature tower; whether T5 keeps its own 0.1 is not said: yes, --no-text-dropout for the other.
 10. A run draws itself alone: in Fig. 2 one run without, with queue and with oracle (the paper: CLIP4Clip beside NCL
-    with its queue), for Fig. 6 its own retrievals without sums. Table 5's row None is CLIP4Clip's (--loss infonce), not NCL's
-    without biases. Figs. 7 and 8 show the start only where there is a val split (not MSR-VTT). App. D's decomposition
-    (Eqs. 19 to 23; of it the gap is logged) and its weights of videos (Eqs. 24 to 27) are not computed.
+    with its queue), for Fig. 6 its own retrievals without sums. Table 5's row None is CLIP4Clip (--loss infonce), not
+    NCL without biases. Figs. 7 and 8 show the start only where there is a val split (not MSR-VTT). App. D's
+    decomposition (Eqs. 19 to 23; of it the gap is logged) and weights of videos (Eqs. 24 to 27) are not computed.
 """
 
 import argparse

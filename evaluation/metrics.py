@@ -112,7 +112,8 @@ def embedding_health(image, text, limit=1024):
     """Is the space alive? Dict of floats, over at most `limit` pairs (rows are pairs).
 
     std: mean over dimensions of the standard deviation times sqrt(D) (1 = spread over the sphere, 0 = collapse);
-    alignment: mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; gap."""
+    alignment: mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; pos_std:
+    standard deviation of the pairs' cosines (TeMo, App. G: higher under TeMo); gap."""
     a, b = normalize(image[:limit]), normalize(text[:limit])  # (n, D) each
     sim, n = a @ b.T, len(a)  # (n, n)
     pos, off = sim.diagonal(), max(1, n * n - n)
@@ -120,7 +121,8 @@ def embedding_health(image, text, limit=1024):
     root = a.shape[1] ** 0.5
     return {"std_image": a.std(0).mean().item() * root, "std_text": b.std(0).mean().item() * root,
             "alignment": (2 - 2 * pos).mean().item(), "uniformity": far.mul(-2).exp().mean().log().item(),
-            "pos_cos": pos.mean().item(), "neg_cos": ((sim.sum() - pos.sum()) / off).item(), "gap": modality_gap(a, b)}
+            "pos_cos": pos.mean().item(), "neg_cos": ((sim.sum() - pos.sum()) / off).item(),
+            "pos_std": pos.std(correction=0).item(), "gap": modality_gap(a, b)}
 
 
 def pair_cosines(sim):

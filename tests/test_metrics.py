@@ -118,6 +118,10 @@ def test_modality_gap_and_health():
     assert common.modality_gap(a, a) == 0
     assert common.modality_gap(a, -a) == pytest.approx(math.sqrt(2), rel=1e-5)
     collapsed = common.embedding_health(torch.ones(16, 8), torch.ones(16, 8))
+    assert collapsed["pos_std"] == pytest.approx(0, abs=1e-6)
+    pairs = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])             # cosines 1, 0.8, 0.6 to the first axis
+    health = common.embedding_health(torch.tensor([[1.0, 0.0]]).expand(3, 2), pairs)
+    assert health["pos_std"] == pytest.approx((0.08 / 3) ** 0.5)
     assert collapsed["std_image"] == 0
     assert collapsed["pos_cos"] == pytest.approx(1) and collapsed["neg_cos"] == pytest.approx(1)
     spread = common.embedding_health(torch.randn(1000, 64), torch.randn(1000, 64))
