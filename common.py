@@ -259,7 +259,8 @@ def set_random_state(state, device):
 
 
 def cosine_lr(step, total, warmup, peak, end, schedule="cosine"):
-    """Learning rate at step `step` (from 0): linear warm-up over `warmup` steps, then cosine to `end` or constant.
+    """Learning rate at step `step` (from 0): linear warm-up over `warmup` steps, then cosine or linear to `end`, or
+    constant.
 
     A pure function, written into the optimiser each step: a scheduler object would be stepped W times on W processes.
     """
@@ -267,6 +268,8 @@ def cosine_lr(step, total, warmup, peak, end, schedule="cosine"):
         return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
+    if schedule == "linear":
+        return end + (peak - end) * (1 - (step - warmup) / max(1, total - warmup))
     return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 

@@ -50,9 +50,10 @@ comparable and reproducible; a fork edits METHOD, the flags of the method group,
 
 Differences from the paper and from the authors' code, which has neither schedule nor weights for retrieval (its margin
 is 0) and whose meta step for question answering changes nothing (it joins the letters of a name, not its parts):
- 1. The recipes encode with CLIP and the mean of its frames. CLIP-ViP, which the paper starts from, is run with
-    --image-encoder clip_vip:openai/clip-vit-base-patch16 --init-from pretrain_clipvip_base_16.pt (encoders/clip_vip.py)
-    and the batch and tau of its authors, --batch-size 128 --tau 0.01, where the margin must be tuned anew (--a0).
+ 1. The recipes encode with CLIP (ViT-B/16) and the mean of its frames. CLIP-ViP, which the paper starts from (no size
+    is said, the authors' script runs base_32): --image-encoder clip_vip:openai/clip-vit-base-patch16 --init-from
+    pretrain_clipvip_base_16.pt, its batch and first tau (learnt there), --batch-size 128 --tau 0.01, and another margin
+    (--a0). Its evaluation ranks and selects by the dual softmax: eval.py --normalize dsl --gamma 0.01.
  2. Batch 4 at tau = 1 is what the paper prints (3 negatives, at least 0.34 nats a direction). At a small tau the margin
     weighs much more: mu / tau = 18 at 0.01, where hardly a pair has a gradient left. Tune them together; the banner
     prints mu / tau.

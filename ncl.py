@@ -55,10 +55,15 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
     (--unfold-captions), so a batch may hold a clip twice: an unmasked false negative, and uniform priors all the same,
     as in the base code.
  9. Table 4 is on SSB (Patrick et al. 2021); here are feature towers in the manner of SSB: one transformer layer over
-    projected features with mean pooling, no CNN or RNN, T5 text (--text-encoder t5-base). SSB's second loss, which
-    generates the caption from the batch's other clips, is MISSING, so Table 4 is not reproduced. Dropout (App. C:
-    0.1 on MSVD and MSR-VTT, else 0) stands after the projection, the attention and the MLP of the feature tower;
-    whether T5 keeps its own 0.1 is not said: yes, --no-text-dropout for the other.
+    projected features (the paper's: R(2+1)D-34 of IG65M and ResNet-152 of ImageNet) with mean pooling, no CNN or RNN,
+    T5 text (--text-encoder t5-base). SSB's second loss, which generates the caption from the batch's other clips, is
+    MISSING, so Table 4 is not reproduced. Epochs, batch, decay and warm-up stay CLIP4Clip's, where the paper follows
+    SSB. Dropout (App. C: 0.1 on MSVD and MSR-VTT, else 0) stands after the projection, the attention and the MLP of the
+    feature tower; whether T5 keeps its own 0.1 is not said: yes, --no-text-dropout for the other.
+10. A run draws itself alone: in Fig. 2 one run without, with queue and with oracle (the paper: CLIP4Clip beside NCL
+    with its queue), for Fig. 6 its own retrievals without sums. Table 5's row None is CLIP4Clip (--loss infonce), not
+    NCL without biases. Figs. 7 and 8 show the start only where there is a val split (not MSR-VTT). App. D's
+    decomposition (Eqs. 19 to 23; of it the gap is logged) and weights of videos (Eqs. 24 to 27) are not computed.
 """
 
 import argparse
@@ -450,8 +455,8 @@ def banner_lines(train, evals, args):
                                "eval.py --normalize queue fills a queue from their training splits")
     if args.image_encoder == "features":
         own = "keeps its own" if args.text_dropout and args.text_encoder != "small" else "has none"
-        lines["features"] = (f"towers in the manner of SSB, without its captioning loss; dropout {args.dropout:g}, "
-                             f"{args.text_encoder} {own}")
+        lines["features"] = (f"towers in the manner of SSB, without its captioning loss and its epochs, batch and "
+                             f"decay; dropout {args.dropout:g}, {args.text_encoder} {own}")
     return lines
 
 
@@ -475,9 +480,10 @@ def normalization_table(metrics):
     for name, m in metrics.items():
         lines += [f"\n{name} (reported: {m['normalized_by']})", head]
         for mode, r in m["normalize"].items():
-            t, v, e = r["text_to_image"], r["image_to_text"], r["error"]
+            t, v, e = r["text_to_image"], r["image_to_text"], r.get("error")           # of the dual softmax: none
+            errors = f"{e['text_to_image']:12.3f}{e['image_to_text']:8.3f}" if e else f"{'-':>12}{'-':>8}"
             recalls = f"{t['R@1']:10.1f}{t['R@10']:8.1f}{v['R@1']:10.1f}{v['R@10']:8.1f}"
-            lines.append(f"{mode:<22}{recalls}{e['text_to_image']:12.3f}{e['image_to_text']:8.3f}")
+            lines.append(f"{mode:<22}{recalls}{errors}")
     return "\n".join(lines)
 
 

@@ -54,16 +54,16 @@ Differences from the paper (there is no authors' code), and what it leaves open:
     losses (CIFAR10 51 to 55; with them 61 to 64), so an expert sets the tau_ij of L_M-MM by its cosines among I (among
     T), both ways; that two experts give the mean of their temperatures is our reading. The tables' runs: --unimodal
     none. --expert-serves unimodal is the other reading: the image expert sets L_M-I2I, the text expert L_M-T2T.
- 9. --loss slip has LayerNorm, not BatchNorm, in its projection head, so that every promise about processes and chunks
-    holds.
-10. --loss dystress-shifted: the shifted form is not printed anywhere; (1 + s) / 2 in place of s is our reading.
+ 9. --loss slip: LayerNorm, not BatchNorm, in its head, so that every promise about processes and chunks holds.
+10. Our readings: dystress has TeMo's range of tau; its shifted form, printed nowhere, has (1 + s) / 2 in place of s;
+    CWCL's weights are the cosines of the trained images, detached.
 11. CC12M is SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr." for it.
 12. Table 3: 0.5 and 0.5 are given for rows d and f; that row c has them too (--blend fixed) is our reading.
-13. The schedule is told as fine to coarse (Sections 1, 4.2, 5) and as coarse to fine (Section 3, App. I), with the same
-    equations; the words here follow App. I.
-14. Misprints: Table 1's caption swaps TR and IR (IR is text -> image); Table 7's row 3 (our c) lacks the tick of Base.
+13. Sections 1, 4.2 and 5 tell the schedule as fine to coarse, Section 3 and App. I, as here, as coarse to fine.
+14. Misprints: Table 1's caption swaps TR and IR (IR is text -> image); Table 7's row 3 (our c) lacks the tick of Base;
+    row e has other numbers in Table 6 than in Table 3; SLIP's Top-3 on CC12M in Table 5 is TeMo's (Table 2: 59.42).
 15. Fig. 7 is zero-shot ImageNet along training. Here: zero-shot by class names on each set of --eval-datasets with
-    classes and no captions, along training if it has a val split. ImageNet by name has none: read once, at the end.
+    classes and no captions, along training if it has a val split; ImageNet by name has one with --hold-out-val.
 """
 
 import argparse
@@ -324,7 +324,7 @@ def parse_args(argv=None):
     g.add_argument("--loss", choices=["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl", "slip"],
                    default="temo", help="TeMo or a baseline of its tables")
     g.add_argument("--tau", type=positive, default=0.01,
-                   help="temperature of L_MM and of the baselines, divides the cosine; paper 0.01, SLIP starts at 0.07")
+                   help="of L_MM and baselines, divides the cosine; paper 0.01, SLIP from 0.07, CWCL 0.05 (Table 1)")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau (infonce, slip, cwcl)")
     g.add_argument("--image-expert", default="",
                    help="transformers id or folder whose mean patch features set temperatures (App. F: DINOv2-Small)")

@@ -41,14 +41,16 @@ Differences from the paper and from the authors' code:
  3. Log-sum-exp throughout: the authors' plain exp overflows below tau = 0.012.
  4. Gradients: their no-grad gather with the loss times W is right only together with DDP's mean; ours is exact for any
     optimiser.
- 5. MoCo's code is not released. Ours: one linear head, momentum 0.99. BatchNorm would let a query see its key through
-    the batch statistics; the keys are therefore encoded in a random order and in --key-splits groups of the global
-    batch, so that no key shares its query's statistics. The default towers have no BatchNorm and nothing to leak.
+ 5. MoCo's code is not released. Ours: one linear head, momentum 0.99, SimCLR's batch of 512, a queue that starts with
+    random keys (He et al.). BatchNorm would let a query see its key through the batch statistics; the keys are
+    therefore encoded in a random order and in --key-splits groups of the global batch, so that no key shares its
+    query's statistics. The default towers have no BatchNorm and nothing to leak.
  6. SDCLR, as its authors' code: the second view goes through the pruned network (the smallest `prune` of all weights of
     the encoder's convolutions and linear layers together, masks refreshed every epoch), which has BatchNorms of its
     own, weights and statistics, in the head too; both branches receive the gradient. Theirs encodes the pruned view
     twice a step, so that its running statistics, which nothing reads, move twice.
- 7. Colour operations come in a fixed order, one blur radius; crops are antialiased (see common.Augment).
+ 7. Colour operations come in a fixed order, one blur radius; crops are bilinear and antialiased (common.Augment), the
+    authors' bicubic; the last short batch of an epoch is left out, theirs is kept.
  8. Weight decay and start of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts the last
     BatchNorm of each block at 0) follow the authors' code, and so do the paper's recipes; the others do not. The 3x3
     stem of resnet18-cifar starts as torch's convolutions do, theirs by He's normal law.
@@ -56,10 +58,12 @@ Differences from the paper and from the authors' code:
     both probes, each a mean over the classes; a tie keeps the earlier epoch. The number N that it says is for the other
     splits. Default: the end of the run.
 10. Fig. 1 does not say which representation's coverage it shows, nor Fig. 2 whose cosines; here those of z, which the
-    loss sees and spreads (features after a ReLU have no negative cosines). Fig. 3 shows features, as its kNN does.
+    loss sees and spreads (features after a ReLU have no negative cosines). Fig. 3 shows features, as its kNN does, and
+    of classes the largest and the smallest, not two near in meaning. Figs. 3 and 5 show one run, not several tau side
+    by side; the mean over the classes stands in the title.
 11. Table 10's uniform set is read as all images outside val, 4,500 a class (--imbalance-ratio 1), not the 1,116 of
     SDCLR's split1_D_b.npy. Few-shot and all-images probe then learn from the same images; the paper's differ by 2.5
-    points and it does not say why.
+    points and it does not say why. Its MoCo + TS on CIFAR10-LT is Table 4's cell of 0.1 and 0.5, not of 1.0.
 12. Val of CIFAR is a tenth of each class, outside --index-file; SDCLR's own is --val-file valIdxList.npy.
     ImageNet100-LT has none (App. A.2), and its few-shot images are SDCLR's list (--few-shot-file: 12 a class, mostly
     outside the long tail) as in the authors' notebook; without it they are drawn from the long tail, as the paper says.
@@ -176,11 +180,13 @@ def coverage(z, bins=500):
 
 # ------------------------------------------------------- modules -----------------------------------------------------
 class Queue(nn.Module):
-    """First in, first out: the last K keys, equal on all processes, in the checkpoint."""
+    """First in, first out: the last K keys (K, D), equal on all processes, in the checkpoint; random ones to begin with
+    (He et al.), so that no anchor finds its own key among its negatives."""
 
-    def __init__(self, size, dim):
+    def __init__(self, size, dim, seed=0):
         super().__init__()
-        self.register_buffer("keys", torch.zeros(size, dim))
+        start = torch.randn(size, dim, generator=torch.Generator().manual_seed(seed))                       # (K, D)
+        self.register_buffer("keys", normalize(start))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))   # pushed so far
 
     @torch.no_grad()
@@ -190,10 +196,6 @@ class Queue(nn.Module):
         at = (self.count + torch.arange(len(k), device=k.device))[-size:] % size
         self.keys[at] = k[-size:]
         self.count += len(k)
-
-    def get(self):
-        """The valid keys (min(pushed, K), D)."""
-        return self.keys[:int(self.count.clamp(max=len(self.keys)))]
 
 
 class Contrastive(nn.Module):
@@ -352,7 +354,8 @@ def parse_args(argv=None):
     g.add_argument("--imbalance-ratio", type=nonnegative, default=0.0,
                    help="largest class over smallest, >= 1; paper 50, 100, 150; 1 = balanced; 0 = the data as they are")
     g.add_argument("--split-seed", type=whole, default=0,
-                   help="of the order of the classes and of the images drawn; the paper averages three splits")
+                   help="of the order of the classes and of the images drawn; the paper has mean and deviation of "
+                        "three splits: run 0, 1 and 2, and take both over their summary.json")
     g.add_argument("--index-file", default="",
                    help="training images: .npy of torchvision's indices (SDCLR's splits of CIFAR), or lines 'path "
                         "class' under --data-dir (imagenet100-lt)")
@@ -444,7 +447,7 @@ def main(args):
     own = nn.ModuleDict()                                                  # beside DDP and in every checkpoint
     if moco:
         own["key"] = copy.deepcopy(tower).requires_grad_(False)
-        own["queue"] = Queue(args.queue_size, args.embed_dim)
+        own["queue"] = Queue(args.queue_size, args.embed_dim, args.seed)
     if args.eval_epoch == "auto":
         own["best"] = copy.deepcopy(tower).requires_grad_(False)           # the best on val so far
     own.to(run.device)
@@ -483,8 +486,8 @@ def main(args):
         if "best" in own and chosen_row([*run.log.rows, row], args) is row:
             own["best"].load_state_dict(tower.state_dict())
 
-    guess = [math.log(1 + negatives(step, args)) for step in (0, run.last - 1)]
-    run.begin(ClassEvaluator(encoder, transform, sets, run.device, args), guess,
+    guess = math.log(1 + negatives(args))
+    run.begin(ClassEvaluator(encoder, transform, sets, run.device, args), (guess, guess),
               banner_lines(run, sizes, head_classes), after_val)
     for batch in batches:
         epoch = run.step // run.per_epoch
@@ -501,9 +504,8 @@ def main(args):
             with run.accelerator.autocast():                               # as the queries
                 keys = encode_keys(own["key"], inputs.pop(1), args.key_splits, args.seed + run.step)        # (B, D)
         z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; of MoCo q alone
-        if moco:                                                           # at first with the batch's own keys
-            queue = own["queue"].get() if run.step else gather(keys)       # (up to K, D)
-            loss = moco_loss(z[0], keys, queue, tau)
+        if moco:
+            loss = moco_loss(z[0], keys, own["queue"].keys, tau)
             z = z[0], keys
         else:
             loss = nt_xent(*z, tau, args.loss_block)
@@ -570,11 +572,9 @@ def numbers_of(loss, z, run):
     return common.mean_over_processes({"L_c": loss}, run.device) | health
 
 
-def negatives(step, args):
-    """Negatives of an anchor at a step: the other views, or the keys that MoCo's queue holds by then."""
-    if args.loss == "moco":
-        return min(args.queue_size, step * args.batch_size) or args.batch_size
-    return 2 * args.batch_size - 2
+def negatives(args):
+    """Negatives of an anchor: the other views, or MoCo's queue."""
+    return args.queue_size if args.loss == "moco" else 2 * args.batch_size - 2
 
 
 def banner_lines(run, sizes, head_classes):
@@ -583,8 +583,7 @@ def banner_lines(run, sizes, head_classes):
     batch = f"{args.batch_size} = {processes} x {args.batch_size // processes}"
     if args.chunk_size:
         batch += f" in chunks of {args.chunk_size}"
-    first, end = negatives(0, args), negatives(run.last - 1, args)
-    batch += f"; {first:,} negatives per anchor" + (f", {end:,} at the end" if end != first else "")
+    batch += f"; {negatives(args):,} negatives per anchor"
 
     highest = args.tau_min if args.schedule == "fixed" else args.tau_max
     last_epoch = max(0, run.last - 1) // run.per_epoch

@@ -1,9 +1,9 @@
-"""Puts the tables of benchmarks/results/ into the README, so that no number of a table is typed by hand.
+"""Puts the tables of benchmarks/results/ into docs/results.md, so that no number of a table is typed by hand.
 
-    python benchmarks/report.py            # fills the README
-    python benchmarks/report.py --check    # exit code 1 where README and files differ; a test calls it
+    python benchmarks/report.py            # fills the page
+    python benchmarks/report.py --check    # exit code 1 where page and files differ; a test calls it
 
-A block of the README begins with `<!-- results: NAME -->` and ends with `<!-- /results -->`; between them stands the
+A block of the page begins with `<!-- results: NAME -->` and ends with `<!-- /results -->`; between them stands the
 first table of benchmarks/results/NAME.md, which the benchmarks write beside NAME.json.
 """
 
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
@@ -24,22 +25,22 @@ def first_table(name):
 
 
 def filled(text):
-    """The README with each block's table as its file has it."""
+    """A page with each block's table as its file has it."""
     return BLOCK.sub(lambda block: block[1] + first_table(block[2]) + block[3], text)
 
 
 def main(argv=None):
-    """Fill the README, or say whether it is as the files are."""
+    """Fill the page, or say whether it is as the files are."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--check", action="store_true", help="change nothing; exit code 1 where a table differs")
     args = p.parse_args(argv)
-    readme = ROOT / "README.md"
-    now = readme.read_text(encoding="utf8")
+    now = PAGE.read_text(encoding="utf8")
     wanted = filled(now)
     if args.check and now != wanted:
-        raise SystemExit("README.md: a table differs from benchmarks/results; python benchmarks/report.py fills it")
+        raise SystemExit("docs/results.md: a table differs from benchmarks/results; python benchmarks/report.py fills "
+                         "it")
     if now != wanted:
-        readme.write_text(wanted, encoding="utf8")
+        PAGE.write_text(wanted, encoding="utf8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class NotFinite(ValueError):
 RECALLS = (1, 5, 10, 50)
 
 
-def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4096, ranks=False):
+def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4096, ranks=False, dsl=0.0):
     """Exact retrieval ranks of the best positive, by cosine, in chunks of queries.
 
     Args:
@@ -30,6 +30,7 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         bias (G,): added to each gallery item's cosine.   chunk: queries at a time, at most.
         groups (G,) long: items of a group count as one, by their maximum, and groups are ranked.
         ranks: give the ranks (Q,) themselves, numpy, from 1 (for recall_by_frequency).
+        dsl: a temperature, > 0: each cosine times its softmax over all queries (dual softmax); 0 = the cosine alone.
     Returns: dict of R@1 R@5 R@10 R@50 in percent, MdR and MnR (ranks from 1). Ties count against the model.
     Raises: ValueError on non-finite input, or on a query without positives.
     """
@@ -43,9 +44,12 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         raise ValueError(f"query {int((~known.any(1)).nonzero()[0])} has no positive")
     first = positives.gather(1, known.long().argmax(1, keepdim=True))  # (Q, 1)
     positives = torch.where(known, positives, first)  # padding repeats a positive: no effect on a maximum or a mask
-    found = []
+    found, total = [], log_mass(query, gallery, dsl, rows) if dsl else None
     for i in range(0, len(query), rows):
         sim = normalize(query[i:i + rows]) @ gallery.T  # (c, G)
+        if dsl:
+            sim = in_double(sim)
+            sim = sim * (sim / dsl - total).exp()  # (c, G)
         if bias is not None:
             sim += bias.to(sim)
         if groups is not None:
@@ -58,6 +62,17 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
         found.append(1 + (sim >= best).sum(1))
     found = torch.cat(found).cpu().numpy()  # (Q,)
     return found if ranks else recalls(found)
+
+
+def in_double(x):
+    """x in float64, where there is one: Apple's GPUs have none."""
+    return x if x.device.type == "mps" else x.double()
+
+
+def log_mass(query, gallery, gamma, rows):
+    """(G,) log sum over all queries (Q, D) of exp(cosine / gamma) with each item of the gallery (G, D) of unit rows."""
+    parts = (in_double(normalize(part) @ gallery.T) / gamma for part in query.split(rows))  # (c, G) each
+    return torch.stack([torch.logsumexp(part, 0) for part in parts]).logsumexp(0)
 
 
 def recalls(ranks):
@@ -83,8 +98,7 @@ def normalization_error(sim, gamma):
     n = m). 0 = every item gets its share.
 
     Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
-    exact = sim.dtype if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    total = sum(F.softmax(part.to(exact) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
+    total = sum(F.softmax(in_double(part) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
     return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
 
 
@@ -98,7 +112,8 @@ def embedding_health(image, text, limit=1024):
     """Is the space alive? Dict of floats, over at most `limit` pairs (rows are pairs).
 
     std: mean over dimensions of the standard deviation times sqrt(D) (1 = spread over the sphere, 0 = collapse);
-    alignment: mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; gap."""
+    alignment: mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; pos_std:
+    standard deviation of the pairs' cosines (TeMo, App. G: higher under TeMo); gap."""
     a, b = normalize(image[:limit]), normalize(text[:limit])  # (n, D) each
     sim, n = a @ b.T, len(a)  # (n, n)
     pos, off = sim.diagonal(), max(1, n * n - n)
@@ -106,7 +121,8 @@ def embedding_health(image, text, limit=1024):
     root = a.shape[1] ** 0.5
     return {"std_image": a.std(0).mean().item() * root, "std_text": b.std(0).mean().item() * root,
             "alignment": (2 - 2 * pos).mean().item(), "uniformity": far.mul(-2).exp().mean().log().item(),
-            "pos_cos": pos.mean().item(), "neg_cos": ((sim.sum() - pos.sum()) / off).item(), "gap": modality_gap(a, b)}
+            "pos_cos": pos.mean().item(), "neg_cos": ((sim.sum() - pos.sum()) / off).item(),
+            "pos_std": pos.std(correction=0).item(), "gap": modality_gap(a, b)}
 
 
 def pair_cosines(sim):

@@ -12,12 +12,15 @@ from safetensors.torch import load_file
 
 def stand_ins(case):
     """(texts (K, D), videos (K, D), gamma) for --normalize: the queues of an NCL run, else embeddings of training
-    examples and of their captions, drawn once; (None, None, gamma) where the test queries alone are asked for.
+    examples and of their captions, drawn once; (None, None, gamma) where the test queries alone are asked for (oracle
+    without a queue, dsl).
 
     Raises: UserError where there are no such queries."""
     subject, args = case.subject, case.args
     split, queues = args.queue_split.replace("run", "train"), queues_of(args)
     gamma = args.gamma or (queues["gamma"].item() if queues else _gamma(subject))
+    if args.normalize == "dsl":
+        return None, None, gamma
     if queues and case.name == subject.own.get("dataset") and args.queue_split == "run":
         texts, videos = queues["texts"][-args.queue_size:], queues["videos"][-args.queue_size:]
         where = "the run's queue"

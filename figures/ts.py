@@ -42,6 +42,7 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
         training images, their labels and their unit z.
     """
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
+    mean = f"mean of all classes {np.mean(list(pieces['per_class'].values())):.1f} %"
     fig, axes = figure(4, 2, panels=7)
 
     for row in run.log.rows:
@@ -63,12 +64,12 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
         label = f"{name}: {pieces['names'][c]} ({sizes[c]}), kNN@1 {pieces['per_class'].get(int(c), 0):.0f} %"
         solid.scatter(*space[truth == c].T, s=14, color=colour, label=label)
     solid.legend(frameon=False, fontsize=8)
-    solid.set(title="three PCA directions, a head and a tail class (Fig. 3)", xticklabels=(), yticklabels=(),
-              zticklabels=())
+    solid.set(title=f"three PCA directions, a head and a tail class (Fig. 3)\nkNN@1, {mean}", xticklabels=(),
+              yticklabels=(), zticklabels=())
 
     draw_phase(axes[5], run, tau_of)
     axes[6].bar(range(len(order)), [pieces["per_class"].get(int(c), 0) for c in order], width=1.0)
-    axes[6].set(title="kNN@1 per class (Fig. 5)", xlabel="class, largest first", ylabel="test accuracy, %")
+    axes[6].set(title=f"kNN@1 per class, {mean} (Fig. 5)", xlabel="class, largest first", ylabel="test accuracy, %")
     save_figure(fig, path)
 
 

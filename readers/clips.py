@@ -150,4 +150,6 @@ def clip_options(options, kind=Clips):
     if options.get("feature_dir"):
         return Features(options["feature_dir"], frames)
     short = round((options.get("image_size") or 224) * 8 / 7)
-    return kind(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "")
+    clips = kind(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "")
+    clips.at_rest = options.get("at_rest") or kind.at_rest
+    return clips

@@ -114,6 +114,7 @@ def _beside(file, name):
 # splits: how many examples there are, None = any number.   files of each split, in the order they are looked for: (name
 # or pattern below --data-dir, its reader), None = a row has video, caption[, start, end].
 # grouped: video -> text ranks videos by their best caption.   paragraphs: the sentences of a video are one text.
+# at_rest: where the frames of --frame-sampling random stand in evaluation (VAST: the middles of their segments).
 SPLITS = ("train", "val", "test")
 YOUCOOK2 = ("youcookii_annotations_trainval.json", read_youcook2)  # one file for all splits
 SETS = {
@@ -135,7 +136,7 @@ SETS = {
         "files": {s: [(f"{s}_data.json", read_didemo), (f"*{s}*.json*", None)] for s in SPLITS}},
     "youcook2": {
         "repo": "lmms-lab/YouCook2", "splits": {"train": 10_337, "test": 3_492},
-        "licence": "research only; test = val, the papers' split",
+        "licence": "research only; test = val, the papers' split", "at_rest": "middle",
         "files": {s: [YOUCOOK2, *((f"*{word}*.{kind}", None) for kind in ("json*", "parquet", "csv"))]
                   for s, word in (("train", "train"), ("test", "val"))}},
     "howto100m": {
@@ -159,6 +160,7 @@ def load(name, split, options):
     file, reader = annotations.annotation_file(name, split, files, root)
     if facts.get("paragraphs"):
         options = options | {"join_captions": True}
+    options = options | {"at_rest": facts.get("at_rest", "")}
     with text.expected_layout(f"{name}: {file}"):
         if name == "howto100m":
             data = narrations(name, split, file, options)

@@ -322,3 +322,17 @@ def test_gpu_steps_run_dry_and_leave_a_file(tmp_path, monkeypatch):
     assert record["results"]["ranks"]["largest difference"] == 0 and record["results"]["ranks"]["card"]["seconds"] > 0
     losses = json.loads((tmp_path / "losses.json").read_text())["results"]["N = 64"]
     assert losses["temo, blocks"]["ratio"] == 1 and losses["nt_xent, whole"]["seconds"] > 0
+
+
+def test_an_arm_may_be_read_by_a_metric_of_its_own():
+    """NCL as the paper has it, with its queue, against InfoNCE as it is; both claims from the stored runs alone."""
+    mean = {}
+    for name in ("ncl-training", "ncl-paper", "ncl-error", "ncl-error-queue"):
+        result = claims.judge(name, "full", 3, 5)
+        (baseline, found), = result["against"].items()
+        mean[name] = found["mean"]
+        read = [result["arms"][arm]["metric"] for arm in (result["method"], baseline)]
+        queue = "queue" if name in ("ncl-paper", "ncl-error-queue") else "none"
+        assert [r.split("/")[1] for r in read] == [queue, "none"] and ("error" in read[0]) == ("error" in name)
+    assert round(mean["ncl-training"], 1) == 3.4 and round(mean["ncl-paper"], 1) == -3.1
+    assert round(mean["ncl-error"], 1) == -0.3 and round(mean["ncl-error-queue"], 1) == -16.9

@@ -558,3 +558,11 @@ def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
     assert "1 of clips that are trained on already" in both.note
     table = common.make_table([["t"]] * 2, ["0", "1"], [{"bytes": b"a", "path": "0.png"}] * 2)  # no file to know it by
     assert len({*engine.data.places(common.Data("x", "train", table))}) == 2
+
+
+def test_the_help_says_what_the_paper_leaves_open(capsys):
+    with pytest.raises(SystemExit):
+        caption.parse_args(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "which may be 3 columns and 4 rows or, as in its authors' demo, 4 and 3 (4x3)" in words
+    assert "among which key frames are chosen; paper: random" in words

@@ -221,7 +221,8 @@ def test_two_processes_count_each_item_once(run, tmp_path):
     (["--checkpoint", "x", "--gamma", "-1"], "--gamma -1: must be at least 0"),
     (["--checkpoint", "x", "--knn-k", "1", "0"], "--knn-k 0: must be at least 1"),
     (["--checkpoint", "x", "--normalize", "queue", "--split", "val", "--queue-split", "val"], "--normalize oracle"),
-    (["--checkpoint", "x", "--gamma", "0.1"], "--gamma: only with --normalize queue or oracle"),
+    (["--checkpoint", "x", "--gamma", "0.1"], "--gamma: only with --normalize queue, oracle or dsl"),
+    (["--checkpoint", "x", "--normalize", "dsl", "--iterations", "3"], "--iterations: only with --normalize queue or"),
     (["--checkpoint", "x", "--normalize", "oracle", "--queue-split", "val"], "--queue-split: only with --normalize"),
     (["--checkpoint", "x", "--text-encoder", "y"], "--text-encoder: only without --checkpoint"),
     (["--checkpoint", "x", "--top", "3"], "--top: only with --query"),
@@ -383,6 +384,18 @@ def test_what_would_be_lost_in_silence_is_refused(run, hub, tmp_path):  # noqa: 
     once = evaluate("--checkpoint", run, "--datasets", *sets[:2], sets[0], "--tasks", "zero-shot", "--output-dir",
                     tmp_path)
     assert list(once["datasets"]) == ["dtd", "emoji"]
+
+
+def test_dual_softmax(run, tmp_path, capsys):
+    """--normalize dsl: at the checkpoint's temperature, from all test queries, and it says so."""
+    plain = evaluate("--checkpoint", run, "--tasks", "retrieval", "--output-dir", tmp_path)
+    found = evaluate("--checkpoint", run, "--tasks", "retrieval", "--normalize", "dsl", "--output-dir", tmp_path)
+    words = capsys.readouterr().out
+    got, was = (r["datasets"]["emoji"]["metrics"] for r in (found, plain))
+    assert got["normalized_by"] == "dsl" and got["normalize"]["none"] == was["retrieval"] != got["retrieval"]
+    assert "--normalize dsl: gamma 0.1, by all test queries, so no fair result" in words
+    assert "emoji (reported: dsl)" in words and "normalisation" in words
+    assert (tmp_path / "retrieval.png").is_file() and not (tmp_path / "normalization.png").exists()
 
 
 def test_other_videos_are_seen_as_in_training(tmp_path):

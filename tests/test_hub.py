@@ -197,3 +197,13 @@ def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming
     assert not summary["errors"] and summary["test"]["coco"]["captions"] == 24
     assert json.loads((tmp_path / "r" / "args.json").read_text())["streaming"] is streaming  # an index is the default
     assert Path(tmp_path / "r" / "tokenizer").is_dir()
+
+
+@pytest.mark.parametrize("n, there", [(2_860_000, True), (3_318_333, True), (3_300_000, True), (3_100_000, False),
+                                      (2_800_000, False)])
+def test_cc3m_is_that_of_temo_or_of_mm_ts(n, there, capsys):
+    """Pages vanished between the two papers; a count between them is neither's."""
+    table = datasets.Dataset.from_dict({"key": ["a"]})
+    data = type("Many", (common.Data,), {"__len__": lambda self: n})("cc3m", "train", table)
+    note = hub_sets._counted(data, "cc3m", "train").note
+    assert (not note) == there and ("are expected" in capsys.readouterr().out) != there

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 
 import evaluation.metrics
+import evaluation.retrieval
 
 
 def brute_ranks(query, gallery, positives, bias=None):
@@ -117,7 +118,41 @@ def test_modality_gap_and_health():
     assert common.modality_gap(a, a) == 0
     assert common.modality_gap(a, -a) == pytest.approx(math.sqrt(2), rel=1e-5)
     collapsed = common.embedding_health(torch.ones(16, 8), torch.ones(16, 8))
+    assert collapsed["pos_std"] == pytest.approx(0, abs=1e-6)
+    pairs = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])             # cosines 1, 0.8, 0.6 to the first axis
+    health = common.embedding_health(torch.tensor([[1.0, 0.0]]).expand(3, 2), pairs)
+    assert health["pos_std"] == pytest.approx((0.08 / 3) ** 0.5)
     assert collapsed["std_image"] == 0
     assert collapsed["pos_cos"] == pytest.approx(1) and collapsed["neg_cos"] == pytest.approx(1)
     spread = common.embedding_health(torch.randn(1000, 64), torch.randn(1000, 64))
     assert spread["std_image"] == pytest.approx(1, abs=0.05) and abs(spread["neg_cos"]) < 0.02
+
+
+def test_dual_softmax_against_loops():
+    """Each cosine times its softmax over all queries; with groups of two before their maximum; in blocks as at once."""
+    torch.manual_seed(0)
+    query, gallery = F.normalize(torch.randn(7, 5), dim=1), F.normalize(torch.randn(6, 5), dim=1)
+    gamma, positives = 0.1, torch.arange(7)[:, None] % 6
+    sim = query.double() @ gallery.double().T                              # (7, 6)
+    score = torch.stack([sim[:, j] * (sim[:, j] / gamma).exp() / (sim[:, j] / gamma).exp().sum() for j in range(6)], 1)
+    ranks = [1 + sum(bool(s >= score[i, i % 6]) for j, s in enumerate(score[i]) if j != i % 6) for i in range(7)]
+    for chunk in (2, 100):
+        found = common.retrieval_metrics(query, gallery, positives, chunk=chunk, ranks=True, dsl=gamma)
+        assert found.tolist() == ranks
+    assert ranks != common.retrieval_metrics(query, gallery, positives, ranks=True).tolist()
+    best = torch.stack([score[:, :2].amax(1), score[:, 2:4].amax(1), score[:, 4:].amax(1)], 1)               # (7, 3)
+    own = (positives // 2)                                                 # (7, 1)
+    expected = [1 + sum(bool(s >= row[k]) for j, s in enumerate(row) if j != k) for row, k in zip(best, own[:, 0])]
+    groups = torch.arange(6) // 2
+    assert common.retrieval_metrics(query, gallery, own, groups=groups, ranks=True, dsl=gamma).tolist() == expected
+    sharp = common.retrieval_metrics(query, gallery, positives, ranks=True, dsl=0.005)
+    assert sharp.max() <= 6                                                # no overflow, and few ties by underflow
+
+
+def test_the_table_has_the_mean_of_both_recalls_at_one():
+    """"Avg." of MM-TS's Table 1, beside the mean of all six."""
+    ways = {way: {"R@1": r, "R@5": 60.0, "R@10": 70.0, "MdR": 2.0} for way, r in (("text_to_image", 21.2),
+                                                                              ("image_to_text", 28.4))}
+    metrics = ways | {"R-Mean": 50.0, "modality_gap": 0.1, "images": 5, "captions": 25}
+    text = evaluation.retrieval.metrics_table("coco", metrics, metrics)
+    assert "of R@1/5/10 both ways; of both R@1 24.8" in text

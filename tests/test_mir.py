@@ -379,8 +379,12 @@ def test_ssv2_lt(tmp_path, monkeypatch):
     assert train.label_names == ["Holding something", "Moving something up"] and train.labels.tolist() == [0, 1]
     assert "1 videos are not in" in train.note and "1 clips of train.csv are not in" in train.note
     assert list(test.keys()) == ["201"] and shown(test.read(0)) == [201, 203, 206]
-    with pytest.raises(UserError, match="has no val split"):
+    assert "WARNING: 2 examples, 50,418 expected" in train.note and "WARNING: 1 examples, 2,610 expected" in test.note
+    with pytest.raises(common.EmptySplit, match="trainval.csv, its validation split, is not in --data-dir"):
         read("val")
+    (tmp_path / "labels" / "trainval.csv").write_text("original_vido_id\n105 0 0 a.jpg\n201 0 0 a.jpg\n")
+    val = read("val")  # whichever of the two files of labels has them
+    assert list(val.keys()) == ["105", "201"] and val.clip.at_rest == "middle" and "6,960 expected" in val.note
     common._known_set.cache_clear()
     monkeypatch.setitem(ssv2.WHOLE, "train", 4)
     with pytest.raises(UserError, match="names 4 clips, the whole of Something-Something v2"):

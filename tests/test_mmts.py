@@ -118,7 +118,7 @@ def test_shift_is_linear_in_the_size():
 # ---------------------------------------------------- flags ----------------------------------------------------------
 PAPER = {("cc3m", "infonce"): (0.04, 0.05, 0.10), ("epic-kitchens-100", "max-margin"): (0.20, 0.17, 0.30),
          ("epic-kitchens-100", "infonce"): (0.08, 0.05, 0.20), ("youcook2", "max-margin"): (0.20, 0.10, 0.30),
-         ("youcook2", "infonce"): (0.06, 0.06, 0.09), ("ssv2-lt", "infonce"): (0.06, 0.06, 0.09)}
+         ("youcook2", "infonce"): (0.06, 0.06, 0.09), ("ssv2-lt", "infonce"): (0.04, 0.07, 0.11)}
 
 
 @pytest.mark.parametrize("dataset, loss", PAPER)
@@ -134,7 +134,8 @@ def test_recipes_of_the_paper():
         "max-margin", "noun", 3e-5, 512, 16, 0.1)
     vast = mmts.parse_args(["--dataset", "youcook2"])
     assert (vast.loss, vast.clusters, vast.num_clusters, vast.lr, vast.batch_size, vast.grad_clip) == (
-        "infonce", "captions", 200, 2e-5, 64, 2.0)
+        "infonce", "captions", 200, 3e-5, 64, 2.0)
+    assert (vast.lr_schedule, vast.lr_end, vast.frame_sampling, vast.eval_resize) == ("linear", 0.0, "random", "squash")
     assert not hasattr(vast, "caption_relevancy") and vast.image_encoder == "openai/clip-vit-base-patch16"
     assert mmts.parse_args(["--dataset", "ssv2-lt"]).clusters == "label"
     cc3m = mmts.parse_args(["--dataset", "cc3m"])
@@ -651,7 +652,8 @@ def test_ssv2_lt_with_real_clips(tmp_path, capsys):
     summary = main(tmp_path / "run", "--dataset", "ssv2-lt", "--data-dir", tmp_path, "--video-dir", tmp_path / "clips",
                    *OWN_TOWERS, *"--frames 2 --batch-size 8 --workers 0 --max-steps 2".split())
     words = capsys.readouterr().out
-    assert "by label; largest" in words and "(ours: those of YouCook2; Tables 7 and 8 do not say which)" in words
+    assert "trainval.csv, its validation split, is not in --data-dir" in words and "no val evaluation" in words
+    assert "by label; largest" in words and "(paper: a cell of Table 8; Table 7 does not say)" in words
     assert summary["test"]["ssv2-lt"]["images"] == 2 and summary["bad_samples"] == 0
 
 

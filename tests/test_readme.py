@@ -1,5 +1,8 @@
-"""The README's commands and code run as they stand (two steps); its numbers come from files."""
+"""The README and the pages of docs/: its commands and code run as they stand (two steps), theirs parse; names, flags
+and links exist; tables come from files."""
 
+import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -19,18 +22,30 @@ import ncl
 import temo
 import temperature_schedules
 from benchmarks import report
+from helpers import write_video
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"temo.py": temo, "temperature_schedules.py": temperature_schedules, "ncl.py": ncl,
            "mmts.py": mmts, "mama.py": mama}
 NEED_DATA = {"cc3m", "cc12m", "msrvtt", "msrvtt-qa", "youcook2", "ssv2-lt", "epic-kitchens-100",
              "--resume"}  # the hub, or a run: the flags must parse
-README = (ROOT / "README.md").read_text(encoding="utf8")
+PAGES = {path: path.read_text(encoding="utf8") for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
+README = PAGES[ROOT / "README.md"]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
-LINES = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if "$" not in line]
 RUNS = re.compile(r"(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules|ncl|mmts|mama)\.py")
-INLINE = re.findall(r"`((?:accelerate launch|torchrun|python)[^`]*temo\.py[^`]*)`", README)
-COMMANDS = [line.split("#")[0].strip() for line in LINES if RUNS.match(line)] + [c for c in INLINE if "..." not in c]
+
+
+def commands(text):
+    """The lines of a page's bash blocks without those of a shell's own variables, and its `commands` in the text."""
+    blocks = [body.replace("\\\n", " ") for body in re.findall(r"```bash\n(.*?)```", text, re.S)]
+    lines = [line for body in blocks for line in body.splitlines() if "$" not in line]
+    inline = re.findall(r"`((?:accelerate launch|torchrun|python)[^`]*)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    return [line.split(" #")[0].strip() for line in lines] + [c for c in inline if "..." not in c]
+
+
+LINES = commands(README)
+COMMANDS = [line for line in LINES if RUNS.match(line)]
+ELSEWHERE = [line for text in PAGES.values() if text is not README for line in commands(text)]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +57,16 @@ def place(tmp_path_factory):
         write_png(torch.full((3, 16, 16), i % 250, dtype=torch.uint8), str(folder / f"{i}.png"))
         rows.append(f"{i}.png,picture number {i}")
     (folder / "captions.csv").write_text("\n".join(rows))
+    for i in range(300):                                                   # a folder per class
+        target = folder / "photos" / f"kind {i % 3}" / f"{i}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / f"{i}.png", target)
+    rows = ["video,caption,start,end,split"]
+    for i, split in enumerate(["train"] * 6 + ["val", "test"]):
+        write_video(folder / "videos" / f"{i}.mp4", range(80), fps=4)
+        rows += [f"{i}.mp4,clip {k} of video {i},{k},{k + 1},{split}" for k in range(20)]
+    (folder / "clips.csv").write_text("\n".join(rows))
+    (folder / "p.jsonl").write_text("")
     return folder
 
 
@@ -88,10 +113,35 @@ def test_ten_lines_in_someone_else_s_loop():
     assert not torch.equal(before, net.weight)
 
 
-def test_reading_guide_names_exist():
+def test_the_fork_takes_the_place_of_its_function():
+    code, names = next(block for kind, block in BLOCKS if kind == "python" and "mine.py" in block), {}
+    exec(code, names)
+    mine = names["modulated_temperature"]
+    assert list(inspect.signature(mine).parameters) == list(inspect.signature(temo.modulated_temperature).parameters)
+    assert mine(torch.tensor([[0.5, -1.0]]), 0.01, 0.04).tolist() == [[pytest.approx(0.02), pytest.approx(0.01)]]
+
+
+def test_commands_of_the_pages_parse(place, monkeypatch):
+    monkeypatch.chdir(place)
+    found = [c for c in ELSEWHERE if RUNS.match(c) and "--resume" not in c and "--help" not in c]
+    for command in found:
+        words = shlex.split(command)
+        script = next(i for i, w in enumerate(words) if w in SCRIPTS)
+        SCRIPTS[words[script]].parse_args(words[script + 1:])
+    assert len(found) >= 10
+    of_eval = [c for c in LINES + ELSEWHERE if c.startswith("python eval.py")]
+    for command in of_eval:
+        eval_py.parse_args(shlex.split(command)[2:])
+    assert len(of_eval) >= 8
+    programs = [c.split()[2] for c in ELSEWHERE if c.startswith("python -m")]
+    files = [c.split()[1] for c in ELSEWHERE if c.startswith("python benchmarks/")]
+    assert len(programs) >= 5 and all(map(importlib.util.find_spec, programs))
+    assert len(files) >= 4 and all((ROOT / file).is_file() for file in files)
+
+
+def test_functions_of_the_equations_exist():
     modules = {"TeMo": temo, "TS": temperature_schedules, "MM-TS": mmts, "NCL": ncl, "MAMA": mama}
-    table = README.split("## Reading guide\n")[1].split("\n#")[0]
-    rows = [line.split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    rows = [line.split("|") for line in PAGES[ROOT / "docs" / "equations.md"].splitlines() if line.startswith("|")][2:]
     names = [(row[1].split()[0].rstrip(","), name) for row in rows for name in re.findall(r"`(\w+)`", row[2])]
     assert {paper for paper, _ in names} == set(modules) and len(names) >= 30
     unknown = [(paper, name) for paper, name in names if not hasattr(modules[paper], name)]
@@ -99,8 +149,8 @@ def test_reading_guide_names_exist():
 
 
 def test_flags_exist():
-    """Every --flag of the README stands in a parser of ours, but for those of the launchers."""
-    text = re.sub(r"```bash\n#SBATCH.*?```", "", README, flags=re.S)
+    """Every --flag of the pages stands in a parser of ours, but for those of the launchers."""
+    text = re.sub(r"```bash\n#SBATCH.*?```", "", "\n".join(PAGES.values()), flags=re.S)
     sources = "".join(p.read_text(encoding="utf8") for p in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
     others = {"--multi_gpu", "--num_processes", "--nproc_per_node", "--shm-size"}  # of the launchers, of Docker
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - others
@@ -109,25 +159,22 @@ def test_flags_exist():
     assert len(named) >= 80 and not unknown, unknown
 
 
-def test_files_of_the_table_exist():
-    table = README.split("## The files")[1].split("\n#")[0]
-    rows = re.findall(r"^\| `([\w./]+)` \|(.*)$", table, re.M)
-    assert len(rows) >= 10
-    for name, rest in rows:
-        assert (ROOT / name).exists() != ("not written yet" in rest), name
+def test_links_exist():
+    links = [(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text)]
+    assert len(links) >= 20
+    missing = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing, missing
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 1300 and len(README.splitlines()) <= 160
 
 
 def test_tables_are_those_of_the_results_files(capsys):
     report.main(["--check"])
-    assert len(report.BLOCK.findall(README)) >= 2
-    assert report.filled(README.replace("| InfoNCE ", "| better ")) == README  # a number typed by hand does not stay
-
-
-def test_eval_commands_parse():
-    commands = [line.split("#")[0] for line in LINES if line.startswith("python eval.py")]
-    assert len(commands) >= 5
-    for command in commands:
-        eval_py.parse_args(shlex.split(command)[2:])
+    page = PAGES[report.PAGE]
+    assert len(report.BLOCK.findall(page)) == 2 and "<!-- results" not in README
+    assert report.filled(page.replace("| InfoNCE ", "| better ")) == page  # a number typed by hand does not stay
 
 
 def test_readme_says_nothing_of_where_it_was_made():

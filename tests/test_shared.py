@@ -253,3 +253,12 @@ def test_ruff(tmp_path):
         done = subprocess.run([ruff, "check", "--no-cache", "--output-format", "concise", "."], cwd=tmp_path,
                               capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
+
+
+def test_learning_rates():
+    """After two steps of warm-up from 4 to 1 at the end: half way cosine and line meet, not a quarter before."""
+    rates = {kind: [common.cosine_lr(k, 10, 2, 4.0, 1.0, kind) for k in (0, 1, 2, 4, 6, 10)]
+             for kind in ("cosine", "linear", "constant")}
+    assert rates["linear"] == pytest.approx([2, 4, 4, 3.25, 2.5, 1])
+    assert rates["cosine"] == pytest.approx([2, 4, 4, 1 + 1.5 * (1 + 0.5 ** 0.5), 2.5, 1])
+    assert rates["constant"] == [2, 4, 4, 4, 4, 4]

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import os
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -92,15 +93,13 @@ def test_coarse_temperature():
 
 
 def test_a_random_guess_has_the_loss_that_the_banner_says():
-    """Equal embeddings: ln of the positive and the negatives, which for MoCo are the keys that the queue holds."""
+    """Equal embeddings: ln of the positive and the negatives, which for MoCo are the keys of the queue."""
     same = unit(1, D).expand(N, D)
     simclr = SimpleNamespace(loss="simclr", batch_size=N)
-    assert ts.nt_xent(same, same, 0.3).item() == pytest.approx(math.log(1 + ts.negatives(0, simclr)))
+    assert ts.nt_xent(same, same, 0.3).item() == pytest.approx(math.log(1 + ts.negatives(simclr)))
     moco = SimpleNamespace(loss="moco", batch_size=N, queue_size=12)
-    assert [ts.negatives(step, moco) for step in (0, 1, 2, 3, 99)] == [5, 5, 10, 12, 12]
-    for step in (0, 2, 99):
-        queue = unit(1, D).expand(ts.negatives(step, moco), D)
-        assert ts.moco_loss(same, same, queue, 0.3).item() == pytest.approx(math.log(1 + len(queue)))
+    queue = unit(1, D).expand(ts.negatives(moco), D)
+    assert len(queue) == 12 and ts.moco_loss(same, same, queue, 0.3).item() == pytest.approx(math.log(13))
 
 
 def test_prune_masks_keep_the_largest_weights_of_all_layers_together():
@@ -172,16 +171,16 @@ def test_sdclr_s_recipes():
 
 def test_queue_is_first_in_first_out():
     queue = ts.Queue(5, 2)
+    start = queue.keys.clone()
     pushed = [unit(2, 2, seed=s).float() for s in range(4)]
     for keys in pushed:
         queue.push(keys)
         if keys is pushed[0]:
-            assert torch.allclose(queue.get(), keys)  # partly filled: only what is there
+            assert torch.allclose(queue.keys, torch.cat([keys, start[2:]]), atol=1e-6)
     last = torch.cat(pushed)[-5:]
-    assert len(queue.get()) == 5
-    assert torch.allclose(queue.get().sort(dim=0).values, last.sort(dim=0).values, atol=1e-6)
+    assert torch.allclose(queue.keys.sort(dim=0).values, last.sort(dim=0).values, atol=1e-6)
     queue.push(F.normalize(torch.randn(8, 2), dim=1))  # more than it holds
-    assert len(queue.get()) == 5 and queue.count == 16
+    assert len(queue.keys) == 5 and queue.count == 16
 
 
 def test_keys_do_not_share_their_query_s_batch_statistics():
@@ -533,6 +532,22 @@ RESNET = [*"--cpu --threads 1 --batch-size 8 --image-size 16 --log-every 1 --ima
           "--no-pretrained --head-norm batch --optimizer sgd --train-features clean".split()]
 
 
+def test_the_queue_starts_with_random_keys_and_not_with_the_anchors_own(folders, tmp_path, monkeypatch):
+    """Unit keys, the same wherever the seed is; in the first steps no anchor finds its own key among its negatives."""
+    torch.manual_seed(1)
+    first, again, other = (ts.Queue(64, 8, seed).keys for seed in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.allclose(first.norm(dim=1), torch.ones(64)) and first.mean(0).norm() < 0.5
+    seen, real = [], ts.moco_loss
+    monkeypatch.setattr(ts, "moco_loss", lambda q, k, queue, tau: (
+        seen.append((F.normalize(k, dim=1), queue.clone())), real(q, k, queue, tau))[1])
+    few = "--cpu --threads 1 --batch-size 8 --image-size 16 --workers 0 --loss moco --max-steps 2 --queue-size 100"
+    main(tmp_path / "r", "--dataset", folders, *few.split())
+    for keys, queue in seen:
+        assert len(queue) == 100 and not torch.isclose(keys @ queue.T, torch.ones(()), atol=1e-6).any()
+    assert torch.allclose(seen[1][1][:len(seen[0][0])], seen[0][0], atol=1e-6)  # of the first step: in the second
+
+
 def test_both_sets_of_batchnorms_are_resumed(folders, tmp_path):
     flags = [*RESNET, "--dataset", str(folders), *"--loss sdclr --max-steps 3 --save-every 2 --lr 0.1".split()]
     main(tmp_path / "whole", *flags)
@@ -656,6 +671,8 @@ def test_figures_2_and_3(folders, tmp_path, monkeypatch, pictures):
     titles = [ax.get_title() for ax in axes if ax.get_title()]
     assert [n for n in ("1", "2a", "2b", "2c", "3", "4", "5") if sum(f"(Fig. {n})" in t for t in titles) != 1] == []
     assert [ax.name for ax in axes].count("3d") == 1
+    means = [t for t in titles if re.search(r"mean of all classes \d+\.\d %", t)]
+    assert [sum(f"(Fig. {n})" in t for t in means) for n in (3, 5)] == [1, 1]
     assert seen[0].shape[1] == 128 and seen[0].min() < 0  # the features have a width of 512 and are never below 0
 
 

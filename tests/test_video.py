@@ -36,6 +36,7 @@ import readers.videos
 from helpers import TEXT, frame, frame_number, open_splits, write_rows, write_video
 from readers.clips import Clips
 from readers.frames import read_frames
+from readers.text import load_plain_pickle
 from sets import moving_emoji, videos
 
 SPLITS = ("train", "val", "test")
@@ -870,6 +871,8 @@ def test_youcook2_reads_the_window_of_each_step(tmp_path):
     assert train.key(0) != train.key(1) and "yt1" in train.key(0) and "2-4 s" in train.key(0)
     test = common.load_data("youcook2", "test", data_dir=str(tmp_path), frames=4)
     assert test.captions(0) == ["step 0 of yt2"] and numbers(test.read(0)) == [10, 16, 23, 29]
+    vast = common.load_data("youcook2", "test", data_dir=str(tmp_path), frames=4, frame_sampling="random")
+    assert numbers(vast.read(0)) == [12, 17, 22, 27]  # the middles of four segments
 
 
 def test_youcook2_as_the_hub_has_it(tmp_path):
@@ -882,6 +885,8 @@ def test_youcook2_as_the_hub_has_it(tmp_path):
     test = common.load_data("youcook2", "test", data_dir=str(tmp_path), frames=4)
     assert [test.captions(k) for k in range(len(test))] == [["step 0"], ["step 1"]]
     assert numbers(test.read(1)) == [40, 46, 53, 59]
+    vast = common.load_data("youcook2", "test", data_dir=str(tmp_path), frames=4, frame_sampling="random")
+    assert numbers(vast.read(1)) == [42, 47, 52, 57]  # the middles of four segments
 
 
 def test_howto100m_is_one_example_a_line_of_speech(tmp_path):

@@ -13,8 +13,9 @@ Differences from the paper: (1) it does not say which features Eqs. 14-15 measur
 unit length (d falls off at a squared distance of 1, so that longer ones would rank by density alone). (2) The picture
 is padded to a square, of 4,096 px at most: processors that cut one out of its middle (LLaVA's) would drop the outer
 frames. (3) The authors' demo finds key frames by differences of pixels, asks another question and samples at
-temperature 0.2; this follows the paper. (4) Table 5's summary is ChatGPT's; here it is --summary-model's, and the two
-prompts of that mode are ours.
+temperature 0.2; this follows the paper. (4) Candidates for key frames stand evenly in the clip; the paper draws its
+frames at random. (5) Whether Table 7's 3 x 4 has three columns, as here, or three rows, as the demo, is open (--grid).
+(6) Table 5's summary is ChatGPT's; here it is --summary-model's, and the two prompts of that mode are ours.
 """
 
 import argparse
@@ -279,9 +280,10 @@ def parse_args(argv=None):
                         "(Table 5)")
     p.add_argument("--key-frames", type=count, default=12, help="Q of Sec. 3.3, frames of a video (paper: 12)")
     p.add_argument("--neighbours", type=count, default=6, help="K of Eq. 14 (paper: 6)")
-    p.add_argument("--grid", type=grid, default="3x4", help="W x H, columns x rows of the picture (paper: 3x4)")
+    p.add_argument("--grid", type=grid, default="3x4", help="W x H, columns x rows of the picture; "
+                   "paper 3x4 (Table 7), which may be 3 columns and 4 rows or, as in its authors' demo, 4 and 3 (4x3)")
     p.add_argument("--candidates", type=count, default=64,
-                   help="frames, evenly placed in the clip, among which key frames are chosen")
+                   help="frames, evenly placed in the clip, among which key frames are chosen; paper: random")
     p.add_argument("--cell", type=count, default=224, help="short side of a frame in the picture, px at most")
     p.add_argument("--frame-encoder", default="facebook/dinov2-small",
                    help="features of Eqs. 14-15: timm name, transformers id, folder, or colour (no model, crude)")
