@@ -217,7 +217,10 @@ class Run:
                                  samples=f"{row['samples_per_s']:.0f}/s", refresh=False)
         self.bar.update()
         if self.step == self.last:  # the last evaluation in float32, as eval.py does it
-            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            if self.args.compile:  # autocast stands around the compiled module, which no evaluation calls
+                vars(self.trained).pop("_original_forward", None)
+            else:
+                self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         if due["eval"]:
             self.evaluate_val()
         if due["save"]:
