@@ -188,6 +188,32 @@ def by_rows(loss, *rows, columns, block=0):
     return sum(part * (min(block, B - i) / B) for part, i in zip(parts, range(0, B, block)))  # the last may be short
 
 
+@contextlib.contextmanager
+def tf32(on=True):
+    """Inside, float32 matrix products of a CUDA card are TF32's (11 bits for 24): for encoders, never for a loss."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if on else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _Border(torch.autograd.Function):
+    """The identity between encoders and loss: on the way back `crossed` is called when the loss's part is done."""
+
+    @staticmethod
+    def forward(ctx, crossed, *embeddings):
+        ctx.crossed = crossed
+        ctx.set_materialize_grads(False)
+        return tuple(e.view_as(e) for e in embeddings)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.crossed()
+        return None, *gradients
+
+
 class Chunks:
     """The embeddings of a batch, and the way back from a loss of them into the encoders: all at once, or `chunk`
     examples at a time with the memory of a chunk and the exact gradient of the full batch (gradient caching).
@@ -200,19 +226,31 @@ class Chunks:
         encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
         model: what `encode` calls, as prepared by the accelerator.
         chunk: examples at a time on this process, 0 = all.
+        tf32: on a CUDA card the encoders' float32 products are TF32's, there and back; the loss's stay exact.
     """
 
-    def __init__(self, encode, model, accelerator, chunk=0):
+    def __init__(self, encode, model, accelerator, chunk=0, tf32=False):
         self.function, self.model, self.accelerator, self.chunk = encode, model, accelerator, chunk
+        self.tf32, self.on_the_way_back = tf32 and accelerator.device.type == "cuda", False
+
+    def fast(self):
+        """The context in which encoders run."""
+        return tf32(self.tf32)
+
+    def _crossed(self):
+        if self.on_the_way_back:  # not where a script asks for gradients of its own
+            torch.set_float32_matmul_precision("high")
 
     def encode(self, inputs):
         """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, from which a loss can be computed."""
         first = next(_leaves(inputs))  # (B, ...)
         self.pieces = []  # of the inputs, each with the random state of its first pass
         if not self.chunk or self.chunk >= len(first):
-            return self.function(inputs)
+            with self.fast():
+                whole = self.function(inputs)
+            return _Border.apply(self._crossed, *whole) if self.tf32 else whole
         parts, self.device = [], first.device
-        with torch.no_grad():
+        with torch.no_grad(), self.fast():
             for i in range(0, len(first), self.chunk):
                 piece = _slice(inputs, i, i + self.chunk)
                 self.pieces.append((piece, random_state(self.device)))
@@ -222,9 +260,16 @@ class Chunks:
 
     def backward(self, loss):
         """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
-        self.accelerator.backward(loss)
+        self.on_the_way_back = self.tf32
+        with tf32(on=False):  # what the border has switched on ends here
+            self.accelerator.backward(loss)
+        self.on_the_way_back = False
         if not self.pieces:
             return
+        with self.fast():
+            self._backward_in_chunks()
+
+    def _backward_in_chunks(self):
         after = random_state(self.device)
         for k, (piece, state) in enumerate(self.pieces, 1):
             set_random_state(state, self.device)

@@ -305,6 +305,8 @@ class Parser(OneLine):
         add("--eps", type=between(1e-30, 1e30), help="Adam's epsilon; CLIP4Clip 1e-6")
         add("--grad-clip", type=nonnegative, help="largest global gradient norm; 0 = off")
         add("--mixed-precision", choices=["no", "fp16", "bf16"], help="of the encoders; the loss is always float32")
+        add("--tf32", action=yesno, default=True,
+            help="on a CUDA card, TF32 for float32 products of the encoders in training; the loss's stay exact")
 
     def _check(self, args, saved):
         """What all scripts require between flags."""
