@@ -164,19 +164,24 @@ def fp32(loss):
     return wrapped
 
 
+def rows_at_once(rows, columns, device):
+    """How many rows of (rows, columns) matrices a loss takes at a time: all below 1 GiB of float32 temporaries; above,
+    64 MiB of them, which a CPU's cache likes, and 1 GiB on a card, which large products keep busy."""
+    per_row = 4 * 21 * columns  # bytes; Algorithm 1 of TeMo written out keeps about 21 (B, N) matrices
+    return rows if rows * per_row <= 2**30 else max(1, 2**(30 if device.type == "cuda" else 26) // per_row)
+
+
 def by_rows(loss, *rows, columns, block=0):
     """Losses of rows, recomputed in blocks of rows when the (B, N) matrices would be large: memory linear in N.
 
     Args:
         loss: function of slices of `rows` -> (b,), or () their mean; each slice keeps its place in the gradient.
         rows: tensors whose first axis is B are sliced; anything else is handed on whole.
-        columns: N.   block: rows at a time; 0 = all at once below 1 GiB of float32 temporaries, else 64 MiB at a time.
+        columns: N.   block: rows at a time; 0 = see rows_at_once.
     Returns: (B,), or () the mean over all rows.
     """
     B = len(rows[0])
-    if not block:
-        per_row = 4 * 21 * columns  # bytes; Algorithm 1 of TeMo written out keeps about 21 (B, N) matrices
-        block = B if B * per_row <= 2**30 else max(1, 2**26 // per_row)
+    block = block or rows_at_once(B, columns, rows[0].device)
     if block >= B:
         return loss(*rows)
     def cut(x, i):
@@ -1154,6 +1159,23 @@ def collate(items):
             "fatal": next((i["fatal"] for i in items if "fatal" in i), "")}
 
 
+SLICE = 256  # frames whose colours a card changes at a time: temporaries take six times what they change
+
+
+def in_slices(function, size, *rows):
+    """function(*rows) -> (M, ...), for at most `size` of the M rows at a time; 0 = all."""
+    parts = -(-len(rows[0]) // size) if size else 1
+    if parts < 2:
+        return function(*rows)
+    done, start = None, 0
+    for piece in zip(*(x.chunk(parts) for x in rows)):  # of one length but the last: few shapes to compile for
+        y = function(*piece)
+        done = y.new_empty(len(rows[0]), *y.shape[1:]) if done is None else done
+        done[start:start + len(y)] = y
+        start += len(y)
+    return done
+
+
 LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
 
 
@@ -1309,11 +1331,15 @@ class Batches:
         x = x.to(self.device, non_blocking=True)
         if x.ndim == 3:  # features
             return x
-        x = x.float().div_(255) if x.dtype == torch.uint8 else x
         frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S)
         draws = torch.from_numpy(draws).to(self.device)  # (B, DRAWS)
         draws = draws.repeat_interleave(len(frames) // len(x), 0)  # (B * T, DRAWS): all frames of a clip alike
-        return self.transform.normalise(photometric(frames, draws[:, :, None, None, None])).view(x.shape)
+
+        def finish(frames, draws):
+            frames = frames.float().div_(255) if frames.dtype == torch.uint8 else frames
+            return self.transform.normalise(photometric(frames, draws))
+        size = SLICE if self.device.type == "cuda" else 0
+        return in_slices(finish, size, frames, draws[:, :, None, None, None]).view(x.shape)
 
     def _draws(self, epochs, index, n, stream):
         if (epochs == epochs[0]).all():

@@ -11,6 +11,7 @@ from engine.base import read_json
 from engine.processes import set_card
 from engine.run import Run
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,3 +164,26 @@ def test_experts_of_a_card_run_in_half_precision(monkeypatch):
     kinds = {(kind, device): Expert("x", "text", None, torch.device(device), kind).autocast.keywords["enabled"]
              for kind in ("bf16", "fp16", "no") for device in ("cuda", "cpu")}
     assert {where for where, on in kinds.items() if on} == {("bf16", "cuda"), ("fp16", "cuda")}
+
+
+# ----------------------------------------------------- blocks and slices ---------------------------------------------
+def test_row_blocks_are_large_on_a_card():
+    blocks = {device: common.rows_at_once(32_768, 32_768, torch.device(device)) for device in ("cpu", "cuda")}
+    assert blocks == {"cpu": 24, "cuda": 390}  # 1,366 blocks and 85
+    assert common.rows_at_once(2048, 2048, torch.device("cpu")) == 2048
+
+
+def test_views_in_slices_are_the_whole_to_the_bit():
+    generator = np.random.default_rng(0)
+    frames = torch.from_numpy(generator.integers(0, 256, (600, 3, 32, 32), dtype=np.uint8))
+    view = common.Augment(32, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
+    draws = torch.from_numpy(generator.random((600, view.DRAWS), dtype=np.float32))[:, :, None, None, None]
+    seen = []
+
+    def finish(frames, draws):
+        seen.append(len(frames))
+        return view.photometric(frames.float().div_(255), draws)
+    whole = common.in_slices(finish, 0, frames, draws)
+    assert torch.equal(common.in_slices(finish, common.SLICE, frames, draws), whole)
+    assert seen == [600, 200, 200, 200]
+    assert torch.equal(common.in_slices(finish, 599, frames, draws), whole)
