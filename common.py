@@ -647,6 +647,16 @@ class QuestionAnswerer(TwoTower):
         return gather(texts)[:, positive_index(texts)].T, texts
 
 
+SPEC = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling", "image_stats",
+        "eval_resize", "eval_crop", "clean_captions")
+
+
+def spec_of(args):
+    """What the model flags of a script say, for build_model; without texts features alone: its head is its own."""
+    without = {} if hasattr(args, "text_encoder") else {"text_encoder": "", "embed_dim": 0}
+    return {k: getattr(args, k) for k in SPEC if hasattr(args, k)} | without
+
+
 def build_model(spec, tokenizer, pretrained, weights=""):
     """TwoTower and EvalTransform from a spec (the content of model.json): what the model flags mean, in one place.
 

@@ -99,9 +99,8 @@ from pathlib import Path
 import common
 from common import by_rows, fp32, gather, normalize, positive_index
 from engine.base import UserError, clean_exit, rank, world, write_json, write_tensors
-from engine.data import open_data
+from engine.data import meta_data, open_data
 from engine.flags import OneLine, Parser
-from engine.meta_data import meta_data
 from engine.ranges import between, count, nonnegative, part, positive, rate, whole
 from engine.run import Run
 

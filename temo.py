@@ -291,7 +291,7 @@ CC12M = CC3M | dict(
     image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32", pretrained=False, embed_dim=512,
     image_size=224, image_stats="imagenet", eval_resize="crop", text_length=77, clean_captions=False,
     # SLIP's settings for every loss: the paper promises equal ones (SLIP's authors train CLIP at 5e-4, decay 0.5)
-    batch_size=4096, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, tau_clamp=[0.01, 1.0],
+    batch_size=4096, chunk_size=128, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, tau_clamp=[0.01, 1.0],
     flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"])
 EMOJI = dict(
     recipe="ours",

@@ -12,6 +12,7 @@ from engine.base import UserError, join_notes, say
 
 import numpy as np
 
+from readers import text
 from readers.guards import say_part
 
 # What load_data takes from the flags of a script.
@@ -153,3 +154,66 @@ def file_names(data):
     places = (source for batch in data.sources.iter(10_000) for source in batch["source"])
     for key, source in zip(data.keys(), places, strict=True):
         yield stem(key if source.get("size") is not None or not source.get("path") else source["path"])
+
+
+# ------------------------------------------------- meta-data of mama.py ----------------------------------------------
+# few, clean and balanced examples of training; of val, and then of no evaluation; or named ones
+def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval"):
+    """(Data of the meta-data, the evaluation sets without them).
+
+    Args: wanted: train, val or a file of names; size: examples of train or val; batch: those of a step.
+    Raises: UserError where they are too few, or asked of a stream."""
+    source = train if wanted != "val" else evals.get(dataset, {}).get("val")
+    if source is None or source.streamed:
+        raise UserError(f"--meta-set {wanted}: {dataset} has no such split to take rows from"
+                        + (" (a stream); use --meta-set val" if source is not None else ""))
+    source = source.select(np.arange(len(source) - source.joined)) if source.joined else source  # the set's own rows
+    if wanted in ("train", "val"):
+        columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(task, ["label", "verb"])
+        rows, how = balanced_rows(source, size, columns)
+    else:
+        rows, how = named_rows(source, wanted), "by name"
+    if len(rows) < batch:
+        raise UserError(f"--meta-set {wanted}: {len(rows)} examples, fewer than --meta-batch-size {batch}")
+    note = f"{len(rows)} of {source.split}, {how}; {batch} a step"
+    if wanted == "val":
+        rest = np.setdiff1d(np.arange(len(source)), rows)
+        if not len(rest):
+            raise UserError(f"--meta-size {size}: val has {len(source)} examples, none would be left "
+                            "to evaluate on")
+        evals = evals | {dataset: evals[dataset] | {"val": source.select(rest)}}
+        note += "; no evaluation on val sees them, and only --weighting meta and l2rw learn from them"
+    meta = source.select(rows)
+    meta.note = note
+    return meta, evals
+
+
+def balanced_rows(data, size, columns=("label", "verb")):
+    """(size,) rows by a hash of their names, classes in turn, without those known to be noisy; and words for it."""
+    place = np.array([common.key_hash(f"meta {key}") for key in data.keys()])                            # (M,)
+    noisy = data.column("noisy")
+    rows = np.argsort(place, kind="stable")
+    rows = rows if noisy is None else rows[~np.asarray(noisy)[rows]]
+    column = next((c for c in columns if data.column(c) is not None), None)
+    if column:
+        seen, turn = {}, []                                                # how many of its class came before each row
+        for c in np.asarray(data.column(column))[rows].tolist():
+            seen[c] = seen.get(c, -1) + 1
+            turn.append(seen[c] if c != -1 else len(rows))                 # without a class: the last to be taken
+        rows = rows[np.argsort(turn, kind="stable")]
+    clean = ", known to be clean" if noisy is not None else ", not known to be clean"
+    return np.sort(rows[:size]), (f"balanced over {column}" if column else "at random") + clean
+
+
+def named_rows(data, file):
+    """Rows of the names (keys) in a file, one a line. Raises: UserError for a name that is not there."""
+    lines = text.read_lines(file)
+    names = dict.fromkeys(lines)
+    if len(names) < len(lines):
+        say(f"--meta-set {file}: {len(lines) - len(names):,} of its {len(lines):,} lines name an example again")
+    where = {key: i for i, key in enumerate(data.keys())}
+    missing = [n for n in names if n not in where]
+    if missing:
+        raise UserError(f"--meta-set {file}: {len(missing)} of its {len(names)} names are not in train, first "
+                        f"{missing[0][:100]!r}; a name of train: {next(iter(where))!r}")
+    return np.sort([where[n] for n in names])

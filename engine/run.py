@@ -7,7 +7,16 @@ import signal
 import time
 from pathlib import Path
 
-from common import Batches, build_model, build_tokenizer, check_finite, frames_of, has_clips, mean_over_processes
+from common import (
+    Batches,
+    build_model,
+    build_tokenizer,
+    check_finite,
+    frames_of,
+    has_clips,
+    mean_over_processes,
+    spec_of,
+)
 from engine import base, checkpoints
 from engine.base import UserError, rank, say, world
 from engine.checkpoints import latest_checkpoint, listen, resume, stop
@@ -67,12 +76,8 @@ class Run:
         texts: what a tokenizer learns from, in place of the captions; questions: keywords of QuestionAnswerer.
         """
         args, tokenizer = self.args, None
-        names = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling",
-                 "image_stats", "eval_resize", "eval_crop", "clean_captions")
-        self.spec = {k: getattr(args, k) for k in names if hasattr(args, k)}
-        if "text_encoder" not in self.spec:  # a script without texts: features alone, its head is its own
-            self.spec |= {"text_encoder": "", "embed_dim": 0}
-        else:
+        self.spec = spec_of(args)
+        if self.spec["text_encoder"]:
             texts = texts or (lambda: self.train.first_captions(200_000))
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
