@@ -165,19 +165,24 @@ def fp32(loss):
     return wrapped
 
 
+def rows_at_once(rows, columns, device):
+    """How many rows of (rows, columns) matrices a loss takes at a time: all below 1 GiB of float32 temporaries; above,
+    64 MiB of them, which a CPU's cache likes, and 1 GiB on a card, which large products keep busy."""
+    per_row = 4 * 21 * columns  # bytes; Algorithm 1 of TeMo written out keeps about 21 (B, N) matrices
+    return rows if rows * per_row <= 2**30 else max(1, 2**(30 if device.type == "cuda" else 26) // per_row)
+
+
 def by_rows(loss, *rows, columns, block=0):
     """Losses of rows, recomputed in blocks of rows when the (B, N) matrices would be large: memory linear in N.
 
     Args:
         loss: function of slices of `rows` -> (b,), or () their mean; each slice keeps its place in the gradient.
         rows: tensors whose first axis is B are sliced; anything else is handed on whole.
-        columns: N.   block: rows at a time; 0 = all at once below 1 GiB of float32 temporaries, else 64 MiB at a time.
+        columns: N.   block: rows at a time; 0 = see rows_at_once.
     Returns: (B,), or () the mean over all rows.
     """
     B = len(rows[0])
-    if not block:
-        per_row = 4 * 21 * columns  # bytes; Algorithm 1 of TeMo written out keeps about 21 (B, N) matrices
-        block = B if B * per_row <= 2**30 else max(1, 2**26 // per_row)
+    block = block or rows_at_once(B, columns, rows[0].device)
     if block >= B:
         return loss(*rows)
     def cut(x, i):
@@ -187,6 +192,32 @@ def by_rows(loss, *rows, columns, block=0):
     if parts[0].ndim:
         return torch.cat(parts)
     return sum(part * (min(block, B - i) / B) for part, i in zip(parts, range(0, B, block)))  # the last may be short
+
+
+@contextlib.contextmanager
+def tf32(on=True):
+    """Inside, float32 matrix products of a CUDA card are TF32's (11 bits for 24): for encoders, never for a loss."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if on else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _Border(torch.autograd.Function):
+    """The identity between encoders and loss: on the way back `crossed` is called when the loss's part is done."""
+
+    @staticmethod
+    def forward(ctx, crossed, *embeddings):
+        ctx.crossed = crossed
+        ctx.set_materialize_grads(False)
+        return tuple(e.view_as(e) for e in embeddings)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.crossed()
+        return None, *gradients
 
 
 class Chunks:
@@ -201,19 +232,31 @@ class Chunks:
         encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
         model: what `encode` calls, as prepared by the accelerator.
         chunk: examples at a time on this process, 0 = all.
+        tf32: on a CUDA card the encoders' float32 products are TF32's, there and back; the loss's stay exact.
     """
 
-    def __init__(self, encode, model, accelerator, chunk=0):
+    def __init__(self, encode, model, accelerator, chunk=0, tf32=False):
         self.function, self.model, self.accelerator, self.chunk = encode, model, accelerator, chunk
+        self.tf32, self.on_the_way_back = tf32 and accelerator.device.type == "cuda", False
+
+    def fast(self):
+        """The context in which encoders run."""
+        return tf32(self.tf32)
+
+    def _crossed(self):
+        if self.on_the_way_back:  # not where a script asks for gradients of its own
+            torch.set_float32_matmul_precision("high")
 
     def encode(self, inputs):
         """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, from which a loss can be computed."""
         first = next(_leaves(inputs))  # (B, ...)
         self.pieces = []  # of the inputs, each with the random state of its first pass
         if not self.chunk or self.chunk >= len(first):
-            return self.function(inputs)
+            with self.fast():
+                whole = self.function(inputs)
+            return _Border.apply(self._crossed, *whole) if self.tf32 else whole
         parts, self.device = [], first.device
-        with torch.no_grad():
+        with torch.no_grad(), self.fast():
             for i in range(0, len(first), self.chunk):
                 piece = _slice(inputs, i, i + self.chunk)
                 self.pieces.append((piece, random_state(self.device)))
@@ -223,9 +266,16 @@ class Chunks:
 
     def backward(self, loss):
         """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
-        self.accelerator.backward(loss)
+        self.on_the_way_back = self.tf32
+        with tf32(on=False):  # what the border has switched on ends here
+            self.accelerator.backward(loss)
+        self.on_the_way_back = False
         if not self.pieces:
             return
+        with self.fast():
+            self._backward_in_chunks()
+
+    def _backward_in_chunks(self):
         after = random_state(self.device)
         for k, (piece, state) in enumerate(self.pieces, 1):
             set_random_state(state, self.device)
@@ -599,6 +649,16 @@ class QuestionAnswerer(TwoTower):
         size = N * len(self.fusion) * length * words.shape[2]              # numbers in one activation of a text's pairs
         texts = by_rows(rows, words, keep, columns=size, block=self.block)                               # (B, N)
         return gather(texts)[:, positive_index(texts)].T, texts
+
+
+SPEC = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling", "image_stats",
+        "eval_resize", "eval_crop", "clean_captions")
+
+
+def spec_of(args):
+    """What the model flags of a script say, for build_model; without texts features alone: its head is its own."""
+    without = {} if hasattr(args, "text_encoder") else {"text_encoder": "", "embed_dim": 0}
+    return {k: getattr(args, k) for k in SPEC if hasattr(args, k)} | without
 
 
 def build_model(spec, tokenizer, pretrained, weights=""):
@@ -1119,6 +1179,23 @@ def collate(items):
             "fatal": next((i["fatal"] for i in items if "fatal" in i), "")}
 
 
+SLICE = 256  # frames whose colours a card changes at a time: temporaries take six times what they change
+
+
+def in_slices(function, size, *rows):
+    """function(*rows) -> (M, ...), for at most `size` of the M rows at a time; 0 = all."""
+    parts = -(-len(rows[0]) // size) if size else 1
+    if parts < 2:
+        return function(*rows)
+    done, start = None, 0
+    for piece in zip(*(x.chunk(parts) for x in rows)):  # of one length but the last: few shapes to compile for
+        y = function(*piece)
+        done = y.new_empty(len(rows[0]), *y.shape[1:]) if done is None else done
+        done[start:start + len(y)] = y
+        start += len(y)
+    return done
+
+
 LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
 
 
@@ -1274,11 +1351,15 @@ class Batches:
         x = x.to(self.device, non_blocking=True)
         if x.ndim == 3:  # features
             return x
-        x = x.float().div_(255) if x.dtype == torch.uint8 else x
         frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S)
         draws = torch.from_numpy(draws).to(self.device)  # (B, DRAWS)
         draws = draws.repeat_interleave(len(frames) // len(x), 0)  # (B * T, DRAWS): all frames of a clip alike
-        return self.transform.normalise(photometric(frames, draws[:, :, None, None, None])).view(x.shape)
+
+        def finish(frames, draws):
+            frames = frames.float().div_(255) if frames.dtype == torch.uint8 else frames
+            return self.transform.normalise(photometric(frames, draws))
+        size = SLICE if self.device.type == "cuda" else 0
+        return in_slices(finish, size, frames, draws[:, :, None, None, None]).view(x.shape)
 
     def _draws(self, epochs, index, n, stream):
         if (epochs == epochs[0]).all():

@@ -103,9 +103,8 @@ from pathlib import Path
 import common
 from common import by_rows, fp32, gather, normalize, positive_index
 from engine.base import UserError, clean_exit, rank, world, write_json, write_tensors
-from engine.data import open_data
+from engine.data import meta_data, open_data
 from engine.flags import OneLine, Parser
-from engine.meta_data import meta_data
 from engine.ranges import between, count, nonnegative, part, positive, rate, whole
 from engine.run import Run
 
@@ -521,12 +520,12 @@ def main(args):
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
     # <<< shared
     plain = copy.copy(tower)                                               # for the passes without DDP and autocast
     model, optimizer = run.wrap(tower, own, optimizer, meta_optimizer)     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
+    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,

@@ -205,8 +205,8 @@ AVION = dict(
     image_encoder="video_vit_base_patch16_clip_224.openai", text_encoder="laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
     pretrained=True, embed_dim=256, image_size=224, image_stats="clip", eval_resize="crop", frames=16,
     frame_sampling="random", text_length=77, text_pooling="cls", clean_captions=False,
-    epochs=100.0, batch_size=512, lr=3e-5, lr_end=1e-5, warmup_epochs=1.0, weight_decay=0.01, beta2=0.999,
-    grad_clip=0.0, optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
+    epochs=100.0, batch_size=512, chunk_size=16, lr=3e-5, lr_end=1e-5, warmup_epochs=1.0, weight_decay=0.01,
+    beta2=0.999, grad_clip=0.0, optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
     join_captions=False, unfold_captions=False,
     loss="max-margin", tau=0.07, clusters="noun", cluster_encoder="sentence-transformers/all-MiniLM-L6-v2",
     crop_min=0.5, flip=0.0, jitter=0.0, randaugment_ops=0, randaugment_magnitude=0,
@@ -381,11 +381,11 @@ def main(args):
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
     # <<< shared
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
+    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,

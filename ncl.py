@@ -235,19 +235,19 @@ CLIP4CLIP = dict(
     image_encoder="openai/clip-vit-base-patch32", text_encoder="openai/clip-vit-base-patch32", pretrained=True,
     embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="uniform",
     text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True, join_captions=False,
-    epochs=5.0, batch_size=128, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine", warmup_epochs=0.5,
-    weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
+    epochs=5.0, batch_size=128, chunk_size=32, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine",
+    warmup_epochs=0.5, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
     tau=0.01, learnable_tau=True, tau_clamp=[0.01, 1000.0], loss_scale=1.0, queue_size=16_384,
     crop_min=1.0, flip=0.0, jitter=0.0,
     mixed_precision="no", log_every=50, save_every=500, eval_every=0)
 PARAGRAPHS = CLIP4CLIP | dict(
-    epochs=10.0, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False)
-IMAGES = CLIP4CLIP | dict(recipe="ours; as msrvtt, on images", unfold_captions=False)
+    epochs=10.0, chunk_size=8, warmup_epochs=1.0, text_length=64, frames=64, unfold_captions=False)
+IMAGES = CLIP4CLIP | dict(recipe="ours; as msrvtt, on images", chunk_size=0, unfold_captions=False)
 MOVING = CLIP4CLIP | dict(
     recipe="ours",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
     image_size=32, image_stats="half", frames=4, text_length=24, text_pooling="mean", unfold_captions=False,
-    epochs=24.0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8,
+    epochs=24.0, chunk_size=0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8,
     tau=0.1, learnable_tau=False, queue_size=2000,
     crop_min=0.8, jitter=0.2,
     log_every=10, save_every=120, eval_every=120)
@@ -359,11 +359,11 @@ def main(args):
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
     # <<< shared
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
+    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,

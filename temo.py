@@ -291,7 +291,7 @@ CC12M = CC3M | dict(
     image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32", pretrained=False, embed_dim=512,
     image_size=224, image_stats="imagenet", eval_resize="crop", text_length=77, clean_captions=False,
     # SLIP's settings for every loss: the paper promises equal ones (SLIP's authors train CLIP at 5e-4, decay 0.5)
-    batch_size=4096, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, tau_clamp=[0.01, 1.0],
+    batch_size=4096, chunk_size=128, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, tau_clamp=[0.01, 1.0],
     flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"])
 EMOJI = dict(
     recipe="ours",
@@ -414,7 +414,7 @@ def main(args):
     if args.loss == "slip":
         own["head"] = SlipHead(tower.vision.width, args.slip_hidden, args.slip_dim)
     own.to(run.device)
-    experts = {kind: Expert(name, kind, transform, run.device)
+    experts = {kind: Expert(name, kind, transform, run.device, args.mixed_precision)
                for name, kind in ((args.image_expert, "image"), (args.text_expert, "text")) if name}
     learnt = [tower, own]
     # >>> shared: optimizer
@@ -423,11 +423,11 @@ def main(args):
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
     # <<< shared
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
+    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     base_view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, args.jitter, args.jitter,

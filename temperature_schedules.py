@@ -458,14 +458,15 @@ def main(args):
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=args.beta1)
     else:
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+        optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
     # <<< shared
     for group in optimizer.param_groups if args.decay_all else ():
         group["weight_decay"] = args.weight_decay
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
     run.tensors = {k: v.to(run.device) for k, v in run.tensors.items()}    # SDCLR: the masks of this epoch
-    chunks = common.Chunks(lambda inputs: encode(model, inputs, run.tensors), model, run.accelerator, args.chunk_size)
+    chunks = common.Chunks(lambda inputs: encode(model, inputs, run.tensors), model, run.accelerator, args.chunk_size,
+                           args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, args.brightness, args.contrast,
@@ -501,7 +502,7 @@ def main(args):
 
         inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
         if moco:
-            with run.accelerator.autocast():                               # as the queries
+            with run.accelerator.autocast(), chunks.fast():                # as the queries
                 keys = encode_keys(own["key"], inputs.pop(1), args.key_splits, args.seed + run.step)        # (B, D)
         z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; of MoCo q alone
         if moco:

@@ -95,6 +95,12 @@ class SmallText(nn.Module):
         return self.words(input_ids, attention_mask)[1]
 
 
+def channels_last(network):
+    """A network of many convolutions keeps its kernels as GPUs like them, and its activations follow; not a ViT."""
+    if sum(isinstance(m, nn.Conv2d) for m in network.modules()) > 1:
+        network.to(memory_format=torch.channels_last)
+
+
 class Tower(typing.NamedTuple):
     """A network that makes features (., width) of images or clips, and what is known of it."""
     body: nn.Module

@@ -1,5 +1,7 @@
 """Frozen models whose similarities set temperatures (TeMo, App. F)."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -13,17 +15,21 @@ class Expert:
     """A frozen model whose similarities stand in for the encoders' own: (B, ...) inputs -> (B, width) unit features.
 
     image: transformers id or folder, mean of the patch features (DINOv2), of a clip over its frames; text: mean over
-    the tokens."""
+    the tokens. precision: bf16 or fp16 has an effect on a card alone."""
 
-    def __init__(self, name, kind, transform, device):
+    def __init__(self, name, kind, transform, device, precision="no"):
         self.kind, self.transform, self.device = kind, transform, device
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision) if device.type == "cuda" else None
+        self.autocast = functools.partial(torch.autocast, device.type, half, enabled=half is not None)
         self.model, _, _, self.config = hub_encoder(name, "vision" if kind == "image" else "text", True, None)
         self.model = self.model.to(device).eval().requires_grad_(False)
         self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
 
     @torch.no_grad()
     def __call__(self, inputs, batch=256):
-        return normalize(torch.cat([self._features(inputs[i:i + batch]) for i in range(0, len(inputs), batch)]))
+        with self.autocast():
+            features = torch.cat([self._features(inputs[i:i + batch]) for i in range(0, len(inputs), batch)])
+        return normalize(features)
 
     def _features(self, inputs):
         if self.kind == "text":

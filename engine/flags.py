@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common import HELD_OUT, find_set, options_of
 from engine.base import UserError, first_line, printable
+from engine.plan import plan
 from engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
 
 from readers.pictures import MAX_PIXELS
@@ -141,6 +142,8 @@ class Parser(OneLine):
         unknown = sorted((recipe | own).keys() - {a.dest for a in self._actions} - {"recipe"})
         assert not lacking and not unknown, f"the recipe of {chosen.dataset}: lacks {lacking}, unknown {unknown}"
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
+        if chosen.image_encoder not in ("", recipe["image_encoder"]) and not saved:
+            defaults.pop("chunk_size", None)  # it is of the recipe's encoder: another may have BatchNorm
         defaults = {"fit_batch": chosen.dataset not in recipes and chosen.batch_size is None} | defaults
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
@@ -149,7 +152,18 @@ class Parser(OneLine):
         self._check(args, saved)
         for g, when in self.conditions:
             self.only(when(args), g.title, *(a.option_strings[0] for a in g._group_actions))
+        self.only(args.plan, "with --plan", "--gpu-memory")
+        if args.plan:
+            self._print_plan(args)
         return args
+
+    def _print_plan(self, args):
+        """What --plan asks for, in place of a run."""
+        try:
+            print(plan(args, self.prog))
+        except UserError as error:
+            self.error(str(error))
+        sys.exit(0)
 
     def _add_flags_of_sets(self, words):
         """The flags that the named data sets have of their own. Raises: UserError for a set whose file is broken."""
@@ -197,6 +211,11 @@ class Parser(OneLine):
             help="folder of this run in --output-dir; empty = script, data set, seed and time")
         add("--resume", default="", metavar="RUN_DIR",
             help="continue this run exactly, from its last checkpoint; needs no other flag")
+        add("--plan", type=count, nargs="?", const=1, default=0, metavar="CARDS",
+            help="print the memory that this run asks of each of so many cards (one), and end; needs no data, no "
+                 "weights and no card")
+        add("--gpu-memory", type=positive, default=0.0, metavar="GB",
+            help="of one card, for --plan: what fits, and in chunks of how many examples")
         add("--cpu", action=yesno, default=False, help="stay on the CPU even where there is a GPU")
         add("--threads", type=between(0, 1024, int), default=0,
             help="CPU threads of each process; 0 = OMP_NUM_THREADS, or cores / local processes")
@@ -305,6 +324,8 @@ class Parser(OneLine):
         add("--eps", type=between(1e-30, 1e30), help="Adam's epsilon; CLIP4Clip 1e-6")
         add("--grad-clip", type=nonnegative, help="largest global gradient norm; 0 = off")
         add("--mixed-precision", choices=["no", "fp16", "bf16"], help="of the encoders; the loss is always float32")
+        add("--tf32", action=yesno, default=True,
+            help="on a CUDA card, TF32 for float32 products of the encoders in training; the loss's stay exact")
 
     def _check(self, args, saved):
         """What all scripts require between flags."""
@@ -317,6 +338,8 @@ class Parser(OneLine):
         batch, local = args.batch_size, args.batch_size // processes
         self.require(batch % processes == 0, f"--batch-size {batch}: not divisible by {processes} processes; use "
                                              f"{local * processes or processes}")
+        if "--chunk-size" not in self.given and args.chunk_size >= local:  # a recipe's: its batch, or fewer cards
+            args.chunk_size = 0
         self.require(args.chunk_size <= local, f"--chunk-size {args.chunk_size}: larger than the {local} examples of "
                                                "--batch-size on each process")
         for folder in getattr(args, "feature_dir", None) or []:

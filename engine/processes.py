@@ -111,8 +111,16 @@ def set_up(args):
                                   project_dir=args.output_dir, kwargs_handlers=[ddp])
     except ValueError as error:  # e.g. fp16 on a CPU
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
+    set_card(accelerator.device, args)
     set_threads(args)  # after the Accelerator, which sets threads of its own where OMP_NUM_THREADS is not there
     return accelerator
+
+
+def set_card(device, args):
+    """What convolutions of a CUDA card do: the fastest algorithm for each shape, which is measured once; TF32."""
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # a run has few shapes
+        torch.backends.cudnn.allow_tf32 = args.tf32
 
 
 def batchnorm_policy(model, args):

@@ -7,7 +7,16 @@ import signal
 import time
 from pathlib import Path
 
-from common import Batches, build_model, build_tokenizer, check_finite, frames_of, has_clips, mean_over_processes
+from common import (
+    Batches,
+    build_model,
+    build_tokenizer,
+    check_finite,
+    frames_of,
+    has_clips,
+    mean_over_processes,
+    spec_of,
+)
 from engine import base, checkpoints
 from engine.base import UserError, rank, say, world
 from engine.checkpoints import latest_checkpoint, listen, resume, stop
@@ -18,7 +27,7 @@ from engine.verify import compare, verify
 import torch
 import torch.distributed as dist
 
-from encoders.base import VIDEO, has_batchnorm
+from encoders.base import VIDEO, channels_last, has_batchnorm
 from evaluation.retrieval import metrics_table
 from figures.base import draw_picture, similarity_histograms
 from readers.clips import feature_shape
@@ -31,7 +40,8 @@ class Run:
     Run(...), towers(), wrap(...), resume(), batches(...), begin(...), done(...) after each step, finish(...).
 
     Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
-    device, folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val (the latest result).
+    device, fused (of Adam), folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val
+    (the latest result).
     """
 
     def __init__(self, file, args, train, evals, recipes=None):
@@ -41,6 +51,7 @@ class Run:
         self.count_steps()
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
+        self.fused = True if self.device.type == "cuda" else None  # Adam in one kernel; None: as torch sees fit
         self.folder, self.lock = start_run(args, self.script)
         self.unreadable = {}
         if args.verify_images:
@@ -65,12 +76,8 @@ class Run:
         texts: what a tokenizer learns from, in place of the captions; questions: keywords of QuestionAnswerer.
         """
         args, tokenizer = self.args, None
-        names = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length", "text_pooling",
-                 "image_stats", "eval_resize", "eval_crop", "clean_captions")
-        self.spec = {k: getattr(args, k) for k in names if hasattr(args, k)}
-        if "text_encoder" not in self.spec:  # a script without texts: features alone, its head is its own
-            self.spec |= {"text_encoder": "", "embed_dim": 0}
-        else:
+        self.spec = spec_of(args)
+        if self.spec["text_encoder"]:
             texts = texts or (lambda: self.train.first_captions(200_000))
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
@@ -85,6 +92,8 @@ class Run:
             start = False, ""  # its weights are in the checkpoint; stopped before the first one, it begins again
         self.tower, transform = build_model(self.spec, tokenizer, *start)
         self.tower.to(self.device)
+        if self.device.type == "cuda":
+            channels_last(self.tower.vision)
         self.tokenizer = tokenizer
         return self.tower, tokenizer, transform
 
@@ -162,13 +171,14 @@ class Run:
         start = "published weights" if published else "weights of --init-from" if args.init_from else "from scratch"
         beside = millions(self.trained) + millions(self.own) - millions(tower)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
+        fast = " with TF32 in the encoders" * (args.tf32 and self.device.type == "cuda")
         first, end = guess
         words = {
             "recipe": f"{args.dataset} ({recipe})", "data": f"{examples} training examples; {train.note}".rstrip("; "),
             "evaluation": "; ".join(sizes), **({"WARNING": self.twins} if self.twins else {}),
             "model": f"{', '.join(towers)} parameters, {start}" + (f", beside them {beside:.2f} M" if beside else ""),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
-                         f"{args.mixed_precision}, {self.data.workers} workers each",
+                         f"{args.mixed_precision}{fast}, {self.data.workers} workers each",
             "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {args.batch_size - 1} negatives per anchor",
             "random guess": f"loss {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else ""),
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
@@ -219,7 +229,10 @@ class Run:
                                  samples=f"{row['samples_per_s']:.0f}/s", refresh=False)
         self.bar.update()
         if self.step == self.last:  # the last evaluation in float32, as eval.py does it
-            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            if self.args.compile:  # autocast stands around the compiled module, which no evaluation calls
+                vars(self.trained).pop("_original_forward", None)
+            else:
+                self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         if due["eval"]:
             self.evaluate_val()
         if due["save"]:

@@ -311,6 +311,17 @@ def test_gpu_steps_go_on_where_one_fails_and_skip_what_is_there(tmp_path):
     assert file.read_text() == f"benchmarks/gpu.py evaluation --results {file.parent} --dry\n"
 
 
+def test_gpu_steps_leave_one_file_to_copy_and_one_to_read(tmp_path):
+    python, out = tmp_path / "python", tmp_path / "out"
+    python.write_text(f'#!/bin/sh\n[ "$1" = - ] && exec {sys.executable} "$@"\n'
+                      'echo "words of $2"; echo "{\\"step\\": \\"$2\\"}" > "$4/$2.json"\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "RESULTS": str(out)}
+    subprocess.run(["bash", "benchmarks/gpu.sh", "--dry", "vit", "fp16"], cwd=claims.ROOT, env=environment, check=True)
+    assert json.loads((out / "gpu.json").read_text()) == {"vit": {"step": "vit"}, "fp16": {"step": "fp16"}}
+    assert (out / "gpu.txt").read_text() == "--- vit\nwords of vit\n\n--- fp16\nwords of fp16\n\n"
+
+
 def test_gpu_steps_run_dry_and_leave_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -14,7 +14,6 @@ from pathlib import Path
 import common
 import engine.base
 import engine.data
-import engine.meta_data
 from engine.base import UserError
 
 import numpy as np
@@ -490,7 +489,7 @@ def test_pairs_of_another_set_join_training(tmp_path):
     for words in ("4 further pairs of howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out",
                   "captions alone are joined, without label"):
         assert words in both.note, both.note
-    meta, _ = engine.meta_data.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
+    meta, _ = engine.data.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
     assert sorted(meta.keys()) == sorted(data.keys())
     cut = both.select([5, 0])
     assert cut.own is None and torch.equal(cut.read(0), both.read(5))

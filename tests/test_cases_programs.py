@@ -14,7 +14,7 @@ import engine.base
 import engine.checkpoints
 from engine.base import UserError
 from engine.clusters import read_clusters
-from engine.meta_data import meta_data
+from engine.data import meta_data
 
 import numpy as np
 import pytest

@@ -151,9 +151,11 @@ def relative(a, b):
 @contextlib.contextmanager
 def group(rank, world, init):
     """Join a group, gloo or on cuda NCCL; the environment is what torchrun sets, for accelerate and clean_exit."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+    card = rank if DEVICE == "cpu" else rank % torch.cuda.device_count()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(card), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                       OMP_NUM_THREADS="1")
-    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", init_method=init, rank=rank, world_size=world)
+    backend = os.environ.get("TEST_BACKEND", "gloo" if DEVICE == "cpu" else "nccl")  # of benchmarks/gpu.py
+    dist.init_process_group(backend, init_method=init, rank=rank, world_size=world)
     yield
     dist.destroy_process_group()
     AcceleratorState._reset_state(True)
@@ -165,7 +167,7 @@ def compare(rank, folder, worlds=(2, 4), device="cpu"):
     global DEVICE
     DEVICE = device
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # two ranks may have one card
     torch.set_num_threads(1)
     keys = [(name, dtype) for name in LOSSES for dtype in DTYPES]
     alone = {k: step(k[0], DTYPES[k[1]], slice(0, N)) for k in keys}  # before there is a group: the whole batch

@@ -11,10 +11,9 @@ import common
 import engine.base
 import engine.checkpoints
 import engine.data
-import engine.meta_data
 import engine.run
 from engine.base import UserError, write_json
-from engine.meta_data import balanced_rows, meta_data
+from engine.data import balanced_rows, meta_data
 
 import numpy as np
 import pytest

@@ -5,10 +5,9 @@ import json
 from collections import Counter
 
 import common
-import engine.meta_data
+import engine.data
 from engine.base import UserError
-from engine.data import open_data
-from engine.meta_data import balanced_rows
+from engine.data import balanced_rows, open_data
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ def opened(flags, *more):
 
 
 def meta_of(train, evals, args):
-    return engine.meta_data.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
+    return engine.data.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
                                       args.task, args.meta_balance)[0]
 
 
@@ -125,9 +124,9 @@ def test_clusters_of_captions_in_turn():
 
 def test_only_the_first_rows_by_hash_are_clustered(monkeypatch):
     data, kind = talk([30, 30])
-    monkeypatch.setattr(engine.meta_data, "CLUSTERED", 10)
-    seen, true = [], engine.meta_data.caption_clusters
-    monkeypatch.setattr(engine.meta_data, "caption_clusters", lambda d, r: seen.append(len(r)) or true(d, r))
+    monkeypatch.setattr(engine.data, "CLUSTERED", 10)
+    seen, true = [], engine.data.caption_clusters
+    monkeypatch.setattr(engine.data, "caption_clusters", lambda d, r: seen.append(len(r)) or true(d, r))
     assert len(balanced_rows(data, 4, (), captions=True)[0]) == 4
     assert len(balanced_rows(data, 20, (), captions=True)[0]) == 20 and seen == [10, 20]
     wordless = common.Data("x", "train", common.make_table([["a"], ["b"]], ["0", "1"]))

@@ -7,7 +7,6 @@ import shutil
 
 import common
 import engine.data
-import engine.meta_data
 from engine.base import UserError
 
 import pytest
@@ -131,7 +130,7 @@ def test_pairs_beside_questions_have_none(files, name):
     assert asked["answers"].tolist() == [-1, 0]
     if name == "nextqa":
         assert asked["choices"]["there"].sum(1).tolist() == [1, 5]
-    meta, _ = engine.meta_data.meta_data(data, evals, name, "train", 8, 4, args.task)
+    meta, _ = engine.data.meta_data(data, evals, name, "train", 8, 4, args.task)
     assert None not in meta.column("question") and len(meta) == 8
 
 

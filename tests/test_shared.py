@@ -1,7 +1,9 @@
 """The scripts stay siblings: shared blocks are identical, no flag is dead, METHOD comes first, lines stay narrow."""
 
+import argparse
 import ast
 import importlib
+import itertools
 import re
 import shutil
 import subprocess
@@ -206,9 +208,10 @@ def test_an_optimiser_takes_what_its_flags_take(script, capsys, monkeypatch):
         least = parse(["--optimizer", kind, *"--beta1 0 --beta2 0 --eps 1e-30 --lr 0 --weight-decay 0".split()])
         most = parse(["--optimizer", kind, *"--beta1 0.9999999 --beta2 0.9999999 --eps 1e30 --lr 1e30".split(),
                       "--weight-decay", "1e30"])
-        for args in (least, most):  # the block of the script itself
+        for args, fused in itertools.product((least, most), (None, True)):  # the block of the script itself
             tower, own = torch.nn.Linear(2, 2), torch.nn.Module()
-            names = {"common": common, "torch": torch, "args": args, "learnt": [tower, own]}
+            names = {"common": common, "torch": torch, "args": args, "learnt": [tower, own],
+                     "run": argparse.Namespace(fused=fused)}
             exec(textwrap.dedent("    " + blocks(script)["optimizer"].strip()), names)
             tower(torch.ones(1, 2)).sum().backward()
             names["optimizer"].step()

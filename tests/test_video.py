@@ -36,7 +36,6 @@ import readers.videos
 from helpers import TEXT, frame, frame_number, open_splits, write_rows, write_video
 from readers.clips import Clips
 from readers.frames import read_frames
-from readers.text import load_plain_pickle
 from sets import moving_emoji, videos
 
 SPLITS = ("train", "val", "test")

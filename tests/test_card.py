@@ -1,0 +1,189 @@
+"""What only a card would show, by stand-ins on the CPU: compiled encoders in half precision, TF32, layouts."""
+
+import contextlib
+import functools
+import math
+import os
+from argparse import Namespace
+
+import common
+from engine.base import read_json
+from engine.processes import set_card
+from engine.run import Run
+
+import numpy as np
+import pytest
+import torch
+
+import launch
+import mama
+import mmts
+import ncl
+import temo
+import temperature_schedules as ts
+from encoders.base import channels_last
+from encoders.experts import Expert
+from helpers import losses, run_script
+
+SCRIPTS = {temo: [], ts: [], ncl: [], mmts: ["--num-clusters", 2],
+           mama: ["--meta-size", 4, "--meta-batch-size", 2]}
+TOY = ["--dataset", "moving-emoji", "--clips", 12, 6, 6, "--image-size", 16, "--frames", 2, "--batch-size", 6,
+       "--max-steps", 2, "--log-every", 1, "--save-every", 0, "--cpu", "--threads", 1]
+HALF = ["--compile", "--mixed-precision", "bf16"]
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """torch.compile traces, without inductor, whose C++ takes minutes to compile."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def numbers(x):
+    """The leaves of nested dicts that are numbers."""
+    leaves = (numbers(v) if isinstance(v, dict) else [v] for v in x.values())
+    return [v for part in leaves for v in part if isinstance(v, (int, float))]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
+def test_compiled_in_half_precision_ends_with_its_numbers(script, tmp_path, quick_compiler):
+    summary = run_script(script, tmp_path / "run", *TOY, *SCRIPTS[script], *HALF)
+    assert not summary["errors"] and numbers(summary["val"]) and all(map(math.isfinite, numbers(summary["test"])))
+
+
+def compiled_rank(rank, port, folder):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    run_script(temo, folder, *TOY, *HALF)
+
+
+def test_compiled_in_half_precision_on_two_processes(tmp_path):
+    launch.spawn(compiled_rank, (launch.free_port(), tmp_path / "run"), 2)
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert not summary["errors"] and len(losses(tmp_path / "run")) == 2
+
+
+# ----------------------------------------------------- TF32 ----------------------------------------------------------
+class Watched(torch.autograd.Function):
+    """A matrix product that notes the precision in which it would run on a card, there and back."""
+
+    @staticmethod
+    def forward(ctx, x, w, seen, name):
+        ctx.save_for_backward(x, w)
+        ctx.seen, ctx.name = seen, name
+        seen.append((name, torch.backends.cuda.matmul.allow_tf32))
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        ctx.seen.append((f"{ctx.name} back", torch.backends.cuda.matmul.allow_tf32))
+        return grad @ w.T, x.T @ grad, None, None
+
+
+class Card:
+    """Stands in for the accelerator of a run on a card."""
+    device = torch.device("cuda")
+
+    def backward(self, loss):
+        loss.backward()
+
+    def no_sync(self, model):
+        return contextlib.nullcontext()
+
+
+def watched_step(chunk, tf32):
+    """A step of two encoders and an InfoNCE: the gradient of the weights, {(name of a product, TF32?)}."""
+    seen, generator = [], torch.Generator().manual_seed(0)
+    w = torch.randn(2, 5, 4, generator=generator).requires_grad_()
+    x = torch.randn(6, 5, generator=generator)
+
+    def encode(inputs):
+        return tuple(Watched.apply(inputs["x"], u, seen, "encoder") for u in w)
+    chunks = common.Chunks(encode, None, Card(), chunk, tf32)
+    image, text = chunks.encode({"x": x})
+    logits = Watched.apply(common.normalize(image), common.normalize(text).T, seen, "loss") / 0.05
+    own, = torch.autograd.grad(logits.sum(), image, retain_graph=True)  # as MAMA's weights ask
+    chunks.backward(torch.nn.functional.cross_entropy(logits, torch.arange(6)) + own.sum() * 0)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    return w.grad, set(seen)
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_tf32_is_for_the_encoders_and_never_for_the_loss(chunk, monkeypatch):
+    monkeypatch.setattr(common, "random_state", lambda device: None)
+    monkeypatch.setattr(common, "set_random_state", lambda state, device: None)
+    exact, seen = watched_step(chunk, tf32=False)
+    assert not any(on for _, on in seen)
+    fast, seen = watched_step(chunk, tf32=True)
+    assert seen == {("encoder", True), ("encoder back", True), ("loss", False), ("loss back", False)}
+    assert torch.equal(fast, exact)
+
+
+def test_convolutions_of_a_card(monkeypatch):
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "benchmark", False)
+    monkeypatch.setattr(cudnn, "allow_tf32", True)
+    set_card(torch.device("cpu"), Namespace(tf32=False))
+    assert (cudnn.benchmark, cudnn.allow_tf32) == (False, True)
+    set_card(torch.device("cuda"), Namespace(tf32=False))
+    assert (cudnn.benchmark, cudnn.allow_tf32) == (True, False)
+
+
+# ----------------------------------------------------- layouts and optimiser -----------------------------------------
+def test_kernels_of_a_convolutional_network_have_the_layout_of_cards():
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    for name, changes in (("resnet18", True), ("vit_tiny_patch16_224", False)):
+        encoder = common.VisionEncoder(name, 8, pretrained=False, image_size=64).eval()
+        before = encoder(x)[1]
+        channels_last(encoder)
+        kernels = [p for p in encoder.parameters() if p.ndim == 4 and p.shape[-1] > 1 and p.shape[1] > 1]
+        assert all(k.is_contiguous(memory_format=torch.channels_last) for k in kernels) == changes
+        torch.testing.assert_close(encoder(x)[1], before, rtol=1e-4, atol=1e-5)
+
+
+def test_adam_in_one_kernel_is_the_same_adam(tmp_path, monkeypatch):
+    plain = run_script(temo, tmp_path / "plain", *TOY)
+    wrap = Run.wrap
+
+    def fused(run, trained, own, optimizer, *more):
+        assert optimizer.defaults["fused"] and run.fused
+        return wrap(run, trained, own, optimizer, *more)
+    monkeypatch.setattr(Run, "fused", property(lambda run: True, lambda run, value: None), raising=False)
+    monkeypatch.setattr(Run, "wrap", fused)
+    flags = ["--save-every", 1]
+    one = run_script(temo, tmp_path / "fused", *TOY, *flags)
+    assert plain["steps"] == one["steps"]
+    torch.testing.assert_close(losses(tmp_path / "fused"), losses(tmp_path / "plain"), rtol=1e-5, atol=1e-5)
+
+
+def test_experts_of_a_card_run_in_half_precision(monkeypatch):
+    monkeypatch.setattr("encoders.experts.hub_encoder", lambda *_: (torch.nn.Linear(2, 2), 2, None, {}))
+    monkeypatch.setattr("encoders.experts.build_tokenizer", lambda *_: None)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)
+    kinds = {(kind, device): Expert("x", "text", None, torch.device(device), kind).autocast.keywords["enabled"]
+             for kind in ("bf16", "fp16", "no") for device in ("cuda", "cpu")}
+    assert {where for where, on in kinds.items() if on} == {("bf16", "cuda"), ("fp16", "cuda")}
+
+
+# ----------------------------------------------------- blocks and slices ---------------------------------------------
+def test_row_blocks_are_large_on_a_card():
+    blocks = {device: common.rows_at_once(32_768, 32_768, torch.device(device)) for device in ("cpu", "cuda")}
+    assert blocks == {"cpu": 24, "cuda": 390}  # 1,366 blocks and 85
+    assert common.rows_at_once(2048, 2048, torch.device("cpu")) == 2048
+
+
+def test_views_in_slices_are_the_whole_to_the_bit():
+    generator = np.random.default_rng(0)
+    frames = torch.from_numpy(generator.integers(0, 256, (600, 3, 32, 32), dtype=np.uint8))
+    view = common.Augment(32, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
+    draws = torch.from_numpy(generator.random((600, view.DRAWS), dtype=np.float32))[:, :, None, None, None]
+    seen = []
+
+    def finish(frames, draws):
+        seen.append(len(frames))
+        return view.photometric(frames.float().div_(255), draws)
+    whole = common.in_slices(finish, 0, frames, draws)
+    assert torch.equal(common.in_slices(finish, common.SLICE, frames, draws), whole)
+    assert seen == [600, 200, 200, 200]
+    assert torch.equal(common.in_slices(finish, 599, frames, draws), whole)
