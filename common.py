@@ -164,6 +164,33 @@ def fp32(loss):
     return wrapped
 
 
+def per_anchor(value, anchor, name="tau", positive=True, columns=0):
+    """A temperature or margin of a loss: a number or () as it is, (B,) of the anchors (B, D) as (B, 1).
+
+    Args: name: for the message; positive: a number must be above 0 (a tensor is not looked at: that would wait for the
+        card); columns: N where the loss takes a value for each pair, (B, N), as well.
+    Raises: ValueError for a number that is not, and for any other shape, which a division would spread somehow."""
+    if not torch.is_tensor(value):
+        one_number(value, name, positive)
+    elif value.ndim and value.shape != (len(anchor),) and value.shape != (len(anchor), columns):
+        pairs = f", or ({len(anchor)}, {columns}), one a pair" if columns else ""
+        raise ValueError(f"{name}: a tensor {tuple(value.shape)}; give a number, () or ({len(anchor)},), one an anchor "
+                         f"of this process{pairs}")
+    elif value.ndim == 1:
+        return value[:, None]  # (B, 1)
+    return value
+
+
+def one_number(value, name="tau", positive=True):
+    """A number or () as it is. Raises: ValueError for any other shape, and for a number that is not above 0."""
+    if torch.is_tensor(value) and value.ndim or not torch.is_tensor(value) and np.ndim(value):
+        shape = tuple(value.shape) if torch.is_tensor(value) else np.shape(value)
+        raise ValueError(f"{name}: {shape}; give a number or ()" + ("" if torch.is_tensor(value) else ", or a tensor"))
+    if positive and not torch.is_tensor(value) and not value > 0:
+        raise ValueError(f"{name} {value}: must be above 0; the cosines are divided by it")
+    return value
+
+
 def by_rows(loss, *rows, columns, block=0):
     """Losses of rows, recomputed in blocks of rows when the (B, N) matrices would be large: memory linear in N.
 
@@ -627,6 +654,7 @@ def load_model(run_dir):
     """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
 
     model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
+    They are not of unit length: `normalize` them, and their products are cosines.
     Raises: UserError when the folder holds no model, or a damaged one.
     """
     from safetensors import SafetensorError

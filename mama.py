@@ -97,7 +97,7 @@ import warnings
 from pathlib import Path
 
 import common
-from common import by_rows, fp32, gather, normalize, positive_index
+from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
 from engine.base import UserError, clean_exit, rank, world, write_json, write_tensors
 from engine.data import open_data
 from engine.flags import OneLine, Parser
@@ -126,12 +126,13 @@ def margin(step, a0=2.0, a1=10.0, a2=0.1):
 
 
 def angular_cosine(sim, mu):
-    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape; sim as it is where lambda > pi / 2 (after Eq. 4).
+    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape (mu spreads over it); sim where lambda > pi / 2.
 
     cos(lambda - mu) = s cos(mu) + sqrt(1 - s^2) sin(mu): acos has no finite slope at 1, this has one everywhere.
     """
     sine = ((1 - sim) * (1 + sim)).clamp(min=1e-12).sqrt()                 # of lambda
-    nearer = torch.where(sim > math.cos(mu), torch.ones_like(sim), sim * math.cos(mu) + sine * math.sin(mu))
+    cos_mu, sin_mu = (mu.cos(), mu.sin()) if torch.is_tensor(mu) else (math.cos(mu), math.sin(mu))
+    nearer = torch.where(sim > cos_mu, torch.ones_like(sim), sim * cos_mu + sine * sin_mu)
     return torch.where(sim < 0, sim, nearer)
 
 
@@ -141,16 +142,17 @@ def angular_margin_loss(video, text, tau, mu, block=0):
 
     Args:
         video, text: (B, D) this process's embeddings, any float dtype; row i of both is a pair.
-        tau: temperature, divides the cosine, > 0.   mu: margin in radians, 0 .. pi / 2; 0 = plain InfoNCE.
-        block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: (B,) fp32, one loss for each local pair. A random guess is about 2 ln N without a margin.
+        tau: temperature, divides the cosine, > 0.   mu: margin in radians, 0 .. pi / 2; 0 = plain InfoNCE. Both: a
+            float, (), or (B,): that of pair i, both ways.   block: rows at a time (0 = automatic, see common.by_rows).
+    Returns: (B,) fp32 (float64 stays), one loss for each local pair. A random guess is about 2 ln N without a margin.
     """
     video, text = normalize(video), normalize(text)                        # (B, D)
     videos, texts = gather(video), gather(text)                            # (N, D)
+    tau, mu = per_anchor(tau, video), per_anchor(mu, video, "mu", positive=False)       # () or (B, 1)
 
-    def rows(v, t, target):                                                # b pairs at a time
+    def rows(v, t, target, tau, mu):                                       # b pairs at a time
         return one_way(v @ texts.T, target, tau, mu) + one_way(t @ videos.T, target, tau, mu)
-    return by_rows(rows, video, text, positive_index(video), columns=len(videos), block=block)
+    return by_rows(rows, video, text, positive_index(video), tau, mu, columns=len(videos), block=block)
 
 
 @fp32
@@ -158,6 +160,7 @@ def fused_margin_loss(video, text, tau, mu, block=0):
     """angular_margin_loss from cosines that a fusion gives: (B, N) of this process's videos with all texts, and of its
     texts with all videos; -> (B,). block: has no part here, the matrices are there already."""
     target = positive_index(video)                                         # (B,)
+    tau, mu = per_anchor(tau, video), per_anchor(mu, video, "mu", positive=False)
     return one_way(video, target, tau, mu) + one_way(text, target, tau, mu)
 
 

@@ -68,9 +68,9 @@ import warnings
 from pathlib import Path
 
 import common
-from common import by_rows, fp32, gather, normalize, positive_index
+from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
 from engine.base import UserError, all_sum, clean_exit
-from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, open_clusters
+from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, largest_first, open_clusters
 from engine.data import open_data
 from engine.flags import Parser
 from engine.ranges import between, count, nonnegative, part, positive, whole
@@ -118,10 +118,10 @@ def clip_terms(image, text, tau, label_smoothing=0.0, block=0):
             and its text's row.
         label_smoothing: this part of the target is spread over all candidates; VAST 0.1.
         block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: {"L_v2t", "L_t2v"}: scalars fp32, means over the B local anchors. A random guess is about ln N.
+    Returns: {"L_v2t", "L_t2v"}: scalars fp32 (float64 stays), means over the B local anchors. A random guess is about
+        ln N.
     """
-    image, text = normalize(image), normalize(text)                        # (B, D)
-    tau = tau[:, None] if torch.is_tensor(tau) and tau.ndim else tau       # (B, 1)
+    image, text, tau = normalize(image), normalize(text), per_anchor(tau, image)        # (B, D), (B, D), () or (B, 1)
 
     def one_way(anchor, candidates):
         def rows(a, t, target):                                            # b anchors at a time
@@ -133,7 +133,7 @@ def clip_terms(image, text, tau, label_smoothing=0.0, block=0):
 
 
 def clip_loss(image, text, tau, label_smoothing=0.0, block=0):
-    """L = 1/2 (L_v2t + L_t2v) (Eq. 12); arguments as clip_terms. Scalar fp32; a random guess is about ln N."""
+    """L = 1/2 (L_v2t + L_t2v) (Eq. 12); arguments and type as clip_terms. Scalar; a random guess is about ln N."""
     terms = clip_terms(image, text, tau, label_smoothing, block)
     return (terms["L_v2t"] + terms["L_t2v"]) / 2
 
@@ -142,12 +142,12 @@ def clip_loss(image, text, tau, label_smoothing=0.0, block=0):
 def max_margin_terms(image, text, margin, block=0):
     """Both directions of the max-margin loss (Eq. 3) with a margin for each anchor.
 
-    Args: image, text, block: as clip_terms.   margin: cosine units, >= 0: a float, or (B,) as tau of clip_terms.
-    Returns: {"L_v2t", "L_t2v"}: scalars fp32, means over the B (N - 1) pairs of a local anchor and a negative. Of equal
-        cosines the mean margin.
+    Args: image, text, block: as clip_terms.   margin: cosine units, >= 0: a float, () or (B,) as tau of clip_terms.
+    Returns: {"L_v2t", "L_t2v"}: scalars fp32 (float64 stays), means over the B (N - 1) pairs of a local anchor and a
+        negative. Of equal cosines the mean margin.
     """
     image, text = normalize(image), normalize(text)                        # (B, D)
-    margin = margin[:, None] if torch.is_tensor(margin) and margin.ndim else margin                          # (B, 1)
+    margin = per_anchor(margin, image, "margin", positive=False)           # () or (B, 1)
 
     def one_way(anchor, candidates):
         def rows(a, m, target):
@@ -159,7 +159,7 @@ def max_margin_terms(image, text, margin, block=0):
 
 
 def max_margin_loss(image, text, margin, block=0):
-    """Mean over the 2 N (N - 1) pairs that are no positives (Eq. 3); arguments as max_margin_terms. Scalar fp32."""
+    """Mean over the 2 N (N - 1) pairs that are no positives (Eq. 3); arguments as max_margin_terms. Scalar."""
     terms = max_margin_terms(image, text, margin, block)
     return (terms["L_v2t"] + terms["L_t2v"]) / 2
 
@@ -169,7 +169,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     """K-Means of unit embeddings (Section 4.4), from k-means++; above 100,000 in mini-batches.
 
     Args: embeddings: (M, D), normalised here.   counts: (M,) how often each stands in the data; None = once.
-    Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6; K < k where points coincide.
+    Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6, largest first; K < k where points coincide.
     Raises: UserError on non-finite embeddings, or fewer than k.
     """
     from sklearn.cluster import KMeans, MiniBatchKMeans
@@ -186,9 +186,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     with threadpool_limits(1), warnings.catch_warnings():                  # one thread: the same sums on any machine
         warnings.simplefilter("ignore", ConvergenceWarning)                # that points coincide: the banner says it
         found = kind(k, n_init=starts, random_state=seed).fit(x, sample_weight=counts).labels_               # (M,)
-    labels = torch.from_numpy(np.unique(found, return_inverse=True)[1])    # (M,) without empty clusters
-    weights = None if counts is None else torch.as_tensor(counts, dtype=torch.float64)
-    return labels, torch.bincount(labels, weights).long()                  # (M,), (K,)
+    return largest_first(found, counts)[:2]                                # (M,), (K,) without empty clusters
 
 
 # ======================================================= flags =======================================================
