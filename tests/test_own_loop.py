@@ -1,6 +1,9 @@
 """Losses in somebody's own loop: what tau, gamma and margins may be, and the loops that the pages show."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import common
@@ -130,3 +133,49 @@ def test_the_loop_with_weights(monkeypatch):
 def test_a_model_gives_embeddings_that_the_page_normalises():
     assert "not of unit length" in common.load_model.__doc__
     assert "not of unit length" in (ROOT / "docs" / "evaluate.md").read_text(encoding="utf8")
+
+
+TRAIN = """
+import torch
+import utils
+from my_data import Pairs
+from mycode import common
+from temo import temo_loss
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(Pairs(), 4, num_workers=1, multiprocessing_context="spawn")
+    print([temo_loss(x, y, x, y, 0.5).isfinite().item() for x, y in loader], utils.OURS, common.OURS)
+"""
+DATA = """
+import torch
+import temo                                                # a spawned worker finds the clone as well
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return torch.randn(4), temo.modulated_temperature(torch.rand(4))
+"""
+
+
+def elsewhere(folder, *words):
+    """What Python says in somebody's folder, with the clone on its path."""
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=300)
+    return done.stdout + done.stderr
+
+
+def test_from_another_folder_beside_its_own_files(tmp_path):
+    """Modules, folders and a package of the user's, and spawned workers."""
+    for name, text in {"train.py": TRAIN, "my_data.py": DATA, "utils.py": "OURS = 1", "tools/notes.py": "",
+                       "mycode/common.py": "OURS = 2", "mycode/__init__.py": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert elsewhere(tmp_path, "train.py").strip() == "[True, True] 1 2"
+
+
+def test_a_common_py_of_the_user_s_is_named(tmp_path):
+    """As docs/troubleshooting.md has it."""
+    (tmp_path / "common.py").write_text("OURS = 2")
+    said = elsewhere(tmp_path, "-c", "from temo import temo_loss").splitlines()[-1]
+    assert re.fullmatch(r"ImportError: cannot import name '\w+' from 'common' \(.*common\.py\)", said)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf8")
+    assert "ImportError: cannot import name ... from 'common'" in page and "from mycode import common" in page
