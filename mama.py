@@ -310,16 +310,14 @@ def l2rw_weights(losses, parameters, batch, meta_batch):
     return len(gather(useful)) * useful / total if total > 0 else useful
 
 
-def weights_of(losses, weighting, weight_net, focal_gamma=2.0, kept=1.0):
-    """Weights (B,) of the weightings that need the losses (B,) alone: 'meta', by the new theta (Eq. 11); 'joint', with
-    gradient for theta (Table 8); 'focal' and 'spl' (Table 6); 'none', ones. l2rw_weights looks ahead instead."""
-    if weighting == "none":
-        return torch.ones_like(losses)
-    if weighting == "focal":
-        return focal_weights(losses, focal_gamma)
-    if weighting == "spl":
-        return spl_weights(losses, kept)
-    return weight_net(losses) if weighting == "joint" else weight_net(losses).detach()
+# --weighting: losses (B,), own, progress 0..1 of the run, args -> weights (B,). A fork adds a line (docs/fork.md); what
+# is learnt, said and drawn follows the name. 'meta' has the new theta (Eq. 11), which the loss of 'joint' alone trains.
+WEIGHTINGS = {
+    "meta": lambda losses, own, progress, args: own["weight_net"](losses),
+    "joint": lambda losses, own, progress, args: own["weight_net"](losses),              # Table 8
+    "focal": lambda losses, own, progress, args: focal_weights(losses, args.focal_gamma),                # Table 6
+    "spl": lambda losses, own, progress, args: spl_weights(losses, args.spl_start + (1 - args.spl_start) * progress),
+    "none": lambda losses, own, progress, args: torch.ones_like(losses)}
 
 
 # ======================================================= flags =======================================================
@@ -367,6 +365,7 @@ ASKED = RECIPES | {                                                        # und
     "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", fusion_layers=1,
                                   meta_every=4)}
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
+UNUSED = "--weighting {}: its network has no part in the weights of this script; take --weighting none, or another name"
 
 
 def looks_ahead(args):
@@ -386,7 +385,7 @@ def parse_args(argv=None):
     g.add_argument("--tau", type=positive, default=1.0, help="temperature, divides the cosine, > 0; paper 1")
     g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
                    help="margin of Eq. 6; its limit a0 / a1 throughout; or none")
-    g.add_argument("--weighting", choices=["meta", "joint", "focal", "spl", "l2rw", "none"], default="meta",
+    g.add_argument("--weighting", choices=[*WEIGHTINGS, "l2rw"], default="meta",
                    help="weights of the samples: a network learnt by Algorithm 1, or with the encoders (Table 8); "
                         "focal loss, self-paced learning, L2RW (Table 6); or 1")
     g.add_argument("--meta-memory", choices=["low", "fast"], default="low",
@@ -405,8 +404,7 @@ def parse_args(argv=None):
     g.add_argument("--a0", type=nonnegative, default=2.0, help="of Eq. 6; the limit of the margin is a0 / a1, radians")
     g.add_argument("--a1", type=positive, default=10.0, help="of Eq. 6; the margin starts at a0 / (a1 + 1)")
     g = p.group("with --margin-schedule logistic", lambda a: a.margin_schedule == "logistic")
-    g.add_argument("--a2", type=between(-1000), default=0.1,
-                   help="of Eq. 6, per step; below 0 the margin falls to 0")
+    g.add_argument("--a2", type=between(-1000), default=0.1, help="of Eq. 6, per step; below 0 it falls to 0")
     g = p.group("with --weighting focal", lambda a: a.weighting == "focal")
     g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="exponent of --weighting focal")
     g = p.group("with --weighting spl", lambda a: a.weighting == "spl")
@@ -542,6 +540,7 @@ def main(args):
     margins = margin_at(0, args), margin_at(run.total, args)
     guesses = [random_guess(mu, args, answers.answers_of(train, questions)) for mu in margins]
     about = answers.question_lines(questions, train, tokenizer, args) if questions else {}
+    run.loss_word = "L"                                                    # without weights, as a random guess's is
     run.begin(evaluator, guesses, banner_lines(args, meta, margins) | about)
     for batch in batches:
         progress, mu = run.step / run.total, margin_at(run.step, args)
@@ -572,9 +571,10 @@ def main(args):
             meta_optimizer.step()                                          # Eq. 10
             meta_optimizer.zero_grad()
         if args.weighting != "l2rw":
-            kept = args.spl_start + (1 - args.spl_start) * progress
-            weight = weights_of(sample.detach(), args.weighting, weight_net, args.focal_gamma, kept)             # (B,)
-        loss = (weight * sample).mean()                                    # Eq. 8
+            weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)   # (B,)
+        if "weight_net" in own and not weight.requires_grad:
+            raise UserError(UNUSED.format(args.weighting))
+        loss = ((weight if args.weighting == "joint" else weight.detach()) * sample).mean()              # Eq. 8
 
         run.check_finite(loss, args.tau, (video, text), batch)
         chunks.backward(loss)                                              # the full batch's gradient

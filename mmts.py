@@ -104,7 +104,9 @@ def cluster_shift(sizes, sh_min, sh_max):
 
 
 def sample_temperature(step, shift, period, alpha):
-    """tau_i = tau_base(t) + sh(c_i) (Eq. 8), or the margin m_i: shift (B,) -> (B,)."""
+    """tau_i = tau_base(t) + sh(c_i) (Eq. 8), or the margin m_i: shift (B,) -> (B,); alpha = 0: --no-schedule.
+
+    All that is refused, said and drawn of the schedule asks this function."""
     return shift + base_temperature(step, period, alpha)
 
 
@@ -326,10 +328,8 @@ def parse_args(argv=None):
     infonce, plain = args.loss == "infonce", not args.schedule and not args.shifts
     p.require(args.shift_min <= args.shift_max,
               f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
-    lowest, _, words = range_of(args)
-    p.require(lowest > 0 or not infonce and lowest == 0, f"the lowest {'temperature' if infonce else 'margin'} of the "
-              f"run, {words} = {lowest:g}, must {'be above' if infonce else 'not be below'} 0; lower --alpha, or raise "
-              + ("--shift-min" if args.shifts else "--tau" if infonce else "--margin"))
+    refusal = too_low(args, 1 if args.period else args.periods, 1)         # main asks again when it knows the steps
+    p.require(not refusal, refusal)
     low, high = args.tau_clamp
     p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
@@ -346,14 +346,25 @@ def parse_args(argv=None):
     return args
 
 
-def range_of(args):
-    """Lowest and highest temperature (or margin) of the run by the flags, and the lowest one's arithmetic in words."""
-    center, flag = (args.tau, "--tau") if args.loss == "infonce" else (args.margin, "--margin")
+def range_of(args, steps, period):
+    """Lowest and highest temperature (or margin) in so many steps, from `period` on in units of it (period 1)."""
+    center = args.tau if args.loss == "infonce" else args.margin
     low, high = (args.shift_min, args.shift_max) if args.shifts else (center, center)
-    swing = args.alpha / 2 if args.schedule else 0.0
-    words = f"{'--shift-min' if args.shifts else flag} {low:g}"
-    words += f" - --alpha {args.alpha:g} / 2" if args.schedule else ""
-    return round(low - swing, 12), round(high + swing, 12), words
+    grid = [*np.arange(0, min(steps, 1000 * period), period / 64), steps]  # a period has its extremes on 64ths
+    values = [sample_temperature(t, shift, period, swing_of(args)) for t in grid for shift in (low, high)]
+    return round(float(min(values)), 12), round(float(max(values)), 12)
+
+
+def too_low(args, steps, period):
+    """Why a run of so many steps cannot be: its lowest temperature is not above 0, or its lowest margin below; ""."""
+    lowest, infonce = range_of(args, steps, period)[0], args.loss == "infonce"
+    if lowest > 0 or not infonce and lowest == 0:
+        return ""
+    flag, least = ("--tau", args.tau) if infonce else ("--margin", args.margin)
+    flag, least = ("--shift-min", args.shift_min) if args.shifts else (flag, least)
+    by = f" and {lowest - least:g} by the schedule of --alpha {args.alpha:g}" if args.schedule else ""
+    return (f"the lowest {'temperature' if infonce else 'margin'} of the run, {flag} {least:g}{by} = {lowest:g}, must "
+            f"{'be above' if infonce else 'not be below'} 0; lower --alpha, or raise {flag}")
 
 
 # ======================================================= main ========================================================
@@ -364,6 +375,10 @@ def main(args):
     check_source(train, args.clusters)
     run = Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
+    period = args.period or run.total / args.periods                       # in steps
+    if refusal := too_low(args, run.total, period):                        # of this number of steps
+        raise UserError(refusal)
+    run.tau_word = WORDS[args.loss]
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
@@ -393,11 +408,11 @@ def main(args):
     batches = run.batches([view], transform)
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    shifts, period, alpha = shifts_of(clusters, args), args.period or run.total / args.periods, swing_of(args)
+    shifts, alpha = shifts_of(clusters, args), swing_of(args)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(head_mid_tail, clusters=clusters))
     guess = [random_guess(step, shifts, clusters, period, args) for step in (0, run.total)]
-    run.begin(evaluator, guess, banner_lines(clusters, shifts, period, args))
+    run.begin(evaluator, guess, banner_lines(clusters, shifts, run.total, period, args))
     for batch in batches:
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
@@ -477,17 +492,17 @@ def random_guess(step, shifts, clusters, period, args):
     return margins[:-1].dot(clusters.sizes / clusters.sizes.sum()).item() if args.shifts else margins.item()
 
 
-def banner_lines(clusters, shifts, period, args):
+def banner_lines(clusters, shifts, steps, period, args):
     """What the banner says of the method."""
     kind = {(True, True): "schedule and shifts (MM-TS)", (True, False): "schedule alone (TS)",
             (False, True): "shifts alone (ICS)", (False, False): "fixed (the baseline)"}[args.schedule, args.shifts]
-    low, high, _ = range_of(args)
+    low, high = range_of(args, steps, period)
     name, values = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     alpha, sh_min, sh_max, source = ranges_of(args.dataset, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
     words = f"{name} {low:g} .. {high:g} over the run: "
     words += f"shifts {args.shift_min:g} .. {args.shift_max:g}" if args.shifts else f"{shifts[0]:g}"
-    words += f", +- alpha {args.alpha:g} / 2" if args.schedule else ""
+    words += f", and the schedule of alpha {args.alpha:g}" if args.schedule else ""
     words += f" ({source if same else 'by flags'})" if args.schedule or args.shifts else ""
     if args.learnable_tau:
         kind, (low, high) = "learnt tau (a baseline)", args.tau_clamp

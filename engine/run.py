@@ -1,6 +1,7 @@
 """The book-keeping of a run: processes, folder, log, checkpoints, evaluation, summary, progress bar."""
 
 import functools
+import hashlib
 import math
 import os
 import signal
@@ -49,6 +50,8 @@ class Run:
         self.twins = base.on_main(compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
         self.unevaluated, self.bar, self.handlers = False, None, {}
+        self.method, self.new_method = method_of(file), False
+        self.loss_word, self.tau_word = "loss", "tau"  # of the bar and the banner: a column of the log, or another word
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def count_steps(self):
@@ -111,6 +114,7 @@ class Run:
             self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
             self.wall_before = state.get("wall_s", 0.0)
             self.unevaluated = state.get("unevaluated", False)  # stopped in the evaluation of that step
+            self.new_method = state.get("method", self.method) != self.method
         first = self.step in (0, self.last) or self.unevaluated
         self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, first)
 
@@ -163,6 +167,8 @@ class Run:
         beside = millions(self.trained) + millions(self.own) - millions(tower)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
         first, end = guess
+        guessed = f"{self.loss_word} {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else "")
+        changed = f"WARNING: {self.script}.py has changed since the checkpoint; from here on its new text counts"
         words = {
             "recipe": f"{args.dataset} ({recipe})", "data": f"{examples} training examples; {train.note}".rstrip("; "),
             "evaluation": "; ".join(sizes), **({"WARNING": self.twins} if self.twins else {}),
@@ -170,10 +176,11 @@ class Run:
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
                          f"{args.mixed_precision}, {self.data.workers} workers each",
             "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {args.batch_size - 1} negatives per anchor",
-            "random guess": f"loss {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else ""),
+            "random guess": guessed,
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
                      f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}",
-            **lines, **({"LOWERED": self.fitted} if self.fitted else {}), "run": self.folder}
+            **lines, **({"LOWERED": self.fitted} if self.fitted else {}),
+            **({"METHOD": changed} if self.new_method else {}), "run": self.folder}
         say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
 
     # ---------------------------------------- in the loop -------------------------------------------------------------
@@ -209,12 +216,13 @@ class Run:
             seconds = (time.perf_counter() - self.clock) / (self.step - self.logged)
             means = mean_over_processes({"loss": loss, "data_s": batch["seconds"]}, self.device)
             row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * self.args.batch_size,
-                   "loss": means["loss"], "lr": self.lr, "tau": tau, "step_s": seconds, "data_s": means["data_s"],
-                   "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
+                   "loss": means["loss"], "lr": self.lr, self.tau_word: tau, "step_s": seconds,
+                   "data_s": means["data_s"], "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
             self.log.write(row)
             self.clock, self.logged = time.perf_counter(), self.step
-            self.bar.set_postfix(loss=f"{row['loss']:.3f}", tau=f"{row.get('tau_pos', tau):.3f}",
-                                 samples=f"{row['samples_per_s']:.0f}/s", refresh=False)
+            shown = {self.loss_word: f"{row.get(self.loss_word, row['loss']):.3f}",
+                     self.tau_word: f"{row.get('tau_pos', tau):.3f}"}
+            self.bar.set_postfix(shown | {"samples": f"{row['samples_per_s']:.0f}/s"}, refresh=False)
         self.bar.update()
         if self.step == self.last:  # the last evaluation in float32, as eval.py does it
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
@@ -327,6 +335,12 @@ class Run:
                 "bad_samples": bad, "val": self.val, "test": test, "chance": chance,
                 "errors": self.evaluator.errors,
                 "commit": commit()}
+
+
+def method_of(file):
+    """SHA-256 of a script's text from METHOD on, by which the steps of a run are made."""
+    text = Path(file).read_text(encoding="utf8")
+    return hashlib.sha256((text.partition("= METHOD =")[2] or text).encode()).hexdigest()
 
 
 def millions(module):
