@@ -1037,10 +1037,11 @@ def hold_out(splits):
     for k, s in enumerate(missing):
         rows = np.flatnonzero(band == k)
         used = np.sort(rows[np.argsort(place[rows], kind="stable")[:MOST_HELD_OUT]])
-        note = f"{len(used):,} of its {len(train):,} images, held out since none of its names says {s}"
+        it = "videos" if has_clips(train) else "images"
+        note = f"{len(used):,} of its {len(train):,} {it}, held out since none of its names says {s}"
         out[s] = dataclasses.replace(train.select(used, s), note=join_notes(train.note, note))
         some = f", {len(used):,} of them used" if len(used) < len(rows) else ""
-        notes.append(f"{s}: {len(rows):,} images held out of train{some}")
+        notes.append(f"{s}: {len(rows):,} {it} held out of train{some}")
     out["train"] = dataclasses.replace(train.select(np.flatnonzero(band >= len(missing)), "train"),
                                        note=join_notes(train.note, *notes))
     return out

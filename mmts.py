@@ -237,7 +237,7 @@ MOVING = dict(
 EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
 OWN = MOVING | dict(
     recipe="ours; small towers from scratch",
-    image_size=64, frames=8, text_length=32, log_every=10, save_every=500, eval_every=0)
+    image_size=64, frames=8, text_length=32, num_clusters=0, log_every=10, save_every=500, eval_every=0)
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN,
            "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
            "youcook2": VAST, "ssv2-lt": VAST | dict(clusters="label")}
@@ -309,7 +309,8 @@ def parse_args(argv=None):
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1.0], metavar=("LOW", "HIGH"),
                    help="limits of a learnable tau; CLIP and AVION at least 0.01")
     g = p.group("with --clusters captions or vision", lambda a: a.clusters in ("captions", "vision"))
-    g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200, help="K of K-Means; paper 200")
+    g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
+                   help="K of K-Means; paper 200; own data (0): a quarter of what is clustered, at most 200")
     g.add_argument("--cluster-encoder", default="tf-idf",
                    help="tf-idf, or a transformers id or folder, mean-pooled (CLIP: its own); of --clusters vision an "
                         "image encoder; paper: SentenceBERT, on CC3M DistilBERT")
@@ -383,7 +384,7 @@ def main(args):
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
     # after the towers, whose first weights thus are the same with any clusters; None with --clusters none
-    kmeans = functools.partial(cluster_captions, k=args.num_clusters, seed=args.seed, starts=args.cluster_starts)
+    kmeans = functools.partial(cluster_captions, seed=args.seed, starts=args.cluster_starts)
     clusters = open_clusters(run.folder, args, train, run.device, kmeans)
     own = nn.ModuleDict()                                                  # a learnable tau stays outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})

@@ -1,7 +1,6 @@
 """The book-keeping of a run: processes, folder, log, checkpoints, evaluation, summary, progress bar."""
 
 import functools
-import hashlib
 import math
 import os
 import signal
@@ -10,9 +9,10 @@ from pathlib import Path
 
 from common import Batches, build_model, build_tokenizer, check_finite, frames_of, has_clips, mean_over_processes
 from engine import base, checkpoints
-from engine.base import UserError, rank, say, world
+from engine.base import UserError, join_notes, rank, say, world
 from engine.checkpoints import latest_checkpoint, listen, resume, stop
-from engine.folder import Log, commit, peak_memory_mb, save_model, start_run
+from engine.data import repeated_captions
+from engine.folder import Log, commit, method_of, peak_memory_mb, save_model, start_run
 from engine.processes import batchnorm_policy, set_up
 from engine.verify import compare, verify
 
@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 
 from encoders.base import VIDEO, has_batchnorm
+from evaluation.embed import few_queries
 from evaluation.retrieval import metrics_table
 from figures.base import draw_picture, similarity_histograms
 from readers.clips import feature_shape
+
+FEW_STEPS = 200
 
 
 class Run:
@@ -38,7 +41,7 @@ class Run:
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem
         self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
-        self.fitted = ""
+        self.fitted = self.more_epochs = ""
         self.count_steps()
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
@@ -59,6 +62,10 @@ class Run:
         args = self.args
         self.fitted = fit_batch(args, self.train) or self.fitted
         self.per_epoch = epoch_length(self.train, args.batch_size)
+        if args.epochs * self.per_epoch < args.min_steps and not args.max_steps:
+            few, args.epochs = args.epochs, float(math.ceil(args.min_steps / self.per_epoch))
+            args.warmup_epochs *= args.epochs / few
+            self.more_epochs = f"; --epochs {few:g} -> {args.epochs:g} for --min-steps {args.min_steps}"
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
         self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
 
@@ -157,7 +164,9 @@ class Run:
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         examples = f"a stream of about {train.examples:,}" if train.streamed else f"{len(train):,}"
         def size(data):  # what is said of the training set is not said again
-            return f"{len(data):,} {data.split}" + (f" ({data.note})" if data.note not in ("", train.note) else "")
+            few = few_queries(**{"videos" if has_clips(data) else "images": len(data)})
+            words = join_notes(data.note if data.note != train.note else "", few)
+            return f"{len(data):,} {data.split}" + (f" ({words})" if words else "")
         sizes = [f"{name}: " + ", ".join(map(size, splits.values())) for name, splits in self.evals.items()]
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
@@ -166,11 +175,13 @@ class Run:
         start = "published weights" if published else "weights of --init-from" if args.init_from else "from scratch"
         beside = millions(self.trained) + millions(self.own) - millions(tower)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
+        repeated = repeated_captions(train) if tower.text else ""
         first, end = guess
         guessed = f"{self.loss_word} {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else "")
         changed = f"WARNING: {self.script}.py has changed since the checkpoint; from here on its new text counts"
         words = {
-            "recipe": f"{args.dataset} ({recipe})", "data": f"{examples} training examples; {train.note}".rstrip("; "),
+            "recipe": f"{args.dataset} ({recipe})",
+            "data": join_notes(f"{examples} training examples", train.note, repeated),
             "evaluation": "; ".join(sizes), **({"WARNING": self.twins} if self.twins else {}),
             "model": f"{', '.join(towers)} parameters, {start}" + (f", beside them {beside:.2f} M" if beside else ""),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
@@ -178,7 +189,8 @@ class Run:
             "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {args.batch_size - 1} negatives per anchor",
             "random guess": guessed,
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
-                     f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}",
+                     f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}{self.more_epochs}"
+                     + few_steps(args, self.total, self.per_epoch),
             **lines, **({"LOWERED": self.fitted} if self.fitted else {}),
             **({"METHOD": changed} if self.new_method else {}), "run": self.folder}
         say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
@@ -337,12 +349,6 @@ class Run:
                 "commit": commit()}
 
 
-def method_of(file):
-    """SHA-256 of a script's text from METHOD on, by which the steps of a run are made."""
-    text = Path(file).read_text(encoding="utf8")
-    return hashlib.sha256((text.partition("= METHOD =")[2] or text).encode()).hexdigest()
-
-
 def millions(module):
     """Parameters of a module, in millions."""
     return sum(p.numel() for p in module.parameters()) / 1e6
@@ -373,6 +379,13 @@ def epoch_length(data, batch_size):
         raise UserError(f"--batch-size {batch_size}: larger than the {data.examples} training examples of "
                         f"{data.name}{hint}")
     return data.examples // batch_size
+
+
+def few_steps(args, total, per_epoch):
+    """What the banner adds where the epochs make hardly a run."""
+    if args.max_steps or total >= FEW_STEPS:
+        return ""
+    return f"; WARNING: too few to learn from; --epochs {math.ceil(500 / per_epoch)} makes 500"
 
 
 def report(summary, folder, table=None):
