@@ -172,6 +172,33 @@ def rows_at_once(rows, columns, device):
     return rows if rows * per_row <= 2**30 else max(1, 2**(30 if device.type == "cuda" else 26) // per_row)
 
 
+def per_anchor(value, anchor, name="tau", positive=True, columns=0):
+    """A temperature or margin of a loss: a number or () as it is, (B,) of the anchors (B, D) as (B, 1).
+
+    Args: name: for the message; positive: a number must be above 0 (a tensor is not looked at: that would wait for the
+        card); columns: N where the loss takes a value for each pair, (B, N), as well.
+    Raises: ValueError for a number that is not, and for any other shape, which a division would spread somehow."""
+    if not torch.is_tensor(value):
+        one_number(value, name, positive)
+    elif value.ndim and value.shape != (len(anchor),) and value.shape != (len(anchor), columns):
+        pairs = f", or ({len(anchor)}, {columns}), one a pair" if columns else ""
+        raise ValueError(f"{name}: a tensor {tuple(value.shape)}; give a number, () or ({len(anchor)},), one an anchor "
+                         f"of this process{pairs}")
+    elif value.ndim == 1:
+        return value[:, None]  # (B, 1)
+    return value
+
+
+def one_number(value, name="tau", positive=True):
+    """A number or () as it is. Raises: ValueError for any other shape, and for a number that is not above 0."""
+    if torch.is_tensor(value) and value.ndim or not torch.is_tensor(value) and np.ndim(value):
+        shape = tuple(value.shape) if torch.is_tensor(value) else np.shape(value)
+        raise ValueError(f"{name}: {shape}; give a number or ()" + ("" if torch.is_tensor(value) else ", or a tensor"))
+    if positive and not torch.is_tensor(value) and not value > 0:
+        raise ValueError(f"{name} {value}: must be above 0; the cosines are divided by it")
+    return value
+
+
 def by_rows(loss, *rows, columns, block=0):
     """Losses of rows, recomputed in blocks of rows when the (B, N) matrices would be large: memory linear in N.
 
@@ -691,6 +718,7 @@ def load_model(run_dir):
     """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
 
     model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
+    They are not of unit length: `normalize` them, and their products are cosines.
     Raises: UserError when the folder holds no model, or a damaged one.
     """
     from safetensors import SafetensorError
@@ -1079,10 +1107,11 @@ def hold_out(splits):
     for k, s in enumerate(missing):
         rows = np.flatnonzero(band == k)
         used = np.sort(rows[np.argsort(place[rows], kind="stable")[:MOST_HELD_OUT]])
-        note = f"{len(used):,} of its {len(train):,} images, held out since none of its names says {s}"
+        it = "videos" if has_clips(train) else "images"
+        note = f"{len(used):,} of its {len(train):,} {it}, held out since none of its names says {s}"
         out[s] = dataclasses.replace(train.select(used, s), note=join_notes(train.note, note))
         some = f", {len(used):,} of them used" if len(used) < len(rows) else ""
-        notes.append(f"{s}: {len(rows):,} images held out of train{some}")
+        notes.append(f"{s}: {len(rows):,} {it} held out of train{some}")
     out["train"] = dataclasses.replace(train.select(np.flatnonzero(band >= len(missing)), "train"),
                                        note=join_notes(train.note, *notes))
     return out

@@ -101,7 +101,7 @@ import warnings
 from pathlib import Path
 
 import common
-from common import by_rows, fp32, gather, normalize, positive_index
+from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
 from engine.base import UserError, clean_exit, rank, world, write_json, write_tensors
 from engine.data import meta_data, open_data
 from engine.flags import OneLine, Parser
@@ -129,12 +129,13 @@ def margin(step, a0=2.0, a1=10.0, a2=0.1):
 
 
 def angular_cosine(sim, mu):
-    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape; sim as it is where lambda > pi / 2 (after Eq. 4).
+    """cos([lambda - mu]_+) of cosines sim = cos(lambda), any shape (mu spreads over it); sim where lambda > pi / 2.
 
     cos(lambda - mu) = s cos(mu) + sqrt(1 - s^2) sin(mu): acos has no finite slope at 1, this has one everywhere.
     """
     sine = ((1 - sim) * (1 + sim)).clamp(min=1e-12).sqrt()                 # of lambda
-    nearer = torch.where(sim > math.cos(mu), torch.ones_like(sim), sim * math.cos(mu) + sine * math.sin(mu))
+    cos_mu, sin_mu = (mu.cos(), mu.sin()) if torch.is_tensor(mu) else (math.cos(mu), math.sin(mu))
+    nearer = torch.where(sim > cos_mu, torch.ones_like(sim), sim * cos_mu + sine * sin_mu)
     return torch.where(sim < 0, sim, nearer)
 
 
@@ -144,16 +145,17 @@ def angular_margin_loss(video, text, tau, mu, block=0):
 
     Args:
         video, text: (B, D) this process's embeddings, any float dtype; row i of both is a pair.
-        tau: temperature, divides the cosine, > 0.   mu: margin in radians, 0 .. pi / 2; 0 = plain InfoNCE.
-        block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: (B,) fp32, one loss for each local pair. A random guess is about 2 ln N without a margin.
+        tau: temperature, divides the cosine, > 0.   mu: margin in radians, 0 .. pi / 2; 0 = plain InfoNCE. Both: a
+            float, (), or (B,): that of pair i, both ways.   block: rows at a time (0 = automatic, see common.by_rows).
+    Returns: (B,) fp32 (float64 stays), one loss for each local pair. A random guess is about 2 ln N without a margin.
     """
     video, text = normalize(video), normalize(text)                        # (B, D)
     videos, texts = gather(video), gather(text)                            # (N, D)
+    tau, mu = per_anchor(tau, video), per_anchor(mu, video, "mu", positive=False)       # () or (B, 1)
 
-    def rows(v, t, target):                                                # b pairs at a time
+    def rows(v, t, target, tau, mu):                                       # b pairs at a time
         return one_way(v @ texts.T, target, tau, mu) + one_way(t @ videos.T, target, tau, mu)
-    return by_rows(rows, video, text, positive_index(video), columns=len(videos), block=block)
+    return by_rows(rows, video, text, positive_index(video), tau, mu, columns=len(videos), block=block)
 
 
 @fp32
@@ -161,6 +163,7 @@ def fused_margin_loss(video, text, tau, mu, block=0):
     """angular_margin_loss from cosines that a fusion gives: (B, N) of this process's videos with all texts, and of its
     texts with all videos; -> (B,). block: has no part here, the matrices are there already."""
     target = positive_index(video)                                         # (B,)
+    tau, mu = per_anchor(tau, video), per_anchor(mu, video, "mu", positive=False)
     return one_way(video, target, tau, mu) + one_way(text, target, tau, mu)
 
 
@@ -310,16 +313,14 @@ def l2rw_weights(losses, parameters, batch, meta_batch):
     return len(gather(useful)) * useful / total if total > 0 else useful
 
 
-def weights_of(losses, weighting, weight_net, focal_gamma=2.0, kept=1.0):
-    """Weights (B,) of the weightings that need the losses (B,) alone: 'meta', by the new theta (Eq. 11); 'joint', with
-    gradient for theta (Table 8); 'focal' and 'spl' (Table 6); 'none', ones. l2rw_weights looks ahead instead."""
-    if weighting == "none":
-        return torch.ones_like(losses)
-    if weighting == "focal":
-        return focal_weights(losses, focal_gamma)
-    if weighting == "spl":
-        return spl_weights(losses, kept)
-    return weight_net(losses) if weighting == "joint" else weight_net(losses).detach()
+# --weighting: losses (B,), own, progress 0..1 of the run, args -> weights (B,). A fork adds a line (docs/fork.md); what
+# is learnt, said and drawn follows the name. 'meta' has the new theta (Eq. 11), which the loss of 'joint' alone trains.
+WEIGHTINGS = {
+    "meta": lambda losses, own, progress, args: own["weight_net"](losses),
+    "joint": lambda losses, own, progress, args: own["weight_net"](losses),              # Table 8
+    "focal": lambda losses, own, progress, args: focal_weights(losses, args.focal_gamma),                # Table 6
+    "spl": lambda losses, own, progress, args: spl_weights(losses, args.spl_start + (1 - args.spl_start) * progress),
+    "none": lambda losses, own, progress, args: torch.ones_like(losses)}
 
 
 # ======================================================= flags =======================================================
@@ -367,6 +368,7 @@ ASKED = RECIPES | {                                                        # und
     "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", fusion_layers=1,
                                   meta_every=4)}
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
+UNUSED = "--weighting {}: its network has no part in the weights of this script; take --weighting none, or another name"
 
 
 def looks_ahead(args):
@@ -386,7 +388,7 @@ def parse_args(argv=None):
     g.add_argument("--tau", type=positive, default=1.0, help="temperature, divides the cosine, > 0; paper 1")
     g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
                    help="margin of Eq. 6; its limit a0 / a1 throughout; or none")
-    g.add_argument("--weighting", choices=["meta", "joint", "focal", "spl", "l2rw", "none"], default="meta",
+    g.add_argument("--weighting", choices=[*WEIGHTINGS, "l2rw"], default="meta",
                    help="weights of the samples: a network learnt by Algorithm 1, or with the encoders (Table 8); "
                         "focal loss, self-paced learning, L2RW (Table 6); or 1")
     g.add_argument("--meta-memory", choices=["low", "fast"], default="low",
@@ -405,8 +407,7 @@ def parse_args(argv=None):
     g.add_argument("--a0", type=nonnegative, default=2.0, help="of Eq. 6; the limit of the margin is a0 / a1, radians")
     g.add_argument("--a1", type=positive, default=10.0, help="of Eq. 6; the margin starts at a0 / (a1 + 1)")
     g = p.group("with --margin-schedule logistic", lambda a: a.margin_schedule == "logistic")
-    g.add_argument("--a2", type=between(-1000), default=0.1,
-                   help="of Eq. 6, per step; below 0 the margin falls to 0")
+    g.add_argument("--a2", type=between(-1000), default=0.1, help="of Eq. 6, per step; below 0 it falls to 0")
     g = p.group("with --weighting focal", lambda a: a.weighting == "focal")
     g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="exponent of --weighting focal")
     g = p.group("with --weighting spl", lambda a: a.weighting == "spl")
@@ -544,6 +545,7 @@ def main(args):
     margins = margin_at(0, args), margin_at(run.total, args)
     guesses = [random_guess(mu, args, answers.guess_of(train, questions)) for mu in margins]
     about = answers.question_lines(questions, train, tokenizer, args) if questions else {}
+    run.loss_word = "L"                                                    # without weights, as a random guess's is
     run.begin(evaluator, guesses, banner_lines(args, meta, margins) | about)
     for batch in batches:
         progress, mu = run.step / run.total, margin_at(run.step, args)
@@ -574,9 +576,10 @@ def main(args):
             meta_optimizer.step()                                          # Eq. 10
             meta_optimizer.zero_grad()
         if args.weighting != "l2rw":
-            kept = args.spl_start + (1 - args.spl_start) * progress
-            weight = weights_of(sample.detach(), args.weighting, weight_net, args.focal_gamma, kept)             # (B,)
-        loss = (weight * sample).mean()                                    # Eq. 8
+            weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)   # (B,)
+        if "weight_net" in own and not weight.requires_grad:
+            raise UserError(UNUSED.format(args.weighting))
+        loss = ((weight if args.weighting == "joint" else weight.detach()) * sample).mean()              # Eq. 8
 
         run.check_finite(loss, args.tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
         chunks.backward(loss)                                              # the full batch's gradient

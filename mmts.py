@@ -70,9 +70,9 @@ import math
 from pathlib import Path
 
 import common
-from common import by_rows, fp32, gather, normalize, positive_index
+from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
 from engine.base import UserError, all_sum, clean_exit
-from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, k_means, open_clusters
+from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, k_means, largest_first, open_clusters
 from engine.data import open_data
 from engine.flags import Parser
 from engine.ranges import between, count, nonnegative, part, positive, whole
@@ -106,7 +106,9 @@ def cluster_shift(sizes, sh_min, sh_max):
 
 
 def sample_temperature(step, shift, period, alpha):
-    """tau_i = tau_base(t) + sh(c_i) (Eq. 8), or the margin m_i: shift (B,) -> (B,)."""
+    """tau_i = tau_base(t) + sh(c_i) (Eq. 8), or the margin m_i: shift (B,) -> (B,); alpha = 0: --no-schedule.
+
+    All that is refused, said and drawn of the schedule asks this function."""
     return shift + base_temperature(step, period, alpha)
 
 
@@ -120,10 +122,10 @@ def clip_terms(image, text, tau, label_smoothing=0.0, block=0):
             and its text's row.
         label_smoothing: this part of the target is spread over all candidates; VAST 0.1.
         block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: {"L_v2t", "L_t2v"}: scalars fp32, means over the B local anchors. A random guess is about ln N.
+    Returns: {"L_v2t", "L_t2v"}: scalars fp32 (float64 stays), means over the B local anchors. A random guess is about
+        ln N.
     """
-    image, text = normalize(image), normalize(text)                        # (B, D)
-    tau = tau[:, None] if torch.is_tensor(tau) and tau.ndim else tau       # (B, 1)
+    image, text, tau = normalize(image), normalize(text), per_anchor(tau, image)        # (B, D), (B, D), () or (B, 1)
 
     def one_way(anchor, candidates):
         def rows(a, t, target):                                            # b anchors at a time
@@ -135,7 +137,7 @@ def clip_terms(image, text, tau, label_smoothing=0.0, block=0):
 
 
 def clip_loss(image, text, tau, label_smoothing=0.0, block=0):
-    """L = 1/2 (L_v2t + L_t2v) (Eq. 12); arguments as clip_terms. Scalar fp32; a random guess is about ln N."""
+    """L = 1/2 (L_v2t + L_t2v) (Eq. 12); arguments and type as clip_terms. Scalar; a random guess is about ln N."""
     terms = clip_terms(image, text, tau, label_smoothing, block)
     return (terms["L_v2t"] + terms["L_t2v"]) / 2
 
@@ -144,12 +146,12 @@ def clip_loss(image, text, tau, label_smoothing=0.0, block=0):
 def max_margin_terms(image, text, margin, block=0):
     """Both directions of the max-margin loss (Eq. 3) with a margin for each anchor.
 
-    Args: image, text, block: as clip_terms.   margin: cosine units, >= 0: a float, or (B,) as tau of clip_terms.
-    Returns: {"L_v2t", "L_t2v"}: scalars fp32, means over the B (N - 1) pairs of a local anchor and a negative. Of equal
-        cosines the mean margin.
+    Args: image, text, block: as clip_terms.   margin: cosine units, >= 0: a float, () or (B,) as tau of clip_terms.
+    Returns: {"L_v2t", "L_t2v"}: scalars fp32 (float64 stays), means over the B (N - 1) pairs of a local anchor and a
+        negative. Of equal cosines the mean margin.
     """
     image, text = normalize(image), normalize(text)                        # (B, D)
-    margin = margin[:, None] if torch.is_tensor(margin) and margin.ndim else margin                          # (B, 1)
+    margin = per_anchor(margin, image, "margin", positive=False)           # () or (B, 1)
 
     def one_way(anchor, candidates):
         def rows(a, m, target):
@@ -161,7 +163,7 @@ def max_margin_terms(image, text, margin, block=0):
 
 
 def max_margin_loss(image, text, margin, block=0):
-    """Mean over the 2 N (N - 1) pairs that are no positives (Eq. 3); arguments as max_margin_terms. Scalar fp32."""
+    """Mean over the 2 N (N - 1) pairs that are no positives (Eq. 3); arguments as max_margin_terms. Scalar."""
     terms = max_margin_terms(image, text, margin, block)
     return (terms["L_v2t"] + terms["L_t2v"]) / 2
 
@@ -171,7 +173,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     """K-Means of unit embeddings (Section 4.4), from k-means++; above 100,000 in mini-batches.
 
     Args: embeddings: (M, D), normalised here.   counts: (M,) how often each stands in the data; None = once.
-    Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6; K < k where points coincide.
+    Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6, largest first; K < k where points coincide.
     Raises: UserError on non-finite embeddings, or fewer than k.
     """
     x = normalize(torch.as_tensor(embeddings)).numpy()                     # (M, D)
@@ -182,8 +184,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     if len(x) < k:
         raise UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered; lower it")
     labels = k_means(x, k, seed, starts, counts)                           # (M,) without empty clusters
-    weights = None if counts is None else torch.as_tensor(counts, dtype=torch.float64)
-    return labels, torch.bincount(labels, weights).long()                  # (M,), (K,)
+    return largest_first(labels, counts)[:2]                               # (M,), (K,)
 
 
 # ======================================================= flags =======================================================
@@ -232,7 +233,7 @@ MOVING = dict(
 EMOJI = MOVING | dict(recipe="ours; as moving-emoji", image_size=48, crop_min=0.35, flip=0.5, jitter=0.4)
 OWN = MOVING | dict(
     recipe="ours; small towers from scratch",
-    image_size=64, frames=8, text_length=32, log_every=10, save_every=500, eval_every=0)
+    image_size=64, frames=8, text_length=32, num_clusters=0, log_every=10, save_every=500, eval_every=0)
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN,
            "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
            "youcook2": VAST, "ssv2-lt": VAST | dict(clusters="label")}
@@ -304,7 +305,8 @@ def parse_args(argv=None):
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1.0], metavar=("LOW", "HIGH"),
                    help="limits of a learnable tau; CLIP and AVION at least 0.01")
     g = p.group("with --clusters captions or vision", lambda a: a.clusters in ("captions", "vision"))
-    g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200, help="K of K-Means; paper 200")
+    g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
+                   help="K of K-Means; paper 200; own data (0): a quarter of what is clustered, at most 200")
     g.add_argument("--cluster-encoder", default="tf-idf",
                    help="tf-idf, or a transformers id or folder, mean-pooled (CLIP: its own); of --clusters vision an "
                         "image encoder; paper: SentenceBERT, on CC3M DistilBERT")
@@ -325,12 +327,8 @@ def parse_args(argv=None):
               f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
     p.require(not args.period or "--periods" not in p.given,
               f"--periods {args.periods:g}: --period {args.period} says it already; leave out one of them")
-    lowest, highest, words = range_of(args)
-    p.require(infonce or highest < 2, f"the largest margin of the run, {highest:g}, must be below 2, cosine units: no "
-              f"two cosines are further apart; lower {'--shift-max' if args.shifts else '--margin'} or --alpha")
-    p.require(lowest > 0 or not infonce and lowest == 0, f"the lowest {'temperature' if infonce else 'margin'} of the "
-              f"run, {words} = {lowest:g}, must {'be above' if infonce else 'not be below'} 0; lower --alpha, or raise "
-              + ("--shift-min" if args.shifts else "--tau" if infonce else "--margin"))
+    refusal = out_of_range(args, 1 if args.period else args.periods, 1)  # main asks again when it knows the steps
+    p.require(not refusal, refusal)
     low, high = args.tau_clamp
     p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
@@ -347,14 +345,28 @@ def parse_args(argv=None):
     return args
 
 
-def range_of(args):
-    """Lowest and highest temperature (or margin) of the run by the flags, and the lowest one's arithmetic in words."""
-    center, flag = (args.tau, "--tau") if args.loss == "infonce" else (args.margin, "--margin")
+def range_of(args, steps, period):
+    """Lowest and highest temperature (or margin) in so many steps, from `period` on in units of it (period 1)."""
+    center = args.tau if args.loss == "infonce" else args.margin
     low, high = (args.shift_min, args.shift_max) if args.shifts else (center, center)
-    swing = args.alpha / 2 if args.schedule else 0.0
-    words = f"{'--shift-min' if args.shifts else flag} {low:g}"
-    words += f" - --alpha {args.alpha:g} / 2" if args.schedule else ""
-    return round(low - swing, 12), round(high + swing, 12), words
+    grid = [*np.arange(0, min(steps, 1000 * period), period / 64), steps]  # a period has its extremes on 64ths
+    values = [sample_temperature(t, shift, period, swing_of(args)) for t in grid for shift in (low, high)]
+    return round(float(min(values)), 12), round(float(max(values)), 12)
+
+
+def out_of_range(args, steps, period):
+    """Why a run of so many steps cannot be: a temperature not above 0, a margin below 0 or not below 2; ""."""
+    (lowest, highest), infonce = range_of(args, steps, period), args.loss == "infonce"
+    if not infonce and highest >= 2:
+        return (f"the largest margin of the run, {highest:g}, must be below 2, cosine units: no two cosines are "
+                f"further apart; lower {'--shift-max' if args.shifts else '--margin'} or --alpha")
+    if lowest > 0 or not infonce and lowest == 0:
+        return ""
+    flag, least = ("--tau", args.tau) if infonce else ("--margin", args.margin)
+    flag, least = ("--shift-min", args.shift_min) if args.shifts else (flag, least)
+    by = f" and {lowest - least:g} by the schedule of --alpha {args.alpha:g}" if args.schedule else ""
+    return (f"the lowest {'temperature' if infonce else 'margin'} of the run, {flag} {least:g}{by} = {lowest:g}, must "
+            f"{'be above' if infonce else 'not be below'} 0; lower --alpha, or raise {flag}")
 
 
 # ======================================================= main ========================================================
@@ -365,11 +377,15 @@ def main(args):
     check_source(train, args.clusters)
     run = Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
+    period = args.period or run.total / args.periods                       # in steps
+    if refusal := out_of_range(args, run.total, period):                        # of this number of steps
+        raise UserError(refusal)
+    run.tau_word = WORDS[args.loss]
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
     # after the towers, whose first weights thus are the same with any clusters; None with --clusters none
-    kmeans = functools.partial(cluster_captions, k=args.num_clusters, seed=args.seed, starts=args.cluster_starts)
+    kmeans = functools.partial(cluster_captions, seed=args.seed, starts=args.cluster_starts)
     clusters = open_clusters(run.folder, args, train, run.device, kmeans)
     own = nn.ModuleDict()                                                  # a learnable tau stays outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
@@ -394,11 +410,11 @@ def main(args):
     batches = run.batches([view], transform)
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    shifts, period, alpha = shifts_of(clusters, args), args.period or run.total / args.periods, swing_of(args)
+    shifts, alpha = shifts_of(clusters, args), swing_of(args)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(head_mid_tail, clusters=clusters))
     guess = [random_guess(step, shifts, clusters, period, args) for step in (0, run.total)]
-    run.begin(evaluator, guess, banner_lines(clusters, shifts, period, args))
+    run.begin(evaluator, guess, banner_lines(clusters, shifts, run.total, period, args))
     for batch in batches:
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
@@ -478,17 +494,17 @@ def random_guess(step, shifts, clusters, period, args):
     return margins[:-1].dot(clusters.sizes / clusters.sizes.sum()).item() if args.shifts else margins.item()
 
 
-def banner_lines(clusters, shifts, period, args):
+def banner_lines(clusters, shifts, steps, period, args):
     """What the banner says of the method."""
     kind = {(True, True): "schedule and shifts (MM-TS)", (True, False): "schedule alone (TS)",
             (False, True): "shifts alone (ICS)", (False, False): "fixed (the baseline)"}[args.schedule, args.shifts]
-    low, high, _ = range_of(args)
+    low, high = range_of(args, steps, period)
     name, values = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     alpha, sh_min, sh_max, source = ranges_of(args.dataset, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
     words = f"{name} {low:g} .. {high:g} over the run: "
     words += f"shifts {args.shift_min:g} .. {args.shift_max:g}" if args.shifts else f"{shifts[0]:g}"
-    words += f", +- alpha {args.alpha:g} / 2" if args.schedule else ""
+    words += f", and the schedule of alpha {args.alpha:g}" if args.schedule else ""
     words += f" ({source if same else 'by flags'})" if args.schedule or args.shifts else ""
     if args.learnable_tau:
         kind, (low, high) = "learnt tau (a baseline)", args.tau_clamp

@@ -71,7 +71,7 @@ import functools
 import math
 
 import common
-from common import by_rows, fp32, gather, normalize, positive_index
+from common import by_rows, fp32, gather, normalize, one_number, per_anchor, positive_index
 from engine.base import clean_exit, rank, write_tensors
 from engine.data import open_data
 from engine.flags import Parser
@@ -97,7 +97,7 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
         row_prior (m,), col_prior (n,): shares that sum to 1; None = 1/m and 1/n.
     Returns: a (m,), b (n,) in cosine units, fp32 at least. Log domain: finite for any cosine and gamma.
     """
-    m, n = sim.shape
+    (m, n), gamma = sim.shape, one_number(gamma, "gamma")
     logits = (sim if sim.dtype == torch.float64 else sim.float()) / gamma           # (m, n) S
     log_r = -math.log(m) if row_prior is None else row_prior.to(logits).log()       # () or (m,)
     log_c = -math.log(n) if col_prior is None else col_prior.to(logits).log()       # () or (n,)
@@ -114,12 +114,13 @@ def ncl_terms(text, video, gamma, iterations=4, detach=True, block=0):
 
     Args:
         text, video: (B, D) this process's embeddings, row i of both is a pair.
-        gamma: temperature, divides the cosine, float or () tensor, > 0.
+        gamma: temperature, divides the cosine, float or () tensor, > 0: the biases have one for the whole matrix.
         iterations: rounds of Sinkhorn-Knopp; 0 = no biases, plain InfoNCE.   detach: no gradient through the biases.
         block: rows of the loss at a time (0 = automatic, see common.by_rows); the biases need the whole matrix.
-    Returns: {"L_t2v", "L_v2t"}: scalars fp32, means over the B local pairs. A random guess is about ln N each.
+    Returns: {"L_t2v", "L_v2t"}: scalars fp32 (float64 stays), means over the B local pairs. A random guess is about
+        ln N each.
     """
-    text, video = normalize(text), normalize(video)                        # (B, D)
+    text, video, gamma = normalize(text), normalize(video), one_number(gamma, "gamma")  # (B, D), (B, D), ()
     texts, videos = gather(text), gather(video)                            # (N, D)
     a = b = 0.0
     if iterations:
@@ -135,7 +136,7 @@ def ncl_terms(text, video, gamma, iterations=4, detach=True, block=0):
 
 
 def ncl_loss(text, video, gamma, iterations=4, detach=True, block=0):
-    """L = 1/2 (L_t2v + L_v2t) (Eq. 4); arguments as ncl_terms. Scalar fp32; a random guess is about ln N."""
+    """L = 1/2 (L_t2v + L_v2t) (Eq. 4); arguments and type as ncl_terms. Scalar; a random guess is about ln N."""
     terms = ncl_terms(text, video, gamma, iterations, detach, block)
     return (terms["L_t2v"] + terms["L_v2t"]) / 2
 
@@ -206,23 +207,25 @@ def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
 # ------------------------------------------------------- baselines ---------------------------------------------------
 @fp32
 def max_margin_terms(text, video, margin=0.2):
-    """Triplets with the hardest negative of the batch (Faghri et al. 2018): {"L_t2v", "L_v2t"}, scalars fp32.
+    """Triplets with the hardest negative of the batch (Faghri et al. 2018): {"L_t2v", "L_v2t"}, scalars fp32 (float64
+    stays).
 
-    Args: text, video: (B, D) this process's embeddings, row i of both is a pair.   margin: in cosine units, >= 0.
+    Args: text, video: (B, D) this process's embeddings, row i of both is a pair.   margin: in cosine units, >= 0: a
+        float, (), or (B,) per anchor.
     """
     text, video = normalize(text), normalize(video)                        # (B, D)
-    texts, videos, target = gather(text), gather(video), positive_index(text)       # (N, D), (N, D), (B,)
+    texts, videos = gather(text), gather(video)                            # (N, D)
+    target, margin = positive_index(text)[:, None], per_anchor(margin, text, "margin", positive=False)       # (B, 1)
 
     def one_way(anchor, candidates):
         sim = anchor @ candidates.T                                        # (B, N)
-        itself = F.one_hot(target, len(candidates)).bool()                 # (B, N)
-        hardest = sim.masked_fill(itself, -math.inf).amax(1)               # (B,)
-        return (margin - sim[itself] + hardest).relu().mean()
+        hardest = sim.scatter(1, target, -math.inf).amax(1, keepdim=True)  # (B, 1)
+        return (margin - sim.gather(1, target) + hardest).relu().mean()
     return {"L_t2v": one_way(text, videos), "L_v2t": one_way(video, texts)}
 
 
 def max_margin_loss(text, video, margin=0.2):
-    """SSB's loss, the sum of both directions; arguments as max_margin_terms. Scalar fp32; of equal cosines 2 margin."""
+    """SSB's loss, the sum of both directions; arguments as max_margin_terms. Scalar; of equal cosines 2 margin."""
     terms = max_margin_terms(text, video, margin)
     return terms["L_t2v"] + terms["L_v2t"]
 

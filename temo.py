@@ -71,7 +71,7 @@ import functools
 import math
 
 import common
-from common import by_rows, fp32, gather, normalize, positive_index
+from common import by_rows, fp32, gather, normalize, one_number, per_anchor, positive_index
 from engine.base import clean_exit
 from engine.data import open_data
 from engine.flags import Parser
@@ -97,14 +97,13 @@ def info_nce(anchor, candidates, tau, block=0):
 
     Args:
         anchor, candidates: (B, D) this process's embeddings, any float dtype; row i of both is the positive pair.
-        tau: temperature, divides the cosine, > 0: a float, (B,) per anchor, (B, N) per pair, or a function of the
+        tau: temperature, divides the cosine, > 0: a float, (), (B,) per anchor, (B, N) per pair, or a function of the
             cosines, (b, N) -> (b, N).
         block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: scalar fp32, mean over the B local anchors. A random guess is about ln N.
+    Returns: scalar fp32 (float64 stays), mean over the B local anchors. A random guess is about ln N.
     """
     anchor, candidates = normalize(anchor), gather(normalize(candidates))  # (B, D), (N, D)
-    if torch.is_tensor(tau) and tau.ndim == 1:
-        tau = tau[:, None]                                                 # (B, 1)
+    tau = tau if callable(tau) else per_anchor(tau, anchor, columns=len(candidates))    # () or (B, 1) or (B, N)
 
     def rows(a, t, target):                                                # b anchors at a time
         sim = a @ candidates.T                                             # (b, N)
@@ -133,8 +132,9 @@ def modulated_loss(anchor, candidates, tau_min, tau_alpha, detach=True, block=0,
     """One direction of InfoNCE with modulated temperatures (Eqs. 5 and 6): L_M-I2I, L_M-T2T, L_M-I2T or L_M-T2I.
 
     Args: as info_nce; detach: no gradient through tau_ij; tau: (B, N) temperatures from elsewhere (an expert) instead.
-    Returns: scalar fp32.
+    Returns: scalar fp32 (float64 stays).
     """
+    one_number(tau_min, "tau_min")
     def modulate(sim):                                                     # (b, N) -> (b, N)
         return modulated_temperature(sim.detach() if detach else sim, tau_min, tau_alpha)
     return info_nce(anchor, candidates, modulate if tau is None else tau, block)
@@ -162,7 +162,7 @@ def blend_weights(progress, blend="quadratic", base=True, others=True):
 
 def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alpha=0.04, detach=True, block=0,
                image_tau=None, text_tau=None, multimodal_tau=None, names=("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T")):
-    """The terms of Eq. 8 by their names in the paper: {name: scalar fp32}.
+    """The terms of Eq. 8 by their names in the paper: {name: scalar fp32 (float64 stays)}.
 
     Args:
         image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ of this process.   tau: temperature of L_MM.
@@ -197,7 +197,7 @@ def temo_loss(image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01
         image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ (the last two unused with unimodal='none').
         progress: t = step / steps, 0..1.   tau, tau_min, tau_alpha, more: as temo_terms.
         base, modulated, unimodal ('none', 'plain' at tau, 'modulated'), blend: rows a-g of Table 3.
-    Returns: scalar fp32. A term of weight 0 is not computed.
+    Returns: scalar fp32 (float64 stays). A term of weight 0 is not computed.
     """
     weights = term_weights(progress, base, modulated, unimodal, blend)
     terms = temo_terms(image, text, image_aug, text_aug, tau, tau_min, tau_alpha, names=weights, **more)
@@ -226,7 +226,7 @@ def cwcl_loss(image, text, tau, block=0):
     """CWCL (Srinivasa et al. 2023): image -> text with texts weighted by their image's similarity; text -> image plain.
 
     L_I2T = -1/B sum_i sum_j w_ij log softmax_j(s_ij / tau) / sum_j w_ij,  w_ij = (1 + <I_i, I_j>) / 2, no gradient.
-    Args: image, text (B, D); tau a float or 0-d tensor.   Returns: scalar fp32, the mean of both directions.
+    Args: image, text (B, D); tau a float, () or (B,).   Returns: scalar fp32 (float64 stays), mean of both directions.
     """
     anchor, candidates = normalize(image), gather(normalize(text))         # (B, D), (N, D)
     images = gather(anchor.detach())                                       # (N, D)
@@ -235,23 +235,23 @@ def cwcl_loss(image, text, tau, block=0):
         weight = (1 + a.detach() @ images.T) / 2                           # (b, N)
         log_p = F.log_softmax(a @ candidates.T / t, dim=1)                 # (b, N)
         return -(weight * log_p).sum(1) / weight.sum(1)                    # (b,)
-    image_to_text = by_rows(rows, anchor, tau, columns=len(candidates), block=block).mean()
+    image_to_text = by_rows(rows, anchor, per_anchor(tau, anchor), columns=len(candidates), block=block).mean()
     return (image_to_text + info_nce(text, image, tau, block)) / 2
 
 
 @fp32
 def simclr_loss(z1, z2, tau, block=0):
-    """SLIP's image loss: NT-Xent of two views over the global batch, 2N - 2 negatives; z1, z2 (B, D) -> scalar fp32."""
+    """SLIP's image loss, NT-Xent of two views, 2N - 2 negatives; z1, z2 (B, D), tau a float, () or (B,) -> scalar."""
     a, b = normalize(z1), normalize(z2)                                    # (B, D)
     all_a, all_b = gather(a), gather(b)                                    # (N, D)
 
     def one_way(anchor, same, other):                                      # (B, D), (N, D), (N, D)
-        def rows(x, target):
+        def rows(x, t, target):
             own = x @ same.T                                               # (b, N)
-            logits = torch.cat([x @ other.T, own], 1) / tau                # (b, 2N)
+            logits = torch.cat([x @ other.T, own], 1) / t                  # (b, 2N)
             itself = len(same) + target[:, None]                           # (b, 1), left out of its negatives
             return F.cross_entropy(logits.scatter(1, itself, -math.inf), target)                             # ()
-        return by_rows(rows, anchor, positive_index(anchor), columns=2 * len(same), block=block)
+        return by_rows(rows, anchor, per_anchor(tau, z1), positive_index(anchor), columns=2 * len(same), block=block)
     return (one_way(a, all_a, all_b) + one_way(b, all_b, all_a)) / 2
 
 

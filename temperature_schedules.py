@@ -75,7 +75,7 @@ import functools
 import math
 
 import common
-from common import by_rows, fp32, gather, normalize, positive_index
+from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
 from engine.base import UserError, clean_exit, rank, read_json, say, world, write_json
 from engine.flags import Parser
 from engine.ranges import between, count, nonnegative, part, positive, whole
@@ -119,13 +119,12 @@ def nt_xent(z1, z2, tau, block=0):
 
     Args:
         z1, z2: (B, D) two views, any float dtype; row i of both from one image.
-        tau: temperature, divides the cosine, > 0: a float, or (B,) per anchor image.
+        tau: temperature, divides the cosine, > 0: a float, (), or (B,) per anchor image.
         block: rows at a time (0 = automatic, see common.by_rows).
-    Returns: scalar fp32, mean over the 2B local anchors. A random guess is about ln(2N - 1).
+    Returns: scalar fp32 (float64 stays), mean over the 2B local anchors. A random guess is about ln(2N - 1).
     """
     a, b = normalize(z1), normalize(z2)                                    # (B, D)
-    all_a, all_b = gather(a), gather(b)                                    # (N, D)
-    tau = tau[:, None] if torch.is_tensor(tau) and tau.ndim else tau       # (B, 1)
+    all_a, all_b, tau = gather(a), gather(b), per_anchor(tau, a)           # (N, D), (N, D), () or (B, 1)
 
     def one_way(anchor, own_view, other_view):                             # (B, D), (N, D), (N, D)
         def rows(x, t, target):                                            # b anchors at a time
@@ -141,13 +140,13 @@ def nt_xent(z1, z2, tau, block=0):
 def moco_loss(q, k, queue, tau):
     """L_c with a queue of earlier keys as negatives (Eq. 1, averaged; He et al. 2020).
 
-    Args: q, k: (B, D) query and key of the same image; k gets no gradient.   queue: (K, D).   tau: float or (B,).
-    Returns: scalar fp32, mean over the B local queries. A random guess is about ln(K + 1).
+    Args: q, k: (B, D) query and key of the same image; k gets no gradient.   queue: (K, D).   tau: float, () or (B,).
+    Returns: scalar fp32 (float64 stays), mean over the B local queries. A random guess is about ln(K + 1).
     """
     q, k, queue = normalize(q), normalize(k.detach()), normalize(queue)    # (B, D), (B, D), (K, D)
     logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1)     # (B, 1 + K)
-    tau = tau[:, None] if torch.is_tensor(tau) and tau.ndim else tau       # (B, 1)
-    return F.cross_entropy(logits / tau, torch.zeros(len(q), dtype=torch.long, device=q.device))
+    logits = logits / per_anchor(tau, q)
+    return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 
 
 def coarse_temperature(labels, head_classes, tau_head, tau_tail):

@@ -184,7 +184,7 @@ def open_clusters(folder, args, train, device, kmeans):
     """The clusters of a run, made by the main process, or of a resumed run those it has (its flags and data are the
     same, or it is refused); None with --clusters none. Collective.
 
-    kmeans: function(embeddings, counts=...) -> labels, sizes.   Raises: UserError."""
+    kmeans: function(embeddings, k=..., counts=...) -> labels, sizes.   Raises: UserError."""
     if args.clusters == "none":
         return None
     path = folder / "clusters.json"
@@ -229,7 +229,8 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         by, entries, rows, found, without = read_clusters(source, train)
     tensors = {}
     if embeddings is not None:
-        found, _ = kmeans(embeddings, counts=counts)  # (M,)
+        k = args.num_clusters or min(200, max(2, len(embeddings) // 4), len(embeddings))
+        found, _ = kmeans(embeddings, k=k, counts=counts)  # (M,)
     labels, sizes, names = largest_first(found, counts)
     if embeddings is not None:
         some = np.random.default_rng(args.seed).permutation(len(labels))[:SAMPLE]

@@ -1,5 +1,6 @@
 """What opens the data of a run: the training set, its evaluation sets, and the flags that say how."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -7,7 +8,7 @@ import os
 from pathlib import Path
 
 import common
-from common import EmptySplit, load_data, options_of, splits_of
+from common import IN_MEMORY, EmptySplit, load_data, options_of, splits_of
 from engine.base import UserError, join_notes, say
 from engine.clusters import SentenceEncoder, k_means
 
@@ -17,12 +18,23 @@ import torch
 from readers import text
 from readers.guards import say_part
 
-# What load_data takes from the flags of a script.
 CLUSTERS = 50  # of captions, which stand for the classes of meta-data
 CLUSTERED = 20_000  # rows, the first by the hash of their names, among which the clusters are made
+# What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "streaming",
               "max_bad_fraction", "max_pixels", "hold_out_val", "extra_captions")
+
+
+def repeated_captions(data):
+    """What the banner says of examples that share a caption, the false negatives of a batch; "" for class names as
+    captions, and where there are too many rows to look at."""
+    if data.streamed or not data.has_captions or len(data) > IN_MEMORY:
+        return ""
+    captions = [set(data.captions(i)) for i in range(len(data))]
+    examples = collections.Counter(itertools.chain.from_iterable(captions))
+    shared = sum(any(examples[c] > 1 for c in some) for some in captions)
+    return f"{shared:,} share a caption with another: false negatives of each other in a batch" if shared else ""
 
 
 def data_options(args, **more):

@@ -124,7 +124,7 @@ class Parser(OneLine):
         self._add_shared()
         chooser = OneLine(self.prog, "", add_help=False)
         first = {"--dataset": None, "--loss": self.get_default("loss"), "--resume": "",
-                 "--image-encoder": "", "--batch-size": None}
+                 "--image-encoder": "", "--batch-size": None, "--epochs": None}
         for flag, default in first.items():
             chooser.add_argument(flag, default=default)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
@@ -144,7 +144,10 @@ class Parser(OneLine):
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
         if chosen.image_encoder not in ("", recipe["image_encoder"]) and not saved:
             defaults.pop("chunk_size", None)  # it is of the recipe's encoder: another may have BatchNorm
-        defaults = {"fit_batch": chosen.dataset not in recipes and chosen.batch_size is None} | defaults
+        unknown_set = chosen.dataset not in recipes
+        defaults = {"fit_batch": unknown_set and chosen.batch_size is None, "min_steps": 500 * unknown_set} | defaults
+        if chosen.epochs is not None:
+            defaults["min_steps"] = 0
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
         if saved:
@@ -306,6 +309,8 @@ class Parser(OneLine):
         add = self.add_argument_group("optimisation").add_argument
         add("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
         add("--epochs", type=positive, help="passes over the training set; the paper's value is its recipe's default")
+        add("--min-steps", type=whole, default=0,
+            help="where the epochs make fewer steps, more epochs; by itself 500 for own data without --epochs; 0 = off")
         add("--max-steps", type=whole, default=0,
             help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
         add("--batch-size", type=between(2, 10**9, int),

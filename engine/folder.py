@@ -114,6 +114,12 @@ def commit():
         return "unknown"
 
 
+def method_of(file):
+    """SHA-256 of a script's text from METHOD on, by which the steps of a run are made."""
+    text = Path(file).read_text(encoding="utf8")
+    return hashlib.sha256((text.partition("= METHOD =")[2] or text).encode()).hexdigest()
+
+
 def start_run(args, script):
     """(path of the run folder, its lock): made or reopened by the main process; all processes raise together."""
     lock = None

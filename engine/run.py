@@ -7,20 +7,12 @@ import signal
 import time
 from pathlib import Path
 
-from common import (
-    Batches,
-    build_model,
-    build_tokenizer,
-    check_finite,
-    frames_of,
-    has_clips,
-    mean_over_processes,
-    spec_of,
-)
+import common
 from engine import base, checkpoints
-from engine.base import UserError, rank, say, world
+from engine.base import UserError, join_notes, rank, say, world
 from engine.checkpoints import latest_checkpoint, listen, resume, stop
-from engine.folder import Log, commit, peak_memory_mb, save_model, start_run
+from engine.data import repeated_captions
+from engine.folder import Log, commit, method_of, peak_memory_mb, save_model, start_run
 from engine.processes import batchnorm_policy, set_up
 from engine.verify import compare, verify
 
@@ -28,9 +20,12 @@ import torch
 import torch.distributed as dist
 
 from encoders.base import VIDEO, channels_last, has_batchnorm
-from evaluation.retrieval import metrics_table
+from evaluation.embed import few_queries
+from evaluation.retrieval import report
 from figures.base import draw_picture, similarity_histograms
 from readers.clips import feature_shape
+
+FEW_STEPS = 200
 
 
 class Run:
@@ -47,7 +42,7 @@ class Run:
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem
         self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
-        self.fitted = ""
+        self.fitted = self.more_epochs = ""
         self.count_steps()
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
@@ -60,6 +55,8 @@ class Run:
         self.twins = base.on_main(compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
         self.unevaluated, self.bar, self.handlers = False, None, {}
+        self.method, self.new_method = method_of(file), False
+        self.loss_word, self.tau_word = "loss", "tau"  # of the bar and the banner: a column of the log, or another word
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def count_steps(self):
@@ -67,6 +64,10 @@ class Run:
         args = self.args
         self.fitted = fit_batch(args, self.train) or self.fitted
         self.per_epoch = epoch_length(self.train, args.batch_size)
+        if args.epochs * self.per_epoch < args.min_steps and not args.max_steps:
+            few, args.epochs = args.epochs, float(math.ceil(args.min_steps / self.per_epoch))
+            args.warmup_epochs *= args.epochs / few
+            self.more_epochs = f"; --epochs {few:g} -> {args.epochs:g} for --min-steps {args.min_steps}"
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
         self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
 
@@ -76,21 +77,21 @@ class Run:
         texts: what a tokenizer learns from, in place of the captions; questions: keywords of QuestionAnswerer.
         """
         args, tokenizer = self.args, None
-        self.spec = spec_of(args)
+        self.spec = common.spec_of(args)
         if self.spec["text_encoder"]:
             texts = texts or (lambda: self.train.first_captions(200_000))
-            tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
+            tokenizer = common.build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
         if args.image_encoder == "features":
             self.spec["features"] = feature_shape(self.train)
-        if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
-            self.spec["frames"] = frames_of(self.train)
+        if args.image_encoder.startswith(VIDEO) and common.has_clips(self.train):
+            self.spec["frames"] = common.frames_of(self.train)
         if questions:
             self.spec["questions"] = questions
         start = args.pretrained, args.init_from
         if args.resume and latest_checkpoint(self.folder):
             start = False, ""  # its weights are in the checkpoint; stopped before the first one, it begins again
-        self.tower, transform = build_model(self.spec, tokenizer, *start)
+        self.tower, transform = common.build_model(self.spec, tokenizer, *start)
         self.tower.to(self.device)
         if self.device.type == "cuda":
             channels_last(self.tower.vision)
@@ -120,14 +121,16 @@ class Run:
             self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
             self.wall_before = state.get("wall_s", 0.0)
             self.unevaluated = state.get("unevaluated", False)  # stopped in the evaluation of that step
+            self.new_method = state.get("method", self.method) != self.method
         first = self.step in (0, self.last) or self.unevaluated
         self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, first)
 
     def batches(self, views, transform):
         """The training batches from here to the last step; views: one Augment for each view."""
         args = self.args
-        self.data = Batches(self.train, views, transform, args.batch_size, args.seed, self.step, self.last, self.device,
-                            args.workers, args.max_bad_fraction, self.folder, self.positions, args.compile)
+        self.data = common.Batches(
+            self.train, views, transform, args.batch_size, args.seed, self.step, self.last, self.device, args.workers,
+            args.max_bad_fraction, self.folder, self.positions, args.compile)
         return self.data
 
     def begin(self, evaluator, guess, lines, after_val=None):
@@ -162,7 +165,9 @@ class Run:
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         examples = f"a stream of about {train.examples:,}" if train.streamed else f"{len(train):,}"
         def size(data):  # what is said of the training set is not said again
-            return f"{len(data):,} {data.split}" + (f" ({data.note})" if data.note not in ("", train.note) else "")
+            few = few_queries(**{"videos" if common.has_clips(data) else "images": len(data)})
+            words = join_notes(data.note if data.note != train.note else "", few)
+            return f"{len(data):,} {data.split}" + (f" ({words})" if words else "")
         sizes = [f"{name}: " + ", ".join(map(size, splits.values())) for name, splits in self.evals.items()]
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
@@ -172,18 +177,24 @@ class Run:
         beside = millions(self.trained) + millions(self.own) - millions(tower)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
         fast = " with TF32 in the encoders" * (args.tf32 and self.device.type == "cuda")
+        repeated = repeated_captions(train) if tower.text else ""
         first, end = guess
+        guessed = f"{self.loss_word} {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else "")
+        changed = f"WARNING: {self.script}.py has changed since the checkpoint; from here on its new text counts"
         words = {
-            "recipe": f"{args.dataset} ({recipe})", "data": f"{examples} training examples; {train.note}".rstrip("; "),
+            "recipe": f"{args.dataset} ({recipe})",
+            "data": join_notes(f"{examples} training examples", train.note, repeated),
             "evaluation": "; ".join(sizes), **({"WARNING": self.twins} if self.twins else {}),
             "model": f"{', '.join(towers)} parameters, {start}" + (f", beside them {beside:.2f} M" if beside else ""),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
                          f"{args.mixed_precision}{fast}, {self.data.workers} workers each",
             "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {args.batch_size - 1} negatives per anchor",
-            "random guess": f"loss {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else ""),
+            "random guess": guessed,
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
-                     f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}",
-            **lines, **({"LOWERED": self.fitted} if self.fitted else {}), "run": self.folder}
+                     f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}{self.more_epochs}"
+                     + few_steps(args, self.total, self.per_epoch),
+            **lines, **({"LOWERED": self.fitted} if self.fitted else {}),
+            **({"METHOD": changed} if self.new_method else {}), "run": self.folder}
         say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
 
     # ---------------------------------------- in the loop -------------------------------------------------------------
@@ -197,7 +208,7 @@ class Run:
         """Stop all processes together, with one message, when the loss is not finite on any of them. Collective.
 
         rates: the flags of what may be too high."""
-        check_finite(loss, self.step, torch.as_tensor(tau).item(), embeddings, batch["keys"], rates)
+        common.check_finite(loss, self.step, torch.as_tensor(tau).item(), embeddings, batch["keys"], rates)
 
     def logs_now(self):
         """Is the step in progress one whose numbers are logged? `run.done(..., run.logs_now() and numbers)`."""
@@ -219,14 +230,15 @@ class Run:
         due = self._due(self.step)
         if due["log"]:
             seconds = (time.perf_counter() - self.clock) / (self.step - self.logged)
-            means = mean_over_processes({"loss": loss, "data_s": batch["seconds"]}, self.device)
+            means = common.mean_over_processes({"loss": loss, "data_s": batch["seconds"]}, self.device)
             row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * self.args.batch_size,
-                   "loss": means["loss"], "lr": self.lr, "tau": tau, "step_s": seconds, "data_s": means["data_s"],
-                   "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
+                   "loss": means["loss"], "lr": self.lr, self.tau_word: tau, "step_s": seconds,
+                   "data_s": means["data_s"], "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
             self.log.write(row)
             self.clock, self.logged = time.perf_counter(), self.step
-            self.bar.set_postfix(loss=f"{row['loss']:.3f}", tau=f"{row.get('tau_pos', tau):.3f}",
-                                 samples=f"{row['samples_per_s']:.0f}/s", refresh=False)
+            shown = {self.loss_word: f"{row.get(self.loss_word, row['loss']):.3f}",
+                     self.tau_word: f"{row.get('tau_pos', tau):.3f}"}
+            self.bar.set_postfix(shown | {"samples": f"{row['samples_per_s']:.0f}/s"}, refresh=False)
         self.bar.update()
         if self.step == self.last:  # the last evaluation in float32, as eval.py does it
             if self.args.compile:  # autocast stands around the compiled module, which no evaluation calls
@@ -376,11 +388,8 @@ def epoch_length(data, batch_size):
     return data.examples // batch_size
 
 
-def report(summary, folder, table=None):
-    """The last words of a run: one table per evaluation set, and where everything lies."""
-    table = table or metrics_table
-    tables = [table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
-    errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]
-    end = (f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, "
-           f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples")
-    return "\n".join([*tables, *errors, "", end, f"run folder: {folder}"])
+def few_steps(args, total, per_epoch):
+    """What the banner adds where the epochs make hardly a run."""
+    if args.max_steps or total >= FEW_STEPS:
+        return ""
+    return f"; WARNING: too few to learn from; --epochs {math.ceil(500 / per_epoch)} makes 500"

@@ -163,3 +163,13 @@ class Evaluator:
         """metrics, chance and pieces of one split."""
         towers = self.model, self.tokenizer, self.transform
         return evaluate(*towers, data, self.device, train, self.args.eval_batch, self.args.workers)
+
+
+def report(summary, folder, table=None):
+    """The last words of a run: one table per evaluation set, and where everything lies."""
+    table = table or metrics_table
+    tables = [table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
+    errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]
+    end = (f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, "
+           f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples")
+    return "\n".join([*tables, *errors, "", end, f"run folder: {folder}"])

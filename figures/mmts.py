@@ -85,6 +85,17 @@ def _with_air(low, high):
     return low - air * (low < 0), high + air
 
 
+class Scheduled:
+    """A log whose columns of the temperature come from the schedule itself: {name: (steps, values)}."""
+
+    def __init__(self, log, columns):
+        self.log, self.columns = log, columns
+
+    def column(self, name, x="step"):
+        """(steps, values), as a log has them."""
+        return self.columns.get(name) or self.log.column(name, x)
+
+
 def draw(run, clusters, shifts, period, curve):
     """The pictures of a run: curves, retrieval, and the paper's Figures 3 to 11 from its own clusters.
 
@@ -92,9 +103,17 @@ def draw(run, clusters, shifts, period, curve):
     script's own function."""
     args, log = run.args, run.log
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
+    points = min(run.total, max(1000, round(20 * run.total / period)))     # 20 a period, where there are so many
+    steps = np.unique(np.linspace(0, run.total, points + 1).round())       # (S,)
+    swing, of_the_batch = np.array([curve(t) for t in steps]), f"{long_word} of the batch"               # (S,)
+    if args.schedule and period < 4 * args.log_every:                      # the log's points would draw another wave
+        ends = {"max": shifts.max().item(), "min": shifts.min().item()}
+        log = Scheduled(log, {f"{word}_{k}": (steps.tolist(), (swing + end).tolist()) for k, end in ends.items()}
+                        | {f"{word}_mean": ([], [])})
+        of_the_batch = f"{long_word} by the schedule (the log has one step in {args.log_every})"
     run.picture("curves.png", draw_curves, log, [
         ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
-        (f"{long_word} of the batch", word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}), *base.BATCH])
+        (of_the_batch, word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}), *base.BATCH])
     for name, suffix, pieces in base.by_set(run.val_pieces):
         it = "video" if has_clips(pieces["data"]) else "image"
         ways = {f"text -> {it}": "text_to_image", f"{it} -> text": "image_to_text"}
@@ -112,9 +131,6 @@ def draw(run, clusters, shifts, period, curve):
         return
     source = f"{args.dataset}, {args.clusters}"
     if not args.learnable_tau:                                             # which no cluster has a part in
-        points = min(run.total, max(1000, round(20 * run.total / period)))  # 20 a period, where there are so many
-        steps = np.unique(np.linspace(0, run.total, points + 1).round())
-        swing = np.array([curve(t) for t in steps])   # (S,)
         center = shifts[:-1] if args.shifts else shifts.expand(len(clusters.sizes))             # (K,)
         sizes = clusters.sizes.numpy()
         run.picture("temperatures.png", draw_cluster_curves, steps, swing, center.numpy(), sizes,

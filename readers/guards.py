@@ -230,7 +230,7 @@ def check_windows(file, table, image):
 
 def say_part(data, trained):
     """Says where an evaluation of other data than those that are trained on reads the part held out of them."""
-    part = re.search("[0-9,]+ of its [0-9,]+ images, held out", data.note)
+    part = re.search("[0-9,]+ of its [0-9,]+ (images|videos), held out", data.note)
     if part and data.name != trained:
         say_once(f"WARNING: {data.name}: {data.split} is {part[0]} for it, a small gallery; call the file "
                  f"{data.split}{Path(data.name).suffix}, or give it a column split, to evaluate on all of it")

@@ -185,7 +185,7 @@ def test_eval_goes_on_after_a_set_that_is_not_there(whole, data, tmp_path, capfd
 
 # ----------------------------------------------- 2: disks -----------------------------------------------------------
 @pytest.mark.parametrize("owner, name, words", [
-    (engine.run, "build_tokenizer", "a/tokenizer cannot be written: File too large"),
+    (common, "build_tokenizer", "a/tokenizer cannot be written: File too large"),
     (engine.folder, "lock_folder", "--output-dir .*: cannot be written .File too large"),
     (engine.run, "compare", "a/data.json cannot be written: File too large"),
     (engine.folder.Log, "write", "a/metrics.jsonl cannot be written: File too large"),

@@ -1,0 +1,114 @@
+"""docs/fork.md as it stands: a new weighting and a new schedule run, resume, and are what banner and pictures say."""
+
+import re
+from pathlib import Path
+
+from engine.checkpoints import latest_checkpoint
+
+import pytest
+
+import figures.mmts
+import mama
+import mmts
+from helpers import fork, losses, panel, run_script, steps
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "fork.md").read_text(encoding="utf8"), re.S)
+END = "\n# ======================================================= flags ==="  # of METHOD
+TINY = ("--cpu --workers 0 --image-size 16 --embed-dim 8 --frames 2 --batch-size 8 --clips 16 8 8 --log-every 1 "
+        "--eval-every 0 --max-steps 4").split()
+
+
+@pytest.fixture(scope="module")
+def weighting(tmp_path_factory):
+    """mine.py with the page's weighting."""
+    folder = tmp_path_factory.mktemp("weighting")
+    pasted = fork(mama, folder, END, f"\n{BLOCKS[0]}\n{END}")
+    return fork(pasted, folder, "    own.to(run.device)\n", f"{BLOCKS[1]}    own.to(run.device)\n")
+
+
+def test_the_page_is_short():
+    assert len(BLOCKS) == 3 and sum(block.count("\n") for block in BLOCKS) <= 22
+
+
+def test_a_weighting_is_what_is_said_drawn_and_resumed(weighting, tmp_path, capsys, pictures):
+    flags = [*TINY, "--save-every", 2, "--weighting", "median"]
+    run_script(weighting, tmp_path / "whole", *flags, pictures=True)
+    said = capsys.readouterr().out
+    assert "weights median" in said and "meta-data" not in said and "METHOD" not in said
+    assert (tmp_path / "whole" / "weights.png").is_file()
+    assert {row["w"] for row in steps(tmp_path / "whole")} != {1.0}
+    run_script(weighting, tmp_path / "cut", *flags)
+    latest = latest_checkpoint(tmp_path / "cut")
+    for path in [*latest.iterdir(), latest]:
+        path.unlink() if path.is_file() else path.rmdir()
+    (tmp_path / "cut" / "summary.json").unlink()
+    assert latest_checkpoint(tmp_path / "cut").name == "step_2"
+    weighting.main(weighting.parse_args(["--resume", str(tmp_path / "cut")]))
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert "METHOD" not in capsys.readouterr().out
+
+
+def test_a_resume_under_another_method_is_said(weighting, tmp_path, capsys):
+    run_script(weighting, tmp_path / "a", *TINY, "--weighting", "median", "--save-every", 2)
+    path = Path(weighting.__file__)
+    text = path.read_text(encoding="utf8")
+    for new, warned in ((text.replace('"""MAMA: ', '"""Mine: '), False), (text.replace("<= 2 *", "<= 3 *"), True)):
+        path.write_text(new, encoding="utf8")
+        weighting.main(weighting.parse_args(["--resume", str(tmp_path / "a")]))
+        said = capsys.readouterr().out
+        assert (f"METHOD       WARNING: {path.name} has changed since the checkpoint" in said) == warned
+    path.write_text(text, encoding="utf8")
+
+
+def test_weights_that_are_not_the_network_s_are_refused(tmp_path):
+    own = fork(mama, tmp_path, "weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)",
+               "weight = torch.ones_like(sample).detach()")
+    with pytest.raises(ValueError, match="--weighting meta: its network has no part .* take --weighting none"):
+        run_script(own, tmp_path / "a", *TINY, "--meta-batch-size", 2, "--meta-size", 4)
+    run_script(own, tmp_path / "b", *TINY, "--weighting", "none")
+
+
+def test_a_schedule_is_what_is_said_drawn_and_refused(tmp_path, monkeypatch, capsys, pictures):
+    own = fork(mmts, tmp_path, END, f"\n{BLOCKS[2]}\n{END}")
+    drawn = []
+    monkeypatch.setattr(figures.mmts, "save_figure", lambda *args: drawn.append(args))
+    run_script(own, tmp_path / "a", *TINY, "--num-clusters", 4, "--periods", 1, "--alpha", 0.1, pictures=True)
+    assert "tau 0.03 .. 0.17 over the run" in capsys.readouterr().out
+    swings = [0.05 - 0.025 * t for t in range(5)]
+    largest, *_ = panel(drawn, "(Fig. 3)").lines
+    values = dict(zip(largest.get_xdata(), largest.get_ydata()))
+    assert [values[t] - 0.12 for t in range(5)] == pytest.approx(swings, abs=1e-6)
+    assert all(row["tau_max"] - swing <= 0.12 + 1e-6 for row, swing in zip(steps(tmp_path / "a"), swings))
+    with pytest.raises(SystemExit):
+        own.parse_args([*TINY, "--periods", "2", "--alpha", "0.08"])
+    assert "-0.12 by the schedule of --alpha 0.08 = -0.04, must be above 0" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="must be above 0"):               # a period in steps: known with the run's
+        run_script(own, tmp_path / "b", *TINY, "--num-clusters", 4, "--period", 1)
+
+
+@pytest.mark.parametrize("loss, word", [("max-margin", "margin"), ("infonce", "tau")])
+def test_the_bar_and_the_log_say_what_the_schedule_sets(loss, word, tmp_path, capsys):
+    run_script(mmts, tmp_path / loss, *TINY, "--num-clusters", 4, "--loss", loss)
+    other = {"margin": "tau", "tau": "margin"}[word]
+    assert f" {word}=" in capsys.readouterr().err
+    assert all(row[word] == row[f"{word}_mean"] and other not in row for row in steps(tmp_path / loss))
+
+
+def test_mama_s_bar_and_random_guess_are_without_weights(tmp_path, capsys):
+    run_script(mama, tmp_path / "a", *TINY, "--meta-batch-size", 2, "--meta-size", 4)
+    said, log = capsys.readouterr(), steps(tmp_path / "a")
+    shown = re.findall(r" L=([\d.]+)", said.err)
+    assert shown and shown[-1] == f"{log[-1]['L']:.3f}" != f"{log[-1]['loss']:.3f}" and " loss=" not in said.err
+    assert "random guess L " in said.out
+
+
+def test_a_short_period_is_drawn_from_the_schedule(tmp_path, monkeypatch, pictures):
+    drawn = []
+    monkeypatch.setattr(figures.base, "save_figure", lambda *args: drawn.append(args))
+    monkeypatch.setattr(figures.mmts, "save_figure", lambda *args: None)
+    flags = [*TINY, "--num-clusters", 4, "--max-steps", 40, "--log-every", 10, "--periods", 4]
+    run_script(mmts, tmp_path / "a", *flags, pictures=True)
+    lines = {line.get_label(): line for line in panel(drawn, "by the schedule").lines}
+    assert set(lines) == {"max", "min"} and len(lines["max"].get_xdata()) == 41
+    assert max(lines["max"].get_ydata()) == pytest.approx(0.16) and min(lines["min"].get_ydata()) == pytest.approx(0.04)
