@@ -43,7 +43,6 @@ Commands:
     accelerate launch mama.py --task qa-open                     # questions about moving emoji; qa-choice: five choices
     accelerate launch mama.py --dataset msrvtt-qa --data-dir ANNOTATIONS --video-dir VIDEOS    # msvd-qa, nextqa, ...
     accelerate launch mama.py --dataset clips.csv --video-dir VIDEOS    # own data: columns video, caption[, start, end]
-    torchrun --nproc_per_node 2 mama.py --cpu                    # two processes without a GPU
 
 The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
 comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
@@ -65,10 +64,9 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     Eq. 10 prints a plain step, and eta for beta; for theta we take AdamW as the authors' code does.
  6. The virtual step is plain gradient descent, as in Eq. 9, whatever --optimizer does.
  7. beta for retrieval is not said; the recipe takes alpha, as for question answering.
- 8. The meta-data are said to be small, clean and balanced. Here: training examples, by a hash of their names;
-    --meta-set val, or a file of names chosen by hand. Rows of train stay in train, so that every weighting learns from
-    the same examples; rows of val leave every evaluation on val. Clean: without the swapped captions of moving-emoji;
-    of other sets nobody has checked them, and only the rows of --extra-pairs are kept out. Balanced: classes in turn,
+ 8. The meta-data are said to be small, clean and balanced. Here: training examples by a hash of their names, which stay
+    in train; or of val, which leave every evaluation on val (--meta-set val); or a file of names. Clean: without the
+    swapped captions of moving-emoji and the rows of --extra-pairs; nobody has checked other sets. Balanced: in turn
     verbs of moving-emoji, MSR-VTT's 20 categories, answers or types of questions; where there are none (DiDeMo,
     ActivityNet, MSVD, YouCook2, HowTo100M) --meta-balance captions takes 50 clusters of captions in turn.
  9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
@@ -379,7 +377,6 @@ def looks_ahead(args):
 def parse_args(argv=None):
     """Flags; the recipe of --dataset, --task and --loss gives the defaults."""
     p = Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
-    yesno = argparse.BooleanOptionalAction
     g = p.group("method")
     g.add_argument("--loss", choices=["mama", "infonce"], default="mama",
                    help="MAMA; or its baseline, with neither margin nor weights")
@@ -401,7 +398,7 @@ def parse_args(argv=None):
     g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
                    help="s_ij of Eq. 1: cosine of video and text before the fusion; or of two tokens in it, for which "
                         "all B x N pairs go through it (--loss-block: the texts at a time)")
-    g.add_argument("--shuffle-video", action=yesno, default=False,
+    g.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
                    help="a control: every question, in training and evaluation, gets the video of another")
     g = p.group("with a margin", lambda a: a.margin_schedule != "none")
     g.add_argument("--a0", type=nonnegative, default=2.0, help="of Eq. 6; the limit of the margin is a0 / a1, radians")
@@ -464,8 +461,7 @@ def parse_args(argv=None):
               "without --compile")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     p.require(not looks_ahead(args) or args.meta_batch_size % processes == 0,
-              f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes; use "
-              f"{args.meta_batch_size // processes * processes or processes}")
+              f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
     p.require(args.meta_set in ("train", "val") or Path(args.meta_set).is_file(),
               f"--meta-set {args.meta_set}: neither train nor val nor a file of names")
     p.require(args.qa_model == "fusion" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
