@@ -235,9 +235,9 @@ def test_the_views_flip_by_flags_of_their_own(flags, flips, tmp_path, monkeypatc
     assert found.value.args[0] == flips
 
 
-ROOT = Path(temo.__file__).parent
-README, PAGE = ((ROOT / name).read_text(encoding="utf8") for name in ("README.md", "docs/recipes.md"))
-COMMANDS = re.findall(r"(?:accelerate launch|python|torchrun)[^`\n#]* temo\.py ([^`\n#]*)", temo.__doc__ + README + PAGE)
+PAGES = [Path(temo.__file__).parent / "README.md", *(Path(temo.__file__).parent / "docs").glob("*.md")]
+PAGES = "\n".join(page.read_text(encoding="utf8") for page in PAGES)
+COMMANDS = re.findall(r"(?:accelerate launch|python|torchrun)[^`\n#]* temo\.py ([^`\n#]*)", temo.__doc__ + PAGES)
 COMMANDS = sorted({c for c in COMMANDS if not re.search(r"\$|\\|\.\.\.|--help|--resume|'", c)})
 
 
@@ -253,7 +253,7 @@ def test_commands_are_not_refused(command):
 
 def test_the_commands_say_what_the_paper_did():
     assert any("--chunk-size" in c for c in COMMANDS) and any("--paraphrases" in c for c in COMMANDS)
-    table_2 = next(line for line in PAGE.splitlines() if line.startswith("Table 2 of TeMo"))
+    table_2 = next(line for line in PAGES.splitlines() if line.startswith("Table 2 of TeMo"))
     assert "vit_base_patch16_224" in table_2 and "--no-pretrained" in table_2
 
 
