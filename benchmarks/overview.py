@@ -60,7 +60,7 @@ def clusters(ax, run):
     for c, style in zip((0, len(sizes) // 2, len(sizes) - 1), ("-", "--", ":")):
         ax.plot(steps, shifts[c].item() + swing, style, label=f"{sizes[c]:,} captions")
     ax.set(title="MM-TS: by the size of the caption's cluster", xlabel="step", ylabel="temperature", ylim=(0, None))
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(frameon=False)
 
 
 def fairness(ax, run):
@@ -74,7 +74,7 @@ def fairness(ax, run):
         ax.plot(collected, style, label=label)
     ax.set(title="NCL: every video is retrieved alike", xlabel="video, most retrieved first",
            ylabel="sum of its probabilities", yscale="log")
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(frameon=False)
 
 
 def weights(ax, run):
@@ -83,7 +83,7 @@ def weights(ax, run):
     for label, those, marker in (("right caption", swapped == 0, "o"), ("another's caption", swapped == 1, "x")):
         ax.scatter(loss[those], weight[those], s=22, marker=marker, label=label)
     ax.set(title="MAMA: a learned weight for each pair", xlabel="loss of the pair", ylabel="weight", ylim=(0, None))
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(frameon=False)
 
 
 def pairs(ax, run):
@@ -97,7 +97,7 @@ def pairs(ax, run):
         ax.scatter(sim[those], tau[those], s=size, label=label)
     ax.set(title="TeMo: a temperature for each pair", xlabel="cosine of image and text", ylabel="temperature",
            ylim=(0, None))
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(frameon=False)
 
 
 PANELS = {"ts": schedule, "mmts": clusters, "ncl": fairness, "mama": weights, "temo": pairs}

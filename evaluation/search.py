@@ -36,9 +36,9 @@ def draw_hits(title, data, rows, hits, path):
     fig, axes = figure(len(hits), width=1.8, height=2.2)
     for ax, hit, i in zip(axes, hits, rows):
         show(ax, data, i)
-        ax.set_title(f"cos {hit['cosine']:.2f}", fontsize=9)
-        ax.set_xlabel(Path(hit["key"]).name[-24:], fontsize=7)
-    fig.suptitle(title, fontsize=10)
+        ax.set_title(f"cos {hit['cosine']:.2f}")
+        ax.set_xlabel(Path(hit["key"]).name[-24:])
+    fig.suptitle(title)
     save_figure(fig, path)
 
 

@@ -39,12 +39,13 @@ def by_set(pieces):
 
 
 GREEN, GREY = "tab:green", "lightgrey"
+LETTERS = 11  # points, of all letters: a picture two panels wide is read in half a column, and from the back of a room
 DASHES = ("-", (0, (4, 2)), (0, (1, 1)), (0, (4, 1.5, 1, 1.5)))
 MARKERS = "os^D"
 
 
 # ======================================================= any figure ==================================================
-def figure(columns, rows=1, width=4.6, height=3.2, panels=0):
+def figure(columns, rows=1, width=3.6, height=2.7, panels=0):
     """A matplotlib figure without a display: (fig, flat array of axes).
 
     Args: columns, rows: of the grid; width, height: of one panel in inches; panels: how many of the grid's places are
@@ -77,6 +78,9 @@ def save_figure(fig, path):
             _say_no_data(axes)
     for text in _written(fig):
         text.set_parse_math(False)
+        text.set_fontsize(LETTERS)
+    for ax in fig.axes:
+        ax.tick_params(labelsize=LETTERS)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a letter the font lacks is a box, not a line each
         fig.draw_without_rendering()  # places the panels, so that the room for their titles is known
@@ -85,7 +89,7 @@ def save_figure(fig, path):
         if fig.get_suptitle():
             _fit(fig._suptitle, fig.bbox.width)
         with rc_context({"pdf.fonttype": 42}):  # letters stay letters: journals refuse matplotlib's usual Type 3
-            fig.savefig(path, dpi=110)
+            fig.savefig(path, dpi=200)
 
 
 def line_style(k, lines):
@@ -129,7 +133,7 @@ def _written(fig):
     for ax in fig.axes:
         yield from (ax.title, ax.xaxis.label, ax.yaxis.label, *ax.texts)
         if ax.get_legend():
-            yield from ax.get_legend().get_texts()
+            yield from (ax.get_legend().get_title(), *ax.get_legend().get_texts())
     if fig.get_suptitle():
         yield fig._suptitle
 
@@ -177,7 +181,7 @@ def draw_curves(log, panels, path, x="step"):
     Args: log: has column(name, x) -> (xs, values); panels: list of (title, y label, {legend: column of the log});
         x: step or samples_seen.
     """
-    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    columns = min(2, len(panels))
     fig, axes = figure(columns, math.ceil(len(panels) / columns), panels=len(panels))
     for ax, (title, label, lines) in zip(axes, panels, strict=True):
         for k, (legend, name) in enumerate(lines.items()):
@@ -188,7 +192,7 @@ def draw_curves(log, panels, path, x="step"):
         ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)
         whole_ticks(ax)
         if len(lines) > 1 and ax.lines:
-            ax.legend(frameon=False, fontsize=8, handlelength=2.8)
+            ax.legend(frameon=False, handlelength=2.8)
     save_figure(fig, path)
 
 
@@ -218,36 +222,53 @@ def show(ax, data, i, colour=GREY, width=1):
         spine.set(visible=True, color=colour, linewidth=width)
 
 
-def draw_retrieval(pieces, path, queries=8, top=5, bias=None):
+def some_queries(pieces, queries):
+    """Rows (at most `queries`) of the first caption of as many examples, drawn with a fixed seed."""
+    owner, rng = pieces["owner"], np.random.default_rng(0)
+    items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
+    return [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
+
+
+def draw_retrieval(pieces, path, queries=6, top=0, bias=None):
     """Queries with their first images or strips of frames, by rank; a green frame marks a right one.
 
-    Args: pieces: see the top; queries: how many, drawn with a fixed seed; bias (M,): as in common.retrieval_metrics.
+    Args: pieces: see the top; queries: how many, drawn with a fixed seed; top: how many of each, 0 = as many as are
+        large enough to be seen; bias (M,): as in common.retrieval_metrics.
     """
-    owner, data, index = pieces["owner"], pieces["data"], pieces["index"]
-    rng = np.random.default_rng(0)
-    items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
-    rows = [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
-    name = f"{data.name} ({data.split}): text -> {'image' if data.read(int(index[0])).ndim == 3 else 'video'}"
+    data, index, rows = pieces["data"], pieces["index"], some_queries(pieces, queries)
     sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
     sim = sim if bias is None else sim + bias
-    best = sim.topk(min(top, sim.shape[1]), dim=1)               # (q, top)
-    columns = best.indices.shape[1]
-    width, height = cell(data, index)
-    fig, axes = figure(columns, len(rows), width, height)
-    fig.set_figwidth(columns * width + 1.6)                      # the captions stand on the left
-    axes = axes.reshape(len(rows), columns)
-    for r, row in enumerate(rows):
-        right = set(pieces["positives"][row].tolist())
-        words = wrap(pieces["texts"][row], 18)
-        axes[r, 0].set_ylabel(words, rotation=0, ha="right", va="center", fontsize=9, labelpad=8)
-        for c, j in enumerate(best.indices[r].tolist()):
-            colour, line = (GREEN, 3) if j in right else (GREY, 1)
-            show(axes[r, c], data, int(index[j]), colour, line)
-            axes[r, c].set_xlabel(f"{best.values[r, c]:.2f}", fontsize=8, labelpad=2)
-    for c in range(columns):
-        axes[0, c].set_title(f"rank {c + 1}", fontsize=9)
+    best = sim.topk(min(top or hits_shown(data, index), sim.shape[1]), dim=1)  # (q, top)
+    hits = [(pieces["texts"][row], set(pieces["positives"][row].tolist()), best.indices[r].tolist(),
+             [f"{v:.2f}" for v in best.values[r]]) for r, row in enumerate(rows)]
     below = "cosine" if bias is None else "adjusted similarity"
-    fig.suptitle(f"{name}, first {columns} of {len(pieces['image'])}; green = right, {below} below", fontsize=10)
+    top = best.indices.shape[1]
+    draw_hits(pieces, hits, path, f"first {top} of {len(pieces['image'])}; green = right, {below} below")
+
+
+def hits_shown(data, index):
+    """Answers to a query beside each other: five images, or three strips of frames."""
+    return 5 if cell(data, index)[0] < 2 else 3
+
+
+def draw_hits(pieces, hits, path, title):
+    """A row for each query: its words on the left, its first images or strips by rank, right ones framed in green.
+
+    Args: hits: [(words, right items, items by rank, what stands below each)]."""
+    data, index = pieces["data"], pieces["index"]
+    columns, (width, height) = max(len(found) for _, _, found, _ in hits), cell(data, index)
+    fig, axes = figure(columns, len(hits), width, height)
+    fig.set_figwidth(columns * width + 1.9)                      # the captions stand on the left
+    axes = axes.reshape(len(hits), columns)
+    for row, (words, right, found, below) in zip(axes, hits, strict=True):
+        row[0].set_ylabel(wrap(words, 18), rotation=0, ha="right", va="center", labelpad=8)
+        for ax, j, number in zip(row, found, below):
+            show(ax, data, int(index[j]), *((GREEN, 3) if j in right else (GREY, 1)))
+            ax.set_xlabel(number, labelpad=2)
+    for c in range(columns):
+        axes[0, c].set_title(f"rank {c + 1}")
+    it = "image" if data.read(int(index[0])).ndim == 3 else "video"
+    fig.suptitle(f"{data.name} ({data.split}): text -> {it}, {title}")
     save_figure(fig, path)
 
 
@@ -261,12 +282,11 @@ def draw_pairs(pieces, path, n=6):
     fig, axes = figure(n, 2, width=width + 0.3, height=height + 0.9)
     for ax, row in zip(axes, order[:n] + order[-n:][::-1], strict=True):
         show(ax, data, int(pieces["index"][pieces["owner"][row]]))
-        ax.set_title(f"cos {sim[row]:.2f}", fontsize=9)
-        ax.set_xlabel(wrap(pieces["texts"][row], 20), fontsize=8)
-    axes[0].set_ylabel("lowest", fontsize=9)
-    axes[n].set_ylabel("highest", fontsize=9)
-    fig.suptitle(f"{data.name} ({data.split}): positive pairs with the lowest (top) and highest (bottom) cosine",
-                 fontsize=9)
+        ax.set_title(f"cos {sim[row]:.2f}")
+        ax.set_xlabel(wrap(pieces["texts"][row], 20))
+    axes[0].set_ylabel("lowest")
+    axes[n].set_ylabel("highest")
+    fig.suptitle(f"{data.name} ({data.split}): positive pairs with the lowest (top) and highest (bottom) cosine")
     save_figure(fig, path)
 
 
@@ -284,17 +304,17 @@ def draw_answers(pieces, path, each=4):
     for ax, r in zip(axes, rows, strict=True):
         show(ax, data, int(index[r]), *((GREEN, 3) if hits[r] else (GREY, 1)))
         question, answer = (data.column(c)[int(index[r])] for c in ("question", "answer"))
-        ax.set_title(wrap(question, 34), fontsize=8)
+        ax.set_title(wrap(question, 34))
         given = [f"right: {answer}"] if hits[r] else [f"given: {pieces['given'][r]}", f"right: {answer}"]
-        ax.set_xlabel("\n".join(wrap(words, 34) for words in given), fontsize=8)
-    fig.suptitle(f"{data.name} ({data.split}): answers, {100 * hits.mean():.1f} % of {len(hits)} right", fontsize=10)
+        ax.set_xlabel("\n".join(wrap(words, 34) for words in given))
+    fig.suptitle(f"{data.name} ({data.split}): answers, {100 * hits.mean():.1f} % of {len(hits)} right")
     save_figure(fig, path)
 
 
 def cell(data, index):
     """Width and height in inches of a panel for this set's pictures, by the first of them."""
     high, wide = picture(data, int(index[0])).shape[:2]
-    return min(3.2, 1.5 * max(1, wide / high)), 1.5 if wide < 2 * high else 1.1
+    return min(2.4, 1.4 * max(1, wide / high)), 1.6 if wide < 2 * high else 1.1
 
 
 def wrap(text, width, lines=3):
@@ -334,8 +354,8 @@ def draw_histograms(stages, path, title):
                           edgecolor=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
         ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density", xlim=_mass(stages))
         if ax.patches:
-            ax.legend(frameon=False, fontsize=8)
-    fig.suptitle(title, fontsize=10)
+            ax.legend(frameon=False)
+    fig.suptitle(title)
     save_figure(fig, path)
 
 

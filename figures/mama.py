@@ -20,14 +20,14 @@ def draw_weights(tensors, weighting, path):
             axes[0].plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}", color=f"C{turn}",
                          **base.line_style(turn, len(some)))
         axes[0].set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
-        axes[0].legend(frameon=False, fontsize=8)
+        axes[0].legend(frameon=False)
     sample, weight, swapped = tensors["last_batch"].unbind(1)              # (N,) each
     for label, those in (("matched", swapped == 0), ("mismatched", swapped == 1)):
         if those.any():
             axes[-1].scatter(sample[those], weight[those], s=14, alpha=0.7, label=label)
     axes[-1].set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
-    axes[-1].legend(frameon=False, fontsize=8)
-    fig.suptitle(f"--weighting {weighting}", fontsize=10)
+    axes[-1].legend(frameon=False)
+    fig.suptitle(f"--weighting {weighting}")
     save_figure(fig, path)
 
 
@@ -49,12 +49,12 @@ def draw_scores(data, rows, runs, path, title):
         beside.set_axis_off()
         beside.set(xlim=(0, 1), ylim=(0, 1))
         for caption, of_runs, y in zip(captions, scores, (0.8, 0.35), strict=True):
-            beside.text(0, y, wrap(caption, WRAP, LINES) or "(nothing)", va="center", fontsize=8)
+            beside.text(0, y, wrap(caption, WRAP, LINES) or "(nothing)", va="center")
             for x, score in zip(columns, of_runs, strict=True):
-                beside.text(x, y, f"{score:.3f}", ha="center", va="center", fontsize=9)
+                beside.text(x, y, f"{score:.3f}", ha="center", va="center")
     for x, name in zip(columns, runs, strict=True):
-        axes[1].text(x, 1.05, wrap(name, 15, 2), ha="center", va="bottom", fontsize=8, fontweight="bold")
-    fig.suptitle(title, fontsize=10)
+        axes[1].text(x, 1.05, wrap(name, 15, 2), ha="center", va="bottom", fontweight="bold")
+    fig.suptitle(title)
     save_figure(fig, path)
 
 
@@ -73,8 +73,8 @@ def draw_descriptions(clips, path, title, columns=2):
         ax.imshow(strip)
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
-        ax.set_xlabel(wrap(words, 60), fontsize=8)
-    fig.suptitle(title, fontsize=10)
+        ax.set_xlabel(wrap(words, 60))
+    fig.suptitle(title)
     save_figure(fig, path)
 
 

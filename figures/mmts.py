@@ -21,7 +21,7 @@ def draw_cluster_curves(steps, swing, center, sizes, path, title, label, lines=5
     ax.set(title=title, xlabel="step", ylabel=label)
     ax.set_ylim(*_with_air(min(0, (center.min() + swing.min())), center.max() + swing.max()))
     whole_ticks(ax)
-    ax.legend(title="cluster size", frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.legend(title="cluster size", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     save_figure(fig, path)
 
 
@@ -38,10 +38,10 @@ def draw_distribution(sizes, center, swing, path, title, label):
     right.step(x, center, where="mid", color="C1", label="middle")
     right.set(title=f"{label} of each", xlabel="cluster, largest first", ylabel=label)
     right.set_ylim(*_with_air(min(0, (center + swing[0]).min()), (center + swing[1]).max()))
-    right.legend(frameon=False, fontsize=8)
+    right.legend(frameon=False)
     for ax in (left, right):
         whole_ticks(ax)
-    fig.suptitle(title, fontsize=10)
+    fig.suptitle(title)
     save_figure(fig, path)
 
 
@@ -64,9 +64,9 @@ def draw_clusters(data, examples, path, title):
     Args: examples: list of {size, captions, rows}, largest cluster first; rows: of data."""
     shown = [examples[k] for k in sorted({0, len(examples) // 2, len(examples) - 1})]
     shown = [e for e in shown if e["rows"]]
-    columns = max(len(e["rows"]) for e in shown)
+    columns = min(3, max(len(e["rows"]) for e in shown))         # of the five that are kept: large enough to be seen
     width, height = base.cell(data, shown[0]["rows"])
-    fig, axes = figure(columns, len(shown), width=width + 0.3, height=height + 0.55)
+    fig, axes = figure(columns, len(shown), width=max(2.2, width + 0.4), height=height + 0.7)
     axes = axes.reshape(len(shown), columns)
     for row, e in zip(axes, shown, strict=True):
         for k, ax in enumerate(row):
@@ -74,9 +74,9 @@ def draw_clusters(data, examples, path, title):
                 ax.set_axis_off()
                 continue
             base.show(ax, data, e["rows"][k])
-            ax.set_xlabel(base.wrap(e["captions"][k], 22), fontsize=7)
-        row[0].set_ylabel(f"{e['size']:,}", fontsize=9)
-    fig.suptitle(f"{title}: clusters by size", fontsize=10)
+            ax.set_xlabel(base.wrap(e["captions"][k], 22))
+        row[0].set_ylabel(f"{e['size']:,} captions")
+    fig.suptitle(f"{title}: clusters by size")
     save_figure(fig, path)
 
 

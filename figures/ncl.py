@@ -19,10 +19,10 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
     """
     image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
     sim, biases = text @ image.T, pieces["biases"]                         # (C, M)
-    fig, axes = figure(3, 2, panels=5 if len(queues["texts"]) else 4)
+    fig, axes = figure(2, 3 if len(queues["texts"]) else 2, panels=5 if len(queues["texts"]) else 4)
     draw_errors(axes[0], sim, biases, gamma)
     for k, (mode, (b, _)) in enumerate(biases.items()):
-        share = F.softmax((sim + b) / gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]    # (M,) 1 = fair
+        share = collected(sim + b, gamma)                                  # (M,)
         line, points = base.line_style(k, len(biases)), base.marker_style(k, len(biases))
         for ax, rates in zip(axes[1:3], mistakes(sim + b, pieces["positives"])):
             bins = np.digitize(share.numpy(), [0.25, 0.5, 0.75, 1.25, 1.5, 2, 3])
@@ -31,16 +31,43 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
         axes[3].plot(np.sort(share.numpy())[::-1], label=mode, **line)
     for ax, title in ((axes[1], "false negatives (Fig. 3)"), (axes[2], "false positives (Fig. 3)")):
         ax.set(title=title, xlabel="sum of the probabilities of a video", ylabel="% of the queries", xticks=range(8))
-        ax.set_xticklabels(["<.25", "-.5", "-.75", "-1.25", "-1.5", "-2", "-3", ">3"], fontsize=7)
+        ax.set_xticklabels(["<.25", "-.5", "-.75", "-1.25", "-1.5", "-2", "-3", ">3"], rotation=45)
     axes[3].set(yscale="log", title="what each video collects", xlabel="video, most first",
                 ylabel="sum of probabilities, 1 = fair")
     if len(queues["texts"]):
         draw_queue_sizes(axes[4], pieces, gamma, iterations, queues, biases_of)
     for ax in axes:
-        ax.legend(frameon=False, fontsize=7)
+        ax.legend(frameon=False)
     data = pieces["data"]
-    fig.suptitle(f"{data.name} ({data.split}): {len(image)} items, {len(text)} texts, gamma {gamma:.3g}", fontsize=10)
+    fig.suptitle(f"{data.name} ({data.split}): {len(image)} items, {len(text)} texts, gamma {gamma:.3g}")
     save_figure(fig, path)
+
+
+def collected(sim, gamma):
+    """What each item collects of the probabilities of all queries, (C, M) -> (M,); 1 = as much as every other."""
+    return F.softmax(sim / gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]
+
+
+def draw_before_after(pieces, gamma, mode, path, queries=3):
+    """Fig. 6: the same queries without and with biases, and what each answer collects of all queries' probabilities.
+
+    Args: mode: of the biases in the pieces, queue or oracle; of the queries those whose first answer changes come
+        first."""
+    sim = normalize(pieces["text"]) @ normalize(pieces["image"]).T         # (C, M)
+    stages = {"": sim, "the same with biases": sim + pieces["biases"][mode][0]}
+    shares = [collected(s, gamma) for s in stages.values()]                # (M,) each
+    some = base.some_queries(pieces, 200)
+    first, second = (s[some].argmax(1) for s in stages.values())           # (q,) each
+    rows = [some[k] for k in (first == second).int().sort(stable=True).indices[:queries]]
+    hits, top = [], min(base.hits_shown(pieces["data"], pieces["index"]), sim.shape[1])
+    for row in rows:
+        right = set(pieces["positives"][row].tolist())
+        for (stage, s), share in zip(stages.items(), shares):
+            best = s[row].topk(top).indices.tolist()
+            below = [f"{sim[row, j]:.2f}, sum {share[j]:.2f}" for j in best]
+            hits.append((stage or pieces["texts"][row], right, best, below))
+    base.draw_hits(pieces, hits, path, f"without and with biases ({mode}, Fig. 6); below: cosine, and what each "
+                                       "collects of all queries (1 = fair)")
 
 
 def draw_errors(ax, sim, biases, gamma):
@@ -49,7 +76,7 @@ def draw_errors(ax, sim, biases, gamma):
         values = [normalization_error(s + b[side], gamma) for b in biases.values()]
         ax.bar(np.arange(len(values)) + shift, values, 0.4, label=label)
     ax.set(title="normalisation error (Fig. 2)", ylabel="mean |1 - sum P|", xticks=range(len(biases)),
-           xticklabels=list(biases))
+           xticklabels=list(biases), ylim=(0, 1.5 * max(1e-9, ax.dataLim.ymax)))         # room for the legend
 
 
 def mistakes(sim, positives):
@@ -101,8 +128,8 @@ def draw_modalities(before, pieces, path):
         axes[-1].bar(np.arange(3) + shift * (len(stages) - 1), cosines, 0.4, label=stage)
     axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=["text-text", "video-video", "text-video"])
     for ax in axes:
-        ax.legend(frameon=False, fontsize=8)
-    fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split})", fontsize=10)
+        ax.legend(frameon=False)
+    fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split})")
     save_figure(fig, path)
 
 
@@ -134,5 +161,5 @@ def draw(run, retrieval_biases):
                     args.iterations, queues, retrieval_biases)
         start = {k: before[f"{name}/{k}"] for k in ("text", "image") if f"{name}/{k}" in before}
         run.picture(f"modalities{suffix}.png", draw_modalities, start, val.get(name, pieces))
-        bias = pieces["biases"].get(args.normalize, (None,))[0]
-        run.picture(f"retrieval{suffix}.png", base.draw_retrieval, pieces, bias=bias)
+        mode = args.normalize if args.normalize in pieces["biases"] and args.normalize != "none" else "oracle"
+        run.picture(f"retrieval{suffix}.png", draw_before_after, pieces, queues["gamma"].item(), mode)

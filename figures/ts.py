@@ -43,7 +43,7 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
     """
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
     mean = f"mean of all classes {np.mean(list(pieces['per_class'].values())):.1f} %"
-    fig, axes = figure(4, 2, panels=7)
+    fig, axes = figure(2, 4, panels=7)
 
     for row in run.log.rows:
         if "sphere" in row:
@@ -63,7 +63,7 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
     for c, colour, name in ((present[0], "tab:red", "head"), (present[-1], "tab:blue", "tail")):
         label = f"{name}: {pieces['names'][c]} ({sizes[c]}), kNN@1 {pieces['per_class'].get(int(c), 0):.0f} %"
         solid.scatter(*space[truth == c].T, s=14, color=colour, label=label)
-    solid.legend(frameon=False, fontsize=8)
+    solid.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)  # wider than it
     solid.set(title=f"three PCA directions, a head and a tail class (Fig. 3)\nkNN@1, {mean}", xticklabels=(),
               yticklabels=(), zticklabels=())
 
@@ -102,7 +102,7 @@ def draw_shares(axes, unit, args):
         ax.set(title=title, xlabel="cosine of z to the anchor", xticks=(-1, -0.5, 0, 0.5, 1))
         ax.set_ylabel("number, maximum 1" if ax is histogram else "of the loss, maximum 1")
         if ax is not histogram:
-            ax.legend(frameon=False, fontsize=8)
+            ax.legend(frameon=False)
 
 
 def draw_phase(ax, run, tau_of):

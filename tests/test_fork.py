@@ -6,6 +6,7 @@ from pathlib import Path
 from engine.checkpoints import latest_checkpoint
 
 import pytest
+from PIL import Image
 
 import figures.mmts
 import mama
@@ -112,3 +113,17 @@ def test_a_short_period_is_drawn_from_the_schedule(tmp_path, monkeypatch, pictur
     lines = {line.get_label(): line for line in panel(drawn, "by the schedule").lines}
     assert set(lines) == {"max", "min"} and len(lines["max"].get_xdata()) == 41
     assert max(lines["max"].get_ydata()) == pytest.approx(0.16) and min(lines["min"].get_ydata()) == pytest.approx(0.04)
+
+
+def test_letters_have_one_size_and_a_picture_200_dots_an_inch(tmp_path):
+    fig, axes = figures.base.figure(2)
+    for ax in axes:
+        ax.plot([1, 2], label="line")
+        ax.set(title="title", xlabel="x", ylabel="y")
+        ax.legend(title="legend", fontsize=5)
+    figures.base.save_figure(fig, tmp_path / "a.png")
+    texts = [t for ax in axes for t in (ax.title, ax.xaxis.label, *ax.get_xticklabels(), *ax.get_legend().get_texts(),
+                                        ax.get_legend().get_title())]
+    assert {t.get_fontsize() for t in texts} == {figures.base.LETTERS}
+    assert Image.open(tmp_path / "a.png").size == tuple(int(200 * x) for x in fig.get_size_inches())
+    assert fig.get_size_inches()[0] <= 7.2                                 # 11 points become 5 at 3.3 inches

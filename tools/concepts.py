@@ -120,7 +120,7 @@ def main(argv=None):
     right.bar([name for name, *_ in parts], [gain for *_, gain in parts])
     right.set(title="by thirds of the queries", xlabel="how frequent in training", ylabel="gain, points")
     what = "text -> video R@1" if runs[0]["task"] == "retrieval" else "accuracy"
-    fig.suptitle(f"test {what}: {100 * base.mean():.1f} -> {100 * other.mean():.1f} %", fontsize=10)
+    fig.suptitle(f"test {what}: {100 * base.mean():.1f} -> {100 * other.mean():.1f} %")
     with writing(args.out):
         save_figure(fig, args.out)
     said = [f"{100 * f:8.2f} % {g:+8.1f} {n:6d}  {c}" for f, g, n, c in found]

@@ -94,7 +94,7 @@ def main(argv=None):
             said += [f"{title}, {label}: {x:g}: {m:.2f} ({len(line[x])} runs)" for x, m in zip(xs, means)]
         ax.set(title=title, xlabel=xlabel, ylabel=f"val {name}, %")
         ax.locator_params(axis="x", nbins=6)
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(frameon=False)
     with writing(args.out):
         save_figure(fig, args.out)
     say("\n".join([*said, f"written to {args.out}"]))
