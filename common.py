@@ -756,6 +756,20 @@ MOST_HELD_OUT = 5000  # of these, used in an evaluation
 IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are asked row by row
 
 
+@functools.lru_cache(maxsize=2 * 16)  # as many tars as are read at a time, and those of the next turn
+def _opened(path):
+    return open(path, "rb", buffering=0)  # closed when it leaves the cache
+
+
+def part_of(path, offset, size):
+    """Bytes of a tar, whose handle stays open: a disk over a network takes milliseconds for each opening."""
+    if not hasattr(os, "pread"):  # Windows; a handle that forks share has one place, which pread leaves alone
+        with open(path, "rb") as tar:
+            tar.seek(offset)
+            return tar.read(size)
+    return os.pread(_opened(path).fileno(), size, offset)
+
+
 @dataclasses.dataclass
 class Data:
     """One split of a data set: a `datasets.Dataset` table, one row an example, and how its pixels are read.
@@ -860,9 +874,7 @@ class Data:
             raise ValueError("no image in this row")
         content = source.get("bytes") or source["path"]
         if source.get("size") is not None:
-            with open(source["path"], "rb") as tar:
-                tar.seek(source["offset"])
-                content = tar.read(source["size"])
+            content = part_of(source["path"], source["offset"], source["size"])
         if self.clip:
             return self.clip(content, source.get("start"), source.get("end"), draws)
         return decode(content, self.max_pixels)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from common import HELD_OUT, find_set, options_of
+from engine import CORES
 from engine.base import UserError, first_line, printable
 from engine.plan import plan
 from engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
@@ -256,8 +257,10 @@ class Parser(OneLine):
         add("--verify-images", action=yesno, default=False,
             help="before the first step read every image once, strictly, and leave out of training and evaluation what "
                  "is damaged; bad_samples.txt lists it")
-        add("--workers", type=between(0, 1024, int), default=4,
-            help="loader processes per process; 0 = none. Sets in memory use none; the samples never depend on it")
+        cores = CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        add("--workers", type=between(0, 1024, int), default=max(4, min(16, cores)),
+            help="loader processes per process, at most the cores; by itself 4, or where there are more the cores of a "
+                 "process up to 16; 0 = none. Sets in memory use none; the samples never depend on it")
         if self.texts:
             add("--caption-column", default="",
                 help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")

@@ -7,6 +7,7 @@ import os
 from argparse import Namespace
 
 import common
+from engine import flags
 from engine.base import read_json
 from engine.processes import set_card
 from engine.run import Run
@@ -187,3 +188,20 @@ def test_views_in_slices_are_the_whole_to_the_bit():
     assert torch.equal(common.in_slices(finish, common.SLICE, frames, draws), whole)
     assert seen == [600, 200, 200, 200]
     assert torch.equal(common.in_slices(finish, 599, frames, draws), whole)
+
+
+# ----------------------------------------------------- loader --------------------------------------------------------
+@pytest.mark.parametrize("cores, processes, workers", [(2, 1, 4), (2, 2, 4), (64, 1, 16), (64, 8, 8), (8, 1, 8)])
+def test_workers_follow_the_cores(cores, processes, workers, monkeypatch):
+    monkeypatch.setattr(flags, "CORES", cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert temo.parse_args([]).workers == workers
+
+
+def test_a_tar_is_opened_once(tmp_path, monkeypatch):
+    (tmp_path / "0.tar").write_bytes(b"0123456789")
+    opened = []
+    monkeypatch.setattr("builtins.open", lambda path, *more, open=open, **how: opened.append(path) or open(
+        path, *more, **how))
+    parts = [common.part_of(str(tmp_path / "0.tar"), k, 2) for k in (4, 0, 9)]
+    assert parts == [b"45", b"01", b"9"] and len(opened) == 1
