@@ -7,6 +7,7 @@ are those of the scripts' own functions with the run's flags, points those of it
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import mmts  # noqa: E402
 import ncl  # noqa: E402
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
+from benchmarks.pictures import shrink  # noqa: E402
 from evaluation.metrics import normalize  # noqa: E402
 from figures.base import figure, save_figure  # noqa: E402
 
@@ -39,6 +41,12 @@ def embedded(run, split, n):
         image = model(torch.stack([transform(data.read(i)) for i in rows]))[0]           # (n, D)
         text = model(tokens=tokenizer([data.captions(i)[0] for i in rows]))[1]           # (n, D)
     return normalize(text), normalize(image)
+
+
+def command_of(run):
+    """The command of a run, without the place where it was written."""
+    words = (Path(run) / "command.txt").read_text().splitlines()[0].split(" #")[0]
+    return re.sub(r" --(output-dir|run-name) \S+", "", words).strip()
 
 
 def schedule(ax, run):
@@ -59,8 +67,9 @@ def clusters(ax, run):
     swing = np.array([float(mmts.base_temperature(int(t), total / args["periods"], args["alpha"])) for t in steps])
     for c, style in zip((0, len(sizes) // 2, len(sizes) - 1), ("-", "--", ":")):
         ax.plot(steps, shifts[c].item() + swing, style, label=f"{sizes[c]:,} captions")
-    ax.set(title="MM-TS: by the size of the caption's cluster", xlabel="step", ylabel="temperature", ylim=(0, None))
-    ax.legend(frameon=False)
+    ax.set(title="MM-TS: by the size of the caption's cluster", xlabel="step", ylabel="temperature",
+           ylim=(0, 1.5 * (shifts[0].item() + swing.max())))
+    ax.legend(loc="upper right", frameon=False)
 
 
 def fairness(ax, run):
@@ -73,7 +82,7 @@ def fairness(ax, run):
         collected = (s / gamma).softmax(1).sum(0).sort(descending=True).values           # (n,) 1 = fair
         ax.plot(collected, style, label=label)
     ax.set(title="NCL: every video is retrieved alike", xlabel="video, most retrieved first",
-           ylabel="sum of its probabilities", yscale="log")
+           ylabel="sum of its probabilities", ylim=(0, None))
     ax.legend(frameon=False)
 
 
@@ -113,7 +122,8 @@ def main(argv=None):
     for ax, (name, draw) in zip(axes, PANELS.items()):
         draw(ax, getattr(args, name))
     save_figure(fig, FOLDER / "five.png")
-    commands = {name: (Path(getattr(args, name)) / "command.txt").read_text().splitlines()[0] for name in PANELS}
+    shrink(FOLDER / "five.png", 2000)
+    commands = {name: command_of(getattr(args, name)) for name in PANELS}
     (FOLDER / "five.md").write_text("Panels of five.png, and the runs that they are drawn from:\n\n" + "".join(
         f"- {name}: `{command}`\n" for name, command in commands.items()))
 

@@ -65,11 +65,11 @@ def temperatures(run, path, pairs=20):
     save_figure(fig, path)
 
 
-def shrink(path):
+def shrink(path, width=WIDTH):
     """Fewer pixels and colours: a small file."""
     from PIL import Image
     image = Image.open(path).convert("RGB")
-    image.thumbnail((WIDTH, WIDTH))
+    image.thumbnail((width, width))
     image.quantize(COLOURS).save(path, optimize=True)
 
 
