@@ -465,7 +465,7 @@ def test_class_names_as_captions_and_what_a_fork_adds(tmp_path, monkeypatch, cap
                         "mean_tower", "--batch-size", "8")
     said, chance = capsys.readouterr().out, json.loads((folder / "summary.json").read_text())["chance"]
     assert re.search(r"\nzero-shot +top1 +[0-9.]+ +top3 100.000 ", said)
-    assert "32 test (8 without a caption left out)" in said
+    assert "32 test (8 without a caption left out; FEW QUERIES" in said
     assert own[name]["captions"] == 6
     assert chance[name]["text_to_image"]["R@1"] == pytest.approx(100 / 3)  # 2 of 6 images
     assert own[name]["image_to_text"]["R@1"] == own[name]["zero-shot"]["top1"]

@@ -617,7 +617,9 @@ def test_eval_of_a_damaged_run(file, harm, whole, tmp_path, capfd):
 
 def test_eval_of_a_run_without_texts_on_captions(classes, data, tmp_path, capfd):
     run(classes, tmp_path, script=ts)
-    found = judge("--checkpoint", tmp_path / "a", "--datasets", data, "--output-dir", tmp_path / "e")
+    with pytest.raises(UserError, match="nothing was measured, every task was left out: .*: the model has no text enc"):
+        judge("--checkpoint", tmp_path / "a", "--datasets", data, "--output-dir", tmp_path / "e")
+    found = json.loads((tmp_path / "e" / "eval.json").read_text())
     assert set(found["datasets"][str(data)]["left_out"]) == {"retrieval", "knn", "gap"} and not found["errors"]
 
 
