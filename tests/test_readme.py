@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import common
+
 import pytest
 import torch
 from torchvision.io import write_png
@@ -58,6 +60,8 @@ def place(tmp_path_factory):
         write_png(torch.full((3, 16, 16), i % 250, dtype=torch.uint8), str(folder / f"{i}.png"))
         rows.append(f"{i}.png,picture number {i}")
     (folder / "captions.csv").write_text("\n".join(rows))
+    clean = common.load_data(str(folder / "captions.csv"), "train").keys()  # of these nothing is held out
+    (folder / "clean.txt").write_text("\n".join(list(clean)[:40]))
     for i in range(300):                                                   # a folder per class
         target = folder / "photos" / f"kind {i % 3}" / f"{i}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
