@@ -33,7 +33,7 @@ def test_the_page_is_short():
 
 
 def test_a_weighting_is_what_is_said_drawn_and_resumed(weighting, tmp_path, capsys, pictures):
-    flags = [*TINY, "--save-every", 2, "--weighting", "median"]
+    flags = [*TINY, "--save-every", 2, "--weighting", "median", "--a0", 2]
     run_script(weighting, tmp_path / "whole", *flags, pictures=True)
     said = capsys.readouterr().out
     assert "weights median" in said and "meta-data" not in said and "METHOD" not in said

@@ -379,7 +379,7 @@ def test_a_run_leaves_weights_and_pictures(run):
     assert {"curves.png", "weights.png", "retrieval.png", "weights.safetensors"} <= {p.name for p in folder.iterdir()}
     for row in steps(folder):
         assert 0 < row["w_mismatched"] < 1 and 0 < row["w_matched"] < 1
-        assert row["mu"] == pytest.approx(mama.margin(row["step"] - 1))
+        assert row["mu"] == pytest.approx(mama.margin(row["step"] - 1, 0.1))
     tensors = load_file(folder / "weights.safetensors")
     assert tensors["curves"].shape == (4, 65) and tensors["curves"][:, 0].tolist() == [1, 2, 3, 4]
     assert not torch.equal(tensors["curves"][0, 1:], tensors["curves"][3, 1:])
@@ -477,7 +477,7 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     read = seen["inputs"]  # with meta-data before each batch of it
     pairs_read = zip(read[::2], read[1::2]) if weighting == "meta" else ((batch, None) for batch in read)
     for k, (batch, meta) in enumerate(pairs_read):
-        losses = loss_of(seen["tower"], 0.1, mama.margin(k), CPU)
+        losses = loss_of(seen["tower"], 0.1, mama.margin(k, 0.1), CPU)
         leaves = {n: p.detach().requires_grad_() for n, p in theta.items()}
         if weighting == "meta":
             for p, g in zip(net.parameters(), naive_gradient(losses, leaves, batch, meta, net, lr)):
@@ -748,7 +748,7 @@ def test_gain_by_concept(run, tmp_path, capsys):
     concepts.main([str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "c.png")])
     ours, without = (s["val"]["moving-emoji"]["text_to_image"]["R@1"] for s in (summary, theirs))
     said = capsys.readouterr().out
-    assert f"a2 = 0.1: 0: {without:.2f} (1 runs)" in said and f"a2 = 0.1: 0.2: {ours:.2f} (1 runs)" in said
+    assert f"a2 = 0.1: 0: {without:.2f} (1 runs)" in said and f"a2 = 0.1: 0.01: {ours:.2f} (1 runs)" in said
     ours = summary["test"]["moving-emoji"]["text_to_image"]["R@1"]
     _, hits, share, _ = concepts.hits(folder, margins.finished(folder)[0])
     assert 100 * hits.mean() == pytest.approx(ours) and sum(share.values()) == pytest.approx(1)
