@@ -5,6 +5,7 @@ The `clip` of a data set is callable: clip(source, start=None, end=None, draws=N
 """
 
 import hashlib
+import math
 import secrets
 from pathlib import Path
 
@@ -136,12 +137,19 @@ def windows_of(table):
     if not pair:
         return [(None, None)] * len(table)
     def seconds(value):
-        return None if value is None or value == "" else float(value)
-    try:
-        rows = table[pair[0]][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:])
-        return [(seconds(start), seconds(end)) for start, end in rows]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)})") from error
+        number = float("nan" if value is None or value == "" else value)
+        return None if math.isnan(number) else number
+    rows, found = table[pair[0]][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:]), []
+    for number, row in enumerate(rows, start=1):
+        try:
+            start, end = map(seconds, row)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)[:200]})") from error
+        if not 0 <= (start or 0) <= (math.inf if end is None else end) or math.inf in (start, end):
+            raise UserError(f"column {' and '.join(pair)}, row {number}: {start} to {end}: expected seconds, an end "
+                            "that is not before the start, and a start that is not before 0")
+        found.append((start, end))
+    return found
 
 
 def clip_options(options, kind=Clips):

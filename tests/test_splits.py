@@ -727,6 +727,13 @@ def test_windows_are_of_videos(tmp_path):
     refused(file, "column segment: expected seconds")
 
 
+@pytest.mark.parametrize("start, end", [("0", "1e999"), ("-3", "2"), ("5", "2"), ("0", "9" * 400), ("-1", "")])
+def test_a_window_that_no_clip_has(start, end, tmp_path):
+    """Read on, it would show other frames than those that were meant."""
+    rows = [("a.mp4", "words", "1", "2"), ("a.mp4", "more", start, end)]
+    refused(write_rows(tmp_path / "b.csv", ["video", "caption", "start", "end"], rows), "row 2", "expected seconds")
+
+
 def test_images_beside_a_folder_of_videos_are_images(tmp_path):
     """--video-dir is of the videos that are trained on; an evaluation on images is given it, too."""
     write_captions(tmp_path / "images", 12)
