@@ -73,12 +73,12 @@ def clusters(ax, run):
 
 
 def fairness(ax, run):
-    """NCL: what each video of test collects of the queries' probability, before and after its biases."""
+    """NCL: what each test video collects of the queries' probability, with and without biases from these queries."""
     queues = load_file(Path(run) / "queues.safetensors")
     text, video = embedded(run, "test", 300)
     sim, gamma = text @ video.T, queues["gamma"].item()                                  # (n, n)
     fair = sim + ncl.sinkhorn_biases(sim, gamma)[1]                                      # (n, n)
-    for label, s, style in (("as it is", sim, "-"), ("with biases", fair, "--")):
+    for label, s, style in (("as it is", sim, "-"), ("with biases (a bound)", fair, "--")):
         collected = (s / gamma).softmax(1).sum(0).sort(descending=True).values           # (n,) 1 = fair
         ax.plot(collected, style, label=label)
     ax.set(title="NCL: every video is retrieved alike", xlabel="video, most retrieved first",
