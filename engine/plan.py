@@ -168,14 +168,14 @@ def plan(args, script):
         lines[f"--chunk-size {asked}"] = gb(now)
     if limit:
         if now <= limit:
-            words = "fits as it is"
+            verdict = "fits as it is"
         elif chunk < 1 or ahead + fixed > limit:
-            words = "does not fit, not even one example at a time: more cards, or a smaller --batch-size"
+            verdict = "does not fit, not even one example at a time: more cards, or a smaller --batch-size"
         elif has_batchnorm(model):
-            words = "does not fit, and BatchNorm should not see chunks: more cards, or an encoder without it"
+            verdict = "does not fit, and BatchNorm should not see chunks: more cards, or an encoder without it"
         else:
-            words = f"does not fit; --chunk-size {floor_of(chunk)} does (where {script} takes chunks)"
-        lines["verdict"] = words
+            verdict = f"does not fit; --chunk-size {floor_of(chunk)} does (where {script} takes chunks)"
+        lines["verdict"] = verdict
     return "\n".join([f"{script}, memory by arithmetic, not measured on a card"]
                      + [f"  {k:<16} {v}" for k, v in lines.items()])
 

@@ -212,7 +212,7 @@ def table(name, metrics, chance, tasks):
             label = f"{task} {group.replace('_', ' ')}".strip()
             label = label.replace("image", "video") if clips else label
             lines.append(f"  {label:<26} {'  '.join(cells)}")
-    few = few_queries(texts=metrics.get("captions", 0), images=metrics["images"])
+    few = few_queries(**{"texts": metrics.get("captions", 0), "videos" if clips else "images": metrics["images"]})
     return "\n".join(lines + ([f"  {few}"] if few else []))
 
 

@@ -117,7 +117,7 @@ def metrics_table(title, metrics, chance):
         numbers = metrics[name] if isinstance(metrics[name], dict) else {"": metrics[name]}
         if numbers and all(isinstance(x, (int, float)) for x in numbers.values()):
             lines.append(f"{name:<22}" + " ".join(f"{k:>8} {x:.3f}" for k, x in numbers.items()))
-    lines.append(few_queries(texts=metrics["captions"], images=metrics["images"]))
+    lines.append(few_queries(**{"texts": metrics["captions"], f"{it}s": metrics["images"]}))
     return "\n".join(line for line in lines if line)
 
 

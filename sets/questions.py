@@ -102,8 +102,8 @@ def read_causal(file, root):
 
 # ---- the sets ----
 # splits: how many questions there are, in the papers or their READMEs (MSRVTT-QA's "149 K" for training, which MAMA
-# prints too, are 158,581 in its files).   files of each split below --data-dir, in the
-# order they are looked for: (name, its reader).   open: answers are a vocabulary; else there are choices.
+# prints too, are 158,581 in its files).   files of each split below --data-dir, in the order of looking: (name, its
+# reader).   open: answers are a vocabulary; else there are choices.
 def _set(reader, is_open, patterns, words, **splits):
     """words: what the names of the files call the splits."""
     files = {s: [(p.format(word), reader) for p in patterns] for s, word in zip(splits, words.split(), strict=True)}
