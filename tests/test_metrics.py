@@ -156,3 +156,6 @@ def test_the_table_has_the_mean_of_both_recalls_at_one():
     metrics = ways | {"R-Mean": 50.0, "modality_gap": 0.1, "images": 5, "captions": 25}
     text = evaluation.retrieval.metrics_table("coco", metrics, metrics)
     assert "of R@1/5/10 both ways; of both R@1 24.8" in text
+    assert "of 25 texts one is worth 4.0 points, of 5 images one is worth 20.0 points" in text
+    text = evaluation.retrieval.metrics_table("clips", metrics | {"clips": 5}, metrics)
+    assert "of 5 videos one is worth 20.0 points" in text and "image" not in text
