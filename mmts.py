@@ -378,7 +378,7 @@ def main(args):
     run = Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
     period = args.period or run.total / args.periods                       # in steps
-    if refusal := out_of_range(args, run.total, period):                        # of this number of steps
+    if refusal := out_of_range(args, run.total, period):                   # of this number of steps
         raise UserError(refusal)
     run.tau_word = WORDS[args.loss]
 
