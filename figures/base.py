@@ -192,7 +192,7 @@ def draw_curves(log, panels, path, x="step"):
         ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)
         whole_ticks(ax)
         if len(lines) > 1 and ax.lines:
-            ax.legend(frameon=False, handlelength=2.8)
+            ax.legend(frameon=True, framealpha=0.85, edgecolor="none", handlelength=2.8)  # readable over a curve
     save_figure(fig, path)
 
 
