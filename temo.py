@@ -82,7 +82,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.experts import Expert
+from encoders.frozen import Expert
 from evaluation.by_class import with_class
 from evaluation.embed import encode_texts
 from evaluation.retrieval import Evaluator

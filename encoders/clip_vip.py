@@ -16,8 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.base import CLIP_VIP
-from encoders.hub import hub_encoder
+from encoders.base import CLIP_VIP, hub_encoder
 
 PROXIES, TIMES = 3, 12  # of the released weights: proxies beside the class token, frames of the temporal embedding
 

@@ -8,9 +8,8 @@ from engine.base import UserError, first_line, hub_reason
 import torch
 import torch.nn as nn
 
-from encoders.base import CLIP_VIP, STATS, VIDEO, VIDEO_SWIN, Tower
+from encoders.base import CLIP_VIP, STATS, VIDEO, VIDEO_SWIN, Tower, hub_encoder, read_hub
 from encoders.clip_vip import tower
-from encoders.hub import hub_encoder, read_hub
 from encoders.video import FeatureEncoder, video_swin, video_vit
 
 

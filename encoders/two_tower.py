@@ -9,8 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.base import SmallText, Tower, small_cnn
-from encoders.hub import hub_encoder, read_words
+from encoders.base import SmallText, Tower, hub_encoder, read_words, small_cnn
 from encoders.towers import image_tower
 from readers.pictures import decode
 

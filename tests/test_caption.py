@@ -21,7 +21,7 @@ import pytest
 import torch
 from PIL import Image
 
-import encoders.describers
+import encoders.frozen
 import figures.mama
 import launch
 import mama
@@ -202,7 +202,7 @@ def test_frame_features_of_models_have_unit_length(tmp_path, monkeypatch, capsys
     x = caption.frame_features(str(tmp_path / "clip"), "cpu")(frames)
     assert x.shape == (3, 16) and torch.allclose(x.norm(dim=1), torch.ones(3))
     assert "--embed-dim" not in capsys.readouterr().out
-    monkeypatch.setattr(encoders.describers, "VisionEncoder",
+    monkeypatch.setattr(encoders.frozen, "VisionEncoder",
                         functools.partial(common.VisionEncoder, pretrained=False))  # no hub
     x = caption.frame_features("resnet18", "cpu")(frames)
     assert x.shape == (3, 512) and torch.allclose(x.norm(dim=1), torch.ones(3))

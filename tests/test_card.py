@@ -23,7 +23,7 @@ import ncl
 import temo
 import temperature_schedules as ts
 from encoders.base import channels_last
-from encoders.experts import Expert
+from encoders.frozen import Expert
 from helpers import losses, run_script
 
 SCRIPTS = {temo: [], ts: [], ncl: [], mmts: ["--num-clusters", 2],
@@ -159,8 +159,8 @@ def test_adam_in_one_kernel_is_the_same_adam(tmp_path, monkeypatch):
 
 
 def test_experts_of_a_card_run_in_half_precision(monkeypatch):
-    monkeypatch.setattr("encoders.experts.hub_encoder", lambda *_: (torch.nn.Linear(2, 2), 2, None, {}))
-    monkeypatch.setattr("encoders.experts.build_tokenizer", lambda *_: None)
+    monkeypatch.setattr("encoders.frozen.hub_encoder", lambda *_: (torch.nn.Linear(2, 2), 2, None, {}))
+    monkeypatch.setattr("encoders.frozen.build_tokenizer", lambda *_: None)
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)
     kinds = {(kind, device): Expert("x", "text", None, torch.device(device), kind).autocast.keywords["enabled"]
              for kind in ("bf16", "fp16", "no") for device in ("cuda", "cpu")}

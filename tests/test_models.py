@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import encoders.base
-import encoders.experts
+import encoders.frozen
 import encoders.towers
 import encoders.weights
 import evaluation.embed
@@ -32,7 +32,7 @@ import launch
 import mama
 import ncl
 import temo
-from encoders.experts import Expert
+from encoders.frozen import Expert
 from evaluation.embed import encode_texts
 from evaluation.retrieval import evaluate
 from helpers import write_captions

@@ -35,7 +35,7 @@ from engine.ranges import count, new_file, nonnegative, positive, whole
 
 import torch
 
-from encoders.describers import frame_features, summary_model, vision_language_model
+from encoders.frozen import frame_features, summary_model, vision_language_model
 from figures.base import draw_picture
 from figures.mama import draw_descriptions
 from mama import key_frames
