@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import os
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from readers import text
 from readers.guards import say_part
 
 CLUSTERS = 50  # of captions, which stand for the classes of meta-data
+FEW_STEPS = 200  # below, small towers from scratch have learnt next to nothing
 CLUSTERED = 20_000  # rows, the first by the hash of their names, among which the clusters are made
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
@@ -176,6 +178,42 @@ def file_names(data):
     places = (source for batch in data.sources.iter(10_000) for source in batch["source"])
     for key, source in zip(data.keys(), places, strict=True):
         yield stem(key if source.get("size") is not None or not source.get("path") else source["path"])
+
+
+def largest_batch(data):
+    """The largest global batch that a data set fills and that the processes can share; 0 where there is none."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # asked before there is a process group
+    fits = data.examples // processes * processes
+    return fits if fits > 1 else 0
+
+
+def fit_to(args, data):
+    """Change flags as two flags ask: --batch-size to what the data hold (--fit-batch), --epochs and with them the
+    warm-up to what makes --min-steps steps. Raises: UserError where the batch is larger than the data.
+
+    Returns: {flag: what the banner says} of those that it changed."""
+    said, fits, epochs = {}, largest_batch(data), args.epochs
+    if args.fit_batch and fits and data.examples < args.batch_size:
+        said["--batch-size"] = (f"--batch-size {args.batch_size} -> {fits}: the training set has {data.examples} "
+                                "examples")
+        args.batch_size = fits
+    if data.examples < args.batch_size:
+        hint = f"; --batch-size {fits} fits, and --fit-batch takes it by itself" if fits else "; give more data"
+        raise UserError(f"--batch-size {args.batch_size}: larger than the {data.examples} training examples of "
+                        f"{data.name}{hint}")
+    per_epoch = data.examples // args.batch_size
+    if epochs * per_epoch < args.min_steps and not args.max_steps:
+        args.epochs = float(math.ceil(args.min_steps / per_epoch))
+        args.warmup_epochs *= args.epochs / epochs
+        said["--epochs"] = f"; --epochs {epochs:g} -> {args.epochs:g} for --min-steps {args.min_steps}"
+    return said
+
+
+def few_steps(args, total, per_epoch):
+    """What the banner adds where the epochs make hardly a run."""
+    if args.max_steps or total >= FEW_STEPS:
+        return ""
+    return f"; WARNING: too few to learn from; --epochs {math.ceil(500 / per_epoch)} makes 500"
 
 
 # ------------------------------------------------- meta-data of mama.py ----------------------------------------------

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import signal
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ import common
 from engine import base, checkpoints
 from engine.base import UserError, join_notes, rank, say, world
 from engine.checkpoints import latest_checkpoint, listen, resume, stop
-from engine.data import repeated_captions
+from engine.data import few_steps, fit_to, repeated_captions
 from engine.folder import Log, commit, method_of, peak_memory_mb, save_model, start_run
 from engine.processes import batchnorm_policy, set_up
 from engine.verify import compare, verify
@@ -24,8 +23,6 @@ from evaluation.embed import few_queries
 from evaluation.retrieval import report
 from figures.base import draw_picture, similarity_histograms
 from readers.clips import feature_shape
-
-FEW_STEPS = 200  # below, small towers from scratch have learnt next to nothing
 
 
 class Run:
@@ -42,7 +39,7 @@ class Run:
     def __init__(self, file, args, train, evals, recipes=None):
         self.started, self.script = time.time(), Path(file).stem
         self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
-        self.fitted = self.more_epochs = ""
+        self.fitted = fit_to(args, train)
         self.count_steps()
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
@@ -51,6 +48,7 @@ class Run:
         self.unreadable = {}
         if args.verify_images:
             self.train, self.evals, self.unreadable = verify(self.folder, train, evals, args.max_bad_fraction)
+            self.fitted |= fit_to(args, self.train)
             self.count_steps()
         self.twins = base.on_main(compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
@@ -60,14 +58,9 @@ class Run:
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def count_steps(self):
-        """Batch, epoch, steps and warm-up, by the training set as it is now."""
+        """Epoch, steps and warm-up, by the training set as it is now."""
         args = self.args
-        self.fitted = fit_batch(args, self.train) or self.fitted
-        self.per_epoch = epoch_length(self.train, args.batch_size)
-        if args.epochs * self.per_epoch < args.min_steps and not args.max_steps:
-            few, args.epochs = args.epochs, float(math.ceil(args.min_steps / self.per_epoch))
-            args.warmup_epochs *= args.epochs / few
-            self.more_epochs = f"; --epochs {few:g} -> {args.epochs:g} for --min-steps {args.min_steps}"
+        self.per_epoch = self.train.examples // args.batch_size
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
         self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
 
@@ -191,9 +184,9 @@ class Run:
             "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {args.batch_size - 1} negatives per anchor",
             "random guess": guessed,
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
-                     f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}{self.more_epochs}"
-                     + few_steps(args, self.total, self.per_epoch),
-            **lines, **({"LOWERED": self.fitted} if self.fitted else {}),
+                     f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}"
+                     + self.fitted.get("--epochs", "") + few_steps(args, self.total, self.per_epoch),
+            **lines, **({"LOWERED": self.fitted["--batch-size"]} if "--batch-size" in self.fitted else {}),
             **({"METHOD": changed} if self.new_method else {}), "run": self.folder}
         say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
 
@@ -359,37 +352,3 @@ class Run:
 def millions(module):
     """Parameters of a module, in millions."""
     return sum(p.numel() for p in module.parameters()) / 1e6
-
-
-def largest_batch(data):
-    """The largest global batch that a data set fills and that the processes can share; 0 where there is none."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))  # asked before there is a process group
-    fits = data.examples // processes * processes
-    return fits if fits > 1 else 0
-
-
-def fit_batch(args, data):
-    """With --fit-batch: --batch-size becomes what the data hold, where it is more. Returns: what the banner says."""
-    fits = largest_batch(data)
-    if not args.fit_batch or not fits or data.examples >= args.batch_size:
-        return ""
-    words = f"--batch-size {args.batch_size} -> {fits}: the training set has {data.examples} examples"
-    args.batch_size = fits
-    return words
-
-
-def epoch_length(data, batch_size):
-    """Optimiser steps of one epoch. Raises UserError when the batch is larger than the data."""
-    if data.examples < batch_size:
-        fits = largest_batch(data)
-        hint = f"; --batch-size {fits} fits, and --fit-batch takes it by itself" if fits else "; give more data"
-        raise UserError(f"--batch-size {batch_size}: larger than the {data.examples} training examples of "
-                        f"{data.name}{hint}")
-    return data.examples // batch_size
-
-
-def few_steps(args, total, per_epoch):
-    """What the banner adds where the epochs make hardly a run."""
-    if args.max_steps or total >= FEW_STEPS:
-        return ""
-    return f"; WARNING: too few to learn from; --epochs {math.ceil(500 / per_epoch)} makes 500"

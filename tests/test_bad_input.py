@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import common
 import engine.base
 import engine.checkpoints
+import engine.data
 import engine.flags
-import engine.run
 from engine.base import UserError
 
 import pytest
@@ -262,9 +262,10 @@ def test_batch_not_divisible_by_the_processes(capsys, monkeypatch):
 
 def test_the_batch_that_processes_can_share(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert [engine.run.largest_batch(SimpleNamespace(examples=n)) for n in (23, 24, 3)] == [20, 24, 0]
+    assert [engine.data.largest_batch(SimpleNamespace(examples=n)) for n in (23, 24, 3)] == [20, 24, 0]
     with pytest.raises(UserError, match="larger than the 3 training examples of x; give more data"):
-        engine.run.epoch_length(SimpleNamespace(examples=3, name="x"), 8)
+        engine.data.fit_to(SimpleNamespace(batch_size=8, fit_batch=True, epochs=1.0),
+                           SimpleNamespace(examples=3, name="x"))
 
 
 def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):

@@ -6,8 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-from engine.data import repeated_captions
-from engine.run import few_steps
+from engine.data import few_steps, repeated_captions
 
 import pytest
 
