@@ -102,6 +102,20 @@ def marker_style(k, lines):
     return {"marker": MARKERS[k % len(MARKERS)], "ms": 3 + 2 * min(3, lines - 1 - k)}
 
 
+def legend_above(ax):
+    """A legend in room of its own: the y axis grows by what it takes, so that it covers nothing that is drawn."""
+    names = len(ax.get_legend_handles_labels()[0])
+    for columns in (2, 1) if names > 2 else (1,):
+        legend = ax.legend(loc="upper center", ncols=columns, frameon=False, handlelength=2.4 / columns,
+                           columnspacing=0.8, handletextpad=0.5, borderaxespad=0, fontsize=LETTERS)
+        ax.figure.draw_without_rendering()
+        if legend.get_window_extent().width <= ax.bbox.width:
+            break
+    low, high = ax.get_ylim()
+    taken = min(0.6, legend.get_window_extent().height / ax.bbox.height)
+    ax.set_ylim(low, low + (high - low) / (1 - taken))
+
+
 def whole_ticks(ax):
     """Ticks of the x axis at whole numbers only: steps, samples, epochs (5k = 5,000)."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -192,7 +206,7 @@ def draw_curves(log, panels, path, x="step"):
         ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)
         whole_ticks(ax)
         if len(lines) > 1 and ax.lines:
-            ax.legend(frameon=True, framealpha=0.85, edgecolor="none", handlelength=2.8)  # readable over a curve
+            legend_above(ax)
     save_figure(fig, path)
 
 
@@ -354,7 +368,7 @@ def draw_histograms(stages, path, title):
                           edgecolor=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
         ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density", xlim=_mass(stages))
         if ax.patches:
-            ax.legend(frameon=False)
+            legend_above(ax)
     fig.suptitle(title)
     save_figure(fig, path)
 

@@ -116,7 +116,7 @@ def draw(run, clusters, shifts, period, curve):
         (of_the_batch, word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}), *base.BATCH])
     for name, suffix, pieces in base.by_set(run.val_pieces):
         it = "video" if has_clips(pieces["data"]) else "image"
-        ways = {f"text -> {it}": "text_to_image", f"{it} -> text": "image_to_text"}
+        ways = {f"to {it}": "text_to_image", "to text": "image_to_text"}
         recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
         thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}
         scores = {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}

@@ -20,8 +20,8 @@ def draw(run):
     before = read_json(run.folder / "similarity_before.json", {})
     for name, suffix, pieces in base.by_set(run.val_pieces or run.test_pieces):
         it = "video" if has_clips(pieces["data"]) else "image"
-        ways = (("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))
-        recalls = {f"{k}, {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
+        ways = (("text_to_image", f"to {it}"), ("image_to_text", "to text"))
+        recalls = {f"{k} {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
         knn = {"top-1": f"eval/{name}/knn@1/top1", "mean per class": f"eval/{name}/knn@1/mean_per_class"}
         top = {f"top-{k}": f"eval/{name}/zero-shot/top{k}" for k in (1, 3, 5)}
         zero = [("zero-shot by class names, val (Fig. 7)", "%", top)] if log.column(top["top-1"])[0] else []
