@@ -367,7 +367,7 @@ def draw_histograms(stages, path, title):
                 ax.stairs(h[kind], h["edges"], label=name, fill=True, facecolor=to_rgba(f"C{k}", 0.35),
                           edgecolor=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
         ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density", xlim=_mass(stages))
-        if ax.patches:
+        if ax.patches and len(stages) > 1:
             legend_above(ax)
     fig.suptitle(title)
     save_figure(fig, path)
