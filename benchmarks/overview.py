@@ -1,9 +1,10 @@
-"""The README's first picture: what each of the five methods does, a panel each, from one finished run of each script.
+"""The pictures of README and docs/results.md, from one finished run of each script.
 
     python benchmarks/overview.py --ts RUN --mmts RUN --ncl RUN --mama RUN --temo RUN
 
-The runs are finished ones on the data sets that need no download; `commands.md` beside the picture says which. Curves
-are those of the scripts' own functions with the run's flags, points those of its own model and files.
+README has five.png: what each method does, a panel each. Its curves are those of the scripts' own functions with the
+run's flags, its points those of the run's model and files. docs/results.md has pictures that the runs drew themselves,
+made smaller. The runs are on the data sets that need no download; five.md says which.
 """
 
 import argparse
@@ -23,11 +24,11 @@ import mmts  # noqa: E402
 import ncl  # noqa: E402
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
-from benchmarks.pictures import shrink  # noqa: E402
 from evaluation.metrics import normalize  # noqa: E402
 from figures.base import figure, save_figure  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "results" / "pictures"
+DRAWN = {"ts": "figures", "mmts": "clusters", "ncl": "normalization", "mama": "weights", "temo": "positive_pairs"}
 
 
 def embedded(run, split, n):
@@ -112,8 +113,16 @@ def pairs(ax, run):
 PANELS = {"ts": schedule, "mmts": clusters, "ncl": fairness, "mama": weights, "temo": pairs}
 
 
+def shrink(source, path, width):
+    """Copy a picture with fewer pixels and colours: a small file."""
+    from PIL import Image
+    image = Image.open(source).convert("RGB")
+    image.thumbnail((width, width))
+    image.quantize(128).save(path, optimize=True)
+
+
 def main(argv=None):
-    """Draw five.png, and say in commands.md of which runs."""
+    """Draw five.png, copy a picture of each run, and say in five.md of which runs."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for name in PANELS:
         p.add_argument(f"--{name}", required=True, metavar="RUN", help="folder of a finished run")
@@ -122,9 +131,11 @@ def main(argv=None):
     for ax, (name, draw) in zip(axes, PANELS.items()):
         draw(ax, getattr(args, name))
     save_figure(fig, FOLDER / "five.png")
-    shrink(FOLDER / "five.png", 2000)
+    shrink(FOLDER / "five.png", FOLDER / "five.png", 2000)
+    for name, drawn in DRAWN.items():
+        shrink(Path(getattr(args, name)) / f"{drawn}.png", FOLDER / f"{name}.png", 1400)
     commands = {name: command_of(getattr(args, name)) for name in PANELS}
-    (FOLDER / "five.md").write_text("Panels of five.png, and the runs that they are drawn from:\n\n" + "".join(
+    (FOLDER / "five.md").write_text("The runs of the pictures in this folder:\n\n" + "".join(
         f"- {name}: `{command}`\n" for name, command in commands.items()))
 
 

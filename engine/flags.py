@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from common import HELD_OUT, find_set, options_of
+from common import HELD_OUT, find_set, options_of, splits_of
 from engine import CORES
 from engine.base import UserError, first_line, printable
 from engine.plan import plan
@@ -350,6 +350,9 @@ class Parser(OneLine):
             args.chunk_size = 0
         self.require(args.chunk_size <= local, f"--chunk-size {args.chunk_size}: larger than the {local} examples of "
                                                "--batch-size on each process")
+        names = [args.dataset, *(word.partition("=")[0] for word in getattr(args, "eval_datasets", []))]
+        self.require(not args.hold_out_val or any("val" not in splits_of(name) for name in names),
+                     f"--hold-out-val: only for a set by name that has train and test alone, not {', '.join(names)}")
         for folder in getattr(args, "feature_dir", None) or []:
             self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
         for name in ("init_from", "data_dir", "video_dir", "extra_captions", "index_file", "test_file", "val_file",

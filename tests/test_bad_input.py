@@ -268,6 +268,11 @@ def test_the_batch_that_processes_can_share(monkeypatch):
                            SimpleNamespace(examples=3, name="x"))
 
 
+def test_hold_out_val_is_refused_where_it_would_do_nothing(capsys):
+    assert "--hold-out-val: only for a set by name that has train and test alone, not emoji" in refused(
+        capsys, "--hold-out-val")
+
+
 def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     """And say so; a resumed run keeps it. A set with a recipe, or a --batch-size, is left alone."""
     flags = ["--dataset", good, *"--cpu --threads 1 --workers 0 --max-steps 1 --image-size 16".split()]
