@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch.utils.checkpoint import checkpoint
-from torchvision.transforms import v2
 
 import sets
 from encoders.base import STATS, Transformer
@@ -455,21 +455,67 @@ class Augment:
         return x
 
 
-KEPT = ("Identity", "AutoContrast", "Equalize", "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX",
-        "TranslateY", "Rotate")
+LEVELS = np.arange(256.0)
+# RandAugment's operations in the order of torchvision's, each a function of one plane (H, W) uint8 and a strength, and
+# the strength at magnitude 30: shears and light by a factor, shifts in parts of a side, degrees; 0: neither it nor sign
+OPERATIONS = {
+    "Identity": (lambda p, m: p, 0),
+    "ShearX": (lambda p, m: _moved(p, 1, m, 0, 0, 1, 0), 0.3),
+    "ShearY": (lambda p, m: _moved(p, 1, 0, 0, m, 1, 0), 0.3),
+    "TranslateX": (lambda p, m: _moved(p, 1, 0, -int(m * p.shape[1]), 0, 1, 0), 150 / 331),
+    "TranslateY": (lambda p, m: _moved(p, 1, 0, 0, 0, 1, -int(m * p.shape[0])), 150 / 331),
+    "Rotate": (lambda p, m: np.asarray(Image.fromarray(p).rotate(m)), 30),
+    "Brightness": (lambda p, m: _looked_up(p, LEVELS * (1 + m)), 0.9),
+    "Sharpness": (lambda p, m: _sharpened(p, 1 + m), 0.9),
+    "AutoContrast": (lambda p, m: _stretched(p, int(p.min()), int(p.max())), 0),
+    "Equalize": (lambda p, m: np.asarray(ImageOps.equalize(Image.fromarray(p))), 0)}
 
 
 def randaugment(image, u, operations, magnitude):
-    """(..., 3, H, W) uint8 after `operations` random ones of KEPT, each with probability 1/2, from the sample's own
-    draws u (DRAWS,); magnitude: of 30."""
-    transform = v2.RandAugment(num_ops=1, magnitude=magnitude)
-    transform._AUGMENTATION_SPACE = {k: v for k, v in transform._AUGMENTATION_SPACE.items() if k in KEPT}
-    with torch.random.fork_rng(devices=[]):
-        # of the CPU alone: torch.manual_seed would reseed the GPU as well, which nothing puts back
-        torch.default_generator.manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
-        for _ in range(operations):
-            image = transform(image) if torch.rand(()) < 0.5 else image
+    """(..., 3, H, W) uint8 after `operations` random ones of OPERATIONS, each with probability 1/2, from the sample's
+    own draws u (DRAWS,); magnitude: of 30.
+
+    Choices, signs and strengths are those of torchvision's v2.RandAugment after torch.manual_seed; its pictures too,
+    within one grey level, but where a shear hits the middle of two pixels, and for 1 pixel in 400 of a rotation at
+    256 px. Plane by plane, so that temporaries fit the cache: new memory for each costs more than the work."""
+    random = torch.Generator().manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
+    for _ in range(operations):
+        if torch.rand((), generator=random) >= 0.5:
+            continue
+        change, most = [*OPERATIONS.values()][torch.randint(len(OPERATIONS), (), generator=random)]
+        strength = most * magnitude / 30
+        if most and torch.rand((), generator=random) <= 0.5:
+            strength = -strength
+        planes = image.numpy().reshape(-1, *image.shape[-2:])  # (... * 3, H, W)
+        image = torch.from_numpy(np.stack([change(p, strength) for p in planes])).view(image.shape)
     return image
+
+
+def _moved(plane, *matrix):
+    """The nearest pixel to (a x + b y + c, d x + e y + f) of the plane (H, W) at each place (x, y); black outside."""
+    return np.asarray(Image.fromarray(plane).transform(plane.shape[::-1], Image.Transform.AFFINE, matrix))
+
+
+def _looked_up(plane, levels):
+    """The plane with new grey levels (256,), rounded down."""
+    table = levels.clip(0, 255).astype(np.uint8).tobytes()
+    return np.frombuffer(plane.tobytes().translate(table), np.uint8).reshape(plane.shape)
+
+
+def _stretched(plane, low, high):
+    """The plane with its grey levels low..high stretched to 0..255."""
+    return _looked_up(plane, (LEVELS - low) * 255 / (high - low)) if high > low else plane
+
+
+def _sharpened(plane, ratio):
+    """The plane (H, W) away from (ratio > 1) or towards its mean of 3 x 3 pixels, its own counted 5 times; the border
+    stays."""
+    x, out = plane.astype(np.int16), plane.copy()
+    rows = x[:, :-2] + x[:, 1:-1] + x[:, 2:]  # (H, W - 2)
+    x = x[1:-1, 1:-1]  # (H - 2, W - 2)
+    mean = (rows[:-2] + rows[1:-1] + rows[2:] + 4 * x + 6) // 13  # rounded: a thirteenth is never half way
+    out[1:-1, 1:-1] = (mean + np.float32(ratio) * (x - mean)).clip(0, 255)
+    return out
 
 
 def _luma(x):

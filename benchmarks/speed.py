@@ -1,6 +1,6 @@
 """Ratios of speed and memory against the plain product, a plain pipeline or a peer, in one run.
 
-    python benchmarks/speed.py [--only ranks knn jpeg views steps sinkhorn mama_step loss_memory]
+    python benchmarks/speed.py [--only ranks knn jpeg views cc3m_views steps ...]
 
 Timings are CPU seconds of one thread: variants take turns, in another order each round (each leaves caches and free
 memory as it likes them); seconds are medians over the rounds, ratios medians of each round's ratio. Only the ratios
@@ -23,6 +23,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -218,6 +219,79 @@ def views(rounds, n=256):
     return {f"{k}_views_per_s": n / t.median(k) for k in t} | ratios | {"goal": ">= 3 eager, >= 8 compiled"}
 
 
+def photograph(rng, size=(500, 400)):
+    """JPEG bytes of a made-up photograph: colours with a spectrum as natural images have, things with edges, grain."""
+    from PIL import Image, ImageDraw
+
+    w, h = size
+    frequency = np.hypot(np.fft.fftfreq(h)[:, None], np.fft.rfftfreq(w)) + 1 / max(size)  # (h, w // 2 + 1)
+    waves = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((3, h, w))) / frequency**1.3, (h, w))  # (3, h, w)
+    waves = waves[0] + 0.4 * waves                                           # channels alike, as in nature
+    picture = Image.fromarray((128 + 45 * waves / waves.std()).clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+    for _ in range(12):
+        corner, colour = rng.integers(0, size), tuple(rng.integers(0, 255, 3).tolist())
+        box = [*corner.tolist(), *(corner + rng.integers(10, 120, 2)).tolist()]
+        ImageDraw.Draw(picture).ellipse(box, fill=colour)
+    grain = np.asarray(picture) + rng.normal(0, 2, (h, w, 3))                # (h, w, 3)
+    out = io.BytesIO()
+    Image.fromarray(grain.clip(0, 255).astype(np.uint8)).save(out, "jpeg", quality=85)
+    return out.getvalue()
+
+
+def cc3m_views(rounds, n=512, batch=64):
+    """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs of about 500 x 400 out of a
+    tar, the crop and RandAugment of I, the crop of I~. Samples a second of one core; the same with torchvision's
+    RandAugment. Parts in ms a sample: `query` of the table, `read` (that and the JPEG), either RandAugment.
+    """
+    from torchvision.transforms import v2
+
+    args, rng = temo.parse_args(["--dataset", "cc3m"]), np.random.default_rng(0)
+    files = [photograph(rng, (500 + 10 * k, 400 - 4 * k)) for k in range(-8, 8)]
+    ends, rows = np.cumsum([len(f) for f in files]), common.IN_MEMORY + 1    # more rows than are kept as lists
+    strong = common.Augment(args.image_size, args.aug_crop_min)
+    asked = args.randaugment_ops, args.randaugment_magnitude
+    base = common.Augment(args.image_size, args.crop_min, randaugment=asked)
+    crops = [strong.crop_one(readers.pictures.decode(f), np.zeros(base.DRAWS, np.float32)) for f in files]
+    theirs = v2.RandAugment(num_ops=1, magnitude=asked[1])
+    theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in common.OPERATIONS}
+
+    def torchvision(image, u, operations, magnitude):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
+            for _ in range(operations):
+                image = theirs(image) if torch.rand(()) < 0.5 else image
+        return image
+
+    def augment(function):
+        for i, u in enumerate(common.uniforms(0, 0, range(n), base.DRAWS)):
+            function(crops[i % 16], u, *asked)
+
+    with tempfile.TemporaryDirectory() as folder:
+        tar = Path(folder, "0.tar")
+        tar.write_bytes(b"".join(files))
+        places = [{"path": str(tar), "offset": int(end) - len(f), "size": len(f)} for f, end in zip(files, ends)]
+        table = common.make_table([["a caption"]] * rows, map(str, range(rows)), [places[i % 16] for i in range(rows)])
+        data = common.Data("like cc3m", "train", table)
+
+        def query():
+            for i in np.random.default_rng(0).permutation(rows)[:n]:
+                data.sources[int(i)], data.captions(i), data.key(i)
+
+        def read(*augments):
+            for _ in common.Batches(data, augments, None, batch, 0, 0, n // batch, torch.device("cpu")).raw():
+                pass
+
+        def read_torchvision():
+            with mock.patch.object(common, "randaugment", torchvision):
+                read(base, strong)
+        t = Times({"ours": lambda: read(base, strong), "torchvision": read_torchvision, "read": read, "query": query,
+                   "randaugment": lambda: augment(common.randaugment),
+                   "randaugment_torchvision": lambda: augment(torchvision)}, rounds)
+    return {"jpeg_bytes": int(np.mean([len(f) for f in files])), "ours_samples_per_s": n / t.median("ours"),
+            "torchvision_samples_per_s": n / t.median("torchvision"), "ratio": t.ratio("torchvision", "ours")} | {
+            f"{name}_ms": 1000 * t.median(name) / n for name in t} | {"goal": "ours >= 250 samples/s"}
+
+
 def steps(rounds):
     """A whole step (encode, loss, backward) of each method against one of InfoNCE on the same small towers and clips.
 
@@ -395,8 +469,8 @@ def loss_memory(rounds):
 
 def main():
     """Run the chosen benchmarks and update speed.json."""
-    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "steps": steps, "sinkhorn": sinkhorn,
-                  "mama_step": mama_step, "loss_memory": loss_memory}
+    benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "cc3m_views": cc3m_views, "steps": steps,
+                  "sinkhorn": sinkhorn, "mama_step": mama_step, "loss_memory": loss_memory}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the median counts")

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import tracemalloc
-import types
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
 import encoders.base
@@ -1031,18 +1031,36 @@ def test_probabilities_choose_samples_one_by_one():
         close(augment.finish(x[i:i + 1], u[i:i + 1])[0], out[i], 1e-6)
 
 
-def test_randaugment_leaves_the_gpu_s_random_numbers_alone(monkeypatch):
-    """Its draws are those of torch.manual_seed, which seeds every GPU as well."""
-    x, u = [(noise(3, 32, 32) * 255).byte() for _ in range(4)], common.uniforms(0, 0, range(4), 16)
-    asked = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", asked.append)
-    found = [common.randaugment(a, row, 2, 7) for a, row in zip(x, u)]
-    assert not asked
-    own = types.SimpleNamespace(manual_seed=torch.manual_seed)
+def test_operations_of_randaugment_are_torchvision_s():
+    """In its order, within one grey level; a rotation takes the next pixel now and then."""
+    clip, theirs = (noise(2, 40, 56) * 255).byte(), v2.RandAugment(num_ops=1)
+    clip[0, 0] = 7  # nothing to stretch or to equalise
+    assert list(common.OPERATIONS) == [k for k in theirs._AUGMENTATION_SPACE if k in common.OPERATIONS]
+    for name, (change, most) in common.OPERATIONS.items():
+        strengths, signed = theirs._AUGMENTATION_SPACE[name]
+        assert signed == bool(most)
+        for magnitude, sign in itertools.product((0, 7, 21, 30), (1, -1)):
+            strength = sign * float(strengths(31, 40, 56)[magnitude]) if signed else 0.0
+            expected = theirs._apply_image_or_video_transform(clip, name, strength, theirs.interpolation, theirs._fill)
+            found = [change(p, sign * most * magnitude / 30) for p in clip.flatten(0, 1).numpy()]
+            far = (torch.from_numpy(np.stack(found)).view_as(clip).int() - expected.int()).abs() > 1
+            assert far.float().mean() <= (1 / 300 if name == "Rotate" else 0), (name, magnitude, sign)
+
+
+def test_randaugment_chooses_as_torchvision_and_leaves_the_gpu_s_random_numbers_alone(monkeypatch):
+    clips, u = (noise(120, 32, 40) * 255).byte().unflatten(0, (60, 2)), common.uniforms(0, 0, range(60), 16)
+    theirs, asked = v2.RandAugment(num_ops=1, magnitude=21), []
+    theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in common.OPERATIONS}
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "default_generator", own)
-        assert all(torch.equal(a, common.randaugment(b, row, 2, 7)) for a, b, row in zip(found, x, u))
-    assert len(asked) == 4 and not all(torch.equal(a, b) for a, b in zip(found, x))
+        patch.setattr(torch.cuda, "manual_seed_all", asked.append)
+        found = [common.randaugment(x, row, 2, 21) for x, row in zip(clips, u)]
+    assert not asked and sum(not torch.equal(a, b) for a, b in zip(found, clips)) > 30
+    for x, row, y in zip(clips, u, found):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(row[12] * 2**24) * 2**24 + int(row[13] * 2**24))
+            for _ in range(2):
+                x = theirs(x) if torch.rand(()) < 0.5 else x
+        assert ((x.int() - y.int()).abs() > 3).float().mean() < 0.02 and y.shape == x.shape
 
 
 def test_randaugment_is_a_function_of_the_draws():
