@@ -134,7 +134,9 @@ class Captioner(nn.Module):
         except (OSError, ValueError) as error:
             raise UserError(f"--text-encoder {text.name}: {hub_reason(error)}") from error
         del self.t5.encoder, self.t5.shared                                # the decoder and its output stay
-        self.start = text.config.get("decoder_start_token_id") or 0         # T5's padding
+        if not config.scale_decoder_outputs:                               # T5 1.1, which has output weights of its own
+            self.t5.lm_head.weight = nn.Parameter(self.t5.lm_head.weight.detach().clone())           # (V, d_model)
+        self.start = text.config.get("decoder_start_token_id") or 0        # T5: its padding
         self.bridge = nn.Linear(dim, config.d_model)
 
     def forward(self, z, ids):

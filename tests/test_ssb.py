@@ -76,6 +76,21 @@ def test_the_captioning_loss_is_the_loop(root):
     assert got.dtype == torch.float64 and got.item() == pytest.approx(sum(losses_of) / 6, rel=1e-9)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["T5", "T5 1.1"])
+def test_the_decoder_comes_back_from_a_checkpoint(root, first):
+    """T5 1.1 has output weights of its own, which a resumed run must not share with the words either."""
+    text = text_encoder(root)
+    text.config["scale_decoder_outputs"] = first                           # how transformers tells them apart
+    trained, again = (Captioner(text, D, pretrained=p).eval() for p in (True, False))
+    with torch.no_grad():
+        for k, p in enumerate(trained.parameters()):
+            p += 0.1 * k
+    again.load_state_dict(trained.state_dict())
+    z, ids = torch.ones(1, D), torch.tensor([[5, 6, 1]])
+    assert torch.equal(trained(z, ids), again(z, ids))
+    assert (again.t5.lm_head.weight is again.t5.decoder.embed_tokens.weight) == first
+
+
 def test_no_row_of_the_own_video_is_support():
     text, videos, video_id = unit(6, D), unit(6, D, seed=1).requires_grad_(), torch.arange(6) % V
     z = support_summary(text, videos, video_id, video_id)
