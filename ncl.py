@@ -24,9 +24,9 @@ Commands:
     accelerate launch ncl.py                                     # moving emoji, two minutes on two CPU cores
     accelerate launch ncl.py --loss infonce                      # the CLIP4Clip baseline
     accelerate launch ncl.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS      # the paper's; msvd, ...
-    # feature towers in the manner of SSB, with NCL and with SSB's loss
-    accelerate launch ncl.py --dataset msrvtt ... --image-encoder features --feature-dir F
-    accelerate launch ncl.py --dataset msrvtt ... --image-encoder features --feature-dir F --loss max-margin
+    # Table 4: SSB with NCL, and with its own loss (--image-encoder features: smaller towers, any text encoder)
+    accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE
+    accelerate launch ncl.py --dataset msrvtt ... --image-encoder ssb --feature-dir MOTION APPEARANCE --loss max-margin
     accelerate launch ncl.py --dataset clips.csv --video-dir VIDEOS   # own data: columns video, caption[, start, end]
     python eval.py --checkpoint RUN --normalize queue            # test-time normalisation of any script's checkpoint
 
@@ -54,12 +54,12 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
  8. Batch size is not stated: CLIP4Clip's 128. On MSR-VTT and MSVD every caption is a training example
     (--unfold-captions), so a batch may hold a clip twice: an unmasked false negative, and uniform priors all the same,
     as in the base code.
- 9. Table 4 is on SSB (Patrick et al. 2021); here are feature towers in the manner of SSB: one transformer layer over
-    projected features (the paper's: R(2+1)D-34 of IG65M and ResNet-152 of ImageNet) with mean pooling, no CNN or RNN,
-    T5 text (--text-encoder t5-base). SSB's second loss, which generates the caption from the batch's other clips, is
-    MISSING, so Table 4 is not reproduced. Epochs, batch, decay and warm-up stay CLIP4Clip's, where the paper follows
-    SSB. Dropout (App. C: 0.1 on MSVD and MSR-VTT, else 0) stands after the projection, the attention and the MLP of the
-    feature tower; whether T5 keeps its own 0.1 is not said: yes, --no-text-dropout for the other.
+ 9. Table 4 is on SSB (Patrick et al. 2021), which has no public code: --image-encoder ssb is a RECONSTRUCTION that does
+    not promise the printed numbers; encoders/ssb.py says of each value whether it is NCL's, from memory or ours. SSB's
+    margin loss is summed over the batch (--loss-scale 64: App. C's factor 15 fits no mean), and its captioning loss
+    stays beside NCL's, since the paper does not say that it goes. Dropout (App. C: 0.1 on MSVD and MSR-VTT, 0 on
+    ActivityNet) stands after the first layer, the attention and the MLP of both heads; T5 keeps its own 0.1 with it.
+    --image-encoder features is smaller: one transformer layer, and CLIP4Clip's epochs, batch and decay.
 10. A run draws itself alone: in Fig. 2 one run without, with queue and with oracle (the paper: CLIP4Clip beside NCL
     with its queue), for Fig. 6 its own retrievals without sums. Table 5's row None is CLIP4Clip (--loss infonce), not
     NCL without biases. Figs. 7 and 8 show the start only where there is a val split (not MSR-VTT). App. D's
@@ -82,6 +82,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from encoders.base import FEATURES
+from encoders.ssb import Captioner, captioning_loss, feature_recipe, feature_words, support_summary
 from encoders.towers import set_dropout
 from evaluation.retrieval import Evaluator, retrieval_both_ways
 from figures.ncl import draw
@@ -272,11 +274,8 @@ def loss_defaults(chosen):
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
-    if chosen.image_encoder == "features":                                 # in the manner of SSB (App. C)
-        defaults |= dict(tau=0.07, learnable_tau=False, loss_scale=15.0 if chosen.loss == "ncl" else 1.0,
-                         dropout=0.1 if chosen.dataset in ("msvd", "msrvtt") else 0.0)
-        if RECIPES.get(chosen.dataset, OWN)["lr"] == CLIP4CLIP["lr"]:      # its towers; the rate of new ones is ours
-            defaults |= dict(text_encoder="t5-base", text_pooling="mean", lr=1e-4)
+    if chosen.image_encoder in FEATURES:                                   # SSB, or in its manner (App. C)
+        defaults |= feature_recipe(chosen, RECIPES.get(chosen.dataset, OWN)["pretrained"])
     return defaults
 
 
@@ -300,6 +299,10 @@ def parse_args(argv=None):
                         "themselves (not a fair result), or none")
     g.add_argument("--queue-size", type=count, default=16_384,
                    help="K, training queries kept of each kind for test-time normalisation; paper 16,384")
+    g.add_argument("--captioning-weight", type=nonnegative, default=0.0,
+                   help="of SSB's captioning loss, which a T5 of --text-encoder makes; SSB 10; 0 = off")
+    g = p.group("with --captioning-weight", lambda a: a.captioning_weight > 0)
+    g.add_argument("--support-tau", type=positive, default=0.1, help="T, divides the cosines of its support set")
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1000.0], metavar=("LOW", "HIGH"),
                    help="limits of a learnable gamma; CLIP: at least 0.01")
@@ -315,10 +318,10 @@ def parse_args(argv=None):
                    help="brightness, contrast and saturation strength, all frames alike")
     g = p.group("features")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
-                   help="for --image-encoder features: folders of VIDEO.npy (time, width), motion and appearance say, "
-                        "side by side")
+                   help="for --image-encoder features or ssb: folders of VIDEO.npy (time, width), motion and "
+                        "appearance say, each brought to --frames steps, side by side")
     g.add_argument("--dropout", type=part, default=0.0,
-                   help="of the feature tower, 0..1; App. C: 0.1 on msvd and msrvtt, else 0; other towers have none")
+                   help="of towers over features, 0..1; App. C: 0.1 on msvd and msrvtt, else 0; others have none")
     g.add_argument("--text-dropout", action=yesno, default=True,
                    help="a transformers text encoder keeps its own dropout (T5, DistilBERT 0.1; CLIP 0)")
     args = p.parse(argv, RECIPES, loss_defaults)
@@ -331,10 +334,10 @@ def parse_args(argv=None):
               "no two cosines are further apart")
     p.require(not args.learnable_tau or args.loss != "max-margin",
               "--learnable-tau: --loss max-margin has no temperature")
-    p.require((args.image_encoder == "features") == bool(args.feature_dir),
-              "--image-encoder features and --feature-dir go together")
-    p.require(args.dropout == 0 or args.image_encoder == "features",
-              f"--dropout {args.dropout}: of the tower of --image-encoder features, which alone has dropout")
+    p.require((args.image_encoder in FEATURES) == bool(args.feature_dir),
+              "--image-encoder features (or ssb) and --feature-dir go together")
+    p.require(args.dropout == 0 or args.image_encoder in FEATURES,
+              f"--dropout {args.dropout}: of the tower of --image-encoder features or ssb, which alone have dropout")
     p.require(args.dropout < 1, "--dropout 1: nothing would be left")
     return args
 
@@ -354,6 +357,8 @@ def main(args):
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     own["texts"] = QueryQueue(args.queue_size, args.embed_dim)
     own["videos"] = QueryQueue(args.queue_size, args.embed_dim)
+    if args.captioning_weight:
+        own["captioner"] = Captioner(tower.text, args.embed_dim, run.start[0], args.text_dropout)
     own.to(run.device)
     learnt = [tower, own]
     # >>> shared: optimizer
@@ -378,6 +383,7 @@ def main(args):
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(evaluate_normalized, own=own, args=args))
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
+    guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))
     before = run.begin(evaluator, (guess, guess), banner_lines(train, evals, args))
     if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
         start = {f"{name}/{k}": p[k][:500] for name, p in before.items() for k in ("text", "image")}
@@ -394,6 +400,12 @@ def main(args):
             loss = args.loss_scale * max_margin_loss(text, video, args.margin)
         else:
             loss = args.loss_scale * ncl_loss(text, video, gamma, rounds, args.detach_biases, args.loss_block)
+        more = {}
+        if args.captioning_weight:                                         # SSB's second loss
+            video_id = torch.tensor([common.key_hash(k) for k in batch["keys"]], device=run.device)     # (B,)
+            z = support_summary(text, gather(video), video_id, gather(video_id), args.support_tau)      # (B, D)
+            more["L_cap"] = captioning_loss(z, **tokens, decoder=own["captioner"])
+            loss = loss + args.captioning_weight * more["L_cap"]
 
         run.check_finite(loss, gamma_of(own, args), (text, video), batch)
         chunks.backward(loss)                                              # the full batch's gradient
@@ -407,7 +419,8 @@ def main(args):
         own["texts"].push(text)
         own["videos"].push(video)
 
-        run.done(batch, loss, gamma_of(own, args), run.logs_now() and numbers_of(text, video, gamma, own, args, run))
+        numbers = run.logs_now() and numbers_of(text, video, gamma, own, args, run, more)
+        run.done(batch, loss, gamma_of(own, args), numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
@@ -424,13 +437,13 @@ def encode(model, pixels, tokens):
 
 
 @torch.no_grad()
-def numbers_of(text, video, gamma, own, args, run):
-    """Columns of the log: both directions of the loss, the health of the space, the normalisation error (Fig. 2)."""
+def numbers_of(text, video, gamma, own, args, run, more):
+    """Columns of the log: the loss's terms and `more`, the health of the space, the normalisation error (Fig. 2)."""
     if args.loss == "max-margin":
         terms = max_margin_terms(text, video, args.margin)
     else:
         terms = ncl_terms(text, video, gamma, args.iterations if args.loss == "ncl" else 0, block=args.loss_block)
-    numbers = common.mean_over_processes(terms, run.device)
+    numbers = common.mean_over_processes(terms | more, run.device)
     text, video = gather(normalize(text)), gather(normalize(video))                     # (N, D)
     sim, tau = text @ video.T, gamma_of(own, args)                         # (N, N)
     fair = sim + sinkhorn_biases(sim, tau, args.iterations)[1]                          # (N, N)
@@ -448,6 +461,7 @@ def banner_lines(train, evals, args):
     size, epochs = args.batch_size, args.queue_size / train.examples
     rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
+    factor += f", + {args.captioning_weight:g} x captioning" if args.captioning_weight else ""
     limits = f", learnt in {args.tau_clamp[0]:g} .. {args.tau_clamp[1]:g}" if args.learnable_tau else ""
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
     lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": f"gamma {args.tau:g}{limits}",
@@ -456,11 +470,7 @@ def banner_lines(train, evals, args):
     if args.normalize == "queue" and others:
         lines["test time"] += (f"; WARNING: none for {', '.join(others)}: not trained on, so reported as they are; "
                                "eval.py --normalize queue fills a queue from their training splits")
-    if args.image_encoder == "features":
-        own = "keeps its own" if args.text_dropout and args.text_encoder != "small" else "has none"
-        lines["features"] = (f"towers in the manner of SSB, without its captioning loss and its epochs, batch and "
-                             f"decay; dropout {args.dropout:g}, {args.text_encoder} {own}")
-    return lines
+    return lines | (feature_words(args) if args.image_encoder in FEATURES else {})
 
 
 def evaluate_normalized(pieces, own, args):

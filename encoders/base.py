@@ -13,6 +13,7 @@ STATS = {  # mean and standard deviation of the pixels, by the weights or the co
     "half": ((0.5,) * 3, (0.5,) * 3),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
 VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
+FEATURES = ("features", "ssb")  # towers over precomputed features of a clip, of ncl.py
 VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
 CLIP_VIP = "clip_vip:"  # before a transformers id or folder of a CLIP: the same with proxy tokens, encoders/clip_vip.py
 

@@ -8,7 +8,7 @@ from engine.base import UserError, first_line, hub_reason
 import torch
 import torch.nn as nn
 
-from encoders.base import CLIP_VIP, STATS, VIDEO, VIDEO_SWIN, Tower, hub_encoder, read_hub
+from encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, VIDEO_SWIN, Tower, hub_encoder, read_hub
 from encoders.clip_vip import tower
 from encoders.video import FeatureEncoder, video_swin, video_vit
 
@@ -49,7 +49,7 @@ def timm_encoder(name, pretrained, image_size):
     arch = "resnet18" if cifar else name
     if not timm.is_model(arch):
         near = timm.list_models(f"*{arch.split('.')[0].split('_')[0]}*")[:5]
-        raise UserError(f"--image-encoder {name}: not small, features, resnet18-cifar, a timm model"
+        raise UserError(f"--image-encoder {name}: not small, features, ssb, resnet18-cifar, a timm model"
                         + (f" (near: {near})" if near else "") + " or a transformers id")
     size = {"img_size": image_size} if re.match("(vit|deit|eva|beit)", arch) else {}
     try:
@@ -90,11 +90,14 @@ def freeze_unused(model, tokenizer, spec):
 
 
 def set_dropout(model, features, text=True):
-    """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features, after its projection
-    and after attention and MLP; text False: none in a transformers text encoder, which else keeps its own."""
-    if model.vision.name == "features":
-        model.vision.body.blocks.dropout = features
+    """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features and in SSB's text head,
+    after what comes first and after attention and MLP; text False: none in a transformers text encoder, which else
+    keeps its own."""
     for module in model.text.modules() if not text else ():
         for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
             if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):
                 setattr(module, name, 0.0)
+    if model.vision.name in FEATURES:
+        model.vision.body.blocks.dropout = features
+    if getattr(model.text, "head", None):
+        model.text.head.blocks.dropout = features

@@ -9,7 +9,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.base import SmallText, Tower, hub_encoder, read_words, small_cnn
+from encoders.base import FEATURES, SmallText, Tower, hub_encoder, read_words, small_cnn
+from encoders.ssb import TextHead, VideoTower
 from encoders.towers import image_tower
 from readers.pictures import decode
 
@@ -53,7 +54,8 @@ class EvalTransform:
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
-    name: 'small', or one that encoders/towers.py knows: of timm, of transformers, a tower over whole clips.
+    name: 'small', 'ssb' (encoders/ssb.py), or one that encoders/towers.py knows: of timm, of transformers, a tower over
+        whole clips.
     embed_dim 0: features alone.
     """
 
@@ -61,12 +63,14 @@ class VisionEncoder(nn.Module):
         super().__init__()
         if name == "small":
             tower = Tower(small_cnn().to(memory_format=torch.channels_last), 128)
+        elif name == "ssb":
+            tower = Tower(VideoTower(features[1], embed_dim), embed_dim, nn.Identity())
         else:
             tower = image_tower(name, pretrained, image_size, config, features, frames)
         self.name, self.body, self.width, self.config = name, tower.body, tower.width, tower.config
         self.stats, self.whole_clips, self.read = tower.stats, tower.whole_clips, tower.read
         projection = tower.projection
-        keep = projection is not None and projection.out_features == embed_dim
+        keep = projection is not None and (name == "ssb" or projection.out_features == embed_dim)
         if projection is not None and not keep and pretrained and embed_dim:
             say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
                 "by new ones")
@@ -78,9 +82,9 @@ class VisionEncoder(nn.Module):
 
     def frames(self, pixels):
         """Features of each frame, (B * T, width); a video tower may have fewer times than frames."""
-        if (self.name == "features") != (pixels.ndim == 3):
-            raise UserError("--image-encoder features is for ncl.py with --feature-dir, and these features are for it "
-                            "alone")
+        if (self.name in FEATURES) != (pixels.ndim == 3):
+            raise UserError("--image-encoder features and ssb are for ncl.py with --feature-dir, and such features "
+                            "for them alone")
         if self.whole_clips:
             return self.body(pixels)  # (B, width)
         if self.read:
@@ -103,7 +107,7 @@ class VisionEncoder(nn.Module):
 class TextEncoder(nn.Module):
     """Token ids (B, L) -> embeddings (B, D).
 
-    name: 'small' or a transformers id or folder; pooling: 'cls' or 'mean' (CLIP: its own).
+    name: 'small' or a transformers id or folder; pooling: 'cls' or 'mean' (CLIP: its own), or 'ssb', SSB's head.
     embed_dim 0: its own projection, or none where it has none."""
 
     def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, pooling="cls", config=None):
@@ -114,9 +118,10 @@ class TextEncoder(nn.Module):
             self.width = self.body.width
         else:
             self.body, self.width, projection, self.config = hub_encoder(name, "text", pretrained, config)
+        self.head = TextHead(self.width, embed_dim) if pooling == "ssb" else None
         keep = projection is not None and embed_dim in (0, projection.out_features)
         new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
-        self.projection = projection if keep else new
+        self.projection = nn.Identity() if self.head else projection if keep else new
 
     def forward(self, input_ids, attention_mask):
         return self.words(input_ids, attention_mask)[1]
@@ -127,6 +132,7 @@ class TextEncoder(nn.Module):
             words, out = self.body.words(input_ids, attention_mask)
         else:
             words, out = read_words(self, input_ids, attention_mask)
+        out = self.head(words, attention_mask) if self.head else out       # (B, D) or (B, width)
         return words, self.projection(out)
 
 

@@ -283,8 +283,9 @@ class Parser(OneLine):
                      "and videos); none = the training set's own")
             add = self.add_argument_group("texts").add_argument
             add("--text-encoder", help="small, or a transformers id or folder (CLIP: its text tower)")
-            add("--text-pooling", choices=["cls", "mean"],
-                help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls")
+            add("--text-pooling", choices=["cls", "mean", "ssb"],
+                help="of a transformers text encoder (CLIP: its own); CC3M trainer: cls; ssb: SSB's convolution and "
+                     "transformer")
             add("--text-length", type=between(4, 4096, int), help="tokens kept of a caption")
             add("--clean-captions", action=yesno, help="lower case, no punctuation, 30 words, as the CC3M trainer")
             add("--join-captions", action=yesno,

@@ -13,7 +13,7 @@ from engine.base import UserError
 
 import torch
 
-from encoders.base import VIDEO, VIDEO_SWIN, has_batchnorm
+from encoders.base import FEATURES, VIDEO, VIDEO_SWIN, has_batchnorm
 from sets import MODULES
 
 VIDEOS = ("sets.videos", "sets.questions", "sets.epic", "sets.ssv2", "sets.moving_emoji")  # sets of clips
@@ -81,8 +81,8 @@ def measure(model, inputs, precision):
 def encoders_of(args, clips):
     """The model of these flags, with random weights, and its Words.   Raises: UserError without its configuration."""
     spec = spec_of(args) | {"vision_config": config_of(args.image_encoder)}
-    if args.image_encoder == "features":
-        raise UserError("--plan: --image-encoder features is as wide as its files; its towers need little memory")
+    if args.image_encoder in FEATURES:
+        raise UserError(f"--plan: --image-encoder {args.image_encoder} is as wide as its files, and is not counted")
     words = None
     if spec["text_encoder"]:
         spec["text_config"] = config_of(args.text_encoder)

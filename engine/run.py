@@ -18,7 +18,7 @@ from engine.verify import compare, verify
 import torch
 import torch.distributed as dist
 
-from encoders.base import VIDEO, channels_last, has_batchnorm
+from encoders.base import FEATURES, VIDEO, channels_last, has_batchnorm
 from evaluation.embed import few_queries
 from evaluation.retrieval import report
 from figures.base import draw_picture, similarity_histograms
@@ -32,8 +32,8 @@ class Run:
     Run(...), towers(), wrap(...), resume(), batches(...), begin(...), done(...) after each step, finish(...).
 
     Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
-    device, fused (of Adam), folder, args, train, evals, log; tensors (further ones of the checkpoint, by name); val
-    (the latest result).
+    device, fused (of Adam), folder, args, train, evals, log; start (published weights or not, --init-from); tensors
+    (further ones of the checkpoint, by name); val (the latest result).
     """
 
     def __init__(self, file, args, train, evals, recipes=None):
@@ -75,16 +75,16 @@ class Run:
             texts = texts or (lambda: self.train.first_captions(200_000))
             tokenizer = common.build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
-        if args.image_encoder == "features":
-            self.spec["features"] = feature_shape(self.train)
+        if args.image_encoder in FEATURES:
+            self.spec["features"] = feature_shape(self.train, args.image_encoder)
         if args.image_encoder.startswith(VIDEO) and common.has_clips(self.train):
             self.spec["frames"] = common.frames_of(self.train)
         if questions:
             self.spec["questions"] = questions
-        start = args.pretrained, args.init_from
+        self.start = args.pretrained, args.init_from
         if args.resume and latest_checkpoint(self.folder):
-            start = False, ""  # its weights are in the checkpoint; stopped before the first one, it begins again
-        self.tower, transform = common.build_model(self.spec, tokenizer, *start)
+            self.start = False, ""  # its weights are in the checkpoint; stopped before the first one, it begins again
+        self.tower, transform = common.build_model(self.spec, tokenizer, *self.start)
         self.tower.to(self.device)
         if self.device.type == "cuda":
             channels_last(self.tower.vision)

@@ -113,7 +113,7 @@ class Features:
         return x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)]  # (T, width)
 
 
-def feature_shape(data):
+def feature_shape(data, encoder="features"):
     """[T, F] of a data set of features; from now on all must have it. Raises UserError where none can be read."""
     reasons = []
     for i in range(min(len(data), 100)):
@@ -123,7 +123,7 @@ def feature_shape(data):
             reasons.append(f"{data.key(i)}: {first_line(error)}")
             continue
         if len(shape) > 2:
-            raise UserError("--image-encoder features: the data set has pixels; features come with --feature-dir of "
+            raise UserError(f"--image-encoder {encoder}: the data set has pixels; features come with --feature-dir of "
                             "ncl.py")
         data.clip.width = shape[1]
         return shape

@@ -72,6 +72,8 @@ def place(tmp_path_factory):
         rows += [f"{i}.mp4,clip {k} of video {i},{k},{k + 1},{split}" for k in range(20)]
     (folder / "clips.csv").write_text("\n".join(rows))
     (folder / "p.jsonl").write_text("")
+    for name in ("ANNOTATIONS", "MOTION", "APPEARANCE"):
+        (folder / name).mkdir()
     return folder
 
 

@@ -142,7 +142,7 @@ def test_the_loop_is_in_the_open(script):
 
 
 ALONE = {"temperature_schedules": {"sets.long_tail", "evaluation.by_class", "encoders.base"},
-         "ncl": {"encoders.towers"}, "mmts": {"engine.clusters"},
+         "ncl": {"encoders.towers", "encoders.base", "encoders.ssb"}, "mmts": {"engine.clusters"},
          "temo": {"encoders.frozen", "sets.paraphrases", "evaluation.embed", "evaluation.by_class"},
          "mama": {"evaluation.answers", "evaluation.metrics", "encoders.base"}}  # what one script alone needs
 

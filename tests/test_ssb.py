@@ -1,0 +1,251 @@
+"""SSB: the captioning loss against a plain loop, the own video left out, its towers, whole runs of ncl.py with it."""
+
+import math
+import shutil
+from types import SimpleNamespace
+
+import common
+import engine.base
+from engine.base import UserError
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import T5Config, T5ForConditionalGeneration
+
+import eval as eval_py
+import launch
+import ncl
+from encoders.base import SmallText
+from encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
+from encoders.towers import set_dropout
+from helpers import drift, equal_files, losses, refused, run_script, steps, unit, write_rows
+
+D, V = 16, 3  # embedding width, videos
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A tiny T5 with its tokenizer, and 40 clips of two captions: motion (time, 6) and appearance (time, 4), other
+    times."""
+    root, rng = tmp_path_factory.mktemp("ssb"), np.random.default_rng(0)
+    for name, width in (("motion", 6), ("appearance", 4)):
+        (root / name).mkdir()
+        for i in range(40):
+            np.save(root / name / f"clip{i}.npy", rng.normal(size=(3 + i % 9, width)).astype(np.float32))
+    captions = [(f"clip{i}", f"{w} number {i}") for i in range(40) for w in ("one", "yet another of them,")]
+    write_rows(root / "clips.csv", ["video", "caption"], captions)
+    words = common.train_wordpiece([c for _, c in captions])
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=len(words), d_model=24, d_kv=12, d_ff=32, num_layers=1, num_decoder_layers=2,
+                      num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(root / "t5")
+    words.save_pretrained(root / "t5")
+    return root
+
+
+def text_encoder(root, **more):
+    return common.TextEncoder(str(root / "t5"), D, pooling="ssb", **more)
+
+
+# ---------------------------------------------------- captioning loss -----------------------------------------------
+def test_the_captioning_loss_is_the_loop(root):
+    """Six captions of three videos in float64, each token from the true ones before it alone; the decoder is T5's."""
+    captioner = Captioner(text_encoder(root), D).double().eval()
+    ids = torch.randint(3, 20, (6, 5), generator=torch.Generator().manual_seed(0))
+    lengths, video_id = [5, 2, 4, 1, 3, 5], torch.arange(6) % V
+    mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
+    ids, text, videos, tau = ids * mask, 3 * unit(6, D), 2 * unit(6, D, seed=1), 0.1
+    t, v, losses_of = text / 3, videos / 2, []
+    whole = T5ForConditionalGeneration.from_pretrained(root / "t5").double().eval()
+    for i in range(6):
+        support = [j for j in range(6) if video_id[j] != video_id[i]]
+        weights = [math.exp((t[i] @ v[j]).item() / tau) for j in support]
+        z = sum(w / sum(weights) * v[j] for w, j in zip(weights, support))
+        state = (captioner.bridge.weight @ z + captioner.bridge.bias)[None, None]
+        before, nll = [0], []
+        for word in ids[i, :lengths[i]].tolist():
+            with torch.no_grad():
+                logits = whole(encoder_outputs=(state,), decoder_input_ids=torch.tensor([before])).logits[0, -1]
+            nll.append(-logits.log_softmax(0)[word].item())
+            before.append(word)
+        losses_of.append(sum(nll) / len(nll))
+    got = captioning_loss(support_summary(text, videos, video_id, video_id, tau), ids, mask, captioner)
+    assert got.dtype == torch.float64 and got.item() == pytest.approx(sum(losses_of) / 6, rel=1e-9)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["T5", "T5 1.1"])
+def test_the_decoder_comes_back_from_a_checkpoint(root, first):
+    """T5 1.1 has output weights of its own, which a resumed run must not share with the words either."""
+    text = text_encoder(root)
+    text.config["scale_decoder_outputs"] = first                           # how transformers tells them apart
+    trained, again = (Captioner(text, D, pretrained=p).eval() for p in (True, False))
+    with torch.no_grad():
+        for k, p in enumerate(trained.parameters()):
+            p += 0.1 * k
+    again.load_state_dict(trained.state_dict())
+    z, ids = torch.ones(1, D), torch.tensor([[5, 6, 1]])
+    assert torch.equal(trained(z, ids), again(z, ids))
+    assert (again.t5.lm_head.weight is again.t5.decoder.embed_tokens.weight) == first
+
+
+def test_no_row_of_the_own_video_is_support():
+    text, videos, video_id = unit(6, D), unit(6, D, seed=1).requires_grad_(), torch.arange(6) % V
+    z = support_summary(text, videos, video_id, video_id)
+    gradient, = torch.autograd.grad(z[1].square().sum(), videos)           # caption 1 is of video 1, as is row 4
+    assert [bool(row.abs().sum() > 0) for row in gradient] == [True, False, True, True, False, True]
+    alone = support_summary(text, videos, video_id * 0, video_id * 0)      # the batch is one video
+    gradient, = torch.autograd.grad(alone.sum(), videos)
+    assert not alone.any() and not gradient.any()
+
+
+# ---------------------------------------------------- towers --------------------------------------------------------
+def test_towers(root):
+    """A text's embedding does not depend on the padding of its batch; order matters; dropout is that of its flags."""
+    tokenizer = common.Tokenizer.load(root / "t5", 12)
+    torch.manual_seed(0)
+    vision = common.VisionEncoder("ssb", D, features=(5, 10))
+    model = common.TwoTower(vision, text_encoder(root)).train()
+    set_dropout(model, 0.0)
+    clip, texts = torch.randn(2, 5, 10), ["one number 3", "yet another of them, number 3"]
+    tokens = tokenizer(texts)
+    assert not torch.equal(model(tokens=tokens)[1], model(tokens=tokens)[1])  # T5's own
+    set_dropout(model, 0.0, text=False)
+    video, both, _ = model(clip, tokens)
+    assert video.shape == both.shape == (2, D)
+    assert torch.allclose(model(tokens=tokenizer(texts[:1]))[1], both[:1], atol=1e-6)
+    assert not torch.allclose(model(clip.flip(1))[0], video, atol=1e-3)
+    set_dropout(model, 0.5, text=False)
+    assert not torch.equal(model(clip)[0], video) and not torch.equal(model(tokens=tokens)[1], both)
+    for dropout in (True, False):
+        captioner = Captioner(model.text, D, dropout=dropout).train()
+        a, b = (captioner(torch.ones(2, D), tokens["input_ids"]) for _ in range(2))
+        assert torch.equal(a, b) != dropout
+    small = common.TextEncoder("small", D, length=12, vocabulary=30, pooling="ssb")
+    assert isinstance(small.body, SmallText) and isinstance(small.head, TextHead)
+    with pytest.raises(UserError, match="--embed-dim 18: .* multiple of 4"):
+        VideoTower(10, 18)
+    with pytest.raises(UserError, match="--feature-dir: features of width 6, the model was trained on 10"):
+        model(clip[..., :6])
+
+
+# ---------------------------------------------------- runs ----------------------------------------------------------
+def flags(root, *more):
+    given = ["--cpu", "--threads", 1, "--workers", 0, "--dataset", root / "clips.csv", "--image-encoder", "ssb",
+             "--feature-dir", root / "motion", root / "appearance", "--text-encoder", root / "t5", "--text-length", 12,
+             "--embed-dim", D, "--frames", 5, "--batch-size", 8, "--max-steps", 4, "--log-every", 1, "--save-every", 2,
+             "--queue-size", 40, "--unfold-captions", *more]
+    return [str(flag) for flag in given]
+
+
+def main(root, folder, *more):
+    return run_script(ncl, folder, base=flags(root, *more))
+
+
+@pytest.fixture(scope="module")
+def run(root, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "r"
+    return folder, main(root, folder, "--lr", "1e-2")
+
+
+def test_a_run_loads_and_evaluates_without_the_decoder(root, run, tmp_path):
+    folder, summary = run
+    log = steps(folder)
+    for row in log:
+        expected = 15 * (row["L_t2v"] + row["L_v2t"]) / 2 + 10 * row["L_cap"]
+        assert row["loss"] == pytest.approx(expected, rel=1e-5)
+    assert log[-1]["L_cap"] < log[0]["L_cap"]
+    names = load_file(folder / "model.safetensors").keys()
+    assert not [n for n in names if "decoder" in n or "captioner" in n] and "text.head.conv.weight" in names
+    model, tokenizer, _ = common.load_model(folder)
+    data = common.load_data(str(root / "clips.csv"), "test", frames=5,
+                            feature_dir=[str(root / "motion"), str(root / "appearance")])
+    with torch.no_grad():
+        image, text = model(data.read(0)[None])[0], model(tokens=tokenizer(["one number 3"]))[1]
+    assert image.shape == text.shape == (1, D) and image.isfinite().all() and text.isfinite().all()
+    def evaluate(*more):
+        command = ["--cpu", "--threads", 1, "--workers", 0, "--tasks", "retrieval", "--checkpoint", folder,
+                   "--output-dir", tmp_path, *more]
+        result, = eval_py.main(eval_py.parse_args([str(word) for word in command]))["datasets"].values()
+        return result["metrics"]
+    got, own = evaluate(), summary["test"][str(root / "clips.csv")]["normalize"]["none"]
+    assert got["retrieval"]["text_to_image"] == own["text_to_image"]
+    with pytest.raises(UserError, match="features of width 6, the model was trained on 10"):
+        evaluate("--feature-dir", root / "motion")
+
+
+def test_a_resumed_run_is_the_whole_one(run, tmp_path, capsys):
+    """With dropout in the towers, in T5 and in the decoder, and Adam."""
+    folder = shutil.copytree(run[0], tmp_path / "r")
+    shutil.rmtree(folder / "checkpoints" / "step_4")
+    assert ncl.main(ncl.parse_args(["--resume", str(folder)]))["test"] == run[1]["test"]
+    assert "step_2 at step 2 of 4" in capsys.readouterr().out
+    for name in ("model.safetensors", "checkpoints/step_4/state.safetensors"):
+        assert equal_files(folder / name, run[0] / name), name
+    assert any("captioner" in n for n in load_file(folder / "checkpoints/step_4/state.safetensors"))
+
+
+def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
+    """SGD without dropout, so that a step is as near as the gradients are; the decoder's weights, too."""
+    plain = ["--optimizer", "sgd", "--lr", "1e-3", "--grad-clip", 0, "--dropout", 0, "--no-text-dropout",
+             "--max-steps", 2, "--output-dir", tmp_path, "--run-name"]
+    of = {}
+    for name, more in (("start", ["--lr", 0]), ("whole", []), ("chunks", ["--chunk-size", 3]), ("two", [])):
+        if name == "two":
+            def work(rank):
+                AcceleratorState._reset_state(reset_partial_state=True)    # it knows of the runs before the fork
+                ncl.main(ncl.parse_args(flags(root, *plain, "two")))
+            ended = launch.ranks(tmp_path, work)
+            assert [code for code, _ in ended] == [0, 0], ended
+        else:
+            ncl.main(ncl.parse_args(flags(root, *plain, name, *more)))
+        saved = load_file(tmp_path / name / "checkpoints" / "step_2" / "state.safetensors")
+        of[name] = {k: v for k, v in saved.items() if k.startswith(("model/", "own/captioner"))}
+        if name != "start":
+            assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    for name in ("chunks", "two"):
+        assert drift(of[name], of["whole"], of["start"]) < 0.05, name
+
+
+# ---------------------------------------------------- recipe and refusals -------------------------------------------
+def test_recipe(tmp_path, monkeypatch):
+    """App. C, and what is recalled of SSB; the captioning loss stays beside NCL's."""
+    facts = {"msrvtt": (20, 32, 100, 0.1), "msvd": (20, 64, 100, 0.1), "activitynet": (28, 512, 256, 0)}
+    scales = {"ncl": 15, "max-margin": 64, "infonce": 15}
+    for name, expected in facts.items():
+        for loss, scale in scales.items():
+            ssb = ["--image-encoder", "ssb", "--feature-dir", str(tmp_path), "--loss", loss]
+            args = ncl.parse_args(["--dataset", name, *ssb])
+            assert (args.epochs, args.frames, args.text_length, args.dropout) == expected
+            assert args.text_dropout == (args.dropout > 0) and args.loss_scale == scale
+            assert (args.text_encoder, args.text_pooling, args.embed_dim) == ("google-t5/t5-base", "ssb", 1024)
+            assert (args.optimizer, args.lr, args.batch_size, args.grad_clip) == ("adam", 5e-5, 64, 0.2)
+            assert (args.tau, args.learnable_tau, args.captioning_weight, args.support_tau) == (0.07, False, 10, 0.1)
+            assert args.normalize == ("queue" if loss == "ncl" else "none") and args.chunk_size == 0
+    assert RECIPE["loss_scale"] == {k: float(v) for k, v in scales.items()}
+    train = SimpleNamespace(examples=100)
+    words = ncl.banner_lines(train, {"activitynet": {}}, args)
+    assert "reconstruction" in words["recipe"] and "10 x captioning" in words["loss"]
+
+
+def test_refusals(root, tmp_path, capsys):
+    with pytest.raises(UserError, match="--captioning-weight: a T5's decoder .* --text-encoder small is none"):
+        main(root, tmp_path / "r", "--text-encoder", "small")
+    said = refused(ncl.parse_args, flags(root, "--feature-dir", str(root / "motion"), str(root / "no")), capsys)
+    assert f"--feature-dir {root / 'no'}: no such folder" in said
+    assert "go together" in refused(ncl.parse_args, ["--image-encoder", "ssb"], capsys)
+    assert "only with --captioning-weight" in refused(ncl.parse_args, ["--support-tau", "0.2"], capsys)
+    with pytest.raises(UserError, match="--image-encoder ssb: the data set has pixels"):
+        run_script(ncl, tmp_path / "p", base=["--cpu", "--clips", 8, 4, 4, "--batch-size", 4, "--image-encoder", "ssb",
+                                              "--feature-dir", tmp_path, "--text-encoder", root / "t5"])
+    (tmp_path / "appearance").mkdir()
+    for i in range(40):  # one is not there, one is wider than the first
+        if i != 1:
+            np.save(tmp_path / "appearance" / f"clip{i}.npy", np.ones((4, 5 if i == 2 else 4), np.float32))
+    wrong = flags(root, "--feature-dir", str(root / "motion"), str(tmp_path / "appearance"))
+    with pytest.raises(UserError, match="samples cannot be read, above --max-bad-fraction"):
+        run_script(ncl, tmp_path / "v", base=wrong)
+    summary = run_script(ncl, tmp_path / "w", base=[*wrong, "--max-bad-fraction", "0.5", "--max-steps", "8"])
+    assert summary["bad_samples"] == 2 and engine.base.read_json(tmp_path / "w" / "model.json")["features"] == [5, 10]
