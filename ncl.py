@@ -395,7 +395,7 @@ def main(args):
         else:
             loss = args.loss_scale * ncl_loss(text, video, gamma, rounds, args.detach_biases, args.loss_block)
 
-        run.check_finite(loss, gamma_of(own, args), (text, video), batch)
+        run.check_finite(loss, gamma, (text, video), batch)
         chunks.backward(loss)                                              # the full batch's gradient
         common.average_gradients(own.parameters())
         if args.grad_clip:
@@ -407,7 +407,8 @@ def main(args):
         own["texts"].push(text)
         own["videos"].push(video)
 
-        run.done(batch, loss, gamma_of(own, args), run.logs_now() and numbers_of(text, video, gamma, own, args, run))
+        numbers = run.logs_now() and numbers_of(text, video, gamma, own, args, run)
+        run.done(batch, loss, run.logs_now() and gamma_of(own, args), numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
