@@ -83,6 +83,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from encoders.towers import set_dropout
+from evaluation.embed import on_card
 from evaluation.retrieval import Evaluator, retrieval_both_ways
 from figures.ncl import draw
 
@@ -189,11 +190,12 @@ def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
     Returns: {none, queue, oracle} -> {text_to_image, image_to_text, R-Mean, error {text_to_image, image_to_text}},
         and by the same names the biases, (M,) of the images and (C,) of the texts.
     """
-    image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
+    device = pieces.get("device")
+    image, text = map(normalize, on_card(device, pieces["image"], pieces["text"]))      # (M, D), (C, D)
     stand_ins = {"oracle": (text, image)}
     if texts is not None and len(texts):
-        stand_ins = {"queue": (texts, videos)} | stand_ins
-    biases = {"none": (torch.zeros(len(image)), torch.zeros(len(text)))}
+        stand_ins = {"queue": on_card(device, texts, videos)} | stand_ins
+    biases = {"none": (image.new_zeros(len(image)), image.new_zeros(len(text)))}
     for name, (t, v) in stand_ins.items():
         biases[name] = retrieval_biases(image, t, gamma, iterations), retrieval_biases(text, v, gamma, iterations)
     sim, results = text @ image.T, {}                                      # (C, M)
@@ -201,7 +203,7 @@ def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
         error = {"text_to_image": common.normalization_error(sim + b, gamma),
                  "image_to_text": common.normalization_error(sim.T + a, gamma)}
         results[name] = retrieval_both_ways(pieces, b, a)[0] | {"error": error}
-    return results, biases
+    return results, {name: (b.cpu(), a.cpu()) for name, (b, a) in biases.items()}
 
 
 # ------------------------------------------------------- baselines ---------------------------------------------------

@@ -515,9 +515,8 @@ def losses():
 
 
 def evaluation():
-    """Evaluation metrics with their tensors on the card and on the CPU: seconds, and whether they agree.
-
-    The scripts evaluate on the CPU; this says what a card would bring."""
+    """Evaluation metrics with their tensors on the card, as the scripts have them, and on the CPU: seconds, and whether
+    they agree."""
     width, side = size((512, 4096), (8, 32))
     metrics = {"ranks": common.retrieval_metrics,
                "knn@10": functools.partial(common.knn_accuracy, k=10),
