@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU shows, for whoever has a card for half an hour:
+# What only a GPU shows, for whoever has a card for an hour:
 #
 #     bash benchmarks/gpu.sh               # every step that has no results yet; then commit benchmarks/results
 #     bash benchmarks/gpu.sh nccl scale    # these steps alone
