@@ -440,14 +440,14 @@ class Augment:
             x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
         if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
             on = (u[:, 5] < self.jitter_p).flatten()  # (B,)
-            compiling = torch.compiler.is_compiling()
-            rows = slice(None) if compiling else on.nonzero().flatten()  # eager: only the rows that are jittered
+            everywhere = x.is_cuda or torch.compiler.is_compiling()
+            rows = slice(None) if everywhere else on.nonzero().flatten()  # on a CPU only the rows that are jittered
             f = 2 * u[rows] - 1  # (b, DRAWS, 1, 1, 1)
             y = (x[rows] * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
             y = _blend(y, _luma(y).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
             y = _blend(y, _luma(y), 1 + f[:, 8] * self.saturation)
             y = shift_hue(y, f[:, 9] * self.hue) if self.hue else y
-            x = torch.where(on[:, None, None, None], y, x) if compiling else x.index_copy(0, rows, y)
+            x = torch.where(on[:, None, None, None], y, x) if everywhere else x.index_copy(0, rows, y)
         if self.grey:
             x = torch.where(u[:, 10] < self.grey, _luma(x).expand_as(x), x)
         if self.blur:
@@ -558,7 +558,7 @@ def gaussian_blur(x, sigma):
 
 def crop_batch(augment, images, u):
     """(B, [T,] 3, H, W) uint8 -> (B, [T,] 3, size, size) float in 0..1; the boxes of Augment.crop_one for draws u."""
-    boxes = torch.from_numpy(augment.boxes(*images.shape[-2:], u)).to(images.device)  # (B, 4)
+    boxes = base.to_device(torch.from_numpy(augment.boxes(*images.shape[-2:], u)), images.device)  # (B, 4)
     frames = images.reshape(-1, *images.shape[-3:])  # (B * T, 3, H, W)
     boxes = boxes.repeat_interleave(len(frames) // len(images), 0)  # (B * T, 4): one box for all frames of a clip
     out = resize_boxes(frames, boxes, augment.size).unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
@@ -1374,9 +1374,9 @@ class Batches:
 
     Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists
     of str), keys (B), index (B), rows (B; those that were read, others where one is bad), draws (B, 32) for the text
-    views, epoch, seconds waited for data. Sets that live in memory are cropped on the device in batch, files by
-    DataLoader workers. Bad samples are counted over processes, listed in bad_samples.txt, and above max_bad_fraction
-    (of those tried, or of the first 1,000) all processes stop.
+    views, epoch, seconds waited for data, bad (what is not counted yet). Sets that live in memory are cropped on the
+    device in batch, files by DataLoader workers. Bad samples are counted over processes, listed in bad_samples.txt, and
+    above max_bad_fraction (of those tried, or of the first 1,000) all processes stop.
     """
 
     def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0,
@@ -1385,6 +1385,7 @@ class Batches:
         self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
         self.max_bad_fraction, self.folder, self.bad = max_bad_fraction, folder, {}
         self.positions, self.compiled = dict(positions or {}), compiled
+        self.lagged = False  # True: whoever asks for batches gives the bad samples of each to count_bad, later
         self.workers = 0 if data.pixels is not None else min(workers, CORES)  # those that are started
         if data.streamed:
             data.raw_batches(self)  # nothing is read yet, but a stream refuses now what it cannot do
@@ -1407,7 +1408,7 @@ class Batches:
             return
         pixels = data.pixels.to(self.device)  # (M, [T,] 3, H, W) uint8
         for epoch, index in plan:
-            x = pixels[torch.from_numpy(index).to(self.device)]  # (B, [T,] 3, H, W)
+            x = pixels[base.to_device(torch.from_numpy(index), self.device)]  # (B, [T,] 3, H, W)
             views = [crop_batch(a, x, uniforms(self.seed, epoch, index, a.DRAWS, stream=v + 1))
                      for v, a in enumerate(self.augments)]
             captions = [data.training_captions(i, self.seed, epoch, i) for i in index]
@@ -1424,22 +1425,25 @@ class Batches:
             began = time.perf_counter()
             raw = next(source)
             waited = time.perf_counter() - began
-            self._count_bad(raw["bad"], raw["views"] is None, raw.get("fatal", ""), step)
+            bad, lost = raw["bad"], raw["views"] is None
+            if self.lagged and lost or not self.lagged and self._anywhere(bad):
+                self.count_bad(bad, step, lost, raw.get("fatal", ""))
             self.positions |= raw["positions"]
             index, epochs = raw["index"], raw["epochs"]
-            views = [self._finish(x, finish[v], self._draws(epochs, index, a.DRAWS, v + 1))
-                     for v, (a, x) in enumerate(zip(self.augments, raw["views"]))]
+            draws = [self._draws(epochs, index, a.DRAWS, v + 1) for v, a in enumerate(self.augments)]
+            draws = base.to_device(torch.from_numpy(np.stack(draws)), self.device)  # (V, B, DRAWS)
+            views = [self._finish(*each) for each in zip(raw["views"], finish, draws)]
             yield {"views": views, "captions": raw["captions"], "keys": raw["keys"], "index": index,
                    "rows": raw["rows"], "draws": self._draws(epochs, index, 32, 0), "epoch": int(epochs[0]),
-                   "seconds": waited}
+                   "seconds": waited, "bad": bad if self.lagged else []}
 
     def _finish(self, x, photometric, draws):
-        """Cropped views (B, [T,] 3, S, S) -> colours and normalisation, on the device; features pass."""
+        """Cropped views (B, [T,] 3, S, S) -> colours and normalisation, on the device; features pass. draws: (B,
+        DRAWS)."""
         x = x.to(self.device, non_blocking=True)
         if x.ndim == 3:  # features
             return x
         frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S)
-        draws = torch.from_numpy(draws).to(self.device)  # (B, DRAWS)
         draws = draws.repeat_interleave(len(frames) // len(x), 0)  # (B * T, DRAWS): all frames of a clip alike
 
         def finish(frames, draws):
@@ -1453,11 +1457,16 @@ class Batches:
             return uniforms(self.seed, int(epochs[0]), index, n, stream)
         return np.concatenate([uniforms(self.seed, int(e), [i], n, stream) for e, i in zip(epochs, index)])
 
-    def _count_bad(self, bad, hopeless, fatal, step):
-        """Collective: every process learns of every bad sample and decides alike."""
-        if self.data.pixels is not None or not base.all_sum(len(bad), device=self.device)[0]:
-            return
-        for part, lost, words in base.gather_objects((bad, hopeless, fatal)):
+    def _anywhere(self, bad):
+        """Has any process a bad sample? Collective."""
+        return self.data.pixels is None and base.all_sum(len(bad), device=self.device)[0]
+
+    def count_bad(self, bad, step, hopeless=False, fatal=""):
+        """Every process learns of every bad sample and decides alike. Collective; but `lagged`, a process that has no
+        batch ends by itself, since the others do not look before they take theirs."""
+        alone = self.lagged and hopeless
+        mine = bad, hopeless, fatal
+        for part, lost, words in [mine] if alone else base.gather_objects(mine):
             if words:
                 raise UserError(words)
             hopeless |= lost
@@ -1468,7 +1477,7 @@ class Batches:
         tried = max(min((step + 1) * self.batch_size + len(self.bad), n), min(n, 1000))
         if hopeless or len(self.bad) > self.max_bad_fraction * tried:
             key, why = next(iter(self.bad.items()))
-            where = f" (all in {self.folder}/bad_samples.txt)" if self.folder else ""
+            where = f" (all in {self.folder}/bad_samples.txt)" if self.folder and rank() == 0 else ""
             raise UserError(f"{len(self.bad)} of about {tried} samples cannot be read, above --max-bad-fraction "
                             f"{self.max_bad_fraction}; the first: {key}: {why}{where}; mend them, correct --data-dir, "
                             "or raise the limit")

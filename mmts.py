@@ -71,7 +71,7 @@ from pathlib import Path
 
 import common
 from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
-from engine.base import UserError, all_sum, clean_exit
+from engine.base import UserError, all_sum, clean_exit, to_device
 from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, k_means, largest_first, open_clusters
 from engine.data import open_data
 from engine.flags import Parser
@@ -426,7 +426,7 @@ def main(args):
             shift = shifts[cluster]                                        # (B,)
         else:
             shift, lost = shifts.expand(len(texts)), 0                     # (B,)
-        tau = sample_temperature(run.step, shift, period, alpha).to(run.device)         # (B,) of Eq. 8, or margins
+        tau = to_device(sample_temperature(run.step, shift, period, alpha), run.device)  # (B,) of Eq. 8, or margins
         if args.learnable_tau:
             tau = own["tau"]["log_tau"].exp()                              # ()
         if args.loss == "max-margin":
@@ -447,7 +447,7 @@ def main(args):
             tau = own["tau"]["log_tau"].detach().exp()
 
         numbers = run.logs_now() and numbers_of(terms, tau, lost, image, text, args, run)
-        run.done(batch, loss, (numbers or {}).get(f"{WORDS[args.loss]}_mean", tau.mean().item()), numbers)
+        run.done(batch, loss, (numbers or {}).get(f"{WORDS[args.loss]}_mean", tau.mean()), numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     curve = functools.partial(sample_temperature, shift=0.0, period=period, alpha=alpha)    # step -> swing around sh(c)

@@ -85,6 +85,7 @@ import torch.nn.functional as F
 from encoders.base import FEATURES
 from encoders.ssb import Captioner, captioning_loss, feature_recipe, feature_words, support_summary
 from encoders.towers import set_dropout
+from evaluation.embed import on_card
 from evaluation.retrieval import Evaluator, retrieval_both_ways
 from figures.ncl import draw
 
@@ -191,11 +192,12 @@ def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
     Returns: {none, queue, oracle} -> {text_to_image, image_to_text, R-Mean, error {text_to_image, image_to_text}},
         and by the same names the biases, (M,) of the images and (C,) of the texts.
     """
-    image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
+    device = pieces.get("device")
+    image, text = map(normalize, on_card(device, pieces["image"], pieces["text"]))      # (M, D), (C, D)
     stand_ins = {"oracle": (text, image)}
     if texts is not None and len(texts):
-        stand_ins = {"queue": (texts, videos)} | stand_ins
-    biases = {"none": (torch.zeros(len(image)), torch.zeros(len(text)))}
+        stand_ins = {"queue": on_card(device, texts, videos)} | stand_ins
+    biases = {"none": (image.new_zeros(len(image)), image.new_zeros(len(text)))}
     for name, (t, v) in stand_ins.items():
         biases[name] = retrieval_biases(image, t, gamma, iterations), retrieval_biases(text, v, gamma, iterations)
     sim, results = text @ image.T, {}                                      # (C, M)
@@ -203,7 +205,7 @@ def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
         error = {"text_to_image": common.normalization_error(sim + b, gamma),
                  "image_to_text": common.normalization_error(sim.T + a, gamma)}
         results[name] = retrieval_both_ways(pieces, b, a)[0] | {"error": error}
-    return results, biases
+    return results, {name: (b.cpu(), a.cpu()) for name, (b, a) in biases.items()}
 
 
 # ------------------------------------------------------- baselines ---------------------------------------------------
@@ -407,7 +409,7 @@ def main(args):
             more["L_cap"] = captioning_loss(z, **tokens, decoder=own["captioner"])
             loss = loss + args.captioning_weight * more["L_cap"]
 
-        run.check_finite(loss, gamma_of(own, args), (text, video), batch)
+        run.check_finite(loss, gamma, (text, video), batch)
         chunks.backward(loss)                                              # the full batch's gradient
         common.average_gradients(own.parameters())
         if args.grad_clip:
@@ -420,7 +422,7 @@ def main(args):
         own["videos"].push(video)
 
         numbers = run.logs_now() and numbers_of(text, video, gamma, own, args, run, more)
-        run.done(batch, loss, gamma_of(own, args), numbers)
+        run.done(batch, loss, numbers and gamma_of(own, args), numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:

@@ -487,7 +487,7 @@ def main(args):
         optimizer.zero_grad()
         if args.learnable_tau:
             own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
-            tau = own["tau"]["log_tau"].exp().item()
+            tau = own["tau"]["log_tau"].detach().exp()
         run.done(batch, loss, tau, run.logs_now() and numbers_of((image, text, *more), tau_of, modulation, args, run))
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------

@@ -510,7 +510,7 @@ def main(args):
         else:
             loss = nt_xent(*z, tau, args.loss_block)
 
-        shown = gather(tau).mean().item() if args.tau_head else tau        # coarse: the mean over the anchors
+        shown = gather(tau).mean() if args.tau_head else tau               # coarse: the mean over the anchors
         run.check_finite(loss, shown, z, batch)
         chunks.backward(loss)                                              # the full batch's gradient
         if args.grad_clip:

@@ -21,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -32,6 +34,7 @@ if DRY:
 import common  # noqa: E402
 from engine.base import read_json, write_json  # noqa: E402
 from engine.folder import commit, versions  # noqa: E402
+from engine.run import Run  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -45,6 +48,8 @@ import temperature_schedules as ts  # noqa: E402
 from benchmarks import claims as suite  # noqa: E402
 from benchmarks import speed
 
+if DRY:  # without inductor, whose C++ takes minutes to compile
+    torch.compile = functools.partial(torch.compile, backend="eager")
 DEVICE = torch.device("cpu" if DRY else "cuda")
 ON_CPU = ["--cpu", "--threads", "1"] if DRY else []
 QUIET = "--log-every 1 --eval-every 0".split()
@@ -173,8 +178,6 @@ def compiled():
     cases = {"temo, small towers, fp32": ("temo", "no", []), "temo, small towers, bf16": ("temo", "bf16", []),
              "temperature_schedules, ResNet-18, bf16": ("temperature_schedules", "bf16",
                                                         ["--image-encoder", "resnet18-cifar", "--batch-size", "512"])}
-    if DRY:  # without inductor, whose C++ takes minutes to compile
-        torch.compile = functools.partial(torch.compile, backend="eager")
     results = {}
     for name, (script, kind, flags) in list(cases.items())[:size(3, 1)]:
         flags = [*flags, *TOY, "--max-steps", size(80, 2), "--mixed-precision", kind]
@@ -229,9 +232,76 @@ def fp16():
     return results
 
 
-# ------------------------------------------------------- ViT-B/16 ----------------------------------------------------
-VIT = size("vit_base_patch16_224", "vit_tiny_patch16_224")
+# ------------------------------------------------------- what a run gets out of the card -----------------------------
+EVERY = size(5, 2)  # steps between rows of the log of a run that is watched
 PIXELS = size(224, 32)
+VIT, RESNET = size("vit_base_patch16_224", "vit_tiny_patch16_224"), size("resnet50", "resnet18")
+
+
+@contextlib.contextmanager
+def waits():
+    """A list that then holds a warning for each time the host waited for all that the card had to do."""
+    found = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if not DRY:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            if not DRY:
+                torch.cuda.set_sync_debug_mode("default")
+    found += [w for w in said if "synchronizing" in str(w.message)]
+
+
+def idle(profile):
+    """The part of a profile, from its first to its last piece of work, in which the card (dry: the CPU) did nothing."""
+    kind = torch.autograd.DeviceType.CPU if DRY else torch.autograd.DeviceType.CUDA
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events()
+                   if e.device_type == kind and not e.is_user_annotation)
+    busy, until = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return 1 - busy / (until - spans[0][0])
+
+
+@contextlib.contextmanager
+def watching(found):
+    """Inside, a run of 4 * EVERY steps, of which each EVERY-th is logged: `found` gets the waits of a step (between the
+    second row of the log and the third) and how long the card was idle (then to the last)."""
+    done, windows = Run.done, contextlib.ExitStack()
+    work = torch.profiler.ProfilerActivity.CPU if DRY else torch.profiler.ProfilerActivity.CUDA
+
+    def noted(run, *args, **more):
+        done(run, *args, **more)
+        if run.step == 2 * EVERY:
+            found["waits"] = windows.enter_context(waits())
+        elif run.step == 3 * EVERY:
+            found["profile"] = windows.enter_context(torch.profiler.profile(activities=[work]))
+        elif run.step in (3 * EVERY - 1, 4 * EVERY - 1):
+            windows.close()
+    Run.done = noted
+    try:
+        with windows:
+            yield
+    finally:
+        Run.done = done
+    found["idle"], found["waits_a_step"] = idle(found.pop("profile")), len(found.pop("waits")) / (EVERY - 1)
+
+
+def watch(script, *flags):
+    """Pace, peak memory, waits and idle time of a run of 4 * EVERY steps, or "out of memory"."""
+    found = {}
+    try:
+        with watching(found):
+            summary, rows = train(script, *flags, "--max-steps", 4 * EVERY, "--log-every", EVERY)
+        return pace(rows) | {"peak_memory_mb": summary["peak_memory_mb"]} | found
+    except torch.OutOfMemoryError:  # a small card does not hold the whole batch
+        return "out of memory"
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def text_folder(folder):
@@ -245,42 +315,93 @@ def text_folder(folder):
     return str(folder), words
 
 
-def write_images(folder, captions):
-    """folder/captions.csv and a JPEG of 256 x 256 coloured blobs for each caption."""
-    rng, lines = np.random.default_rng(0), ["image,caption"]
-    for i, caption in enumerate(captions):
-        speed.write_jpeg(folder / f"{i}.jpg", rng.integers(0, 255, (8, 8, 3), dtype=np.uint8), (256, 256))
-        lines.append(f"{i}.jpg,{caption}")
-    (folder / "captions.csv").write_text("\n".join(lines))
-    return str(folder / "captions.csv")
+def write_table(folder, column, write, ending, captions):
+    """folder/captions.csv; its files: the first 32 by write(path, number), the others are links to these."""
+    folder.mkdir()
+    for i in range(len(captions)):
+        path = folder / f"{i}.{ending}"
+        write(path, i) if i < 32 else os.link(folder / f"{i % 32}.{ending}", path)
+    lines = [f"{i}.{ending},{caption}" for i, caption in enumerate(captions)]
+    (folder / "captions.csv").write_text("\n".join([f"{column},caption", *lines]))
+    return folder / "captions.csv"
 
 
-def vit():
-    """Peak memory and samples/s of temo.py at 224 px with a ViT-B/16: TeMo and InfoNCE, whole and in chunks."""
-    batch, chunk, steps = size((256, 64, 16), (8, 4, 2))
-    results = {"batch": batch, "chunk": chunk, "precision": "bf16"}
+def flags_of(recipe, *names):
+    """Flags with the values of a recipe."""
+    return [word for name in names for word in ("--" + name.replace("_", "-"), str(recipe[name]))]
+
+
+def scale():
+    """temo.py as on cc3m (RandAugment in the workers, colours on the card) on JPEGs like photographs: ResNet-50 and
+    ViT-B/16, N = 512 to 2,048, two encodings an example, bf16. On two cards the first as two ranks as well."""
+    views = flags_of(temo.RECIPES["cc3m"], *"""crop_min flip aug_flip randaugment_ops randaugment_magnitude aug_crop_min
+        aug_brightness aug_contrast aug_saturation aug_hue aug_blur eval_resize text_length""".split())
+    chunks = ["--chunk-size", size(128, 4)]
+    cases = {"ResNet-50": (RESNET, 512, []),
+             "ResNet-50, N = 2,048, chunks of 128": (RESNET, 2048, [*chunks, "--allow-batchnorm-chunks"]),
+             "ViT-B/16": (VIT, 512, []), "ViT-B/16, InfoNCE": (VIT, 512, ["--loss", "infonce"]),
+             "ViT-B/16, chunks of 128": (VIT, 512, chunks), "ViT-B/16, N = 2,048, chunks of 128": (VIT, 2048, chunks)}
+    rng, results = np.random.default_rng(0), {"N": "512 where not said", "precision": "bf16"}
+
+    def jpeg(path, _):
+        speed.write_jpeg(path, rng.integers(0, 255, (24, 42, 3), dtype=np.uint8), (500, 375))
     with tempfile.TemporaryDirectory() as folder:
         text, words = text_folder(Path(folder) / "text")
-        (Path(folder) / "images").mkdir()
-        data = write_images(Path(folder) / "images", (words * 3)[:size(1024, 40)])
-        for loss in ("infonce", "temo"):
-            for name, chunks in (("whole", 0), ("in chunks", chunk)):
-                flags = ["--dataset", data, "--image-encoder", VIT, "--no-pretrained", "--text-encoder", text,
-                         "--image-size", PIXELS, "--batch-size", batch, "--chunk-size", chunks, "--max-steps", steps,
-                         "--mixed-precision", "bf16", "--loss", loss, "--workers", size(8, 0)]
-                try:
-                    summary, rows = train("temo", *flags)
-                    results[f"{loss}, {name}"] = pace(rows) | {"peak_memory_mb": summary["peak_memory_mb"]}
-                except torch.OutOfMemoryError:  # a small card does not hold the whole batch
-                    results[f"{loss}, {name}"] = "out of memory"
-                gc.collect()
-                torch.cuda.empty_cache()
-    return results
+        data = write_table(Path(folder) / "images", "image", jpeg, "jpg", (words * 6)[:size(2600, 40)])
+        usual = ["--dataset", data, "--no-pretrained", "--text-encoder", text, "--image-size", PIXELS, *views,
+                 "--mixed-precision", "bf16", "--workers", size(os.cpu_count(), 0)]
+        commands = {name: ["--image-encoder", encoder, "--batch-size", size(n, 8), *more, *usual]
+                    for name, (encoder, n, more) in list(cases.items())[:size(6, 2)]}
+        results |= {name: watch("temo", *flags) for name, flags in commands.items()}
+        if not DRY and torch.cuda.device_count() < 2:
+            return results | {"ResNet-50, two ranks": "left out: one card"}
+        together(2, False, ["temo.py", *commands["ResNet-50"], *QUIET, *ON_CPU, "--save-every", 0, "--log-every", EVERY,
+                            "--max-steps", 4 * EVERY, "--output-dir", folder, "--run-name", "two"])
+        return results | {"ResNet-50, two ranks": pace(log_of(Path(folder) / "two"))}
+
+
+def video():
+    """NCL and MAMA with CLIP's ViT-B/32 and text transformer, float32 with TF32, on mp4 of 10 seconds, 320 x 240: 12
+    frames a clip. NCL as on msrvtt, in chunks; MAMA's look-ahead takes the whole batch."""
+    import transformers
+    sys.path.insert(0, str(ROOT / "tests"))
+    from helpers import frame, write_video
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config = size({}, dict(vision_config=small | dict(image_size=32), text_config=small))
+
+    def mp4(path, number):
+        write_video(path, [frame((number + k) % 256, 240, 320) for k in range(size(250, 20))], fps=25)
+    with tempfile.TemporaryDirectory() as folder:
+        clip, words = text_folder(Path(folder) / "clip")
+        transformers.CLIPConfig(**config).save_pretrained(clip)  # beside the tokenizer
+        data = write_table(Path(folder) / "clips", "video", mp4, "mp4", words[:size(400, 40)])
+        usual = ["--dataset", data, "--image-encoder", clip, "--text-encoder", clip, "--no-pretrained", "--image-size",
+                 PIXELS, "--frames", size(12, 2), "--mixed-precision", "no", "--workers", size(os.cpu_count(), 0)]
+        half = ["--batch-size", size(16, 4), "--meta-size", size(64, 8), "--meta-batch-size", size(16, 4)]
+        runs = {"ncl": ["--batch-size", size(128, 8), "--chunk-size", size(32, 4)], "mama": half}
+        return {script: watch(script, *usual, *flags) for script, flags in runs.items()}
+
+
+def views():
+    """What becomes of 512 crops of 224 px: to the card, colours, normalisation; as a run does it, and compiled."""
+    crops = torch.randint(0, 256, (size(512, 8), 3, PIXELS, PIXELS), dtype=torch.uint8)
+    kinds = {"cc3m, I~": common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, blur=0.5),
+             "SimCLR": common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5),
+             "flip alone": common.Augment(PIXELS, 0.5, 0.5)}
+    how = SimpleNamespace(device=DEVICE, transform=common.EvalTransform(PIXELS, (0.5,) * 3, (0.5,) * 3))
+    draws = torch.rand(len(crops), common.Augment.DRAWS).to(DEVICE)
+    crops = crops if DRY else crops.pin_memory()
+    functions = {}
+    for name, view in kinds.items():
+        finish = functools.partial(common.Batches._finish, how, crops)
+        functions |= {name: functools.partial(finish, view.photometric, draws), f"{name}, compiled": functools.partial(
+            finish, torch.compile(view.photometric, dynamic=False), draws)}
+    return measure(functions, size(10, 1))
 
 
 def peers():
     """A step (encode, loss, backward, AdamW) of InfoNCE and TeMo against the same with open_clip's ClipLoss, with the
-    same towers and pixels on the device: ViT-B/16 at 224 px, bf16; and in chunks."""
+    same towers and pixels on the device: ViT-B/16 at 224 px, bf16; and in chunks, against open_clip's --accum-freq."""
     from accelerate import Accelerator
 
     B, chunk = size((128, 32), (4, 2))
@@ -319,20 +440,33 @@ def peers():
     variants = {"infonce": (infonce, 1), "infonce, chunks": (infonce, 1, chunk),
                 "infonce, four encodings": (infonce_of_four, 2), "temo": (temo_loss, 2),
                 "temo, chunks": (temo_loss, 2, chunk)}
-    results = {"batch": B, "chunk": chunk, "precision": "bf16", "open_clip": "not installed"}
+    functions, results = {}, {"batch": B, "chunk": chunk, "precision": "bf16", "open_clip": "not installed"}
     if find_spec("open_clip"):
         import open_clip
         from open_clip.loss import ClipLoss
         results["open_clip"] = open_clip.__version__
-        clip = ClipLoss()
-        variants["open_clip ClipLoss"] = (
-            lambda i, t: clip(F.normalize(i.float(), dim=1), F.normalize(t.float(), dim=1), 1 / 0.07), 1)
-    return results | measure({name: functools.partial(step, *what) for name, what in variants.items()}, size(8, 1))
+
+        def clip_loss(image, text):
+            return ClipLoss()(F.normalize(image.float(), dim=1), F.normalize(text.float(), dim=1), 1 / 0.07)
+
+        def accumulate():  # its train_one_epoch: features first, then a graph and all logits for each piece
+            pieces = [{"pixels": p, "tokens": {"input_ids": i, "attention_mask": m}} for p, i, m in zip(*(
+                x[:, :1].split(chunk) for x in (pixels, tokens["input_ids"], tokens["attention_mask"])))]
+            with torch.no_grad():
+                known = [encode(piece) for piece in pieces]
+            for k, piece in enumerate(pieces):
+                clip_loss(*map(torch.cat, zip(*known[:k], encode(piece), *known[k + 1:]))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        variants["open_clip ClipLoss"] = (clip_loss, 1)
+        functions["open_clip --accum-freq"] = accumulate
+    functions = {name: functools.partial(step, *what) for name, what in variants.items()} | functions
+    return results | measure(functions, size(8, 1))
 
 
 def measure(functions, rounds):
-    """{name: {seconds (median), ratio to the first, peak MiB}} of functions that take turns; the first call is not
-    counted. On a CPU the peak is not known."""
+    """{name: {seconds (median), ratio to the first, peak MiB, waits of the host for the card}} of functions that take
+    turns; the first call is not counted. On a CPU the peak is not known."""
     peak, lacking = dict.fromkeys(functions, "not measured on a CPU"), "out of memory"
 
     def watched(name):
@@ -351,11 +485,16 @@ def measure(functions, rounds):
             torch.cuda.empty_cache()
 
     calls, base = {name: functools.partial(watched, name) for name in functions}, next(iter(functions))
-    for call in calls.values():
+    waited = {}
+    for name, call in calls.items():
         call()
+        with waits() as found:
+            call()
+        waited[name] = len(found)
     t = speed.Times(calls, rounds, time.perf_counter)
     return {name: lacking if p == lacking else {
-        "seconds": t.median(name), "ratio": None if peak[base] == lacking else t.ratio(name, base), "peak_mib": p}
+        "seconds": t.median(name), "ratio": None if peak[base] == lacking else t.ratio(name, base), "peak_mib": p,
+        "waits": waited[name]}
         for name, p in peak.items()}
 
 
@@ -376,9 +515,8 @@ def losses():
 
 
 def evaluation():
-    """Evaluation metrics with their tensors on the card and on the CPU: seconds, and whether they agree.
-
-    The scripts evaluate on the CPU; this says what a card would bring."""
+    """Evaluation metrics with their tensors on the card, as the scripts have them, and on the CPU: seconds, and whether
+    they agree."""
     width, side = size((512, 4096), (8, 32))
     metrics = {"ranks": common.retrieval_metrics,
                "knn@10": functools.partial(common.knn_accuracy, k=10),
@@ -417,7 +555,8 @@ def claims():
 
 
 # ------------------------------------------------------- one step ----------------------------------------------------
-STEPS = {f.__name__: f for f in (nccl, precision, compiled, fp16, vit, peers, losses, evaluation, claims)}
+STEPS = {f.__name__: f for f in (nccl, precision, compiled, fp16, scale, video, views, peers, losses, evaluation,
+                                 claims)}
 
 
 def card():

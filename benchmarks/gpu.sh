@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What only a GPU shows, for whoever has a card for half an hour:
+# What only a GPU shows, for whoever has a card for an hour:
 #
 #     bash benchmarks/gpu.sh               # every step that has no results yet; then commit benchmarks/results
-#     bash benchmarks/gpu.sh nccl vit      # these steps alone
+#     bash benchmarks/gpu.sh nccl scale    # these steps alone
 #     bash benchmarks/gpu.sh --dry [STEP]  # on the CPU at toy size, some minutes; results go to a temporary folder
 #     RESULTS=out bash benchmarks/gpu.sh   # into that folder, and all steps in one out/gpu.json and one out/gpu.txt
 #
@@ -26,7 +26,7 @@ if [ "${1:-}" = --dry ]; then
     shift
 fi
 if [ $# = 0 ]; then
-    set -- nccl precision compiled fp16 vit peers losses evaluation claims
+    set -- nccl precision compiled fp16 scale video views peers losses evaluation claims
 fi
 failed=() texts=${RESULTS:-$(mktemp -d)}
 mkdir -p "$results"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from encoders.base import STATS, hub_encoder
 from encoders.tokenizers import build_tokenizer
-from encoders.two_tower import EvalTransform, VisionEncoder
+from encoders.two_tower import EvalTransform, VisionEncoder, colours
 from evaluation.metrics import normalize
 
 TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}  # without a chat template
@@ -41,13 +41,12 @@ class Expert:
             tokens = {k: v.to(self.device) for k, v in self.tokenizer(inputs).items()}
             keep = tokens["attention_mask"][..., None].float()  # (b, L, 1)
             return (self.model(**tokens).last_hidden_state * keep).sum(1) / keep.sum(1)
-        own = self.transform.mean, self.transform.std
-        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in own)  # (3, 1, 1)
+        mean, std = (colours(v, self.device) for v in (self.transform.mean, self.transform.std))  # (3, 1, 1)
         side = self.config.get("image_size") or 224
         side = side if side <= 256 else 224
         frames = inputs.flatten(0, 1) if inputs.ndim == 5 else inputs  # (b, 3, S, S) or (b * T, 3, S, S)
         pixels = F.interpolate(frames * std + mean, size=(side, side), mode="bilinear", antialias=True)
-        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in STATS["imagenet"])
+        mean, std = (colours(v, self.device) for v in STATS["imagenet"])
         tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + patches, width)
         features = tokens[:, 1:].mean(1)  # without the class token
         return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)

@@ -4,23 +4,26 @@ import re
 import shutil
 from pathlib import Path
 
-from engine.base import UserError, barrier, first_line, hub_reason, rank, read_json, say, writing
+from engine.base import UserError, barrier, first_line, hub_reason, rank, read_json, say, to_device, writing
+
+import torch
 
 
 class Tokenizer:
     """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens.
 
-    clean: captions go through clean_caption first."""
+    clean: captions go through clean_caption first.   device: of what it returns."""
     LETTERS = 100  # of a token, at most: a text is cut after so many of each, since a megabyte takes a second to split
 
     def __init__(self, tokenizer, length, clean=False):
         self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
+        self.device = torch.device("cpu")
 
     def __call__(self, texts):
         texts = [t[:self.LETTERS * self.length] for t in texts]
         texts = [clean_caption(t) for t in texts] if self.clean else texts
         out = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
-        return {"input_ids": out["input_ids"], "attention_mask": out["attention_mask"]}
+        return {k: to_device(out[k], self.device) for k in ("input_ids", "attention_mask")}
 
     def save(self, folder):
         self.tokenizer.save_pretrained(str(folder))

@@ -1,5 +1,6 @@
 """An image and a text encoder into one space, and the view of an image that they read in evaluation."""
 
+import functools
 from pathlib import Path
 
 from engine.base import UserError, say
@@ -13,6 +14,12 @@ from encoders.base import FEATURES, SmallText, Tower, hub_encoder, read_words, s
 from encoders.ssb import TextHead, VideoTower
 from encoders.towers import image_tower
 from readers.pictures import decode
+
+
+@functools.lru_cache
+def colours(values, device):
+    """Three numbers as (3, 1, 1), kept on the device: each copy would wait for a card."""
+    return torch.tensor(values, device=device)[:, None, None]
 
 
 class EvalTransform:
@@ -39,8 +46,7 @@ class EvalTransform:
 
     def normalise(self, x):
         """(..., 3, S, S) float in 0..1 -> normalised."""
-        mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (self.mean, self.std))
-        return (x - mean).div_(std)
+        return (x - colours(self.mean, x.device)).div_(colours(self.std, x.device))
 
     def __call__(self, image):
         if isinstance(image, (str, Path, bytes)):

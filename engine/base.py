@@ -272,11 +272,16 @@ def barrier():
 
 def all_sum(*values, device="cpu", op=dist.ReduceOp.SUM):
     """Sum (or with op their largest) of plain numbers over processes; returns a list of floats."""
-    exact = torch.float32 if torch.device(device).type == "mps" else torch.float64  # Apple's GPUs have no float64
-    total = torch.tensor(values, dtype=exact, device=device)
-    if world() > 1:
-        dist.all_reduce(total, op=op)
+    if world() == 1:
+        return [float(value) for value in values]  # no card is asked
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, op=op)
     return total.tolist()
+
+
+def to_device(x, device):
+    """A tensor of the CPU on the device. From memory that is pinned, so that nobody waits for a card."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def gather_objects(value):

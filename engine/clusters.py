@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from evaluation.by_class import recall_by_frequency
-from evaluation.embed import encode_images
+from evaluation.embed import encode_images, on_card
 from evaluation.metrics import normalize, retrieval_metrics
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together
@@ -135,7 +135,8 @@ def head_mid_tail(pieces, clusters):
     rows = [] if labels is None else (labels >= 0).nonzero().flatten()  # (q,)
     if not len(rows):
         return {}
-    ranks = retrieval_metrics(pieces["text"][rows], pieces["image"], pieces["positives"][rows], ranks=True)
+    text, image = on_card(pieces.get("device"), pieces["text"][rows], pieces["image"])  # (q, D), (M, D)
+    ranks = retrieval_metrics(text, image, pieces["positives"][rows], ranks=True)
     found = recall_by_frequency(ranks, clusters.sizes[labels[rows]])
     return {"by_cluster_size": found} if found else {}
 

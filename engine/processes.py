@@ -1,15 +1,18 @@
-"""Several processes: how they meet within limits, and long work of one that the others wait for."""
+"""Several processes: how they meet within limits, what they ask each other after a step, and long work of one that the
+others wait for."""
 
 import contextlib
 import datetime
+import math
 import os
 import random
 import re
 import time
 from pathlib import Path
 
+import common
 from engine import CORES
-from engine.base import UserError, barrier, first_line, own_words, rank, say, stderr_to, world
+from engine.base import UserError, barrier, first_line, own_words, rank, say, signals, stderr_to, to_device, world
 
 import numpy as np
 import torch
@@ -63,6 +66,54 @@ def main_first(work, done):
             raise UserError(failed.read_text(encoding="utf8"))
         time.sleep(0.2)
     barrier()
+
+
+def largest_later(numbers, flags, device):
+    """Begin to ask for the largest over processes of plain numbers and of () bool tensors on the device. Collective.
+
+    Returns: a function that waits for the answer, and for no later work of the card: a list of floats."""
+    answer = torch.cat([to_device(torch.tensor(numbers, dtype=torch.float), device), torch.stack(flags).float()])
+    if world() > 1:
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+    answer, there = answer.to("cpu", non_blocking=True), None
+    if device.type == "cuda":
+        there = torch.cuda.Event()
+        there.record()
+
+    def read():
+        if there:
+            there.synchronize()
+        return answer.tolist()
+    return read
+
+
+def ask(run, batch):
+    """Begin to ask after a step: a signal? bad samples? are weights and loss finite? Collective."""
+    weights = [p.detach() for m in (run.trained, run.own) for p in m.parameters() if p.is_floating_point()]
+    largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
+    broken = [~x.isfinite() for x in (largest, run.checked[0] if run.checked else largest)]  # () each
+    answer = largest_later((max(signals, default=0), len(batch["bad"])), broken, run.device)
+    run.unread.append((answer, run.step, run.lr, batch["keys"], batch["bad"], run.checked))
+    run.checked = None
+
+
+def settle(run, but=0):
+    """Heed the answers of all steps but the last `but`. Collective.   Returns: a signal's number or 0.
+
+    Raises: UserError on all processes, with the step that went wrong."""
+    number = 0
+    while len(run.unread) > but:
+        answer, step, lr, keys, bad, checked = run.unread.popleft()
+        signalled, any_bad, weights, loss = answer()
+        if any_bad:
+            run.data.count_bad(bad, step - 1)
+        if loss and checked:
+            common.check_finite(*checked)
+        if weights:
+            raise UserError(f"the weights are not finite after step {step} (lr {lr:.4g}, keys {keys[:8]}); try a lower "
+                            "--lr, or --grad-clip 1")
+        number = max(number, int(signalled))
+    return number
 
 
 def set_threads(args):

@@ -1,7 +1,7 @@
 """The book-keeping of a run: processes, folder, log, checkpoints, evaluation, summary, progress bar."""
 
+import collections
 import functools
-import math
 import signal
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ from engine.base import UserError, join_notes, rank, say, world
 from engine.checkpoints import latest_checkpoint, listen, resume, stop
 from engine.data import few_steps, fit_to, repeated_captions
 from engine.folder import Log, commit, method_of, peak_memory_mb, save_model, start_run
-from engine.processes import batchnorm_policy, set_up
+from engine.processes import ask, batchnorm_policy, set_up, settle
 from engine.verify import compare, verify
 
 import torch
@@ -32,8 +32,8 @@ class Run:
     Run(...), towers(), wrap(...), resume(), batches(...), begin(...), done(...) after each step, finish(...).
 
     Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
-    device, fused (of Adam), folder, args, train, evals, log; start (published weights or not, --init-from); tensors
-    (further ones of the checkpoint, by name); val (the latest result).
+    device, fused (of Adam), lagged (see check_finite), folder, args, train, evals, log; start (published weights or
+    not, --init-from); tensors (further ones of the checkpoint, by name); val (the latest result).
     """
 
     def __init__(self, file, args, train, evals, recipes=None):
@@ -44,6 +44,8 @@ class Run:
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
         self.fused = True if self.device.type == "cuda" else None  # Adam in one kernel; None: as torch sees fit
+        self.lagged = self.device.type == "cuda"
+        self.checked, self.unread = None, collections.deque()  # see engine/processes.py
         self.folder, self.lock = start_run(args, self.script)
         self.unreadable = {}
         if args.verify_images:
@@ -89,6 +91,8 @@ class Run:
         if self.device.type == "cuda":
             channels_last(self.tower.vision)
         self.tokenizer = tokenizer
+        if tokenizer:
+            tokenizer.device = self.device
         return self.tower, tokenizer, transform
 
     def wrap(self, trained, own, optimizer, second=None):
@@ -124,6 +128,7 @@ class Run:
         self.data = common.Batches(
             self.train, views, transform, args.batch_size, args.seed, self.step, self.last, self.device, args.workers,
             args.max_bad_fraction, self.folder, self.positions, args.compile)
+        self.data.lagged = self.lagged
         return self.data
 
     def begin(self, evaluator, guess, lines, after_val=None):
@@ -200,8 +205,13 @@ class Run:
     def check_finite(self, loss, tau, embeddings, batch, rates="--lr"):
         """Stop all processes together, with one message, when the loss is not finite on any of them. Collective.
 
-        rates: the flags of what may be too high."""
-        common.check_finite(loss, self.step, torch.as_tensor(tau).item(), embeddings, batch["keys"], rates)
+        A lagged run asks in `done` and heeds the answer a step later, so that none waits for the card; where something
+        of a step is written, it is checked here all the same.   rates: the flags of what may be too high."""
+        tau = tau.detach() if torch.is_tensor(tau) else tau
+        self.checked = loss.detach(), self.step, tau, [e.detach() for e in embeddings], batch["keys"], rates
+        if not self.lagged or any(self._due(self.step + 1).values()):
+            settle(self)
+            common.check_finite(*self.checked)
 
     def logs_now(self):
         """Is the step in progress one whose numbers are logged? `run.done(..., run.logs_now() and numbers)`."""
@@ -216,12 +226,14 @@ class Run:
         """An optimiser step is done: count it; log, evaluate and save what is due; end here if a signal asked for it.
         Collective.
 
-        Args: loss: () tensor of this process; tau: float; numbers: further columns of the log, where `logs_now`.
+        Args: loss: () tensor of this process; tau: float or (); numbers: further columns of the log, where `logs_now`.
         Raises: UserError on all processes when the weights are not finite."""
         self.step += 1
-        number = self._check_weights(batch)
         due = self._due(self.step)
+        ask(self, batch)
+        number = settle(self, but=int(self.lagged and not any(due.values())))
         if due["log"]:
+            tau = tau.item() if torch.is_tensor(tau) else tau
             seconds = (time.perf_counter() - self.clock) / (self.step - self.logged)
             means = common.mean_over_processes({"loss": loss, "data_s": batch["seconds"]}, self.device)
             row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * self.args.batch_size,
@@ -248,17 +260,6 @@ class Run:
         if number and self.step < self.last:
             stop(self, number, saved=due["save"])
 
-    def _check_weights(self, batch):
-        """Every process learns of broken weights, and of a signal, on any of them; returns the signal's number or 0."""
-        weights = [p.detach() for m in (self.trained, self.own) for p in m.parameters() if p.is_floating_point()]
-        largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
-        mine = float(not math.isfinite(largest.item())), max(base.signals, default=0)
-        broken, number = base.all_sum(*mine, device=self.device, op=dist.ReduceOp.MAX)
-        if broken:
-            raise UserError(f"the weights are not finite after step {self.step} (lr {self.lr:.4g}, keys "
-                            f"{batch['keys'][:8]}); try a lower --lr, or --grad-clip 1")
-        return int(number)
-
     def asked_to_stop(self):
         """The number of a signal that came to any of the processes, or 0. Collective."""
         return int(base.all_sum(max(base.signals, default=0), device=self.device, op=dist.ReduceOp.MAX)[0])
@@ -271,6 +272,7 @@ class Run:
 
     def evaluate(self, split):
         """What the evaluator gives, or the end of the run by a signal. Collective."""
+        settle(self)
         try:
             return self.evaluator(split)
         except base.Stopped:
@@ -290,6 +292,7 @@ class Run:
 
     def save(self):
         """Write a checkpoint. Collective."""
+        settle(self)
         checkpoints.save(self)
 
     def wall(self):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from evaluation.embed import encode_images, few_queries
+from evaluation.embed import encode_images, few_queries, on_card
 from evaluation.metrics import (
     head_mid_tail,
     knn_accuracy,
@@ -52,9 +52,10 @@ def recall_by_frequency(ranks, frequency):
     return out
 
 
-def nearest(known, known_labels, features, labels):
+def nearest(known, known_labels, features, labels, device=None):
     """(kNN@1, its chance) of features (Q, width) with labels (Q,) among known (M, width), of rows that have a class."""
     (mine, theirs), (known, features) = with_class((known_labels, labels), (known, features))
+    known, features = on_card(device, known, features)
     found = knn_accuracy(known, torch.from_numpy(mine), features, torch.from_numpy(theirs))
     return found, knn_chance(mine, theirs)
 
@@ -65,17 +66,18 @@ def with_class(labels, features):
     return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
 
 
-def class_metrics(train, train_labels, test, test_labels, few=None, limits=None):
+def class_metrics(train, train_labels, test, test_labels, few=None, limits=None, device=None):
     """kNN@1, kNN@10, the few-shot (smallest class's size) and the all-images probe of features.
 
     Args: train (M, width), test (Q, width), labels numpy; few: (features, labels) that the few-shot probe learns from
-        instead; limits: of head_mid_tail.
+        instead; limits: of head_mid_tail; device: where neighbours are looked for.
     Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in percent, and the per-class kNN@1.
     """
     y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
     classes, data = np.unique(train_labels), (train, y, test, truth)
     smallest = int(np.bincount(train_labels)[classes].min())
-    results = {f"knn@{k}": knn_accuracy(*data, k=k, per_class=True) for k in (1, 10) if k <= len(train)}
+    known, asked = on_card(device, train, test)
+    results = {f"knn@{k}": knn_accuracy(known, y, asked, truth, k, per_class=True) for k in (1, 10) if k <= len(train)}
     source, shots = ((few[0], torch.from_numpy(few[1])), None) if few else ((train, y), smallest)
     results["few-shot"] = linear_probe(*source, test, truth, few_shot=shots, per_class=True)
     results["all"] = linear_probe(*data, per_class=True)
@@ -141,7 +143,7 @@ class ClassEvaluator:
             shots, _, some, _ = encode_images(self.model, self.sets["few-shot"], *how)
             few = some, self.sets["few-shot"].labels[shots]
         metrics, chance, per_class = class_metrics(known, train_labels, features, labels, few=few,
-                                                   limits=getattr(args, "shot_limits", None))
+                                                   limits=getattr(args, "shot_limits", None), device=self.device)
         metrics |= {"images": len(index), "unreadable": len(bad)}
         pieces |= {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class}
         return metrics, chance, pieces
@@ -183,6 +185,7 @@ def knn(case):
     (known, known_labels), (_, features, labels) = case.train("knn"), case.labelled("knn")
     case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # a k that is too large leaves the others
     limits = case.subject.own.get("shot_limits")                           # the run's many, medium and few
+    known, features = on_card(case.subject.device, known, features)
     for k in case.args.knn_k:
         result = knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
         per_class = result.pop("per_class")

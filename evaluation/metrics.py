@@ -154,7 +154,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
         votes = torch.zeros(len(near), classes, device=train.device)  # (c, classes)
         votes.scatter_add_(1, train_labels[near], ballots)
         hits.append(votes.argmax(1) == test_labels[i:i + chunk])
-    return class_accuracy(torch.cat(hits), test_labels, per_class)
+    return class_accuracy(torch.cat(hits).cpu(), test_labels.cpu(), per_class)
 
 
 def class_accuracy(hits, labels, per_class):

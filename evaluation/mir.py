@@ -2,7 +2,7 @@
 
 from engine.base import UserError
 
-from evaluation.embed import encode_texts
+from evaluation.embed import encode_texts, on_card
 from evaluation.metrics import MIR, class_relevancy, mir_chance, mir_metrics, multi_hot, normalize
 
 
@@ -29,7 +29,8 @@ def mir_of(model, tokenizer, pieces, device):
         relevancy = class_relevancy(verb, nouns, verb[said], nouns[said])  # (M, C)
     else:
         return {}, {}
-    sim = normalize(pieces["image"]) @ normalize(text).T  # (M, C)
+    image, text = on_card(device, pieces["image"], text)  # (M, D), (C, D)
+    sim = normalize(image) @ normalize(text).T  # (M, C)
     names = {"rows": "image_to_text", "columns": "text_to_image"}
     both = mir_metrics(sim, relevancy), mir_chance(relevancy)
     metrics, chance = ({names.get(k, k): v for k, v in m.items()} for m in both)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from evaluation.by_class import nearest
-from evaluation.embed import encode_images, encode_texts, few_queries, read_batch, say_unreadable
+from evaluation.embed import encode_images, encode_texts, few_queries, on_card, read_batch, say_unreadable
 from evaluation.metrics import modality_gap, retrieval_chance, retrieval_metrics
 from evaluation.mir import mir_of, table_lines
 
@@ -32,14 +32,14 @@ def retrieval_pieces(model, tokenizer, data, index, image, device):
     """Embed the captions of the encoded images; what retrieval metrics and pictures need. Every caption is a query.
 
     Returns: dict of image (M, D), text (C, D), owner (C,) row of each caption's image, texts, index (M,) into data,
-        positives both ways."""
+        positives both ways; device: where similarities are computed."""
     pairs = [(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]]
     texts, owner = [c for c, _ in pairs], np.array([k for _, k in pairs])
     # class names that stand in for captions: each image of the class is meant
     groups = (data.groups if data.has_captions or data.labels is None else data.labels)[index]  # (M,)
     text = encode_texts(model, tokenizer, texts, device)
     return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
-            "positives": positives_table(groups[owner], groups),
+            "device": device, "positives": positives_table(groups[owner], groups),
             "positives_of_image": positives_table(groups, groups[owner])}
 
 
@@ -49,7 +49,8 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     image_bias (M,), text_bias (C,): added to the cosines of the items that are ranked (NCL); grouped sets take the
     maximum over the captions of a clip after that.   dsl: temperature of the dual softmax, each direction over its own
     queries; 0 = none."""
-    image, text, to_image, to_text = (pieces[k] for k in ("image", "text", "positives", "positives_of_image"))
+    image, text = on_card(pieces.get("device"), pieces["image"], pieces["text"])  # (M, D), (C, D)
+    to_image, to_text = pieces["positives"], pieces["positives_of_image"]
     groups, ranked = None, len(text)
     if pieces["data"].grouped:
         groups, ranked, to_text = torch.from_numpy(pieces["owner"]), len(image), torch.arange(len(image))[:, None]
@@ -81,7 +82,8 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
-        metrics["knn@1"], chance["knn@1"] = nearest(known, train.labels[rows], features, data.labels[index])
+        metrics["knn@1"], chance["knn@1"] = nearest(known, train.labels[rows], features, data.labels[index],
+                                                           device)
     counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
     if common.has_clips(data):
         counts["clips"] = len(image)

@@ -6,12 +6,15 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import engine.folder
+from engine.run import Run
 
 import pytest
+import torch
 
 import eval as eval_py
 import mama
@@ -316,23 +319,38 @@ def test_gpu_steps_leave_one_file_to_copy_and_one_to_read(tmp_path):
     python.write_text(f'#!/bin/sh\n[ "$1" = - ] && exec {sys.executable} "$@"\n'
                       'echo "words of $2"; echo "{\\"step\\": \\"$2\\"}" > "$4/$2.json"\n')
     python.chmod(0o755)
-    environment = os.environ | {"PYTHON": str(python), "RESULTS": str(out)}
-    subprocess.run(["bash", "benchmarks/gpu.sh", "--dry", "vit", "fp16"], cwd=claims.ROOT, env=environment, check=True)
-    assert json.loads((out / "gpu.json").read_text()) == {"vit": {"step": "vit"}, "fp16": {"step": "fp16"}}
-    assert (out / "gpu.txt").read_text() == "--- vit\nwords of vit\n\n--- fp16\nwords of fp16\n\n"
+    environment, words = os.environ | {"PYTHON": str(python), "RESULTS": str(out)}, ["--dry", "views", "fp16"]
+    subprocess.run(["bash", "benchmarks/gpu.sh", *words], cwd=claims.ROOT, env=environment, check=True)
+    assert json.loads((out / "gpu.json").read_text()) == {"views": {"step": "views"}, "fp16": {"step": "fp16"}}
+    assert (out / "gpu.txt").read_text() == "--- views\nwords of views\n\n--- fp16\nwords of fp16\n\n"
 
 
 def test_gpu_steps_run_dry_and_leave_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     gpu = importlib.import_module("benchmarks.gpu")
-    for step in ("evaluation", "losses"):
+    for step in ("evaluation", "losses", "views"):
         gpu.main([step, "--results", str(tmp_path), "--dry"])
     record = json.loads((tmp_path / "evaluation.json").read_text())
     assert record["command"] == "bash benchmarks/gpu.sh --dry evaluation" and record["cards"] == "none: a dry run"
     assert record["results"]["ranks"]["largest difference"] == 0 and record["results"]["ranks"]["card"]["seconds"] > 0
     losses = json.loads((tmp_path / "losses.json").read_text())["results"]["N = 64"]
     assert losses["temo, blocks"]["ratio"] == 1 and losses["nt_xent, whole"]["seconds"] > 0
+    views = json.loads((tmp_path / "views.json").read_text())["results"]
+    assert views["SimCLR, compiled"]["seconds"] > 0 and views["SimCLR"]["waits"] == 0
+
+    set_lr = Run.set_lr
+
+    def waiting(run, lr):  # as torch warns of each wait under set_sync_debug_mode("warn")
+        set_lr(run, lr)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    monkeypatch.setattr(Run, "set_lr", waiting)
+    found = gpu.watch("temo", *gpu.TOY)
+    assert found["waits_a_step"] == 1 and 0 < found["idle"] < 1 and found["samples_per_s"] > 0
+    event = SimpleNamespace(device_type=torch.autograd.DeviceType.CPU, is_user_annotation=False)
+    spans = [(0, 4), (1, 2), (6, 8), (7, 10)]  # one inside another, a gap of 2, an overlap
+    events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b), **vars(event)) for a, b in spans]
+    assert gpu.idle(SimpleNamespace(events=lambda: events)) == pytest.approx(0.2)
 
 
 def test_an_arm_may_be_read_by_a_metric_of_its_own():
