@@ -403,7 +403,7 @@ def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path, capsys)
     (tmp_path / "other.csv").write_text("video,start,end,caption\n")
     assert "without other.csv.json" in refused(out=tmp_path / "other.csv")
     (tmp_path / "other.csv").write_text("image,caption\na,b\n")
-    assert "is no file of this tool" in refused(out=tmp_path / "other.csv")
+    assert "is not a file of this tool" in refused(out=tmp_path / "other.csv")
     assert (tmp_path / "other.csv").read_text() == "image,caption\na,b\n"
     (tmp_path / "other.csv").write_bytes(b"video,\xff\xfe\n")
     assert "line 1: not UTF-8 text" in refused(out=tmp_path / "other.csv")
@@ -426,7 +426,7 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
     data = common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "more.csv"), **options)
     assert [data.captions(i) for i in range(5)] == [["one", "first"], ["two"], ["three"], ["four", "second"],
                                                     ["five", "third, with a comma"]]
-    assert "3 captions added from more.csv, 3 of its rows are of no training clip, first b.mp4" in data.note
+    assert "3 captions added from more.csv, 3 of its rows match no training clip, first b.mp4" in data.note
     plain = common.load_data("msrvtt", "train", **options)
     assert [plain.captions(i) for i in range(5)] == [["one"], ["two"], ["three"], ["four"], ["five"]]
     assert torch.equal(data.read(3), plain.read(3)) and list(data.keys()) == list(plain.keys())
@@ -434,7 +434,7 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
                                 **options)
     assert len(unfolded) == 8 and unfolded.captions(1) == ["first"] and torch.equal(unfolded.read(1), plain.read(0))
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("d.mp4", "x")])
-    with pytest.raises(UserError, match="none of its 1 rows is of a clip of msrvtt"):
+    with pytest.raises(UserError, match="none of its 1 rows matches a clip of msrvtt"):
         common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "none.csv"), **options)
     for header, words in (("name,caption", "a column of videos is needed: odd.csv has none of video, video_path"),
                           ("video,words", "a column of captions is needed: odd.csv has none of caption"),
@@ -445,7 +445,7 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
             sets.own.add_captions(plain, tmp_path / "odd.csv")
         assert str(info.value).startswith("--extra-captions") and words in str(info.value), info.value
     drawn = common.Data("drawn", "train", common.make_table([["x"]], ["0"]), pixels=torch.zeros(1, 2, 3, 8, 8).byte())
-    with pytest.raises(UserError, match="drawn has no files whose names"):
+    with pytest.raises(UserError, match="drawn has no files of its own"):
         sets.own.add_captions(drawn, tmp_path / "none.csv")
 
 
@@ -564,4 +564,4 @@ def test_the_help_says_what_the_paper_leaves_open(capsys):
         caption.parse_args(["--help"])
     words = " ".join(capsys.readouterr().out.split())
     assert "which may be 3 columns and 4 rows or, as in its authors' demo, 4 and 3 (4x3)" in words
-    assert "among which key frames are chosen; paper: random" in words
+    assert "among which the key frames are chosen (paper: random" in words

@@ -489,7 +489,7 @@ def test_memory_that_is_short_while_an_annotation_is_read(where, what, tmp_path,
 def test_the_folder_of_a_run_is_no_data(program, ncl_run):
     work = {check: lambda: check.main(["--dataset", str(ncl_run)]),
             ncl: lambda: ncl.main(ncl.parse_args(["--dataset", str(ncl_run), "--cpu"]))}[program]
-    refused(work, f"--dataset {ncl_run}: the folder of a run", "its data were --dataset moving-emoji")
+    refused(work, f"--dataset {ncl_run}: the folder of a run", "its run used --dataset moving-emoji")
 
 
 @pytest.mark.parametrize("words", ["=", "=/tmp", "cifar10 ="])

@@ -96,9 +96,9 @@ def test_a_caption_stands_for_one_question_in_place_of_it_and_windows_count(tmp_
         ("b.mp4", "0", "1", "of no window")])
     found = add_captions(data, file)
     assert [found.captions(i) for i in range(4)] == [["one", "two"], ["one", "two"], ["u"], ["v"]]
-    assert "4 captions added from c.csv, 2 of its rows are of no training clip" in found.note
+    assert "4 captions added from c.csv, 2 of its rows match no training clip" in found.note
     inside = common.make_table([["p"], ["q"]], ["0", "1"], [{"path": "image.png", "bytes": b"x"}] * 2)
-    with pytest.raises(UserError, match="none of its 1 rows is of a clip"):  # one name for all is none
+    with pytest.raises(UserError, match="none of its 1 rows matches a clip"):  # one name for all is none
         add_captions(common.Data("x", "train", inside), write_rows(tmp_path / "d.csv", ["image", "caption"],
                                                                     [("image.png", "x")]))
 
