@@ -486,8 +486,8 @@ def test_pairs_of_another_set_join_training(tmp_path):
         assert both.captions(4 + i) == alone.captions(kept[i])
         assert torch.equal(both.read(4 + i), alone.read(kept[i])) and both.key(4 + i) == alone.key(kept[i])
     assert not torch.equal(both.read(4), both.read(5))  # two windows of one video
-    for words in ("4 further pairs of howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out",
-                  "captions alone are joined, without label"):
+    for words in ("4 more pairs from howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out",
+                  "only captions are joined, without label"):
         assert words in both.note, both.note
     meta, _ = engine.data.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
     assert sorted(meta.keys()) == sorted(data.keys())
@@ -529,10 +529,10 @@ def test_pairs_that_cannot_join_are_refused(tmp_path):
     write_rows(tmp_path / "same.csv", ["video", "caption", "split"], [("a/v0.mp4", "z", "train"), *rows[1:]])
     data, _ = pairs_of(tmp_path, str(tmp_path / "same.csv"))
     for more, words, evals in (
-            ("moving-emoji", "joins files with files; moving-emoji is a stream, drawn in memory", ()),
+            ("moving-emoji", "can only join files with files; moving-emoji is a stream", ()),
             (f"={tmp_path}", "expected NAME or NAME=DIR", ()),
-            (str(tmp_path / "pictures"), "cannot stand beside", ()), ("/no/such", "--extra-pairs /no/such", ()),
-            (str(tmp_path / "same.csv"), "all of its 1 rows are of clips that the evaluation reads", {"val": data})):
+            (str(tmp_path / "pictures"), "cannot be joined to", ()), ("/no/such", "--extra-pairs /no/such", ()),
+            (str(tmp_path / "same.csv"), "all of its 1 rows belong to clips of the evaluation", {"val": data})):
         with pytest.raises(UserError) as info:
             pairs_of(tmp_path, more, evals)
         assert str(info.value).startswith("--extra-pairs") and words in str(info.value), info.value
@@ -547,7 +547,7 @@ def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
     rows = [(f"v{k}.mp4", f"own {k}", ("train", "val", "test")[max(0, k - 3)]) for k in range(6)]
     write_rows(tmp_path / "own.csv", ["video", "caption", "split"], rows)
     (tmp_path / "also").symlink_to(tmp_path)
-    with pytest.raises(UserError, match=r"^--extra-pairs .*: all of its 4 rows are of clips that are trained"):
+    with pytest.raises(UserError, match=r"^--extra-pairs .*: all of its 4 rows belong to clips that are trained"):
         pairs_of(tmp_path, str(tmp_path / "also" / "own.csv"), video_dir=str(tmp_path))
     write_video(tmp_path / "w.mp4", [5, 6])
     write_rows(tmp_path / "more.csv", ["video", "caption", "split"],

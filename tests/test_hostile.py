@@ -640,7 +640,7 @@ def test_eval_says_what_changed_in_the_data(data, tmp_path, capfd):
     (tmp_path / "data" / held[0]).write_bytes(encode(picture(9, 50, 50)))
     lines, warned = changed()
     words = f"{file} test: {len(held)} examples as before, but other names or sizes"
-    assert lines == [words] and len(warned) == 1 and words in warned[0] and "do not compare" in warned[0]
+    assert lines == [words] and len(warned) == 1 and words in warned[0] and "are not comparable" in warned[0]
     file.write_text("".join(x for x in file.read_text().splitlines(True) if held[0] not in x))
     assert changed()[0] == [f"{file} test: {len(held)} examples, now {len(held) - 1}"]
     (tmp_path / "a" / "data.json").write_text("[1")

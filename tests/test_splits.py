@@ -410,7 +410,7 @@ def test_a_fingerprint_of_very_many_rows_is_that_of_a_sample(tmp_path, monkeypat
     assert engine.verify.changes({"train": whole}, {"train": data(100)}) == []  # a run from before there were samples
     assert len(engine.verify.changes({"train": whole}, {"train": data(100, changed=6)})) == 1
     engine.verify.compare(tmp_path, data(100), {})
-    assert "train: a resumed run compares 20 of its 100 examples, and their number" in capsys.readouterr().out
+    assert "train: a resumed run will compare 20 of its 100 examples, and their number" in capsys.readouterr().out
     assert engine.base.read_json(tmp_path / "data.json") == {"train": saved}
 
 
