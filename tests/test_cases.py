@@ -314,7 +314,7 @@ def test_causal_vidqa_names_the_file_that_is_wrong(file, content, tmp_path):
 
 def test_causal_vidqa_without_a_file_of_a_video(tmp_path):
     data = data_of("causal-vidqa", tmp_path / "a", "QA/v1/text.json", None)
-    assert len(data) == 6 and "no text.json" in data.note
+    assert len(data) == 6 and "without text.json" in data.note
     refused("causal-vidqa", tmp_path / "b", "QA/v1/answer.json", None, "v1")
 
 
