@@ -553,7 +553,7 @@ def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
     write_rows(tmp_path / "more.csv", ["video", "caption", "split"],
                [("v0.mp4", "other words", "train"), ("w.mp4", "new", "train"), *rows[4:]])
     _, both = pairs_of(tmp_path, str(tmp_path / "more.csv"))
-    assert len(both) == 6 and "2 further pairs" in both.note
+    assert len(both) == 6 and "2 more pairs" in both.note
     assert "1 of clips that are trained on already" in both.note
     table = common.make_table([["t"]] * 2, ["0", "1"], [{"bytes": b"a", "path": "0.png"}] * 2)  # no file to know it by
     assert len({*engine.data.places(common.Data("x", "train", table))}) == 2

@@ -155,7 +155,7 @@ REFUSED = {
                                        "-0.08, must not be below",
     "--shift-min 0.2 --shift-max 0.1": "--shift-min 0.2: larger than --shift-max 0.1",
     "--learnable-tau": "--learnable-tau: only with --loss infonce --no-schedule --no-shifts",
-    "--loss max-margin --learnable-tau --no-schedule --no-shifts": "--learnable-tau: of --loss infonce",
+    "--loss max-margin --learnable-tau --no-schedule --no-shifts": "--learnable-tau: only with --loss infonce",
     "--learnable-tau --no-schedule --no-shifts --tau 2": "--tau-clamp",
     "--loss max-margin --label-smoothing 0.1": "has no target to smooth",
     "--clusters nouns": "not one of captions, vision, label, verb, noun, verb-noun, none, and no file",
@@ -335,7 +335,7 @@ def test_examples_without_a_cluster_are_counted_once(tmp_path):
 def test_damaged_clusters_are_named(name, tmp_path):
     before = {k: v.clone() for k, v in opened(tmp_path, made(CAPTIONS), "captions").tensors.items()}
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
-    with pytest.raises(UserError, match="its clusters are damaged .*; delete clusters.json there"):
+    with pytest.raises(UserError, match="its clusters are damaged .*; delete clusters.json in it"):
         opened(tmp_path, made(CAPTIONS), "captions", resume="a")
     (tmp_path / "clusters.json").unlink()
     after = opened(tmp_path, made(CAPTIONS), "captions", resume="a").tensors

@@ -112,7 +112,7 @@ def test_pairs_beside_questions_have_none(files, name):
     data, evals = opened(files, name, flags)
     extras = len(data) - 18
     assert 1 <= extras <= 4 and data.column("question")[18:] == [None] * extras
-    assert f"{extras} further pairs" in data.note and "they have no questions" in data.note
+    assert f"{extras} more pairs" in data.note and "they have no questions" in data.note
     assert data.column("question")[:18] == own.column("question") and len(answers.asked(data)) == 18
     assert answers.asked(own) is own and len(answers.asked(data.select([0, 18, 5]))) == 2
     questions = answers.questions_of(data, args)
