@@ -381,7 +381,7 @@ def test_index_files_that_name_no_long_tail(torchvision_s, tmp_path):
         long_tail.labelled_sets("cifar10-lt", index_file=str(tmp_path / "text.npy"), data_dir=str(hub))
     with pytest.raises(UserError, match="--few-shot-file x: --dataset cifar10-lt does not use it"):
         long_tail.labelled_sets("cifar10-lt", few_shot_file="x", data_dir=str(hub))
-    with pytest.raises(UserError, match="--index-file x: --dataset emoji has no use"):
+    with pytest.raises(UserError, match="--index-file x: --dataset emoji does not use"):
         long_tail.labelled_sets("emoji", index_file="x")
 
 
