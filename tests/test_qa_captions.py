@@ -122,8 +122,8 @@ def test_pairs_beside_questions_have_none(files, name):
     answers.check(data, name == "nextqa")
     tokenizer = common.Tokenizer(common.train_wordpiece(answers.texts(data)), 16)
     line = answers.question_lines(questions, data, tokenizer, args)["paired text"]
-    assert line == f"of {len(data)} rows {len(data)} have a caption, 0 use the question in its place; {extras} have no " \
-                   "question, and eta 0"
+    assert line == f"of {len(data)} rows {len(data)} have a caption, 0 use the question in its place; {extras} " \
+                   "have no question, and eta 0"
     line = answers.question_lines(questions, own, tokenizer, args)["paired text"]
     assert line == "of 18 rows 0 have a caption, 18 use the question in its place"
     asked = answers.inputs(data, [18, 0], tokenizer, questions["answers"], CPU)
