@@ -1,10 +1,10 @@
 """MM-TS: Multi-Modal Temperature and Margin Schedules for Contrastive Learning with Long-Tail Data (WACV 2026).
 
-Captions come in clusters of very different size. Where thousands of captions say nearly the same, pushing each pair
-apart destroys what they share; where a caption is rare, it must be told from everything near it. So each pair i of a
-batch has a temperature of its own: the larger the cluster of its caption, the higher. All of them swing together along
-a cosine over training, between telling instances apart (low) and keeping groups together (high). The margin of a
-max-margin loss can take the temperature's place. No parameters, no further forward pass; the clusters are made once.
+Captions come in clusters of very different size. Where thousands of captions say nearly the same, pushing all pairs
+apart destroys what they share; a rare caption, in contrast, must be told from everything near it. So each pair i of a
+batch has its own temperature, which is higher for larger clusters of captions. All temperatures swing together along a
+cosine over training, between telling instances apart (low) and keeping groups together (high). In a max-margin loss
+the margin takes the place of the temperature. No added parameters or forward passes; the clusters are made once.
 
 Equations, s_ij = cosine, rows = anchors i, all candidates of the global batch (t = optimiser step):
     (2, 5, 12)  L = 1/2 (L_v2t + L_t2v), each -1/N sum_i log( exp(s_ii / tau_i) / sum_j exp(s_ij / tau_i) )  clip_loss
@@ -18,7 +18,7 @@ Equations, s_ij = cosine, rows = anchors i, all candidates of the global batch (
     v, t        image, text         (B, D)    this process's embeddings, normalised inside the losses
     tau_i, m_i  tau, margin         (B,)      divides the cosine, > 0; cosine units, >= 0; of the anchor, both ways
     alpha       alpha               ()        range of the swing, twice its amplitude; 0.04 on CC3M
-    sh-, sh+    shift_min, _max     ()        of the smallest and the largest cluster; 0.05, 0.10 on CC3M
+    sh-, sh+    shift_min, _max     ()        shift of the smallest and the largest cluster; 0.05, 0.10 on CC3M
     T           period              ()        optimiser steps; a fifth of the run
     K_c         sizes               (K,)      captions in cluster c, largest first; 200 clusters
 
@@ -34,34 +34,34 @@ Commands:
 The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
 comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
 
-Differences from the paper and from the authors' code (released for EPIC-KITCHENS-100 alone), and what is left open:
- 1. The supplement prints one tau in its losses; as in the code it is tau_i of the anchor, in both directions: of image
-    i in image -> text, of text i in text -> image. Negatives do not bring their own.
- 2. Eq. 3 is printed without mean and second direction: the code's mean over all 2 N (N - 1) pairs without the diagonal.
-    As there, relevancy does not enter the loss, whatever "multi-instance" max-margin may suggest.
+Differences from the paper and from the authors' code (released only for EPIC-KITCHENS-100), and what is left open:
+ 1. The supplement prints one tau in its losses. As in the code it is the anchor's tau_i, in both directions: image i's
+    in image -> text, text i's in text -> image. Negatives do not bring their own.
+ 2. Eq. 3 is printed without a mean and a second direction. We take the code's mean over all 2 N (N - 1) pairs, without
+    the diagonal. As there, relevancy does not enter the loss, whatever "multi-instance" max-margin may suggest.
  3. T is not in the paper; the code has five periods in the run, which ends at the highest temperature.
- 4. The code never asks whether tau > 0. A setting whose lowest temperature is not above 0 is refused here; the paper's
-    own rule (shifts within the default +- alpha / 2) is broken by its values, so it is not asked for.
- 5. --alpha, --shift-min and --shift-max follow --dataset and --loss (the supplement's Section 7). In the code those of
-    the margins are those of the temperatures, unless flags say otherwise.
+ 4. The code never checks that tau > 0. Here a setting whose lowest temperature is not above 0 is refused. The paper's
+    own rule (shifts within the default +- alpha / 2) is not enforced, since its own values break it.
+ 5. --alpha, --shift-min and --shift-max follow --dataset and --loss (the supplement's Section 7). In the code margins
+    have the values of the temperatures, unless flags say otherwise.
  6. Without shifts the schedule swings around --tau (the margin's around --margin). The tables' rows "w/ TS" do not say.
- 7. Clusters are K-Means', as in Section 3.2; others, such as the topics (LDA) of Fig. 2, come as --clusters FILE. Of
-    K-Means the paper says neither start nor pooling. Here unit, mean-pooled embeddings, k-means++, one start
-    (--cluster-starts), all captions; above 100,000 in mini-batches. Where all clusters are equal, all have sh-.
- 8. An example without a cluster counts as one of the smallest. The code gives it frequency 1, which may lie below.
- 9. VAST's audio, subtitles and re-ranking ("with refinement") are not reproduced: YouCook2 and SSv2-LT have CLIP's
-    ViT-B/16 and VAST's fine-tuning values. VAST learns InfoNCE's temperature, from 0.07 on: --no-schedule --no-shifts
-    --learnable-tau is its baseline (AVION's is frozen). "SentenceBERT" is not a model's name: all-MiniLM-L6-v2 is our
-    choice. The values of SSv2-LT are a cell of Table 8 that has Table 7's R@1; two more have it.
-10. CC3M's batch, epochs, optimiser and text tower are not stated: those of the CC3M trainer (iSogCLR's, DistilBERT),
-    our guess. The optimiser's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
+ 7. Clusters are K-Means', as in Section 3.2; others, such as the topics (LDA) of Fig. 2, come as --clusters FILE. The
+    paper gives neither the initialisation nor the pooling. Here: unit, mean-pooled embeddings, k-means++, one start
+    (--cluster-starts), all captions; above 100,000 in mini-batches. If all clusters have the same size, all get sh-.
+ 8. An example without a cluster counts as one of the smallest. The code gives it frequency 1, which may be smaller.
+ 9. VAST's audio, subtitles and re-ranking ("with refinement") are not reproduced: YouCook2 and SSv2-LT use CLIP's
+    ViT-B/16 with VAST's fine-tuning values. VAST learns InfoNCE's temperature, starting at 0.07: its baseline is
+    --no-schedule --no-shifts --learnable-tau (AVION's is frozen). "SentenceBERT" does not name a model; we chose
+    all-MiniLM-L6-v2. SSv2-LT's values are those of a cell of Table 8 with Table 7's R@1; two more cells have it.
+10. CC3M's batch, epochs, optimiser and text tower are not stated. Our guess is the CC3M trainer's (iSogCLR,
+    DistilBERT). The learning rate's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
 11. Misprints: "text-to-image retrieval improving by 3.4 %" is image -> text (Table 1, TR@1); Table 5's nDCG of nouns,
     65.3, is 65.8 in Tables 2 and 4. In Table 9 the authors' own baseline with refinement (53.1, R@1) is no worse than
     MM-TS (53.0). Section 4.6's gain of 4.3 % mAP (TS, CLIP loss) is 5.3 in Table 4.
 12. Thirds of the test queries by the size of their training cluster (head, mid, tail) are reported; the paper has none.
-13. AVION's tower is VideoViT (encoders/video.py), whose docstring says what differs; its fp16, jitter in each of 16
-    segments and captions by relevancy (--caption-relevancy) are here. Table 2 needs LaViLa's weights (--init-from). The
-    best epoch is chosen on the test split there; here the last weights are tested.
+13. AVION's tower is VideoViT (encoders/video.py; its docstring gives the differences). AVION's fp16, its random frame
+    in each of 16 segments and its captions by relevancy (--caption-relevancy) are here. Table 2 needs LaViLa's weights
+    (--init-from). AVION chooses the best epoch on the test split; here the last weights are tested.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def cluster_shift(sizes, sh_min, sh_max):
     """sh(c) (Eq. 6): linear in the size, sh_min for the smallest cluster and sh_max for the largest.
 
     Args: sizes: (K,) captions in each cluster, a tensor or numbers.
-    Returns: (K,) fp32; sh_min everywhere where all clusters are equal (the equation has 0 / 0).
+    Returns: (K,) fp32; sh_min for all if all clusters have the same size (where the equation has 0 / 0).
     """
     sizes = torch.as_tensor(sizes, dtype=torch.float64)                    # (K,)
     spread = sizes.max() - sizes.min()
@@ -108,7 +108,7 @@ def cluster_shift(sizes, sh_min, sh_max):
 def sample_temperature(step, shift, period, alpha):
     """tau_i = tau_base(t) + sh(c_i) (Eq. 8), or the margin m_i: shift (B,) -> (B,); alpha = 0: --no-schedule.
 
-    All that is refused, said and drawn of the schedule asks this function."""
+    The checks, the banner and the pictures of the schedule call this function too."""
     return shift + base_temperature(step, period, alpha)
 
 
@@ -118,9 +118,9 @@ def clip_terms(image, text, tau, label_smoothing=0.0, block=0):
 
     Args:
         image, text: (B, D) this process's embeddings, any float dtype; row i of both is the positive pair.
-        tau: temperature, divides the cosine, > 0: a float, () tensor, or (B,): that of pair i serves its image's row
-            and its text's row.
-        label_smoothing: this part of the target is spread over all candidates; VAST 0.1.
+        tau: temperature, divides the cosine, > 0: a float, () tensor, or (B,): tau_i is used in image i's row and in
+            text i's row.
+        label_smoothing: this share of the target is spread over all candidates; VAST 0.1.
         block: rows at a time (0 = automatic, see common.by_rows).
     Returns: {"L_v2t", "L_t2v"}: scalars fp32 (float64 stays), means over the B local anchors. A random guess is about
         ln N.
@@ -132,12 +132,12 @@ def clip_terms(image, text, tau, label_smoothing=0.0, block=0):
             logits = a @ candidates.T / t                                  # (b, N)
             return F.cross_entropy(logits, target, reduction="none", label_smoothing=label_smoothing)        # (b,)
         return by_rows(rows, anchor, tau, positive_index(anchor), columns=len(candidates), block=block).mean()
-    # each direction has a matrix of its own: the transpose of the first would bring the temperatures of the candidates
+    # each direction needs its own matrix: the transpose of the first would have the temperatures of the candidates
     return {"L_v2t": one_way(image, gather(text)), "L_t2v": one_way(text, gather(image))}
 
 
 def clip_loss(image, text, tau, label_smoothing=0.0, block=0):
-    """L = 1/2 (L_v2t + L_t2v) (Eq. 12); arguments and type as clip_terms. Scalar; a random guess is about ln N."""
+    """L = 1/2 (L_v2t + L_t2v) (Eq. 12); arguments and type as in clip_terms. Scalar; a random guess is about ln N."""
     terms = clip_terms(image, text, tau, label_smoothing, block)
     return (terms["L_v2t"] + terms["L_t2v"]) / 2
 
@@ -148,7 +148,7 @@ def max_margin_terms(image, text, margin, block=0):
 
     Args: image, text, block: as clip_terms.   margin: cosine units, >= 0: a float, () or (B,) as tau of clip_terms.
     Returns: {"L_v2t", "L_t2v"}: scalars fp32 (float64 stays), means over the B (N - 1) pairs of a local anchor and a
-        negative. Of equal cosines the mean margin.
+        negative. If all cosines are equal, it is the mean margin.
     """
     image, text = normalize(image), normalize(text)                        # (B, D)
     margin = per_anchor(margin, image, "margin", positive=False)           # () or (B, 1)
@@ -163,7 +163,7 @@ def max_margin_terms(image, text, margin, block=0):
 
 
 def max_margin_loss(image, text, margin, block=0):
-    """Mean over the 2 N (N - 1) pairs that are no positives (Eq. 3); arguments as max_margin_terms. Scalar."""
+    """Mean over the 2 N (N - 1) pairs that are not positives (Eq. 3); arguments as in max_margin_terms. Scalar."""
     terms = max_margin_terms(image, text, margin, block)
     return (terms["L_v2t"] + terms["L_t2v"]) / 2
 
@@ -172,14 +172,14 @@ def max_margin_loss(image, text, margin, block=0):
 def cluster_captions(embeddings, k, seed, starts=1, counts=None):
     """K-Means of unit embeddings (Section 4.4), from k-means++; above 100,000 in mini-batches.
 
-    Args: embeddings: (M, D), normalised here.   counts: (M,) how often each stands in the data; None = once.
-    Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6, largest first; K < k where points coincide.
+    Args: embeddings: (M, D), normalised here.   counts: (M,) how often each occurs in the data; None = once.
+    Returns: labels (M,) long; sizes (K,) long, K_c of Eq. 6, largest first; K < k if points coincide.
     Raises: UserError on non-finite embeddings, or fewer than k.
     """
     x = normalize(torch.as_tensor(embeddings)).numpy()                     # (M, D)
     broken = (~np.isfinite(x)).any(1).sum()
     if broken:
-        raise UserError(f"{broken:,} of {len(x):,} embeddings to be clustered are not finite; take another "
+        raise UserError(f"{broken:,} of {len(x):,} embeddings to be clustered are not finite; use another "
                         "--cluster-encoder")
     if len(x) < k:
         raise UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered; lower it")
@@ -188,8 +188,8 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
 
 
 # ======================================================= flags =======================================================
-# Defaults by data set, one line a group. 'paper': Sections 4.3 and 7; what it does not say from its base (the CC3M
-# trainer, AVION, VAST); 'ours': of the small towers, not tuned for this loss. Flags override; other sets take 'own'.
+# Defaults by data set, one line per group. 'paper': Sections 4.3 and 7, and its base (the CC3M trainer, AVION, VAST)
+# for the rest; 'ours': for small towers, not tuned for this loss. Flags override them; other sets use 'own'.
 CC3M = dict(
     recipe="paper; optimiser, views and captions from the CC3M trainer",
     image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
@@ -202,7 +202,7 @@ CC3M = dict(
     mixed_precision="bf16", eval_datasets=["coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
 AVION = dict(
     recipe="paper; towers, views and optimiser from AVION",
-    # AVION's text tower has GELU, as this one; --init-from takes AVION's training of LaViLa for both towers
+    # AVION's text tower has GELU, like this one; --init-from loads AVION's LaViLa weights into both towers
     image_encoder="video_vit_base_patch16_clip_224.openai", text_encoder="laion/CLIP-ViT-B-16-laion2B-s34B-b88K",
     pretrained=True, embed_dim=256, image_size=224, image_stats="clip", eval_resize="crop", frames=16,
     frame_sampling="random", text_length=77, text_pooling="cls", clean_captions=False,
@@ -215,7 +215,7 @@ AVION = dict(
 VAST = AVION | dict(
     recipe="paper; CLIP's towers with VAST's fine-tuning values",
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", embed_dim=512,
-    eval_resize="squash", frames=8,  # random in their segments; in evaluation the middles (sets/videos.py, ssv2.py)
+    eval_resize="squash", frames=8,  # random in their segments, in evaluation their middles (sets/videos.py, ssv2.py)
     epochs=30.0, batch_size=64, lr=3e-5, lr_end=0.0, lr_schedule="linear", warmup_epochs=3.0, beta2=0.98, grad_clip=2.0,
     loss="infonce", label_smoothing=0.1, clusters="captions",
     crop_min=1.0)
@@ -237,7 +237,7 @@ OWN = MOVING | dict(
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN,
            "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
            "youcook2": VAST, "ssv2-lt": VAST | dict(clusters="label")}
-# alpha, sh-, sh+ of the supplement's Section 7 by recipe and loss; where it has none, the nearest, marked 'ours'
+# alpha, sh-, sh+ of the supplement's Section 7 by recipe and loss; if it has none, the nearest ones, marked 'ours'
 RANGES = {("cc3m", "infonce"): (0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
           ("cc3m", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM"),
           ("epic-kitchens-100", "infonce"): (0.08, 0.05, 0.20, "paper: AVION, CLIP"),
@@ -248,17 +248,17 @@ RANGES = {("cc3m", "infonce"): (0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
           ("ssv2-lt", "max-margin"): (0.20, 0.10, 0.30, "ours: VAST's MI-MM"),
           ("own", "infonce"): (0.08, 0.08, 0.12, "ours"),
           ("own", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM")}
-WORDS = {"infonce": "tau", "max-margin": "margin"}                        # what the schedule and the shifts set
+WORDS = {"infonce": "tau", "max-margin": "margin"}                        # the quantity with schedule and shifts
 SOURCES = ("captions", "vision", "label", "verb", "noun", "verb-noun", "none")
 
 
 def ranges_of(dataset, loss):
-    """(alpha, sh-, sh+, where they come from) of a data set and a loss."""
+    """(alpha, sh-, sh+, their source) of a data set and a loss."""
     return RANGES.get((dataset, loss)) or RANGES["own", loss]
 
 
 def loss_defaults(chosen):
-    """Defaults of --dataset and --loss together; chosen: these flags. Label smoothing is of InfoNCE alone."""
+    """Defaults for --dataset and --loss together; chosen: these flags. Only InfoNCE has label smoothing."""
     recipe = RECIPES.get(chosen.dataset, OWN)
     loss = chosen.loss or recipe["loss"]
     if loss not in ("infonce", "max-margin"):
@@ -274,19 +274,19 @@ def parse_args(argv=None):
     yesno = argparse.BooleanOptionalAction
     g = p.group("method")
     g.add_argument("--loss", choices=["infonce", "max-margin"], default=None,
-                   help="which of the two, with or without the paper's schedule and shifts")
-    g.add_argument("--schedule", action=yesno, default=True, help="tau_base, or the margin's (TS of Tables 4 and 9)")
+                   help="the loss, with or without the paper's schedule and shifts")
+    g.add_argument("--schedule", action=yesno, default=True, help="swing tau or margin by tau_base (TS of Tables 4, 9)")
     g.add_argument("--shifts", action=yesno, default=True,
-                   help="by the size of the cluster (ICS of Tables 4 and 9); without, --tau or --margin in their place")
+                   help="shifts by cluster size (ICS of Tables 4 and 9); --no-shifts uses --tau or --margin instead")
     g.add_argument("--learnable-tau", action=yesno, default=False,
-                   help="learn tau, from --tau on (infonce without schedule and shifts)")
+                   help="learn tau, starting at --tau (infonce without schedule and shifts)")
     g.add_argument("--label-smoothing", type=part, default=0.0,
-                   help="part of InfoNCE's target spread over all candidates, 0..1; VAST 0.1")
+                   help="share of InfoNCE's target that is spread over all candidates, 0..1; VAST 0.1")
     g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
+                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g.add_argument("--clusters", default="captions", metavar="SOURCE",
-                   help="what is counted: captions or vision (K-Means of embeddings), label, verb, noun, verb-noun "
-                        "(classes); a JSON file of {key: cluster, or cluster of each caption}; none")
+                   help="source of the clusters: captions or vision (K-Means of embeddings), label, verb, noun, "
+                        "verb-noun (classes), a JSON file of {key: cluster, or cluster of each caption}, or none")
     g = p.group("with --loss infonce --no-shifts", lambda a: a.loss == "infonce" and not a.shifts)
     g.add_argument("--tau", type=positive, default=0.01,
                    help="temperature without shifts, divides the cosine; CLIP on CC3M 0.01, AVION and VAST 0.07")
@@ -298,7 +298,7 @@ def parse_args(argv=None):
     g.add_argument("--shift-max", type=nonnegative, default=0.10, help="sh+, of the largest cluster; paper: Sec. 7")
     g = p.group("with --schedule", lambda a: a.schedule)
     g.add_argument("--alpha", type=nonnegative, default=0.04,
-                   help="range of the schedule, twice its amplitude; by --dataset and --loss as in the paper (Sec. 7)")
+                   help="range of the schedule, twice its amplitude; default by --dataset and --loss (paper: Sec. 7)")
     g.add_argument("--periods", type=positive, default=5.0, help="periods of the schedule in the run; code 5")
     g.add_argument("--period", type=whole, default=0, help="T in optimiser steps instead; 0 = by --periods")
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
@@ -306,9 +306,9 @@ def parse_args(argv=None):
                    help="limits of a learnable tau; CLIP and AVION at least 0.01")
     g = p.group("with --clusters captions or vision", lambda a: a.clusters in ("captions", "vision"))
     g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
-                   help="K of K-Means; paper 200; own data (0): a quarter of what is clustered, at most 200")
+                   help="K of K-Means; paper 200; 0 (own data) = a quarter of the clustered items, at most 200")
     g.add_argument("--cluster-encoder", default="tf-idf",
-                   help="tf-idf, or a transformers id or folder, mean-pooled (CLIP: its own); of --clusters vision an "
+                   help="tf-idf, or a transformers id or folder, mean-pooled (CLIP: its own); for --clusters vision an "
                         "image encoder; paper: SentenceBERT, on CC3M DistilBERT")
     g.add_argument("--cluster-starts", type=count, default=1, help="starts of K-Means, of which the best is kept")
     g = p.group("views")
@@ -326,36 +326,36 @@ def parse_args(argv=None):
     p.require(args.shift_min <= args.shift_max,
               f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
     p.require(not args.period or "--periods" not in p.given,
-              f"--periods {args.periods:g}: --period {args.period} says it already; leave out one of them")
-    refusal = out_of_range(args, 1 if args.period else args.periods, 1)  # main asks again when it knows the steps
+              f"--periods {args.periods:g}: --period {args.period} sets it already; leave out one of them")
+    refusal = out_of_range(args, 1 if args.period else args.periods, 1)  # main checks again with the number of steps
     p.require(not refusal, refusal)
     low, high = args.tau_clamp
     p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     p.require(not args.learnable_tau or infonce and plain,
-              "--learnable-tau: of --loss infonce --no-schedule --no-shifts; the others have temperatures of their own")
+              "--learnable-tau: only with --loss infonce --no-schedule --no-shifts; others set their temperatures")
     p.require(infonce or not args.label_smoothing, "--label-smoothing: --loss max-margin has no target to smooth")
     p.require(args.clusters in SOURCES or Path(args.clusters).is_file() or args.resume,
               f"--clusters {args.clusters}: not one of {', '.join(SOURCES)}, and no file")
-    p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; or --no-shifts")
+    p.require(args.clusters != "none" or not args.shifts, "--clusters none: --shifts need clusters; add --no-shifts")
     p.require(args.clusters != "vision" or args.cluster_encoder != "tf-idf",
               "--clusters vision: --cluster-encoder must name an image encoder")
     p.require(args.cluster_encoder not in ("small", "features"),
-              f"--cluster-encoder {args.cluster_encoder}: has learnt nothing; take tf-idf, an id or a folder")
+              f"--cluster-encoder {args.cluster_encoder}: has no trained weights; use tf-idf, an id or a folder")
     return args
 
 
 def range_of(args, steps, period):
-    """Lowest and highest temperature (or margin) in so many steps, from `period` on in units of it (period 1)."""
+    """Lowest and highest temperature (or margin) of a run. steps, period: in steps, or in periods with period = 1."""
     center = args.tau if args.loss == "infonce" else args.margin
     low, high = (args.shift_min, args.shift_max) if args.shifts else (center, center)
-    grid = [*np.arange(0, min(steps, 1000 * period), period / 64), steps]  # a period has its extremes on 64ths
+    grid = [*np.arange(0, min(steps, 1000 * period), period / 64), steps]  # extremes are at 64ths of a period
     values = [sample_temperature(t, shift, period, swing_of(args)) for t in grid for shift in (low, high)]
     return round(float(min(values)), 12), round(float(max(values)), 12)
 
 
 def out_of_range(args, steps, period):
-    """Why a run of so many steps cannot be: a temperature not above 0, a margin below 0 or not below 2; ""."""
+    """Why these settings are refused (a temperature not above 0, a margin below 0 or not below 2), or ""."""
     (lowest, highest), infonce = range_of(args, steps, period), args.loss == "infonce"
     if not infonce and highest >= 2:
         return (f"the largest margin of the run, {highest:g}, must be below 2, cosine units: no two cosines are "
@@ -378,13 +378,13 @@ def main(args):
     run = Run(__file__, args, train, evals, RECIPES)
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
     period = args.period or run.total / args.periods                       # in steps
-    if refusal := out_of_range(args, run.total, period):                   # of this number of steps
+    if refusal := out_of_range(args, run.total, period):                   # now with the number of steps
         raise UserError(refusal)
     run.tau_word = WORDS[args.loss]
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
-    # after the towers, whose first weights thus are the same with any clusters; None with --clusters none
+    # made after the towers, so that their initial weights do not depend on the clusters; None with --clusters none
     kmeans = functools.partial(cluster_captions, seed=args.seed, starts=args.cluster_starts)
     clusters = open_clusters(run.folder, args, train, run.device, kmeans)
     own = nn.ModuleDict()                                                  # a learnable tau stays outside DDP
@@ -422,7 +422,7 @@ def main(args):
         image, text = chunks.encode({"pixels": batch["views"][0], "tokens": tokens})    # (B, D) each
 
         if args.shifts:
-            cluster, lost = clusters.look_up(batch["keys"], texts)         # (B,) -1 = none; how many were not there
+            cluster, lost = clusters.look_up(batch["keys"], texts)         # (B,) -1 = none; how many were not found
             shift = shifts[cluster]                                        # (B,)
         else:
             shift, lost = shifts.expand(len(texts)), 0                     # (B,)
@@ -463,8 +463,8 @@ def encode(model, pixels, tokens):
 
 @torch.no_grad()
 def numbers_of(terms, tau, lost, image, text, args, run):
-    """Columns of the log: both directions of the loss, the range of temperatures (margins) over all processes, the
-    health of the space. tau: (B,) or (); lost: keys of this batch that no cluster has."""
+    """Columns of the log: both directions of the loss, the range of temperatures (margins) over all processes, and
+    common.embedding_health. tau: (B,) or (); lost: number of captions of this batch that are in no cluster."""
     all_tau = gather(tau) if tau.ndim else tau[None]                       # (N,)
     numbers = common.mean_over_processes(terms, run.device)
     numbers |= {f"{WORDS[args.loss]}_{k}": v.item()
@@ -479,7 +479,7 @@ def swing_of(args):
 
 
 def shifts_of(clusters, args):
-    """(K + 1,) sh(c) of each cluster and, for number -1, of an example without one; (1,) --tau or --margin alone."""
+    """(K + 1,) sh(c) of each cluster, the last (index -1) for examples without one; else (1,): --tau or --margin."""
     if not args.shifts:
         return torch.tensor([args.tau if args.loss == "infonce" else args.margin])
     shifts = cluster_shift(clusters.sizes, args.shift_min, args.shift_max)              # (K,)
@@ -487,7 +487,7 @@ def shifts_of(clusters, args):
 
 
 def random_guess(step, shifts, clusters, period, args):
-    """The loss of equal similarities: ln N at any temperature; the mean margin."""
+    """The loss if all similarities are equal: ln N at any temperature, or the mean margin."""
     if args.loss == "infonce":
         return math.log(args.batch_size)
     margins = sample_temperature(step, shifts, period, swing_of(args))     # (K + 1,) or (1,)
@@ -495,7 +495,7 @@ def random_guess(step, shifts, clusters, period, args):
 
 
 def banner_lines(clusters, shifts, steps, period, args):
-    """What the banner says of the method."""
+    """The method's lines of the banner."""
     kind = {(True, True): "schedule and shifts (MM-TS)", (True, False): "schedule alone (TS)",
             (False, True): "shifts alone (ICS)", (False, False): "fixed (the baseline)"}[args.schedule, args.shifts]
     low, high = range_of(args, steps, period)
@@ -513,18 +513,18 @@ def banner_lines(clusters, shifts, steps, period, args):
                                                 else ""), values: words}
     if args.schedule:
         lines["schedule"] = f"period {period:g} steps" + (
-            "; WARNING: in less than two steps there is no swing to see, lower --periods" if period < 2 else "")
+            "; WARNING: a period of less than two steps has no swing; lower --periods" if period < 2 else "")
     if clusters:
         sizes, by_words = clusters.sizes, args.clusters in ("captions", "vision")
         how = f"K-Means on {args.cluster_encoder}, {args.clusters}" if by_words else f"by {args.clusters}"
         lines["clusters"] = f"{len(sizes):,}, {how}; largest {sizes[0]:,}, smallest {sizes[-1]:,}"
         if by_words and len(sizes) < args.num_clusters:
             lines["clusters"] += f" (of {args.num_clusters} asked for)"
-        lines["clusters"] += "" if args.shifts else "; for the evaluation alone"
+        lines["clusters"] += "" if args.shifts else "; used only in evaluation"
         if sizes[0] == sizes[-1] and args.shifts:
-            lines["shifts"] = f"WARNING: all clusters are of one size: every shift is the smallest, {args.shift_min:g}"
+            lines["shifts"] = f"WARNING: all clusters have the same size, so every shift is {args.shift_min:g}, sh-"
         if clusters.meta["without"]:
-            lines["left out"] = f"{clusters.meta['without']:,} without a cluster count as one of the smallest"
+            lines["left out"] = f"{clusters.meta['without']:,} without a cluster are treated as in the smallest one"
     return lines
 
 

@@ -1,11 +1,11 @@
 """TeMo: Temperature Modulation for Multimodal Contrastive Learning (anonymous, under review).
 
-A batch of images I and texts T and their augmentations I~ and T~ go through two encoders into one space. The standard
-image-text InfoNCE at a low fixed temperature pushes every negative apart. Beside it stand losses in which each pair of
-the similarity matrix has a temperature of its own, growing with the pair's similarity, so that look-alikes are pushed
-less: one between the modalities, one inside each. A quadratic scheduler moves the weight from the first to the others
-over training: coarse separation first, local structure later. No further parameters, no further heads; the encoders see
-each example twice.
+Two encoders map a batch of images I and texts T and their augmentations I~ and T~ into one space. The standard
+image-text InfoNCE, at a low fixed temperature, pushes all negatives apart. In three further losses each pair of the
+similarity matrix has its own temperature, which grows with the pair's similarity, so that similar items are pushed
+apart less: one loss between the modalities and one within each. A quadratic schedule moves the weight from InfoNCE to
+these losses during training: coarse separation first, local structure later. There are no additional parameters or
+heads; the encoders see each example twice.
 
 Equations, s_ij = cosine, rows = anchors, all candidates of the global batch in the denominator (t = step / steps):
     (1)  I(x_a, X; tau) = -log( exp(s_ap / tau_ap) / sum_k exp(s_ak / tau_ak) )          info_nce
@@ -39,31 +39,31 @@ comparable and reproducible; a fork edits METHOD, the flags of the method group,
 
 Differences from the paper (there is no authors' code), and what it leaves open:
  1. Eq. 3 as printed sums an average again; we follow Algorithm 1: 1/2 (L_I2T + L_T2I), each a mean over the batch.
- 2. Eq. 4 takes the root of a cosine, which may be negative: tau_ij = tau_min there. The root sees at least 1e-8, so
-    that gradients are finite.
- 3. Whether a gradient flows through tau_ij is not said. "As a proxy" reads as no: detached by default, --no-detach-tau
-    for the other. --loss dystress[-shifted] obeys the same flag.
- 4. The augmentation of images is not given: SimCLR's (SLIP's) values, every strength a flag. I itself has the view of
-    the base code: the CC3M trainer's, and for CC12M SLIP's, which has no mirror images.
+ 2. Eq. 4 takes the root of a cosine, which may be negative: tau_ij = tau_min there. The root's argument is at least
+    1e-8, so that gradients are finite.
+ 3. The paper does not say whether a gradient flows through tau_ij. We read "as a proxy" as no: it is detached by
+    default; --no-detach-tau lets it flow. --loss dystress[-shifted] follows the same flag.
+ 4. The augmentation of images is not given. We take SimCLR's (SLIP's) values, with a flag for each strength. I itself
+    has the view of the base code: the CC3M trainer's, and for CC12M SLIP's, which does not mirror images.
  5. Without --paraphrases the texts T~ come from other captions, templates (emoji) or word dropout and swap; the banner
-    says which, and warns where the recipe is the paper's.
+    says which, and warns if the recipe is the paper's.
  6. The learning rate follows a cosine per step; the CC3M trainer changes it per epoch.
  7. Crops are antialiased bilinear (the CC3M trainer: bicubic); RandAugment is torchvision's, on the trainer's
     operations and probability.
- 8. Appendix F does not say which losses the experts serve. Table 10 has the level of Table 7's rows without unimodal
-    losses (CIFAR10 51 to 55; with them 61 to 64), so an expert sets the tau_ij of L_M-MM by its cosines among I (among
-    T), both ways; that two experts give the mean of their temperatures is our reading. The tables' runs: --unimodal
-    none. --expert-serves unimodal is the other reading: the image expert sets L_M-I2I, the text expert L_M-T2T.
- 9. --loss slip: LayerNorm, not BatchNorm, in its head, so that every promise about processes and chunks holds.
-10. Our readings: dystress has TeMo's range of tau; its shifted form, printed nowhere, has (1 + s) / 2 in place of s;
-    CWCL's weights are the cosines of the trained images, detached.
-11. CC12M is SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr." for it.
+ 8. Appendix F does not say in which losses the experts set temperatures. Table 10's numbers are near Table 7's rows
+    without unimodal losses (CIFAR10 51 to 55; with them 61 to 64), so an expert sets the tau_ij of L_M-MM, in both
+    directions, by its cosines among I (among T). Our reading: two experts give the mean of their temperatures. For the
+    tables use --unimodal none. --expert-serves unimodal is the other reading: experts set tau of L_M-I2I and L_M-T2T.
+ 9. --loss slip has LayerNorm instead of BatchNorm in its head: results do not depend on processes and chunks.
+10. Our readings: dystress has TeMo's range of tau; its shifted form, which is not printed, has (1 + s) / 2 in place of
+    s; CWCL's weights are the cosines of the trained images, detached.
+11. CC12M follows SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr.".
 12. Table 3: 0.5 and 0.5 are given for rows d and f; that row c has them too (--blend fixed) is our reading.
-13. Sections 1, 4.2 and 5 tell the schedule as fine to coarse, Section 3 and App. I, as here, as coarse to fine.
+13. Sections 1, 4.2 and 5 describe the schedule as fine to coarse; Section 3 and App. I, as here, as coarse to fine.
 14. Misprints: Table 1's caption swaps TR and IR (IR is text -> image); Table 7's row 3 (our c) lacks the tick of Base;
     row e has other numbers in Table 6 than in Table 3; SLIP's Top-3 on CC12M in Table 5 is TeMo's (Table 2: 59.42).
-15. Fig. 7 is zero-shot ImageNet along training. Here: zero-shot by class names on each set of --eval-datasets with
-    classes and no captions, along training if it has a val split; ImageNet by name has one with --hold-out-val.
+15. Fig. 7 is zero-shot ImageNet during training. Here: zero-shot by class names on each set of --eval-datasets with
+    classes and no captions, during training if it has a val split (for ImageNet by name: --hold-out-val).
 """
 
 import argparse
@@ -124,14 +124,14 @@ def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04):
     Returns: temperatures of sim's shape; exactly tau_min where sim <= 0; the gradient is finite everywhere.
     """
     alike = sim > 0
-    root = torch.where(alike, sim, torch.ones_like(sim)).clamp(min=1e-8).sqrt()  # double where: no root of 0
+    root = torch.where(alike, sim, torch.ones_like(sim)).clamp(min=1e-8).sqrt()  # two wheres: no gradient of sqrt(0)
     return tau_min + tau_alpha * torch.where(alike, root, torch.zeros_like(sim))
 
 
 def modulated_loss(anchor, candidates, tau_min, tau_alpha, detach=True, block=0, tau=None):
     """One direction of InfoNCE with modulated temperatures (Eqs. 5 and 6): L_M-I2I, L_M-T2T, L_M-I2T or L_M-T2I.
 
-    Args: as info_nce; detach: no gradient through tau_ij; tau: (B, N) temperatures from elsewhere (an expert) instead.
+    Args: as in info_nce; detach: no gradient through tau_ij; tau: (B, N) temperatures of an expert, used instead.
     Returns: scalar fp32 (float64 stays).
     """
     one_number(tau_min, "tau_min")
@@ -143,7 +143,7 @@ def modulated_loss(anchor, candidates, tau_min, tau_alpha, detach=True, block=0,
 def modulated_multimodal_loss(image, text, tau_min, tau_alpha, detach=True, block=0, tau=None):
     """L_M-MM (Eq. 7): mean of both directions; the temperatures of one are the transpose of the other's.
 
-    tau: (B, N) temperatures from elsewhere for both, rows of a symmetric matrix (an expert's cosines among I or T)."""
+    tau: (B, N) temperatures of an expert for both, rows of a symmetric matrix (of its cosines among I or T)."""
     image_to_text = modulated_loss(image, text, tau_min, tau_alpha, detach, block, tau)
     return (image_to_text + modulated_loss(text, image, tau_min, tau_alpha, detach, block, tau)) / 2
 
@@ -154,7 +154,7 @@ def expert_temperature(anchor, candidates, tau_min=0.01, tau_alpha=0.04):
 
 
 def blend_weights(progress, blend="quadratic", base=True, others=True):
-    """(alpha, beta) of Eq. 8 at t = progress: (1-t)^2 and t^2; 'fixed': 1/2 and 1/2. A part that is alone weighs 1."""
+    """(alpha, beta) of Eq. 8 at t = progress: (1-t)^2 and t^2; 'fixed': 1/2 and 1/2. A part without the other has 1."""
     if not (base and others):
         return float(base), float(others)
     return ((1 - progress) ** 2, progress ** 2) if blend == "quadratic" else (0.5, 0.5)
@@ -162,13 +162,13 @@ def blend_weights(progress, blend="quadratic", base=True, others=True):
 
 def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alpha=0.04, detach=True, block=0,
                image_tau=None, text_tau=None, multimodal_tau=None, names=("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T")):
-    """The terms of Eq. 8 by their names in the paper: {name: scalar fp32 (float64 stays)}.
+    """The terms of Eq. 8 under their names in the paper: {name: scalar fp32 (float64 stays)}.
 
     Args:
         image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ of this process.   tau: temperature of L_MM.
         tau_min, tau_alpha: Eq. 4.   detach, block: as modulated_loss.
         multimodal_tau, image_tau, text_tau: (B, N) temperatures of experts for L_M-MM, L_M-I2I, L_M-T2T (App. F).
-        names: the terms wanted, in this order; also L_I2I and L_T2T (Eq. 2, at tau).
+        names: the terms to compute, in this order; also L_I2I and L_T2T (Eq. 2, at tau).
     """
     modulation = tau_min, tau_alpha, detach, block
     terms = {"L_MM": lambda: multimodal_loss(image, text, tau, block),
@@ -201,7 +201,7 @@ def temo_loss(image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01
     """
     weights = term_weights(progress, base, modulated, unimodal, blend)
     terms = temo_terms(image, text, image_aug, text_aug, tau, tau_min, tau_alpha, names=weights, **more)
-    loss = (image.sum() + text.sum()) * 0.0                                # keeps the graph whole where a weight is 0
+    loss = (image.sum() + text.sum()) * 0.0                                # keeps all parameters in the graph
     for name, term in terms.items():
         loss = loss + weights[name] * term
     return loss
@@ -223,7 +223,7 @@ def dystress_temperature(sim, tau_min=0.01, tau_max=0.05, shifted=False):
 
 @fp32
 def cwcl_loss(image, text, tau, block=0):
-    """CWCL (Srinivasa et al. 2023): image -> text with texts weighted by their image's similarity; text -> image plain.
+    """CWCL (Srinivasa et al. 2023): image -> text weights texts by their images' similarity; text -> image is InfoNCE.
 
     L_I2T = -1/B sum_i sum_j w_ij log softmax_j(s_ij / tau) / sum_j w_ij,  w_ij = (1 + <I_i, I_j>) / 2, no gradient.
     Args: image, text (B, D); tau a float, () or (B,).   Returns: scalar fp32 (float64 stays), mean of both directions.
@@ -241,7 +241,7 @@ def cwcl_loss(image, text, tau, block=0):
 
 @fp32
 def simclr_loss(z1, z2, tau, block=0):
-    """SLIP's image loss, NT-Xent of two views, 2N - 2 negatives; z1, z2 (B, D), tau a float, () or (B,) -> scalar."""
+    """SLIP's image loss: NT-Xent of two views, 2N - 2 negatives. z1, z2 (B, D), tau a float, () or (B,) -> scalar."""
     a, b = normalize(z1), normalize(z2)                                    # (B, D)
     all_a, all_b = gather(a), gather(b)                                    # (N, D)
 
@@ -256,14 +256,14 @@ def simclr_loss(z1, z2, tau, block=0):
 
 
 def pair_temperature(sim, loss, tau_min, tau_max, detach=True):
-    """tau_ij of --loss temo or dystress[-shifted], for cosines of any shape: for the loss, the log and Fig. 2."""
+    """tau_ij of --loss temo or dystress[-shifted] from cosines of any shape, for the loss, the log and Fig. 2."""
     if loss == "temo":
         return modulated_temperature(sim, tau_min, tau_max - tau_min)
     return dystress_temperature(sim.detach() if detach else sim, tau_min, tau_max, loss == "dystress-shifted")
 
 
 class SlipHead(nn.Sequential):
-    """SLIP's projection of the image features: three layers, (B, width) -> (B, out), with LayerNorm for BatchNorm."""
+    """SLIP's projection head of three layers, (B, width) -> (B, out), with LayerNorm instead of BatchNorm."""
 
     def __init__(self, width, hidden, out):
         super().__init__(nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.ReLU(),
@@ -271,8 +271,8 @@ class SlipHead(nn.Sequential):
 
 
 # ======================================================= flags =======================================================
-# Defaults by data set, one line a group. 'paper': Section 4 and the appendix; 'base code': the CC3M trainer TeMo builds
-# on (Qiu et al. 2024) or SLIP; 'ours': tuned on the validation split. Flags override; other data sets take 'own'.
+# Defaults by data set, one line per group. 'paper': Section 4 and the appendix; 'base code': the CC3M trainer on which
+# TeMo builds (Qiu et al. 2024) or SLIP; 'ours': tuned on the validation split. Flags override; other sets use 'own'.
 CC3M = dict(
     recipe="paper; optimiser, views and captions from the base code",
     image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
@@ -286,11 +286,11 @@ CC3M = dict(
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
 CC12M = CC3M | dict(
     recipe="paper; optimiser, views and captions from the base code (SLIP)",
-    # of CLIP's text transformer (12 layers, 512 wide, 8 heads, 77 BPE tokens) this id gives configuration and
-    # tokenizer, the weights start anew; offline: --text-encoder FOLDER with these files
+    # this id gives the configuration and tokenizer of CLIP's text transformer (12 layers, 512 wide, 8 heads, 77 BPE
+    # tokens); its weights are trained from scratch; offline: --text-encoder FOLDER with these files
     image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32", pretrained=False, embed_dim=512,
     image_size=224, image_stats="imagenet", eval_resize="crop", text_length=77, clean_captions=False,
-    # SLIP's settings for every loss: the paper promises equal ones (SLIP's authors train CLIP at 5e-4, decay 0.5)
+    # SLIP's settings for every loss, since the paper says all are equal (SLIP's authors train CLIP at 5e-4, decay 0.5)
     batch_size=4096, chunk_size=128, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, tau_clamp=[0.01, 1.0],
     flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"])
 EMOJI = dict(
@@ -302,7 +302,7 @@ EMOJI = dict(
     frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
     tau=0.1, tau_min=0.05, tau_alpha=0.1,
     crop_min=0.35, flip=0.5, aug_flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
-    # no change of hue: it is in the names
+    # no change of hue: captions name colours
     aug_crop_min=0.2, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.0, aug_blur=0.0,
     mixed_precision="no", eval_datasets=[], log_every=5, save_every=100, eval_every=70)
 MOVING = EMOJI | dict(
@@ -324,26 +324,26 @@ def parse_args(argv=None):
     g.add_argument("--loss", choices=["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl", "slip"],
                    default="temo", help="TeMo or a baseline of its tables")
     g.add_argument("--tau", type=positive, default=0.01,
-                   help="of L_MM and baselines, divides the cosine; paper 0.01, SLIP from 0.07, CWCL 0.05 (Table 1)")
+                   help="tau of L_MM and of baselines, divides the cosine; paper 0.01, SLIP from 0.07, CWCL 0.05")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau (infonce, slip, cwcl)")
     g.add_argument("--image-expert", default="",
                    help="transformers id or folder whose mean patch features set temperatures (App. F: DINOv2-Small)")
     g.add_argument("--text-expert", default="",
-                   help="the same of texts, mean-pooled (App. F: all-roberta-large-v1)")
+                   help="the same for texts, mean-pooled (App. F: all-roberta-large-v1)")
     g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
+                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g = p.group("with --loss temo", lambda a: a.loss == "temo")
     g.add_argument("--base", action=yesno, default=True, help="L_MM in the loss (Table 3: Base)")
     g.add_argument("--modulated", action=yesno, default=True, help="L_M-MM in the loss (Table 3: Mod.)")
     g.add_argument("--unimodal", choices=["none", "plain", "modulated"], default="modulated",
                    help="unimodal losses (Table 3: U.L.); plain = at --tau")
     g.add_argument("--blend", choices=["quadratic", "fixed"], default="quadratic",
-                   help="weights (1-t)^2, t^2; or 0.5, 0.5, and 1 where one part is alone")
+                   help="weights (1-t)^2, t^2; or 0.5, 0.5; in both cases 1 if the other part is off")
     g.add_argument("--expert-serves", choices=["multimodal", "unimodal"], default="multimodal",
-                   help="L_M-MM by cosines among I (T), as Tables 9 and 10 read; or L_M-I2I (L_M-T2T)")
+                   help="where experts set tau: in L_M-MM, our reading of Tables 9 and 10; or in L_M-I2I (L_M-T2T)")
     g = p.group("with --loss temo, ts or dystress", lambda a: a.loss in (*PER_PAIR, "ts"))
     g.add_argument("--tau-min", type=positive, default=0.01,
-                   help="lowest modulated temperature, > 0; paper 0.01. ts, dystress: their lowest as well")
+                   help="lowest modulated temperature, > 0; paper 0.01; also the lowest of ts and dystress")
     g.add_argument("--tau-alpha", type=nonnegative, default=0.04,
                    help="range of the modulated temperature, >= 0; paper 0.04")
     g = p.group("with --loss temo or dystress", lambda a: a.loss in PER_PAIR)
@@ -362,8 +362,8 @@ def parse_args(argv=None):
     g.add_argument("--paraphrases", default="", metavar="FILE",
                    help="JSON lines of caption and paraphrases, for T~; paper: five by PEGASUS (tools/paraphrase.py)")
     g.add_argument("--word-drop", type=part, default=0.1,
-                   help="probability of losing a word, where no other text exists for T~")
-    g.add_argument("--word-swap", type=part, default=0.1, help="probability per word of a swap of neighbours, likewise")
+                   help="probability of dropping a word, if there is no other text for T~")
+    g.add_argument("--word-swap", type=part, default=0.1, help="probability of swapping a word with the next, likewise")
     g.add_argument("--crop-min", type=part, default=0.5,
                    help="I: smallest area of the random crop, 0..1; CC3M trainer 0.5")
     g.add_argument("--flip", type=part, default=0.5,
@@ -393,8 +393,8 @@ def parse_args(argv=None):
               f"--learnable-tau: --loss {args.loss} has no single temperature to learn; use infonce, slip or cwcl")
     served = args.modulated if args.expert_serves == "multimodal" else args.unimodal == "modulated"
     p.require(not (args.image_expert or args.text_expert) or (args.loss == "temo" and served),
-              "--image-expert and --text-expert set the temperatures of --loss temo --modulated; with --expert-serves "
-              "unimodal those of --unimodal modulated")
+              "--image-expert and --text-expert need --loss temo --modulated; with --expert-serves unimodal they need "
+              "--loss temo --unimodal modulated")
     return args
 
 
@@ -495,7 +495,7 @@ def main(args):
 
 
 def second_texts(train, paraphrases, dataset):
-    """Where T~ comes from, for the banner: a warning where a recipe of the paper runs without its paraphrases."""
+    """The source of T~, for the banner, with a warning if a recipe of the paper runs without its paraphrases."""
     note = "another caption of the example, else word dropout and swap"
     if train.templates:
         note = "templates around the captions"
@@ -507,7 +507,7 @@ def second_texts(train, paraphrases, dataset):
 
 
 def zero_shot(tower, tokenizer, device, pieces):
-    """Top-1, 3, 5 by class names as prompts (Section 4, Fig. 7), of a set with classes and no captions of its own."""
+    """Top-1, 3, 5 with class names as prompts (Section 4, Fig. 7), on a set with classes and no captions of its own."""
     data = pieces["data"]
     if data.has_captions or not data.label_names:
         return {}
@@ -519,7 +519,7 @@ def zero_shot(tower, tokenizer, device, pieces):
 
 @torch.no_grad()
 def numbers_of(embeddings, tau_of, modulation, args, run):
-    """Columns of the log: the terms of the loss by their names, the health of the space, temperatures (Fig. 2).
+    """Columns of the log: the terms of the loss, common.embedding_health, and the temperatures (Fig. 2).
 
     embeddings: I, T[, I~, T~], (B, D) each; tau_of: cosines (n, n) -> temperatures; modulation: as in temo_terms."""
     image, text, *more = embeddings
@@ -539,10 +539,10 @@ def numbers_of(embeddings, tau_of, modulation, args, run):
 
 
 def expert_temperatures(experts, views, texts, args):
-    """Temperatures (B, N) that experts {kind: Expert} set, as keywords of temo_terms (App. F); {} without any."""
-    found, inside = {}, args.expert_serves == "multimodal"                 # cosines among I, among T; not with I~, T~
+    """Temperatures (B, N) of the experts {kind: Expert}, as keywords of temo_terms (App. F); {} without experts."""
+    found, inside = {}, args.expert_serves == "multimodal"                 # cosines among I (T), not with I~ (T~)
     for kind, expert in experts.items():
-        pair = views if kind == "image" else texts                         # with --unimodal none no I~, T~
+        pair = views if kind == "image" else texts                         # only I (T) with --unimodal none
         anchor = expert(pair[0])                                           # (B, width)
         candidates = anchor if inside else expert(pair[1])                 # (B, width)
         found[f"{kind}_tau"] = expert_temperature(anchor, candidates, args.tau_min, args.tau_alpha)
@@ -550,14 +550,14 @@ def expert_temperatures(experts, views, texts, args):
 
 
 def tokens_of(tokenizer, texts, other, device):
-    """Token ids of T and T~, padded alike: {0: {input_ids, attention_mask} (B, L), 1: ...}; T~ may be empty."""
+    """Token ids of T and T~, padded to one length: {0: {input_ids, attention_mask} (B, L), 1: ...}; T~ may be empty."""
     tokens, B = tokenizer(texts + other), len(texts)                       # (B, L) or (2B, L)
     return {i: {k: v[i * B:(i + 1) * B].to(device) for k, v in tokens.items()} for i in range(2 if other else 1)}
 
 
 def encode(model, pixels, tokens):
-    """All views and texts in one forward. {view: (b, [T,] 3, S, S)}, {text: tokens (b, L)} -> (b, D) each: I, T, then
-    I~ and T~, or for SLIP the features (b, width) of its two views."""
+    """All views and texts in one forward: {view: (b, [T,] 3, S, S)}, {text: tokens (b, L)} -> I, T[, I~, T~], (b, D)
+    each; for SLIP I, T and the features (b, width) of its two views."""
     views, texts = list(pixels.values()), list(tokens.values())
     joined = {k: torch.cat([t[k] for t in texts]) for k in texts[0]}       # (b or 2b, L)
     image, text, features = model(torch.cat(views), joined)
@@ -568,7 +568,7 @@ def encode(model, pixels, tokens):
 
 
 def random_guess(progress, args):
-    """The loss of equal similarities, ln N for each InfoNCE, at t = progress."""
+    """The loss at t = progress if all similarities are equal: ln N for each InfoNCE."""
     log_n = math.log(args.batch_size)
     if args.loss == "temo":
         return sum(term_weights(progress, args.base, args.modulated, args.unimodal, args.blend).values()) * log_n

@@ -1,10 +1,10 @@
 """TS: Temperature Schedules for Self-Supervised Contrastive Methods on Long-Tail Data (Kukleva et al., ICLR 2023).
 
-Contrastive learning without labels on long-tail data: two views of an image attract, everything else repels. A small
-temperature makes the loss look at the nearest negatives only: instance discrimination, a uniform sphere, which helps
-the tail. A large one spreads the push over many negatives: group-wise discrimination, dense clusters, which helps the
-head. TS asks for neither but both in turn: the temperature follows a cosine over the epochs, and the network learns to
-tell groups and instances apart. One line of code, no labels.
+Contrastive learning without labels on long-tail data: two views of an image attract each other, and all other images
+repel. With a small temperature the loss sees only the nearest negatives (instance discrimination): embeddings spread
+uniformly over the sphere, which helps the tail. With a large one it spreads the push over many negatives (group-wise
+discrimination): they form dense clusters, which helps the head. TS alternates between the two: the temperature follows
+a cosine over the epochs, and the network learns to tell both groups and instances apart. No labels are needed.
 
 Equations, s_ij = cosine (t = epoch from 0, constant inside an epoch):
     (1)  L_c = 1/2B sum_i -log( exp(s_ii+ / tau) / (exp(s_ii+ / tau) + sum_j- exp(s_ij / tau)) )   nt_xent, moco_loss
@@ -39,34 +39,34 @@ Differences from the paper and from the authors' code:
  1. Eq. 1 is printed as a sum over the batch; the code takes the mean, and so do we.
  2. The authors' flag t_max is HALF the period: their 200 is --period 400 here. Their epochs count from 1, ours from 0.
  3. Log-sum-exp throughout: the authors' plain exp overflows below tau = 0.012.
- 4. Gradients: their no-grad gather with the loss times W is right only together with DDP's mean; ours is exact for any
-    optimiser.
+ 4. Gradients: the authors gather without gradient and multiply the loss by W, which is right only with DDP's mean; ours
+    are exact for any optimiser.
  5. MoCo's code is not released. Ours: one linear head, momentum 0.99, SimCLR's batch of 512, a queue that starts with
-    random keys (He et al.). BatchNorm would let a query see its key through the batch statistics; the keys are
+    random keys (He et al.). With BatchNorm a query could recognise its key by the batch statistics. The keys are
     therefore encoded in a random order and in --key-splits groups of the global batch, so that no key shares its
     query's statistics. The default towers have no BatchNorm and nothing to leak.
- 6. SDCLR, as its authors' code: the second view goes through the pruned network (the smallest `prune` of all weights of
-    the encoder's convolutions and linear layers together, masks refreshed every epoch), which has BatchNorms of its
-    own, weights and statistics, in the head too; both branches receive the gradient. Theirs encodes the pruned view
-    twice a step, so that its running statistics, which nothing reads, move twice.
- 7. Colour operations come in a fixed order, one blur radius; crops are bilinear and antialiased (common.Augment), the
-    authors' bicubic; the last short batch of an epoch is left out, theirs is kept.
- 8. Weight decay and start of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts the last
-    BatchNorm of each block at 0) follow the authors' code, and so do the paper's recipes; the others do not. The 3x3
-    stem of resnet18-cifar starts as torch's convolutions do, theirs by He's normal law.
+ 6. SDCLR, as in its authors' code: the second view goes through the pruned network, without the smallest `prune` of all
+    weights of the encoder's convolutions and linear layers together; masks are refreshed every epoch. It has its own
+    BatchNorms (weights and statistics), in the head too. Both branches receive the gradient. Theirs encodes the pruned
+    view twice per step, so that its running statistics, which nothing reads, are updated twice.
+ 7. Colour operations have a fixed order and one blur radius. Crops are bilinear and antialiased (common.Augment); the
+    authors' are bicubic. The last, short batch of an epoch is left out; theirs is kept.
+ 8. Weight decay and initialisation of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts
+    the last BatchNorm of each block at 0) follow the authors' code. The paper's recipes set both, the others do not.
+    The 3x3 stem of resnet18-cifar has torch's default initialisation, theirs He's normal one.
  9. App. A.2 chooses the tested epoch on val but names no measure: --eval-epoch auto takes the mean of kNN@1, kNN@10 and
-    both probes, each a mean over the classes; a tie keeps the earlier epoch. The number N that it says is for the other
-    splits. Default: the end of the run.
-10. Fig. 1 does not say which representation's coverage it shows, nor Fig. 2 whose cosines; here those of z, which the
-    loss sees and spreads (features after a ReLU have no negative cosines). Fig. 3 shows features, as its kNN does, and
-    of classes the largest and the smallest, not two near in meaning. Figs. 3 and 5 show one run, not several tau side
-    by side; the mean over the classes stands in the title.
-11. Table 10's uniform set is read as all images outside val, 4,500 a class (--imbalance-ratio 1), not the 1,116 of
-    SDCLR's split1_D_b.npy. Few-shot and all-images probe then learn from the same images; the paper's differ by 2.5
-    points and it does not say why. Its MoCo + TS on CIFAR10-LT is Table 4's cell of 0.1 and 0.5, not of 1.0.
+    both probes, each a mean over the classes; a tie keeps the earlier epoch. It prints the epoch N, to be used on the
+    other splits. Default: the end of the run.
+10. Fig. 1 does not say which representation's coverage it shows, nor Fig. 2 whose cosines. Both are of z here, which
+    the loss sees and spreads (features after a ReLU have no negative cosines). Fig. 3 shows features, as its kNN uses,
+    of the largest and the smallest class, not of two similar ones. Figs. 3 and 5 show one run, not several tau side by
+    side; the mean over the classes is in the title.
+11. Table 10's uniform set is read as all images outside val, 4,500 per class (--imbalance-ratio 1), not the 1,116 of
+    SDCLR's split1_D_b.npy. The few-shot and the all-images probe then learn from the same images; the paper's differ by
+    2.5 points without a reason given. Its MoCo + TS on CIFAR10-LT is Table 4's cell of 0.1 and 0.5, not of 1.0.
 12. Val of CIFAR is a tenth of each class, outside --index-file; SDCLR's own is --val-file valIdxList.npy.
-    ImageNet100-LT has none (App. A.2), and its few-shot images are SDCLR's list (--few-shot-file: 12 a class, mostly
-    outside the long tail) as in the authors' notebook; without it they are drawn from the long tail, as the paper says.
+    ImageNet100-LT has none (App. A.2). Its few-shot images are SDCLR's list, as in the authors' notebook
+    (--few-shot-file: 12 per class, mostly outside the long tail), or else drawn from the long tail, as the paper says.
 """
 
 import argparse
@@ -95,7 +95,7 @@ from sets.long_tail import labelled_splits
 
 # ======================================================= METHOD ======================================================
 def temperature(epoch, schedule="cos", tau_min=0.1, tau_max=1.0, period=400, seed=0):
-    """tau of an epoch (Eq. 5 for 'cos'; Table 5 for the others): the same on any process and after a resume.
+    """tau of an epoch (Eq. 5 for 'cos', Table 5 for the others): the same on every process and after a resume.
 
     Args: epoch: from 0, constant inside an epoch.   period: T in epochs.   seed: of 'random'.
     Returns: float. cos and oscillating (linear triangle) start at tau_max; step is tau_min for the first half of a
@@ -150,14 +150,14 @@ def moco_loss(q, k, queue, tau):
 
 
 def coarse_temperature(labels, head_classes, tau_head, tau_tail):
-    """tau of each anchor by its class's frequency (Sec. 3.3): (B,) long, a set of classes -> (B,) float."""
+    """tau of each anchor, by the frequency of its class (Sec. 3.3): (B,) long, a set of classes -> (B,) float."""
     head = torch.isin(labels, torch.as_tensor(sorted(head_classes), device=labels.device))                  # (B,) bool
     return torch.where(head, tau_head, tau_tail)
 
 
 def prune_masks(module, part):
-    """SDCLR: the weights that the second branch keeps: {name: bool mask}, the largest 1 - part of all weights of
-    convolutions and linear layers together, so that layers of small weights lose more."""
+    """SDCLR: {name: bool mask} of the weights that the second branch keeps, the largest 1 - part of all weights of
+    convolutions and linear layers together. Layers with small weights lose more."""
     layers = (nn.Linear, nn.modules.conv._ConvNd)
     sizes = {f"{n}.weight": m.weight.detach().abs() for n, m in module.named_modules() if isinstance(m, layers)}
     every = torch.cat([size.flatten() for size in sizes.values()])         # (weights,)
@@ -166,9 +166,9 @@ def prune_masks(module, part):
 
 
 def coverage(z, bins=500):
-    """How z (M, D) covers the sphere (Fig. 1): each row goes to the nearest of `bins` random directions.
+    """How z (M, D) covers the sphere (Fig. 1): each row is assigned to the nearest of `bins` random directions.
 
-    Returns: the effective part of the directions, exp(entropy) / bins, and the rows of each, fullest first.
+    Returns: the effective share of the directions, exp(entropy) / bins, and their numbers of rows, largest first.
     """
     sphere = torch.randn(bins, z.shape[1], generator=torch.Generator().manual_seed(0))                      # (bins, D)
     nearest = (normalize(z) @ normalize(sphere).to(z).T).argmax(1)         # (M,)
@@ -179,8 +179,8 @@ def coverage(z, bins=500):
 
 # ------------------------------------------------------- modules -----------------------------------------------------
 class Queue(nn.Module):
-    """First in, first out: the last K keys (K, D), equal on all processes, in the checkpoint; random ones to begin with
-    (He et al.), so that no anchor finds its own key among its negatives."""
+    """The last K keys (K, D), first in, first out: equal on all processes and saved in the checkpoint. It starts with
+    random keys (He et al.), so that no anchor finds its own key among its negatives."""
 
     def __init__(self, size, dim, seed=0):
         super().__init__()
@@ -190,7 +190,7 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def push(self, k):
-        """Add this step's keys of all processes: (B, D) local rows."""
+        """Adds this step's keys of all processes; k: the (B, D) local rows."""
         k, size = gather(normalize(k)), len(self.keys)                     # (N, D)
         at = (self.count + torch.arange(len(k), device=k.device))[-size:] % size
         self.keys[at] = k[-size:]
@@ -218,7 +218,7 @@ class Contrastive(nn.Module):
         return [(name, m) for name, m in both if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def forward(self, pixels, masks=None, half=None):
-        """masks, half: the views from row `half` on go through the pruned encoder (SDCLR)."""
+        """masks, half (SDCLR): the views from row `half` on go through the pruned encoder."""
         if masks is None:
             return self.head(self.tower(pixels)[2])
         other = {f"tower.{name}": self.tower.get_parameter(name) * mask for name, mask in masks.items()}
@@ -229,7 +229,7 @@ class Contrastive(nn.Module):
 
 @torch.no_grad()
 def project(head, features):
-    """z (M, D) of features (M, width), with the running statistics of the head's norms; on the head's device."""
+    """z (M, D) of features (M, width), with running statistics in the head's norms; on the head's device."""
     head.eval()
     z = head(features.to(next(head.parameters()).device))
     head.train()
@@ -238,8 +238,8 @@ def project(head, features):
 
 @torch.no_grad()
 def encode_keys(encoder, pixels, splits, seed):
-    """MoCo's keys (B, D). With BatchNorm: in random order and in groups, so that no key shares the batch statistics of
-    its own query. splits: groups of the global batch, so that a group has as many images on any number of processes."""
+    """MoCo's keys (B, D). With BatchNorm they are encoded in random order and in groups, so that no key shares the
+    batch statistics of its own query. splits: groups of the global batch: their size does not depend on processes."""
     if not has_batchnorm(encoder):
         return encoder(pixels)
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed)).to(pixels.device)
@@ -250,15 +250,15 @@ def encode_keys(encoder, pixels, splits, seed):
 
 @torch.no_grad()
 def update_momentum(encoder, online, momentum):
-    """key <- momentum key + (1 - momentum) online, for weights; buffers are the key encoder's own."""
+    """key <- momentum key + (1 - momentum) online, for the weights; the key encoder has its own buffers."""
     for key, query in zip(encoder.parameters(), online.parameters()):
         key.lerp_(query, 1 - momentum)
 
 
 # ======================================================= flags =======================================================
-# Defaults by data set, one line a group. 'paper': Section 4 and the appendix; 'authors' code': their repository;
-# 'ours': tuned on the validation split. Flags override; other data sets take 'own'. SDCLR: its own fixed tau and prune,
-# from its scripts, on the paper's sets.
+# Defaults by data set, one line per group. 'paper': Section 4 and the appendix; 'authors' code': their repository;
+# 'ours': tuned on the validation split. Flags override them; other data sets use 'own'. SDCLR has its own fixed tau and
+# prune on the paper's sets, from its scripts.
 CIFAR = dict(
     recipe="paper; optimiser and views from the authors' code",
     image_encoder="resnet18-cifar", pretrained=False, embed_dim=128, head_norm="batch",
@@ -281,7 +281,7 @@ EMOJI = CIFAR | dict(
     epochs=30.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.05,
     decay_all=False, zero_init=True,
     period=12.0, queue_size=1024,
-    crop_min=0.3, hue=0.02,  # hue tells classes apart
+    crop_min=0.3, hue=0.02,  # small, since hue tells classes apart
     imbalance_ratio=0.0, train_features="clean", save_every=100, eval_every=50, log_every=5)
 MOVING = EMOJI | dict(
     recipe="ours; as emoji, classes = verbs",
@@ -304,39 +304,39 @@ def parse_args(argv=None):
     g.add_argument("--loss", choices=["simclr", "moco", "sdclr"], default="simclr",
                    help="the contrastive method under the schedule")
     g.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"], default="cos",
-                   help="of the temperature over the epochs; fixed = --tau-min throughout")
+                   help="schedule of the temperature over the epochs; fixed = --tau-min throughout")
     g.add_argument("--tau-min", type=positive, default=0.1, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
     g.add_argument("--tau-max", type=positive, default=1.0, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
     g.add_argument("--period", type=positive, default=400.0, help="T, epochs of a full period; paper 400")
     g.add_argument("--stop-at-phase", type=part, default=0.0,
-                   help="end at epoch (floor(epochs / T) - 1 + this) T of the same schedules, 0..1; paper about 0.7 "
-                        "(1,880 of 2,000); 0 = run to the end")
+                   help="stop at this phase of the last full period, 0..1: at epoch (floor(epochs / T) - 1 + phase) T "
+                        "of the same schedules; paper about 0.7 (1,880 of 2,000); 0 = run to the end")
     g.add_argument("--tau-head", type=nonnegative, default=0.0,
-                   help="coarse supervision: tau of anchors of frequent classes (paper 1.0) in place of the schedule; "
+                   help="coarse supervision: tau of anchors of frequent classes (paper 1.0), instead of the schedule; "
                         "0 = off; needs --tau-tail")
     g.add_argument("--tau-tail", type=nonnegative, default=0.0,
                    help="coarse supervision: tau of the other anchors (paper 0.1)")
     g.add_argument("--decay-all", action=yesno, default=False,
-                   help="weight decay for biases and norms too, as the authors' code")
+                   help="weight decay for biases and norms too, as in the authors' code")
     g.add_argument("--zero-init", action=yesno, default=True,
                    help="the last BatchNorm of each block of a timm ResNet starts at 0; the authors' start at 1")
     g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of NT-Xent's (B, 2N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
+                   help="rows of NT-Xent's (B, 2N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g = p.group("with --loss moco", lambda a: a.loss == "moco")
     g.add_argument("--queue-size", type=count, default=10_000, help="K, keys in MoCo's queue; paper 10,000")
     g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder, 0..1")
     g.add_argument("--key-splits", type=count, default=8,
-                   help="groups of the global batch in which MoCo's keys are encoded where the encoder has BatchNorm")
+                   help="groups of the global batch in which MoCo's keys are encoded if the encoder has BatchNorm")
     g = p.group("with --loss sdclr", lambda a: a.loss == "sdclr")
     g.add_argument("--prune", type=part, default=0.9,
-                   help="SDCLR: part of the weights that the second branch loses, the smallest of all layers together, "
-                        "0..1; SDCLR 0.9, ImageNet100-LT 0.3")
+                   help="share of weights that SDCLR's second branch loses, the smallest of all layers together, 0..1; "
+                        "SDCLR 0.9, ImageNet100-LT 0.3")
     g = p.group("with --loss simclr or sdclr", lambda a: a.loss != "moco")
     g.add_argument("--head-norm", choices=["batch", "none"], default="batch",
-                   help="BatchNorm in SimCLR's head, as the authors' code; none = the default towers' promise")
+                   help="BatchNorm in SimCLR's head, as in the authors' code; none = no batch statistics")
     g = p.group("with --tau-head and --tau-tail", lambda a: a.tau_head > 0)
     g.add_argument("--head-part", type=part, default=0.5,
-                   help="part of the classes, largest first, that counts as head there; paper 5 of 10")
+                   help="share of the classes, largest first, that are head classes; paper 5 of 10")
     g = p.group("views")
     g.add_argument("--crop-min", type=part, default=0.1,
                    help="smallest area of the random crop; CIFAR 0.1, ImageNet 0.08")
@@ -353,19 +353,19 @@ def parse_args(argv=None):
     g.add_argument("--imbalance-ratio", type=nonnegative, default=0.0,
                    help="largest class over smallest, >= 1; paper 50, 100, 150; 1 = balanced; 0 = the data as they are")
     g.add_argument("--split-seed", type=whole, default=0,
-                   help="of the order of the classes and of the images drawn; the paper has mean and deviation of "
-                        "three splits: run 0, 1 and 2, and take both over their summary.json")
+                   help="seed of the classes' order and of the drawn images; the paper reports mean and deviation of "
+                        "three splits: run 0, 1 and 2, and compute both from their summary.json")
     g.add_argument("--index-file", default="",
                    help="training images: .npy of torchvision's indices (SDCLR's splits of CIFAR), or lines 'path "
                         "class' under --data-dir (imagenet100-lt)")
     g.add_argument("--val-file", default="",
-                   help="val images, likewise; empty = a tenth of each class outside --index-file (CIFAR), none "
-                        "(imagenet100-lt)")
+                   help="val images, in the same format; empty = a tenth of each class outside --index-file (CIFAR), "
+                        "none (imagenet100-lt)")
     g.add_argument("--test-file", default="",
                    help="test images of imagenet100-lt: lines 'path class' under --data-dir")
     g.add_argument("--few-shot-file", default="",
-                   help="images that the few-shot probe of imagenet100-lt learns from, likewise; empty = training "
-                        "images, as many of each class as the smallest has")
+                   help="images for the few-shot probe of imagenet100-lt, in the same format; empty = training images, "
+                        "as many of each class as the smallest has")
     g = p.group("evaluation by class")
     g.add_argument("--train-features", choices=["clean", "augmented"], default="clean",
                    help="views of the training images in kNN and probes; the authors' notebook: augmented (crop with "
@@ -374,10 +374,10 @@ def parse_args(argv=None):
                    help="head classes have more than HEAD training images, tail classes fewer than TAIL, mid the rest; "
                         "ImageNet100-LT 100 20; 0 0 = thirds of the classes")
     g.add_argument("--eval-crop", type=between(0.1, 1), default=1.0,
-                   help="part of the short side that --eval-resize crop keeps; ImageNet 0.875 (resize 256, crop 224)")
+                   help="share of the short side that --eval-resize crop keeps; ImageNet 0.875 (resize 256, crop 224)")
     g.add_argument("--eval-epoch", default="", metavar="auto|N",
-                   help="whose weights are tested; empty = of the end; auto = of the best val evaluation after step 0 "
-                        "(App. A.2); N = the run ends after epoch N of the same schedules")
+                   help="the weights to test; empty = the last ones; auto = those of the best val evaluation after "
+                        "step 0 (App. A.2); N = stop after epoch N of the same schedules")
     args = p.parse(argv, RECIPES, lambda chosen: SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {})
     epoch, auto = args.eval_epoch, args.eval_epoch == "auto"
     number = float(epoch) if epoch.replace(".", "", 1).isdecimal() else 0.0
@@ -395,16 +395,16 @@ def parse_args(argv=None):
     p.require(not epoch or auto or 0 < number <= last,
               f"--eval-epoch {epoch}: must be auto, or > 0 and at most --epochs {args.epochs:g}")
     p.require(not (epoch and args.stop_at_phase),
-              f"--eval-epoch {epoch}: --stop-at-phase {args.stop_at_phase} says it already; give one of them")
+              f"--eval-epoch {epoch}: --stop-at-phase {args.stop_at_phase} ends the run as well; give one of them")
     p.require(not auto or args.eval_every,
-              "--eval-epoch auto: needs --eval-every > 0, the steps between the evaluations it chooses from")
+              "--eval-epoch auto: needs --eval-every > 0, the steps between the evaluations that it chooses from")
     if args.resume:
         saved = read_json(f"{args.resume}/args.json", {})
         p.require(auto == (saved.get("eval_epoch") == "auto"),
-                  "--eval-epoch: a resumed run can neither begin nor end auto, which keeps the best weights from the "
+                  "--eval-epoch: a resumed run cannot turn auto on or off, since auto keeps the best weights from the "
                   "start")
     p.require(args.loss != "moco" or not args.loss_block,
-              "--loss-block: MoCo's matrix has a column for each key of the queue, and is not cut; leave it out")
+              "--loss-block: MoCo's matrix has a column per key of the queue and is not cut into blocks; leave it out")
     p.require(args.loss != "moco" or not args.chunk_size,
               "--chunk-size: MoCo's loss is linear in the batch and its key encoder has no gradient; lower "
               "--batch-size instead")
@@ -421,15 +421,15 @@ def main(args):
         raise UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one, or "
                         "--hold-out-val takes one out of train")
     if args.eval_every and "val" not in sets:
-        say(f"WARNING: --eval-every: {args.dataset} has no val split (see --hold-out-val): nothing but the "
-            "coverage of the sphere is measured along the run")
+        say(f"WARNING: --eval-every: {args.dataset} has no val split (see --hold-out-val): only the coverage "
+            "of the sphere is measured during the run")
     if len(np.unique(train.labels)) < 2:
         raise UserError(f"--dataset {args.dataset}: all of its training images are of one class, so nothing can "
                         "be classified; --label-column names another column")
     run = Run(__file__, args, train, evals, RECIPES)
     train = run.train                                                      # --verify-images leaves some out
     sets = {"train": train} | run.evals[args.dataset]
-    run.last = last_step(run)                                              # the schedules span run.total all the same
+    run.last = last_step(run)                                              # the schedules still span run.total
     sizes = class_sizes(train)                                             # (classes,)
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
     head_classes = set(order[:round(args.head_part * len(order))].tolist())
@@ -440,10 +440,10 @@ def main(args):
     encoder, _, transform = run.towers()                                   # what is saved and tested
     for m in encoder.modules() if not args.zero_init else ():
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and not m.weight.any():
-            nn.init.ones_(m.weight)                                        # the last of a block
+            nn.init.ones_(m.weight)                                        # timm starts a block's last one at 0
     moco, sdclr = args.loss == "moco", args.loss == "sdclr"
     tower = Contrastive(encoder, args.embed_dim, args.head_norm, linear=moco, pruned=sdclr).to(run.device)
-    own = nn.ModuleDict()                                                  # beside DDP and in every checkpoint
+    own = nn.ModuleDict()                                                  # outside DDP, saved in every checkpoint
     if moco:
         own["key"] = copy.deepcopy(tower).requires_grad_(False)
         own["queue"] = Queue(args.queue_size, args.embed_dim, args.seed)
@@ -478,7 +478,7 @@ def main(args):
 
     @torch.no_grad()
     def after_val(row, pieces):
-        """Add the mean accuracy and the coverage of the sphere to a val row; keep the best weights so far."""
+        """Adds the mean accuracy and the coverage of the sphere to a val row; keeps the best weights so far."""
         if "val" in sets:
             results = [m for m in row["eval"][args.dataset].values() if isinstance(m, dict)]
             row["val_mean"] = float(np.mean([m["mean_per_class"] for m in results]))
@@ -493,7 +493,7 @@ def main(args):
         epoch = run.step // run.per_epoch
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         tau = tau_of(epoch)                                                # float
-        if args.tau_head:                                                  # coarse supervision in its place
+        if args.tau_head:                                                  # coarse supervision replaces the schedule
             tau = coarse_temperature(labels[batch["index"]].to(run.device), head_classes, args.tau_head,
                                      args.tau_tail)                        # (B,)
         if sdclr and (run.step % run.per_epoch == 0 or not run.tensors):
@@ -501,9 +501,9 @@ def main(args):
 
         inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
         if moco:
-            with run.accelerator.autocast(), chunks.fast():                # as the queries
+            with run.accelerator.autocast(), chunks.fast():                # in the precision of the queries
                 keys = encode_keys(own["key"], inputs.pop(1), args.key_splits, args.seed + run.step)        # (B, D)
-        z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; of MoCo q alone
+        z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; for MoCo only q
         if moco:
             loss = moco_loss(z[0], keys, own["queue"].keys, tau)
             z = z[0], keys
@@ -536,7 +536,7 @@ def main(args):
 
 
 def schedule_of(args):
-    """The schedule of these flags: a function, epoch -> tau, for the loss, the log, the banner and the pictures."""
+    """The schedule of these flags as a function epoch -> tau, for the loss, the log, the banner and the pictures."""
     return functools.partial(temperature, schedule=args.schedule, tau_min=args.tau_min, tau_max=args.tau_max,
                              period=args.period, seed=args.seed)
 
@@ -554,12 +554,12 @@ def last_step(run):
 
 
 def class_sizes(data):
-    """Examples of each class: (classes,)."""
+    """(classes,) the number of examples of each class."""
     return np.bincount(data.labels, minlength=len(data.label_names))
 
 
 def encode(model, views, masks):
-    """All views in one forward: {view: (b, [T,] 3, S, S)} -> z of each, (b, D); masks: SDCLR's, for the second."""
+    """All views in one forward: {view: (b, [T,] 3, S, S)} -> z of each, (b, D). masks: SDCLR's, for the second view."""
     pixels = torch.cat(list(views.values()))                               # (V * b, [T,] 3, S, S)
     z = model(pixels, masks, len(pixels) // 2) if masks else model(pixels)                                  # (V * b, D)
     return z.chunk(len(views))
@@ -567,18 +567,18 @@ def encode(model, views, masks):
 
 @torch.no_grad()
 def numbers_of(loss, z, run):
-    """Columns of the log: the loss, and the health of the space of both views, z (B, D) each."""
+    """Columns of the log: the loss, and common.embedding_health of both views, z (B, D) each."""
     health = common.embedding_health(*(gather(normalize(e)) for e in z))   # of (N, D) each
     return common.mean_over_processes({"L_c": loss}, run.device) | health
 
 
 def negatives(args):
-    """Negatives of an anchor: the other views, or MoCo's queue."""
+    """Number of negatives of an anchor: the other views, or MoCo's queue."""
     return args.queue_size if args.loss == "moco" else 2 * args.batch_size - 2
 
 
 def banner_lines(run, sizes, head_classes):
-    """What the flags of the method came to, for the banner: {word: text}."""
+    """The method's lines of the banner: {word: text}."""
     args, processes, tau_of = run.args, world(), schedule_of(run.args)
     batch = f"{args.batch_size} = {processes} x {args.batch_size // processes}"
     if args.chunk_size:
@@ -598,8 +598,8 @@ def banner_lines(run, sizes, head_classes):
 
 
 def chosen_row(rows, args):
-    """The row of val whose weights are tested: the last; with --eval-epoch auto the best after step 0 (App. A.2), of
-    equals the first. Where every evaluation on val failed, the last row, which has no val_mean."""
+    """The val row whose weights are tested: the last, or with --eval-epoch auto the best after step 0 (App. A.2), the
+    earliest of equal ones. If every evaluation on val failed, it is the last row, which has no val_mean."""
     rows = [r for r in rows if "val_mean" in r] or [r for r in rows if "eval" in r][-1:]
     if args.eval_epoch != "auto":
         return rows[-1]

@@ -1,10 +1,10 @@
-"""Which kind of thing a caption or example is, and how often that kind occurs: what MM-TS sets its temperatures by.
+"""The cluster of each caption or example, and the size of each cluster, from which MM-TS derives its temperatures.
 
     clusters = open_clusters(run_folder, args, train, device, kmeans)
     labels, lost = clusters.look_up(keys, texts)      # (B,) numbers into clusters.sizes, largest first; -1 = none
 
-Made once and kept in the run folder: clusters.safetensors (ids, labels, sizes, centroids) and clusters.json (settings,
-sizes, five captions of the largest and the smallest clusters). No pickle; a resumed run reads them.
+They are made once and kept in the run folder: clusters.safetensors (ids, labels, sizes, centroids) and clusters.json
+(settings, sizes, five captions of the largest and the smallest clusters). A resumed run reads them.
 """
 
 import functools
@@ -26,15 +26,15 @@ from evaluation.embed import encode_images, on_card
 from evaluation.metrics import normalize, retrieval_metrics
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together
-STREAMED = 20_000  # captions of a stream that are clustered; the others take the nearest centroid
+STREAMED = 20_000  # captions of a stream that are clustered; others get the cluster with the nearest centroid
 SAMPLE = 1000  # embeddings kept for a picture
 
 
 class Clusters:
-    """The cluster of each training caption or example, as `make_clusters` has left them in a folder.
+    """The cluster of each training caption or example, read from the files that `make_clusters` wrote.
 
-    A caption is looked up by its words (so the text that is encoded and its cluster cannot differ), an example by its
-    key, a caption of a cluster file by both. What is not there takes the nearest centroid; -1 where there are none.
+    A caption is looked up by its text (so that the encoded text and the cluster always agree), an example by its key,
+    a caption of a cluster file by both. A caption that is not found gets the nearest centroid's cluster, others get -1.
 
     Attributes: sizes (K,) largest first; by: 'caption', 'class', 'example' or 'both'; meta, tensors: the two files.
     """
@@ -48,11 +48,11 @@ class Clusters:
             self.ids, self.labels = self.tensors["ids"].numpy(), self.tensors["labels"].numpy()  # (M,), ids sorted
         except (OSError, SafetensorError, KeyError, UserError) as error:
             why = first_line(error)
-            raise UserError(f"{folder}: its clusters are damaged ({why}); delete clusters.json there, and they are "
-                            "made anew") from error
+            raise UserError(f"{folder}: its clusters are damaged ({why}); delete clusters.json in it, and they are "
+                            "made again") from error
 
     def look_up(self, keys, texts):
-        """Clusters of B captions of examples by these keys: (B,) long, -1 = none; and how many were not there."""
+        """Clusters of B captions of the examples with these keys: (B,) long, -1 = none; and how many were not found."""
         wanted = np.array([common.key_hash(entry(self.by, k, t)) for k, t in zip(keys, texts)], np.int64)  # (B,)
         at = np.searchsorted(self.ids, wanted).clip(max=len(self.ids) - 1)
         labels = np.where(self.ids[at] == wanted, self.labels[at], -1)  # (B,)
@@ -62,13 +62,13 @@ class Clusters:
         return torch.from_numpy(labels), len(lost)
 
     def nearest(self, texts):
-        """Number of the centroid nearest to each text's embedding: (n,)."""
+        """(n,) the number of the centroid that is nearest to each text's embedding."""
         if self.encoder is None:
             self.encoder = SentenceEncoder(self.meta["encoder"], self.device, state=self.meta["state"])
         return torch.cdist(self.encoder(texts), self.tensors["centroids"]).argmin(1).numpy()
 
     def of_queries(self, pieces):
-        """Training cluster of each caption of an evaluation: (C,) long, -1 = none; None where it cannot be known."""
+        """Training cluster of each caption of an evaluation: (C,) long, -1 = none; None if it cannot be known."""
         data = pieces["data"]
         place = data.name, data.split, len(pieces["texts"])
         if place not in self.of_split and self.by == "caption":
@@ -82,9 +82,9 @@ class Clusters:
 
 
 class SentenceEncoder:
-    """Unit embeddings of texts: 'tf-idf' (of `texts`, or as a `state` has it), or a transformers id or folder,
-    mean-pooled (CLIP: its own pooling and projection). No process waits for another."""
-    WORDS = 1000  # the most frequent ones that tf-idf counts
+    """Unit embeddings of texts, by 'tf-idf' (fitted to `texts`, or restored from `state`) or by a transformers id or
+    folder, mean-pooled (CLIP: its own pooling and projection). It needs no other process."""
+    WORDS = 1000  # the most frequent words, which tf-idf counts
 
     def __init__(self, name, device, texts=None, state=None):
         self.name, self.device, self.state = name, device, state or {}
@@ -112,8 +112,8 @@ class SentenceEncoder:
 
     @torch.no_grad()
     def __call__(self, texts, batch=256, bar=False):
-        """M texts -> (M, width) float32 on the CPU, in which as much memory again is needed to cluster them; bar: show
-        how far it is."""
+        """M texts -> (M, width) float32 on the CPU; clustering them needs as much memory again. bar: show a progress
+        bar."""
         from tqdm import tqdm
         out, title = None, f"{Path(self.name).name}: {len(texts):,} texts"
         for i in tqdm(range(0, len(texts), batch), desc=title, disable=not bar):
@@ -130,7 +130,7 @@ class SentenceEncoder:
 
 # ======================================================= frequent and rare queries =================================
 def head_mid_tail(pieces, clusters):
-    """Retrieval of images by captions of frequent and rare kinds: thirds of the queries by their training cluster."""
+    """Text-to-image retrieval by thirds of the queries, sorted by the size of their training cluster."""
     labels = clusters.of_queries(pieces) if clusters else None  # (C,) -1 = none
     rows = [] if labels is None else (labels >= 0).nonzero().flatten()  # (q,)
     if not len(rows):
@@ -142,7 +142,7 @@ def head_mid_tail(pieces, clusters):
 
 
 def head_mid_tail_table(metrics):
-    """The thirds of every data set, as lines of text."""
+    """head_mid_tail of every data set, as lines of text."""
     lines = []
     for name, m in metrics.items():
         if "by_cluster_size" in m:
@@ -159,21 +159,21 @@ def head_mid_tail_table(metrics):
 def k_means(x, k, seed, starts=1, counts=None):
     """K-Means of unit embeddings x (M, D), numpy, from k-means++; above 100,000 in mini-batches.
 
-    Returns: (M,) long, numbers without gaps: fewer than k where points coincide.   counts: (M,) weights, or None."""
+    Returns: (M,) long, numbers without gaps; fewer than k if points coincide.   counts: (M,) weights, or None."""
     from sklearn.cluster import KMeans, MiniBatchKMeans
     from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits
     kind = KMeans if len(x) <= 100_000 else functools.partial(MiniBatchKMeans, batch_size=10_240)
     with threadpool_limits(1), warnings.catch_warnings():  # one thread: the same sums on any machine
-        warnings.simplefilter("ignore", ConvergenceWarning)  # that points coincide: the banner says it
+        warnings.simplefilter("ignore", ConvergenceWarning)  # for points that coincide: the banner says so
         found = kind(k, n_init=starts, random_state=seed).fit(x, sample_weight=counts).labels_  # (M,)
     return torch.from_numpy(np.unique(found, return_inverse=True)[1])  # (M,) without empty clusters
 
 
 def check_source(train, source):
-    """Before any process group. Raises: UserError where `source` asks for what the data do not have."""
+    """Before any process group. Raises: UserError if the data do not have what `source` needs."""
     if train.streamed and source not in ("captions", "none"):
-        raise UserError(f"--clusters {source}: a stream has captions alone; leave out --streaming")
+        raise UserError(f"--clusters {source}: a stream has only captions; leave out --streaming")
     for column in source.split("-") if source in CLASSES else ():
         if train.column(column) is None:
             has = ", ".join(c for c in ("label", "verb", "noun") if train.column(c) is not None)
@@ -182,8 +182,8 @@ def check_source(train, source):
 
 
 def open_clusters(folder, args, train, device, kmeans):
-    """The clusters of a run, made by the main process, or of a resumed run those it has (its flags and data are the
-    same, or it is refused); None with --clusters none. Collective.
+    """The clusters of a run, made by the main process; a resumed run, whose flags and data must be the same, reads its
+    own. None with --clusters none. Collective.
 
     kmeans: function(embeddings, k=..., counts=...) -> labels, sizes.   Raises: UserError."""
     if args.clusters == "none":
@@ -196,7 +196,7 @@ def open_clusters(folder, args, train, device, kmeans):
 
 
 def first_rows(train):
-    """{key: its first row}: each example once, unfolded or not."""
+    """{key: its first row}: each example once, even if its captions are unfolded into rows."""
     rows = {}
     for i, key in enumerate(train.keys()):
         rows.setdefault(key, i)
@@ -204,9 +204,9 @@ def first_rows(train):
 
 
 def make_clusters(folder, args, train, device, kmeans, pictures=None):
-    """Count kinds once, and write both files. pictures: (rows, (M, D) embeddings) for --clusters vision.
+    """Makes the clusters and writes both files. pictures: (rows, (M, D) embeddings) for --clusters vision.
 
-    Tensors: ids (M,) sorted, labels (M,), sizes (K,); of what was embedded centroids (K, D), sample (S, D) and
+    Tensors: ids (M,) sorted, labels (M,), sizes (K,); if there are embeddings, also centroids (K, D), sample (S, D) and
     sample_labels (S,)."""
     source, counts, state, without, embeddings = args.clusters, None, {}, 0, None
     if source == "captions":
@@ -252,19 +252,19 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
 
 
 def entry(by, key, text):
-    """What is looked up: the words, the key, or both."""
+    """The text that identifies a caption or example: its words, its key, or both."""
     return {"caption": text, "both": f"{key}\n{text}"}.get(by, key)
 
 
 def words_of(by, entry, row, train):
-    """The caption that an entry stands for; of an example its first."""
+    """The caption that belongs to an entry; for an example, its first caption."""
     if by == "both":
         return entry[len(train.key(row)) + 1:]
     return entry if by == "caption" else train.captions(row)[0]
 
 
 def distinct_captions(train):
-    """(texts, row of the first example that has each, how often each stands in the data), three lists."""
+    """Three lists: the distinct captions, the first row of each, and how often each occurs."""
     place, rows, counts = {}, [], []
     if train.streamed:
         pairs = ((-1, text) for text in train.first_captions(STREAMED))
@@ -279,10 +279,10 @@ def distinct_captions(train):
 
 
 def class_names(data, source):
-    """Name of each row's class (of both classes together), None where a row has none; [] without such a column."""
+    """Name of each row's class (of verb-noun both, joined), None for a row without; [] without such a column."""
     def of(column):
         values, names = data.column(column), data.names(column)
-        known = [v is not None and v == v and v != -1 for v in values]  # v != v: not a number
+        known = [v is not None and v == v and v != -1 for v in values]  # v != v: NaN
         return [(names[int(v)] if names else str(v)) if k else None for v, k in zip(values, known)]
     columns = source.split("-")
     if any(data.column(c) is None for c in columns):
@@ -291,9 +291,9 @@ def class_names(data, source):
 
 
 def read_clusters(path, train):
-    """A cluster file, JSON {"KEY": cluster} or {"KEY": [cluster of each caption]}, for the captions of train.
+    """Reads a cluster file, JSON {"KEY": cluster} or {"KEY": [cluster of each caption]}, for the captions of train.
 
-    Returns: by ('example' or 'both'), entries, rows, clusters found (four lists but the first), how many have none.
+    Returns: by ('example' or 'both'); the lists of entries, rows and clusters; how many have no cluster.
     """
     known = read_json(path)
     if not known or not all(isinstance(v, (int, str, list)) for v in known.values()):
@@ -301,19 +301,19 @@ def read_clusters(path, train):
     for key, value in known.items():
         odd = [c for c in (value if isinstance(value, list) else [value]) if c is not None and not _is_name(c)]
         if odd:
-            raise UserError(f"--clusters {path}: {json.dumps(odd[0])[:40]} of {key[:100]} is no cluster; write a whole "
-                            "number or a name, and in a list null for a caption without one")
+            raise UserError(f"--clusters {path}: {json.dumps(odd[0])[:40]} of {key[:100]} is not a cluster; write a "
+                            "whole number or a name, and in a list null for a caption without one")
     by, found, without = "both" if any(isinstance(v, list) for v in known.values()) else "example", {}, set()
     for i in range(len(train)):
         key, texts = train.key(i), train.captions(i)
-        numbers = range(len(texts)) if train.which is None else [int(train.which[i])]  # unfolded: one caption a row
+        numbers = range(len(texts)) if train.which is None else [int(train.which[i])]  # unfolded: one caption per row
         for k, text in zip(numbers, texts):
             cluster = known.get(key)
             if isinstance(cluster, list):
                 has = len(train.texts[i]["captions"])
-                if len(cluster) > has:  # fewer are none for captions that came later (--extra-captions)
+                if len(cluster) > has:  # fewer: captions added later (--extra-captions) have no cluster
                     raise UserError(f"--clusters {path}: {len(cluster)} clusters for the {has} captions of {key}; a "
-                                    "list has one for each caption in order, the empty ones left out")
+                                    "list has one for each caption in order, without the empty captions")
                 cluster = cluster[k] if k < len(cluster) else None
             if cluster is None:
                 without.add(entry(by, key, text))
@@ -326,12 +326,12 @@ def read_clusters(path, train):
 
 
 def _is_name(cluster):
-    """Is it a whole number, or a text that says something? NaN, 1.0, a list and an empty text are none."""
+    """Whether it is a whole number or a non-empty text; NaN, 1.0 and lists are not."""
     return isinstance(cluster, int) or isinstance(cluster, str) and cluster.strip()
 
 
 def embed_pictures(args, train, device):
-    """(rows, (M, D)) of the training images or clips by --cluster-encoder; all processes share the work. Collective."""
+    """(rows, embeddings (M, D)) of the training images or clips; the processes share the work. Collective."""
     try:
         vision = common.VisionEncoder(args.cluster_encoder, 0, True, args.image_size)
         transform = common.EvalTransform(args.image_size, *vision.stats)
@@ -345,7 +345,7 @@ def embed_pictures(args, train, device):
 
 
 def largest_first(found, counts=None):
-    """Renumber clusters by size: found (M,), numbers or names -> labels (M,), sizes (K,), old names (K list)."""
+    """Renumbers clusters by size: found (M,), numbers or names -> labels (M,), sizes (K,), old names (list of K)."""
     names, labels = np.unique(found, return_inverse=True)
     sizes = np.bincount(labels, counts).round().astype(np.int64)  # (K,)
     order = np.argsort(-sizes, kind="stable")

@@ -1,4 +1,4 @@
-"""What opens the data of a run: the training set, its evaluation sets, and the flags that say how."""
+"""Opens the data of a run: the training set, the evaluation sets, and mama.py's meta-data, as the flags say."""
 
 import collections
 import dataclasses
@@ -19,18 +19,18 @@ import torch
 from readers import text
 from readers.guards import say_part
 
-CLUSTERS = 50  # of captions, which stand for the classes of meta-data
-FEW_STEPS = 200  # below, small towers from scratch have learnt next to nothing
-CLUSTERED = 20_000  # rows, the first by the hash of their names, among which the clusters are made
-# What load_data takes from the flags of a script.
+CLUSTERS = 50  # of captions; they take the place of classes to balance meta-data
+FEW_STEPS = 200  # with fewer, small towers from scratch have learnt next to nothing
+CLUSTERED = 20_000  # rows that are clustered: the first in the order of the hash of their names
+# The flags of a script that load_data takes as options.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "streaming",
               "max_bad_fraction", "max_pixels", "hold_out_val", "extra_captions")
 
 
 def repeated_captions(data):
-    """What the banner says of examples that share a caption, the false negatives of a batch; "" for class names as
-    captions, and where there are too many rows to look at."""
+    """The banner's words on examples that share a caption, which are false negatives in a batch; "" if class names
+    serve as captions, or there are too many rows to check."""
     if data.streamed or not data.has_captions or len(data) > IN_MEMORY:
         return ""
     captions = [set(data.captions(i)) for i in range(len(data))]
@@ -40,13 +40,13 @@ def repeated_captions(data):
 
 
 def data_options(args, **more):
-    """The data flags that are set, those of the data set itself among them, as options of load_data."""
+    """The data flags that are set, including the data set's own flags, as options of load_data."""
     names = (*DATA_FLAGS, *options_of(args.dataset))
     return {k: v for k in names if (v := getattr(args, k, None)) or v == 0.0 and k == "max_bad_fraction"} | more
 
 
 def other_options(flags, name, folder=""):
-    """Options of load_data for other data than those that a run with these flags {name: value} trains on."""
+    """Options of load_data for data other than the training set of a run with these flags {name: value}."""
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "hold_out_val", "max_bad_fraction",
             *options_of(name))
     columns = {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
@@ -55,15 +55,15 @@ def other_options(flags, name, folder=""):
 
 
 def open_data(args):
-    """(training split, {name: {val, test}}) of the flags. Before any process group: its errors are quick.
+    """(training split, {name: {val, test}}) as the flags say. It runs before any process group, so errors come fast.
 
-    Raises: UserError where --eval-every would find no val split to evaluate."""
+    Raises: UserError if --eval-every would find no val split to evaluate."""
     train, evals = load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
     without = ", ".join(name for name, splits in evals.items() if "val" not in splits)
     if args.eval_every and not any("val" in splits for splits in evals.values()):
-        raise UserError(f"--eval-every {args.eval_every}: {without} without a val split, which is what it evaluates; "
+        raise UserError(f"--eval-every {args.eval_every}: {without} without a val split, which it would evaluate; "
                         "--hold-out-val takes one out of the training images of a set by name, --eval-every 0 "
-                        "evaluates at the end alone")
+                        "evaluates only at the end")
     for word in args.extra_pairs:
         train = add_pairs(train, word, args, evals)
     if args.eval_every and without:
@@ -79,7 +79,7 @@ def evaluation_sets(args):
         if not name:
             raise UserError(f"--eval-datasets {word}: expected NAME or NAME=DIR")
         if name in evals:
-            raise UserError(f"--eval-datasets {name}: named with two folders; one has to be left out")
+            raise UserError(f"--eval-datasets {name}: named with two folders; leave one of them out")
         options = other_options(vars(args), name, folder)
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder} if folder else {}))
@@ -96,12 +96,12 @@ def evaluation_sets(args):
 
 
 def add_pairs(data, word, args, evals):
-    """The training data and after them those of another set, its rows of clips that the evaluation reads left out; and
-    where that set has no val or test of its own, what is held out for them. Beside questions they have none (None).
+    """The training data followed by those of another set (--extra-pairs). Rows of clips that the evaluation reads are
+    left out, and so are rows held out as that set's val or test. In a set of questions the added rows have none (None).
 
     Args: word: NAME or NAME=DIR of --extra-pairs, DIR with the annotations and the files of the set.
-        args: the flags of the run.   evals: {name: {val, test}}, what is evaluated.
-    Raises: UserError where the two cannot stand in one table."""
+        args: the flags of the run.   evals: {name: {val, test}}, the evaluation sets.
+    Raises: UserError if the two sets cannot be joined in one table."""
     import datasets
     name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "max_bad_fraction",
@@ -116,13 +116,13 @@ def add_pairs(data, word, args, evals):
         raise UserError(f"--extra-pairs {word}: {str(error).replace(f'--dataset {name}: ', '')}") from error
     for part in (data, more):
         if part.streamed or part.sources is None or getattr(args, "feature_dir", None):
-            raise UserError(f"--extra-pairs {word}: joins files with files; {part.name} is a stream, drawn in memory, "
-                            "or read as features")
+            raise UserError(f"--extra-pairs {word}: can only join files with files; {part.name} is a stream, rendered "
+                            "in memory, or read as features")
         if not part.has_captions and (part is more or part.column("question") is None):
             instead = "class names" if part.column("question") is None else "questions"
             raise UserError(f"--extra-pairs {word}: {part.name} has {instead} instead of captions")
     if data.sentences is not None or (data.clip is None) != (more.clip is None):
-        raise UserError(f"--extra-pairs {word}: {more.name} cannot stand beside {data.name}, which holds "
+        raise UserError(f"--extra-pairs {word}: {more.name} cannot be joined to {data.name}, which holds "
                         + ("sentences with relevancies" if data.sentences is not None else
                            "images and not videos" if data.clip is None else "videos and not images"))
     if (data.shards is None) != (more.shards is None):
@@ -133,11 +133,11 @@ def add_pairs(data, word, args, evals):
     kept = np.flatnonzero([n not in read for n in file_names(more)])
     dropped = len(more) - len(kept)
     if not len(kept):
-        raise UserError(f"--extra-pairs {word}: all of its {len(more):,} rows are of clips that the evaluation reads")
+        raise UserError(f"--extra-pairs {word}: all of its {len(more):,} rows belong to clips of the evaluation")
     more = more.select(kept) if dropped else more
     again = int(np.isin(places(more), places(data)).sum())
     if again == len(more):
-        raise UserError(f"--extra-pairs {word}: all of its {again:,} rows are of clips that are trained on already; "
+        raise UserError(f"--extra-pairs {word}: all of its {again:,} rows belong to clips that are trained on already; "
                         "--extra-captions adds captions to them")
     names = ["source", "captions", "key"]
     asked = [c for c in ("question", "answer", "choices", "question_type") if c in data.table.column_names]
@@ -150,18 +150,18 @@ def add_pairs(data, word, args, evals):
     table = datasets.concatenate_datasets(parts)
     which = None if data.which is None else np.concatenate([data.which, more.which])
     shards = None if data.shards is None else np.concatenate([data.shards, more.shards + data.shards.max() + 1])
-    note = f"{len(more):,} further pairs of {more.name}, {len(more) / len(table):.0%} of an epoch"
+    note = f"{len(more):,} more pairs from {more.name}, {len(more) / len(table):.0%} of an epoch"
     note += f" ({more.note})" if more.note else ""
     note += f", {dropped:,} of clips that the evaluation reads left out" if dropped else ""
     note += f", {again:,} of clips that are trained on already, which a batch may hold twice" if again else ""
-    note += f"; captions alone are joined, without {', '.join(lost)}" if lost else ""
+    note += f"; only captions are joined, without {', '.join(lost)}" if lost else ""
     note += "; they have no questions" if asked else ""
     return dataclasses.replace(data, table=table, rows=None, which=which, shards=shards, own=data.own or data,
                                note=join_notes(data.note, note))
 
 
 def places(data):
-    """(M,) a number for what each row reads: a file, a place in a tar, a window; of a picture in the table its own."""
+    """(M,) a hash of what each row reads (file, place in a tar, window); of an image inside the table, of its row."""
     real = functools.lru_cache(os.path.realpath)
 
     def number(i, source):
@@ -173,7 +173,7 @@ def places(data):
 
 
 def file_names(data):
-    """For each row its file's name without folder and ending, by which two sets know the same clip."""
+    """The stem of each row's file name, by which the same clip is found in two sets."""
     stem = functools.lru_cache(lambda path: Path(path).stem)
     places = (source for batch in data.sources.iter(10_000) for source in batch["source"])
     for key, source in zip(data.keys(), places, strict=True):
@@ -181,24 +181,24 @@ def file_names(data):
 
 
 def largest_batch(data):
-    """The largest global batch that a data set fills and that the processes can share; 0 where there is none."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))  # asked before there is a process group
+    """The largest global batch that a data set can fill and the processes can divide; 0 if there is none."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # there is no process group yet
     fits = data.examples // processes * processes
     return fits if fits > 1 else 0
 
 
 def fit_to(args, data):
-    """Change flags as two flags ask: --batch-size to what the data hold (--fit-batch), --epochs and with them the
-    warm-up to what makes --min-steps steps. Raises: UserError where the batch is larger than the data.
+    """Adapts flags to the data: --fit-batch lowers --batch-size to the number of examples, and --min-steps raises
+    --epochs, and the warm-up with them. Raises: UserError if the batch is larger than the data.
 
-    Returns: {flag: what the banner says} of those that it changed."""
+    Returns: {flag: words for the banner} of the changed flags."""
     said, fits, epochs = {}, largest_batch(data), args.epochs
     if args.fit_batch and fits and data.examples < args.batch_size:
         said["--batch-size"] = (f"--batch-size {args.batch_size} -> {fits}: the training set has {data.examples} "
                                 "examples")
         args.batch_size = fits
     if data.examples < args.batch_size:
-        hint = f"; --batch-size {fits} fits, and --fit-batch takes it by itself" if fits else "; give more data"
+        hint = f"; --batch-size {fits} fits, and --fit-batch sets it by itself" if fits else "; give more data"
         raise UserError(f"--batch-size {args.batch_size}: larger than the {data.examples} training examples of "
                         f"{data.name}{hint}")
     per_epoch = data.examples // args.batch_size
@@ -210,25 +210,25 @@ def fit_to(args, data):
 
 
 def few_steps(args, total, per_epoch):
-    """What the banner adds where the epochs make hardly a run."""
+    """The banner's warning if the epochs make only a few steps; "" otherwise."""
     if args.max_steps or total >= FEW_STEPS:
         return ""
     return f"; WARNING: too few to learn from; --epochs {math.ceil(500 / per_epoch)} makes 500"
 
 
 # ------------------------------------------------- meta-data of mama.py ----------------------------------------------
-# few, clean and balanced examples of training; of val, and then of no evaluation; or named ones
+# a few clean, balanced examples: from train, from val (which are then not evaluated on), or those that a file names
 def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval", balance="auto"):
     """(Data of the meta-data, the evaluation sets without them).
 
-    Args: wanted: train, val or a file of names; size: examples of train or val; batch: those of a step; balance: over
-        classes, where there are some (auto) or else refused (classes), clusters of captions, or none.
-    Raises: UserError where they are too few, or asked of a stream."""
+    Args: wanted: train, val or a file of names; size: number of examples from train or val; batch: examples per step;
+        balance: over classes if there are any (auto), over classes or refuse (classes), over caption clusters, or none.
+    Raises: UserError if there are too few, or the data are a stream."""
     source = train if wanted != "val" else evals.get(dataset, {}).get("val")
     if source is None or source.streamed:
         raise UserError(f"--meta-set {wanted}: {dataset} has no such split to take rows from"
                         + (" (a stream); use --meta-set val" if source is not None else ""))
-    own = source.own or source                                             # without --extra-pairs; its rows come first
+    own = source.own or source                                             # without --extra-pairs, whose rows come last
     if wanted in ("train", "val"):
         columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(task, ["label", "verb"])
         if balance == "classes" and all(own.column(c) is None for c in columns):
@@ -240,22 +240,22 @@ def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval", bala
         rows, how = named_rows(own, wanted), "by name"
     if len(rows) < batch:
         raise UserError(f"--meta-set {wanted}: {len(rows)} examples, fewer than --meta-batch-size {batch}")
-    note = f"{len(rows)} of {source.split}, {how}; {batch} a step"
+    note = f"{len(rows)} of {source.split}, {how}; {batch} per step"
     if wanted == "val":
         rest = np.setdiff1d(np.arange(len(source)), rows)
         if not len(rest):
-            raise UserError(f"--meta-size {size}: val has {len(source)} examples, none would be left "
+            raise UserError(f"--meta-size {size}: val has {len(source)} examples, so none would be left "
                             "to evaluate on")
         evals = evals | {dataset: evals[dataset] | {"val": source.select(rest)}}
-        note += "; no evaluation on val sees them, and only --weighting meta and l2rw learn from them"
+        note += "; they are left out of evaluation, and only --weighting meta and l2rw learn from them"
     meta = source.select(rows)
     meta.note = note
     return meta, evals
 
 
 def balanced_rows(data, size, columns=("label", "verb"), captions=False):
-    """(size,) rows by a hash of their names, classes (or clusters of captions) in turn, without those known to be
-    noisy; and words for it."""
+    """(size,) rows in the order of a hash of their names, taking classes (or caption clusters) in turn and leaving out
+    rows known to be noisy; and a description of this for the note."""
     place = np.array([common.key_hash(f"meta {key}") for key in data.keys()])                            # (M,)
     noisy = data.column("noisy")
     rows = np.argsort(place, kind="stable")
@@ -268,20 +268,20 @@ def balanced_rows(data, size, columns=("label", "verb"), captions=False):
         kinds = caption_clusters(data, rows)
         of = f"{len({*kinds})} clusters of captions"
     if kinds is not None:
-        seen, turn = {}, []                                                # how many of its class came before each row
+        seen, turn = {}, []                                                # turn: rows of its class before each row
         for c in kinds:
             seen[c] = seen.get(c, -1) + 1
-            turn.append(seen[c] if c != -1 else len(rows))                 # without a class: the last to be taken
+            turn.append(seen[c] if c != -1 else len(rows))                 # rows without a class are taken last
         rows = rows[np.argsort(turn, kind="stable")]
     clean = ", known to be clean" if noisy is not None else ", not known to be clean: captions as the set has them"
     return np.sort(rows[:size]), ("at random" if kinds is None else f"balanced over {of}") + clean
 
 
 def caption_clusters(data, rows):
-    """[number of the cluster of each row's captions]: K-Means on tf-idf of all captions of a row as one text, where
-    mmts.py has single ones. The same on every process, and at every --seed.
+    """[cluster number of each row]: K-Means on tf-idf, with all captions of a row as one text (mmts.py clusters single
+    captions). The result is the same on every process and for every --seed.
 
-    Raises: UserError where no caption has a word."""
+    Raises: UserError if no caption has a word."""
     texts = [" ".join(data.captions(i)) for i in rows]
     try:
         encoder = SentenceEncoder("tf-idf", torch.device("cpu"), texts)
@@ -292,11 +292,11 @@ def caption_clusters(data, rows):
 
 
 def named_rows(data, file):
-    """Rows of the names (keys) in a file, one a line. Raises: UserError for a name that is not there."""
+    """Rows of the names (keys) in a file with one name per line. Raises: UserError for an unknown name."""
     lines = text.read_lines(file)
     names = dict.fromkeys(lines)
     if len(names) < len(lines):
-        say(f"--meta-set {file}: {len(lines) - len(names):,} of its {len(lines):,} lines name an example again")
+        say(f"--meta-set {file}: {len(lines) - len(names):,} of its {len(lines):,} lines repeat a name")
     where = {key: i for i, key in enumerate(data.keys())}
     missing = [n for n in names if n not in where]
     if missing:

@@ -1,4 +1,4 @@
-"""A run's folder: making one, who holds it, and what the run ran with."""
+"""A run's folder: making and locking it, and writing its settings, model and log."""
 
 import contextlib
 import errno
@@ -19,12 +19,12 @@ from engine.checkpoints import kept_rows
 
 import torch
 
-GRACE = 20  # seconds until what one node wrote must be seen by the others: network file systems remember what was not
+GRACE = 20  # seconds in which a file of one node must be visible on the others: network file systems cache misses
 
 
 @contextlib.contextmanager
 def inside(flag, folder):
-    """What cannot be written inside is a UserError with the flag that names the folder."""
+    """Context that turns an OSError into a UserError with the flag that names the folder."""
     try:
         yield
     except OSError as error:
@@ -32,7 +32,7 @@ def inside(flag, folder):
 
 
 def make_folder(folder, flag):
-    """mkdir -p on the main process; all processes raise together when it cannot be."""
+    """mkdir -p on the main process; if it fails, all processes raise together."""
     def make():
         with inside(flag, folder):
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -40,18 +40,18 @@ def make_folder(folder, flag):
 
 
 def seen_by_all(folder, flag):
-    """Every process sees the run folder, which may lie on the main process's node alone. Collective.
+    """Checks that every process sees the run folder, which may be on the main process's node only. Collective.
 
     Raises: UserError on all processes, before anything is trained that could not be saved."""
     def leave_token():
-        token = folder / f"seen_{uuid.uuid4().hex}"  # a folder of this name may lie on each node
+        token = folder / f"seen_{uuid.uuid4().hex}"  # each node may have a folder of the same name of its own
         with base.writing(token):
             token.touch()
         return token
     token, blind, began = base.on_main(leave_token), "", time.monotonic()
     while not blind:
         with contextlib.suppress(OSError):
-            if token.name in os.listdir(folder):  # a list is asked of the server, a single name may not be
+            if token.name in os.listdir(folder):  # listing asks the server; a single name may come from a cache
                 break
         blind = f"process {rank()} on {socket.gethostname()}" if time.monotonic() > began + GRACE else ""
         time.sleep(0.2)
@@ -64,9 +64,9 @@ def seen_by_all(folder, flag):
 
 
 def lock_folder(folder, flag):
-    """Hold a folder for the run of this process: an open file, whose lock dies with the process.
+    """Locks a folder for the run of this process. Returns the open file; its lock ends with the process.
 
-    Raises: UserError naming the process that holds it."""
+    Raises: UserError that names the process that holds the lock."""
     file = open(folder / "run.lock", "a+", encoding="utf8")
     try:
         if os.name == "nt":
@@ -77,7 +77,7 @@ def lock_folder(folder, flag):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked loader workers
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            say(f"{folder} cannot be locked on this file system ({error.strerror}): start no second run in it")
+            say(f"{folder} cannot be locked on this file system ({error.strerror}): do not start a second run in it")
             return file
         file.seek(0)
         raise UserError(f"{flag} {folder}: a run is in progress there ({file.read().strip()}); wait for it, or end "
@@ -89,7 +89,7 @@ def lock_folder(folder, flag):
 
 
 def versions():
-    """Packages, commit and device, one a line."""
+    """Packages, commit and device, one per line."""
     from importlib.metadata import PackageNotFoundError, version
     lines = [f"python {sys.version.split()[0]}"]
     for package in ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "accelerate", "numpy",
@@ -103,7 +103,7 @@ def versions():
 
 
 def commit():
-    """git sha of this checkout, '+changes' where more than benchmarks/results differs, 'unknown' outside git."""
+    """git sha of this checkout, with '+changes' if more than benchmarks/results differs; 'unknown' outside git."""
     here = Path(__file__).parent.parent
     def git(*words):
         return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
@@ -115,13 +115,13 @@ def commit():
 
 
 def method_of(file):
-    """SHA-256 of a script's text from METHOD on, by which the steps of a run are made."""
+    """SHA-256 of a script's text from METHOD on, the part that determines the steps of a run."""
     text = Path(file).read_text(encoding="utf8")
     return hashlib.sha256((text.partition("= METHOD =")[2] or text).encode()).hexdigest()
 
 
 def start_run(args, script):
-    """(path of the run folder, its lock): made or reopened by the main process; all processes raise together."""
+    """(path of the run folder, its lock). The main process makes or reopens it; all processes raise together."""
     lock = None
     def open_it():
         nonlocal lock  # an open file stays in its process
@@ -151,8 +151,8 @@ def _open_folder(args, script):
 
 
 def _new_folder(args, script):
-    """The folder of a new run. An automatic name gets a number where it is taken; a folder with a --run-name in
-    which nothing was trained yet is taken over."""
+    """The folder of a new run. An automatic name gets a number if it is taken. A folder with this --run-name is used
+    again if nothing was trained in it yet."""
     name = args.run_name or f"{script}__{base.slug(args.dataset)}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
@@ -169,8 +169,8 @@ def _new_folder(args, script):
 
 # ================================================ what a run writes =================================================
 def save_model(folder, model, tokenizer, spec):
-    """The encoders alone: model.safetensors, model.json (with its checksum), tokenizer/. Main process only; reads back
-    with load_model."""
+    """Writes the encoders: model.safetensors, model.json (with the checksum), tokenizer/. Main process only. load_model
+    reads them."""
     weights = Path(folder) / "model.safetensors"
     base.write_tensors(weights, model.state_dict())
     base.write_json(Path(folder) / "model.json", spec | {"sha256": base.checksum(weights)})
@@ -180,20 +180,20 @@ def save_model(folder, model, tokenizer, spec):
 
 
 class Log:
-    """metrics.jsonl (always), a tracker when asked for, and the numbers so far for the pictures.
+    """The log of a run: metrics.jsonl, a tracker if wanted, and all rows so far, for the pictures.
 
-    The main process alone writes."""
+    Only the main process writes."""
 
     def __init__(self, folder, accelerator, tracker, tracker_id=None, config=None, first_step=0, again=False):
         self.path, self.accelerator, self.tracker, self.rows = Path(folder) / "metrics.jsonl", accelerator, tracker, []
         self.tracker_id = tracker_id
-        if self.path.exists():  # a resumed run drops what its checkpoint had not seen
+        if self.path.exists():  # a resumed run drops the rows after its checkpoint
             self.rows = kept_rows(self.path, first_step, again)
         if tracker:
             self.tracker_id = open_tracker(tracker, Path(folder), accelerator, tracker_id, config or {})
 
     def write(self, row):
-        """row: dict of numbers with `step`; nested dicts (evaluation) are kept as they are in the file."""
+        """Adds a row: a dict of numbers with `step`; the file keeps nested dicts (evaluation) as they are."""
         self.rows.append(row)
         if rank() == 0:
             with base.writing(self.path), open(self.path, "a", encoding="utf8") as f:
@@ -203,13 +203,13 @@ class Log:
             self.accelerator.log(numbers, step=row["step"])
 
     def column(self, name, x="step"):
-        """(steps, values) of a logged number; nested names join with '/'."""
+        """(steps, values) of a logged number; nested names are joined with '/'."""
         pairs = [(r[x], v) for r in self.rows for v in [base.flatten(r).get(name)] if v is not None]
         return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
 def open_tracker(tracker, folder, accelerator, tracker_id, config):
-    """Starts it in the run folder, or goes on with `tracker_id` of a run before; returns the id. config: the flags."""
+    """Starts a tracker in the run folder, or continues a resumed run's `tracker_id`; returns its id. config: flags."""
     digest = hashlib.sha1(str(folder.resolve()).encode()).hexdigest()[:6]
     tracker_id = tracker_id or f"{folder.name}-{digest}"
     options = {"wandb": {"id": tracker_id, "name": folder.name, "resume": "allow", "dir": str(folder)},
@@ -222,7 +222,7 @@ def open_tracker(tracker, folder, accelerator, tracker_id, config):
 
 
 def peak_memory_mb():
-    """Peak memory of this process: of the GPU where it uses one, else resident; 0 where it is not known (Windows)."""
+    """Peak memory of this process in MiB: GPU memory if it uses a GPU, else resident; 0 if unknown (Windows)."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
     try:

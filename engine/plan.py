@@ -1,8 +1,8 @@
-"""--plan: the memory that a run asks of each card, by arithmetic, without data, weights or a card.
+"""--plan: an estimate of the memory that a run needs on each GPU, without data, weights or a GPU.
 
-Parameters, gradients and what the optimiser keeps are counted; what the encoders keep of an example for the way back is
-measured on the CPU, in the precision of the run (fp16 as bf16), on encoders with random weights. GB are 10^9 bytes: a
-card sold by that name has some 6 % more, which is left for fragments.
+Parameters, gradients and optimiser states are counted. The activations that the encoders keep per example for the
+backward pass are measured on the CPU, in the precision of the run (fp16 as bf16), with random weights. GB are 10^9
+bytes: a card sold by that name has some 6 % more, which is left for fragmentation.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from sets import MODULES
 
 VIDEOS = ("sets.videos", "sets.questions", "sets.epic", "sets.ssv2", "sets.moving_emoji")  # sets of clips
 CONTEXT = 1.5e9  # bytes that CUDA, cuDNN, NCCL and the compiler's kernels take
-STAND_INS = {  # name -> (transformers' configuration, its arguments): of the same size, for who has no hub
+STAND_INS = {  # name -> (transformers' configuration, its arguments): models of the same size, for use without the hub
     "openai/clip-vit-base-patch32": ("CLIPConfig", {}),
     "openai/clip-vit-base-patch16": ("CLIPConfig", {"vision_config": {"patch_size": 16}}),
     "laion/CLIP-ViT-B-16-laion2B-s34B-b88K": ("CLIPConfig", {"vision_config": {"patch_size": 16}}),
     "distilbert/distilbert-base-uncased": ("DistilBertConfig", {}),
     "google-bert/bert-base-uncased": ("BertConfig", {}),
     "t5-base": ("T5Config", {"d_model": 768, "num_layers": 12, "num_heads": 12, "d_ff": 3072})}
-# views and texts of an example that one forward of a loss sees; TeMo sees both twice for the losses within a modality
+# (views, texts) of an example in one forward pass of a loss; TeMo has two of each for its unimodal losses
 VIEWS = {"slip": (3, 1), "simclr": (2, 0), "sdclr": (2, 0), "moco": (1, 0)}
 
 
 class Words:
-    """Stands in for a tokenizer: texts as long as they may be."""
+    """Takes the place of a tokenizer: every text has the maximal length."""
 
     def __init__(self, length, vocabulary=4000):
         self.length, self.tokenizer = length, range(vocabulary)
@@ -41,8 +41,8 @@ class Words:
 
 
 def config_of(name):
-    """The configuration of a transformers encoder as a dict: from the cache, else a stand-in; None for others, which
-    their own reader asks for."""
+    """The configuration of a transformers encoder as a dict, from the cache or else from STAND_INS; None for other
+    encoders, which load their own."""
     import transformers
     name = name.rpartition(":")[2]  # after clip_vip:
     with contextlib.suppress(OSError, ValueError):
@@ -53,7 +53,7 @@ def config_of(name):
 
 
 def saved_bytes(model, function):
-    """Bytes that a forward keeps for the way back, each storage once, without the model's own tensors."""
+    """Bytes that a forward pass keeps for the backward pass: each storage once, without the model's own tensors."""
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     seen = {}
 
@@ -63,14 +63,14 @@ def saved_bytes(model, function):
             seen[storage.data_ptr()] = storage.nbytes()
         return x
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        kept = function()  # alive until all is counted: a freed place would be used again
+        kept = function()  # kept alive until all is counted, so that no memory is reused
     return sum(seen.values()) if kept is not None else 0
 
 
 def measure(model, inputs, precision):
-    """(bytes of each example, bytes of a forward whatever the batch: weights in half precision).
+    """(bytes per example, bytes per forward pass that do not depend on the batch: half-precision weights).
 
-    inputs: function of a number of examples -> keywords of model."""
+    inputs: function, number of examples -> keywords of model."""
     sizes = []
     for n in (1, 2):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision != "no"):
@@ -79,10 +79,11 @@ def measure(model, inputs, precision):
 
 
 def encoders_of(args, clips):
-    """The model of these flags, with random weights, and its Words.   Raises: UserError without its configuration."""
+    """The model of these flags with random weights, and its Words.   Raises: UserError without its configuration."""
     spec = spec_of(args) | {"vision_config": config_of(args.image_encoder)}
     if args.image_encoder in FEATURES:
-        raise UserError(f"--plan: --image-encoder {args.image_encoder} is as wide as its files, and is not counted")
+        raise UserError(f"--plan: --image-encoder {args.image_encoder}: its width is that of its files, so it is not "
+                        "counted")
     words = None
     if spec["text_encoder"]:
         spec["text_config"] = config_of(args.text_encoder)
@@ -98,7 +99,7 @@ def encoders_of(args, clips):
 
 
 def of_an_example(model, words, args, clips, precision):
-    """Bytes that an example keeps, of its images or frames, of its texts; of weights in half precision; of its pixels.
+    """Bytes of (an example's activations, its images' part, its texts' part, half-precision weights, its pixels).
 
     Frames that are encoded one by one are measured one by one."""
     views, texts = VIEWS.get(args.loss, (1, 1 if words else 0))
@@ -123,7 +124,7 @@ def of_an_example(model, words, args, clips, precision):
 
 
 def plan(args, script):
-    """What `--plan` prints.   Raises: UserError where it cannot be told."""
+    """The text that `--plan` prints.   Raises: UserError if no estimate is possible."""
     processes = args.plan
     local = args.batch_size // processes
     if local * processes != args.batch_size:
@@ -144,7 +145,7 @@ def plan(args, script):
     loss = min(local, rows_at_once(local, args.batch_size, torch.device("cuda"))) * 84 * args.batch_size
     fixed += min(loss, 2**30)
     ahead = 0
-    if getattr(args, "weighting", "") in ("meta", "l2rw") and args.loss == "mama":  # in float32, before the step itself
+    if getattr(args, "weighting", "") in ("meta", "l2rw") and args.loss == "mama":  # the look-ahead, in float32
         exact = of_an_example(model, words, args, clips, "no")[0] if half else whole
         ahead = exact * max(local, args.meta_batch_size // processes) + 12 * learnt
     need = fixed + max(whole * local, ahead)
@@ -159,7 +160,7 @@ def plan(args, script):
         "for each of": f"{processes} card{'s' * (processes > 1)}" + (f" of {args.gpu_memory:g} GB" if limit else "")
                        + f", --batch-size {args.batch_size} = {processes} x {local}",
         "parameters": f"{P / 1e6:.1f} M: " + ", ".join(f"{k} {gb(v)}" for k, v in copies.items()),
-        "activations": f"{whole / 1e6:.1f} MB an example: " + (f"{args.frames} frames " if clips else "images ")
+        "activations": f"{whole / 1e6:.1f} MB per example: " + (f"{args.frames} frames " if clips else "images ")
                        + f"{image / 1e6:.1f}, texts {text / 1e6:.1f}",
         "beside": f"pixels {gb(pixels * local)}, matrices of the loss {gb(min(loss, 2**30))}, CUDA {gb(CONTEXT)}",
         **({"look-ahead": f"{gb(ahead)} in float32, before the activations of the step"} if ahead else {}),
@@ -170,9 +171,9 @@ def plan(args, script):
         if now <= limit:
             verdict = "fits as it is"
         elif chunk < 1 or ahead + fixed > limit:
-            verdict = "does not fit, not even one example at a time: more cards, or a smaller --batch-size"
+            verdict = "does not fit, not even one example at a time: use more cards, or a smaller --batch-size"
         elif has_batchnorm(model):
-            verdict = "does not fit, and BatchNorm should not see chunks: more cards, or an encoder without it"
+            verdict = "does not fit, and BatchNorm should not see chunks: use more cards, or an encoder without it"
         else:
             verdict = f"does not fit; --chunk-size {floor_of(chunk)} does (where {script} takes chunks)"
         lines["verdict"] = verdict
@@ -181,6 +182,6 @@ def plan(args, script):
 
 
 def floor_of(chunk):
-    """The largest power of two, or three halves of one, that is not above a number of examples."""
+    """The largest power of two, or 3/2 of one, that is at most `chunk` examples."""
     power = 2 ** (chunk.bit_length() - 1)
     return power * 3 // 2 if power > 1 and power * 3 // 2 <= chunk else power

@@ -1,4 +1,4 @@
-"""What a data set holds, before a run trusts it: fingerprints, images in two splits, a strict reading of all.
+"""Checks a data set before training: fingerprints, images that are in two splits, and a strict reading of every file.
 
     python -m tools.check --dataset photos/            # reads every image strictly and lists what cannot be read
 """
@@ -19,12 +19,12 @@ import numpy as np
 
 from readers.pictures import read_file
 
-MOST = 200_000  # rows up to which the sizes of single files are asked for
-SAMPLE, STRETCH = 1_000_000, 1000  # rows of a larger set that a fingerprint reads, in stretches, for the sake of disks
+MOST = 200_000  # rows; in larger sets the sizes of single files are not looked up
+SAMPLE, STRETCH = 1_000_000, 1000  # rows of a larger set that a fingerprint reads, and rows in a run, to spare disks
 
 
 def sizes(data):
-    """(M,) bytes of each example's file, -1 where that is not known or would take too long to ask."""
+    """(M,) bytes of each example's file, -1 if unknown or too slow to look up."""
     if data.sources is None or len(data) > MOST:
         return np.full(len(data), -1)
     import pyarrow.compute as pc
@@ -45,11 +45,11 @@ def sizes(data):
 
 
 def fingerprint(data, sample=None):
-    """{"examples": M, "digest": text, "captions": text}, by the keys and sizes of a split and by its captions: another
-    one means other data. Of more than `sample` rows (SAMPLE) so many are read, evenly spread: {"sample": ..., ...}."""
+    """{"examples": M, "digest": hash of keys and sizes, "captions": hash of captions} of a split, to compare later. Of
+    more than `sample` rows (default SAMPLE) it reads an evenly spread sample: {"sample": its size, ...}."""
     digest, words, found = hashlib.sha256(), hashlib.sha256(), {"examples": len(data)}
     sample = sample or SAMPLE
-    if len(data) > sample:  # 136 million captions take most of an hour, for which all processes would wait
+    if len(data) > sample:  # 136 million captions would take most of an hour, while all processes wait
         starts = np.linspace(0, len(data) - STRETCH, sample // STRETCH).astype(np.int64)
         data = data.select((starts[:, None] + np.arange(STRETCH)).ravel())
         found["sample"] = sample
@@ -62,15 +62,15 @@ def fingerprint(data, sample=None):
 
 
 def changes(saved, splits):
-    """What differs between saved fingerprints {split: {...}} and these splits {split: Data}: a list of lines."""
+    """The differences between saved fingerprints {split: {...}} and these splits {split: Data}: a list of lines."""
     lines = []
     for split, data in splits.items():
         was = saved.get(split)
         if was and was["examples"] != len(data):
             lines.append(f"{split}: {was['examples']:,} examples, now {len(data):,}")
             continue
-        now = fingerprint(data, was.get("sample", len(data))) if was else {}  # as the saved one was made
-        if not was or all(was[k] == now.get(k) for k in was):  # a run of an older version knows less of its data
+        now = fingerprint(data, was.get("sample", len(data))) if was else {}  # made as the saved one was
+        if not was or all(was[k] == now.get(k) for k in was):  # a run of an older version saved fewer entries
             continue
         same = f"{len(data):,} examples as before"
         if was["digest"] != now["digest"]:
@@ -81,26 +81,26 @@ def changes(saved, splits):
 
 
 def since_training(run, key, data):
-    """What a split is no more since a run was trained, by the fingerprints in its folder: a list of lines, said aloud.
-    key: what the run calls that split."""
+    """Warns of changes of a split since a run was trained, found by the fingerprints in its folder. Returns them as a
+    list of lines. key: the run's name of the split."""
     lines, path = [], Path(run) / "data.json"
     try:
         lines = changes(base.read_json(path, {}), {key: data})
     except (UserError, TypeError, KeyError) as error:
-        say(f"WARNING: {path} is damaged ({base.first_line(error)}): whether the data changed is not known")
+        say(f"WARNING: {path} is damaged ({base.first_line(error)}): it is not known whether the data changed")
     for line in lines:
-        say(f"WARNING: the data are not what they were when the run was trained: {line}; its numbers do not "
-            "compare")
+        say(f"WARNING: the data have changed since the run was trained: {line}; the numbers are not "
+            "comparable")
     return lines
 
 
 def verify(folder, train, evals, limit):
-    """(train, evals, {split: {key: reason}}) without the images that a strict reader refuses, and what these are.
+    """(train, evals, {split: {key: reason}}): the data without the images that a strict reader refuses, and those.
 
-    A resumed run leaves out what it left out at first (unreadable.json). Collective.
-    Args: evals: {name: {split: Data}}.   limit: --max-bad-fraction.   Raises: UserError when there is too much."""
+    A resumed run leaves out the same images as before (unreadable.json). Collective.
+    Args: evals: {name: {split: Data}}.   limit: --max-bad-fraction.   Raises: UserError if there are more."""
     if train.streamed:
-        raise UserError("--verify-images: a stream cannot be read beforehand")
+        raise UserError("--verify-images: a stream cannot be read before training; leave out one of the two")
     places = [("", "train", train)] + [(name, split, data) for name, of in evals.items() for split, data in of.items()]
     known = base.on_main(base.read_json, folder / "unreadable.json")
     found = known or {f"{name} {split}".strip(): unreadable(data) for name, split, data in places}
@@ -121,7 +121,7 @@ def verify(folder, train, evals, limit):
 
 
 def leave_out(data, keys):
-    """The data without the examples of these keys, which cannot be read; said in its note."""
+    """The data without the unreadable examples with these keys; the note counts them."""
     left = [i for i, key in enumerate(data.keys()) if key not in (keys or ())]
     if len(left) == len(data):
         return data
@@ -130,23 +130,23 @@ def leave_out(data, keys):
 
 
 def compare(folder, train, evals, resumed=""):
-    """Words about examples of the evaluation {name: {split: Data}} that stand in train as well, for the banner.
+    """A text for the banner on examples of the evaluation {name: {split: Data}} that are in train as well.
 
-    The fingerprints are kept in folder/data.json. In a resumed run what changed is said, and other training data are
-    refused: UserError."""
+    The fingerprints are kept in folder/data.json. A resumed run warns of changes and refuses changed training data with
+    a UserError."""
     splits = {"train": train} | {f"{name} {s}": data for name, of in evals.items() for s, data in of.items()}
     splits = {s: data for s, data in splits.items() if not data.streamed}
     saved = base.read_json(folder / "data.json", {}) if resumed else {}
     for line in changes(saved, splits):
         if line.startswith("train:"):
-            raise UserError(f"--resume {resumed}: the training data are not what they were ({line}); start a "
+            raise UserError(f"--resume {resumed}: the training data have changed ({line}); start a "
                             "new run")
-        say(f"WARNING: the data are not what they were when this run began: {line}")
+        say(f"WARNING: the data have changed since this run began: {line}")
     if not saved:
         prints = {s: fingerprint(data) for s, data in splits.items()}
         for s, of in prints.items():
             if "sample" in of:
-                say(f"{s}: a resumed run compares {of['sample']:,} of its {of['examples']:,} examples, and "
+                say(f"{s}: a resumed run will compare {of['sample']:,} of its {of['examples']:,} examples, and "
                     "their number")
         base.write_json(folder / "data.json", prints)
     words = []
@@ -158,13 +158,13 @@ def compare(folder, train, evals, resumed=""):
 
 
 def content(data, i):
-    """The bytes that make example i, for comparison; b"" where they cannot be had."""
+    """The bytes of example i, for comparison; b"" if they cannot be read."""
     if data.pixels is not None:
         return data.pixels[i].numpy().tobytes()
     source = data.sources[int(i)]["source"]
     try:
         if source is None or source.get("start") is not None:
-            return b""  # windows of one video are no twins
+            return b""  # windows of one video are not twins
         if source.get("bytes"):
             return source["bytes"]
         if source.get("size") is None:
@@ -177,11 +177,11 @@ def content(data, i):
 
 
 def twins(data, other):
-    """How many examples of `other` have the very bytes of an example of `data`; None where it would take too long."""
+    """How many examples of `other` have the same bytes as an example of `data`; None if it would take too long."""
     if max(len(data), len(other)) > MOST:
         return None
     mine, theirs = sizes(data), sizes(other)
-    if data.pixels is not None:  # of one size all of them
+    if data.pixels is not None:  # all have the same size
         mine, theirs = np.zeros(len(data)), np.zeros(len(other))
     shared = np.intersect1d(mine[mine >= 0], theirs[theirs >= 0])
     rows, others = (np.flatnonzero(np.isin(s, shared)) for s in (mine, theirs))
@@ -192,8 +192,8 @@ def twins(data, other):
 def unreadable(data):
     """{key: reason} of the examples that a strict reader refuses, in order; each process reads its share. Collective.
 
-    A JPEG that is cut but has its end marker passes every fast decoder, with grey where pixels are missing; libjpeg
-    only warns, on stderr."""
+    Every fast decoder accepts a truncated JPEG that has its end marker, and fills the missing pixels with grey. Only
+    libjpeg warns, on stderr."""
     from tqdm import tqdm
     bad, mine = {}, range(rank(), len(data), world())
     for i in tqdm(mine, desc=f"reading {data.name} ({data.split})", disable=rank() > 0):

@@ -1,1 +1,1 @@
-"""Evaluation of a data set: ranks, classes, relevancies, answers; metrics.py holds the numbers alone."""
+"""Evaluation of a data set: ranks, classes, relevancies and answers. metrics.py has the pure functions."""

@@ -1,13 +1,13 @@
-"""Questions about videos: what the model that answers them reads of a row, and how it is scored.
+"""Questions about videos: the input of the model that answers them, and its scores.
 
-The model is VIOLET's in small (Fu et al. 2021): [CLS], a token for each frame and the words of the question go through
-one transformer, and a linear layer on [CLS] scores the answers. Open questions have a vocabulary of answers, a score
-each; questions with choices one score for each text "question choice", fused likewise. `dual` has no fusion: its scores
-are cosines of the video with these texts. All of them are two towers before that, so their embeddings have cosines; or
-every video goes with every text through the fusion, after two tokens in the place of [CLS], one for the video and one
-for the text, and the cosine is that of what these two become (`similarity` fused).
+The model is a small VIOLET (Fu et al. 2021). [CLS], one token per frame and the words of the question go through one
+transformer, and a linear layer on [CLS] scores the answers. An open question has one score per answer of a vocabulary.
+A question with choices has one score per text "question choice", fused in the same way. The model `dual` has no fusion:
+its scores are cosines of the video with these texts. Below the fusion there are always two towers, and by default their
+embeddings give the cosine of a video and a text. With `similarity` fused, every video goes through the fusion with
+every text, after one token for the video and one for the text in place of [CLS]; the cosine is that of their outputs.
 
-The model itself is common.QuestionAnswerer, with the other encoders; here is what it reads of a row, and its scores.
+The model itself is common.QuestionAnswerer. This file prepares its input and scores its output.
 """
 
 import dataclasses
@@ -28,17 +28,17 @@ from figures.base import draw_answers, draw_picture
 
 
 def refuse_untrained(model):
-    """Raises: UserError where the embeddings of a model that answers questions have reached no loss."""
+    """Raises: UserError if the embeddings of a question-answering model were not trained by any loss."""
     if getattr(model, "similarity", "") == "fused":
         raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
 
 
 # ======================================================= rows ========================================================
 def check(data, choices):
-    """Raises: UserError where the rows are no questions, or have no choices that are asked for."""
+    """Raises: UserError if the rows have no questions, or lack the choices that --task qa-choice needs."""
     where = f"{data.name} ({data.split})"
     if data.streamed or data.column("question") is None or data.column("answer") is None:
-        raise UserError(f"{where} has no questions; moving-emoji and the sets of sets/questions.py have")
+        raise UserError(f"{where} has no questions; moving-emoji and the sets of sets/questions.py have some")
     data = asked(data)
     lacking = sum(len(c) < 2 for c in data.column("choices") or [[]] * len(data)) if choices else 0
     if lacking:
@@ -47,25 +47,25 @@ def check(data, choices):
 
 
 def asked(data):
-    """The rows that have a question; --extra-pairs brings others, whose answers' loss is 0 (eta_i of Eq. 3)."""
+    """The rows that have a question. Those of --extra-pairs have none; their answer loss is 0 (eta_i of Eq. 3)."""
     data = data.own or data
     rows = [i for i, question in enumerate(data.column("question")) if question is not None]
     return data if len(rows) == len(data) else data.select(rows)
 
 
 def texts(data, limit=None):
-    """All that a tokenizer should know: captions, questions, answers, choices."""
+    """All texts to train a tokenizer on: captions, questions, answers and choices."""
     for i in range(min(len(data), limit or len(data))):
         said = [text for c in ("question", "answer") if (text := data.cell(c, i)) is not None]
         yield from (*data.captions(i), *said, *_choices(data, i))
 
 
 def inputs(data, rows, tokenizer, vocabulary, device):
-    """What QuestionAnswerer reads of these rows beside the pixels, on the device.
+    """The inputs of QuestionAnswerer for these rows, apart from the pixels, on the device.
 
     Returns: question {..: (B, L)}; answers (B,), see right_answers; and without a vocabulary choices {..: (B, C, L),
-        there: (B, C)}, C the most that a row here has. A row without a question has its caption there, and one choice:
-        its scores are finite, and reach no loss.
+        there: (B, C)}, C = the largest number of choices of these rows. A row without a question gets its caption as
+        question and one choice: its scores are finite but enter no loss.
     """
     questions = [data.captions(i)[0] if (q := data.cell("question", i)) is None else q for i in rows]
     found = {"question": tokenizer(questions), "answers": right_answers(data, rows, vocabulary)}
@@ -80,16 +80,16 @@ def inputs(data, rows, tokenizer, vocabulary, device):
 
 
 def right_answers(data, rows, vocabulary):
-    """(B,) long: number of the right answer of each of these rows in the vocabulary, -1 where that lacks it or the row
-    has no question; without a vocabulary its number among the choices."""
+    """(B,) long: index of each row's right answer in the vocabulary, -1 if it is not there or the row has no question.
+    Without a vocabulary: its index among the row's choices."""
     answers = [data.cell("answer", i) for i in rows]
     return answer_numbers(answers, vocabulary, None if vocabulary else [_choices(data, i) for i in rows])
 
 
 def questions_of(train, args):
-    """What the model that answers questions is made with; None for retrieval.
+    """The settings of the question-answering model; None for retrieval.
 
-    Raises: UserError where the rows are no such questions."""
+    Raises: UserError if the rows do not have such questions."""
     if args.task == "retrieval":
         return None
     choices = args.task == "qa-choice"
@@ -100,8 +100,8 @@ def questions_of(train, args):
 
 
 def guess_of(train, questions):
-    """Mean loss of a random guess at the answers, nats: the logarithm of how many the vocabulary has, or of the mean
-    number of choices, times the part of the rows that have a question; 0 for retrieval."""
+    """Mean answer loss of a random guess, in nats: the logarithm of the size of the vocabulary or of the mean number of
+    choices, times the share of the rows that have a question; 0 for retrieval."""
     if not questions:
         return 0.0
     some = asked(train)
@@ -110,7 +110,7 @@ def guess_of(train, questions):
 
 
 def cut_short(data, tokenizer, choices, limit=1000):
-    """How many of the first `limit` questions (with their choices) have more tokens than the tokenizer keeps."""
+    """(cut, n): `cut` of the first n <= `limit` questions (with choices) have more tokens than the tokenizer keeps."""
     n, cut = min(limit, len(data)), 0
     for i in range(n):
         q = data.column("question")[i]
@@ -120,7 +120,7 @@ def cut_short(data, tokenizer, choices, limit=1000):
 
 
 def question_lines(questions, train, tokenizer, args):
-    """What the banner says of the questions of a run, and of the texts that videos are paired with: {word: text}."""
+    """The banner's lines about a run's questions and the texts that are paired with the videos: {word: text}."""
     some, rows = asked(train), len(train)
     cut, tried = cut_short(some, tokenizer, not questions["answers"])
     words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
@@ -128,17 +128,17 @@ def question_lines(questions, train, tokenizer, args):
         known = set(questions["answers"])
         wrong = sum(a not in known for a in some.column("answer"))
         words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
-                  "have another, and no loss of it")
+                  "have another answer, which enters no loss")
     words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
     bare = sum(some.captions(i) == [question] for i, question in enumerate(some.column("question")))
-    paired = f"of {rows:,} rows {rows - bare:,} have a caption, {bare:,} the question in its place"
+    paired = f"of {rows:,} rows {rows - bare:,} have a caption, {bare:,} use the question in its place"
     paired += f"; {rows - len(some):,} have no question, and eta 0" if len(some) < rows else ""
     return {"questions": words + ("; SHUFFLED VIDEOS, a control" if args.shuffle_video else ""), "paired text": paired}
 
 
 def numbers(scores, right, losses, rows, data, device):
-    """Columns of the log: CE, the mean of the answers' losses, 0 where there is no question (Eq. 3); and answered, the
-    part of the questions of the batch that have the right answer, %. Collective.
+    """Columns of the log: CE, the mean answer loss, 0 for rows without a question (Eq. 3); and answered, the share of
+    the batch's questions that are answered right, %. Collective.
 
     Args: scores (B, A), right (B,), losses (B,): of this process; rows (B,): of data."""
     known = torch.tensor([data.cell("question", i) is not None for i in rows])                           # (B,)
@@ -153,9 +153,9 @@ def _choices(data, i):
 
 
 def shuffled(data, seed=0):
-    """The same questions, each with the video of another row: what a model can tell without a look at the video."""
+    """The same questions, each with the video of another row. It shows what a model can tell without the video."""
     rows = np.random.default_rng([7, seed]).permutation(len(data))
-    rows = np.roll(rows, 1)[np.argsort(rows)]                              # one cycle: no row keeps its video
+    rows = np.roll(rows, 1)[np.argsort(rows)]                              # a single cycle: no row keeps its video
     if data.pixels is not None:
         return dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
     import datasets
@@ -164,28 +164,28 @@ def shuffled(data, seed=0):
 
 
 def whole_pairs(data, index):
-    """(Q,) bool, False for an answer or a reason without the other among these rows of data (part of the split is
-    meta-data, or beyond --limit): by itself it would count as a question, and be an easier one.
+    """(Q,) bool, False for an answer whose reason is not among these rows of data, or the reverse (because of meta-data
+    or --limit). Alone, it would count as a question, and as an easier one.
 
-    Raises: UserError where none is whole."""
+    Raises: UserError if no pair is complete."""
     pairs, types = data.column("pair"), data.column("question_type")
     if pairs is None:
         return np.ones(len(index), bool)
     here = Counter(pairs[index].tolist())
     whole = np.array([here[pairs[i]] > 1 or len(types[i].split()) < 2 for i in index])                   # (Q,)
     if not whole.all():
-        say(f"{data.name} ({data.split}): {(~whole).sum():,} of {len(index):,} questions are left out, answers "
-            "or reasons without the other")
+        say(f"{data.name} ({data.split}): {(~whole).sum():,} of {len(index):,} questions are left out: answers "
+            "without their reason, or the reverse")
     if not whole.any():
         raise UserError(f"{data.name} ({data.split}): no question has both its answer and its reason here")
     return whole
 
 
 def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
-    """Accuracy of the answers, as question_metrics, beside what guessing gives. Collective.
+    """Accuracy of the answers, as in question_metrics, and of guessing. Collective.
 
-    Returns: metrics; chance, of the most frequent answer of training or of a draw among the choices; the pieces that
-        `draw` wants. Videos that cannot be read are left out and counted."""
+    Returns: metrics; chance: of the most frequent training answer, or of a random choice; the pieces that `draw` needs.
+        Videos that cannot be read are left out and counted."""
     check(data, not model.answers)
     width = len(model.answers) or max(len(_choices(data, i)) for i in range(len(data)))
 
@@ -214,7 +214,7 @@ class AnswerEvaluator(Evaluator):
     """The Evaluator for questions."""
 
     def check(self):
-        """Before training: every split has questions of this kind, and readable videos."""
+        """Before training. Raises: UserError if a split lacks questions of this kind, or readable videos."""
         for splits in self.sets.values():
             for data in splits.values():
                 check(data, not self.model.answers)
@@ -227,18 +227,18 @@ class AnswerEvaluator(Evaluator):
 
 
 def table(title, metrics, chance):
-    """The result as lines of text, each accuracy beside what guessing gives."""
+    """The result as lines of text, each accuracy with that of guessing."""
     lines = [f"{title}: {metrics['questions']} questions"]
     lines += [f"{name:<28}{metrics[name]:8.1f} ({value:6.1f})" for name, value in chance.items()]
     if "upper_bound" in metrics:
         lines.append(f"{'answers in the vocabulary':<28}{metrics['upper_bound']:8.1f}")
-    guess = "the most frequent answer of training" if "upper_bound" in metrics else "a draw among the choices"
+    guess = "the most frequent answer of training" if "upper_bound" in metrics else "a random choice"
     return "\n".join([*lines, f"(in brackets: {guess})"])
 
 
 def task(case):
-    """The task qa of eval.py: writes the numbers of a Case: answers by type of question, beside them the most frequent
-    answer, or a draw among the choices."""
+    """The task qa of eval.py: writes the numbers of a Case, accuracy by type of question and its chance level: the most
+    frequent answer, or a random choice."""
     subject, args = case.subject, case.args
     how = subject.transform, case.data, subject.device, args.eval_batch, args.workers
     if subject.own.get("shuffle_video"):

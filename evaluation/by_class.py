@@ -1,6 +1,6 @@
-"""Evaluation by class: nearest neighbours, zero-shot, linear probes, and frequent and rare classes apart.
+"""Evaluation by class: nearest neighbours, zero-shot, linear probes, and frequent and rare classes separately.
 
-temperature_schedules.py evaluates with it as its authors do, the others take their kNN from here.
+temperature_schedules.py uses it to evaluate as its authors do; the other scripts take their kNN from here.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from evaluation.metrics import (
 
 
 def recall_by_frequency(ranks, frequency):
-    """R@1 R@5 R@10 R@50 (percent), MdR and MnR apart for queries of frequent and of rare clusters.
+    """R@1 R@5 R@10 R@50 (percent), MdR and MnR, separately for queries of frequent and of rare clusters.
 
     Args: ranks (Q,): rank of each query's best positive, from 1 (retrieval_metrics(..., ranks=True) gives them).
         frequency (Q,): size of the query's training cluster or class.
-    Returns: {head, mid, tail}, each with these keys, queries, and from, to (its frequencies): thirds of the queries,
-        the most frequent first. Queries of one frequency stay together, in the third where their middle falls, so the
-        thirds are not always equal, and one may be missing; {} where all have one frequency.
+    Returns: {head, mid, tail}, each with these keys, queries, and from, to (its frequencies). They are thirds of the
+        queries, the most frequent first. Queries of equal frequency stay together, in the third where their middle
+        falls, so the thirds may differ in size, and one may be missing; {} if all frequencies are equal.
     Raises: ValueError on lengths that differ.
     """
     ranks, frequency = np.asarray(ranks), np.asarray(frequency)
@@ -40,7 +40,7 @@ def recall_by_frequency(ranks, frequency):
     sizes, where, count = np.unique(-frequency, return_inverse=True, return_counts=True)  # most frequent first
     if len(sizes) < 2:
         return {}
-    middle = (count.cumsum() - count / 2) / len(ranks)  # of each frequency, as a part of the queries
+    middle = (count.cumsum() - count / 2) / len(ranks)  # the middle of each frequency's queries, in 0..1
     third = np.minimum((3 * middle).astype(int), 2)[where]  # (Q,)
     out = {}
     for number, name in enumerate(("head", "mid", "tail")):
@@ -53,7 +53,7 @@ def recall_by_frequency(ranks, frequency):
 
 
 def nearest(known, known_labels, features, labels, device=None):
-    """(kNN@1, its chance) of features (Q, width) with labels (Q,) among known (M, width), of rows that have a class."""
+    """(kNN@1, its chance) of features (Q, width) with labels (Q,) among known (M, width), without rows of no class."""
     (mine, theirs), (known, features) = with_class((known_labels, labels), (known, features))
     known, features = on_card(device, known, features)
     found = knn_accuracy(known, torch.from_numpy(mine), features, torch.from_numpy(theirs))
@@ -61,17 +61,17 @@ def nearest(known, known_labels, features, labels, device=None):
 
 
 def with_class(labels, features):
-    """The rows that have a class (>= 0): tuples of labels (M,) numpy and of features (M, width), split by split."""
+    """Keeps the rows that have a class (>= 0). labels: (M,) numpy of each split; features: (M, width) of each split."""
     has = [y >= 0 for y in labels]  # (M,) bool each
     return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
 
 
 def class_metrics(train, train_labels, test, test_labels, few=None, limits=None, device=None):
-    """kNN@1, kNN@10, the few-shot (smallest class's size) and the all-images probe of features.
+    """kNN@1, kNN@10, the few-shot probe (as many images per class as the smallest has) and the probe on all images.
 
-    Args: train (M, width), test (Q, width), labels numpy; few: (features, labels) that the few-shot probe learns from
-        instead; limits: of head_mid_tail; device: where neighbours are looked for.
-    Returns: metrics and chance, by name -> {top1, mean_per_class, head, mid, tail} in percent, and the per-class kNN@1.
+    Args: train (M, width), test (Q, width), labels numpy; few: (features, labels) for the few-shot probe instead;
+        limits: of head_mid_tail; device: where neighbours are computed.
+    Returns: metrics and chance, {name: {top1, mean_per_class, head, mid, tail}} in percent; the per-class kNN@1.
     """
     y, truth = torch.from_numpy(train_labels), torch.from_numpy(test_labels)
     classes, data = np.unique(train_labels), (train, y, test, truth)
@@ -91,7 +91,7 @@ def class_metrics(train, train_labels, test, test_labels, few=None, limits=None,
 
 
 def class_table(title, metrics, chance):
-    """class_metrics as lines of text, each number beside its chance level."""
+    """class_metrics as lines of text, each number with its chance level."""
     header = f"{'':<12}{'top-1 (chance)':>20}{'mean per class':>20}{'head':>8}{'mid':>8}{'tail':>8}"
     lines = [f"{title}: {metrics['images']} images", header]
     for name in chance:
@@ -104,11 +104,11 @@ def class_table(title, metrics, chance):
 
 
 class ClassEvaluator:
-    """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set; {} where it
-    fails, which is reported in .errors. Where the set has no such split: the training features alone. Collective.
+    """Evaluation of features by class: evaluator('val') -> metrics, chance and picture pieces, by data set; {} if it
+    fails, with the reason in .errors. Without such a split it returns only the training features. Collective.
 
     train_features 'augmented': the training images after one crop with 4 pixels of padding and a flip (the TS authors'
-    notebook). sets: of labelled_sets; its split few-shot is what the few-shot probe learns from."""
+    notebook). sets: from labelled_sets; the few-shot probe learns from its split few-shot."""
 
     def __init__(self, model, transform, sets, device, args):
         self.model, self.transform, self.sets, self.device, self.args = model, transform, sets, device, args
@@ -117,7 +117,7 @@ class ClassEvaluator:
             self.train = padded_and_flipped(self.train, args.seed)
 
     def check(self):
-        """Nothing to open here: the sets are open."""
+        """Does nothing: the sets are open already."""
 
     def __call__(self, split):
         name = self.args.dataset
@@ -152,7 +152,7 @@ class ClassEvaluator:
 def padded_and_flipped(data, seed):
     """The images after one crop with 4 pixels of padding and a flip with probability 1/2, drawn once."""
     if data.pixels is None:
-        raise UserError("--train-features augmented: for small images in memory (CIFAR); use clean")
+        raise UserError("--train-features augmented: only for small images in memory (CIFAR); use clean")
     u = torch.from_numpy(common.uniforms(seed, 0, np.arange(len(data)), 3, stream=9))  # (M, 3)
     H, W = data.pixels.shape[-2:]
     padded = F.pad(data.pixels, (4, 4, 4, 4))  # (M, 3, H + 8, W + 8)
@@ -165,12 +165,12 @@ def padded_and_flipped(data, seed):
 # ======================================================= tasks of eval.py ============================================
 # Each takes a Case (evaluation/case.py) and writes its numbers into case.metrics and case.chance.
 def zero_shot(case):
-    """Top-1/3/5 against class embeddings, both readings: the mean of normalised template embeddings, as CLIP and the
-    CC3M trainer (templates), and the class name alone (names)."""
+    """Top-1/3/5 by the nearest class embedding, in two variants: templates, the mean of normalised prompt embeddings
+    (as in CLIP and the CC3M trainer), and names, the class name alone."""
     data, (image, _, labels) = case.data, case.labelled("zero-shot")       # (M, D), (M,)
     if not data.label_names:
         raise UserError("the set has no class names")
-    names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name carries a blank at its end
+    names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name has a trailing blank
     case.metrics["zero-shot"] = metrics = {"classes": len(names)}
     by_chance = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
     case.chance["zero-shot"] = {"templates": by_chance, "names": by_chance}
@@ -183,8 +183,8 @@ def zero_shot(case):
 def knn(case):
     """Nearest neighbours among the training images, for each k."""
     (known, known_labels), (_, features, labels) = case.train("knn"), case.labelled("knn")
-    case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # a k that is too large leaves the others
-    limits = case.subject.own.get("shot_limits")                           # the run's many, medium and few
+    case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # so that other k survive a too large one
+    limits = case.subject.own.get("shot_limits")                           # the run's limits of many, medium and few
     known, features = on_card(case.subject.device, known, features)
     for k in case.args.knn_k:
         result = knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
@@ -194,7 +194,7 @@ def knn(case):
 
 
 def probe(case):
-    """Linear classifiers of a few and of all training images."""
+    """Linear classifiers trained on a few and on all training images."""
     (known, known_labels), (_, features, labels) = case.train("probe"), case.labelled("probe")
     classes, sizes = np.unique(known_labels.numpy(), return_counts=True)
     shots, listed, args = case.args.few_shot or int(sizes.min()), case.few_shot("probe"), case.args

@@ -1,4 +1,4 @@
-"""One data set under evaluation by eval.py: what its tasks share, their numbers, and the lines that show them."""
+"""A data set that eval.py evaluates: what its tasks share, their numbers, and the lines that print them."""
 
 import argparse
 import dataclasses
@@ -27,8 +27,8 @@ from sets.long_tail import labelled_splits
 
 
 class Subject:
-    """What is evaluated: model, tokenizer (None without texts), transform, device; own: the flags of its run, {} for a
-    model by name; folder: where the result goes. Collective."""
+    """The model under evaluation: model, tokenizer (None without texts), transform, device. own: the flags of its run,
+    {} for a model by name. folder: where the result goes. Collective."""
 
     def __init__(self, args):
         gpu, run = torch.cuda.is_available() and not args.cpu, Path(args.checkpoint)
@@ -39,7 +39,7 @@ class Subject:
         usual = ["qa"] if hasattr(model, "answers") else ["retrieval", "knn", "gap"]
         args.tasks = args.tasks or usual
         self.unreadable = read_json(run / "unreadable.json", {}) if self.own else {}
-        self.meta_data = read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt from these
+        self.meta_data = read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt weights from these
         beside = run / "eval" if (run / "model.json").is_file() else "runs/eval"
         self.folder = Path(args.output_dir or beside)
         make_folder(self.folder, "--output-dir")
@@ -50,7 +50,7 @@ class Subject:
         return encode_images(self.model, data, self._transform(*view), self.device, batch, workers, rows)
 
     def view(self, task, name):
-        """(resize, name of the statistics) in which a task sees the images of a set; 'own' = as trained."""
+        """(resize, name of the pixel statistics) with which a task sees the images of a set; 'own' = as in training."""
         resize, stats, cifar = self.args.eval_resize, self.args.image_stats, "cifar10"
         trainer = self.transform.resize == "squash" and task in TASKS and name != self.own.get("dataset")
         if name.startswith("cifar100"):
@@ -73,7 +73,7 @@ class Subject:
 
 
 class Case:
-    """One data set under evaluation: what its tasks share, and their numbers. Collective.
+    """A data set under evaluation: what its tasks share, and their numbers. Collective.
 
     Attributes: data; metrics, chance: {task: numbers}."""
 
@@ -83,12 +83,12 @@ class Case:
         self.metrics, self.chance, self.encoded, self.known = {}, {}, {}, {}
         args, own = subject.args, subject.own
         if "imbalance_ratio" in own and name == own["dataset"]:
-            # temperature_schedules.py or its fork: the run's long tail, its held-out images, the classes it counts
+            # temperature_schedules.py or a fork: use the run's own long tail, held-out images and classes
             self.sets = labelled_splits(argparse.Namespace(**own | options))
         data = self.open(args.split)
         say_part(data, own.get("dataset"))
         if data.streamed:
-            raise UserError(f"--split {args.split}: {name} is a stream there; use --split val or test")
+            raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
         self.changed = []
         if own and not rank():
             self.changed = since_training(args.checkpoint, self.key_of(args.split), data)
@@ -100,7 +100,7 @@ class Case:
         self.images(next((t for t in args.tasks if t in TASKS or data.has_captions), args.tasks[0]))
 
     def open(self, split):
-        """That split of the data set, as the run had it: without its meta-data and what --verify-images left out."""
+        """The split as the run used it: without its meta-data and without what --verify-images left out."""
         data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
         learnt = set(self.subject.meta_data.get(self.key_of(split), ()))
         data = data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
@@ -108,11 +108,11 @@ class Case:
         return leave_out(data, bad) if bad else data
 
     def key_of(self, split):
-        """What data.json, meta_data.json and unreadable.json of the run call a split."""
+        """The name of a split in the run's data.json, meta_data.json and unreadable.json."""
         return "train" if split == "train" and self.name == self.subject.own.get("dataset") else f"{self.name} {split}"
 
     def images(self, task):
-        """index (M,) of the rows that could be read, image (M, D), features (M, width), as this task sees them."""
+        """index (M,) of the readable rows, image (M, D), features (M, width), with the view that this task uses."""
         view = self.subject.view(task, self.name)
         if view not in self.encoded:
             *found, bad = self.subject.images(self.data, view)
@@ -143,8 +143,8 @@ class Case:
         return pieces
 
     def check(self, task):
-        """Raises: UserError that says why the set cannot have this task; NotFinite where its numbers mean
-        nothing."""
+        """Raises: UserError with the reason if this task cannot run on the set; NotFinite if the embeddings are not
+        finite."""
         if task in ("retrieval", "gap", "histograms", "mir") and not self.data.has_captions:
             raise UserError("the set has no captions")
         if task in TASKS and self.data.labels is None:
@@ -152,7 +152,7 @@ class Case:
         if task in TASKS and not len(self.labelled(task)[2]):
             raise UserError("none of its images has a class")
         if task in ("knn", "probe") and self.args.split == "train":
-            raise UserError("--split train: each image would be found among the training images")
+            raise UserError("--split train: each image would find itself among the training images")
         if task == "qa" and not hasattr(self.subject.model, "answers"):
             raise UserError("the model answers no questions")
         if task not in ("knn", "probe", "qa"):
@@ -163,8 +163,8 @@ class Case:
             raise NotFinite("embeddings hold non-finite values")
 
     def train(self, task):
-        """Features (K, width) and labels (K,) of the training images that have a class, encoded once in each view, as
-        the run itself sees them (--train-features). Raises: UserError without a training set."""
+        """Features (K, width) and labels (K,) of the training images that have a class, encoded once per view, as the
+        run's own evaluation does (--train-features). Raises: UserError without a training set."""
         view = self.subject.view(task, self.name)
         if view not in self.known:
             train = self.open("train")
@@ -178,7 +178,7 @@ class Case:
         return self.known[view]
 
     def few_shot(self, task):
-        """The same of the images that the run's few-shot probe learns from (--few-shot-file), or None."""
+        """The same for the images from which the run's few-shot probe learns (--few-shot-file), or None."""
         listed = self.sets and "few-shot" in self.sets and not self.args.few_shot
         return self._features(self.sets["few-shot"], self.subject.view(task, self.name)) if listed else None
 
@@ -193,7 +193,7 @@ class Case:
 
 
 def table(name, metrics, chance, tasks):
-    """One data set's result as lines, every number beside its chance level where it has one."""
+    """The result of one data set as lines, every number with its chance level if it has one."""
     by_chance = flatten(chance)
     captions = f", {metrics['captions']} captions" if "captions" in metrics else ""
     unknown = f", {metrics['without_class']} without a class" if "without_class" in metrics else ""
@@ -222,19 +222,19 @@ def _cell(name, value, chance):
 
 
 def open_model(args):
-    """(model, tokenizer, transform, flags of its run): a run folder, a CLIP by name, or a pair by name."""
+    """(model, tokenizer, transform, flags of its run): of a run folder, a CLIP by name, or a pair of encoders."""
     folder = Path(args.checkpoint) if args.checkpoint else None
     if folder and (folder / "model.json").is_file():
         own = read_json(folder / "args.json", {})
         if not own:
-            say(f"WARNING: {folder}: no args.json there; how the run read its data is not known")
+            say(f"WARNING: {folder}: no args.json in it, so it is not known how the run read its data")
         return *load_model(folder), own
     if folder and folder.is_dir() and (folder / "checkpoints").is_dir():
         raise UserError(f"--checkpoint {folder}: this run has not ended (no model.json); continue it with --resume "
                         f"{folder}")
     image, text = (args.checkpoint, args.checkpoint) if args.checkpoint else (args.image_encoder, args.text_encoder)
     if "small" in (image, text):
-        raise UserError("--image-encoder and --text-encoder small have no weights without a run; give --checkpoint "
+        raise UserError("--image-encoder and --text-encoder small have weights only in a run; give --checkpoint "
                         "RUN_DIR")
     width, tokenizer = _clip_width(image), common.build_tokenizer(text, 77)
     spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
@@ -243,12 +243,12 @@ def open_model(args):
     torch.manual_seed(args.seed)
     model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
     if not width:
-        say("the projections of this pair are random: only its image features (knn, probe) mean anything")
+        say("the projections of this pair are random: only its image features (knn, probe) are meaningful")
     return model.eval(), tokenizer, transform, {}
 
 
 def _clip_width(name):
-    """projection_dim of a CLIP by name, also as clip_vip:NAME, else 0."""
+    """projection_dim of a CLIP by name (or clip_vip:NAME), else 0."""
     name = name.removeprefix(CLIP_VIP)
     if "/" not in name and not Path(name).is_dir():
         return 0

@@ -1,4 +1,4 @@
-"""Embeddings of a whole data set, each item once over all processes."""
+"""Embeddings of a whole data set. The processes share the work, and each item is encoded once."""
 
 import functools
 
@@ -10,10 +10,10 @@ import torch
 
 
 def read_batch(data, transform, rows):
-    """Some rows of a data set, as an evaluation sees them: those that could be read, their pixels (b, [T,] 3, S, S) in
-    one tensor (a worker sends each as an open file, and 1,024 of these is the usual limit), {row: why not} of others.
+    """(readable rows, their pixels (b, [T,] 3, S, S), {row: why not} of the others), with the evaluation's transform.
+    The pixels are one tensor because a worker sends each tensor as an open file, of which 1,024 is the usual limit.
 
-    Raises: UserError for what any other row would fail at, too."""
+    Raises: UserError for a failure that every row would have."""
     good, pixels, bad = [], [], {}
     for i in rows:
         try:
@@ -27,28 +27,28 @@ def read_batch(data, transform, rows):
 
 
 def _heed_signals():
-    if base.signals:  # of this process; the others learn of it when all have come to the end of their share
+    if base.signals:  # for this process; the others learn of it when all have finished their share
         raise base.Stopped
 
 
 def _raise_first(failures):
-    """What went wrong on any process, on all of them: words, or that a signal came."""
+    """Raises the first failure of any process on all of them: an error's words, or Stopped after a signal."""
     for failure in filter(None, failures):
         raise failure if isinstance(failure, base.Stopped) else RuntimeError(failure)
 
 
 @torch.no_grad()
 def encode_images(model, data, transform, device, batch=256, workers=0, rows=None, forward=None):
-    """Embeddings of a data set's images or clips, each item once over all processes; batch: images, or frames of clips.
+    """Embeddings of a data set's images or clips, each encoded once. batch: number of images, or of frames of clips.
 
-    forward: function (rows, pixels (b, ...)) -> what stands in for image (b, D) and features (b, width).
-    Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, {key: reason} of what could not be read."""
+    forward: function (rows, pixels (b, ...)) -> values used in place of image (b, D) and features (b, width).
+    Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, {key: reason} of unreadable items."""
     rows = np.arange(len(data)) if rows is None else np.asarray(rows)
     mine, training = rows[base.rank()::base.world()].tolist(), model.training
     model.eval()
     index, image, features, bad = [], [], [], {}
     batch = max(1, batch // common.frames_of(data))
-    few = data.pixels is not None or len(mine) < 2 * batch  # starting workers costs more than they save
+    few = data.pixels is not None or len(mine) < 2 * batch  # then starting workers costs more than they save
     workers = 0 if few else min(workers, CORES)
     loader = common.Loader(mine, batch_size=batch, num_workers=workers,
                            collate_fn=functools.partial(read_batch, data, transform),
@@ -83,7 +83,7 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
 
 @torch.no_grad()
 def encode_texts(model, tokenizer, texts, device, batch=512):
-    """Embeddings (len(texts), D) on the CPU, each text once over all processes."""
+    """Embeddings (len(texts), D) on the CPU; the processes share the work."""
     training = model.training
     model.eval()
     mine = range(len(texts))[base.rank()::base.world()]
@@ -108,16 +108,16 @@ def on_card(device, *tensors):
 
 
 def say_unreadable(data, bad):
-    """How many images an evaluation has left out; bad: {key: reason}."""
+    """Prints how many images an evaluation has left out; bad: {key: reason}."""
     if bad:
         base.say(f"{data.name} ({data.split}): {len(bad)} of {len(data)} images cannot be read and are left out, "
                  f"first {next(iter(bad.items()))}")
 
 
-FEW_QUERIES = 50  # below, a single query moves the numbers
+FEW_QUERIES = 50  # with fewer, a single query moves the numbers
 
 
 def few_queries(**counts):
-    """What one query is worth where there are few, for under a table: {what it is: how many} -> text or ""."""
+    """A line below a table that says how much one query is worth if there are few. counts: {kind: number}."""
     few = [f"of {n} {kind} one is worth {100 / n:.1f} points" for kind, n in counts.items() if 0 < n < FEW_QUERIES]
     return "FEW QUERIES: " + ", ".join(few) if few else ""

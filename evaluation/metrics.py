@@ -1,4 +1,4 @@
-"""Pure metrics, tensors in and numbers out: ranks, neighbours, probes, relevancies, answers; nothing else of ours."""
+"""Pure metrics, tensors in and numbers out: ranks, neighbours, probes, relevancies, answers. Imports none of ours."""
 
 import math
 from collections import Counter
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 
 def normalize(x):
-    """Unit rows, in float32 at least (float64 stays): 1 / tau = 100 would blow bf16's rounding up to half a logit."""
+    """Unit rows, in float32 or float64: with 1 / tau = 100 the rounding of bf16 would grow to half a logit."""
     return F.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
 
 
 class NotFinite(ValueError):
-    """Embeddings or features that hold NaN or infinity: the model is broken, not the data."""
+    """Embeddings or features hold NaN or infinity: the model is broken, not the data."""
 
 
 # ==================================================== retrieval =====================================================
@@ -27,10 +27,10 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
     Args:
         query (Q, D), gallery (G, D): embeddings, normalised here.
         positives (Q, P) long: indices into the gallery (into the groups when groups are given), padded with -1.
-        bias (G,): added to each gallery item's cosine.   chunk: queries at a time, at most.
-        groups (G,) long: items of a group count as one, by their maximum, and groups are ranked.
-        ranks: give the ranks (Q,) themselves, numpy, from 1 (for recall_by_frequency).
-        dsl: a temperature, > 0: each cosine times its softmax over all queries (dual softmax); 0 = the cosine alone.
+        bias (G,): added to each gallery item's cosine.   chunk: at most this many queries at a time.
+        groups (G,) long: groups are ranked instead of items, each by its best item.
+        ranks: return the ranks (Q,) themselves, numpy, from 1 (for recall_by_frequency).
+        dsl: temperature > 0: multiply each cosine by its softmax over all queries (dual softmax); 0 = cosine alone.
     Returns: dict of R@1 R@5 R@10 R@50 in percent, MdR and MnR (ranks from 1). Ties count against the model.
     Raises: ValueError on non-finite input, or on a query without positives.
     """
@@ -65,18 +65,18 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
 
 
 def in_double(x):
-    """x in float64, where there is one: Apple's GPUs have none."""
+    """x in float64, except on Apple's GPUs, which have none."""
     return x if x.device.type == "mps" else x.double()
 
 
 def log_mass(query, gallery, gamma, rows):
-    """(G,) log sum over all queries (Q, D) of exp(cosine / gamma) with each item of the gallery (G, D) of unit rows."""
+    """(G,) log sum of exp(cosine / gamma) over all queries (Q, D), for each item of the gallery (G, D) of unit rows."""
     parts = (in_double(normalize(part) @ gallery.T) / gamma for part in query.split(rows))  # (c, G) each
     return torch.stack([torch.logsumexp(part, 0) for part in parts]).logsumexp(0)
 
 
 def recalls(ranks):
-    """R@1 R@5 R@10 R@50 in percent, MdR and MnR of ranks (Q,) from 1."""
+    """R@1 R@5 R@10 R@50 in percent, MdR and MnR of ranks (Q,), which count from 1."""
     recalls = {f"R@{k}": float(100 * (ranks <= k).mean()) for k in RECALLS}
     return recalls | {"MdR": float(np.median(ranks)), "MnR": float(ranks.mean())}
 
@@ -85,7 +85,7 @@ def retrieval_chance(positives, gallery):
     """The same keys for a random ranking of `gallery` items: positives (Q, P) padded with -1."""
     count = (positives >= 0).sum(1).cpu().numpy()  # (Q,)
     r = np.arange(1, gallery + 1)
-    found = np.zeros(gallery)  # probability that the best positive stands at rank <= r, mean over the queries
+    found = np.zeros(gallery)  # probability that the best positive has rank <= r, mean over the queries
     for p, share in zip(*np.unique(count, return_counts=True)):
         miss = np.cumprod(np.maximum(gallery - p - (r - 1), 0) / (gallery - (r - 1)))
         found += (1 - miss) * share / len(count)
@@ -97,7 +97,7 @@ def normalization_error(sim, gamma):
     """Mean over items j of |1 - sum_i P(j | i) n / m|, P = softmax of sim / gamma along each row (NCL, Eq. 5, where
     n = m). 0 = every item gets its share.
 
-    Args: sim (m, n): similarity of m queries to n items, biases added.   gamma: temperature, > 0.   Returns: float."""
+    Args: sim (m, n): similarities of m queries to n items, with biases.   gamma: temperature, > 0.   Returns: float."""
     total = sum(F.softmax(in_double(part) / gamma, 1).sum(0) for part in sim.split(4096))  # (n,)
     return (1 - total * sim.shape[1] / sim.shape[0]).abs().mean().item()
 
@@ -109,7 +109,7 @@ def modality_gap(a, b):
 
 @torch.no_grad()
 def embedding_health(image, text, limit=1024):
-    """Is the space alive? Dict of floats, over at most `limit` pairs (rows are pairs).
+    """Measures of the embedding space, a dict of floats, over at most `limit` pairs (rows are pairs).
 
     std: mean over dimensions of the standard deviation times sqrt(D) (1 = spread over the sphere, 0 = collapse);
     alignment: mean squared distance of pairs; uniformity: log mean exp(-2 d^2) of images; pos_cos, neg_cos; pos_std:
@@ -126,7 +126,7 @@ def embedding_health(image, text, limit=1024):
 
 
 def pair_cosines(sim):
-    """{pos_cos, neg_cos}: mean cosine of pairs and of all others, of the cosines (N, N) of all with all."""
+    """{pos_cos, neg_cos} of the cosines (N, N): means of the diagonal (pairs) and of all other entries."""
     others = sim.sum() - sim.trace()
     return {"pos_cos": sim.diagonal().mean().item(), "neg_cos": (others / (sim.numel() - len(sim))).item()}
 
@@ -178,7 +178,7 @@ def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
     for i in range(0, len(images), 4096):
         sim = images[i:i + 4096] @ classes.T.to(images)  # (c, C)
         own = sim.gather(1, labels[i:i + 4096, None])  # (c, 1)
-        ranks.append((sim >= own).sum(1))  # counts itself: 1 = right, ties behind
+        ranks.append((sim >= own).sum(1))  # counts itself: 1 = right; ties rank before it
     ranks = torch.cat(ranks).double()
     return {f"top{k}": 100 * (ranks <= k).double().mean().item() for k in topk}
 
@@ -235,19 +235,19 @@ MIR = ("mAP", "nDCG", "mAP_binary")
 def mir_metrics(sim, relevancy, chunk=1024):
     """Multi-instance retrieval as EPIC-KITCHENS-100 scores it, both ways, in percent.
 
-    mAP: the items of relevancy exactly 1 are counted, and the precision at each sums the relevancies of all items up to
-    it, the partly relevant ones too: what the EPIC-KITCHENS code computes and every paper reports. mAP_binary is the
-    textbook's, with ones alone in that sum: never higher. nDCG: over the first k ranks, k = the number of the query's
-    items with relevancy > 0, gain linear in the relevancy.
+    mAP averages over the items of relevancy exactly 1. The precision at each sums the relevancies of all items up to
+    it, also partial ones: this is what the EPIC-KITCHENS code computes and every paper reports. mAP_binary is the
+    textbook's mAP, which counts only relevancy 1; it is never higher. nDCG: over the first k ranks, k = the number of
+    the query's items with relevancy > 0, gain linear in the relevancy.
 
     Args:
         sim (R, C): similarities, rows = queries (clips), columns = items (sentences).
-        relevancy (R, C): 0..1, tensor or array.   chunk: queries at a time, at most.
-    Returns: {rows, columns, mAP, nDCG, mAP_binary}. rows and columns: {mAP, nDCG, mAP_binary, queries, no_match,
-        unrelated}, columns with the columns as queries; the last three are the means of both. A query without an item
-        of relevancy 1 counts for no mAP (no_match tells how many), one without any above 0 for no nDCG (unrelated).
-        Ties: of equal similarities the less relevant item stands first.
-    Raises: ValueError where nothing is left to average, on shapes that differ or a relevancy outside 0..1; NotFinite.
+        relevancy (R, C): 0..1, tensor or array.   chunk: at most this many queries at a time.
+    Returns: {rows, columns, mAP, nDCG, mAP_binary}. rows: {mAP, nDCG, mAP_binary, queries, no_match, unrelated};
+        columns: the same with the columns as queries; the other three are means of both. mAP leaves out queries without
+        an item of relevancy 1 (no_match counts them), nDCG those without any above 0 (unrelated). Ties: of equal
+        similarities the less relevant item ranks first.
+    Raises: ValueError if nothing is left to average, shapes differ, or a relevancy is outside 0..1; NotFinite.
     """
     relevancy = torch.as_tensor(relevancy, device=sim.device)
     if sim.ndim != 2 or sim.shape != relevancy.shape:
@@ -261,7 +261,7 @@ def mir_metrics(sim, relevancy, chunk=1024):
 
 
 def _mir_one_way(sim, relevancy, chunk):
-    """mir_metrics of the rows as queries."""
+    """mir_metrics in one direction, with the rows as queries."""
     exact = torch.float32 if sim.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
     R, C = sim.shape
     rank = torch.arange(1, C + 1, device=sim.device, dtype=exact)  # (C,)
@@ -269,7 +269,7 @@ def _mir_one_way(sim, relevancy, chunk):
     rows, sums = max(1, min(chunk, 2**20 // C)), {k: 0.0 for k in MIR}
     matched = related = 0
     for i in range(0, R, rows):
-        rel, up = relevancy[i:i + rows].sort(dim=1, stable=True)  # (c, C) each, least relevant first: for ties
+        rel, up = relevancy[i:i + rows].sort(dim=1, stable=True)  # (c, C) each, least relevant first, for ties
         order = sim[i:i + rows].gather(1, up).sort(dim=1, descending=True, stable=True).indices  # (c, C)
         found, ideal = rel.gather(1, order).to(exact), rel.flip(1)  # (c, C) each: as ranked, and in the best order
         ones, above = (found == 1).sum(1), (found > 0).sum(1)  # (c,) each
@@ -289,15 +289,15 @@ def _mir_one_way(sim, relevancy, chunk):
 
 
 def mir_chance(relevancy):
-    """{rows, columns, mAP, nDCG, mAP_binary} that a random order has on average, in percent; relevancy (R, C)."""
+    """{rows, columns, mAP, nDCG, mAP_binary} of a random order, on average, in percent; relevancy (R, C)."""
     relevancy = torch.as_tensor(relevancy)
     ways = {"rows": _mir_chance_one_way(relevancy), "columns": _mir_chance_one_way(relevancy.T)}
     return ways | {k: (ways["rows"][k] + ways["columns"][k]) / 2 for k in MIR}
 
 
 def _mir_chance_one_way(relevancy):
-    """An item of relevancy 1 stands at each rank r alike; before it the others have their mean relevancy, r - 1
-    times."""
+    """An item of relevancy 1 has each rank r with equal probability; the r - 1 items before it have the mean relevancy
+    of the others."""
     C = relevancy.shape[1]
     rank = torch.arange(1, C + 1, dtype=torch.float64)  # (C,)
     harmonic, discount = (1 / rank).sum(), 1 / torch.log2(rank + 1)  # (), (C,)
@@ -315,10 +315,10 @@ def _mir_chance_one_way(relevancy):
 
 
 def class_relevancy(verbs, nouns, other_verbs, other_nouns, dtype=torch.float32):
-    """(R, C) relevancies as EPIC-KITCHENS-100 has them: 1/2 [verbs equal + |N ^ N'| / |N u N'|], N a set of nouns.
+    """(R, C) relevancies as in EPIC-KITCHENS-100: 1/2 [verbs equal + |N ^ N'| / |N u N'|], N a set of nouns.
 
-    Args: verbs (R,), other_verbs (C,): class numbers.   nouns (R, K), other_nouns (C, K): 1 where a noun class is in
-        the set, of multi_hot; at least one in each row.   dtype: float64 where 0.1 must not become more than 0.1.
+    Args: verbs (R,), other_verbs (C,): class numbers.   nouns (R, K), other_nouns (C, K): from multi_hot, 1 for a noun
+        class in the set, at least one per row.   dtype: use float64 if 0.1 must not be rounded to above 0.1.
     """
     verbs, other_verbs = torch.as_tensor(verbs), torch.as_tensor(other_verbs)
     out = []
@@ -339,13 +339,13 @@ def multi_hot(lists, classes):
 
 # ===================================================== answers ======================================================
 def answer_vocabulary(answers, size=1500):
-    """The most frequent answers of a training split, for open questions; equally frequent ones by the alphabet."""
+    """The most frequent answers of a training split, for open questions; ties are in alphabetical order."""
     counts = Counter(answers)
     return sorted(counts, key=lambda a: (-counts[a], a))[:size]
 
 
 def answer_numbers(answers, vocabulary=None, choices=None):
-    """(Q,) long: the place of each answer in the vocabulary, or among its own choices (Q lists); -1 = not there."""
+    """(Q,) long: the index of each answer in the vocabulary, or among its own choices (Q lists); -1 = not there."""
     if choices is not None:
         places = [c.index(a) if a in c else -1 for a, c in zip(answers, choices, strict=True)]
     else:
@@ -355,10 +355,10 @@ def answer_numbers(answers, vocabulary=None, choices=None):
 
 
 def answer_hits(scores, answers):
-    """Is the right answer's score above all others? (Q,) bool; ties count against the model.
+    """(Q,) bool: whether the right answer's score is above all others; ties count against the model.
 
-    Args: scores: (Q, A) of a vocabulary's answers or of the choices, -inf where a question has fewer choices;
-        answers: (Q,) long, the right one; -1 = the vocabulary lacks it: wrong, as the upper bound tells.
+    Args: scores: (Q, A) of a vocabulary's answers or of the choices, -inf for choices that a question does not have;
+        answers: (Q,) long, the right one; -1 = not in the vocabulary, which counts as wrong (see the upper bound).
     Raises: NotFinite for NaN or +inf."""
     if torch.isnan(scores).any() or torch.isposinf(scores).any():
         raise NotFinite("scores of answers hold NaN or infinity")
@@ -371,17 +371,17 @@ def question_metrics(hits, types=None, pairs=None, known=None):
     """Accuracy of answers to questions, in percent: {accuracy[, upper_bound], accuracy TYPE for each type}.
 
     Args:
-        hits: (Q,) right or wrong; or the chance of being right, 1 / choices, which gives what guessing gives.
-        types: Q words, or pairs of words whose first is a family with an accuracy of its own ("causal why").
-        pairs: (Q,) numbers; rows of one are one question, right when all are (Causal-VidQA's answer and reason), in
-            `accuracy` and for a family; a type of two words counts its own rows alone.
-        known: (Q,) is the answer in the vocabulary at all?
+        hits: (Q,) right or wrong; or the probability of being right, 1 / choices, for the chance level.
+        types: Q words, or pairs of words whose first is a family with its own accuracy ("causal why").
+        pairs: (Q,) numbers. Rows with the same number are one question, right if all are (Causal-VidQA's answer and
+            reason), in `accuracy` and for a family; a type of two words counts only its own rows.
+        known: (Q,) whether the answer is in the vocabulary.
     """
     hits = np.asarray(hits, dtype=np.float64)
     def percent(values, rows):
         ids = np.arange(len(rows)) if pairs is None else np.unique(np.asarray(pairs)[rows], return_inverse=True)[1]
         right = np.ones(ids.max() + 1)
-        np.multiply.at(right, ids, values[rows])  # a pair is right when both of its rows are
+        np.multiply.at(right, ids, values[rows])  # a pair is right if both its rows are
         return float(100 * right.mean())
 
     out = {"accuracy": percent(hits, np.arange(len(hits)))}

@@ -7,11 +7,11 @@ from evaluation.metrics import MIR, class_relevancy, mir_chance, mir_metrics, mu
 
 
 def mir_of(model, tokenizer, pieces, device):
-    """({image_to_text, text_to_image, mAP, nDCG, mAP_binary}, the same for chance) of mir_metrics; ({}, {}) where the
-    set has no relevancies. Collective.
+    """mir_metrics as ({image_to_text, text_to_image, mAP, nDCG, mAP_binary}, the same for chance); ({}, {}) if the set
+    has no relevancies. Collective.
 
-    The texts are the set's own sentences (EPIC-KITCHENS), else the different captions; relevancies then come from the
-    columns verb and noun, or nouns."""
+    The texts are the set's own sentences (EPIC-KITCHENS). Other sets use their distinct captions, with relevancies from
+    the columns verb and noun, or nouns."""
     data, index, text = pieces["data"], pieces["index"], pieces["text"]
     if data.sentences is not None:
         text = encode_texts(model, tokenizer, data.sentences.texts, device)  # (C, D)
@@ -38,14 +38,14 @@ def mir_of(model, tokenizer, pieces, device):
 
 
 def table_lines(metrics, chance, ways):
-    """mir_of as lines of a table, each number beside its chance level. ways: ((name of a way, how to call it), ...)."""
+    """mir_of as lines of a table, each number with its chance level. ways: ((name of a direction, its label), ...)."""
     lines = []
     for label, m, c in (*((label, metrics[name], chance[name]) for name, label in ways), ("both", metrics, chance)):
         cells = [f"{k} {m[k]:5.1f} ({c[k]:5.1f})" for k in MIR]
         lines.append(f"{'MIR ' + label:<22}   {'   '.join(cells)}")
     left_out = metrics["image_to_text"]["no_match"] + metrics["text_to_image"]["no_match"]
     if left_out:
-        lines.append(f"{'':<22}   queries without an item of relevancy 1, in no mAP: {left_out}")
+        lines.append(f"{'':<22}   queries without an item of relevancy 1, left out of mAP: {left_out}")
     return lines
 
 

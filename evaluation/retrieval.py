@@ -1,7 +1,7 @@
 """Evaluation of a data set by its captions: embeddings of all images and texts, exact ranks both ways, and the table.
 
-Scripts that train on captions evaluate by its Evaluator, eval.py any model. Evaluation by class stands in by_class.py,
-by relevancy in mir.py, of answers in answers.py, the pure numbers in metrics.py.
+Scripts that train on captions use its Evaluator, and eval.py uses its functions. by_class.py evaluates by class, mir.py
+by relevancy, answers.py answers to questions; metrics.py has the pure metrics.
 """
 
 import math
@@ -29,13 +29,13 @@ def positives_table(query_groups, gallery_groups):
 
 
 def retrieval_pieces(model, tokenizer, data, index, image, device):
-    """Embed the captions of the encoded images; what retrieval metrics and pictures need. Every caption is a query.
+    """Encodes the captions of the encoded images, for retrieval metrics and pictures. Every caption is a query.
 
     Returns: dict of image (M, D), text (C, D), owner (C,) row of each caption's image, texts, index (M,) into data,
         positives both ways; device: where similarities are computed."""
     pairs = [(c, k) for k, i in enumerate(index) for c in data.captions(i)[:data.max_captions or None]]
     texts, owner = [c for c, _ in pairs], np.array([k for _, k in pairs])
-    # class names that stand in for captions: each image of the class is meant
+    # if class names serve as captions, each image of the class is a positive
     groups = (data.groups if data.has_captions or data.labels is None else data.labels)[index]  # (M,)
     text = encode_texts(model, tokenizer, texts, device)
     return {"image": image, "text": text, "owner": owner, "texts": texts, "index": index, "data": data,
@@ -46,9 +46,9 @@ def retrieval_pieces(model, tokenizer, data, index, image, device):
 def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     """({text_to_image, image_to_text, R-Mean}, the same for chance). R-Mean: R@1/5/10 both ways (TeMo, Table 4).
 
-    image_bias (M,), text_bias (C,): added to the cosines of the items that are ranked (NCL); grouped sets take the
-    maximum over the captions of a clip after that.   dsl: temperature of the dual softmax, each direction over its own
-    queries; 0 = none."""
+    image_bias (M,), text_bias (C,): added to the cosines of the ranked items (NCL), before grouped sets take the
+    maximum over the captions of a clip.   dsl: temperature of the dual softmax over the queries of each direction;
+    0 = none."""
     image, text = on_card(pieces.get("device"), pieces["image"], pieces["text"])  # (M, D), (C, D)
     to_image, to_text = pieces["positives"], pieces["positives_of_image"]
     groups, ranked = None, len(text)
@@ -65,10 +65,10 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
 
 
 def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0):
-    """Retrieval both ways, modality gap, multi-instance retrieval where there are relevancies, and kNN@1 where there
-    are labels and a training set.
+    """Retrieval both ways and modality gap; multi-instance retrieval if there are relevancies; kNN@1 if there are
+    labels and a training set.
 
-    Returns: metrics, the same keys for chance, and the pieces pictures are drawn from.
+    Returns: metrics, the same keys for chance, and the pieces from which pictures are drawn.
     """
     index, image, features, bad = encode_images(model, data, transform, device, batch, workers)
     say_unreadable(data, bad)
@@ -91,11 +91,11 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
 
 
 SHOWN = ("text_to_image", "image_to_text", "R-Mean", "mir", "knn@1", "modality_gap", "images", "captions", "unreadable",
-         "clips")  # what metrics_table has a place for
+         "clips")  # the numbers that have a line of their own in metrics_table
 
 
 def metrics_table(title, metrics, chance):
-    """The result as lines of text, each number beside its chance level; a method's own numbers as they come."""
+    """The result as lines of text, each number with its chance level, then a method's own numbers."""
     keys, it = ["R@1", "R@5", "R@10", "MdR"], "video" if "clips" in metrics else "image"
     number = f"{metrics['clips']} clips" if "clips" in metrics else f"{metrics['images']} images"
     lines = [f"{title}: {number}, {metrics['captions']} captions",
@@ -115,7 +115,7 @@ def metrics_table(title, metrics, chance):
                      f"{m['mean_per_class']:.1f} ({c['mean_per_class']:.1f})")
     gap, random_gap = metrics["modality_gap"], chance["modality_gap"]
     lines.append(f"{'modality gap':<22}{gap:8.3f} ({random_gap:6.3f})  random unit vectors")
-    for name in (k for k in metrics if k not in SHOWN):  # nested deeper, the method has a table of its own
+    for name in (k for k in metrics if k not in SHOWN):  # for deeper dicts the method has its own table
         numbers = metrics[name] if isinstance(metrics[name], dict) else {"": metrics[name]}
         if numbers and all(isinstance(x, (int, float)) for x in numbers.values()):
             lines.append(f"{name:<22}" + " ".join(f"{k:>8} {x:.3f}" for k, x in numbers.items()))
@@ -126,16 +126,16 @@ def metrics_table(title, metrics, chance):
 class Evaluator:
     """All evaluation sets of a run: evaluator('val') -> metrics, chance and picture pieces, each by data set.
 
-    also: function of the pieces -> a method's own metrics. A set that fails is reported in .errors and the others still
-    run. Collective: every process calls it."""
+    also: function of the pieces -> a method's own metrics. A set that fails is reported in .errors, and the others are
+    still evaluated. Collective: every process calls it."""
 
     def __init__(self, model, tokenizer, transform, sets, train, device, args, also=None):
         self.model, self.tokenizer, self.transform, self.sets, self.device = model, tokenizer, transform, sets, device
         self.train, self.args, self.also, self.errors = train, args, also, {}
 
     def check(self):
-        """Before training: every split can be opened. Raises: UserError where one has no readable image or no
-        caption."""
+        """Checks every split before training. Raises: UserError if one has no readable image or no caption among its
+        first."""
         for name, splits in self.sets.items():
             for split, data in splits.items():
                 first = range(min(len(data), 100))
@@ -168,7 +168,7 @@ class Evaluator:
 
 
 def report(summary, folder, table=None):
-    """The last words of a run: one table per evaluation set, and where everything lies."""
+    """The text at the end of a run: one table per evaluation set, its speed, and the run folder."""
     table = table or metrics_table
     tables = [table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
     errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]

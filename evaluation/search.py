@@ -1,4 +1,4 @@
-"""The images of a folder or a set that are nearest to a text: eval.py --query."""
+"""eval.py --query: finds the images of a folder or a set that are nearest to a text."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from readers.guards import check_utf8
 
 
 def search(subject):
-    """The images of --dataset nearest to --query: printed and drawn. Collective."""
+    """Prints and draws the images of --dataset that are nearest to --query. Collective."""
     args = subject.args
     refuse_untrained(subject.model)
     if not subject.tokenizer:
@@ -32,7 +32,7 @@ def search(subject):
 
 
 def draw_hits(title, data, rows, hits, path):
-    """The images of these rows, nearest first, their cosines above and their names below."""
+    """Draws the images of these rows, nearest first, with cosines above and file names below."""
     fig, axes = figure(len(hits), width=1.8, height=2.2)
     for ax, hit, i in zip(axes, hits, rows):
         show(ax, data, i)
@@ -43,7 +43,7 @@ def draw_hits(title, data, rows, hits, path):
 
 
 def load_images(name, image_column=""):
-    """The images of a folder and its subfolders, captions or not, or of the test split of any set; for searching."""
+    """The images to search: all of a folder and its subfolders, with or without captions, or a set's test split."""
     path = Path(name).expanduser()
     if not path.is_dir() or any(path.rglob("*.tar")):
         return common.load_data(name, "test", image_column=image_column)

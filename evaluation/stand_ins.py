@@ -1,4 +1,4 @@
-"""Training queries that stand in for those of the test: what eval.py --normalize takes its biases from (NCL)."""
+"""Training queries in place of test queries: eval.py --normalize computes its biases from them (NCL)."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 
 def stand_ins(case):
-    """(texts (K, D), videos (K, D), gamma) for --normalize: the queues of an NCL run, else embeddings of training
-    examples and of their captions, drawn once; (None, None, gamma) where the test queries alone are asked for (oracle
-    without a queue, dsl).
+    """(texts (K, D), videos (K, D), gamma) for --normalize: the queues of an NCL run, else embeddings of randomly drawn
+    training examples and of their captions; (None, None, gamma) if only the test queries are used (oracle without a
+    queue, dsl).
 
-    Raises: UserError where there are no such queries."""
+    Raises: UserError if there are no such queries."""
     subject, args = case.subject, case.args
     split, queues = args.queue_split.replace("run", "train"), queues_of(args)
     gamma = args.gamma or (queues["gamma"].item() if queues else _gamma(subject))
@@ -26,7 +26,7 @@ def stand_ins(case):
         where = "the run's queue"
     elif args.normalize == "oracle":
         return None, None, gamma
-    else:                                                                  # other sets have their own queries
+    else:                                                                  # the set's own training queries
         train = case.open(split)
         if train.streamed:
             raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
@@ -40,9 +40,9 @@ def stand_ins(case):
 
 
 def queues_of(args):
-    """{texts (K, D), videos (K, D), gamma (1,)} that an NCL run has left, {} where there are none.
+    """{texts (K, D), videos (K, D), gamma (1,)} saved by an NCL run, {} if there are none.
 
-    Raises: UserError where they are damaged."""
+    Raises: UserError if they are damaged."""
     file = Path(args.checkpoint) / "queues.safetensors"
     if not args.checkpoint or not file.is_file():
         return {}
@@ -52,13 +52,13 @@ def queues_of(args):
         if (texts.ndim, videos.ndim, queues["gamma"].numel()) != (2, 2, 1) or texts.shape[1] != videos.shape[1]:
             raise ValueError(f"texts {tuple(texts.shape)}, videos {tuple(videos.shape)}")
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise UserError(f"{file}: damaged ({first_line(error)}); copy it again, or remove it, and training examples "
-                        "stand in") from error
+        raise UserError(f"{file}: damaged ({first_line(error)}); copy it again, or remove it to use training examples "
+                        "instead") from error
     return queues
 
 
 def _gamma(subject):
-    """The temperature of the run: the learnt one, else its --tau."""
+    """The temperature of the run: the learnt one, or its --tau."""
     last = latest_checkpoint(subject.args.checkpoint) if subject.own.get("learnable_tau") else None
     for file, name in ((TENSORS, "own/tau.log_tau"), ("extra.safetensors", "tau.log_tau")):  # the second: older runs'
         if last and (last / file).exists():
@@ -68,5 +68,5 @@ def _gamma(subject):
 
 
 def _some(n, args):
-    """At most --queue-size of n rows, drawn once, in order."""
+    """At most --queue-size of n rows, drawn with --seed, in ascending order."""
     return np.sort(np.random.default_rng(args.seed).permutation(n)[:args.queue_size])

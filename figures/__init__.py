@@ -1,1 +1,1 @@
-"""Pictures of runs and evaluations: base.py for all, a file for each paper."""
+"""Pictures of runs and evaluations: base.py for all runs, and one file per paper."""

@@ -1,4 +1,4 @@
-"""Pictures of runs and evaluations, made to be shown: whole titles, whole steps, no empty panel, text as it is.
+"""Pictures of runs and evaluations, fit to be shown: titles are not cut, ticks are whole steps, no panel is empty.
 
     from figures.base import figure, save_figure
     fig, (left, right) = figure(2)
@@ -6,7 +6,7 @@
     right.plot(steps, tau)
     save_figure(fig, folder / "mine.png")      # or .pdf
 
-Pieces are what `retrieval_pieces` returns: image (M, D), text (C, D), owner (C,) row of each caption's image,
+`pieces` is what `retrieval_pieces` returns: image (M, D), text (C, D), owner (C,) the row of each caption's image,
 texts (C captions), index (M,) into data, positives (C, P), data.
 """
 
@@ -24,22 +24,22 @@ from evaluation.metrics import normalize
 
 
 def draw_picture(path, function, *args, **options):
-    """Draw one picture, function(*args, path, **options); one that fails is left out, named."""
+    """Draws one picture, function(*args, path, **options). If it fails, it is left out with a message."""
     try:
         function(*args, path, **options)
     except Exception as error:
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)  # half a picture says less than none
+            path.unlink(missing_ok=True)  # no half-written pictures
         say(f"{path.name} cannot be drawn and is left out: {type(error).__name__}: {first_line(error)}")
 
 
 def by_set(pieces):
-    """(name, end of its pictures' names, pieces) of each set of a run; the first set's pictures have plain names."""
+    """[(name, suffix of its pictures' file names, pieces)] of the sets of a run; the first set has no suffix."""
     return [(name, f"_{slug(name)}" if k else "", piece) for k, (name, piece) in enumerate(pieces.items())]
 
 
 GREEN, GREY = "tab:green", "lightgrey"
-LETTERS = 11  # points, of all letters: a picture two panels wide is read in half a column, and from the back of a room
+LETTERS = 11  # points, for all text: readable in half a column of a paper, and from the back of a room
 DASHES = ("-", (0, (4, 2)), (0, (1, 1)), (0, (4, 1.5, 1, 1.5)))
 MARKERS = "os^D"
 
@@ -48,8 +48,8 @@ MARKERS = "os^D"
 def figure(columns, rows=1, width=3.6, height=2.7, panels=0):
     """A matplotlib figure without a display: (fig, flat array of axes).
 
-    Args: columns, rows: of the grid; width, height: of one panel in inches; panels: how many of the grid's places are
-        used, 0 = all; those of a last row that is not full are wider.
+    Args: columns, rows: of the grid; width, height: of one panel in inches; panels: how many places of the grid are
+        used, 0 = all. If the last row is not full, its panels are wider.
     """
     from matplotlib.figure import Figure
 
@@ -67,10 +67,10 @@ def figure(columns, rows=1, width=3.6, height=2.7, panels=0):
 
 
 def save_figure(fig, path):
-    """Write a picture as .png or .pdf: a panel without data says so, no '$' is read as TeX, titles fit their room."""
+    """Writes a figure as .png or .pdf. Empty panels say so, '$' is not read as TeX, and titles are made to fit."""
     from matplotlib import rc_context
 
-    panels = {}  # axes of one place: a panel and what a script drew over it with twinx
+    panels = {}  # all axes of one place: a panel and those drawn over it with twinx
     for ax in fig.axes:
         panels.setdefault(ax.get_subplotspec() or ax, []).append(ax)
     for axes in panels.values():
@@ -82,23 +82,23 @@ def save_figure(fig, path):
     for ax in fig.axes:
         ax.tick_params(labelsize=LETTERS)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a letter the font lacks is a box, not a line each
-        fig.draw_without_rendering()  # places the panels, so that the room for their titles is known
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a missing letter is drawn as a box, no warning
+        fig.draw_without_rendering()  # lays out the panels, so that the space for their titles is known
         for ax in fig.axes:
             _fit_labels(ax)
         if fig.get_suptitle():
             _fit(fig._suptitle, fig.bbox.width)
-        with rc_context({"pdf.fonttype": 42}):  # letters stay letters: journals refuse matplotlib's usual Type 3
+        with rc_context({"pdf.fonttype": 42}):  # TrueType: journals refuse matplotlib's default, Type 3
             fig.savefig(path, dpi=200)
 
 
 def line_style(k, lines):
-    """Keywords of `plot` for line k of so many; later ones are thinner and broken, so that none is hidden."""
+    """Keywords of `plot` for line k of `lines`. Later lines are thinner and dashed, so that no line hides another."""
     return {"ls": DASHES[k % len(DASHES)], "lw": 1.5 + 0.6 * min(3, lines - 1 - k)}
 
 
 def marker_style(k, lines):
-    """Keywords of `plot` for the points of line k of so many; later ones are smaller, as in `line_style`."""
+    """Keywords of `plot` for the points of line k of `lines`; later ones are smaller, as in `line_style`."""
     return {"marker": MARKERS[k % len(MARKERS)], "ms": 3 + 2 * min(3, lines - 1 - k)}
 
 
@@ -143,7 +143,7 @@ def _say_no_data(axes):
 
 
 def _written(fig):
-    """All texts but the numbers at the ticks, which matplotlib itself writes with '$' on logarithmic axes."""
+    """All texts but the tick labels, in which matplotlib itself uses '$' on logarithmic axes."""
     for ax in fig.axes:
         yield from (ax.title, ax.xaxis.label, ax.yaxis.label, *ax.texts)
         if ax.get_legend():
@@ -159,7 +159,7 @@ def _fit_labels(ax):
         grid = place.get_gridspec()
         columns, rows = grid.ncols / len(place.colspan), grid.nrows / len(place.rowspan)
     middle = ax.bbox.x0 + ax.bbox.width / 2
-    room = min(width / columns, 2 * middle, 2 * (width - middle))  # neither into the neighbour nor over the border
+    room = min(width / columns, 2 * middle, 2 * (width - middle))  # up to the neighbour and the border
     _fit(ax.title, room)
     _fit(ax.xaxis.label, room)
     if ax.yaxis.label.get_rotation() == 90:
@@ -167,11 +167,11 @@ def _fit_labels(ax):
 
 
 def _fit(text, room, side="width", lines=3):
-    """Break a text at its words into at most so many lines, then make it smaller, until it takes `room` pixels."""
+    """Wraps a text into at most `lines` lines, then shrinks it, until it fits into `room` pixels."""
     def size():
         return getattr(text.get_window_extent(), side)
 
-    room, words = room - 12, text.get_text()  # some air on both sides
+    room, words = room - 12, text.get_text()  # with a margin on both sides
     if not words.strip() or size() <= room:
         return
     if "\n" not in words:
@@ -183,14 +183,14 @@ def _fit(text, room, side="width", lines=3):
 
 
 # ======================================================= curves ======================================================
-BATCH = [("learning rate", "lr", {"lr": "lr"}),  # panels of pairs of images and texts
+BATCH = [("learning rate", "lr", {"lr": "lr"}),  # panels for methods that train on pairs of image and text
          ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
          ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
          ("speed", "samples per second", {"all processes": "samples_per_s"})]
 
 
 def draw_curves(log, panels, path, x="step"):
-    """Logged numbers against optimiser steps or samples seen, one panel each.
+    """Draws logged numbers against optimiser steps or samples seen, in panels.
 
     Args: log: has column(name, x) -> (xs, values); panels: list of (title, y label, {legend: column of the log});
         x: step or samples_seen.
@@ -212,12 +212,12 @@ def draw_curves(log, panels, path, x="step"):
 
 # ======================================================= examples ====================================================
 def picture(data, i, frames=4):
-    """(H, W, 3) uint8 of example i to look at: the image, or up to `frames` frames side by side.
+    """Example i as a picture (H, W, 3) uint8: the image, or up to `frames` frames side by side.
 
-    Raises: OSError, ValueError when it cannot be read.
+    Raises: OSError, ValueError if it cannot be read.
     """
     x = data.read(i)                                             # (3, H, W), (T, 3, H, W) or features (T, F)
-    if x.ndim == 2:                                              # features: their first columns in grey
+    if x.ndim == 2:                                              # features: their first columns as grey values
         grey = 255 * (x[:, :4 * len(x)] - x.min()) / (x.max() - x.min()).clamp(min=1e-9)  # (T, up to 4 T)
         return grey.byte()[..., None].expand(-1, -1, 3).numpy()
     if x.ndim == 4:
@@ -227,9 +227,9 @@ def picture(data, i, frames=4):
 
 
 def show(ax, data, i, colour=GREY, width=1):
-    """Example i in a panel of its own, with a frame around it and no ticks."""
+    """Draws example i into a panel, with a frame around it and no ticks."""
     pixels = picture(data, i)
-    every = max(1, min(pixels.shape[:2]) // 256)                 # a photograph of 12 megapixels is a stamp here
+    every = max(1, min(pixels.shape[:2]) // 256)                 # thin out photographs: they are drawn small
     ax.imshow(pixels[::every, ::every])
     ax.set(xticks=[], yticks=[])
     for spine in ax.spines.values():
@@ -237,17 +237,17 @@ def show(ax, data, i, colour=GREY, width=1):
 
 
 def some_queries(pieces, queries):
-    """Rows (at most `queries`) of the first caption of as many examples, drawn with a fixed seed."""
+    """Rows of captions: the first caption of at most `queries` examples, which are drawn with a fixed seed."""
     owner, rng = pieces["owner"], np.random.default_rng(0)
     items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
     return [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
 
 
 def draw_retrieval(pieces, path, queries=6, top=0, bias=None):
-    """Queries with their first images or strips of frames, by rank; a green frame marks a right one.
+    """Draws queries with their first images or strips of frames, by rank; a green frame marks a right one.
 
-    Args: pieces: see the top; queries: how many, drawn with a fixed seed; top: how many of each, 0 = as many as are
-        large enough to be seen; bias (M,): as in common.retrieval_metrics.
+    Args: pieces: see the top; queries: how many, drawn with a fixed seed; top: answers per query, 0 = as many as fit at
+        a visible size; bias (M,): as in common.retrieval_metrics.
     """
     data, index, rows = pieces["data"], pieces["index"], some_queries(pieces, queries)
     sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
@@ -261,18 +261,18 @@ def draw_retrieval(pieces, path, queries=6, top=0, bias=None):
 
 
 def hits_shown(data, index):
-    """Answers to a query beside each other: five images, or three strips of frames."""
+    """Number of answers drawn per query: five images, or three strips of frames."""
     return 5 if cell(data, index)[0] < 2 else 3
 
 
 def draw_hits(pieces, hits, path, title):
-    """A row for each query: its words on the left, its first images or strips by rank, right ones framed in green.
+    """Draws a row per query: its text on the left, then its first images or strips by rank, right ones framed in green.
 
-    Args: hits: [(words, right items, items by rank, what stands below each)]."""
+    Args: hits: [(words, right items, items by rank, text below each)]."""
     data, index = pieces["data"], pieces["index"]
     columns, (width, height) = max(len(found) for _, _, found, _ in hits), cell(data, index)
     fig, axes = figure(columns, len(hits), width, height)
-    fig.set_figwidth(columns * width + 1.9)                      # the captions stand on the left
+    fig.set_figwidth(columns * width + 1.9)                      # room for the captions on the left
     axes = axes.reshape(len(hits), columns)
     for row, (words, right, found, below) in zip(axes, hits, strict=True):
         row[0].set_ylabel(wrap(words, 18), rotation=0, ha="right", va="center", labelpad=8)
@@ -287,7 +287,7 @@ def draw_hits(pieces, hits, path, title):
 
 
 def draw_pairs(pieces, path, n=6):
-    """The pairs with the lowest and the highest cosine, as pictures with their captions."""
+    """Draws the pairs with the lowest and the highest cosine, as pictures with their captions."""
     image_of_text = pieces["image"][pieces["owner"]]             # (C, D)
     sim = (normalize(pieces["text"]) * normalize(image_of_text)).sum(1)  # (C,)
     order, data = sim.argsort().tolist(), pieces["data"]
@@ -305,9 +305,9 @@ def draw_pairs(pieces, path, n=6):
 
 
 def draw_answers(pieces, path, each=4):
-    """Questions with the answer given, below it the right one where that is another; green frames are right.
+    """Draws questions with the given answer and, if it is wrong, the right one; a green frame marks right answers.
 
-    Args: pieces: of evaluation/answers.py; each: how many right ones and how many wrong ones, drawn with a fixed seed.
+    Args: pieces: of evaluation/answers.py; each: how many right and how many wrong ones, drawn with a fixed seed.
     """
     data, index, hits = pieces["data"], pieces["index"], np.asarray(pieces["hits"])
     order = np.random.default_rng(0).permutation(len(index))
@@ -326,21 +326,21 @@ def draw_answers(pieces, path, each=4):
 
 
 def cell(data, index):
-    """Width and height in inches of a panel for this set's pictures, by the first of them."""
+    """Width and height in inches of a panel for this set's pictures, from the first of them."""
     high, wide = picture(data, int(index[0])).shape[:2]
     return min(2.4, 1.4 * max(1, wide / high)), 1.6 if wide < 2 * high else 1.1
 
 
 def wrap(text, width, lines=3):
-    """A text broken at its words into at most so many lines of at most `width` letters."""
+    """A text wrapped at words into at most `lines` lines of at most `width` letters."""
     return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" ..."))
 
 
 # ======================================================= histograms ==================================================
 def similarity_histograms(pieces, bins=60):
-    """Densities of the cosine of positive and negative pairs over -1..1, JSON-able: {edges, positive, negative}.
+    """Histograms (densities) of the cosines of positive and negative pairs over -1..1: {edges, positive, negative}.
 
-    At most 2,000 images against their captions.
+    Uses at most 2,000 images and their captions. The result can be written as JSON.
     """
     image, text = normalize(pieces["image"][:2000]), normalize(pieces["text"])  # (m, D), (C, D)
     keep = [k for k, o in enumerate(pieces["owner"]) if o < len(image)]
@@ -357,7 +357,7 @@ def similarity_histograms(pieces, bins=60):
 
 
 def draw_histograms(stages, path, title):
-    """stages: {name: similarity_histograms(...)}, say before and after training; negatives left, positives right."""
+    """Draws negative (left) and positive (right) pairs. stages: {name: similarity_histograms(...)}: before, after."""
     from matplotlib.colors import to_rgba
 
     fig, axes = figure(2)
@@ -374,7 +374,7 @@ def draw_histograms(stages, path, title):
 
 
 def _mass(stages):
-    """The part of the cosine axis, the same for both panels, in which any stage has pairs."""
+    """The range of the cosine axis, the same for both panels, in which any stage has pairs."""
     used = [(low, high) for h in stages.values() for kind in ("negative", "positive")
             for low, high, density in zip(h["edges"], h["edges"][1:], h[kind], strict=False) if density]
     if not used:

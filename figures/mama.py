@@ -6,12 +6,12 @@ from safetensors.torch import load_file
 from figures import base
 from figures.base import figure, save_figure, wrap
 
-WRAP, LINES = 50, 5  # letters of a line and lines of a caption beside its video
+WRAP, LINES = 50, 5  # letters per line and lines per caption beside a video
 GAP = 4  # px between frames
 
 
 def draw_weights(tensors, weighting, path):
-    """Fig. 4, right: weight over loss, along the run where a network gives it, and of the pairs of the last batch."""
+    """Fig. 4, right: weights against losses, over the run (if a network gives them) and of the last batch's pairs."""
     fig, axes = figure(2 if "curves" in tensors else 1)
     if "curves" in tensors:
         curves, grid = tensors["curves"], tensors["loss_grid"]             # (K, 1 + 64), (64,)
@@ -32,7 +32,7 @@ def draw_weights(tensors, weighting, path):
 
 
 def draw_scores(data, rows, runs, path, title):
-    """Videos, each with a short and a detailed caption and the score that every run gives to both.
+    """Draws videos, each with a short and a detailed caption and the score that every run gives to both.
 
     Args: rows: [(row of data, [short, detailed], [[score of each run] of each caption])]; runs: their names.
     """
@@ -59,7 +59,7 @@ def draw_scores(data, rows, runs, path, title):
 
 
 def draw_descriptions(clips, path, title, columns=2):
-    """Clips, a strip of frames each, with what a model says of them (Fig. 6).
+    """Draws clips, each as a strip of frames, with a model's caption of them (Fig. 6).
 
     Args: clips: [(frames (n, 3, H, W) uint8, words)].
     """

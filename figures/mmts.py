@@ -1,4 +1,4 @@
-"""Pictures of MM-TS: what clusters get over a run (Figs. 3, 5, 8 to 11), and the clusters (Figs. 4, 6, 7)."""
+"""Pictures of MM-TS: temperatures or margins of clusters over a run (Figs. 3, 5, 8 to 11); the clusters (4, 6, 7)."""
 
 from common import has_clips
 
@@ -9,12 +9,12 @@ from figures.base import draw_curves, figure, save_figure, whole_ticks
 
 
 def draw_cluster_curves(steps, swing, center, sizes, path, title, label, lines=5):
-    """The value of a few clusters over a run, from the largest to the smallest.
+    """Draws the temperature or margin of a few clusters over a run, from the largest cluster to the smallest.
 
-    Args: steps, swing (S,): what all clusters add at each step; center, sizes (K,): largest first; label: of the value.
+    Args: steps, swing (S,): the schedule's term at each step, shared by all; center, sizes (K,): largest first; label.
     """
     fig, (ax,) = figure(1, width=6.4, height=3.6)
-    shown = np.unique(np.linspace(sizes[0], sizes[-1], lines).round())[::-1]  # even in size, as the value is
+    shown = np.unique(np.linspace(sizes[0], sizes[-1], lines).round())[::-1]  # evenly spaced in size
     shown = np.unique([np.abs(sizes - s).argmin() for s in shown])
     for k, c in enumerate(shown):
         ax.plot(steps, center[c] + swing, label=f"{sizes[c]:,}", color=f"C{k}", **base.line_style(k, len(shown)))
@@ -26,9 +26,9 @@ def draw_cluster_curves(steps, swing, center, sizes, path, title, label, lines=5
 
 
 def draw_distribution(sizes, center, swing, path, title, label):
-    """Sizes of clusters, largest first, and beside them each cluster's value and how far it swings.
+    """Draws the sizes of clusters, largest first, and beside them each cluster's temperature or margin with its range.
 
-    Args: sizes, center (K,); swing: (lowest, highest) that the schedule adds; label: of the value."""
+    Args: sizes, center (K,); swing: (lowest, highest) term of the schedule; label: of the value."""
     fig, (left, right) = figure(2)
     x = np.arange(1, len(sizes) + 1)
     left.bar(x, sizes, width=1.0)
@@ -46,7 +46,7 @@ def draw_distribution(sizes, center, swing, path, title, label):
 
 
 def draw_map(embeddings, labels, path, title):
-    """Embeddings (n, D) in the plane by t-SNE, coloured by their clusters, labels (n,)."""
+    """Draws embeddings (n, D) in the plane by t-SNE, coloured by their clusters, labels (n,)."""
     from sklearn.manifold import TSNE
 
     fig, (ax,) = figure(1, width=5.5, height=5)
@@ -59,12 +59,12 @@ def draw_map(embeddings, labels, path, title):
 
 
 def draw_clusters(data, examples, path, title):
-    """Pictures and captions from the largest, a middle and the smallest cluster.
+    """Draws pictures and captions from the largest, a middle and the smallest cluster.
 
     Args: examples: list of {size, captions, rows}, largest cluster first; rows: of data."""
     shown = [examples[k] for k in sorted({0, len(examples) // 2, len(examples) - 1})]
     shown = [e for e in shown if e["rows"]]
-    columns = min(3, max(len(e["rows"]) for e in shown))         # of the five that are kept: large enough to be seen
+    columns = min(3, max(len(e["rows"]) for e in shown))         # five are kept; three are large enough to be seen
     width, height = base.cell(data, shown[0]["rows"])
     fig, axes = figure(columns, len(shown), width=max(2.2, width + 0.4), height=height + 0.7)
     axes = axes.reshape(len(shown), columns)
@@ -86,27 +86,27 @@ def _with_air(low, high):
 
 
 class Scheduled:
-    """A log whose columns of the temperature come from the schedule itself: {name: (steps, values)}."""
+    """A log in which the schedule itself gives the columns of the temperature. columns: {name: (steps, values)}."""
 
     def __init__(self, log, columns):
         self.log, self.columns = log, columns
 
     def column(self, name, x="step"):
-        """(steps, values), as a log has them."""
+        """(steps, values) of a column, as in a log."""
         return self.columns.get(name) or self.log.column(name, x)
 
 
 def draw(run, clusters, shifts, period, curve):
     """The pictures of a run: curves, retrieval, and the paper's Figures 3 to 11 from its own clusters.
 
-    shifts (K + 1,) or (1,): of the clusters, or one for all; curve: step -> what the schedule adds to them, the
-    script's own function."""
+    shifts (K + 1,) or (1,): one per cluster, or one for all. curve: the script's own function, step -> the schedule's
+    term, which is added to them."""
     args, log = run.args, run.log
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
-    points = min(run.total, max(1000, round(20 * run.total / period)))     # 20 a period, where there are so many
+    points = min(run.total, max(1000, round(20 * run.total / period)))     # 20 per period, if the run has so many steps
     steps = np.unique(np.linspace(0, run.total, points + 1).round())       # (S,)
     swing, of_the_batch = np.array([curve(t) for t in steps]), f"{long_word} of the batch"               # (S,)
-    if args.schedule and period < 4 * args.log_every:                      # the log's points would draw another wave
+    if args.schedule and period < 4 * args.log_every:                      # the log's few points would alias the wave
         ends = {"max": shifts.max().item(), "min": shifts.min().item()}
         log = Scheduled(log, {f"{word}_{k}": (steps.tolist(), (swing + end).tolist()) for k, end in ends.items()}
                         | {f"{word}_mean": ([], [])})
@@ -130,7 +130,7 @@ def draw(run, clusters, shifts, period, curve):
     if clusters is None:
         return
     source = f"{args.dataset}, {args.clusters}"
-    if not args.learnable_tau:                                             # which no cluster has a part in
+    if not args.learnable_tau:                                             # a learnable tau ignores the clusters
         center = shifts[:-1] if args.shifts else shifts.expand(len(clusters.sizes))             # (K,)
         sizes = clusters.sizes.numpy()
         run.picture("temperatures.png", draw_cluster_curves, steps, swing, center.numpy(), sizes,

@@ -1,4 +1,4 @@
-"""Pictures of NCL: errors, mistakes and queues under its biases (Figs. 2, 3, 5), both modalities (Figs. 7, 8)."""
+"""Pictures of NCL: errors, mistakes and queues with its biases (Figs. 2, 3, 5), queries (6), modalities (7, 8)."""
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ from figures.base import figure, save_figure
 
 
 def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
-    """Figs. 2, 3 and 5: errors, wrong answers by the probability that an item collects, R@1 by the size of the queue.
+    """Figs. 2, 3 and 5: normalisation errors, mistakes against an item's summed probability, R@1 against queue size.
 
-    Args: pieces: with their biases, as normalized_retrieval gives them.   queues: {texts, videos}: (K, D) or empty.
+    Args: pieces: with biases, as normalized_retrieval returns them.   queues: {texts, videos}: (K, D) or empty.
         biases_of: ncl.py's retrieval_biases.
     """
     image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
@@ -44,15 +44,15 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
 
 
 def collected(sim, gamma):
-    """What each item collects of the probabilities of all queries, (C, M) -> (M,); 1 = as much as every other."""
+    """Sum over all queries of each item's probability, (C, M) -> (M,), scaled so that 1 is every item's fair share."""
     return F.softmax(sim / gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]
 
 
 def draw_before_after(pieces, gamma, mode, path, queries=3):
-    """Fig. 6: the same queries without and with biases, and what each answer collects of all queries' probabilities.
+    """Fig. 6: the same queries without and with biases, and each answer's probability summed over all queries.
 
-    Args: mode: of the biases in the pieces, queue or oracle; of the queries those whose first answer changes come
-        first."""
+    Queries whose first answer changes come first.
+    Args: mode: which biases of the pieces, queue or oracle."""
     sim = normalize(pieces["text"]) @ normalize(pieces["image"]).T         # (C, M)
     stages = {"": sim, "the same with biases": sim + pieces["biases"][mode][0]}
     shares = [collected(s, gamma) for s in stages.values()]                # (M,) each
@@ -71,7 +71,7 @@ def draw_before_after(pieces, gamma, mode, path, queries=3):
 
 
 def draw_errors(ax, sim, biases, gamma):
-    """Fig. 2: the normalisation error of both directions under each normalisation; sim (C, M)."""
+    """Fig. 2: the normalisation error in both directions with each kind of biases; sim (C, M)."""
     for shift, label, s, side in ((-0.2, "text -> video", sim, 0), (0.2, "video -> text", sim.T, 1)):
         values = [normalization_error(s + b[side], gamma) for b in biases.values()]
         ax.bar(np.arange(len(values)) + shift, values, 0.4, label=label)
@@ -80,9 +80,9 @@ def draw_errors(ax, sim, biases, gamma):
 
 
 def mistakes(sim, positives):
-    """For each item: (M,) part of its own queries that do not find it first, (M,) part of the others that do.
+    """For each item: (M,) share of its own queries that do not rank it first, (M,) share of the others that do.
 
-    Args: sim (C, M): similarities, biases added.   positives (C, P): right items of each query, padded with -1.
+    Args: sim (C, M): similarities with biases added.   positives (C, P): right items of each query, padded with -1.
     """
     right = torch.zeros(sim.shape, dtype=torch.bool)                       # (C, M)
     query, place = (positives >= 0).nonzero(as_tuple=True)
@@ -94,7 +94,7 @@ def mistakes(sim, positives):
 
 
 def draw_queue_sizes(ax, pieces, gamma, iterations, queues, biases_of):
-    """Fig. 5: R@1 with the last 16, 32, ... queries of the queues; dotted, without."""
+    """Fig. 5: R@1 with the last 16, 32, ... queries of the queues; dotted lines: without a queue."""
     kept = len(queues["texts"])
     sizes, found = sorted({min(kept, 2**k) for k in range(4, 20)}), []
     for size in sizes:
@@ -109,9 +109,9 @@ def draw_queue_sizes(ax, pieces, gamma, iterations, queues, biases_of):
 
 
 def draw_modalities(before, pieces, path):
-    """Figs. 7 and 8: both modalities in the plane, and mean cosines inside and between them, before and after training.
+    """Figs. 7 and 8: both modalities in the plane, and mean cosines within and between them, before and after training.
 
-    Args: before: {text (n, D), image (k, D)} of the start, or empty.   pieces: of the end.
+    Args: before: {text (n, D), image (k, D)} before training, or empty.   pieces: after training.
     """
     stages = {"before": before} if before else {}
     stages["after"] = {k: pieces[k][:500] for k in ("text", "image")}
@@ -134,14 +134,14 @@ def draw_modalities(before, pieces, path):
 
 
 def mean_of_others(sim):
-    """Mean of a square matrix without its diagonal, a float."""
+    """Mean of a square matrix without its diagonal, as a float."""
     return sim[~torch.eye(len(sim), dtype=torch.bool)].mean().item()
 
 
 def draw(run, retrieval_biases):
-    """The pictures of a run: curves, retrieval, the paper's Figures 2, 3 and 5 of each test set, 7 and 8 of val.
+    """The pictures of a run: curves; the paper's Figures 2, 3, 5 and 6 for each test set, 7 and 8 for val.
 
-    retrieval_biases: the script's own function, as its evaluation uses it."""
+    retrieval_biases: the script's own function, which its evaluation uses too."""
     args, log = run.args, run.log
     queues = load_file(run.folder / "queues.safetensors")
     before = load_file(run.folder / "embeddings_before.safetensors")

@@ -1,4 +1,4 @@
-"""Pictures of temo.py: curves, retrieval, and what one run can show of the paper's Figures 2 to 7."""
+"""Pictures of temo.py: curves, retrieval, and those of the paper's Figures 2 to 7 that one run can show."""
 
 from common import has_clips
 from engine.base import read_json

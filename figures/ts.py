@@ -1,6 +1,6 @@
 """The pictures of temperature_schedules.py: class sizes, temperature and coverage; the paper's Figures 1 to 5.
 
-sizes: (classes,) training images of each.   tau_of: the schedule, epoch -> tau, as the loss sees it.
+sizes: (classes,) training images of each class.   tau_of: the schedule epoch -> tau, as the loss uses it.
 """
 
 import math
@@ -13,7 +13,7 @@ from figures.base import draw_curves, figure, save_figure, whole_ticks
 
 
 def draw_classes(run, sizes, tau_of, path):
-    """Class sizes; beside them the temperature of each epoch and the coverage of the sphere."""
+    """Draws the class sizes, and beside them the temperature of each epoch and the coverage of the sphere."""
     args, sizes = run.args, np.sort(sizes)[::-1]
     fig, (left, right) = figure(2)
     left.bar(range(len(sizes)), sizes, width=1.0)
@@ -38,8 +38,8 @@ def draw_classes(run, sizes, tau_of, path):
 def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
     """Figures 1 to 5 of the paper.
 
-    Args: pieces: what ClassEvaluator kept of the test.   features (M, width), truth (M,), z (M, D): of some
-        training images, their labels and their unit z.
+    Args: pieces: what ClassEvaluator kept of the test.   features (M, width), truth (M,), z (M, D): features, labels
+        and unit z of some training images.
     """
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
     mean = f"mean of all classes {np.mean(list(pieces['per_class'].values())):.1f} %"
@@ -63,7 +63,7 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
     for c, colour, name in ((present[0], "tab:red", "head"), (present[-1], "tab:blue", "tail")):
         label = f"{name}: {pieces['names'][c]} ({sizes[c]}), kNN@1 {pieces['per_class'].get(int(c), 0):.0f} %"
         solid.scatter(*space[truth == c].T, s=14, color=colour, label=label)
-    solid.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)  # wider than it
+    solid.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)  # wider than axes
     solid.set(title=f"three PCA directions, a head and a tail class (Fig. 3)\nkNN@1, {mean}", xticklabels=(),
               yticklabels=(), zticklabels=())
 
@@ -79,7 +79,7 @@ def shade(step, run):
 
 
 def draw_shares(axes, unit, args):
-    """Fig. 2: what one negative at a cosine weighs in the loss; how many have it; what they weigh together.
+    """Fig. 2: for each cosine, the weight of one negative in the loss, the number of negatives, and their total weight.
 
     Args: axes: three.   unit: (M, D) normalised z, M > 1.
     """
@@ -114,7 +114,7 @@ def draw_phase(ax, run, tau_of):
     ax.scatter(phase, values[1:], s=20, color=[shade(s, run) for s in steps[1:]])
     ax.set(title="few-shot probe over the period (Fig. 4)", xlabel="phase of the period; light = early",
            ylabel="val top-1, %", xlim=(-0.05, 1.05))
-    if args.tau_head or not len(phase):                                    # no schedule; no val
+    if args.tau_head or not len(phase):                                    # no schedule, or no evaluation on val
         return
     beside, grid = ax.twinx(), np.linspace(0, 1, 101)
     beside.plot(grid, [tau_of(g * args.period) for g in grid], color="tab:orange")
@@ -122,9 +122,9 @@ def draw_phase(ax, run, tau_of):
 
 
 def draw(run, sizes, tau_of, sphere):
-    """The pictures of a run: curves; class sizes with tau beside them; the paper's Figures 1 to 5.
+    """The pictures of a run: curves, class sizes with tau beside them, and the paper's Figures 1 to 5.
 
-    sizes (classes,); tau_of: epoch -> tau, sphere: features (M, width) -> (M, D): the script's own functions."""
+    sizes (classes,). The script's own functions: tau_of: epoch -> tau; sphere: features (M, width) -> (M, D)."""
     name = run.args.dataset
     run.picture("curves.png", draw_curves, run.log, [
         ("loss", "L_c", {"L_c": "loss"}), ("temperature", "tau", {"tau": "tau"}),

@@ -1,1 +1,1 @@
-"""How somebody's files are read: pictures, videos, tables, tars, streams; what is odd in them is refused."""
+"""How users' files are read: images, videos, tables, tars and streams. Files that look wrong are refused."""

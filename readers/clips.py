@@ -24,8 +24,8 @@ JPEG_ROWS = 65_500  # no jpeg can hold more
 class Clips:
     """How a video becomes (T, 3, H, W) uint8: frames T, sampling, short side in pixels, a cache folder ('' = none).
 
-    The cache holds one JPEG per clip, its frames one below the other: decoded once, 4:4:4. Random frames have a JPEG of
-    their own, three for each wanted one; evaluation sees the same frames with and without a cache."""
+    The cache holds one JPEG per clip (4:4:4), its frames one below the other, so a video is decoded once. For random
+    frames it holds three candidates per frame. Evaluation sees the same frames with and without a cache."""
 
     at_rest = "uniform"  # how random frames are placed in evaluation
 
@@ -33,7 +33,7 @@ class Clips:
         self.frames, self.sampling, self.short, self.cache = frames, sampling, short, cache
 
     def __call__(self, source, start=None, end=None, draws=None):
-        """(T, 3, H, W) uint8; draws (T,) in 0..1 place random frames, None = evaluation. Raises as read_frames."""
+        """(T, 3, H, W) uint8. draws (T,) in 0..1 place random frames; None = evaluation. Raises as read_frames does."""
         sampling = self.at_rest if self.sampling == "random" and draws is None else self.sampling
         if self.cache:
             return self._cached(source, start, end, sampling, draws)
@@ -58,7 +58,7 @@ class Clips:
         return x[torch.from_numpy(np.arange(self.frames) * 3 + choice)]  # (T, 3, H, W)
 
     def _file(self, source, settings):
-        """Where the cache holds a clip: by its path, or the bytes, and everything that changes its frames."""
+        """The cache file of a clip; a hash in its name covers the path (or bytes) and all that changes the frames."""
         if isinstance(source, (bytes, bytearray)):
             stem, content = "clip", source
         else:
@@ -69,13 +69,13 @@ class Clips:
         return Path(self.cache) / digest[:2] / f"{slug(stem)[:80]}-{digest[:12]}.jpg"
 
     def _fill(self, file, frames):
-        """Writes (keep, H, W, 3) frames to the cache; returns what a later epoch will read."""
+        """Writes (keep, H, W, 3) frames to the cache and returns what a later epoch will read from it."""
         from PIL import Image
         if len(frames) * frames.shape[1] > JPEG_ROWS:  # not cached
             return _channels_first(frames)
-        temporary = file.with_suffix(f".{secrets.token_hex(8)}.tmp")  # of no other process, on whatever machine
+        temporary = file.with_suffix(f".{secrets.token_hex(8)}.tmp")  # a name no other process has, on any machine
         tall = frames.reshape(-1, *frames.shape[2:])  # (keep * H, W, 3)
-        with writing(f"--frame-cache {self.cache}"):  # no fault of this video, so no bad sample
+        with writing(f"--frame-cache {self.cache}"):  # a full disk is not the video's fault: no bad sample
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(tall).save(temporary, "jpeg", quality=92, subsampling=0)
             temporary.replace(file)
@@ -87,15 +87,15 @@ def _channels_first(frames):
 
 
 class Features:
-    """Precomputed features in place of frames: one VIDEO.npy (time, width) in each folder (motion, appearance, ...),
-    each brought to T rows, side by side: (T, F) float."""
+    """Precomputed features in place of frames. Each folder (motion, appearance, ...) holds one VIDEO.npy (time, width)
+    per video. Each is sampled to T rows, and those of all folders are concatenated to (T, F) float."""
     sampling = "uniform"
 
     def __init__(self, folders, frames):
         self.folders, self.frames, self.width = folders, frames, None
 
     def __call__(self, source, start=None, end=None, draws=None):
-        """(T, F) float32 of the video's name. Raises OSError or ValueError with the reason."""
+        """(T, F) float32 features, found by the video's name. Raises OSError or ValueError with the reason."""
         x = np.concatenate([self._rows(folder, Path(source).stem) for folder in self.folders], 1)  # (T, F)
         if self.width not in (None, x.shape[1]):
             raise ValueError(f"features of width {x.shape[1]}, others have {self.width}")
@@ -105,7 +105,7 @@ class Features:
         try:
             x = np.load(Path(folder).expanduser() / f"{stem}.npy", allow_pickle=False)
             x = np.atleast_2d(x).astype(np.float32)  # (time, width)
-        except (EOFError, TypeError, ValueError) as error:  # an empty file, an npz: a bad sample like any other
+        except (EOFError, TypeError, ValueError) as error:  # an empty file or an npz counts as a bad sample
             why = "it holds Python objects" if "pickle" in str(error) else first_line(error)
             raise ValueError(f"{folder}: {stem}.npy is not an array of numbers ({why})") from error
         if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
@@ -114,7 +114,7 @@ class Features:
 
 
 def feature_shape(data, encoder="features"):
-    """[T, F] of a data set of features; from now on all must have it. Raises UserError where none can be read."""
+    """[T, F] of the features of a data set. Every later read must have this F. Raises UserError if none can be read."""
     reasons = []
     for i in range(min(len(data), 100)):
         try:
@@ -131,7 +131,7 @@ def feature_shape(data, encoder="features"):
 
 
 def windows_of(table):
-    """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) without."""
+    """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) if the table has none of them."""
     named = plain_names(table.column_names)
     pair = next(([named[c] for c in p] for p in WINDOW_COLUMNS if set(p) <= set(named)), None)
     if not pair:
@@ -146,14 +146,14 @@ def windows_of(table):
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)[:200]})") from error
         if not 0 <= (start or 0) <= (math.inf if end is None else end) or math.inf in (start, end):
-            raise UserError(f"column {' and '.join(pair)}, row {number}: {start} to {end}: expected seconds, an end "
-                            "that is not before the start, and a start that is not before 0")
+            raise UserError(f"column {' and '.join(pair)}, row {number}: {start} to {end}: expected seconds, with a "
+                            "start of at least 0 and an end that is not before the start")
         found.append((start, end))
     return found
 
 
 def clip_options(options, kind=Clips):
-    """Clips (or another kind of them), or Features with --feature-dir, from the options of load_data."""
+    """The clip reader that the options of load_data ask for: Features with --feature-dir, else Clips (or `kind`)."""
     frames = options.get("frames") or 12
     if options.get("feature_dir"):
         return Features(options["feature_dir"], frames)

@@ -1,4 +1,4 @@
-"""Tables: names of files, columns and splits that are known, and opening one through `datasets`."""
+"""Tables: the file types, column names and split names that are recognised, and opening a table with `datasets`."""
 
 import contextlib
 import re
@@ -32,13 +32,13 @@ def is_video(path):
 
 
 def folders_of(path):
-    """Names of the folders below a data folder that hold data: none that is hidden, empty, __MACOSX or of our runs."""
+    """Names of the subfolders that hold data. Hidden and empty folders, __MACOSX and our own runs are left out."""
     below = [f for f in path.iterdir() if f.is_dir() and not f.name.startswith((".", "__"))]
     return [f.name for f in below if any(f.iterdir()) and not any(f.glob("*/args.json"))]
 
 
 def split_words(name):
-    """The splits that the words of a file's or folder's name say, train first: 'photos-train-00' -> ['train']."""
+    """The splits named in a file's or folder's name, train first: 'photos-train-00' -> ['train']."""
     words = re.split("[^a-z]+", name.lower())
     return [s for s, known in SPLIT_NAMES.items() if any(w in known for w in words)]
 
@@ -49,20 +49,20 @@ def split_of(word):
 
 
 def split_and_class(file):
-    """(The first folder around a file that names a split, the innermost one inside that), "" where there is none."""
+    """(outermost folder named after a split, innermost folder below it: the class) of a file; "" where one lacks."""
     folders = file.parts[:-1]
     k = next((k for k, word in enumerate(folders) if split_words(word)), -1)
     return folders[k] if k >= 0 else "", (folders[k + 1:] or ("",))[-1]
 
 
 def plain_names(columns):
-    """{name: column}, each by its own name and by that without capitals and blanks around it: ' Caption' is caption."""
+    """{name: column}, each under its own name and under its stripped lower-case name: ' Caption' is also caption."""
     return {c.strip().lower(): c for c in columns} | {c: c for c in columns}
 
 
 @contextlib.contextmanager
 def quiet_datasets():
-    """The library `datasets` without bars and without its own words for errors, which are said once, by us."""
+    """Silences the bars and error messages of the library `datasets`: we report its errors ourselves, once."""
     import datasets
     logging, no_bars = datasets.utils.logging, datasets.are_progress_bars_disabled()
     level = logging.get_verbosity()
@@ -83,7 +83,7 @@ TABLE_ERRORS = {"corresponds to no data": "it has no rows", "BatchSize must be g
 
 
 def table_words(error, reason):
-    """What an error of `datasets`, and the one it came from, mean for a table; "" where that is not known."""
+    """What an error of `datasets` (and `reason`, its cause) means for a table, in plain words; "" if unknown."""
     import datasets
     if isinstance(reason, UnicodeDecodeError) or "codec can't decode" in str(reason):
         return f"not UTF-8 text ({first_line(reason)}); save it as UTF-8"
@@ -96,7 +96,7 @@ def table_words(error, reason):
 
 
 def open_table(kind, name, gated="", **files):
-    """datasets.load_dataset, quietly, with its dozen kinds of errors as one line."""
+    """datasets.load_dataset without its own output. Raises: UserError of one line for any of its many errors."""
     import datasets
     try:
         with quiet_datasets():
@@ -109,18 +109,18 @@ def open_table(kind, name, gated="", **files):
 
 
 def gated_message(name, repo):
-    """How to get into a gated data set."""
+    """The message for a gated data set: how to get access."""
     return (f"{name}: {repo} is gated: accept its terms on https://huggingface.co/datasets/{repo} and run `hf auth "
             "login`, or give a local copy with --data-dir")
 
 
 class NoColumn(UserError):
-    """A column that a flag names is not there; the flag is the first word."""
-    option = property(lambda error: str(error).split()[0].removeprefix("--").replace("-", "_"))  # of load_data
+    """A flag names a column that the table does not have. The message begins with the flag."""
+    option = property(lambda error: str(error).split()[0].removeprefix("--").replace("-", "_"))  # load_data's name
 
 
 def pick_column(flag, options, columns, usual, name, required=True):
-    """The column a flag names, else the usual one that exists, in capitals or not; a wrong name lists those there."""
+    """The column that a flag names, else the first usual name that exists in any case. NoColumn lists what exists."""
     wanted = options.get(flag.removeprefix("--").replace("-", "_"))
     named, there = plain_names(columns), ", ".join(columns) if len(columns) < 30 else f"{len(columns)} others"
     if wanted:
@@ -134,7 +134,7 @@ def pick_column(flag, options, columns, usual, name, required=True):
 
 
 def class_column(options, table, name):
-    """The column of the class, or None. One of lists or records, several classes an example, is said and not read."""
+    """The class column, or None. A column of lists or records (several classes per row) is ignored with a warning."""
     label = pick_column("--label-column", options, table.column_names, LABEL_COLUMNS, name, required=False)
     if label is None or hasattr(table.features[label], "dtype"):
         return label
@@ -146,11 +146,11 @@ def class_column(options, table, name):
 
 
 def is_class(label):
-    """Does a label name a class? None, nothing, NaN and -1 do not."""
+    """Whether a label names a class; None, an empty text, NaN and -1 do not."""
     return label is not None and label == label and str(label).strip() not in ("", "-1")
 
 
 def clean_list(texts):
-    """Captions as they come (one, several, None) -> those that say something, blanks at the ends cut off."""
+    """A caption, a list of captions or None -> the list of those that are not empty, stripped."""
     texts = texts if isinstance(texts, (list, tuple)) else [texts]
     return [str(t).strip() for t in texts if t is not None and t == t and str(t).strip()]  # NaN differs from itself

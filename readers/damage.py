@@ -1,8 +1,8 @@
-"""Tars as they come: whole, cut, with a bad stretch in the middle, or compressed; and what lies beside them says of
-their size. Python's tarfile takes a bad header for the end of the tar, and says nothing.
+"""Damaged tars: cut short, broken in the middle, or compressed; and the sample counts in the files beside them.
+Python's tarfile silently takes a bad header for the end of the tar.
 
-`walk` goes on behind the damage, at the next header with a right checksum; `Losses` counts and names what lies between.
-Not seen: bytes changed inside a member, whose headers are whole (its picture may not decode, and is counted then).
+`walk` goes on after the damage, at the next header with a valid checksum. `Losses` counts and names the lost samples.
+Bytes changed inside a member are not seen here; if its image then fails to decode, it counts as a bad sample.
 """
 
 import collections
@@ -14,16 +14,16 @@ import os
 import re
 import tarfile
 
-CHUNK = 2**16  # bytes of one look for the next header
-RECORD = 10240  # bytes; writers fill a tar up to a multiple with zeros
-MOST_ZEROS = 2**20  # bytes of zeros that may end a tar; more is a download that was never filled in
+CHUNK = 2**16  # bytes read at a time when looking for the next header
+RECORD = 10240  # bytes; writers pad a tar with zeros to a multiple of this
+MOST_ZEROS = 2**20  # bytes of zeros that may end a tar; more means a preallocated file whose download never finished
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}  # how they begin
-USUAL = 0.05  # part of a tar's samples from which a set of extensions counts as a usual one
+USUAL = 0.05  # a set of extensions that at least this share of a tar's samples has counts as a complete sample
 
 
 @dataclasses.dataclass
 class Damage:
-    """A stretch of a tar that cannot be read: first byte, length, why, and the member that is cut ('' = none)."""
+    """A byte range of a tar that cannot be read: first byte, length, reason, and the truncated member ('' = none)."""
     at: int
     size: int
     why: str
@@ -31,13 +31,13 @@ class Damage:
 
 
 class Loss(ValueError):
-    """Why a sample is lost to damage, or a member is not followed."""
+    """Why a sample is lost to damage, or why a member is skipped."""
 
 
 class Front:
-    """A file read front to back, in which a look ahead can be given back; `last`: the bytes of the last read.
+    """A file that is read from front to back, with push-back (give_back). `last`: the bytes of the last read.
 
-    seeks: what nobody asks for is sought over, not read (a file on a disk)."""
+    seeks: skip by seeking instead of reading (for a file on a disk)."""
 
     def __init__(self, file, seeks=False):
         self.file, self.at, self.kept, self.last, self.end = file, 0, b"", b"", None
@@ -62,7 +62,7 @@ class Front:
         self.at, self.kept = self.at - len(data), data + self.kept
 
     def skip(self, n):
-        """Go on by n bytes; False where the file ends before."""
+        """Moves on by n bytes; False if the file ends before that."""
         if self.end is None:
             while n and (got := len(self.read(min(n, CHUNK)))):
                 n -= got
@@ -74,22 +74,22 @@ class Front:
 
 
 def refuse_compressed(head):
-    """Raises: tarfile.ReadError when a file with these first bytes (six) is compressed."""
+    """Raises: tarfile.ReadError if these first six bytes are those of a compressed file."""
     for start, word in COMPRESSED.items():
         if head.startswith(start):
             raise tarfile.ReadError(f"compressed with {word}: unpack it, plain tars are needed")
 
 
 def walk(file, wanted):
-    """The members of a Front: (TarInfo, its bytes where wanted(name), else None, bytes with its headers). Of what is
-    damaged (Damage, None, 0).
+    """Yields (TarInfo, its bytes if wanted(name) else None, its size in bytes with headers) for each member of a
+    Front, and (Damage, None, 0) for each damaged range.
 
-    Raises: tarfile.ReadError where no header at all is found, or the file is compressed.
+    Raises: tarfile.ReadError if no header at all is found, or the file is compressed.
     """
     head = file.read(6)
     file.give_back(head)
     refuse_compressed(head)
-    tar, found = tarfile.TarFile(fileobj=io.BytesIO(bytes(1024))), False  # an open one that has read nothing
+    tar, found = tarfile.TarFile(fileobj=io.BytesIO(bytes(1024))), False  # an open TarFile that has read nothing yet
     tar.fileobj = file
     while True:
         at = file.tell()
@@ -109,8 +109,8 @@ def walk(file, wanted):
             if not more:
                 return
             continue
-        found, left = True, tar.offset - file.tell()  # bytes with the zeros that fill the last block
-        size = min(member.size, left)  # links have none
+        found, left = True, tar.offset - file.tell()  # bytes, with the padding of the last block
+        size = min(member.size, left)  # a link announces a size but has no bytes
         data = file.read(size) if member.isreg() and wanted(member.name) else None
         if len(data) < size if data is not None else not file.skip(size):
             end = file.tell() if file.end is None else file.end
@@ -122,14 +122,14 @@ def walk(file, wanted):
 
 def _what(at, size, more, zeros):
     if not size:
-        return f"the file ends at byte {at:,} without the mark of a tar's end"
+        return f"the file ends at byte {at:,} without an end-of-tar mark"
     kind = "zeros" if zeros else "no header of a tar"
     return f"{kind} from byte {at:,} to {'byte ' + format(at + size, ',') if more else 'its end'}"
 
 
 def _resume(file, at):
-    """Go on behind a bad header to the next good one: (is there one, are all bytes before it zeros). Not by blocks of
-    512: where bytes are missing all that follows is moved."""
+    """Moves on from a bad header to the next valid one. Returns (whether there is one, whether all bytes before it are
+    zeros). It looks at every byte, not at every 512: where bytes are missing, all that follows is shifted."""
     window, first = file.last, 1
     zeros = file.tell() - len(window) == at
     while True:
@@ -161,8 +161,8 @@ def split_name(member):
 
 
 def not_followed(member):
-    """Why a member is not read, '' if it is: a link, a device, a file with holes, a name that is no UTF-8, or leads
-    out of the tar."""
+    """Why a member is skipped, '' if it is read. Skipped are links, devices, sparse files, and names that are not
+    UTF-8 or lead out of the tar."""
     if member.issym() or member.islnk():
         return f"{member.name} is a link"
     if member.isdev() or member.issparse():
@@ -173,18 +173,18 @@ def not_followed(member):
 
 
 class Losses:
-    """What one tar has lost: `files` walks it, `lost` gives the answer at the end.
+    """What one tar has lost: `files` walks it, and `lost` gives the result at the end.
 
-    A sample beside damage is a suspect, and lost where it lacks parts that the others have. How many samples lay inside
-    is told by its bytes and by the numbers in the keys on both sides."""
+    A sample next to damage is a suspect. It is lost if it lacks parts that the other samples have. The number of
+    samples inside the damage is estimated from its bytes and from the numbered keys on both sides."""
 
     def __init__(self):
         self.key, self.parts, self.suspected, self.cut = None, set(), False, None
-        self.usual, self.suspects, self.gaps = collections.Counter(), {}, []  # gaps: [Damage, key before, key behind]
+        self.usual, self.suspects, self.gaps = collections.Counter(), {}, []  # gaps: [Damage, key before, key after]
         self.samples = self.bytes = 0
 
     def files(self, file, wanted):
-        """(key, extension, TarInfo, its bytes where wanted(extension), else None) of each file in a Front."""
+        """Yields (key, extension, TarInfo, its bytes if wanted(extension) else None) for each file in a Front."""
         for member, data, span in walk(file, lambda name: wanted(split_name(name)[1])):
             if isinstance(member, Damage):
                 self.gap(member, split_name(member.cut)[0] if member.cut else None)
@@ -194,7 +194,7 @@ class Losses:
                 yield key, extension, member, data
 
     def add(self, key, extension, span):
-        """A member of `span` bytes that is whole."""
+        """Counts an intact member of `span` bytes."""
         if key != self.key:
             self.close()
             self.key, self.parts, self.suspected = key, set(), False
@@ -204,18 +204,18 @@ class Losses:
         self.bytes += span
 
     def gap(self, damage, key=None):
-        """key: of the sample whose member is cut."""
+        """Notes a damaged range. key: that of the sample whose member is truncated."""
         if key is not None:
             self.add(key, "", 0)
             self.cut = key
-        if key is None and self.gaps and self.gaps[-1][2] is None:  # nothing stands between this one and the last
+        if key is None and self.gaps and self.gaps[-1][2] is None:  # nothing lies between this one and the last
             self.gaps[-1][0] = dataclasses.replace(self.gaps[-1][0], size=self.gaps[-1][0].size + damage.size)
         else:
             self.gaps.append([damage, self.key, None])
         self.suspected = True
 
     def close(self):
-        """The sample at hand is over."""
+        """Ends the current sample."""
         if self.key is None:
             return
         self.samples += 1
@@ -226,19 +226,19 @@ class Losses:
         self.key = None
 
     def lost(self):
-        """[(keys, n, why)]: n samples that are lost, with their keys where they are known; and the set of the keys of
-        which a part is left."""
+        """([(keys, n, why)], partial keys): n samples are lost for the reason `why`, with their keys if they are known.
+        Partial keys: the set of the lost samples of which some parts are left."""
         self.close()
         usual = [shape for shape, n in self.usual.items() if n >= USUAL * self.usual.total()]
         partial = {key for key, parts in self.suspects.items()
                    if key == self.cut or usual and not any(shape <= parts for shape in usual)}
-        mean = self.bytes / max(1, self.samples)  # bytes a sample
+        mean = self.bytes / max(1, self.samples)  # bytes per sample
         out, told = [], set()
         for damage, before, behind in self.gaps:
             keys = sorted({before, behind} & partial - told)
             told.update(keys)
             where = (f"between {before} and {behind}" if before and behind
-                     else f"behind {before}" if before else f"before {behind}")
+                     else f"after {before}" if before else f"before {behind}")
             why = damage.why if damage.cut else f"{damage.why}, {where}"
             out += [([key], 1, why) for key in keys]
             number = max(0 if keys else 1, round(damage.size / mean) - len(keys)) if mean else 1  # one at least
@@ -250,9 +250,9 @@ class Losses:
         return out, partial
 
     def each(self, expected=None):
-        """([(key, why)] with one entry a lost sample, the keys of which a part is left).
+        """([(key, why)] with one entry per lost sample, the partial keys as in `lost`).
 
-        expected: (samples the tar should hold, the file that says so), where that is known: their number counts."""
+        expected: (samples the tar should hold, the file that says so) if known; it then decides how many are lost."""
         lost, partial = self.lost()
         entries = [(key, why) for keys, n, why in lost for key in (keys or _numbered(n, why))]
         if expected:
@@ -268,7 +268,7 @@ def _numbered(n, why):
 
 
 def _between(before, behind):
-    """The keys between two that are numbered; () of one and the same key, None where that cannot be told."""
+    """The keys between two numbered keys; () if both are the same key, None if they cannot be known."""
     if before is None or behind is None:
         return None
     if before == behind:
@@ -281,10 +281,10 @@ def _between(before, behind):
 
 # ---- what lies beside the tars ----
 def expected(paths):
-    """{path: (samples, name of the file that says so)} where a file beside the tars, or one folder above, tells.
+    """{path: (samples, name of the file that says so)}, where a file beside a tar or one folder above tells.
 
-    Read are <tar>_stats.json (img2dataset), sizes.json (webdataset), _info.json or info.json (timm, pixparse), and the
-    indices of wids; what cannot be read of these is passed over."""
+    Such files are <tar>_stats.json (img2dataset), sizes.json (webdataset), _info.json or info.json (timm, pixparse),
+    and the indices of wids. Those that cannot be read are ignored."""
     out, paths = {}, dict.fromkeys(map(os.path.abspath, paths))
     folders = dict.fromkeys(folder for path in paths for folder in
                             (os.path.dirname(path), os.path.dirname(os.path.dirname(path))))

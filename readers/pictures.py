@@ -1,4 +1,4 @@
-"""Images from bytes: decoded, upright, alpha on white; a damaged one is an error, never grey pixels."""
+"""Decodes images: upright, alpha over white. A damaged image is an error and never yields grey pixels."""
 
 import io
 import os
@@ -19,16 +19,16 @@ MAX_PIXELS = 178_956_970  # of one image: Pillow's limit against decompression b
 
 
 def read_file(path):
-    """Bytes of a regular file. Raises: OSError where there is none; ValueError for a pipe or a device."""
+    """Bytes of a regular file. Raises: OSError if there is none; ValueError for a pipe or a device."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("not a regular file")
     return Path(path).read_bytes()
 
 
 def decode(source, max_pixels=MAX_PIXELS):
-    """Path or bytes of an image -> (3, H, W) uint8 RGB, alpha on white; of an animation the first frame.
+    """Path or bytes of an image -> (3, H, W) uint8 RGB, alpha over white. An animation gives its first frame.
 
-    JPEGs by torchvision, which is fast; its other decoders may end the process on a damaged file.
+    JPEGs go through torchvision, which is fast. Its other decoders may crash the process on a damaged file.
     Raises: ValueError or OSError with the reason."""
     data = source if isinstance(source, (bytes, bytearray)) else read_file(source)
     if not data:
@@ -38,35 +38,35 @@ def decode(source, max_pixels=MAX_PIXELS):
         _check_png(data)
     if data[:2] == b"\xff\xd8":
         image = _decode_jpeg(data, header)
-    elif header.format == "PNG" and data[24] == 16:  # bits of a colour
+    elif header.format == "PNG" and data[24] == 16:  # bits per channel
         image = decode_deep_png(data)
     else:
         image = _decode_picture(header)
-    if len(image) == 4:  # alpha on white; in whole numbers, since float round() starts threads: 7 ms on busy cores
+    if len(image) == 4:  # alpha over white, in integers: a float round() starts threads, which costs 7 ms on busy cores
         rgb, alpha = image[:3].int(), image[3:].int()
         image = ((rgb * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)
     return image
 
 
 def _open_picture(data, max_pixels):
-    """Pillow's image of some bytes, its header read, no pixel decoded. Raises: ValueError."""
-    Image.MAX_IMAGE_PIXELS = max_pixels / 2  # Pillow warns above it, and refuses twice as many, in inner frames too
+    """Pillow's image of some bytes: the header is read, no pixel is decoded. Raises: ValueError."""
+    Image.MAX_IMAGE_PIXELS = max_pixels / 2  # Pillow warns above this and refuses twice as many, in inner frames too
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Image.open(io.BytesIO(data))
-    except MemoryError:  # no fault of the image
+    except MemoryError:  # not the image's fault
         raise
     except Image.DecompressionBombError as error:
         size = re.search("[0-9]+ pixels", str(error))
-        raise ValueError(f"{size[0] if size else 'many pixels'}, more than the {max_pixels:,} that are read "
+        raise ValueError(f"{size[0] if size else 'many pixels'}, more than the limit of {max_pixels:,} "
                          "(--max-pixels)") from error
     except Exception as error:
         raise ValueError(f"not a readable image ({type(error).__name__})") from error
 
 
 def _check_png(data):
-    """Raises ValueError unless all chunks of a PNG are there and have their checksums: Pillow does not look."""
+    """Raises ValueError unless all chunks of a PNG are there with a right checksum, which Pillow does not check."""
     position, kind = 8, b""
     while kind != b"IEND":
         length, kind = int.from_bytes(data[position:position + 4], "big"), data[position + 4:position + 8]
@@ -81,9 +81,9 @@ def _check_png(data):
 def _decode_jpeg(data, header):
     """(3, H, W) uint8; header: Pillow's image of the same bytes. Raises: ValueError."""
     from torchvision.io import ImageReadMode, decode_jpeg
-    # no end after the last scan; most files end with it, and searching all bytes takes time
+    # no end marker after the last scan; most files end with it, and searching all bytes takes time
     if not data.endswith(b"\xff\xd9") and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
-        raise ValueError("truncated jpeg")  # the decoder would fill the rest with grey and say nothing
+        raise ValueError("truncated jpeg")  # the decoder would silently fill the rest with grey
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     try:
         return decode_jpeg(buffer, ImageReadMode.RGB, apply_exif_orientation=True)
@@ -97,12 +97,12 @@ def _decode_picture(image):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if image.mode[0] in "IF":  # converted, all that is above 255 would be white
+            if image.mode[0] in "IF":  # a plain conversion would turn all values above 255 white
                 image = decode_deep_grey(image)
             transparent = "A" in image.getbands() or "transparency" in image.info
             image = ImageOps.exif_transpose(image.convert("RGBA" if transparent else "RGB"))
             return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    except MemoryError:  # no fault of the image
+    except MemoryError:  # not the image's fault
         raise
     except Exception as error:
         reason = first_line(error) if isinstance(error, OSError) else type(error).__name__
@@ -110,7 +110,7 @@ def _decode_picture(image):
 
 
 def decode_deep_png(data):
-    """Bytes of such a PNG -> (4, H, W) uint8, rounded. Raises: ValueError."""
+    """Bytes of a PNG with 16 bits per channel -> (4, H, W) uint8, rounded. Raises: ValueError."""
     try:
         with av.open(io.BytesIO(data), format="png_pipe") as container:
             frame = next(container.decode(video=0))
@@ -121,7 +121,7 @@ def decode_deep_png(data):
 
 
 def decode_deep_grey(image):
-    """Pillow's image of one grey of 16 bits (TIFF, PGM) -> with 8 bits. Raises: OSError for 32 bits or floats."""
+    """Pillow's 16-bit grey image (TIFF, PGM) -> the same with 8 bits. Raises: OSError for 32 bits or floats."""
     if image.mode in ("I", "F") and image.format != "PPM":
-        raise OSError("pixels of 32 bits, whose range is not known; save it with 8 or 16")
+        raise OSError("32-bit pixels, whose range is not known; save it with 8 or 16 bits")
     return Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))

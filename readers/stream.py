@@ -1,8 +1,8 @@
-"""Streams (--streaming): tars on a disk or a remote place, read in order and never indexed or downloaded first.
+"""Streams (--streaming): tars on disk or on a server, read in order without an index or a download.
 
-A Stream promises less than Data: disjoint samples, equal batch counts, the same views per key, and resume at the start
-of the shard. The batches depend on the number of processes and workers. What damage in a shard has lost is counted with
-the bad samples, one for one.
+A Stream guarantees less than Data: disjoint samples, equal batch counts, the same views per key, and resume at the
+start of a shard. The batches depend on the number of processes and workers. Each sample lost to damage in a shard
+counts as one bad sample.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from readers.tars import check_compressed, index, sample_parts
 
 
 def open_tars(name, tars, options):
-    """Tars of one folder, or one tar: {split: Data}, with streaming a Stream for train.
+    """{split: Data} of one tar or the tars of one folder; with streaming, train is a Stream.
 
     Args: tars: paths, in order.   options: those of load_data.
-    Raises: UserError when a tar cannot be read, most samples cannot be used, more are lost than the option
-        max_bad_fraction allows, or a stream has one shard only.
+    Raises: UserError if a tar cannot be read, most samples cannot be used, more are lost than the option
+        max_bad_fraction allows, or a stream has only one shard.
     """
     base = Path(name).expanduser()
-    # by the names inside the data set: the folders above it say nothing
+    # only names inside the data set count, not the folders above it
     of = split_files(name, {tar: str(tar.name if tar == base else tar.relative_to(base)).removesuffix(".tar")
                             for tar in tars})
     if options.get("streaming"):
@@ -42,7 +42,7 @@ def open_tars(name, tars, options):
 
 
 def _streamed(name, of, options):
-    """{train: Stream, val, test: Data}; one shard is held out where no tar is called val or test."""
+    """{train: Stream, val, test: Data}; one shard is held out if no tar is called val or test."""
     train, held_out = of.get("train", []), ""
     if "val" not in of and "test" not in of:
         if len(train) < 2:
@@ -58,16 +58,16 @@ def _streamed(name, of, options):
     return {"train": stream, "val": index(name, "val", val, options), "test": index(name, "test", test, options)}
 
 
-TRIES = 100  # samples in a row that one reader cannot read before the run stops
-GUESS = 5000  # samples a shard, where their number is not known
+TRIES = 100  # the run stops after this many consecutive unreadable samples of one reader
+GUESS = 5000  # samples per shard if their number is not known
 
 
 @dataclasses.dataclass
 class Stream:
-    """Web-scale tars, read in order: shards are dealt to processes and workers (disjoint), shuffled per epoch.
+    """Web-scale tars, read in order. Shards are shuffled per epoch and divided among processes and workers.
 
-    urls: paths or fsspec addresses (hf://...).   length: samples in all, None = not known.
-    buffer: samples of one reader, not yet decoded, from which the next is drawn.
+    urls: paths or fsspec addresses (hf://...).   length: number of samples, None = not known.
+    buffer: size of a reader's shuffle buffer, in samples that are not decoded yet.
     counts: {path: (samples, the file that says so)} where that is known.
     """
     name: str
@@ -79,31 +79,31 @@ class Stream:
                  "batches depend on the number of processes and workers")
     counts: dict = dataclasses.field(default_factory=dict)
     max_pixels: int = MAX_PIXELS
-    # what Data has, where nothing else is known of a stream
+    # attributes that Data has too; of a stream no more is known
     split, streamed, has_captions, templates = "train", True, True, ()
     pixels = clip = labels = label_names = None
 
     @property
     def distinct(self):
-        """Number of different samples, infinity where it is not known."""
+        """Number of different samples, infinity if it is not known."""
         return self.length or float("inf")
 
     @functools.cached_property
     def examples(self):
-        """Samples of one epoch, a guess where their number is not known."""
+        """Samples of one epoch, a guess if their number is not known."""
         if self.length:
             return self.length
         n = GUESS * len(self.urls)
-        say(f"--streaming: the number of samples is not known; an epoch is taken as 5,000 a shard, {n:,} in all")
+        say(f"--streaming: the number of samples is not known; an epoch counts 5,000 per shard, {n:,} in all")
         return n
 
     def column(self, name):
-        """None: of a stream nothing but images and captions is known."""
+        """None: a stream has no columns but images and captions."""
 
     def samples(self, seed, place, places, start=0):
         """Endless (url, key, parts, ordinal, epoch) of reader `place` of `places`, from its `start`-th shard on.
 
-        parts: {extension: bytes}, or the error of a sample that is lost or of a shard that is broken.
+        parts: {extension: bytes}, or the error of a lost sample or a broken shard.
         """
         ordinal, url = 0, ""
         for epoch in range(10**9):
@@ -115,23 +115,23 @@ class Stream:
                         yield url, key, parts, ordinal, epoch
                         empty = empty and isinstance(parts, Loss)
                 ordinal += 1
-            if empty:  # else nobody would ever hear of it
+            if empty:  # else this would loop forever unnoticed
                 yield url, url, ValueError("no samples in it"), ordinal - 1, epoch
 
     def first_captions(self, limit=None):
-        """Captions of the first samples, at most `limit` and 20,000 (None: of all, once): for a tokenizer."""
+        """Captions of the first `limit` samples, at most 20,000 (None: of all, once), to train a tokenizer on."""
         limit = limit and min(limit, 20_000)  # a tokenizer needs no more
         for k, (_, key, parts, _, epoch) in enumerate(self.samples(0, 0, 1)):
             if epoch or k == limit:
                 return
-            with contextlib.suppress(ValueError):  # what cannot be used is counted in training
+            with contextlib.suppress(ValueError):  # bad samples are counted during training, not here
                 if not isinstance(parts, Exception):
                     yield from sample_parts(key, parts, parts.__getitem__, self.options, self.name)[1]
 
     def raw_batches(self, batches):
-        """Iterator of the raw batches of this process. Settles batches.workers, and drops positions that do not fit.
+        """Iterator of the raw batches of this process. Sets batches.workers, and drops positions that do not fit.
 
-        batches: common.Batches.   Raises: UserError, at the call, when there are fewer shards than processes.
+        batches: common.Batches.   Raises: UserError, at the call, if there are fewer shards than processes.
         """
         processes, shards = world(), len(self.urls)
         if shards < processes:
@@ -139,11 +139,11 @@ class Stream:
                             "use fewer processes or smaller shards")
         workers = min(batches.workers, shards // processes)
         if batches.positions.pop("workers", workers) != workers:
-            say("--streaming: another number of workers than before: "
-                "the shards are read from the start of the order again")
+            say("--streaming: the number of workers has changed: "
+                "the shards are read from the start of their order again")
             batches.positions.clear()
         if workers < batches.workers:
-            say(f"--workers: {batches.workers} cut to {workers}, one shard each at least")
+            say(f"--workers: {batches.workers} reduced to {workers}, so that each has a shard")
         batches.workers = workers
         views = StreamViews(self, batches.augments, batches.seed, rank(), processes, dict(batches.positions))
         loader = common.Loader(views, batch_size=batches.local, drop_last=True,
@@ -155,9 +155,9 @@ class Stream:
 
 
 class StreamViews(torch.utils.data.IterableDataset):
-    """Items of one process: its workers read their shards through a shuffle buffer of undecoded samples.
+    """Items of one process. Each of its workers reads its shards through a shuffle buffer of undecoded samples.
 
-    positions: {worker: the shard of its order to begin with}, as the items bring them.
+    positions: {worker: the shard of its order to begin with}, as given in the items.
     """
 
     def __init__(self, stream, augments, seed, process, processes, positions):
@@ -175,9 +175,9 @@ class StreamViews(torch.utils.data.IterableDataset):
             try:
                 image, captions = self._decode(key, parts, epoch)
             except (OSError, ValueError, RuntimeError) as error:
-                name = f"{url}:{key}".encode("utf8", "backslashreplace").decode()  # it may be no UTF-8
+                name = f"{url}:{key}".encode("utf8", "backslashreplace").decode()  # it may not be UTF-8
                 bad.append((name, first_line(error)))
-                tries += not isinstance(error, Loss) or url != damaged  # a damaged shard is one try
+                tries += not isinstance(error, Loss) or url != damaged  # a damaged shard counts as one try
                 damaged = url
                 if tries < TRIES:
                     continue
@@ -190,7 +190,7 @@ class StreamViews(torch.utils.data.IterableDataset):
             bad, tries, damaged = [], 0, ""
 
     def _shuffled(self, place, places, start):
-        """The samples of one reader, each drawn from the buffer."""
+        """The samples of one reader, each drawn at random from the buffer."""
         rng, buffer = np.random.default_rng([self.seed, place, start]), []
         for sample in self.stream.samples(self.seed, place, places, start):
             buffer.append(sample)
@@ -216,10 +216,10 @@ class StreamViews(torch.utils.data.IterableDataset):
 
 
 def read_tar(url, known=None):
-    """(key, {extension: bytes}) in the order of the tar; (key, Loss) of each sample that is lost to damage and of what
-    is not followed; a tar that cannot be read ends with (url, error).
+    """Yields (key, {extension: bytes}) in the order of the tar, (key, Loss) for each lost sample or skipped member, and
+    (url, error) at the end if the tar cannot be read.
 
-    known: (samples, the file that says so). Samples beside damage come last: the others tell whether they are whole.
+    known: (samples, the file that says so). Samples beside damage come last: the others show what a whole one has.
     """
     import fsspec
     sample, parts, seen, suspects, losses = None, {}, set(), [], Losses()
@@ -237,7 +237,7 @@ def read_tar(url, known=None):
                 if why := not_followed(member):
                     yield f"{key} not followed", Loss(why)
                 elif again or extension in parts:
-                    yield f"{key} again", Loss(f"{member.name} stands there twice, the first is used")
+                    yield f"{key} again", Loss(f"{member.name} is there twice, the first is used")
                 elif data is not None:
                     parts[extension] = data
         entries, partial = losses.each(known)
@@ -245,5 +245,5 @@ def read_tar(url, known=None):
         yield from (pair for pair in suspects if pair[0] not in partial)
         for key, why in entries:
             yield key, Loss(why)
-    except Exception as error:  # no tar, or one of the network's many ways to fail: counted as a bad sample
+    except Exception as error:  # not a tar, or a network error of any kind: counted as a bad sample
         yield str(url), error

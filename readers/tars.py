@@ -1,9 +1,9 @@
-"""Webdataset tars: an index on disk of where each sample lies, made once; or with --streaming a Stream for training.
+"""Webdataset tars: an index on disk says where each sample lies; it is built once. (--streaming needs none: stream.py.)
 
 A sample is the files of a tar that share a name up to the first dot: 000017.jpg, 000017.txt, 000017.json, 000017.cls.
-The index is a table of `datasets` in its cache, so three million captions need no memory; tars that changed in size or
-time are indexed anew. Making it holds the names and texts of one tar at a time. What damage has lost (damage.py) is in
-the index too: samples behind a bad stretch are used, lost ones are counted, and above --max-bad-fraction refused.
+The index is a table in the cache of `datasets`, so three million captions need no memory. Building it keeps the names
+and texts of one tar at a time in memory; tars whose size or time changed are indexed again. Samples after a damaged
+range (damage.py) are used, and lost ones are counted: more of them than --max-bad-fraction are refused.
 """
 
 import json
@@ -19,15 +19,15 @@ from readers.clips import clip_options
 from readers.columns import IMAGE_TYPES, VIDEO_TYPES, NoColumn, clean_list, pick_column, quiet_datasets
 from readers.damage import Front, Losses, expected, not_followed, refuse_compressed
 
-TEXTS = ("txt", "caption", "text", "json", "cls")  # parts that are read while the index is made
+TEXTS = ("txt", "caption", "text", "json", "cls")  # parts that are read while the index is built
 FLAGS = ("image_column", "caption_column", "label_column")  # the options that change an index
-VERSION = 4  # of the index: the cache knows arguments, not code, so a change of _rows needs another number
-UNUSABLE, REFUSED, LOST = 1, 2, 3  # why a row of an index is no sample to use; 0 = it is one
-LARGE = 10**9  # bytes of tars from which the making of an index is announced, with a bar
+VERSION = 4  # of the index: the cache compares arguments, not code, so a change of _rows needs a new number
+UNUSABLE, REFUSED, LOST = 1, 2, 3  # why a row of the index is not used as a sample; 0 = it is used
+LARGE = 10**9  # bytes; from this size of the tars on, building the index is announced and shows a bar
 
 
 def check_compressed(name, tars):
-    """Raises: UserError naming the first of these files that cannot be opened or is compressed."""
+    """Raises: UserError that names the first tar that cannot be opened or is compressed."""
     for tar in tars:
         try:
             with open(tar, "rb") as file:
@@ -37,11 +37,11 @@ def check_compressed(name, tars):
 
 
 def index(name, split, tars, options):
-    """Data of all samples of these tars in their order; shards (M,): which of `tars` each lies in.
+    """Data of all samples of these tars in their order. Its shards (M,) say which of `tars` each sample lies in.
 
-    Args: tars: paths.   options: image_column, caption_column, label_column; of videos those of clip_options.
-        max_bad_fraction: the part of the samples that damage may have lost, 0.01 where it is not given.
-    Raises: UserError when a tar cannot be read, the cache cannot be written, more samples are lost than that, or more
+    Args: tars: paths.   options: image_column, caption_column, label_column; for videos also those of clip_options;
+        max_bad_fraction: the share of samples that may be lost to damage, default 0.01.
+    Raises: UserError if a tar cannot be read, the cache cannot be written, more samples are lost than allowed, or more
         are left out than used.
     """
     import pyarrow.compute as pc
@@ -75,9 +75,9 @@ def index(name, split, tars, options):
 
 
 def _said(name, table, files, limit):
-    """The note of an index: what was left out, not followed or lost, with numbers and the first of each.
+    """The note of an index: how many samples were left out, skipped or lost, and the first of each.
 
-    Raises: UserError when more samples are left out than used, or a larger part than `limit` is lost."""
+    Raises: UserError if more samples are left out than used, or a larger share than `limit` is lost."""
     fault, shard, lost = (table.data.column(c).to_numpy() for c in ("fault", "shard", "lost"))  # (rows,) each
     reasons, number = table.select_columns("left_out"), np.bincount(fault, minlength=4)  # (4,) rows of each kind
     why = {kind: reasons[int(np.argmax(fault == kind))]["left_out"] for kind in (1, 2, 3) if number[kind]}  # the first
@@ -96,7 +96,7 @@ def _said(name, table, files, limit):
     n, of = int(missing.sum()), int(missing.sum() + found.sum())
     if n > limit * of:
         raise UserError(f"--dataset {name}: {n:,} of {of:,} samples are lost in {(missing > 0).sum():,} damaged "
-                        f"tars, above --max-bad-fraction {limit}, first: {first}; fetch these tars again, or "
+                        f"tars, above --max-bad-fraction {limit}, first: {first}; download these tars again, or "
                         "raise the limit")
     if not number[0]:
         raise UserError(f"--dataset {name}: no sample of the tars can be used, first: {[*why.values()][0]}")
@@ -109,9 +109,9 @@ def _said(name, table, files, limit):
 
 
 def _table(name, **arguments):
-    """What _rows yields, as a table on disk: from the cache of `datasets`, where it is by these arguments."""
+    """The rows that _rows yields, as a table on disk; taken from the cache of `datasets` if it is there."""
     import datasets
-    # lists as strings: `datasets` takes list arguments apart to share them out between processes
+    # lists are passed as strings: `datasets` would split list arguments over processes
     arguments |= {"name": name, "version": VERSION}
     source = {"path": datasets.Value("string"), "offset": datasets.Value("int64"), "size": datasets.Value("int64")}
     features = datasets.Features({
@@ -127,20 +127,20 @@ def _table(name, **arguments):
             reason = reason.__cause__
         if isinstance(reason, UserError):
             raise reason from None
-        if isinstance(reason, OSError):  # those of the tars are UserErrors by now
+        if isinstance(reason, OSError):  # of the cache: an OSError of a tar is a UserError by now
             raise UserError(f"--dataset {name}: the index of its tars cannot be written to "
                             f"{datasets.config.HF_DATASETS_CACHE} ({first_line(reason)}); "
                             "HF_DATASETS_CACHE names another folder") from error
-        raise UserError(f"--dataset {name}: no index of its tars ({first_line(reason)})") from error
+        raise UserError(f"--dataset {name}: its tars cannot be indexed ({first_line(reason)})") from error
 
 
 def _rows(name, tars, flags, version):
-    """Rows of the index, tar by tar. Runs in one process, the others wait for it; so that one shows the bar."""
+    """Rows of the index, tar by tar. One process runs this (and shows the bar) while the others wait."""
     from tqdm import tqdm
     files, flags, empty = json.loads(tars), json.loads(flags), True
     total = sum(size for _, size, _ in files)  # bytes
     if total >= LARGE:
-        tqdm.write(f"{name}: an index of {len(files):,} tars ({total / 1e9:,.1f} GB) is made, this once")
+        tqdm.write(f"{name}: building an index of {len(files):,} tars ({total / 1e9:,.1f} GB), only this once")
     bar = tqdm(files, desc="index", unit="tar", disable=total < LARGE)
     for shard, (path, _, _) in enumerate(bar):
         try:
@@ -154,10 +154,10 @@ def _rows(name, tars, flags, version):
 
 
 def _rows_of(name, path, flags):
-    """Rows of one tar; a key's parts need not stand together.
+    """Rows of one tar; the parts of a key need not be adjacent.
 
-    left_out: why a row is no sample to use, '' if it is one; fault: UNUSABLE, REFUSED (a member that is not followed)
-    or LOST (to damage, `lost` samples in one row)."""
+    left_out: why a row is not used as a sample, '' if it is. fault: UNUSABLE, REFUSED (a member that is skipped) or
+    LOST (to damage; one row for `lost` samples)."""
     empty = {"source": None, "captions": [], "label": None, "video": False, "left_out": "", "fault": 0, "lost": 0}
     with open(path, "rb") as raw:
         samples, refused, losses = {}, {}, Losses()  # key -> {extension: (offset, size)}, {extension: bytes}
@@ -167,7 +167,7 @@ def _rows_of(name, path, flags):
             elif member.isreg():
                 places, texts = samples.setdefault(key, ({}, {}))
                 if extension in places:
-                    refused.setdefault(key, f"{member.name} stands there twice, the first is used")
+                    refused.setdefault(key, f"{member.name} is there twice, the first is used")
                     continue
                 places[extension] = member.offset_data, member.size
                 if data is not None:
@@ -176,10 +176,10 @@ def _rows_of(name, path, flags):
 
         for key, (places, texts) in samples.items():
             if key in partial or not places.keys() - set(TEXTS):
-                continue  # or a text file on its own
+                continue  # lost, or a text file without an image
 
             def read(extension, places=places, texts=texts):
-                if extension not in texts:  # a flag names a part of another kind
+                if extension not in texts:  # a flag names a part that is not in TEXTS
                     raw.seek(places[extension][0])
                     texts[extension] = raw.read(places[extension][1])
                 return texts[extension]
@@ -187,9 +187,9 @@ def _rows_of(name, path, flags):
             row = empty | {"key": _utf8(key)}
             try:
                 (offset, size), captions, label = sample_parts(key, places, read, flags, name)
-            except UserError as error:  # no image, no caption
+            except UserError as error:  # no image or no caption
                 row |= {"left_out": _utf8(str(error)), "fault": UNUSABLE}
-            except ValueError as error:  # a class that is no number, broken json
+            except ValueError as error:  # a class that is not a number, or broken json
                 why = f"--dataset {name}: sample {key} of {path}: {first_line(error)}"
                 row |= {"left_out": _utf8(why), "fault": UNUSABLE}
             else:
@@ -207,7 +207,7 @@ def _rows_of(name, path, flags):
 def sample_parts(key, parts, read, options, name):
     """(image part, captions, label or None) of one sample; parts: {extension: anything}, read(extension) -> bytes.
 
-    Raises: UserError without an image or a caption; ValueError where json is broken or a class is no number.
+    Raises: UserError without an image or a caption; ValueError for broken json or a class that is not a number.
     """
     columns = set(parts)
     if (options.get("caption_column") or "").startswith("json.") and "json" in parts:
@@ -232,7 +232,7 @@ def sample_parts(key, parts, read, options, name):
     elif caption.startswith("json."):
         texts = fields[caption.removeprefix("json.")]
     else:
-        texts = _text_of(caption, read).splitlines()  # retrieval tars hold one caption a line
+        texts = _text_of(caption, read).splitlines()  # retrieval tars hold one caption per line
     texts = clean_list(texts)
     if not texts:
         raise UserError(f"{where} {caption}: an empty caption")
@@ -248,7 +248,7 @@ def _text_of(part, read):
 
 
 def _utf8(text):
-    """Text that can be written: names of files and json may hold what is no character."""
+    """Text that can be written as UTF-8; file names and json may hold code points that cannot."""
     return text.encode("utf8", "replace").decode("utf8")
 
 

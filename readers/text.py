@@ -1,7 +1,7 @@
-"""Somebody's text, csv, json and pickles, as any program on any machine may have written or cut them.
+"""Reads users' text, csv, json and pickle files, whichever program wrote them and even if they were cut short.
 
-Every refusal is one line that names the file and, where there is one, the line. What is read is text that every later
-step can write again: a lone half of a surrogate pair becomes U+FFFD, and that is said.
+Every error is one line that names the file and, if there is one, the line in it. All text that is returned can be
+written as UTF-8: a lone half of a surrogate pair becomes U+FFFD, with a warning.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from engine.base import UserError, first_line, say_once
 
 LAYOUT = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, MemoryError,
           ZeroDivisionError)
-END = "\x1eend of the file\x1e"  # a row that no file has: inside an open quote it never comes
+END = "\x1eend of the file\x1e"  # appended as a last row; it does not come as a row of its own if a quote is open
 
 
 @contextlib.contextmanager
 def expected_layout(file):
-    """Around what takes a file apart: an unexpected key, type or number is a UserError that names the file."""
+    """Context around code that parses a file: an unexpected key, type or number becomes a UserError with its name."""
     try:
         yield
     except UserError:
@@ -36,7 +36,7 @@ def expected_layout(file):
 
 
 def too_large(file):
-    """A UserError in place of a MemoryError while a file is read: no flag of the training makes it smaller."""
+    """The UserError for a MemoryError while a file is read, which no flag of the training can prevent."""
     return UserError(f"{file}: not enough memory to read it; close other programs, or take a machine with more")
 
 
@@ -58,7 +58,7 @@ def read_text(path):
 
 
 def read_lines(path):
-    """[line] without blanks around it, of those that are not empty."""
+    """[line] of the lines that are not empty, stripped."""
     return [line.strip() for line in io.StringIO(read_text(path)) if line.strip()]
 
 
@@ -71,13 +71,13 @@ def read_json(path):
     except MemoryError as error:
         raise too_large(path) from error
     except RecursionError as error:
-        raise UserError(f"{path}: nested too deep to be a list of examples") from error
+        raise UserError(f"{path}: nested too deeply to be a list of examples") from error
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({first_line(error)}); is it whole?") from error
 
 
 def _writable(path, value):
-    """A value of JSON whose texts can be written as UTF-8."""
+    """A JSON value with all its texts changed so that they can be written as UTF-8."""
     if isinstance(value, dict):
         return {_writable(path, k): _writable(path, v) for k, v in value.items()}
     if isinstance(value, list):
@@ -86,16 +86,16 @@ def _writable(path, value):
         return value
     whole = re.sub("[\ud800-\udfff]", "\ufffd", value)
     if whole != value:
-        say_once(f"WARNING: {path}: some texts hold half a letter, written \ufffd here")
+        say_once(f"WARNING: {path}: some texts hold half of a surrogate pair, replaced by \ufffd")
     return whole
 
 
 def csv_rows(path, needed=(), separator=","):
-    """(line, {column: text}) of each row of a csv with a header; an empty line is none.
+    """(line, {column: text}) of each row of a csv with a header; empty lines are skipped.
 
-    Raises: UserError where a column of `needed` is not there, a row has another number of fields than the header, or a
+    Raises: UserError if a column of `needed` is missing, a row and the header differ in their number of fields, or a
         quote is never closed."""
-    csv.field_size_limit(2**31 - 1)  # a caption of a megabyte is one
+    csv.field_size_limit(2**31 - 1)  # allow captions of a megabyte
     text = read_text(path)
     if "\0" in text:
         raise UserError(f"{path}: not UTF-8 text (it holds zeros); save it as UTF-8")
@@ -119,35 +119,35 @@ def csv_rows(path, needed=(), separator=","):
 
 
 def whole_number(value):
-    """int of a number or text that is one; 1.9, true and nan are none.   Raises: ValueError."""
+    """int of a whole number, also one in a text.   Raises: ValueError for all else, 1.9, true and nan included."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)) or float(value) != int(float(value)):
-        raise ValueError(f"{str(value)[:40]} is no whole number")
+        raise ValueError(f"{str(value)[:40]} is not a whole number")
     return int(float(value))
 
 
 def number(value):
-    """float of a number or text that is one, and finite.   Raises: ValueError."""
+    """float of a finite number, also one in a text.   Raises: ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not math.isfinite(float(value)):
-        raise ValueError(f"{str(value)[:40]} is no number")
+        raise ValueError(f"{str(value)[:40]} is not a number")
     return float(value)
 
 
 def words(value):
     """The text of a value: a string, a number as text, "" for null.   Raises: TypeError for anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int, float))):
-        raise TypeError(f"{str(value)[:40]} is no text")
+        raise TypeError(f"{str(value)[:40]} is not text")
     return "" if value is None else str(value)
 
 
 def window(start, end):
-    """(start, end) in seconds of a clip.   Raises: ValueError where it does not begin at 0 or later, and end after."""
+    """(start, end) of a clip in seconds.   Raises: ValueError for a start before 0 or an end before the start."""
     start, end = number(start), number(end)
     if start < 0 or end < start:
-        raise ValueError(f"a window from {start:g} s to {end:g} s: an end before the start, or a start before 0")
+        raise ValueError(f"a window from {start:g} s to {end:g} s: it ends before its start, or starts before 0")
     return start, end
 
 
-# names that a pickle of plain values and numpy arrays asks for; numpy 1 and 2 call their modules differently
+# what a pickle of plain values and numpy arrays imports; numpy 1 and 2 name their modules differently
 ARRAYS = {("numpy", "ndarray"), ("numpy", "dtype"),
           *((f"numpy.{core}.{file}", name) for core in ("core", "_core")
             for file, name in (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer")))}
@@ -156,7 +156,7 @@ VALUES = {(module, name) for module in ("builtins", "__builtin__")
 
 
 class PlainPickle(pickle.Unpickler):
-    """Reads builtin containers, numbers, strings and numpy arrays; nothing else is imported or called."""
+    """Reads only builtin containers, numbers, strings and numpy arrays; nothing else is imported or called."""
 
     def find_class(self, module, name):
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes, and so arrays, for Python 2
@@ -167,7 +167,7 @@ class PlainPickle(pickle.Unpickler):
 
 
 def load_plain_pickle(path):
-    """What a pickle of plain data holds.   Raises: UserError where it cannot be read, or asks for anything else."""
+    """What a pickle of plain data holds.   Raises: UserError if it cannot be read or asks for anything else."""
     try:
         with open(path, "rb") as f:
             return PlainPickle(f, encoding="latin1").load()

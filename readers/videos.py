@@ -1,4 +1,4 @@
-"""Where the videos of annotations lie, by path, file name or stem, and the data that they make."""
+"""Finds the videos that annotations name, by path, file name or stem, and makes Data of them."""
 
 import functools
 import os
@@ -10,12 +10,12 @@ from engine.base import UserError, join_notes
 from readers.clips import clip_options
 from readers.columns import VIDEO_TYPES, clean_list
 
-ONE_FILE = "several windows of one video, but --feature-dir has one file for a video"
+ONE_FILE = "several windows of one video, but --feature-dir has only one file per video"
 
 
 @functools.lru_cache(maxsize=16)
 def video_index(folder):
-    """{file name, and its stem: paths} of all videos (or files of features) below a folder."""
+    """{name: paths} of all videos (or feature files) below a folder; each is listed by file name and by stem."""
     suffixes = {f".{kind}" for kind in (*VIDEO_TYPES, "gif", "npy")}
     out = {}
     for path in sorted(p for p in Path(folder).expanduser().rglob("*") if p.suffix.lower() in suffixes):
@@ -26,13 +26,13 @@ def video_index(folder):
 
 
 def find_video(index, name):
-    """Path of a video by its file name or stem ('v_' may be missing), or None; where several have the name, the one
-    below the folders that the name says."""
+    """Path of a video by its file name or stem ('v_' may be missing), or None. If several files match, folders in the
+    name decide."""
     return next(iter(_namesakes(index, name)), None)
 
 
 def _namesakes(index, name):
-    """Paths of all videos that a name may mean."""
+    """Paths of all videos that match a name."""
     video = Path(name)
     names = (video.name, video.stem, video.stem.removeprefix("v_"), f"v_{video.stem}")
     found = next((index[n] for n in names if n in index), [])
@@ -44,18 +44,18 @@ def _namesakes(index, name):
 
 
 def _said_of_namesakes(index, videos):
-    """A note where names stand for several files that are no copies of one: the first of them is read."""
+    """A note on names that match several different files, of which the first is read; "" if there are none."""
     several = {v: found for v in videos if len(found := _namesakes(index, v)) > 1}
     several = {v: found for v, found in several.items() if len({os.path.getsize(p) for p in found}) > 1}
     if not several:
         return ""
     video, found = next(iter(several.items()))
-    return (f"{len(several):,} names stand for SEVERAL videos, of {video} {found[0]} is read and not {found[1]}: say "
-            "the folder in the name")
+    return (f"{len(several):,} names match SEVERAL videos (for {video}, {found[0]} is read and not {found[1]}): put "
+            "the folder into the name")
 
 
 def video_folder(options, root=None):
-    """Where the videos are, or the features in their place. Raises: UserError where it is not there."""
+    """The folder of the videos, or of their features. Raises: UserError if it does not exist."""
     folders = options.get("feature_dir") or [options.get("video_dir") or options.get("data_dir") or root]
     folder = Path(folders[0]).expanduser()
     if not folder.is_dir():
@@ -69,9 +69,9 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
     Args:
         annotations: {(video, start, end): captions}; start and end in seconds or None; captions a list or one string.
         options: of load_data; with join_captions the captions of a clip become one text.
-        root: where the videos are when no option says so.
-        labels: {(video, start, end): class} of those that have one, for the column label, or None for no such column.
-    Raises: UserError when the folder or every video is missing, or features stand for several windows of a video.
+        root: where the videos are if no option says so.
+        labels: {(video, start, end): class} of the clips that have one, for the column label; None = no such column.
+    Raises: UserError if the folder or every video is missing, or a feature file belongs to several windows of a video.
     """
     folder = video_folder(options, root)
     texts = {k: clean_list(v) for k, v in annotations.items()}
@@ -96,7 +96,7 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
     note = join_notes(*notes, _said_of_namesakes(index, by_name))
     joined, names, label = options.get("join_captions"), None, {}
     if labels is not None:
-        names = sorted({labels[k] for k in texts if k in labels})  # also of videos that are not there
+        names = sorted({labels[k] for k in texts if k in labels})  # also the classes of missing videos
         label = {k: {"label": names.index(labels[k]) if k in labels else -1} for k in found}
     rows = [{"source": {"path": path, "start": k[1], "end": k[2]}, "key": _window_key(*k),
              "captions": [" ".join(texts[k])] if joined else texts[k]} | label.get(k, {}) for k, path in found.items()]
@@ -105,7 +105,7 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
 
 
 def _window_key(video, start, end):
-    """The video's name, and where it has a window its seconds: 'yt1 2-4 s'."""
+    """The key of a clip: the video's name and, if it has a window, the seconds: 'yt1 2-4 s'."""
     if start is None and end is None:
         return f"{video}"
     return f"{video} {'-'.join('' if t is None else f'{t:g}' for t in (start, end))} s"

@@ -1,4 +1,4 @@
-"""Annotation files of the sets by name: found below --data-dir, and counted against the papers."""
+"""Annotation files of the named sets: finds them below --data-dir and compares their counts with the papers'."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from engine.base import UserError, say
 
 
 def check_split(name, split, splits, hint=""):
-    """Raises UserError where a set has no such split."""
+    """Raises UserError if a set has no such split."""
     if split not in splits:
         raise UserError(f"{name} has no {split} split; it has: {', '.join(splits)}{hint}")
 
 
 def annotation_root(name, files, options):
-    """Folder of the annotation files: --data-dir, else --video-dir.   files: {split: [(name or pattern, reader)]}."""
+    """The folder of the annotation files: --data-dir, else --video-dir. files: {split: [(name or pattern, reader)]}."""
     root = options.get("data_dir") or options.get("video_dir")
     if not root:
         patterns = ", ".join(pattern for of_split in files.values() for pattern, _ in of_split)
@@ -22,7 +22,7 @@ def annotation_root(name, files, options):
 
 
 def annotation_file(name, split, files, root):
-    """(annotation file of a split, its reader): the first of `files` that is below a folder."""
+    """(annotation file of a split, its reader): the first of `files` that exists below `root`."""
     for pattern, reader in files[split]:
         if file := find_file(root, pattern):
             return file, reader
@@ -32,12 +32,12 @@ def annotation_file(name, split, files, root):
 
 
 def find_file(root, *patterns):
-    """The first file of these names or patterns below a folder, in their order; None where there is none."""
+    """The first file below a folder with one of these names or patterns, tried in order; None if there is none."""
     return next((f for pattern in patterns for f in sorted(root.rglob(pattern)) if f.is_file()), None)
 
 
 def count_note(name, split, found, expected, what="examples"):
-    """"", or a warning, said and for the note, where a split has not the number of examples that the papers have."""
+    """A warning, printed and returned for the note, if a split's count differs from the papers'; else ""."""
     if found == expected:
         return ""
     say(f"WARNING: {name} ({split}) has {found:,} {what}, {expected:,} are expected: the numbers are not comparable "

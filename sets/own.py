@@ -1,4 +1,4 @@
-"""Somebody's own data: a folder, a file of paths and captions, tars, or any hub id, as {split: Data}."""
+"""The user's own data: a folder, a file of paths and captions, tars, or any hub id, as {split: Data}."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from sets import MODULES
 
 @functools.lru_cache(maxsize=8)
 def own_data(name, options):
-    """{split: Data} of the user's own data; splits that do not exist are held out from train, by image."""
+    """{split: Data} of the user's own data. Missing val and test splits are held out of train, by image."""
     options = dict(options)
     path = Path(name).expanduser()
     root = Path(options.get("data_dir") or path.parent).expanduser()
@@ -34,7 +34,7 @@ def own_data(name, options):
         raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
     if (path / "args.json").is_file() and (path / "command.txt").is_file():
         theirs = read_json(path / "args.json", {}).get("dataset", "NAME")
-        raise UserError(f"--dataset {name}: the folder of a run, not of data; its data were --dataset {theirs}")
+        raise UserError(f"--dataset {name}: the folder of a run, not of data; its run used --dataset {theirs}")
     if path.is_dir():
         return hold_out(_own_folder(name, path, options))
     if path.suffix == ".tar" or columns.PACKED.search(path.name):
@@ -54,8 +54,8 @@ def _own_folder(name, path, options):
         guards.say_not_read(name, alone[1:], alone[0].name)
         return _described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options)
     if options.get("data_dir"):
-        raise UserError(f"--data-dir {options['data_dir']}: of no effect, {name} is a folder with files in it; give "
-                        "the one that is meant alone")
+        raise UserError(f"--data-dir {options['data_dir']}: has no effect, since {name} is a folder that holds the "
+                        "files; give only the one that you mean")
     if shards:
         guards.check_links(name, path)
         return open_tars(name, shards, options)
@@ -68,14 +68,14 @@ def _own_folder(name, path, options):
 
 
 def read_folder(name, path, options):
-    """{split: Data} of a folder of class folders or of tables that hold their images; the splits it names, or train."""
+    """{split: Data} of a folder of class folders or of tables with images; if it names no split, all is train."""
     guards.check_links(name, path)
     files = [f for f in path.rglob("*") if f.is_file() and not HIDDEN.search(f"/{f.relative_to(path).as_posix()}")]
     if not files:
         raise UserError(f"--dataset {name}: the folder is empty; expected class folders, images with metadata.csv, "
                         "tars or parquet")
     pixels = guards.check_folder(name, path, files)
-    beside = [f for f in files if pixels and f.name in METADATA]  # of a folder further down
+    beside = [f for f in files if pixels and f.name in METADATA]  # in subfolders
     if pixels and (not beside or any(map(is_video, pixels))):
         return class_folders(name, path, pixels, options)
     kinds = {kind: [f for f in files if ending(f) == kind and f.name not in INFOS] for kind in KINDS}
@@ -98,8 +98,8 @@ INFOS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.
 
 
 def class_folders(name, path, pixels, options):
-    """{split: Data} of class folders of images, or of videos (then a gif is one), in folders that name splits where
-    there are some; the class names serve as captions. pixels: the files."""
+    """{split: Data} of class folders of images, or of videos (gifs then count as videos), below split folders if there
+    are any. The class names serve as captions. pixels: the files."""
     import datasets
     videos = any(map(is_video, pixels))
     column, feature = ("video", datasets.Video()) if videos else ("image", datasets.Image())
@@ -114,8 +114,8 @@ def class_folders(name, path, pixels, options):
         raise UserError(f"--dataset {name}: {bare.name} is in no class folder and there is no metadata.csv (file_name, "
                         "caption)")
     if not names[0] or len(names) < 2 and not videos:
-        raise UserError(f"--dataset {name}: its images lie in one folder, which makes no classes, and no metadata.csv "
-                        "(file_name, caption) gives them captions")
+        raise UserError(f"--dataset {name}: its images lie in one folder, so there are no classes, and no metadata.csv "
+                        "(file_name, caption) gives them captions; add one of the two")
     features = datasets.Features({column: feature, "label": datasets.ClassLabel(names=names)})
     rows = {split: {column: [os.path.abspath(f) for f in part], "label": [around[f][1] for f in part]}
             for split, part in splits.items()}
@@ -124,8 +124,8 @@ def class_folders(name, path, pixels, options):
 
 
 def _described(name, file, root, options):
-    """{split: Data} of one file of paths and captions: the splits of its column `split`, or all of it as the one split
-    that its own name says (test.csv), or as train."""
+    """{split: Data} of one file of paths and captions: the splits of its column `split`; without one, the whole file is
+    the split that its name says (test.csv), or train."""
     table = read_table(file)
     parts = split_column(name, table)
     if parts.get("train", "") is None and columns.split_words(file.stem) in (["val"], ["test"]):
@@ -135,9 +135,9 @@ def _described(name, file, root, options):
 
 
 def split_column(name, table):
-    """{split: row numbers} of a table by its column `split`; {train: None}, all rows, where it has none.
+    """{split: row numbers} of a table, from its column `split`; {train: None}, i.e. all rows, if it has none.
 
-    Raises: UserError where only some of its values name a split."""
+    Raises: UserError if only some of the column's values name a split."""
     column = columns.plain_names(table.column_names).get("split")
     guards.check_other_splits(name, table)
     words = [str(w) for w in table[column][:]] if column else []
@@ -145,18 +145,18 @@ def split_column(name, table):
     odd = [w for w, split in of_word.items() if not split]
     if len(odd) == len(of_word):
         if odd:
-            say_once(f"WARNING: --dataset {name}: no value of its column {column} names a split, first {odd[0]!r}: all "
-                     "of its rows are training data, of which val and test are held out")
+            say_once(f"WARNING: --dataset {name}: no value of its column {column} names a split, first {odd[0]!r}: "
+                     "val and test are held out of all its rows, and the rest is train")
         return {"train": None}
     if odd:
         raise UserError(f"--dataset {name}: {odd[0]!r} in its column {column} names no split "
-                        f"({', '.join(columns.SPLIT_WORDS)}); rename it, or the column where it means something else")
+                        f"({', '.join(columns.SPLIT_WORDS)}); rename it, or the column if it means something else")
     splits = np.array([of_word[w] for w in words])
     return {split: np.flatnonzero(splits == split) for split in columns.SPLIT_NAMES if split in of_word.values()}
 
 
 def _described_folders(name, path, described, options):
-    """{split: Data} of folders that name splits, each with its metadata: {folder: its metadata files}."""
+    """{split: Data} of folders named after splits. described: {folder: its metadata files}."""
     bare = [f for f, files in described.items() if not files]
     if bare:
         raise UserError(f"--dataset {name}: no metadata.csv, .jsonl or .parquet in {', '.join(bare)}, but in "
@@ -174,16 +174,16 @@ def tables(kind, files, name, options, folder="", gated=""):
     opened = columns.open_table(kind, name, gated=gated, **files)
     out = {split_of(word) or word: table for word, table in opened.items()}
     if len(out) < len(opened):
-        raise UserError(f"--dataset {name}: two of {', '.join(opened)} name one split; give a local copy with the one "
-                        "that is meant")
-    one = out["train"] if list(out) == ["train"] else None  # all rows in one split: a column may say whose each is
+        raise UserError(f"--dataset {name}: two of {', '.join(opened)} name one split; give a local copy with only the "
+                        "one that you mean")
+    one = out["train"] if list(out) == ["train"] else None  # all rows in one split: a column may divide them further
     parts = dict.fromkeys(out) if one is None else split_column(name, one)
     return same_classes({s: _table_data(name, s, out[s] if one is None else one, options, folder or kind, rows)
                          for s, rows in parts.items()})
 
 
 def _inside(path, folder):
-    """The name of a file inside its data set, so that a copy of the folder elsewhere has the same names."""
+    """The path of a file relative to its data set, so that a copy of the folder elsewhere gives the same keys."""
     for place in (os.path.abspath(folder), os.path.realpath(folder)):
         if path and path.startswith(place + os.sep):
             return path[len(place) + 1:]
@@ -191,7 +191,7 @@ def _inside(path, folder):
 
 
 def _table_data(name, split, table, options, folder, kept=None):
-    """Data of a table with an Image or Video column; its captions, labels and keys are small and lie in memory.
+    """Data of a table with an Image or Video column. Its captions, labels and keys are kept in memory.
 
     kept: row numbers, None = all."""
     import datasets
@@ -206,11 +206,11 @@ def _table_data(name, split, table, options, folder, kept=None):
     video = type(table.features[image]).__name__ == "Video"
     kind = type(table.features[image]) if video else datasets.Image
     undecoded = table.select_columns(image).cast_column(image, kind(decode=False))
-    paths = pyarrow.compute.struct_field(undecoded.data.column(image), "path").to_pylist()  # not the bytes beside them
+    paths = pyarrow.compute.struct_field(undecoded.data.column(image), "path").to_pylist()  # without the image bytes
     if kept is not None:
         table, undecoded, paths = table.select(kept), undecoded.select(kept), [paths[i] for i in kept]
     labels = table[label][:] if label else None
-    if label and not classes:  # plain strings or numbers: classes in sorted order
+    if label and not classes:  # plain strings or numbers: number them in sorted order
         classes = [str(y) for y in sorted({y for y in labels if columns.is_class(y)})]
         number = {y: i for i, y in enumerate(classes)}
         labels = [number[str(y)] if columns.is_class(y) else -1 for y in labels]
@@ -223,7 +223,7 @@ def _table_data(name, split, table, options, folder, kept=None):
                         f"{', '.join(table.column_names)}")
     captions = [clean_list(t) for t in texts]
     paths = [_inside(p, folder) for p in paths]
-    if len(paths) > 1 and len(set(paths)) == 1:  # "image.png" in every row is no name
+    if len(paths) > 1 and len(set(paths)) == 1:  # "image.png" in every row identifies nothing
         paths = [None] * len(paths)
     named = table["__key__"][:] if "__key__" in table.column_names else [None] * len(table)
     keys = [str(k or p or i) for i, (k, p) in enumerate(zip(named, paths))]
@@ -237,8 +237,8 @@ def _table_data(name, split, table, options, folder, kept=None):
 
 
 def caption_file(name, split, file, root, options, table=None):
-    """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos; the rows of an
-    image, or of a window of a video, become its K captions. table: the rows that are meant, None = all of the file."""
+    """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos. All rows of an
+    image, or of a window of a video, become its K captions. table: the rows to use, None = all of the file."""
     table = read_table(file) if table is None else table
     usual = columns.IMAGE_COLUMNS + columns.VIDEO_COLUMNS
     image = pick_column("--image-column", options, table.column_names, usual, file.name)
@@ -249,7 +249,7 @@ def caption_file(name, split, file, root, options, table=None):
     texts = guards.check_cells(file, table, image, caption) or table[caption][:]
     sources = [None if x == "" or x != x else x for x in table[image][:]]  # NaN differs from itself
     endings = {ending(x.strip()) for x in sources if isinstance(x, str)}
-    images = endings & {*columns.IMAGE_TYPES} - {"gif"}  # a --video-dir is of other data then, those trained on
+    images = endings & {*columns.IMAGE_TYPES} - {"gif"}  # then --video-dir belongs to other data: the training set
     by_name = options.get("feature_dir") or image in columns.VIDEO_COLUMNS or options.get("video_dir") and not images
     videos = by_name or endings & {*columns.VIDEO_TYPES}
     windows = windows_of(table) if videos else [(None, None)] * len(table)
@@ -257,8 +257,8 @@ def caption_file(name, split, file, root, options, table=None):
         if source is None:
             continue
         if isinstance(source, (dict, list, bytes)):
-            raise UserError(f"--image-column {image}: {file.name} holds image bytes or records there, not paths; of "
-                            "parquet files with images give the folder")
+            raise UserError(f"--image-column {image}: {file.name} holds image bytes or records there, not paths; for "
+                            "parquet files with images give their folder")
         if any(isinstance(t, (dict, list)) for t in (text if isinstance(text, list) else [text])):
             raise UserError(f"--caption-column {caption}: {file.name} holds records or lists there, not texts; it has: "
                             f"{', '.join(table.column_names)}")
@@ -285,7 +285,7 @@ def caption_file(name, split, file, root, options, table=None):
 
 
 def same_classes(splits):
-    """One list of class names for all splits, labels renumbered by name: a split may lack a class."""
+    """Gives all splits one list of class names and renumbers their labels, since a split may lack a class."""
     known = {s: d for s, d in splits.items() if d.label_names}
     names = sorted({n for d in known.values() for n in d.label_names})
     if len({tuple(d.label_names) for d in known.values()}) < 2:
@@ -297,7 +297,7 @@ def same_classes(splits):
 
 
 def with_classes(data, labels, names):
-    """The data with other labels, (M,) numbers, and their names."""
+    """The data with new labels, (M,) numbers, and new class names."""
     import datasets
     named = datasets.ClassLabel(names=names)
     table = data.table.remove_columns("label").add_column("label", labels, feature=named)  # a cast copies all rows
@@ -305,15 +305,15 @@ def with_classes(data, labels, names):
 
 
 def add_captions(data, file):
-    """The data with further captions of its rows, from a file of video (or image) and caption, and start, end where the
-    rows are windows (tools/caption.py writes one); rows of the file that no row of the data matches are counted.
+    """The data with additional captions from a file with columns video (or image), caption, and start, end for windows
+    (tools/caption.py writes such a file). Rows of the file that match no row of the data are counted.
 
-    A clip is known by the name of its file without the ending, by the folders too where two have that name, and by its
-    window; every row of it takes the caption. Where the question stood in for a caption it does so no more.
-    Raises: UserError where nothing matches, and for data without files of their own."""
+    A clip is matched by its window and its file name without extension; if two files share a name, by their folders
+    too. All rows of the clip get the caption. A question that served as the caption is replaced.
+    Raises: UserError if nothing matches, and for data without files of their own."""
     import datasets
     if data.streamed or data.sources is None:
-        raise UserError(f"--extra-captions {file}: {data.name} has no files whose names a caption could give")
+        raise UserError(f"--extra-captions {file}: {data.name} has no files of its own to which captions could belong")
     if not Path(file).is_file():
         raise UserError(f"--extra-captions {file}: no such file")
     if data.caption_relevancy:
@@ -346,11 +346,11 @@ def add_captions(data, file):
             captions[i], new = [*kept, *more], new + len(more)
         lost += [] if found else [str(name)]
     if len(lost) == len(extra):
-        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows is of a clip of {data.name} "
+        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows matches a clip of {data.name} "
                         f"(train), first {lost[0]}; names and windows (start, end) must agree")
     kind = datasets.Features({"captions": data.features["captions"]})
     beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
     table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
     note = f"{new:,} captions added from {file.name}"
-    note += f", {len(lost):,} of its rows are of no training clip, first {lost[0]}" if lost else ""
+    note += f", {len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else ""
     return dataclasses.replace(data, table=table, note=join_notes(data.note, note))

@@ -1,4 +1,4 @@
-"""Paraphrases of captions from a file, as tools/paraphrase.py writes it (TeMo's second text)."""
+"""Paraphrases of captions, from a file that tools/paraphrase.py writes (TeMo's second text)."""
 
 import glob
 import itertools
@@ -8,13 +8,13 @@ from engine.base import UserError, first_line
 
 import numpy as np
 
-LOOKED_AT = 20_000  # training captions, for the banner
+LOOKED_AT = 20_000  # training captions that are checked for the banner
 
 
 class Paraphrases:
     """Paraphrases by caption, from a JSON-lines file of {"caption": str, "paraphrases": [str, ...]}, memory-mapped.
 
-    `get(captions)` returns a list of lists ([] where the file has none). Memory: 16 bytes per caption."""
+    `get(captions)` returns one list per caption ([] if the file has none for it). Memory: 16 bytes per caption."""
 
     def __init__(self, path):
         import datasets
@@ -35,10 +35,10 @@ class Paraphrases:
         return len(self.hashes)
 
     def note(self, train, other):
-        """For the banner: how many there are, and loudly where training captions have none; then T~ is `other`."""
+        """A line for the banner: their number, and a warning if training captions have none (T~ is then `other`)."""
         note = f"paraphrases of {len(self):,} captions"
         if train.streamed:
-            return f"{note}; whether these are all captions of a stream is not known: where one is missing, {other}"
+            return f"{note}; a stream is not checked for captions without one: for these {other}"
         some = list(itertools.islice(train.first_captions(LOOKED_AT), LOOKED_AT))
         missing = self.missing(some)
         if not missing:
@@ -47,7 +47,7 @@ class Paraphrases:
                 f"{other}")
 
     def missing(self, captions):
-        """How many of these captions have no paraphrase here."""
+        """How many of these captions have no paraphrase in the file."""
         captions = list(captions)
         return sum(not p for i in range(0, len(captions), 1000) for p in self.get(captions[i:i + 1000]))
 

@@ -1,10 +1,10 @@
 """Video question answering, in the layouts of the authors' files: MSRVTT-QA, MSVD-QA, TGIF-QA-R, NExT-QA, Causal-VidQA.
 
-One row is one question: question, answer (text), choices (texts, the answer among them; none where the question is
-open) and, where the set has it, question_type, of one word or two ("causal why": its family first). Causal-VidQA asks
-for an answer and for its reason, two rows with one number in the column `pair`. The caption of a row is its question,
-until --extra-captions gives it one of its video.
-Annotation files lie below --data-dir, videos below --video-dir. Rows left out are counted in the note, by the reason.
+One row is one question: question, answer (text), choices (texts, one of them the answer; empty for open questions) and,
+if the set has it, question_type, of one or two words ("causal why": its family first). Causal-VidQA asks for an answer
+and for its reason: two rows with the same number in the column `pair`. The caption of a row is its question, unless
+--extra-captions gives it a caption of its video.
+Annotation files lie below --data-dir, videos below --video-dir. The note counts the rows left out, by reason.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ NEXTQA_TYPES = {"CW": "causal why", "CH": "causal how", "TN": "temporal next", "
 FRAME_TYPES = ("object", "number", "color", "location")  # TGIF-QA's 0..3
 CAUSAL_PARTS = {"descriptive": ("answer",), "explanatory": ("answer",), "predictive": ("answer", "reason"),
                 "counterfactual": ("answer", "reason")}
-# the five choices, by their hash, of one question each of TGIF-QA, of which -R has drawn the wrong ones anew
+# hashes of the five choices of three TGIF-QA questions; TGIF-QA-R has new wrong choices, so its hashes differ
 BIASED = {"ACTION1": "9a3a766a", "ACTION4": "12630e82", "TRANS23": "cf2f696d"}
 
 
 # ---- one reader for each layout ----
-# rows of video, id, question, answer (a text, or the number of the right choice) and, where there are, choices, type
+# each yields rows: video, id, question, answer (a text, or the number of the right choice), and perhaps choices, type
 def read_msrvtt(file, root):
-    """[{video_id, question, answer, id, category_id}]; the video is video7010.mp4, or the id itself."""
+    """[{video_id, question, answer, id, category_id}]; the video is called video7010.mp4, or like the id itself."""
     return _numbered(file, "video", {})
 
 
 def read_msvd(file, root):
-    """[{video_id, question, answer, id}]; youtube_mapping.txt ("NAME vid1" a line) has the name of the video, which may
-    also be vid1.avi."""
+    """[{video_id, question, answer, id}]; youtube_mapping.txt (lines "NAME vid1") has the video's name; it may also be
+    called vid1.avi."""
     mapping = annotations.find_file(root, "youtube_mapping.txt")
     pairs = [line.split() for line in text.read_lines(mapping)] if mapping else []
     return _numbered(file, "vid", {pair[1]: pair[0] for pair in pairs if len(pair) == 2})
@@ -79,12 +79,12 @@ def read_nextqa(file, root):
 
 
 def read_causal(file, root):
-    """A pickled list of videos, and below VIDEO/ text.json {kind: {question, answer: five[, reason: five]}} and
+    """A pickled list of videos; each folder VIDEO/ holds text.json {kind: {question, answer: five[, reason: five]}} and
     answer.json {kind: {answer: 0..4[, reason: 0..4]}}."""
     folders = {path.parent.name: path.parent for path in root.rglob("text.json")}
     for name in map(text.words, text.load_plain_pickle(file)):
         if name not in folders:
-            yield {"video": name, "id": "", "lost": "(all of a video that has no text.json)"}
+            yield {"video": name, "id": "", "lost": "(all of a video without text.json)"}
             continue
         said, right = (folders[name] / f"{part}.json" for part in ("text", "answer"))
         of_all, numbers = text.read_json(said), text.read_json(right)
@@ -94,18 +94,18 @@ def read_causal(file, root):
             with text.expected_layout(said):
                 question, choices = of_all[kind]["question"], of_all[kind][part]
                 if not isinstance(choices, list):
-                    raise TypeError(f"the choices of {kind} are no list")
+                    raise TypeError(f"the choices of {kind} are not a list")
                 choices = list(map(text.words, choices))
             yield {"video": name, "id": f"{kind} {part}", "question": question, "answer": answer, "choices": choices,
                    "type": f"{kind} {part}" if len(CAUSAL_PARTS[kind]) > 1 else kind, "pair": f"{name} {kind}"}
 
 
 # ---- the sets ----
-# splits: how many questions there are, in the papers or their READMEs (MSRVTT-QA's "149 K" for training, which MAMA
-# prints too, are 158,581 in its files).   files of each split below --data-dir, in the order of looking: (name, its
-# reader).   open: answers are a vocabulary; else there are choices.
+# splits: number of questions in the papers or their READMEs (MSRVTT-QA's "149 K" for training, which MAMA prints too,
+# are 158,581 in its files).   files of each split below --data-dir, in the order in which they are tried: (name, its
+# reader).   open: the answers form a vocabulary; else there are choices.
 def _set(reader, is_open, patterns, words, **splits):
-    """words: what the names of the files call the splits."""
+    """words: the names of the splits in the file names."""
     files = {s: [(p.format(word), reader) for p in patterns] for s, word in zip(splits, words.split(), strict=True)}
     return {"splits": splits, "licence": "research only", "open": is_open, "files": files}
 
@@ -127,9 +127,9 @@ SETS = {
 
 
 def load(name, split, options):
-    """Data of one split: annotation files in --data-dir, videos below --video-dir (else there too).
+    """Data of one split: annotation files in --data-dir, videos below --video-dir (default: --data-dir).
 
-    Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
+    Raises: UserError that names the missing split, folder or file, or the file with an unexpected layout.
     """
     facts = SETS[name]
     annotations.check_split(name, split, facts["files"])
@@ -157,14 +157,14 @@ def load(name, split, options):
         raise UserError(f"{name}: {file} has one answer, {kept[0]['answer']}, to all its questions: nothing to learn")
     notes = ["captions are the questions", *(f"{n:,} questions {why} left out" for why, n in sorted(lost.items()))]
     if many := len(kept) - len({(row["video"], row["id"]) for row in kept}):
-        notes.append(f"{many:,} questions have the name of another of their video")
+        notes.append(f"{many:,} questions share their id with another one of their video")
     if twice := sum(row["twice"] for row in rows):
         notes.append(f"{twice:,} questions had the answer twice among the choices, now once")
     if gone:
         questions = sum(map(len, gone.values()))
         notes.append(f"{len(gone):,} videos ({questions:,} questions) are not in {folder}, first {next(iter(gone))}")
     if any(_biased(row) for row in kept):
-        notes.append("WARNING: the choices are TGIF-QA's, not those drawn anew of TGIF-QA-R")
+        notes.append("WARNING: the choices are TGIF-QA's, not the new ones of TGIF-QA-R")
         say(f"WARNING: {name} ({split}): the choices are those of TGIF-QA, whose bias gives the answer away, "
             "not of TGIF-QA-R (the files of PengLiang-cn/PGAT)")
     notes.append(annotations.count_note(name, split, len(kept), facts["splits"][split], "questions"))
@@ -173,15 +173,15 @@ def load(name, split, options):
 
 
 def _whole(row, is_open):
-    """A row with all columns, its answer a text; `lost`: the reason for which it is left out ("" = none); `twice`: was
-    the answer twice among the choices?"""
+    """A row with all columns and its answer as text. lost: the reason why it is left out ("" = none). twice: whether
+    the answer was twice among the choices."""
     row = {"also": row["video"], "question": "", "answer": "", "choices": [], "type": "", "pair": "", "lost": ""} | row
     question, answer = text.words(row["question"]).strip(), row["answer"]
     choices, twice = [c.strip() for c in row["choices"]], False
     if choices:
         right = answer
         answer = choices[right] if 0 <= right < len(choices) else ""
-        twice = answer != "" and choices.count(answer) > 1  # TGIF-QA draws some so, and no score could tell them apart
+        twice = answer != "" and choices.count(answer) > 1  # happens in TGIF-QA; no score could tell the two apart
         choices = [c for i, c in enumerate(choices) if c and (c != answer or i == right)]
     answer = text.words(answer).strip()
     why = (row["lost"] or "without a question" * (not question)
@@ -202,5 +202,5 @@ def _table_of(rows):
 
 
 def _biased(row):
-    """Has this question, where it is one of the three of BIASED, the choices that TGIF-QA gave it?"""
+    """Whether this is one of the three questions of BIASED and has the choices that TGIF-QA gave it."""
     return BIASED.get(row["id"]) == hashlib.sha1("\t".join(row["choices"]).encode()).hexdigest()[:8]

@@ -1,10 +1,10 @@
 """Something-Something v2 with a long tail (SSv2-LT): short clips of hands and things, 174 classes.
 
 --data-dir holds the published labels (something-something-v2-train.json, -validation.json, or Qualcomm's newer names
-train.json, validation.json) and the lists of LMR's authors (a line for each frame, first the clip's id), which say what
-belongs to the long tail: train.csv; trainval.csv, the validation split (40 clips a class); val.csv, which is their test
-split renamed (15 a class). --video-dir has the clips (20bn-something-something-v2/ID.webm). The caption is the sentence
-of a clip ("holding a potato"), its class the template ("Holding something").
+train.json, validation.json) and the lists of LMR's authors, which say what belongs to the long tail: train.csv;
+trainval.csv, the validation split (40 clips per class); val.csv, which is their test split renamed (15 per class). They
+have a line per frame that begins with the clip's id. --video-dir has the clips (20bn-something-something-v2/ID.webm).
+A clip's caption is its sentence ("holding a potato"), its class the template ("Holding something").
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ LISTS = "github.com/tobyperrett/lmr-release, 'Link to splits'"
 SETS = {"ssv2-lt": {"splits": {"train": 50_418, "val": 6_960, "test": 2_610},
                     "licence": "research only; test = LMR's val.csv",
                     "where": f"labels: Qualcomm's Something-Something v2; lists: {LISTS}"}}
-WHOLE = {"train": 168_913, "val": 24_777, "test": 24_777}  # of the set without a long tail, with lists of these names
+WHOLE = {"train": 168_913, "val": 24_777, "test": 24_777}  # counts of the full set, whose lists have the same names
 TRAIN, HELD = ("something-something-v2-train.json", "train.json"), ("something-something-v2-validation.json",
                                                                    "validation.json")
 FILES = {"train": ("train.csv", [TRAIN]), "val": ("trainval.csv", [TRAIN, HELD]), "test": ("val.csv", [HELD])}
 
 
 def load(name, split, options):
-    """Data of one split: the clips of its list, in the order of the labels' files (val: those of both).
+    """Data of one split: the clips of its list, in the order of the label files (val: of both files).
 
-    Random frames stand in the middles of their segments in evaluation, as VAST's.
-    Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
+    With random frames, evaluation takes the middle of each segment, as VAST does.
+    Raises: UserError that names the missing split, folder or file, or the file with an unexpected layout.
     """
     check_split(name, split, FILES)
     if not options.get("data_dir"):
@@ -43,7 +43,7 @@ def load(name, split, options):
         raise EmptySplit(f"{name}: {members}, its validation split, is not in --data-dir {root}")
     wanted = _ids(_file(name, root, members))
     if len(wanted) >= WHOLE[split]:
-        raise UserError(f"{name} ({split}): {members} names {len(wanted):,} clips, the whole of Something-Something v2 "
+        raise UserError(f"{name} ({split}): {members} names {len(wanted):,} clips, all of Something-Something v2 "
                         f"and not its long tail; the long tail's list is at {LISTS}")
     annotations, classes, files = {}, {}, [_file(name, root, *names) for names in labels]
     for file in files:
@@ -64,7 +64,7 @@ def load(name, split, options):
 
 
 def _file(name, root, *names):
-    """The first file of these names below a folder."""
+    """The first file with one of these names below a folder. Raises: UserError if there is none."""
     if file := find_file(root, *names):
         return file
     raise UserError(f"{name}: {' or '.join(names)} is not in --data-dir {root}"
@@ -72,10 +72,10 @@ def _file(name, root, *names):
 
 
 def _ids(file):
-    """Ids of the clips of a list of frames: 'original_vido_id video_id frame_id path labels', a line for each frame."""
+    """Ids of the clips in a list with one line per frame: 'original_vido_id video_id frame_id path labels'."""
     header, *lines = text.read_lines(file) or [""]
     if not header.startswith("original_vid"):
-        raise UserError(f"{file}: its first line is no header 'original_vido_id video_id frame_id path labels'")
+        raise UserError(f"{file}: its first line is not the header 'original_vido_id video_id frame_id path labels'")
     if not lines:
         raise UserError(f"{file}: it names no clip")
     return {line.split()[0] for line in lines}

@@ -1,8 +1,8 @@
-"""Video sets by name, in the layouts people have: MSR-VTT, MSVD, ActivityNet, DiDeMo, YouCook2 and HowTo100M.
+"""Video sets by name, in their common layouts: MSR-VTT, MSVD, ActivityNet, DiDeMo, YouCook2 and HowTo100M.
 
-A set is annotation files below --data-dir (from the hub where it has them) and videos below --video-dir, found by
-name. A reader takes an annotation file and a split, and gives {(video, start, end): captions} in the order of the file.
-HowTo100M has a line of speech every few seconds, 136 million of them: they are copied once to a table on disk.
+A set consists of annotation files below --data-dir (or from the hub, if it has them) and videos below --video-dir,
+found by name. A reader maps an annotation file and a split to {(video, start, end): captions} in the order of the file.
+HowTo100M has 136 million lines of speech, one every few seconds: they are copied once to a table on disk.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from sets import annotations
 from sets.hub import hub_call
 from sets.own import caption_file
 
-HUB_FILES = ["*.json", "*.jsonl", "*.csv", "*.parquet"]  # what is fetched of a repository: no videos
-TABLE_VERSION = 1  # of narration_rows: another number, and the tables on disk are written anew
+HUB_FILES = ["*.json", "*.jsonl", "*.csv", "*.parquet"]  # what is downloaded from a repository: no videos
+TABLE_VERSION = 1  # of narration_rows: after a change of this number the tables on disk are written again
 
 
 # ---- one reader for each layout ----
 def read_msrvtt(file, split):
-    """CLIP4Clip's list of videos (first column), its captions in MSRVTT_data.json beside it."""
+    """CLIP4Clip's list of videos (column video_id); the captions are in MSRVTT_data.json beside it."""
     wanted = {row["video_id"].strip() for _, row in text.csv_rows(file, ["video_id"])}
     sentences, out = _beside(file, "MSRVTT_data.json"), {}
     with text.expected_layout(sentences):
@@ -39,7 +39,7 @@ def read_msrvtt(file, split):
 
 
 def read_msvd(file, split):
-    """CLIP4Clip's list of videos, one a line, its captions as lists of words in raw-captions.pkl beside it."""
+    """CLIP4Clip's list of videos, one per line; the captions are lists of words in raw-captions.pkl beside it."""
     said, ids = _beside(file, "raw-captions.pkl"), text.read_lines(file)
     with text.expected_layout(said):
         captions = text.load_plain_pickle(said)
@@ -50,13 +50,13 @@ def read_msvd(file, split):
 
 
 def read_activitynet(file, split):
-    """{video: {sentences: [...]}}: a paragraph for each video."""
+    """{video: {sentences: [...]}}: one paragraph per video."""
     rows = text.read_json(file)
     return {(v, None, None): _texts(row["sentences"]) for v, row in rows.items()}
 
 
 def read_didemo(file, split):
-    """[{video, description}], several for a video; only its first 30 seconds count, which is the set's own limit."""
+    """[{video, description}], several per video; only the first 30 seconds are used, as the set defines."""
     out = {}
     for row in text.read_json(file):
         out.setdefault((text.words(row["video"]), 0.0, 30.0), []).append(text.words(row["description"]))
@@ -64,7 +64,7 @@ def read_didemo(file, split):
 
 
 def read_youcook2(file, split):
-    """{database: {video: {subset, annotations: [{segment, sentence}]}}}: one example a step, with its window."""
+    """{database: {video: {subset, annotations: [{segment, sentence}]}}}: one example per step, with its window."""
     rows = text.read_json(file)["database"]
     part = {"train": "training", "test": "validation"}[split]
     steps = [(v, step) for v, row in rows.items() if row["subset"] == part for step in row["annotations"]]
@@ -82,8 +82,8 @@ CATEGORIES = ("music", "people", "gaming", "sports", "news", "education", "tv sh
 
 
 def with_categories(data, file, root):
-    """MSR-VTT with the category of each video as its class (label): that of the `videos` of MSRVTT_data.json, or of the
-    rows of the annotation file itself; as it is where neither has any. The same 20 names in every split."""
+    """MSR-VTT with the category of each video as its class (label), from the `videos` of MSRVTT_data.json or the rows
+    of the annotation file; unchanged if neither has categories. All splits have the same 20 class names."""
     import datasets
     of_all = annotations.find_file(root, "MSRVTT_data.json")
     with text.expected_layout(of_all or file):
@@ -111,10 +111,10 @@ def _beside(file, name):
 
 
 # ---- the sets ----
-# splits: how many examples there are, None = any number.   files of each split, in the order they are looked for: (name
-# or pattern below --data-dir, its reader), None = a row has video, caption[, start, end].
-# grouped: video -> text ranks videos by their best caption.   paragraphs: the sentences of a video are one text.
-# at_rest: where the frames of --frame-sampling random stand in evaluation (VAST: the middles of their segments).
+# splits: expected number of examples, None = any.   files of each split, in the order in which they are tried: (name
+# or pattern below --data-dir, its reader); reader None = each row has video, caption[, start, end].
+# grouped: video -> text ranks videos by their best caption.   paragraphs: the sentences of a video are joined.
+# at_rest: where --frame-sampling random places frames in evaluation (VAST: in the middles of their segments).
 SPLITS = ("train", "val", "test")
 YOUCOOK2 = ("youcookii_annotations_trainval.json", read_youcook2)  # one file for all splits
 SETS = {
@@ -145,9 +145,9 @@ SETS = {
 
 
 def load(name, split, options):
-    """Data of one split: annotation files in --data-dir (from the hub where it has them), videos below --video-dir.
+    """Data of one split: annotation files in --data-dir (or from the hub, if it has them), videos below --video-dir.
 
-    Raises: UserError naming the split, the folder or the file that is missing, or the file that has another layout.
+    Raises: UserError that names the missing split, folder or file, or the file with an unexpected layout.
     """
     facts, files = SETS[name], SETS[name]["files"]
     hint = "; --hold-out-val takes one out of train" if split == "val" and "test" in files else ""
@@ -181,11 +181,11 @@ def load(name, split, options):
 
 # ---- HowTo100M ----
 def narrations(name, split, file, options):
-    """Data of caption.json {video: {start, end, text}} and the videos there are; one example is one line of speech.
+    """Data of caption.json {video: {start, end, text}} and the videos that exist; one example is one line of speech.
 
-    The lines lie in a table on disk, written once for this file and these videos (some 45,000 lines a second, 115 bytes
-    and the path each); no process holds them in memory.
-    Raises: UserError where no video is there or the table cannot be written; errors of another layout as they come.
+    The lines are in a table on disk, written once per file and set of videos (some 45,000 lines a second; 115 bytes and
+    the path per line). No process holds them in memory.
+    Raises: UserError if no video exists or the table cannot be written; errors of an unexpected layout pass through.
     """
     import datasets
     if options.get("feature_dir"):
@@ -197,7 +197,7 @@ def narrations(name, split, file, options):
     features = datasets.Features({
         "source": {"path": words, "start": seconds, "end": seconds}, "captions": datasets.List(words), "key": words,
         "counts": datasets.List(datasets.Value("int64"))})
-    # the table is found again by these arguments, so they say all that it depends on; `datasets` would split a list
+    # `datasets` finds the cached table by these arguments, so they hold all it depends on; it would split a list
     depends = {"name": name, "file": str(file), "size": facts.st_size, "mtime": facts.st_mtime_ns, "folder": folder,
                "videos": videos, "version": TABLE_VERSION}
     try:
@@ -209,12 +209,12 @@ def narrations(name, split, file, options):
             raise UserError(f"{name}: {file} cannot be copied to a table in {where}: {first_line(cause)}") from error
         raise cause from None
     left_out, listed = table[0]["counts"]
-    note = f"{left_out:,} of {listed:,} videos are not there or silent"
+    note = f"{left_out:,} of {listed:,} videos are missing or have no speech"
     return common.Data(name, split, table.remove_columns("counts"), clip=clip_options(options), note=note)
 
 
 def narration_rows(name, file, folder, **_):
-    """Rows, one a line of speech of the videos that are there; `counts` [videos left out, videos] in the first row."""
+    """One row per line of speech of the videos that exist; `counts` [videos left out, videos] is in the first row."""
     lines, index = text.read_json(file), video_index(folder)
     there = [v for v in lines if v in index and lines[v]["text"]]
     if not there:

@@ -206,7 +206,7 @@ REFUSED = {
     "--mixed-precision fp8": "--mixed-precision invalid choice: 'fp8'",
     "--no-base --no-modulated --unimodal none": "leaves no loss",
     "--learnable-tau": "--loss temo has no single temperature to learn", "--loss slip --tau 1.5": "--tau-clamp",
-    "--loss infonce --text-expert a/b": "set the temperatures of --loss temo",
+    "--loss infonce --text-expert a/b": "--image-expert and --text-expert need --loss temo",
     "--clip-law zipf": "--clip-law zipf: not of --dataset emoji, but of moving-emoji",
     "--dataset moving-emoji --clip-law twice": "--clip-law invalid choice: 'twice'",
     "--clips 40 20 20": "--clips 40 20 20: not of --dataset emoji, but of moving-emoji",
@@ -237,7 +237,7 @@ STOPPED = {
     "--image-column nope": f"--image-column nope: {COLUMNS}", "--label-column nope": f"--label-column nope: {COLUMNS}",
     "--caption-column nope": f"--caption-column nope: {COLUMNS}",
     "--batch-size 64": "--batch-size 64: larger than the 23 training examples of .*; --batch-size 23 fits, and "
-                       "--fit-batch takes it by itself",
+                       "--fit-batch sets it by itself",
     "--image-encoder resnet_99": "--image-encoder resnet_99: not small, features, resnet18-cifar, a timm model [(]near",
     "--image-encoder no/such": "--image-encoder no/such: ",
     "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: no such file",

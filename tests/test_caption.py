@@ -403,7 +403,7 @@ def test_what_cannot_be_is_refused_in_one_line(models, videos, tmp_path, capsys)
     (tmp_path / "other.csv").write_text("video,start,end,caption\n")
     assert "without other.csv.json" in refused(out=tmp_path / "other.csv")
     (tmp_path / "other.csv").write_text("image,caption\na,b\n")
-    assert "is no file of this tool" in refused(out=tmp_path / "other.csv")
+    assert "is not a file of this tool" in refused(out=tmp_path / "other.csv")
     assert (tmp_path / "other.csv").read_text() == "image,caption\na,b\n"
     (tmp_path / "other.csv").write_bytes(b"video,\xff\xfe\n")
     assert "line 1: not UTF-8 text" in refused(out=tmp_path / "other.csv")
@@ -426,7 +426,7 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
     data = common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "more.csv"), **options)
     assert [data.captions(i) for i in range(5)] == [["one", "first"], ["two"], ["three"], ["four", "second"],
                                                     ["five", "third, with a comma"]]
-    assert "3 captions added from more.csv, 3 of its rows are of no training clip, first b.mp4" in data.note
+    assert "3 captions added from more.csv, 3 of its rows match no training clip, first b.mp4" in data.note
     plain = common.load_data("msrvtt", "train", **options)
     assert [plain.captions(i) for i in range(5)] == [["one"], ["two"], ["three"], ["four"], ["five"]]
     assert torch.equal(data.read(3), plain.read(3)) and list(data.keys()) == list(plain.keys())
@@ -434,7 +434,7 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
                                 **options)
     assert len(unfolded) == 8 and unfolded.captions(1) == ["first"] and torch.equal(unfolded.read(1), plain.read(0))
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("d.mp4", "x")])
-    with pytest.raises(UserError, match="none of its 1 rows is of a clip of msrvtt"):
+    with pytest.raises(UserError, match="none of its 1 rows matches a clip of msrvtt"):
         common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "none.csv"), **options)
     for header, words in (("name,caption", "a column of videos is needed: odd.csv has none of video, video_path"),
                           ("video,words", "a column of captions is needed: odd.csv has none of caption"),
@@ -445,7 +445,7 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
             sets.own.add_captions(plain, tmp_path / "odd.csv")
         assert str(info.value).startswith("--extra-captions") and words in str(info.value), info.value
     drawn = common.Data("drawn", "train", common.make_table([["x"]], ["0"]), pixels=torch.zeros(1, 2, 3, 8, 8).byte())
-    with pytest.raises(UserError, match="drawn has no files whose names"):
+    with pytest.raises(UserError, match="drawn has no files of its own"):
         sets.own.add_captions(drawn, tmp_path / "none.csv")
 
 
@@ -486,8 +486,8 @@ def test_pairs_of_another_set_join_training(tmp_path):
         assert both.captions(4 + i) == alone.captions(kept[i])
         assert torch.equal(both.read(4 + i), alone.read(kept[i])) and both.key(4 + i) == alone.key(kept[i])
     assert not torch.equal(both.read(4), both.read(5))  # two windows of one video
-    for words in ("4 further pairs of howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out",
-                  "captions alone are joined, without label"):
+    for words in ("4 more pairs from howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out",
+                  "only captions are joined, without label"):
         assert words in both.note, both.note
     meta, _ = engine.data.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
     assert sorted(meta.keys()) == sorted(data.keys())
@@ -529,10 +529,10 @@ def test_pairs_that_cannot_join_are_refused(tmp_path):
     write_rows(tmp_path / "same.csv", ["video", "caption", "split"], [("a/v0.mp4", "z", "train"), *rows[1:]])
     data, _ = pairs_of(tmp_path, str(tmp_path / "same.csv"))
     for more, words, evals in (
-            ("moving-emoji", "joins files with files; moving-emoji is a stream, drawn in memory", ()),
+            ("moving-emoji", "can only join files with files; moving-emoji is a stream", ()),
             (f"={tmp_path}", "expected NAME or NAME=DIR", ()),
-            (str(tmp_path / "pictures"), "cannot stand beside", ()), ("/no/such", "--extra-pairs /no/such", ()),
-            (str(tmp_path / "same.csv"), "all of its 1 rows are of clips that the evaluation reads", {"val": data})):
+            (str(tmp_path / "pictures"), "cannot be joined to", ()), ("/no/such", "--extra-pairs /no/such", ()),
+            (str(tmp_path / "same.csv"), "all of its 1 rows belong to clips of the evaluation", {"val": data})):
         with pytest.raises(UserError) as info:
             pairs_of(tmp_path, more, evals)
         assert str(info.value).startswith("--extra-pairs") and words in str(info.value), info.value
@@ -547,13 +547,13 @@ def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
     rows = [(f"v{k}.mp4", f"own {k}", ("train", "val", "test")[max(0, k - 3)]) for k in range(6)]
     write_rows(tmp_path / "own.csv", ["video", "caption", "split"], rows)
     (tmp_path / "also").symlink_to(tmp_path)
-    with pytest.raises(UserError, match=r"^--extra-pairs .*: all of its 4 rows are of clips that are trained"):
+    with pytest.raises(UserError, match=r"^--extra-pairs .*: all of its 4 rows belong to clips that are trained"):
         pairs_of(tmp_path, str(tmp_path / "also" / "own.csv"), video_dir=str(tmp_path))
     write_video(tmp_path / "w.mp4", [5, 6])
     write_rows(tmp_path / "more.csv", ["video", "caption", "split"],
                [("v0.mp4", "other words", "train"), ("w.mp4", "new", "train"), *rows[4:]])
     _, both = pairs_of(tmp_path, str(tmp_path / "more.csv"))
-    assert len(both) == 6 and "2 further pairs" in both.note
+    assert len(both) == 6 and "2 more pairs" in both.note
     assert "1 of clips that are trained on already" in both.note
     table = common.make_table([["t"]] * 2, ["0", "1"], [{"bytes": b"a", "path": "0.png"}] * 2)  # no file to know it by
     assert len({*engine.data.places(common.Data("x", "train", table))}) == 2
@@ -564,4 +564,4 @@ def test_the_help_says_what_the_paper_leaves_open(capsys):
         caption.parse_args(["--help"])
     words = " ".join(capsys.readouterr().out.split())
     assert "which may be 3 columns and 4 rows or, as in its authors' demo, 4 and 3 (4x3)" in words
-    assert "among which key frames are chosen; paper: random" in words
+    assert "among which the key frames are chosen (paper: random" in words

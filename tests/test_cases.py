@@ -182,7 +182,7 @@ CLIPS, SENTENCES, RELEVANCY = GOOD["epic-kitchens-100"][1]
     (dict(noun="1e999"), ["line 3"]), (dict(start="-00:00:01.00"), ["line 3"]), (dict(start="00:00:-1"), ["line 3"]),
     (dict(start="00:00:nan"), ["line 3"]), (dict(end="00:00:inf"), ["line 3"]),
     (dict(end="9" * 400 + ":0:0"), ["line 3"]), (dict(start="1:2"), ["line 3"]), (dict(start="00:00:09"), ["line 3",
-    "before the start"]),
+    "it ends before its start"]),
     (dict(said=" "), ["line 3", "no narration"])])
 def test_a_row_of_epic(changes, words, tmp_path):
     rows = [epic_row(0), epic_row(1, **changes), epic_row(2)]
@@ -314,7 +314,7 @@ def test_causal_vidqa_names_the_file_that_is_wrong(file, content, tmp_path):
 
 def test_causal_vidqa_without_a_file_of_a_video(tmp_path):
     data = data_of("causal-vidqa", tmp_path / "a", "QA/v1/text.json", None)
-    assert len(data) == 6 and "no text.json" in data.note
+    assert len(data) == 6 and "without text.json" in data.note
     refused("causal-vidqa", tmp_path / "b", "QA/v1/answer.json", None, "v1")
 
 
@@ -333,7 +333,7 @@ def test_a_window_of_another_kind(segment, tmp_path):
 
 def test_questions_of_one_name_are_counted(tmp_path):
     data = data_of("nextqa", tmp_path, "train.csv", csv_of(NEXT, next_row(0), next_row(2), next_row(2)))
-    assert len(data) == 3 and "1 questions have the name of another of their video" in data.note
+    assert len(data) == 3 and "1 questions share their id with another one of their video" in data.note
 
 
 @pytest.mark.parametrize("sentence", ["", None, " "])

@@ -281,7 +281,7 @@ def test_names_of_meta_data(content, words, tmp_path):
 def test_names_that_stand_there_twice_are_counted(tmp_path, capsys):
     (tmp_path / "names.txt").write_bytes(BOM + b"1\r\n0\r\n1\r\n")
     meta, _ = meta_data(drawn(), {}, "drawn", str(tmp_path / "names.txt"), 8, 2)
-    assert list(meta.keys()) == ["0", "1"] and "1 of its 3 lines name an example again" in capsys.readouterr().out
+    assert list(meta.keys()) == ["0", "1"] and "1 of its 3 lines repeat a name" in capsys.readouterr().out
 
 
 # ------------------------------------------------ queues ------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_clusters_that_are_odd_and_right(tmp_path):
     (mmts, "--loss max-margin --no-shifts --no-schedule --margin 2", ["margin of the run, 2,", "lower --margin"]),
     (mmts, "--loss max-margin --no-shifts --margin 1.9 --alpha 0.3", ["2.05", "lower --margin or --alpha"]),
     (mmts, "--loss max-margin --shift-max 1.95", ["2.05", "lower --shift-max or --alpha"]),
-    (mmts, "--period 100 --periods 5", ["--periods 5", "--period 100 says it already; leave out"])])
+    (mmts, "--period 100 --periods 5", ["--periods 5", "--period 100 sets it already; leave out"])])
 def test_what_nothing_can_satisfy(script, flags, words, capsys):
     refused_flags(lambda: script.parse_args(flags.split()), capsys, *words)
 
@@ -489,7 +489,7 @@ def test_memory_that_is_short_while_an_annotation_is_read(where, what, tmp_path,
 def test_the_folder_of_a_run_is_no_data(program, ncl_run):
     work = {check: lambda: check.main(["--dataset", str(ncl_run)]),
             ncl: lambda: ncl.main(ncl.parse_args(["--dataset", str(ncl_run), "--cpu"]))}[program]
-    refused(work, f"--dataset {ncl_run}: the folder of a run", "its data were --dataset moving-emoji")
+    refused(work, f"--dataset {ncl_run}: the folder of a run", "its run used --dataset moving-emoji")
 
 
 @pytest.mark.parametrize("words", ["=", "=/tmp", "cifar10 ="])

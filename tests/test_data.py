@@ -378,11 +378,11 @@ def test_published_files_that_are_others(tmp_path):
     names = write_images(tmp_path, range(N))
     content = json.loads(coco_json(tmp_path, names).read_text())
     (tmp_path / "instances.json").write_text(json.dumps(content | {"annotations": [{"image_id": 1000, "bbox": [0]}]}))
-    with pytest.raises(UserError, match="not as in COCO's or Karpathy's files .*: KeyError 'caption'"):
+    with pytest.raises(UserError, match="not have the layout of COCO's or Karpathy's .*: KeyError 'caption'"):
         common.load_data(str(tmp_path / "instances.json"), "train")
     with open(token_file(tmp_path, names), "a") as f:
         f.write("cut\n")
-    with pytest.raises(UserError, match=f"line {5 * N + 1} is not as the others, name.jpg#0<tab>caption"):
+    with pytest.raises(UserError, match=f"line {5 * N + 1} does not have the form name.jpg#0<tab>caption"):
         common.load_data(str(tmp_path / "results_20130124.token"), "train", data_dir=str(tmp_path))
 
 
@@ -416,7 +416,7 @@ def test_lists_that_a_csv_holds_as_text_are_lists(write, tmp_path):
     odd = write_rows(tmp_path / "odd.csv", ["image", "captions"], [*rows, ("a.png", "['cut")] * 60)
     assert len(common.load_data(str(odd), "train").captions(0)) == 1  # not all are lists: they stay as they are
     odd = write_rows(tmp_path / "cut.csv", ["image", "captions"], rows * 10 + [("a.png", "['cut")])
-    with pytest.raises(UserError, match="holds lists written as text there, not all of them whole"):
+    with pytest.raises(UserError, match="holds lists written as text there, and one cannot be parsed"):
         common.load_data(str(odd), "train")
 
 
@@ -479,7 +479,7 @@ def test_decode_16_bits_of_other_formats(kind):
         assert np.abs(out - np.round(values / 257)).max() <= 1
     if kind == "tiff":
         for wide in (np.int32, np.float32):
-            with pytest.raises(ValueError, match="pixels of 32 bits, whose range is not known"):
+            with pytest.raises(ValueError, match="32-bit pixels, whose range is not known"):
                 decode(encode(Image.fromarray(values.astype(wide)), kind))
 
 
@@ -1232,7 +1232,7 @@ def test_other_workers_than_before_start_the_stream_anew(tmp_path, capsys):
     data = stream(str(tmp_path), buffer=2)
     again = batches_of(data, size=2, last=1, positions={"0": 5, "workers": 2})
     data.raw_batches(again)  # what iterating does first
-    assert again.positions == {} and "another number of workers" in capsys.readouterr().out
+    assert again.positions == {} and "the number of workers has changed" in capsys.readouterr().out
 
 
 # ---------------------------------------------------- the house ------------------------------------------------------
@@ -1301,7 +1301,7 @@ def test_a_folder_and_where_its_paths_start(tmp_path):
     assert (data.read(3).permute(1, 2, 0).numpy() == picture(3)).all()
     write_images(tmp_path / "classes" / "a", range(4))
     for name in ("classes", "tars"):
-        with pytest.raises(UserError, match=f"--data-dir .*images: of no effect, .*{name} is a folder with"):
+        with pytest.raises(UserError, match=f"--data-dir .*images: has no effect, .*{name} is a folder that"):
             write_tar(tmp_path / "tars" / "0.tar", tar_samples(range(4), "png", "txt"))
             common.load_data(str(tmp_path / name), "test", data_dir=str(tmp_path / "images"))
 

@@ -367,8 +367,8 @@ def test_training_images_are_not_found_among_themselves(run, tmp_path):
     """kNN with k = 1 would be 100 % whatever the model; what needs no training set is there."""
     result = evaluate("--checkpoint", run, "--split", "train", "--limit", "20", "--tasks", "retrieval", "knn", "probe",
                       "--output-dir", tmp_path)["datasets"]["emoji"]
-    assert result["left_out"] == dict.fromkeys(("knn", "probe"), "--split train: each image would be found among the "
-                                               "training images")
+    assert result["left_out"] == dict.fromkeys(("knn", "probe"), "--split train: each image would find itself among "
+                                               "the training images")
     assert result["metrics"]["images"] == 20 and "retrieval" in result["metrics"]
 
 

@@ -293,22 +293,22 @@ CAPTION_FILES = {
     "commas.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},a cat, a dog\n"), "line 2 has more fields than"),
     "comma.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},a cat{', a dog' * (i == 70)}\n"), "line 72 has more"),
     "quote.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},{chr(34) * (i == 40)}a\n"),
-                  "a quote that opens in line 42 swallows the rows after it, 041.png in line 43 is the first"),
+                  "a quote that opens in line 42 swallows the rows after it, first 041.png in line 43"),
     "numbers.csv": ("image,caption\n" + rows_of(range(80), lambda i, n: f"{n},{chr(34) * (i == 40)}a\n"),
                     "a quote in the row that begins at line 42 is never closed"),
     "swallowed.csv": (HEAD + rows_of(NAMES, lambda i, n: f"{n},{QUOTES.get(i, 'a')}\n"),
-                      "a quote that opens in line 12 swallows the rows after it, 011.png in line 13 is the first"),
+                      "a quote that opens in line 12 swallows the rows after it, first 011.png in line 13"),
     "last.csv": ("caption,image\n" + rows_of(NAMES, lambda i, n: f"{QUOTES.get(i, 'a')},{n}\n"),
-                 "a quote that opens in line 12 swallows the rows after it, 011.png in line 13 is the first"),
+                 "a quote that opens in line 12 swallows the rows after it, first 011.png in line 13"),
     "object.json": (json.dumps({"image": NAMES[0], "caption": "a"}), "1 readable examples are too few"),
     "inside.json": (json.dumps({"images": [{"image": n, "caption": "a"} for n in NAMES]}), "it has: images"),
     "deep.json": ("[" * 100_000 + "]" * 100_000, DEEP), "objects.json": ('{"a":' * 5000 + "1" + "}" * 5000, DEEP),
     "lists.jsonl": (rows_of(NAMES, lambda i, n: f'{{"image": "{n}", "caption": [["a"]]}}\n'), "holds records or lists"),
     "twice.csv": ("image,caption,Caption\n" + rows_of(NAMES, lambda i, n: f"{n},a,b\n"), "columns are called caption"),
-    "bare.csv": (rows_of(NAMES, lambda i, n: f"{n},a\n"), "its first line is a row (000.png) and no header"),
+    "bare.csv": (rows_of(NAMES, lambda i, n: f"{n},a\n"), "its first line is a row (000.png), not a header"),
     "cc3m.tsv": (rows_of(NAMES, lambda i, n: f"a\thttp://x.com/{n}\n"), "first line is a row (http://x.com/000.png)"),
-    "web.csv": (HEAD + rows_of(NAMES, lambda i, n: f"http://x.y/{n},a\n"), "holds addresses there (http://x.y/000."),
-    "windows.csv": (HEAD + rows_of(NAMES, lambda i, n: f"C:\\me\\{n},a\n"), "holds paths of Windows there (C:"),
+    "web.csv": (HEAD + rows_of(NAMES, lambda i, n: f"http://x.y/{n},a\n"), "holds URLs there (http://x.y/000."),
+    "windows.csv": (HEAD + rows_of(NAMES, lambda i, n: f"C:\\me\\{n},a\n"), "holds Windows paths there (C:"),
     "bytes.parquet": (parquet(jpg=[b"\xff\xd8"] * 80, caption=["a"] * 80), "holds image bytes or records there"),
     "columns.json": (json.dumps({"image": NAMES, "caption": ["a"] * 80}), "holds image bytes or records there"),
     "many.json": (json.dumps({n: ["a"] for n in NAMES}), "it has: 80 others"),
@@ -365,10 +365,10 @@ def listed(name, file_column="file_name"):
 
 
 FOLDERS = {
-    "link": (linked, "b is a link to a folder and is not followed: what it holds would be missing"),
-    "texts": (texts_beside, "a/000.txt beside its image is not read; pack the folder into a tar"),
-    "deep": (deeper, "c/b/001.png lies deeper than others, so that no one folder says its class"),
-    "disk": (saved_to_disk, "a folder of save_to_disk; give a folder with its data-*.arrow alone, or write parquet"),
+    "link": (linked, "b is a link to a folder and is not followed: its files would be missing"),
+    "texts": (texts_beside, "a/000.txt beside its image is read only from a tar"),
+    "deep": (deeper, "c/b/001.png lies deeper than others, so its class is not clear"),
+    "disk": (saved_to_disk, "a folder of save_to_disk; give a folder with only its data-*.arrow files, or write par"),
     "csv": (listed("labels.csv", "Image"), "labels.csv lists files and captions and is not read"),
     "jsonl": (listed("a/captions.jsonl"), "a/captions.jsonl lists files and captions and is not read"),
     "parquet": (listed("all.parquet"), "all.parquet lists files and captions and is not read")}
@@ -440,7 +440,7 @@ def test_a_name_of_several_videos_is_said(tmp_path):
     rows = [(name, caption(i), "train") for i, name in enumerate(["0", "1", "2", "3"])]
     file = write_rows(tmp_path / "a.csv", ["video", "caption", "split"], rows)
     note = common.load_data(str(file), "train", video_dir=str(tmp_path / "v")).note
-    assert re.search("1 names stand for SEVERAL videos, of 0 .*/cat/0.mp4 is read and not .*/dog/0.mp4", note)
+    assert re.search("1 names match SEVERAL videos .for 0, .*/cat/0.mp4 is read and not .*/dog/0.mp4", note)
     file = write_rows(tmp_path / "b.csv", ["video", "caption", "split"], [("dog/0", "a", "train"), *rows[1:]])
     assert "SEVERAL" not in common.load_data(str(file), "train", video_dir=str(tmp_path / "v")).note
 
@@ -452,11 +452,12 @@ def test_captions_that_are_lost_or_not_chosen_are_said(tmp_path, capsys):
     (tmp_path / "a.csv").write_text("image|title|caption\n" + "".join(lines))
     common.load_data(str(tmp_path / "a.csv"), "train")
     said = capsys.readouterr().out
-    assert "a.csv: the captions are its column caption, and title is not read; --caption-column chooses" in said
+    assert "a.csv: captions are read from its column caption, and title is not read; --caption-column chooses" in said
     (tmp_path / "b.csv").write_text("image|take|caption\n" + "".join(lines[:7] + ["003.png|1 no bar\n"] + lines[8:]))
     common.load_data(str(tmp_path / "b.csv"), "train")
     said = capsys.readouterr().out
-    assert "1 rows have no caption where others of their image have, first of 003.png" in said and "column" not in said
+    assert "1 rows have no caption while other rows of their image have one, first of 003.png" in said
+    assert "column" not in said
 
 
 def test_windows_that_clips_were_cut_by_are_said_to_be_unread(tmp_path, capsys):
@@ -554,7 +555,7 @@ def test_paraphrases_below_odd_letters(tmp_path):
 
 def test_one_class_is_nothing_to_classify(data, tmp_path, capfd):
     helpers.write_images(tmp_path / "photos" / "only", range(40))
-    line = "its images lie in one folder, which makes no classes, and no metadata.csv"
+    line = "its images lie in one folder, so there are no classes, and no metadata.csv"
     assert line in stopped(lambda: run(tmp_path / "photos", tmp_path), capfd)
     shutil.copytree(data.parent, tmp_path / "data")
     rows = [(n, caption(i), "x") for i, n in enumerate(NAMES)]
@@ -639,7 +640,7 @@ def test_eval_says_what_changed_in_the_data(data, tmp_path, capfd):
     (tmp_path / "data" / held[0]).write_bytes(encode(picture(9, 50, 50)))
     lines, warned = changed()
     words = f"{file} test: {len(held)} examples as before, but other names or sizes"
-    assert lines == [words] and len(warned) == 1 and words in warned[0] and "do not compare" in warned[0]
+    assert lines == [words] and len(warned) == 1 and words in warned[0] and "are not comparable" in warned[0]
     file.write_text("".join(x for x in file.read_text().splitlines(True) if held[0] not in x))
     assert changed()[0] == [f"{file} test: {len(held)} examples, now {len(held) - 1}"]
     (tmp_path / "a" / "data.json").write_text("[1")
@@ -670,7 +671,7 @@ def spoiled(data, folder):
 def test_max_pixels(data, tmp_path, capfd):
     file, bad = spoiled(data, tmp_path / "data")
     read = common.load_data(str(file), "train").read
-    with pytest.raises(ValueError, match=r"2400000000 pixels, more than the 178,956,970 that are read .--max-pixels."):
+    with pytest.raises(ValueError, match=r"2400000000 pixels, more than the limit of 178,956,970 .--max-pixels."):
         read(NAMES.index(bad[0]))
     line = stopped(lambda: run(file, tmp_path, "--max-pixels", 479), capfd)  # they are of 20 x 24
     assert re.search("none of the first .* can be read, first .*480? pixels|24 x 20 pixels, more than the 479", line)
@@ -833,7 +834,7 @@ def test_a_name_that_is_no_utf8(place, classes, tmp_path, capfd):
     (tmp_path / "photos" / place).parent.mkdir(exist_ok=True)
     (tmp_path / "photos" / place).write_bytes(encode(picture(1)))
     line = stopped(lambda: run(tmp_path / "photos", tmp_path), capfd)
-    assert f"the name {ascii(place)} is no UTF-8; rename it" in line
+    assert f"the name {ascii(place)} is not UTF-8; rename it" in line
 
 
 class Trap:
@@ -990,7 +991,7 @@ def test_a_card_of_data_leads_nowhere_else(file, elsewhere, tmp_path):
         assert sum(map(len, helpers.open_splits(mine).values())) == 30 and WATCHED == [str(elsewhere)], text
     (mine / "README.md").write_text("---\nconfigs:\n- config_name: a\n- config_name: b\n---\n")
     sets.own.own_data.cache_clear()
-    with pytest.raises(UserError, match="its README.md speaks of several sets .a, b., which would be mixed"):
+    with pytest.raises(UserError, match="its README.md lists several sets .a, b., which would be mixed"):
         common.load_data(str(mine), "train")
 
 

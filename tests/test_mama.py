@@ -647,7 +647,7 @@ def test_a_meta_batch_that_no_two_processes_share(monkeypatch, capsys):
 
 def test_too_little_meta_data(tmp_path):
     for flags, words in ((["--meta-size", "4"], "4 examples, fewer than --meta-batch-size 8"),
-                         (["--meta-set", "val", "--meta-size", "99"], "val has 16 examples, none would be left")):
+                         (["--meta-set", "val", "--meta-size", "99"], "val has 16 examples, so none would be left")):
         with pytest.raises(UserError, match=words):
             main(tmp_path / "run", "--max-steps", "2", *flags)
         assert not (tmp_path / "run").exists()

@@ -270,7 +270,7 @@ def test_the_published_relevancies_and_those_of_the_classes_are_equal(kitchen, t
         assert file.name in data.note
         got = data.sentences.relevancy(np.arange(6))
         assert np.allclose(got, published[:6])
-        assert ("1 of 36 relevancies are not those" in capsys.readouterr().out) == bool(lie)
+        assert ("1 of 36 relevancies differ from those" in capsys.readouterr().out) == bool(lie)
     file.write_bytes(pickle.dumps(matrix[:, :4]))
     with pytest.raises(UserError, match=r"holds \(7, 4\) float64, expected \(7, 6\)"):
         data.sentences.relevancy(np.arange(6))
@@ -325,7 +325,7 @@ SENTENCE_TABLE = "retrieval_annotations/EPIC_100_retrieval_test_sentence.csv"
     (lambda root: write_annotations(root, "test", clips=CLIPS | {"P01_01_0": ("P01_01", 0, 1, "x", 97, [1])}),
      "test.csv, line 2 has .*verbs are 0..96"),
     (lambda root: write_annotations(root, "test", clips=CLIPS | {"P01_01_0": ("P01_01", 5, 1, "x", 1, [1])}),
-     "line 2 has .*an end before"),
+     "line 2 has .*it ends before"),
     (lambda root: write_rows(root / SENTENCE_TABLE, ["a", "b"], [["P77_1_0", "x"]]),
      "1 of its ids are not in .*first P77_1_0"),
     (lambda root: write_rows(root / TABLE, ["a", "b"], [["1", "2"]]), "has no column narration_id")])
@@ -387,11 +387,11 @@ def test_ssv2_lt(tmp_path, monkeypatch):
     assert list(val.keys()) == ["105", "201"] and val.clip.at_rest == "middle" and "6,960 expected" in val.note
     common._known_set.cache_clear()
     monkeypatch.setitem(ssv2.WHOLE, "train", 4)
-    with pytest.raises(UserError, match="names 4 clips, the whole of Something-Something v2"):
+    with pytest.raises(UserError, match="names 4 clips, all of Something-Something v2"):
         read("train")
     (tmp_path / "labels" / "train.csv").write_text("105 0 0 a.jpg\n")
     common._known_set.cache_clear()
-    with pytest.raises(UserError, match="its first line is no header"):
+    with pytest.raises(UserError, match="its first line is not the header"):
         read("train")
     (tmp_path / "labels" / "train.csv").unlink()
     with pytest.raises(UserError, match="train.csv is not in --data-dir .*lmr-release"):
@@ -408,7 +408,7 @@ def test_a_run_and_eval_report_the_same_numbers(kitchen, tmp_path, capsys, monke
     summary = temo.main(temo.parse_args([str(f) for f in flags]))
     out = capsys.readouterr().out
     assert "6 clips, 6 captions" in out and "text -> video" in out and "video -> text" in out and "R-Mean" in out
-    assert "MIR both" in out and "-> image" not in out and "without an item of relevancy 1, in no mAP: 1\n" in out
+    assert "MIR both" in out and "-> image" not in out and "without an item of relevancy 1, left out of mAP: 1\n" in out
     own, chance = (summary[k]["epic-kitchens-100"] for k in ("test", "chance"))
     assert own["mir"]["text_to_image"]["queries"] == 6 and own["mir"].keys() == chance["mir"].keys()
 

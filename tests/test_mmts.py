@@ -154,14 +154,14 @@ REFUSED = {
     "--loss max-margin --alpha 0.5": "margin of the run, --shift-min 0.17 and -0.25 by the schedule of --alpha 0.5 = "
                                        "-0.08, must not be below",
     "--shift-min 0.2 --shift-max 0.1": "--shift-min 0.2: larger than --shift-max 0.1",
-    "--learnable-tau": "--learnable-tau: of --loss infonce --no-schedule --no-shifts",
-    "--loss max-margin --learnable-tau --no-schedule --no-shifts": "--learnable-tau: of --loss infonce",
+    "--learnable-tau": "--learnable-tau: only with --loss infonce --no-schedule --no-shifts",
+    "--loss max-margin --learnable-tau --no-schedule --no-shifts": "--learnable-tau: only with --loss infonce",
     "--learnable-tau --no-schedule --no-shifts --tau 2": "--tau-clamp",
     "--loss max-margin --label-smoothing 0.1": "has no target to smooth",
     "--clusters nouns": "not one of captions, vision, label, verb, noun, verb-noun, none, and no file",
     "--clusters none": "--shifts need clusters",
     "--clusters vision": "--cluster-encoder must name an image encoder",
-    "--cluster-encoder small": "--cluster-encoder small: has learnt nothing",
+    "--cluster-encoder small": "--cluster-encoder small: has no trained weights",
     "--loss triplet": "--loss invalid choice",
 }
 
@@ -335,7 +335,7 @@ def test_examples_without_a_cluster_are_counted_once(tmp_path):
 def test_damaged_clusters_are_named(name, tmp_path):
     before = {k: v.clone() for k, v in opened(tmp_path, made(CAPTIONS), "captions").tensors.items()}
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
-    with pytest.raises(UserError, match="its clusters are damaged .*; delete clusters.json there"):
+    with pytest.raises(UserError, match="its clusters are damaged .*; delete clusters.json in it"):
         opened(tmp_path, made(CAPTIONS), "captions", resume="a")
     (tmp_path / "clusters.json").unlink()
     after = opened(tmp_path, made(CAPTIONS), "captions", resume="a").tensors
@@ -379,7 +379,7 @@ def test_clusters_of_encoders(encoders, tmp_path):
         assert pictures.sizes.tolist() == [4, 4] and pictures.meta["without"] == 0
     labels, _ = pictures.look_up([f"k{i}" for i in range(8)], [""] * 8)
     assert labels[::2].unique().numel() == labels[1::2].unique().numel() == 1 and labels[0] != labels[1]
-    with pytest.raises(UserError, match="6 of 6 embeddings to be clustered are not finite; take another"):
+    with pytest.raises(UserError, match="6 of 6 embeddings to be clustered are not finite; use another"):
         opened(tmp_path / "nan", made(CAPTIONS), "captions", encoder=str(root / "broken"))
     with pytest.raises(UserError, match="--cluster-encoder must name an image encoder"):
         opened(tmp_path / "no", train, "vision", encoder=str(root / "bert"))
@@ -497,7 +497,7 @@ def test_a_second_try_in_the_same_folder_may_have_other_data(tmp_path, capsys):
         main(tmp_path / "a", "--num-clusters", 999)
     main(tmp_path / "a", "--clips", 60, 24, 24, "--clusters", "verb", "--periods", 4, "--max-steps", 1)
     words = capsys.readouterr().out
-    assert "period 0.25 steps; WARNING: in less than two steps" in words and "60 training examples" in words
+    assert "period 0.25 steps; WARNING: a period of less than two steps" in words and "60 training examples" in words
 
 
 def test_a_cluster_file_decides(tmp_path):
@@ -522,7 +522,7 @@ def test_examples_without_a_cluster_are_said_and_counted(tmp_path, capsys):
     known = {train.key(i): str(int(v)) for i, v in enumerate(train.column("verb")) if i % 2}
     (tmp_path / "half.json").write_text(json.dumps(known))
     main(tmp_path / "a", "--clusters", tmp_path / "half.json", "--max-steps", 2, "--batch-size", 64, "--no-schedule")
-    assert "left out     32 without a cluster count as one of the smallest" in capsys.readouterr().out
+    assert "left out     32 without a cluster are treated as in the smallest" in capsys.readouterr().out
     assert [r["not_in_clusters"] for r in steps(tmp_path / "a")] == [32, 32]
     assert steps(tmp_path / "a")[0]["tau_min"] == pytest.approx(0.08)
 
@@ -551,7 +551,7 @@ def test_equal_clusters_are_said(tmp_path, capsys):
     train = common.load_data("moving-emoji", "train", clips=[64, 24, 24], image_size=16)
     (tmp_path / "two.json").write_text(json.dumps({train.key(i): i % 2 for i in range(64)}))
     main(tmp_path / "a", "--clusters", tmp_path / "two.json", "--max-steps", 2, "--no-schedule")
-    assert "all clusters are of one size: every shift is the smallest, 0.08" in capsys.readouterr().out
+    assert "all clusters have the same size, so every shift is 0.08" in capsys.readouterr().out
     assert all(r["tau_min"] == r["tau_max"] == pytest.approx(0.08) for r in steps(tmp_path / "a"))
 
 
@@ -596,7 +596,7 @@ def test_streams_cluster_their_first_captions(tmp_path):
     main(tmp_path / "a", "--dataset", tmp_path / "set", "--streaming", "--batch-size", 8, "--max-steps", 2,
          "--workers", 0, "--eval-datasets", val)
     assert sum(json.loads((tmp_path / "a" / "clusters.json").read_text())["sizes"]) == 40  # of the shard not held out
-    with pytest.raises(UserError, match="--clusters noun: a stream has captions alone"):
+    with pytest.raises(UserError, match="--clusters noun: a stream has only captions"):
         main(tmp_path / "b", "--dataset", tmp_path / "set", "--streaming", "--clusters", "noun")
 
 

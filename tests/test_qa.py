@@ -346,7 +346,7 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     with pytest.raises(UserError, match="no video has captions of different lengths"):
         score.caption_pairs(data.select([1]), "")
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("x.mp4", "x")])
-    with pytest.raises(UserError, match=r"--short .*none of its 1 rows is of a clip of files \(test\)"):
+    with pytest.raises(UserError, match=r"--short .*none of its 1 rows matches a clip of files \(test\)"):
         score.short_captions(data, str(tmp_path / "none.csv"))
     write_rows(tmp_path / "odd.csv", ["file", "words"], [("a.mp4", "x")])
     with pytest.raises(UserError, match="--short: a column of videos is needed: odd.csv has none of video"):

@@ -96,9 +96,9 @@ def test_a_caption_stands_for_one_question_in_place_of_it_and_windows_count(tmp_
         ("b.mp4", "0", "1", "of no window")])
     found = add_captions(data, file)
     assert [found.captions(i) for i in range(4)] == [["one", "two"], ["one", "two"], ["u"], ["v"]]
-    assert "4 captions added from c.csv, 2 of its rows are of no training clip" in found.note
+    assert "4 captions added from c.csv, 2 of its rows match no training clip" in found.note
     inside = common.make_table([["p"], ["q"]], ["0", "1"], [{"path": "image.png", "bytes": b"x"}] * 2)
-    with pytest.raises(UserError, match="none of its 1 rows is of a clip"):  # one name for all is none
+    with pytest.raises(UserError, match="none of its 1 rows matches a clip"):  # one name for all is none
         add_captions(common.Data("x", "train", inside), write_rows(tmp_path / "d.csv", ["image", "caption"],
                                                                     [("image.png", "x")]))
 
@@ -112,7 +112,7 @@ def test_pairs_beside_questions_have_none(files, name):
     data, evals = opened(files, name, flags)
     extras = len(data) - 18
     assert 1 <= extras <= 4 and data.column("question")[18:] == [None] * extras
-    assert f"{extras} further pairs" in data.note and "they have no questions" in data.note
+    assert f"{extras} more pairs" in data.note and "they have no questions" in data.note
     assert data.column("question")[:18] == own.column("question") and len(answers.asked(data)) == 18
     assert answers.asked(own) is own and len(answers.asked(data.select([0, 18, 5]))) == 2
     questions = answers.questions_of(data, args)
@@ -122,10 +122,10 @@ def test_pairs_beside_questions_have_none(files, name):
     answers.check(data, name == "nextqa")
     tokenizer = common.Tokenizer(common.train_wordpiece(answers.texts(data)), 16)
     line = answers.question_lines(questions, data, tokenizer, args)["paired text"]
-    assert line == f"of {len(data)} rows {len(data)} have a caption, 0 the question in its place; {extras} have no " \
-                   "question, and eta 0"
+    assert line == f"of {len(data)} rows {len(data)} have a caption, 0 use the question in its place; {extras} " \
+                   "have no question, and eta 0"
     line = answers.question_lines(questions, own, tokenizer, args)["paired text"]
-    assert line == "of 18 rows 0 have a caption, 18 the question in its place"
+    assert line == "of 18 rows 0 have a caption, 18 use the question in its place"
     asked = answers.inputs(data, [18, 0], tokenizer, questions["answers"], CPU)
     assert asked["answers"].tolist() == [-1, 0]
     if name == "nextqa":

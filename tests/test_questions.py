@@ -99,7 +99,7 @@ def test_the_choices_of_tgif_qa_before_they_were_drawn_anew_are_told(tmp_path, c
     row = ("tumblr_a_250", "What does the man do before point to the camera ?", *known, 4, "TRANS23", 23)
     write_tgif(tmp_path, "Test_transition_question.csv", CHOICE, [row])
     data = common.load_data("tgif-qa-r-transition", "test", data_dir=str(tmp_path), **OPTIONS)
-    assert "TGIF-QA's, not those drawn anew" in data.note and "gives the answer away" in capsys.readouterr().out
+    assert "TGIF-QA's, not the new ones" in data.note and "gives the answer away" in capsys.readouterr().out
 
 
 def test_tgif_frame(tmp_path):
@@ -160,7 +160,7 @@ def test_causal_vidqa_asks_six_times_and_pairs_answer_and_reason(tmp_path):
         "predictive of [person_1]?", "because 2", [f"because {k}" for k in range(5)], "predictive reason")
     pair = data.column("pair").tolist()
     assert pair == [0, 1, 2, 2, 3, 3, 4, 5, 6, 6]
-    for words in ("1 questions whose answer is none of the choices left out", "1 questions (all of a video that has no",
+    for words in ("1 questions whose answer is none of the choices left out", "1 questions (all of a video without",
                   "1 questions whose other half is left out", "1 videos (6 questions) are not in"):
         assert words in data.note
     code = b"cos\nsystem\n(S'true'\ntR."  # a pickle that calls a program

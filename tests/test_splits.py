@@ -168,7 +168,7 @@ def test_a_column_split_of_other_words(tmp_path, capsys):
     (" split", ("train", "test"), ""), ("SPLIT", ("TRAIN ", " Test"), ""), ("Split ", ("train2017", "test2017"), ""),
     ("subset", ("train", "test"), "its column subset names splits (test, train) and is not read"),
     (" Set", ("Train", "Test"), "Set names splits (test, train) and is not read"),
-    ("is_test", ("0", "1"), "its column is_test is not read, all rows would be used alike"),
+    ("is_test", ("0", "1"), "its column is_test is not read, test rows would be trained on"),
     ("is_training_image", ("1", "0"), "its column is_training_image is not read"),
     ("split", ("0", "1"), "its column split holds numbers (0), which name no split"),
     ("split", ("True", "False"), "its column split holds numbers (True)")])
@@ -202,7 +202,7 @@ def test_a_file_called_test_is_evaluated_whole(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     flags = ["--cpu", "--dataset", str(tmp_path / "train_test.csv"), "--eval-datasets", str(file)]
     engine.data.evaluation_sets(temo.parse_args(flags))
-    assert f"WARNING: {file}: test is {len(held)} of its 40 images, held out for it" in capsys.readouterr().out
+    assert f"WARNING: {file}: test is only {len(held)} of its 40 images, held out for it" in capsys.readouterr().out
     engine.data.evaluation_sets(temo.parse_args(["--cpu", "--dataset", str(file)]))
     assert capsys.readouterr().out == ""
 
@@ -234,7 +234,7 @@ def test_words_in_names_of_files_lose_no_image(tmp_path):
         write_images(tmp_path / "folders" / "photos" / ["cat", "dog", "train station"][i % 3], [i])
         write_images(tmp_path / "both" / ("train", "test")[i % 2] / ("cat", "test tube")[i // 2 % 2], [i])
     assert sum(map(len, open_splits(tmp_path / "files").values())) == 20
-    refused(tmp_path / "folders", "cat, dog beside train station: no split is called so")
+    refused(tmp_path / "folders", "cat, dog beside train station: not a name of a split")
     found = open_splits(tmp_path / "both")
     assert len(found["test"]) == 10 and found["test"].label_names == ["cat", "test tube"]
     assert {int(Path(key).stem) % 2 for s in ("train", "val") for key in found[s].keys()} == {0}
@@ -410,7 +410,7 @@ def test_a_fingerprint_of_very_many_rows_is_that_of_a_sample(tmp_path, monkeypat
     assert engine.verify.changes({"train": whole}, {"train": data(100)}) == []  # a run from before there were samples
     assert len(engine.verify.changes({"train": whole}, {"train": data(100, changed=6)})) == 1
     engine.verify.compare(tmp_path, data(100), {})
-    assert "train: a resumed run compares 20 of its 100 examples, and their number" in capsys.readouterr().out
+    assert "train: a resumed run will compare 20 of its 100 examples, and their number" in capsys.readouterr().out
     assert engine.base.read_json(tmp_path / "data.json") == {"train": saved}
 
 
@@ -672,7 +672,7 @@ def test_the_command_reads_every_split_there_is(tmp_path, capsys):
     check.main(["--dataset", str(tmp_path / "a" / "captions.csv")])
     said = capsys.readouterr().out
     assert "train: {'examples': 11, 'digest': " in said and "test: {'examples': 1" in said
-    assert "for val; give a val split" in said and "test: 0 of 1 stand in train as well" in said
+    assert "for val; give a val split" in said and "test: 0 of 1 are in train as well" in said
     assert "train: 002.png: not a regular file" in said
     described(tmp_path / "b", "test", range(N))
     check.main(["--dataset", str(tmp_path / "b")])

@@ -107,12 +107,12 @@ def cut_in_text(content, at):
 
 
 def cut_in_header(content, at):
-    return content[:at["000016.txt"][0] + 200], ["000016"], 1, "behind 000016"
+    return content[:at["000016.txt"][0] + 200], ["000016"], 1, "after 000016"
 
 
 def cut_between(content, at):
     """No mark of the end: more than what is there was meant to be there."""
-    return content[:at["000016.txt"][2]], None, 1, "without the mark of a tar's end"
+    return content[:at["000016.txt"][2]], None, 1, "without an end-of-tar mark"
 
 
 def never_filled_in(content, at):
@@ -123,7 +123,7 @@ def never_filled_in(content, at):
 def rest_is_noise(content, at):
     start, stop = at["000010.jpg"][0], at["000019.txt"][2]
     noise = np.random.default_rng(1).integers(0, 256, stop - start, np.uint8).tobytes()
-    return content[:start] + noise, None, 10, "to its end, behind 000009"
+    return content[:start] + noise, None, 10, "to its end, after 000009"
 
 
 HERE = {"bad_last_header": range(N), "cut_between": range(17), "never_filled_in": range(17), "rest_is_noise": range(10)}
@@ -281,7 +281,7 @@ def test_more_lost_than_the_limit_stops_in_one_line(tar, tmp_path):
         common.load_data(str(tmp_path), "train")
     message = str(error.value)
     assert "1 of 20 samples are lost in 1 damaged tars, above --max-bad-fraction 0.01" in message
-    assert "\n" not in message and "fetch these tars again" in message
+    assert "\n" not in message and "download these tars again" in message
     assert f"first: 000009 of {tmp_path / 'a.tar'}: no header" in message
     assert len(common.load_data(str(tmp_path), "train", max_bad_fraction=0.05)) > 10
 
@@ -452,5 +452,5 @@ def test_max_pixels_holds_in_a_stream(limit, read, tmp_path):
     if read:
         assert len(next(iter(batches))["keys"]) == 4
     else:
-        with pytest.raises(UserError, match="480 pixels, more than the 100"):
+        with pytest.raises(UserError, match="480 pixels, more than the limit of 100"):
             next(iter(batches))

@@ -375,13 +375,13 @@ def test_index_files_that_name_no_long_tail(torchvision_s, tmp_path):
     assert "not equal classes: 34, 34" in refused(np.arange(300), name="cifar100_split1_D_b.npy")
     assert "not a long tail: " in refused(np.random.default_rng(2).permutation(500)[:400], ratio=0)
     assert "999 is beyond the 500" in refused([3, 999]) and "-1 is beyond" in refused([3, -1])
-    assert "whole numbers in one row" in refused([0.5]) and "whole numbers" in refused([[1, 2]])
+    assert "a vector of whole numbers" in refused([0.5]) and "whole numbers" in refused([[1, 2]])
     (tmp_path / "text.npy").write_text("1 2 3")
     with pytest.raises(UserError, match="text.npy: not an .npy file"):
         long_tail.labelled_sets("cifar10-lt", index_file=str(tmp_path / "text.npy"), data_dir=str(hub))
-    with pytest.raises(UserError, match="--few-shot-file x: --dataset cifar10-lt has no use for it"):
+    with pytest.raises(UserError, match="--few-shot-file x: --dataset cifar10-lt does not use it"):
         long_tail.labelled_sets("cifar10-lt", few_shot_file="x", data_dir=str(hub))
-    with pytest.raises(UserError, match="--index-file x: --dataset emoji has no use"):
+    with pytest.raises(UserError, match="--index-file x: --dataset emoji does not use"):
         long_tail.labelled_sets("emoji", index_file="x")
 
 

@@ -68,7 +68,7 @@ def test_half_a_letter_becomes_a_mark_and_is_said(tmp_path, capsys):
     engine.base.say_once.cache_clear()
     path = written(tmp_path, '{"a": ["\\ud800 cat", 1, "\\ud83d\\ude00"]}')
     assert text.read_json(path) == {"a": ["\ufffd cat", 1, "\U0001f600"]}
-    assert "half a letter" in capsys.readouterr().out
+    assert "half of a surrogate pair" in capsys.readouterr().out
     assert text.read_json(written(tmp_path, '["\\ud83d\\ude00"]')) == ["\U0001f600"]
     assert not capsys.readouterr().out
 

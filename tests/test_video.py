@@ -605,7 +605,7 @@ def test_moving_emoji_holds_out_pairs_but_neither_verbs_nor_nouns(moving):
     for s, d in moving.items():  # clips of one pair and colour are one group of positives
         assert groups_are_facts(d)
         law = {"train": "val and test: law once, 300 and 300 descriptions"}
-        assert d.note.endswith(law.get(s, "each pair in turn, none that training shows, 300 descriptions"))
+        assert d.note.endswith(law.get(s, "each pair in turn, none of them in training, 300 descriptions"))
 
 
 def test_moving_emoji_thousands_of_distinct_test_clips():
@@ -636,7 +636,7 @@ def test_moving_emoji_by_the_law_of_training():
     for s in ("val", "test"):
         d = zipf[s]
         assert groups_are_facts(d) and all(all(agree(d, i)) for i in range(0, len(d), 9))
-        assert f"the law of training, {len(set(d.groups.tolist()))} descriptions" in d.note
+        assert f"drawn as in training, {len(set(d.groups.tolist()))} descriptions" in d.note
         assert len(drawn(d)) == len(d) and not drawn(d) & drawn(zipf["train"])
         assert not set(both(d)) & {*both(once["val"]), *both(once["test"])}
     said = " and ".join(str(len(set(zipf[s].groups.tolist()))) for s in ("val", "test"))

@@ -1,1 +1,1 @@
-"""Programs that a person starts: python -m tools.NAME."""
+"""Programs to run by hand: python -m tools.NAME."""

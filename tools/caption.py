@@ -1,21 +1,21 @@
-"""Captions for videos from a vision-language model, MAMA's augmentation (Sec. 3.3): key frames, a picture, a sentence.
+"""Captions for videos by a vision-language model, MAMA's augmentation (Sec. 3.3): key frames in one picture, captioned.
 
     python -m tools.caption --dataset VIDEOS --out captions.csv
     torchrun --nproc_per_node 8 -m tools.caption --dataset msrvtt --video-dir VIDEOS --out captions.csv
     python mama.py --dataset captions.csv --video-dir VIDEOS
 
---dataset is a folder of videos, captions or not, or whatever the scripts train on. The csv has video, start, end,
-caption, one row a clip. A call that was stopped goes on, and loses at most a batch on each process; the same clips are
-in one batch whatever the number of processes, so that the captions are the same too. Beside the csv lies its .json with
-the settings and the clips without a caption: another model does not go on with the same file; and its .png.
+--dataset is a folder of videos, with or without captions, or any data the scripts train on. The csv has columns video,
+start, end, caption, one row per clip. A call that was stopped goes on where it was and loses at most one batch per
+process. Batches do not depend on the number of processes, so neither do the captions. Beside the csv lie a .json with
+the settings and the clips without a caption, and a .png. A call with other settings refuses to go on with the file.
 
-Differences from the paper: (1) it does not say which features Eqs. 14-15 measure; here they are --frame-encoder's, of
-unit length (d falls off at a squared distance of 1, so that longer ones would rank by density alone). (2) The picture
-is padded to a square, of 4,096 px at most: processors that cut one out of its middle (LLaVA's) would drop the outer
-frames. (3) The authors' demo finds key frames by differences of pixels, asks another question and samples at
-temperature 0.2; this follows the paper. (4) Candidates for key frames stand evenly in the clip; the paper draws its
-frames at random. (5) Whether Table 7's 3 x 4 has three columns, as here, or three rows, as the demo, is open (--grid).
-(6) Table 5's summary is ChatGPT's; here it is --summary-model's, and the two prompts of that mode are ours.
+Differences from the paper: (1) it does not say which features Eqs. 14-15 use; here they are those of --frame-encoder,
+at unit length (d falls off at a squared distance of 1, so longer ones would be ranked by density alone). (2) The
+picture is padded to a square, of 4,096 px at most: processors that crop the centre (LLaVA's) would drop the outer
+frames. (3) The authors' demo finds key frames by pixel differences, uses another prompt and samples at temperature
+0.2; this follows the paper. (4) Candidates for key frames are evenly spaced in the clip; the paper draws its frames at
+random. (5) It is unclear whether Table 7's 3 x 4 means three columns, as here, or three rows, as in the demo (--grid).
+(6) Table 5's summary is by ChatGPT; here --summary-model writes it, and the two prompts of that mode are ours.
 """
 
 import argparse
@@ -46,9 +46,9 @@ from readers.frames import read_frames
 PROMPT = "Write a short caption sentence for the video in order from left to right, top to bottom"  # Sec. 3.3
 FRAME_PROMPT = "Write a short caption sentence for the image"
 SUMMARY_PROMPT = "Sentences on frames of one video in the order of time:\n{}\nWrite one sentence for the whole video."
-GREY = (122, 116, 104)  # the mean of CLIP's pixels, which LLaVA pads with
-SIDE = 4096  # px of the picture at most: models see a few hundred, and a square of strips takes gigabytes
-LONG = 8  # a frame is at most this much longer than --cell
+GREY = (122, 116, 104)  # CLIP's mean pixel, with which LLaVA pads
+SIDE = 4096  # px, the picture's largest side: models see a few hundred, and a square of long strips takes gigabytes
+LONG = 8  # the long side of a frame is at most this many times --cell
 COLUMNS = ("video", "start", "end", "caption")
 SETTINGS = ("model", "augment_mode", "prompt", "template", "grid", "key_frames", "neighbours", "candidates", "cell",
             "frame_encoder", "summary_model", "frame_prompt", "summary_prompt", "max_new_tokens", "temperature",
@@ -57,16 +57,16 @@ SETTINGS = ("model", "augment_mode", "prompt", "template", "grid", "key_frames",
 
 # ---- key frames and the picture ----
 def chosen_frames(frames, features, k, q):
-    """q key frames (q, 3, H, W) in the order of time, of frames (T, 3, H, W); fewer different ones are repeated."""
+    """q key frames (q, 3, H, W) in order of time, out of frames (T, 3, H, W); repeated if fewer differ."""
     new = torch.ones(len(frames), dtype=torch.bool)
-    new[1:] = (frames[1:] != frames[:-1]).flatten(1).any(1)  # a short video gives the same frame several times
+    new[1:] = (frames[1:] != frames[:-1]).flatten(1).any(1)  # a short video repeats frames
     frames = frames[new]
     frames = frames[key_frames(features(frames), k, q)]
     return frames[torch.arange(q) * len(frames) // q]
 
 
 def grid_picture(frames, columns):
-    """Frames (n, 3, H, W) uint8 from left to right, top to bottom, as one square picture (PIL), SIDE px at most."""
+    """Frames (n, 3, H, W) uint8 as one square picture (PIL), left to right, top to bottom, SIDE px at most."""
     from torchvision.transforms.v2 import functional as V
     (height, width), rows = frames.shape[2:], len(frames) // columns
     if (scale := SIDE / max(rows * height, columns * width)) < 1:
@@ -81,7 +81,7 @@ def grid_picture(frames, columns):
 
 
 def read_candidates(path, start, end, n, cell):
-    """n frames of a clip, (n, 3, H, W) uint8, short side at most `cell` px, long side LONG times that.
+    """n frames of a clip, (n, 3, H, W) uint8, short side at most `cell` px, long side at most LONG times that.
 
     Raises: OSError or ValueError."""
     frames = torch.from_numpy(read_frames(path, n, start, end, short=cell, long=LONG * cell).copy())  # (n, H, W, 3)
@@ -90,9 +90,9 @@ def read_candidates(path, start, end, n, cell):
 
 # ---- which clips ----
 def clips_of(args):
-    """[(video, start, end, path)] of a data set, each clip once. video: path below the folder of the videos.
+    """[(video, start, end, path)] of a data set, each clip once. video: path relative to the folder of the videos.
 
-    Raises: UserError where there are no video files (frames drawn in memory, images, clips inside tars)."""
+    Raises: UserError if there are no video files (rendered clips, images, clips inside tars)."""
     path, kinds = Path(args.dataset).expanduser(), ("metadata.*", "captions.csv", "*.tar", "*.parquet", "*.jsonl")
     described = {f.resolve() for kind in kinds for f in path.rglob(kind)} if path.is_dir() else set()
     if path.is_dir() and not described - {Path(args.out).resolve()}:  # videos alone, captions or not
@@ -117,15 +117,15 @@ def clips_of(args):
 
 # ---- what is written ----
 def check_out(args, known):
-    """May these settings go on with what --out has? Raises: UserError."""
+    """Raises: UserError if --out was written with other settings, or is not a file of this tool."""
     out, report = Path(args.out), Path(f"{args.out}.json")
     settings = {k: getattr(args, k) for k in SETTINGS}
     if out.exists() and not report.exists():
-        raise UserError(f"--out {out}: is there already, without {report.name}; name another file")
+        raise UserError(f"--out {out}: exists already, without {report.name}; name another file")
     was = read_json(report, {}).get("settings") if known else settings
     if not isinstance(was, dict):
-        raise UserError(f"--out {out}: {report} beside it holds no settings, so what it was made with is not known; "
-                        "name another file")
+        raise UserError(f"--out {out}: {report} beside it does not say with which settings it was made; name another "
+                        "file")
     for name, value in settings.items():
         if was.get(name) != value:
             flag = f"--{name.replace('_', '-')}"
@@ -135,10 +135,10 @@ def check_out(args, known):
 
 
 def read_known(out):
-    """{(video, start, end): {caption} or {error}} of the csv of an earlier call and of all lines that are whole.
+    """{(video, start, end): {caption} or {error}} from the csv and part files of an earlier call, without cut lines.
 
-    Raises: UserError where the csv, or a process's own file beside it, is not this tool's any more."""
-    found, cut = [], 0  # [(where it stands, its row)]
+    Raises: UserError if the csv, or a part file of a process beside it, was not written by this tool."""
+    found, cut = [], 0  # found: [(file and line, row)]
     try:
         if Path(out).exists():
             found = [(f"{out}, line {line}", row) for line, row in text.csv_rows(out, COLUMNS)]
@@ -150,11 +150,11 @@ def read_known(out):
                     cut += 1
         known = [_known(*row) for row in found]
     except UserError as error:
-        raise UserError(f"--out {out}: is there already and is no file of this tool ({error}); name another "
+        raise UserError(f"--out {out}: exists already and is not a file of this tool ({error}); name another "
                         "one") from error
     if cut:
-        say_once(f"{out}: {cut:,} lines of an earlier call were cut; their clips are described again")
-    return dict(sorted(known, key=lambda pair: "caption" in pair[1]))  # a caption counts more than an earlier error
+        say_once(f"{out}: {cut:,} lines of an earlier call were cut; their clips are captioned again")
+    return dict(sorted(known, key=lambda pair: "caption" in pair[1]))  # a caption overrides an earlier error
 
 
 def _known(where, row):
@@ -166,17 +166,16 @@ def _known(where, row):
 
 
 def write_lines(file, records):
-    """Adds {(video, start, end): record} to a process's own file."""
+    """Appends {(video, start, end): record} to a process's own part file."""
     with writing(file), open(file, "a", encoding="utf8") as f:
-        f.write("\n")  # ends a line that a kill has cut
+        f.write("\n")  # in case a kill left an unfinished line
         for (video, start, end), record in records.items():
             f.write(json.dumps({"video": video, "start": start, "end": end} | record) + "\n")
 
 
 def merge(args, clips):
-    """On the main process: the csv, in the order of the data, rows of other clips behind; the processes' files go.
-
-    Returns: (number of rows, {clip: why it has no caption})."""
+    """On the main process: writes the csv, in the order of the data with rows of other clips last, and deletes the part
+    files.   Returns: (number of rows, {clip: why it has no caption})."""
     known, out = read_known(args.out), Path(args.out)
     known = {clip[:3]: known[clip[:3]] for clip in clips if clip[:3] in known} | known
     rows = [(*clip, record["caption"]) for clip, record in known.items() if "caption" in record]
@@ -195,17 +194,17 @@ def merge(args, clips):
 
 
 def write_captions(args, clips):
-    """Captions of all clips into --out; every process does its part of the batches.   Returns: as merge, on the main
-    process."""
+    """Writes captions of all clips to --out; every process does its share of the batches.   Returns: on the main
+    process, as merge."""
     place, processes = rank(), world()
     known = read_known(args.out)
     check_out(args, known)
     done = {clip for clip, record in known.items() if "caption" in record}
-    wait_for_all()  # nobody writes before all have read
+    wait_for_all()  # no process writes before all have read
     batches = [clips[i:i + args.batch] for i in range(0, len(clips), args.batch)][place::processes]
     batches = [batch for batch in batches if any(clip[:3] not in done for clip in batch)]
     left = sum(clip[:3] not in done for clip in clips)
-    say(f"{len(clips) - left:,} of {len(clips):,} clips have their caption in {args.out}, {left:,} to do")
+    say(f"{len(clips) - left:,} of {len(clips):,} clips have a caption in {args.out}, {left:,} to do")
     if batches:
         work(args, batches, done)
     wait_for_all()
@@ -213,14 +212,14 @@ def write_captions(args, clips):
 
 
 def wait_for_all():
-    """A barrier that may take days: one process may have the long videos."""
+    """A barrier with a timeout of days: one process may have all the long videos."""
     if world() > 1:
         torch.distributed.monitored_barrier(timeout=datetime.timedelta(days=30))
 
 
 def work(args, batches, done):
-    """Captions of this process's batches, written batch by batch. One that a kill has cut is described again as it was,
-    since what is sampled depends on the whole of it, and what is not in `done` of it is written."""
+    """Captions of this process's batches, written batch by batch. A batch that a kill interrupted is captioned again as
+    a whole, since sampling depends on all of it, but only the clips that are not in `done` are written."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() and not args.cpu else "cpu"
     if args.dtype == "auto" and device == "cpu":
         args.dtype = "float32"  # half precision is slow there
@@ -234,14 +233,14 @@ def work(args, batches, done):
         frames, records = {}, {}
         for video, start, end, path in sorted(batch, key=lambda clip: clip[:3] in done):  # false first
             if (video, start, end) in done and not frames:
-                break  # none of those that are left can be read
+                break  # no clip that is left to do can be read
             try:
                 candidates = read_candidates(path, start, end, args.candidates, args.cell)
             except (OSError, ValueError) as error:
                 records[video, start, end] = {"error": first_line(error)}
                 continue
             frames[video, start, end] = chosen_frames(candidates, features, args.neighbours, args.key_frames)
-        frames = {clip[:3]: frames[clip[:3]] for clip in batch if clip[:3] in frames}  # in their order
+        frames = {clip[:3]: frames[clip[:3]] for clip in batch if clip[:3] in frames}  # in the batch's order
         torch.manual_seed(common.key_hash(f"{args.seed} {batch[0][:3]}"))
         if summaries is None:
             texts = answers([grid_picture(x, columns) for x in frames.values()], args.prompt) if frames else []
@@ -267,42 +266,42 @@ def parse_args(argv=None):
     """The flags."""
     p = OneLine("python -m tools.caption", __doc__.splitlines()[0])
     p.add_argument("--dataset", required=True, help="folder of videos, or name, folder, file or hub id as for mama.py")
-    p.add_argument("--split", choices=list(SPLIT_NAMES), default="train", help="of a set that has splits")
+    p.add_argument("--split", choices=list(SPLIT_NAMES), default="train", help="which split, if the set has splits")
     p.add_argument("--data-dir", help="where annotations lie and relative paths start")
     p.add_argument("--video-dir", help="folder of the videos")
     p.add_argument("--image-column", help="column of the videos; else found by its name")
-    p.add_argument("--caption-column", help="column of the captions there are; else found by its name")
+    p.add_argument("--caption-column", help="column of the existing captions; else found by its name")
     p.add_argument("--limit", type=whole, default=0, help="only the first clips; 0 = all")
     p.add_argument("--out", type=new_file(), required=True, metavar="FILE", help="csv to write, or to go on with")
     p.add_argument("--model", default="llava-hf/llava-1.5-7b-hf", help="image-text-to-text model, hub id or folder")
     p.add_argument("--augment-mode", choices=["grid", "per-frame-summary"], default="grid",
-                   help="grid: one picture of all key frames; per-frame-summary: a caption of each, and their summary "
-                        "(Table 5)")
-    p.add_argument("--key-frames", type=count, default=12, help="Q of Sec. 3.3, frames of a video (paper: 12)")
-    p.add_argument("--neighbours", type=count, default=6, help="K of Eq. 14 (paper: 6)")
+                   help="grid: one caption of a picture of all key frames; per-frame-summary: a caption per key frame, "
+                        "then a summary of these (Table 5)")
+    p.add_argument("--key-frames", type=count, default=12, help="Q of Sec. 3.3, key frames of a video (paper: 12)")
+    p.add_argument("--neighbours", type=count, default=6, help="K of Eq. 14, nearest neighbours (paper: 6)")
     p.add_argument("--grid", type=grid, default="3x4", help="W x H, columns x rows of the picture; "
                    "paper 3x4 (Table 7), which may be 3 columns and 4 rows or, as in its authors' demo, 4 and 3 (4x3)")
     p.add_argument("--candidates", type=count, default=64,
-                   help="frames, evenly placed in the clip, among which key frames are chosen; paper: random")
+                   help="evenly spaced frames among which the key frames are chosen (paper: random frames)")
     p.add_argument("--cell", type=count, default=224, help="short side of a frame in the picture, px at most")
     p.add_argument("--frame-encoder", default="facebook/dinov2-small",
                    help="features of Eqs. 14-15: timm name, transformers id, folder, or colour (no model, crude)")
     p.add_argument("--prompt", default=PROMPT, help="what the model is asked (paper: the default)")
-    p.add_argument("--template", default="", help="around the prompt, {} its place, such as 'USER: <image>\\n{} "
+    p.add_argument("--template", default="", help="text with {} for the prompt, such as 'USER: <image>\\n{} "
                                                   "ASSISTANT:'; empty = the model's own")
     p.add_argument("--summary-model", default="", help="language model of per-frame-summary, hub id or folder")
-    p.add_argument("--frame-prompt", default=FRAME_PROMPT, help="per-frame-summary: the question to each frame")
+    p.add_argument("--frame-prompt", default=FRAME_PROMPT, help="per-frame-summary: the prompt for each frame")
     p.add_argument("--summary-prompt", default=SUMMARY_PROMPT, help="per-frame-summary: {} = the captions")
-    p.add_argument("--max-new-tokens", type=count, default=77, help="of a caption")
+    p.add_argument("--max-new-tokens", type=count, default=77, help="longest caption, in tokens")
     p.add_argument("--temperature", type=nonnegative, default=0.0, help="of sampling; 0 = greedy")
-    p.add_argument("--top-p", type=positive, default=1.0, help="of sampling: mass of the words that count")
+    p.add_argument("--top-p", type=positive, default=1.0, help="of sampling: probability mass of the likeliest tokens")
     p.add_argument("--seed", type=whole, default=0, help="of sampling")
     p.add_argument("--batch", type=count, default=4, help="clips at a time on each process")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
                    help="of the weights; auto = as saved, float32 on a CPU")
     p.add_argument("--show", type=whole, default=6,
-                   help="clips of the picture FILE.png, four frames each and their caption (Fig. 6); 0 = no picture")
-    p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
+                   help="clips in the picture FILE.png, four frames each with their caption (Fig. 6); 0 = no picture")
+    p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     args = p.parse_args(argv)
     columns, rows = map(int, args.grid.split("x"))
     summary = args.augment_mode == "per-frame-summary"
@@ -322,7 +321,7 @@ def main(argv=None):
     args = parse_args(argv)
     clips = clips_of(args)
     set_threads(argparse.Namespace(threads=0))
-    join_processes(argparse.Namespace(cpu=True))  # they share files alone
+    join_processes(argparse.Namespace(cpu=True))  # the processes share only files
     if args.frame_encoder == "colour":
         say("--frame-encoder colour: key frames by mean colours, a crude stand-in for learned features")
     done = write_captions(args, clips)
@@ -337,7 +336,7 @@ def main(argv=None):
 
 
 def show(args, clips):
-    """The picture of a few clips, evenly chosen, beside the csv."""
+    """Draws a few evenly chosen clips with their captions, beside the csv."""
     known = read_known(args.out)
     told = [clip for clip in clips if "caption" in known.get(clip[:3], {})]
     some = [told[k] for k in sorted({len(told) * k // args.show for k in range(args.show)})] if told else []

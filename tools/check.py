@@ -1,4 +1,4 @@
-"""What a data set holds, before a run trusts it: fingerprints, images in two splits, a strict reading of all.
+"""Checks a data set before training: fingerprints, images that are in two splits, and a strict reading of every file.
 
     python -m tools.check --dataset photos/            # reads every image strictly and lists what cannot be read
 """
@@ -21,7 +21,7 @@ def main(argv=None):
     for split in common.splits_of(args.dataset):
         try:
             splits[split] = common.load_data(args.dataset, split, **options)
-        except UserError as error:  # a set of test images alone can be read too
+        except UserError as error:  # other splits may exist, for example test images alone
             reasons.append(error)
             continue
         print(f"{split}: {fingerprint(splits[split])} {splits[split].note}")
@@ -31,7 +31,7 @@ def main(argv=None):
         print(error)
     for split, data in splits.items():
         if split != "train" and "train" in splits:
-            print(f"{split}: {twins(splits['train'], data)} of {len(data):,} stand in train as well")
+            print(f"{split}: {twins(splits['train'], data)} of {len(data):,} are in train as well")
         for key, why in unreadable(data).items():
             print(f"{split}: {key}: {why}")
 

@@ -1,10 +1,10 @@
-"""Fig. 5 of MAMA from a pair of runs: what one gains over the other, concept by concept, over how frequent it is.
+"""Fig. 5 of MAMA from two runs: the gain of one over the other for each concept, against the concept's frequency.
 
     python -m tools.concepts runs/infonce runs/mama --out concepts.png
 
-A concept is the class (label or verb) of the clip that a caption asks for, or the answer of a question; its frequency
-the part of the training rows that have it. Both runs read the test split again with their own encoders. The gain is a
-difference in points, since the paper's relative one has no value where the first run answers nothing.
+A concept is the class (label or verb) of the clip that a caption describes, or the answer to a question. Its frequency
+is its share of the training rows. The test split is evaluated again with the encoders of both runs. The gain is a
+difference in points, since the paper's relative gain is undefined where the first run gets nothing right.
 """
 
 import argparse
@@ -29,21 +29,21 @@ DATA = ("dataset", "data_dir", "task", "clips", "clip_law", "fold", "caption_col
 
 
 def hits(folder, args):
-    """(concepts (Q,), hits (Q,) 0 or 1, {concept: part of the training rows}, keys (Q,)) of a run's queries.
+    """(concepts (Q,), hits (Q,) 0 or 1, {concept: share of the training rows}, keys (Q,)) of a run's queries.
 
-    Raises: UserError where the set has no test split or no classes."""
+    Raises: UserError if the set has no test split or no classes."""
     lacking = sorted({"task", "dataset", "hold_out_val", "eval_datasets", "eval_batch", "workers"} - args.keys())
     if lacking:
         raise UserError(f"{folder}: its args.json does not say {', '.join(lacking)}; is it whole?")
-    args = argparse.Namespace(**args | {"eval_every": 0, "extra_pairs": []})  # which have no classes
+    args = argparse.Namespace(**args | {"eval_every": 0, "extra_pairs": []})  # extra pairs have no classes
     train, evals = open_data(args)
     if "test" not in evals.get(args.dataset, {}):
         raise UserError(f"{folder}: {args.dataset} has no test split of its own in this run")
     columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(args.task, ["label", "verb"])
     column = next((c for c in columns if train.column(c) is not None), None)
     if column is None:
-        raise UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)}: nothing to tell "
-                        "concepts by")
+        raise UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)} to take concepts "
+                        "from")
     rooms = retrieval if args.task == "retrieval" else answers
     sets = {args.dataset: {"test": evals[args.dataset]["test"]}}
     evaluator = rooms.Evaluator(*common.load_model(folder), sets, train, torch.device("cpu"), args)
@@ -68,7 +68,7 @@ def hits(folder, args):
 
 
 def gains(concepts, base, other, share):
-    """[(part of the training rows, gain in points, queries, concept)] of hits (Q,), the most frequent first."""
+    """[(share of the training rows, gain in points, queries, concept)] from hits (Q,), the most frequent first."""
     out = []
     for c in np.unique(concepts):
         of = concepts == c
@@ -77,8 +77,8 @@ def gains(concepts, base, other, share):
 
 
 def thirds(found):
-    """[(name, from, to, gain)] of thirds of the queries, those of the most frequent concepts first; a concept stays
-    whole, in the third where its middle falls."""
+    """[(name, from, to, gain)] of the thirds of the queries, sorted by the frequency of their concepts. A concept is
+    not divided: it belongs to the third in which its middle query falls."""
     queries = np.array([g[2] for g in found])
     middle = (queries.cumsum() - queries / 2) / queries.sum()
     where = np.minimum((3 * middle).astype(int), 2)
@@ -95,7 +95,7 @@ def main(argv=None):
     """The command line. Raises: UserError."""
     p = OneLine("python -m tools.concepts", __doc__.splitlines()[0])
     p.add_argument("base", metavar="BASE", help="folder of a finished run of mama.py")
-    p.add_argument("other", metavar="RUN", help="one on the same data, whose gain over BASE is drawn")
+    p.add_argument("other", metavar="RUN", help="folder of a run on the same data, whose gain over BASE is drawn")
     p.add_argument("--out", type=picture_file, default="concepts.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
     runs = [finished(folder)[0] for folder in (args.base, args.other)]
@@ -104,7 +104,7 @@ def main(argv=None):
                                                     "they cannot be compared")
     (concepts, base, share, keys), (_, other, _, others) = (
         hits(folder, run) for folder, run in zip((args.base, args.other), runs))
-    p.require(keys == others, f"{args.other}: its test split has not the queries of {args.base}")
+    p.require(keys == others, f"{args.other}: its test queries are not those of {args.base}")
     found = gains(concepts, base, other, share)
     parts = thirds(found)
     fig, (left, right) = figure(2)

@@ -1,10 +1,10 @@
-"""Fig. 4 of MAMA, left and middle, from several runs: val accuracy over the margin a0 / a1 and over a2 of Eq. 6.
+"""Fig. 4 of MAMA, left and middle, from several runs: val accuracy against the margin a0 / a1 and a2 of Eq. 6.
 
     python -m tools.margins runs/mu0 runs/mu1 runs/mu2 --out margins.png
 
-The runs are finished ones of mama.py that differ in --margin-schedule, --a0, --a1, --a2 and --seed alone. A point is a
-run, a line goes through the means over seeds. The paper's caption has a0 in the middle, which is its left panel once
-more (a1 = 10 throughout), and its text a2, which is drawn here. (Right: weights.png of each run.)
+The runs are finished runs of mama.py that differ only in --margin-schedule, --a0, --a1, --a2 and --seed. A point is a
+run, and lines connect the means over seeds. The paper's caption puts a0 in the middle panel, which would repeat the
+left one (a1 = 10 throughout); its text says a2, which is drawn here. (Right panel: weights.png of each run.)
 """
 
 from pathlib import Path
@@ -20,11 +20,11 @@ from readers.text import expected_layout, number
 
 VARIED = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_every", "eval_every", "log_every",
-         "eval_batch", "figures", "tracker", "loss_block", "meta_memory"}  # nothing that changes what is learnt
+         "eval_batch", "figures", "tracker", "loss_block", "meta_memory"}  # flags that do not change what is learnt
 
 
 def finished(folder):
-    """(args, summary) of a finished run of mama.py. Raises: UserError where it is none, or they are damaged."""
+    """(args, summary) of a finished run of mama.py. Raises: UserError if it is none, or its files are damaged."""
     args, summary = (read_json(Path(folder) / name) for name in ("args.json", "summary.json"))
     if not args or not summary or "margin_schedule" not in args:
         raise UserError(f"{folder}: not a finished run of mama.py")
@@ -32,7 +32,7 @@ def finished(folder):
 
 
 def same_but(folders, runs, varied):
-    """Raises: UserError where the flags of the runs differ in more than `varied`, or one run is there twice."""
+    """Raises: UserError if the runs differ in flags other than `varied`, or a run is named twice."""
     first, *others = (args for args, _ in runs)
     for folder, args in zip(folders[1:], others):
         other = [k for k in sorted({*first, *args} - varied - ASIDE) if first.get(k) != args.get(k)]
@@ -44,8 +44,8 @@ def same_but(folders, runs, varied):
 
 
 def point(folder, args, summary):
-    """{mu, a2, value}: a0 / a1, radians (0 = no margin; its limit where a2 > 0), a2 (None where it has no part), val
-    accuracy, %."""
+    """{mu, a2, value} of a run: a0 / a1 in radians (0 = no margin; the limit if a2 > 0), a2 (None if not used), and val
+    accuracy in %."""
     with expected_layout(f"{folder}: what its args.json and summary.json hold"):
         schedule, val = args["margin_schedule"], summary.get("val", {}).get(args["dataset"])
         if not val:
@@ -57,8 +57,8 @@ def point(folder, args, summary):
 
 
 def lines(points, axis, same):
-    """{label: {x: [values]}} of the points with one `same` each, those that have two x or more; without a margin a run
-    belongs to every line over mu."""
+    """{label: {x: [values]}}: one line per value of `same`, if it has two or more x. A run without a margin belongs to
+    every line over mu."""
     out = {}
     for p in (p for p in points if p[axis] is not None and p["schedule"] != "none"):
         label = "constant" if p[same] is None else f"{same} = {p[same]:g}"
@@ -81,7 +81,7 @@ def main(argv=None):
     panels = [("margin (Fig. 4, left)", "a0 / a1, radians; 0 = none", lines(points, "mu", "a2")),
               ("a2 of the margin's growth (Fig. 4, middle)", "a2, per step", lines(points, "a2", "mu"))]
     panels = [panel for panel in panels if panel[2]]
-    p.require(panels, f"{args.runs[0]} ...: one margin and one a2; it takes two of either")
+    p.require(panels, f"{args.runs[0]} ...: the runs have one margin and one a2; give runs with two of either")
     name = "text -> video R@1" if runs[0][0]["task"] == "retrieval" else "accuracy"
     fig, axes = figure(len(panels))
     said = []

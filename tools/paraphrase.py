@@ -1,9 +1,9 @@
-"""Paraphrases of the captions of a training set, for TeMo's texts T~ (paper: five of PEGASUS for each caption).
+"""Paraphrases of the captions of a training set, for TeMo's texts T~ (paper: five per caption, by PEGASUS).
 
     python -m tools.paraphrase --dataset coco --out coco_paraphrases.jsonl
     python temo.py --dataset coco --paraphrases coco_paraphrases.jsonl
 
-The file has one JSON object a line, {"caption": str, "paraphrases": [str, ...]}; a call that was stopped goes on.
+The file has one JSON object per line, {"caption": str, "paraphrases": [str, ...]}. A stopped call goes on with it.
 """
 
 import json
@@ -18,11 +18,11 @@ MODEL = "tuner007/pegasus_paraphrase"
 
 
 def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, device="cpu", max_tokens=60):
-    """Paraphrases of each caption as JSON lines; continues where an earlier call stopped; duplicates are done once.
+    """Writes paraphrases of each distinct caption as JSON lines and goes on where an earlier call stopped.
 
     Args: captions: iterable of str; model: seq2seq model on the hub or in a folder; per_caption: paraphrases of each;
-        batch: captions at a time; max_tokens: of a caption and of a paraphrase.
-    Raises: UserError when the model or its tokenizer's packages are missing, or the file cannot be read or written.
+        batch: captions at a time; max_tokens: limit for a caption and for a paraphrase.
+    Raises: UserError if the model or its tokenizer's packages are missing, or the file cannot be read or written.
     """
     path = Path(path)
     done = _finished(path)
@@ -44,9 +44,9 @@ def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, devi
 
 
 def _finished(path):
-    """The captions that the file has already; a last line that a crash cut is taken out of it."""
+    """The captions that the file already has. Removes a last line that a crash has cut."""
     if not path.exists():
-        if not path.parent.is_dir():  # said now, not after the model's download
+        if not path.parent.is_dir():  # refused now, not after the model's download
             raise UserError(f"--out {path}: cannot be written (there is no folder {path.parent})")
         return set()
     try:
@@ -60,7 +60,7 @@ def _finished(path):
         raise UserError(f"--out {path}: cannot be written ({error.strerror or error})") from error
     except (ValueError, KeyError, TypeError) as error:
         why = first_line(error)
-        raise UserError(f"--out {path}: is there already and is no file of paraphrases ({why})") from error
+        raise UserError(f"--out {path}: exists already and is not a file of paraphrases ({why})") from error
     return done
 
 
@@ -105,7 +105,7 @@ def main(argv=None):
     p.add_argument("--model", default=MODEL, help="seq2seq model on the hub or in a folder")
     p.add_argument("--per-caption", type=count, default=5, help="paraphrases of each caption")
     p.add_argument("--batch", type=count, default=16, help="captions at a time")
-    p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
+    p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     p.add_argument("--data-dir", help="where annotations lie and relative paths start")
     p.add_argument("--image-column", help="column of the images; else found by its name")
     p.add_argument("--caption-column", help="column of the captions; else found by its name")

@@ -1,9 +1,9 @@
-"""Fig. 4 of TS from several runs: the few-shot probe over the last full period of each, their mean and deviation.
+"""Fig. 4 of TS from several runs: mean and deviation of the few-shot probe over each run's last full period.
 
     python -m tools.phase runs/T200 runs/T400 runs/T1000 --out phase.png
 
-The runs are finished ones of temperature_schedules.py with --eval-every > 0; their periods may differ (paper: T = 200,
-400, 1000, 2000). What is drawn is printed too; the highest mean is where --stop-at-phase should stop.
+The runs are finished runs of temperature_schedules.py with --eval-every > 0. Their periods may differ (paper: T = 200,
+400, 1000, 2000). The numbers are printed too; --stop-at-phase should stop at the phase with the highest mean.
 """
 
 import json
@@ -22,7 +22,7 @@ GRID = np.linspace(0, 1, 41)  # phases
 
 
 def rows_of(file):
-    """(line, row) of a run's metrics.jsonl; a last one that is cut is left out and said.   Raises: UserError."""
+    """(line, row) of a run's metrics.jsonl; a cut last line is left out with a warning.   Raises: UserError."""
     lines = text.read_text(file).rstrip("\n").split("\n")
     for number, line in enumerate(lines, 1):
         try:
@@ -36,11 +36,11 @@ def rows_of(file):
 def last_period(folder, measure="few-shot/top1"):
     """(phases (M,), values (M,)) of the evaluations on val in the last full period of a run; a period ends at phase 1.
 
-    Raises: UserError where the run is not finished, has no full period, or fewer than two evaluations in it.
+    Raises: UserError if the run is not finished, has no full period, or fewer than two evaluations in it.
     """
     folder = Path(folder)
     args, summary = (read_json(folder / name) for name in ("args.json", "summary.json"))
-    theirs = args and "period" in args and "periods" not in args  # which mmts.py has as well
+    theirs = args and "period" in args and "periods" not in args  # mmts.py has both
     if not (theirs and summary and (folder / "metrics.jsonl").is_file()):
         raise UserError(f"{folder}: not a finished run of temperature_schedules.py")
     with text.expected_layout(f"{folder}: what its args.json and summary.json hold"):
@@ -57,12 +57,12 @@ def last_period(folder, measure="few-shot/top1"):
                 found[min(max(phase, 0.0), 1.0)] = text.number(value)
     if not end or len(found) < 2:
         raise UserError(f"{folder}: {len(found)} evaluations on val of {measure} in its last full period of "
-                        f"{period:g} epochs; it takes two (--eval-every)")
+                        f"{period:g} epochs; at least two are needed (--eval-every)")
     return np.array(sorted(found)), np.array([found[p] for p in sorted(found)])
 
 
 def over_phases(folders, measure="few-shot/top1"):
-    """(runs, len(GRID)) values at the phases of GRID, between a run's evaluations by a line, outside them NaN."""
+    """(runs, len(GRID)) values at the phases of GRID: interpolated between a run's evaluations, NaN outside them."""
     return np.stack([np.interp(GRID, *last_period(f, measure), left=np.nan, right=np.nan) for f in folders])
 
 
@@ -71,8 +71,8 @@ def main(argv=None):
     p = OneLine("python -m tools.phase", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs")
     p.add_argument("--measure", default="few-shot/top1", metavar="TASK/NAME",
-                   help="what of the val evaluations: few-shot, all, knn@1 or knn@10; top1, mean_per_class, head, mid "
-                        "or tail")
+                   help="a number of the val evaluations. TASK: few-shot, all, knn@1 or knn@10; NAME: top1, "
+                        "mean_per_class, head, mid or tail")
     p.add_argument("--out", type=picture_file, default="phase.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
     p.require(args.measure.count("/") == 1, f"--measure {args.measure}: must be TASK/NAME, as few-shot/top1")

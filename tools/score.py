@@ -1,13 +1,13 @@
-"""What runs make of captions with less and with more detail: MAMA's Tables 9 and 10, from finished runs.
+"""Scores that finished runs give to short and to detailed captions: MAMA's Tables 9 and 10.
 
     python -m tools.score runs/INFONCE runs/MAMA --out scores                      # the baseline first
     python -m tools.score runs/INFONCE runs/MAMA --short captions.csv --out scores
     python -m tools.score runs/INFONCE runs/MAMA --short noun --out scores         # moving-emoji: "a tiger"
 
 The score is the cosine of video and text. The paper compares a short sentence with the data set's own caption of the
-same video, and says that with the margin short ones score lower than before and detailed ones higher. It shows examples
-that somebody chose; here they are drawn at random, and the means over all videos stand beside them. The data set and
-how it is read are those of each run. Written are PREFIX.csv (each video, each caption, each run) and PREFIX.png.
+same video. It says that the margin lowers the score of short captions and raises that of detailed ones, and shows
+hand-picked examples. Here examples are drawn at random, and the means over all videos are printed. Each run's own flags
+say which data are read and how. Output: PREFIX.csv (each video, each caption, each run) and PREFIX.png.
 """
 
 import argparse
@@ -33,10 +33,10 @@ from sets.own import add_captions
 
 
 def short_captions(data, wanted):
-    """[a short caption of each row, "" where there is none].
+    """[a short caption of each row, "" if there is none].
 
-    wanted: "" = of its own captions that of the fewest words; a column with class names; or a file of video and
-    caption, where a video is the key of a row or the name of its file (with start and end for windows).
+    wanted: "" = the row's own caption with the fewest words; a column with class names; or a file with columns video
+    and caption, where video is the key of a row or the name of its file (with start and end for windows).
     Raises: UserError."""
     own = [data.captions(i) for i in range(len(data))]
     if not wanted:
@@ -63,8 +63,8 @@ def words(text):
 
 
 def caption_pairs(data, wanted):
-    """{row: [short, detailed]}: the detailed one is the row's own caption of the most words; rows whose short one is
-    not shorter are left out.   Raises: UserError where none is left."""
+    """{row: [short, detailed]}. The detailed caption is the row's own with the most words; rows whose short caption is
+    not shorter are left out.   Raises: UserError if none is left."""
     short = short_captions(data, wanted)
     detailed = [max(data.captions(i), key=words, default="") for i in range(len(data))]
     pairs = {i: [a, b] for i, (a, b) in enumerate(zip(short, detailed)) if 0 < words(a) < words(b)}
@@ -79,19 +79,19 @@ def data_of(folder, split):
     """The split as a run reads it, each clip once and with its own captions.   Raises: UserError."""
     flags = read_json(Path(folder) / "args.json", {})
     if "dataset" not in flags:
-        raise UserError(f"{folder}: no args.json of a run there")
+        raise UserError(f"{folder}: not the folder of a run (no args.json with a dataset)")
     args = argparse.Namespace(**flags)
     own = data_options(args, caption_noise=0.0, unfold_captions=False)
     data = common.load_data(args.dataset, split, **own)
     if data.streamed:
-        raise UserError(f"--split {split}: {args.dataset} is a stream there; use val or test")
+        raise UserError(f"--split {split}: {args.dataset} is a stream in that split; use val or test")
     return data
 
 
 def scores_of(folder, data, pairs, device, batch, workers):
     """{row: [cosine of the video with each of its two captions]} of a run, for the videos that can be read.
 
-    Raises: UserError where the run has no trained embeddings."""
+    Raises: UserError if the run has no trained embeddings."""
     model, tokenizer, transform = common.load_model(folder)
     if tokenizer is None or getattr(model, "similarity", "") == "fused":
         raise UserError(f"{folder}: its model has no trained embeddings of videos and texts")
@@ -105,32 +105,32 @@ def scores_of(folder, data, pairs, device, batch, workers):
 
 
 def table(runs, found):
-    """Means over the videos as lines of text. found: (R runs, M, 2)."""
+    """The means over the videos, as lines of text. found: (R runs, M, 2)."""
     lines = [f"{'run':<34}{'short':>9}{'detailed':>10}{'detailed higher':>17}"]
     for name, (short, detailed) in zip(runs, found.transpose(0, 2, 1)):                               # (M,) each
         higher = 100 * (detailed > short).mean()
         lines.append(f"{name[-32:]:<34}{short.mean():9.4f}{detailed.mean():10.4f}{higher:15.1f} %")
-    return "\n".join([*lines, f"(mean cosine over {found.shape[1]:,} videos; of how many the detailed one is higher)"])
+    return "\n".join([*lines, f"(mean cosine over {found.shape[1]:,} videos; share with the detailed one higher)"])
 
 
 def parse_args(argv=None):
     """The flags."""
     p = OneLine("python -m tools.score", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN_DIR", help="finished runs on one data set, the baseline first")
-    p.add_argument("--split", choices=["train", "val", "test"], default="test", help="whose videos")
+    p.add_argument("--split", choices=["train", "val", "test"], default="test", help="split whose videos are scored")
     p.add_argument("--short", default="", metavar="FILE|COLUMN",
                    help="csv of video and caption (tools/caption.py writes one), or a column whose class names are the "
-                        "short captions (noun); none = the own caption of the fewest words")
+                        "short captions (noun); default: each video's caption with the fewest words")
     p.add_argument("--show", type=count, default=4, help="videos in the picture, drawn with a fixed seed")
     p.add_argument("--out", type=new_file(), required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
     p.add_argument("--eval-batch", type=count, default=256, help="images or frames encoded at a time")
     p.add_argument("--workers", type=whole, default=2, help="processes that read videos")
-    p.add_argument("--cpu", action="store_true", help="stay on the CPU even where there is a GPU")
+    p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     return p.parse_args(argv)
 
 
 def main(argv=None):
-    """The command line. Returns: scores (R, M, 2) of R runs, M videos, short and detailed.   Raises: UserError."""
+    """The command line. Returns: scores (R, M, 2): R runs, M videos, short and detailed.   Raises: UserError."""
     args = parse_args(argv)
     out = Path(args.out)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
