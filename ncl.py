@@ -72,7 +72,7 @@ import math
 
 import common
 from common import by_rows, fp32, gather, normalize, one_number, per_anchor, positive_index
-from engine.base import clean_exit, rank, write_tensors
+from engine.base import clean_exit, on_card, rank, write_tensors
 from engine.data import open_data
 from engine.flags import Parser
 from engine.ranges import count, nonnegative, part, positive, whole
@@ -85,7 +85,6 @@ import torch.nn.functional as F
 from encoders.base import FEATURES
 from encoders.ssb import Captioner, captioning_loss, feature_recipe, feature_words, support_summary
 from encoders.towers import set_dropout
-from evaluation.embed import on_card
 from evaluation.retrieval import Evaluator, retrieval_both_ways
 from figures.ncl import draw
 

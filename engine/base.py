@@ -284,6 +284,11 @@ def to_device(x, device):
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
+def on_card(device, *tensors):
+    """Embeddings for large products: on the device where it is a CUDA card, else as they are; device None: nowhere."""
+    return [x.to(device) for x in tensors] if device is not None and device.type == "cuda" else tensors
+
+
 def gather_objects(value):
     """List of every process's picklable value, by rank (small things: keys, messages, evaluation features)."""
     if world() == 1:

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 import common
-from engine.base import UserError, first_line, gather_objects, read_json, write_json, write_tensors
+from engine.base import UserError, first_line, gather_objects, on_card, read_json, write_json, write_tensors
 from engine.processes import main_first
 
 import numpy as np
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from evaluation.by_class import recall_by_frequency
-from evaluation.embed import encode_images, on_card
+from evaluation.embed import encode_images
 from evaluation.metrics import normalize, retrieval_metrics
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together

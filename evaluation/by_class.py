@@ -6,13 +6,13 @@ temperature_schedules.py uses it to evaluate as its authors do; the other script
 import dataclasses
 
 import common
-from engine.base import UserError, first_line, say
+from engine.base import UserError, first_line, on_card, say
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from evaluation.embed import encode_images, few_queries, on_card
+from evaluation.embed import encode_images, few_queries
 from evaluation.metrics import (
     head_mid_tail,
     knn_accuracy,

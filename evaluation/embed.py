@@ -102,11 +102,6 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
     return torch.cat([p[1] for p in parts if p[1] is not None])[order]
 
 
-def on_card(device, *tensors):
-    """Embeddings for large products: on the device where it is a CUDA card, else as they are; device None: nowhere."""
-    return [x.to(device) for x in tensors] if device is not None and device.type == "cuda" else tensors
-
-
 def say_unreadable(data, bad):
     """Prints how many images an evaluation has left out; bad: {key: reason}."""
     if bad:

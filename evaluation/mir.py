@@ -1,8 +1,8 @@
 """Multi-instance retrieval of a data set, as EPIC-KITCHENS-100 scores it (evaluation/metrics.py: mir_metrics)."""
 
-from engine.base import UserError
+from engine.base import UserError, on_card
 
-from evaluation.embed import encode_texts, on_card
+from evaluation.embed import encode_texts
 from evaluation.metrics import MIR, class_relevancy, mir_chance, mir_metrics, multi_hot, normalize
 
 

@@ -7,13 +7,13 @@ by relevancy, answers.py answers to questions; metrics.py has the pure metrics.
 import math
 
 import common
-from engine.base import UserError, first_line, say
+from engine.base import UserError, first_line, on_card, say
 
 import numpy as np
 import torch
 
 from evaluation.by_class import nearest
-from evaluation.embed import encode_images, encode_texts, few_queries, on_card, read_batch, say_unreadable
+from evaluation.embed import encode_images, encode_texts, few_queries, read_batch, say_unreadable
 from evaluation.metrics import modality_gap, retrieval_chance, retrieval_metrics
 from evaluation.mir import mir_of, table_lines
 
