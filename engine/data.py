@@ -23,7 +23,7 @@ CLUSTERED = 20_000  # rows, the first by the hash of their names, among which th
 # What load_data takes from the flags of a script.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "streaming",
-              "max_bad_fraction", "max_pixels", "hold_out_val", "extra_captions")
+              "max_bad_fraction", "max_pixels", "hold_out_val", "extra_captions", "region_dir", "regions")
 
 
 def repeated_captions(data):
@@ -113,7 +113,8 @@ def add_pairs(data, word, args, evals):
     except UserError as error:
         raise UserError(f"--extra-pairs {word}: {str(error).replace(f'--dataset {name}: ', '')}") from error
     for part in (data, more):
-        if part.streamed or part.sources is None or getattr(args, "feature_dir", None):
+        features = getattr(args, "feature_dir", None) or getattr(args, "region_dir", "")
+        if part.streamed or part.sources is None or features:
             raise UserError(f"--extra-pairs {word}: joins files with files; {part.name} is a stream, drawn in memory, "
                             "or read as features")
         if not part.has_captions and (part is more or part.column("question") is None):

@@ -5,22 +5,26 @@ one transformer, and a linear layer on [CLS] scores the answers. Open questions 
 each; questions with choices one score for each text "question choice", fused likewise. `dual` has no fusion: its scores
 are cosines of the video with these texts. All of them are two towers before that, so their embeddings have cosines; or
 every video goes with every text through the fusion, after two tokens in the place of [CLS], one for the video and one
-for the text, and the cosine is that of what these two become (`similarity` fused).
+for the text, and the cosine is that of what these two become (`similarity` fused). `vgt` is encoders/vgt.py.
 
-The model itself is common.QuestionAnswerer, with the other encoders; here is what it reads of a row, and its scores.
+The model itself is common.QuestionAnswerer, with the other encoders; here are its flags, what it reads of a row, and
+its scores.
 """
 
+import argparse
 import dataclasses
 import math
 from collections import Counter
 
 from common import mean_over_processes
 from engine.base import UserError, rank, say
+from engine.ranges import below_one, between, count
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from encoders.vgt import FRAMES
 from evaluation.embed import encode_images, say_unreadable
 from evaluation.metrics import answer_hits, answer_numbers, answer_vocabulary, question_metrics
 from evaluation.retrieval import Evaluator
@@ -31,9 +35,62 @@ def refuse_untrained(model):
     """Raises: UserError where the embeddings of a model that answers questions have reached no loss."""
     if getattr(model, "similarity", "") == "fused":
         raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
+    if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
+        raise UserError("its boxes come with the questions: only --tasks qa")
+
+
+# ======================================================= flags =======================================================
+def add_flags(p):
+    """The flags of mama.py's models that answer questions."""
+    g = p.group("questions")
+    g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
+                   help="frames and words in one transformer; or, for qa-choice, cosines of the video with texts "
+                        "'question choice'; or VGT's graph of regions (encoders/vgt.py)")
+    g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
+                   help="s_ij of Eq. 1: cosine of video and text before the fusion; or of two tokens in it, for which "
+                        "all B x N pairs go through it (--loss-block: the texts at a time)")
+    g.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
+                   help="a control: every question, in training and evaluation, gets the video of another")
+    g = p.group("with --task qa-open", lambda a: a.task == "qa-open")
+    g.add_argument("--answers", type=between(2, 10**6, int), default=1500,
+                   help="of --task qa-open: the most frequent answers of training that the model knows; all others "
+                        "count as wrong")
+    g = p.group("where questions have --qa-model fusion", lambda a: a.task != "retrieval" and a.qa_model == "fusion")
+    g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
+    g = p.group("with --qa-model vgt", lambda a: a.qa_model == "vgt")
+    g.add_argument("--region-dir", default="", metavar="DIR",
+                   help="features of frames and regions in VGT's files (docs/data.md); empty = --image-encoder makes "
+                        "them of the set's own boxes (moving-emoji)")
+    g.add_argument("--regions", type=count, default=0, help="R, boxes of a frame, the first; NExT-QA 5, other sets 10")
+    g.add_argument("--dropout", type=below_one, default=0.3, help="of VGT's own layers, 0..1")
+
+
+def check_flags(p, args):
+    """Refuses flags of questions that do not go together."""
+    model, asked, vgt = args.qa_model, args.task != "retrieval", args.qa_model == "vgt"
+    p.require(model != "dual" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
+    p.require(not vgt or asked, "--qa-model vgt: only for --task qa-open and qa-choice")
+    fused = args.qa_similarity == "fused"
+    p.require(not fused or (asked and model == "fusion"),
+              "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fusion")
+    p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at "
+                                               "once; --loss-block bounds the memory of its pairs")
+    p.require(asked or not args.shuffle_video, "--shuffle-video: only where there are questions")
+    files = bool(args.region_dir)
+    p.require(files == (args.image_encoder == "regions"),
+              "--region-dir DIR and --image-encoder regions go together, with --qa-model vgt")
+    p.require(not vgt or args.frames % FRAMES == 0,
+              f"--frames {args.frames}: VGT has clips of {FRAMES} frames; a multiple of {FRAMES}")
+    p.require(not vgt or (args.crop_min, args.flip) == (1, 0),
+              "--qa-model vgt: boxes follow no crop and no mirror; --crop-min 1 --flip 0")
+    p.only(not files, "without --region-dir", "--video-dir", "--frame-cache", "--frame-sampling", "--jitter")
 
 
 # ======================================================= rows ========================================================
+BETWEEN = {"vgt": " [SEP] "}  # a question and its choice, where that is more than a blank
+AT_FRAMES = ("tgif-qa-r-action", "tgif-qa-r-transition")  # VGT's words meet single frames there alone
+
+
 def check(data, choices):
     """Raises: UserError where the rows are no questions, or have no choices that are asked for."""
     where = f"{data.name} ({data.split})"
@@ -60,19 +117,22 @@ def texts(data, limit=None):
         yield from (*data.captions(i), *said, *_choices(data, i))
 
 
-def inputs(data, rows, tokenizer, vocabulary, device):
+def inputs(data, rows, tokenizer, vocabulary, device, model="fusion"):
     """What QuestionAnswerer reads of these rows beside the pixels, on the device.
 
-    Returns: question {..: (B, L)}; answers (B,), see right_answers; and without a vocabulary choices {..: (B, C, L),
-        there: (B, C)}, C the most that a row here has. A row without a question has its caption there, and one choice:
-        its scores are finite, and reach no loss.
+    Returns: question {..: (B, L)} and, where the set has regions for VGT, its boxes (B, T, R, 4); answers (B,), see
+        right_answers; and without a vocabulary choices {..: (B, C, L), there: (B, C)}, C the most that a row here has.
+        A row without a question has its caption there, and one choice: its scores are finite, and reach no loss.
     """
     questions = [data.captions(i)[0] if (q := data.cell("question", i)) is None else q for i in rows]
     found = {"question": tokenizer(questions), "answers": right_answers(data, rows, vocabulary)}
+    if "boxes" in data.texts.column_names:
+        found["question"]["boxes"] = torch.tensor([data.cell("boxes", i) for i in rows])                 # (B, T, R, 4)
     if not vocabulary:
         choices = [_choices(data, i) or [""] for i in rows]
         C = max(map(len, choices))
-        words = [f"{q} {c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
+        join = BETWEEN.get(model, " ")
+        words = [f"{q}{join}{c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
         there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
         found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
     return {k: {n: t.to(device) for n, t in v.items()} if isinstance(v, dict) else v.to(device)
@@ -95,6 +155,12 @@ def questions_of(train, args):
     choices = args.task == "qa-choice"
     check(train, choices)
     known = [] if choices else answer_vocabulary(asked(train).column("answer"), args.answers)
+    if args.qa_model == "vgt" and args.image_encoder != "regions" and train.column("boxes") is None:
+        raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own (moving-emoji has); --region-dir DIR "
+                        "--image-encoder regions reads features of regions")
+    if args.qa_model == "vgt":
+        return {"answers": known, "model": "vgt", "regions": args.regions, "dropout": args.dropout,
+                "at_frames": args.dataset in AT_FRAMES}
     return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames,
             "similarity": args.qa_similarity}
 
@@ -156,6 +222,9 @@ def shuffled(data, seed=0):
     """The same questions, each with the video of another row: what a model can tell without a look at the video."""
     rows = np.random.default_rng([7, seed]).permutation(len(data))
     rows = np.roll(rows, 1)[np.argsort(rows)]                              # one cycle: no row keeps its video
+    if (boxes := data.column("boxes")) is not None:                        # they go with the video
+        moved = data.table.remove_columns("boxes").add_column("boxes", [boxes[i] for i in rows])
+        data = dataclasses.replace(data, table=moved)
     if data.pixels is not None:
         return dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
     import datasets
@@ -190,7 +259,7 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
     width = len(model.answers) or max(len(_choices(data, i)) for i in range(len(data)))
 
     def answer(rows, pixels):
-        asked = inputs(data, rows, tokenizer, model.answers, device)
+        asked = inputs(data, rows, tokenizer, model.answers, device, getattr(model, "model", "fusion"))
         video, _, scores = model(pixels, None, asked["question"], asked.get("choices"))
         return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
     index, _, scores, bad = encode_images(model, data, transform, device, batch, workers, forward=answer)
