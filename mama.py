@@ -88,7 +88,7 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     the mean over the picture. Any other --image-encoder gives one token a frame.
 14. An answer outside the vocabulary of --answers has no loss in training and is wrong in evaluation, whose upper bound
     is printed, as in the authors' code. The rows of NExT-QA and Causal-VidQA have accuracies by type.
-15. --qa-model vgt is the base of the best rows of Tables 1 and 2, from the features of its regions (--region-dir);
+15. --qa-model vgt is the base of Table 2's best rows, from the features of its regions (--region-dir DIR);
     encoders/vgt.py has its differences. The paper takes "BERT-Base embeddings" and 32 random frames: here all of BERT
     and the 32 frames of VGT's files, as in VGT's code. Its base's numbers (61.8 on NExT-QA) are in neither repository
     of VGT nor of its successor. --qa-model dual scores "question choice" texts by their cosine with the video.

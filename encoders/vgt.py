@@ -1,4 +1,4 @@
-"""VGT, the Video Graph Transformer (Xiao et al., ECCV 2022): the base model of MAMA's best rows in Tables 1 and 2.
+"""VGT, the Video Graph Transformer (Xiao et al., ECCV 2022): MAMA's other base for questions, and its best in Table 2.
 
 A video is K clips of F = 4 frames, a frame R regions that a detector has found; the features of both are given and not
 learnt. In the order of the authors' code, with its sizes, d = 512; every transformer has one layer, 8 heads, post-norm,
