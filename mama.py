@@ -377,7 +377,8 @@ VGT = ASKED | {name: recipe | GRAPH | dict(text_length=38 if name in ("nextqa", 
                for name, recipe in RECIPES.items() if "task" in recipe}
 VGT["nextqa"]["regions"] = 5                                               # of 20 in its file
 VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(
-    recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0)
+    recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0,
+    lr=5e-4)                                                               # benchmarks/results/vgt_moving_emoji.md
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
 UNUSED = "--weighting {}: its network has no part in the weights of this script; take --weighting none, or another name"
 

@@ -202,7 +202,7 @@ class VGT(TwoTower):
         words, g = self.read(choices)                                                    # (B, C, L, d), (B, C, d)
         keep = choices["attention_mask"].bool()                                          # (B, C, L)
         there = choices.get("there", keep.any(-1))                                       # (B, C)
-        longest = (keep & there[..., None]).any(1, keepdim=True).expand_as(keep)
+        longest = keep.any(1, keepdim=True).expand_as(keep)
         answer = self.summary(video, words, longest, there)                              # (B, d)
         if self.answers:
             known = self.vocabulary()                                                    # (A, d)

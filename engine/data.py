@@ -46,7 +46,7 @@ def data_options(args, **more):
 def other_options(flags, name, folder=""):
     """Options of load_data for other data than those that a run with these flags {name: value} trains on."""
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "hold_out_val", "max_bad_fraction",
-            *options_of(name))
+            "regions", *options_of(name))
     columns = {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
     places = {"data_dir": folder, "video_dir": folder or flags.get("video_dir", "")}
     return places | {k: flags.get(k) for k in same} | {"columns_of_training": columns}

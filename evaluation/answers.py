@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from encoders.vgt import FRAMES
+from encoders.vgt import ANSWER, FRAMES
 from evaluation.embed import encode_images, say_unreadable
 from evaluation.metrics import answer_hits, answer_numbers, answer_vocabulary, question_metrics
 from evaluation.retrieval import Evaluator
@@ -83,7 +83,8 @@ def check_flags(p, args):
               f"--frames {args.frames}: VGT has clips of {FRAMES} frames; a multiple of {FRAMES}")
     p.require(not vgt or (args.crop_min, args.flip) == (1, 0),
               "--qa-model vgt: boxes follow no crop and no mirror; --crop-min 1 --flip 0")
-    p.only(not files, "without --region-dir", "--video-dir", "--frame-cache", "--frame-sampling", "--jitter")
+    p.only(not files, "without --region-dir", "--video-dir", "--frame-cache", "--frame-sampling", "--jitter",
+           "--eval-datasets")
 
 
 # ======================================================= rows ========================================================
@@ -175,12 +176,12 @@ def guess_of(train, questions):
     return math.log(many) * len(some) / len(train)
 
 
-def cut_short(data, tokenizer, choices, limit=1000):
+def cut_short(data, tokenizer, choices, join=" ", limit=1000):
     """How many of the first `limit` questions (with their choices) have more tokens than the tokenizer keeps."""
     n, cut = min(limit, len(data)), 0
     for i in range(n):
         q = data.column("question")[i]
-        longest = max([f"{q} {c}" for c in _choices(data, i)] if choices else [q], key=len)
+        longest = max([f"{q}{join}{c}" for c in _choices(data, i)] if choices else [q], key=len)
         cut += len(tokenizer.tokenizer(longest)["input_ids"]) > tokenizer.length
     return cut, n
 
@@ -188,13 +189,16 @@ def cut_short(data, tokenizer, choices, limit=1000):
 def question_lines(questions, train, tokenizer, args):
     """What the banner says of the questions of a run, and of the texts that videos are paired with: {word: text}."""
     some, rows = asked(train), len(train)
-    cut, tried = cut_short(some, tokenizer, not questions["answers"])
+    cut, tried = cut_short(some, tokenizer, not questions["answers"], BETWEEN.get(questions["model"], " "))
     words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
     if questions["answers"]:
         known = set(questions["answers"])
         wrong = sum(a not in known for a in some.column("answer"))
         words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
                   "have another, and no loss of it")
+        if questions["model"] == "vgt":
+            long = sum(len(tokenizer.tokenizer(answer)["input_ids"]) > ANSWER for answer in known)
+            words += f"; {long:,} answers are cut at {ANSWER} tokens" if long else ""
     words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
     bare = sum(some.captions(i) == [question] for i, question in enumerate(some.column("question")))
     paired = f"of {rows:,} rows {rows - bare:,} have a caption, {bare:,} the question in its place"

@@ -143,9 +143,13 @@ def test_scores_are_dot_products_and_no_row_sees_another():
     video = model.graph(*model.look(pixels, question["boxes"]))
     words, g = model.read({k: choices[k] for k in ("input_ids", "attention_mask")})
     keep = choices["attention_mask"].bool()
-    longest = (keep & choices["there"][..., None]).any(1, keepdim=True).expand_as(keep)
+    longest = keep.any(1, keepdim=True).expand_as(keep)
     answer = model.summary(video, words, longest, choices["there"])
     assert torch.allclose(scores[1], g[1] @ answer[1], atol=1e-6)
+    model.at_frames, rest = True, (words, longest, choices["there"])       # TGIF-QA's action and transition
+    early = model.summary(video, *rest)
+    model.at_frames = False
+    assert torch.equal(early, model.summary(attend_words(video, *rest), *rest)) and not torch.allclose(early, answer)
     assert torch.allclose(g[0, 0], words[0, 0, :keep[0, 0].sum()].mean(0), atol=1e-6)    # a text's own words
     assert not torch.allclose(model(pixels, None, question | {"boxes": question["boxes"] / 2}, choices)[2], scores)
 
@@ -158,7 +162,8 @@ def test_scores_are_dot_products_and_no_row_sees_another():
     f = model.summary(model.graph(*model.look(pixels, question["boxes"])), words, keep, keep.any(-1))
     assert torch.allclose(answer[1, 2], (f[1] @ known[2]) * (g_q[1] @ known[2]), atol=1e-6)
     model.words.weight.mul_(2)
-    assert model.known is known and model.train().known is None and model.eval().vocabulary() is not known
+    assert model.known is known and model.train().known is None and not model.vision.training
+    assert model.eval().vocabulary() is not known
     assert model(pixels, tokenizer(["a", "b"]), question)[2].shape == (2, 3)
 
 
@@ -265,8 +270,12 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
         write_h5(tmp_path / "features", "test", list("3210"))
     except pytest.skip.Exception:
         pass
+    data = common.load_data("nextqa", "train", data_dir=str(tmp_path), region_dir=str(tmp_path / "features"), regions=5,
+                            frames=8)
+    expected = features(4)[1][1, 0, 0, 2] / (96, 64, 96, 64)               # by the sizes of the list
+    assert data.read(1).view(8, 6, W + 5)[0, 3, W:-1].numpy() == pytest.approx(expected, rel=1e-5)
     (tmp_path / "more.csv").write_text("video,caption\n0.mp4,a caption of the first\n")
-    flags = ["--dataset", "nextqa", "--data-dir", tmp_path, "--region-dir", tmp_path / "features", "--frames", 32,
+    flags = ["--dataset", "nextqa", "--data-dir", tmp_path, "--region-dir", tmp_path / "features", "--frames", 8,
              *"--workers 1 --text-encoder small --text-length 12 --batch-size 4 --meta-batch-size 2".split(),
              "--extra-captions", tmp_path / "more.csv"]
     test = run(tmp_path / "run", *flags)["test"]["nextqa"]
