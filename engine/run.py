@@ -83,7 +83,7 @@ class Run:
             tokenizer = common.build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
         if args.image_encoder in ("features", "regions"):
-            self.spec["features"] = feature_shape(self.train)
+            self.spec["features"] = feature_shape(self.train, args.image_encoder)
         if args.image_encoder.startswith(VIDEO) and common.has_clips(self.train):
             self.spec["frames"] = common.frames_of(self.train)
         if questions:

@@ -219,7 +219,7 @@ def _array(place, key, axes, part=()):
         raise ValueError(f"{path}: no array {key} of numbers ({first_line(error)})") from error
 
 
-def feature_shape(data):
+def feature_shape(data, name="features"):
     """[T, F] of a data set of features; from now on all must have it. Raises UserError where none can be read."""
     reasons = []
     for i in range(min(len(data), 100)):
@@ -229,8 +229,8 @@ def feature_shape(data):
             reasons.append(f"{data.key(i)}: {first_line(error)}")
             continue
         if len(shape) > 2:
-            raise UserError("--image-encoder features or regions: the data set has pixels; features come with "
-                            "--feature-dir of ncl.py, regions with --region-dir of mama.py")
+            raise UserError(f"--image-encoder {name}: the data set has pixels; features come with --feature-dir of "
+                            "ncl.py, regions with --region-dir of mama.py and a set of sets/questions.py")
         data.clip.width = shape[1]
         return shape
     raise UserError(f"{data.name}: none of its first features can be read, first {reasons[0]}")

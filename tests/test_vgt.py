@@ -324,9 +324,11 @@ def test_a_run_its_checkpoint_and_its_resume(tmp_path, task, capsys):
 
 def test_two_processes_and_chunks_are_one_without_dropout(tmp_path):
     """Losses and weights, with the meta step; and a batch in parts."""
-    flags = [*BASE, "--task", "qa-choice", *SGD, "--dropout", "0", "--meta-every", "1", "--output-dir", str(tmp_path)]
-    for name, processes, lr in (("start", 1, 0), ("one", 1, 0.005), ("two", 2, 0.005)):
-        launch.finish("mama", [*flags, "--lr", lr, "--run-name", name], tmp_path / f"{name}.txt", processes)
+    flags = ["--task", "qa-choice", *SGD, "--dropout", "0", "--meta-every", "1", "--lr"]
+    run(tmp_path / "start", *flags, "0")
+    run(tmp_path / "one", *flags, "0.005")
+    where = ["--output-dir", str(tmp_path), "--run-name", "two"]
+    launch.finish("mama", [*BASE, *flags, "0.005", *where], tmp_path / "two.txt", 2)
     for a, b in zip(logged(tmp_path / "one"), logged(tmp_path / "two"), strict=True):
         assert all(b[k] == pytest.approx(a[k], rel=1e-3, abs=1e-5) for k in ("loss", "L", "w", "CE", "pos_cos"))
     start, a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "one", "two"))
@@ -363,6 +365,8 @@ def test_what_a_set_cannot_give():
     args = Namespace(task="qa-choice", qa_model="vgt", image_encoder="small")
     with pytest.raises(UserError, match="--qa-model vgt: moving-emoji has no boxes of its own"):
         evaluation.answers.questions_of(data, args)
+    with pytest.raises(UserError, match="^--image-encoder regions: the data set has pixels"):
+        mama.main(mama.parse_args([*BASE, "--task", "qa-open", "--image-encoder", "regions", "--region-dir", "."]))
 
 
 def test_recipes_are_the_paper_s():
