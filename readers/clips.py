@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 from engine.base import UserError, first_line, slug, writing
@@ -142,18 +143,21 @@ class Regions:
         self.folder, self.regions, self.frames, self.width, self.sizes = Path(folder), regions, frames, None, {}
         tables = sorted(self.folder.rglob(f"acregion_*_{split}.h5"))
         fit = [p for p in tables if int((re.findall(r"(\d+)b_", p.name) or [regions])[0]) >= regions]
-        self.of_regions = self._places((fit or tables)[:1], "npz", f"acregion_8c{regions}b_{split}.h5")
-        self.of_frames = self._places(sorted(self.folder.rglob(f"app_feat_{split}.h5"))[:1], "npy",
+        self.of_regions = self._places(fit or tables, "npz", f"acregion_8c{regions}b_{split}.h5")
+        self.of_frames = self._places(sorted(self.folder.rglob(f"app_feat_{split}.h5")), "npy",
                                       f"app_feat_{split}.h5")
 
     def _places(self, tables, ending, wanted):
         """{video: (file, row of a table or None)}."""
+        paths = [p for p in tables if p.name == tables[0].name] or sorted(self.folder.rglob(f"*.{ending}"))
+        name, most = Counter(path.name for path in paths).most_common(1)[0] if paths else ("", 0)
+        if most > 1:
+            raise UserError(f"--region-dir {self.folder}: {most} files called {name}; give the folder of one set")
         if tables:
             return {name: (tables[0], row) for row, name in enumerate(table_names(tables[0]))}
-        files = {path.stem: (path, None) for path in sorted(self.folder.rglob(f"*.{ending}"))}
-        if not files:
+        if not paths:
             raise UserError(f"--region-dir {self.folder}: neither {wanted} nor a VIDEO.{ending} is there")
-        return files
+        return {path.stem: (path, None) for path in paths}
 
     def index(self):
         """{name: [video]} as video_index gives it; a number is video7 and vid7 as well."""

@@ -240,6 +240,10 @@ def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
             area = (x2 - x1 + 1) * (y2 - y1 + 1) / (wide * high)
             assert found[1 + box, W:] == pytest.approx([x1 / wide, y1 / high, x2 / wide, y2 / high, area], rel=1e-5)
     assert len(Regions(tmp_path / "npz", "val", 5, 8)("c")) == 8
+    write_npz(tmp_path / "npz" / "of_another_set", names[1:])
+    with pytest.raises(UserError, match=r"2 files called b.npz; give the folder of one set"):
+        Regions(tmp_path / "npz", "val", 5, 32)
+    shutil.rmtree(tmp_path / "npz" / "of_another_set")
     (tmp_path / "npz" / "frame_feat" / "b.npy").write_bytes(b"no array")
     for name, regions, words in (("b", 5, "no array resnet_features of numbers"), ("c", 9, "7 boxes of a frame")):
         with pytest.raises(ValueError, match=words):
