@@ -43,6 +43,7 @@ from encoders.base import STATS, Transformer
 from encoders.tokenizers import Tokenizer, build_tokenizer, train_wordpiece  # noqa: F401
 from encoders.towers import freeze_unused
 from encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
+from encoders.vgt import VGT
 from encoders.weights import check_spec, init_from
 from evaluation.metrics import (  # noqa: F401  (public names of this file)
     embedding_health,
@@ -738,21 +739,25 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     """TwoTower and EvalTransform from a spec (the content of model.json): what the model flags mean, in one place.
 
     weights: a file for init_from; a timm image encoder is then not downloaded."""
-    hub_id = "/" in spec["image_encoder"]
-    vision = VisionEncoder(spec["image_encoder"], spec["embed_dim"], pretrained and (hub_id or not weights),
+    hub_id, asked = "/" in spec["image_encoder"], spec.get("questions") or {}
+    graph = asked.get("model") == "vgt"
+    embed_dim = 0 if graph else spec["embed_dim"]  # VGT has projections of its own
+    vision = VisionEncoder(spec["image_encoder"], embed_dim, pretrained and (hub_id or not weights),
                            spec["image_size"], spec.get("vision_config"), spec.get("features", (0, 0)),
                            spec.get("frames", 0))
     text = None
     if spec["text_encoder"]:
         vocabulary = len(tokenizer.tokenizer) if tokenizer else 0
-        text = TextEncoder(spec["text_encoder"], spec["embed_dim"], pretrained, spec["text_length"], vocabulary,
+        text = TextEncoder(spec["text_encoder"], embed_dim, pretrained, spec["text_length"], vocabulary,
                            spec["text_pooling"], spec.get("text_config"))
     of_encoder = vision.stats if spec["image_stats"] == "encoder" else STATS[spec["image_stats"]]
     mean, std = spec.get("stats") or of_encoder
     spec.update(stats=[list(mean), list(std)], vision_config=vision.config, text_config=text.config if text else None)
     model = TwoTower(vision, text)
-    if spec.get("questions"):
-        model = QuestionAnswerer(vision, text, **spec["questions"])
+    if graph:
+        model = VGT(vision, text, spec["embed_dim"], tokenizer, **asked)
+    elif asked:
+        model = QuestionAnswerer(vision, text, **asked)
     if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):
         freeze_unused(model, tokenizer, spec)
     if weights:

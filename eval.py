@@ -92,6 +92,7 @@ def parse_args(argv=None):
     g.add_argument("--frames", type=whole, default=0, help="frames of a clip; 0 = as in training, 12 for one by name")
     g.add_argument("--frame-cache", default="", metavar="DIR", help="as in training")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
+    g.add_argument("--region-dir", default="", metavar="DIR", help="as in training")
     g.add_argument("--label-column", default="", help="as in training")
     g.add_argument("--hold-out-val", action=yesno, default=False, help="as in training")
     g.add_argument("--max-pixels", type=whole, default=0, help="a larger image is not read; 0 = as in training")

@@ -16,16 +16,19 @@ from encoders.video import FeatureEncoder, video_swin, video_vit
 def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
     """The Tower of a name.
 
-    'features' (clips as (B, T, F)); 'resnet18-cifar' (3x3 stem, no max-pool); any timm name; 'video_' and a timm ViT (a
-    VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of torchvision, Kinetics-400; also _t, _s);
-    a transformers id or folder with a '/' (a CLIP gives its vision tower and keeps its own projection where D agrees;
-    others give the class token); 'clip_vip:' and a CLIP (CLIP-ViP's tower, no mean over frames).
+    'features' (clips as (B, T, F)); 'regions' (the same as they are, of VGT's files); 'resnet18-cifar' (3x3 stem, no
+    max-pool); any timm name; 'video_' and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b'
+    (Video Swin of torchvision, Kinetics-400; also _t, _s); a transformers id or folder with a '/' (a CLIP gives its
+    vision tower and keeps its own projection where D agrees; others give the class token); 'clip_vip:' and a CLIP
+    (CLIP-ViP's tower, no mean over frames).
 
     Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (F, T) of
         'features'.   frames: T, for a tower over whole clips."""
     if name == "features":
         body = FeatureEncoder(features[1], features[0])
         return Tower(body, body.width)
+    if name == "regions":
+        return Tower(nn.Identity(), features[1])
     if name in VIDEO_SWIN:
         body, width, stats = video_swin(name, pretrained)
         return Tower(body, width, stats=stats, read=read_swin)

@@ -30,12 +30,15 @@ def check_spec(spec):
     mean, std = spec["stats"]
     if not (len(mean) == len(std) == 3 and all(math.isfinite(x) for x in mean) and all(0 < x < 1e9 for x in std)):
         raise ValueError(f"stats {spec['stats']}")
-    asked = spec.get("questions") or {"answers": [], "model": "dual", "layers": 1, "frames": 1}
-    small = all(isinstance(asked[k], int) and 1 <= asked[k] <= high for k, high in (("layers", 64), ("frames", 10**4)))
-    small &= asked["model"] in ("fusion", "dual") and asked.get("similarity", "pooled") in ("pooled", "fused")
+    asked = spec.get("questions") or {"answers": [], "model": "dual"}
+    most = (("layers", 64), ("frames", 10**4), ("regions", 1000))
+    small = all(isinstance(asked.get(k, 1), int) and 1 <= asked.get(k, 1) <= high for k, high in most)
+    small &= isinstance(asked.get("dropout", 0.0), float) and 0 <= asked.get("dropout", 0.0) < 1
+    small &= asked["model"] in ("fusion", "dual", "vgt") and asked.get("similarity", "pooled") in ("pooled", "fused")
     if not small or not all(isinstance(a, str) for a in asked["answers"]):
         raise ValueError("questions that no run asks")
-    ours = {"image_encoder": ("small", *FEATURES, "resnet18-cifar", *VIDEO_SWIN), "text_encoder": ("small", "")}
+    ours = {"image_encoder": ("small", *FEATURES, "regions", "resnet18-cifar", *VIDEO_SWIN),
+            "text_encoder": ("small", "")}
     for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
         name = spec[kind]
         by_timm = kind == "image_encoder" and timm.is_model(name.removeprefix(VIDEO))

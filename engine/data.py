@@ -25,7 +25,7 @@ CLUSTERED = 20_000  # rows that are clustered: the first in the order of the has
 # The flags of a script that load_data takes as options.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "streaming",
-              "max_bad_fraction", "max_pixels", "hold_out_val", "extra_captions")
+              "max_bad_fraction", "max_pixels", "hold_out_val", "extra_captions", "region_dir", "regions")
 
 
 def repeated_captions(data):
@@ -48,7 +48,7 @@ def data_options(args, **more):
 def other_options(flags, name, folder=""):
     """Options of load_data for data other than the training set of a run with these flags {name: value}."""
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "hold_out_val", "max_bad_fraction",
-            *options_of(name))
+            "regions", *options_of(name))
     columns = {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
     places = {"data_dir": folder, "video_dir": folder or flags.get("video_dir", "")}
     return places | {k: flags.get(k) for k in same} | {"columns_of_training": columns}
@@ -115,7 +115,8 @@ def add_pairs(data, word, args, evals):
     except UserError as error:
         raise UserError(f"--extra-pairs {word}: {str(error).replace(f'--dataset {name}: ', '')}") from error
     for part in (data, more):
-        if part.streamed or part.sources is None or getattr(args, "feature_dir", None):
+        features = getattr(args, "feature_dir", None) or getattr(args, "region_dir", "")
+        if part.streamed or part.sources is None or features:
             raise UserError(f"--extra-pairs {word}: can only join files with files; {part.name} is a stream, rendered "
                             "in memory, or read as features")
         if not part.has_captions and (part is more or part.column("question") is None):

@@ -78,7 +78,8 @@ def run_args(folder, script):
 # Flags that cannot change in a resumed run.
 FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
          "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
-         "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder", "cluster_starts")
+         "regions", "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder",
+         "cluster_starts")
 
 
 def refuse_changes(parser, args, saved):
@@ -356,8 +357,8 @@ class Parser(OneLine):
                      f"--hold-out-val: only for a set by name that has train and test alone, not {', '.join(names)}")
         for folder in getattr(args, "feature_dir", None) or []:
             self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
-        for name in ("init_from", "data_dir", "video_dir", "extra_captions", "index_file", "test_file", "val_file",
-                     "few_shot_file"):
+        for name in ("init_from", "region_dir", "data_dir", "video_dir", "extra_captions", "index_file", "test_file",
+                     "val_file", "few_shot_file"):
             path = getattr(args, name, "")
             if path and not (saved and name == "init_from"):
                 self.require(Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")

@@ -81,6 +81,8 @@ def measure(model, inputs, precision):
 def encoders_of(args, clips):
     """The model of these flags with random weights, and its Words.   Raises: UserError without its configuration."""
     spec = spec_of(args) | {"vision_config": config_of(args.image_encoder)}
+    if getattr(args, "qa_model", "") == "vgt":
+        raise UserError("--plan: VGT is not counted; beside BERT it has 8 million parameters")
     if args.image_encoder in FEATURES:
         raise UserError(f"--plan: --image-encoder {args.image_encoder}: its width is that of its files, so it is not "
                         "counted")

@@ -77,7 +77,7 @@ class Run:
             texts = texts or (lambda: self.train.first_captions(200_000))
             tokenizer = common.build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
-        if args.image_encoder in FEATURES:
+        if args.image_encoder in (*FEATURES, "regions"):
             self.spec["features"] = feature_shape(self.train, args.image_encoder)
         if args.image_encoder.startswith(VIDEO) and common.has_clips(self.train):
             self.spec["frames"] = common.frames_of(self.train)

@@ -6,21 +6,25 @@ A question with choices has one score per text "question choice", fused in the s
 its scores are cosines of the video with these texts. Below the fusion there are always two towers, and by default their
 embeddings give the cosine of a video and a text. With `similarity` fused, every video goes through the fusion with
 every text, after one token for the video and one for the text in place of [CLS]; the cosine is that of their outputs.
+The model `vgt` is in encoders/vgt.py.
 
-The model itself is common.QuestionAnswerer. This file prepares its input and scores its output.
+The other models are common.QuestionAnswerer. This file has the flags, prepares the input and scores the output.
 """
 
+import argparse
 import dataclasses
 import math
 from collections import Counter
 
 from common import mean_over_processes
 from engine.base import UserError, rank, say
+from engine.ranges import below_one, between, count
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from encoders.vgt import ANSWER, FRAMES
 from evaluation.embed import encode_images, say_unreadable
 from evaluation.metrics import answer_hits, answer_numbers, answer_vocabulary, question_metrics
 from evaluation.retrieval import Evaluator
@@ -31,9 +35,63 @@ def refuse_untrained(model):
     """Raises: UserError if the embeddings of a question-answering model were not trained by any loss."""
     if getattr(model, "similarity", "") == "fused":
         raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
+    if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
+        raise UserError("its boxes come with the questions: only --tasks qa")
+
+
+# ======================================================= flags =======================================================
+def add_flags(p):
+    """The flags of mama.py's models that answer questions."""
+    g = p.group("questions")
+    g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
+                   help="frames and words in one transformer; or, for qa-choice, cosines of the video with texts "
+                        "'question choice'; or VGT's graph of regions (encoders/vgt.py)")
+    g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
+                   help="s_ij of Eq. 1: cosine of video and text before the fusion; or of two tokens in it, for which "
+                        "all B x N pairs go through it (--loss-block: the texts at a time)")
+    g.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
+                   help="a control: every question, in training and evaluation, gets the video of another")
+    g = p.group("with --task qa-open", lambda a: a.task == "qa-open")
+    g.add_argument("--answers", type=between(2, 10**6, int), default=1500,
+                   help="of --task qa-open: the most frequent answers of training that the model knows; all others "
+                        "count as wrong")
+    g = p.group("where questions have --qa-model fusion", lambda a: a.task != "retrieval" and a.qa_model == "fusion")
+    g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
+    g = p.group("with --qa-model vgt", lambda a: a.qa_model == "vgt")
+    g.add_argument("--region-dir", default="", metavar="DIR",
+                   help="features of frames and regions in VGT's files (docs/data.md); empty = --image-encoder makes "
+                        "them of the set's own boxes (moving-emoji)")
+    g.add_argument("--regions", type=count, default=0, help="R, boxes of a frame, the first; NExT-QA 5, other sets 10")
+    g.add_argument("--dropout", type=below_one, default=0.3, help="of VGT's own layers, 0..1")
+
+
+def check_flags(p, args):
+    """Refuses flags of questions that do not go together."""
+    model, asked, vgt = args.qa_model, args.task != "retrieval", args.qa_model == "vgt"
+    p.require(model != "dual" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
+    p.require(not vgt or asked, "--qa-model vgt: only for --task qa-open and qa-choice")
+    fused = args.qa_similarity == "fused"
+    p.require(not fused or (asked and model == "fusion"),
+              "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fusion")
+    p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at "
+                                               "once; --loss-block bounds the memory of its pairs")
+    p.require(asked or not args.shuffle_video, "--shuffle-video: only where there are questions")
+    files = bool(args.region_dir)
+    p.require(files == (args.image_encoder == "regions"),
+              "--region-dir DIR and --image-encoder regions go together, with --qa-model vgt")
+    p.require(not vgt or args.frames % FRAMES == 0,
+              f"--frames {args.frames}: VGT has clips of {FRAMES} frames; a multiple of {FRAMES}")
+    p.require(not vgt or (args.crop_min, args.flip) == (1, 0),
+              "--qa-model vgt: boxes follow no crop and no mirror; --crop-min 1 --flip 0")
+    p.only(not files, "without --region-dir", "--video-dir", "--frame-cache", "--frame-sampling", "--jitter",
+           "--eval-datasets")
 
 
 # ======================================================= rows ========================================================
+BETWEEN = {"vgt": " [SEP] "}  # a question and its choice, where that is more than a blank
+AT_FRAMES = ("tgif-qa-r-action", "tgif-qa-r-transition")  # VGT's words meet single frames there alone
+
+
 def check(data, choices):
     """Raises: UserError if the rows have no questions, or lack the choices that --task qa-choice needs."""
     where = f"{data.name} ({data.split})"
@@ -60,19 +118,23 @@ def texts(data, limit=None):
         yield from (*data.captions(i), *said, *_choices(data, i))
 
 
-def inputs(data, rows, tokenizer, vocabulary, device):
+def inputs(data, rows, tokenizer, vocabulary, device, model="fusion"):
     """The inputs of QuestionAnswerer for these rows, apart from the pixels, on the device.
 
-    Returns: question {..: (B, L)}; answers (B,), see right_answers; and without a vocabulary choices {..: (B, C, L),
-        there: (B, C)}, C = the largest number of choices of these rows. A row without a question gets its caption as
-        question and one choice: its scores are finite but enter no loss.
+    Returns: question {..: (B, L)} and, if the set has regions for VGT, its boxes (B, T, R, 4); answers (B,), see
+        right_answers; and without a vocabulary choices {..: (B, C, L), there: (B, C)}, C = the largest number of
+        choices of these rows. A row without a question gets its caption as question and one choice: its scores are
+        finite but enter no loss.
     """
     questions = [data.captions(i)[0] if (q := data.cell("question", i)) is None else q for i in rows]
     found = {"question": tokenizer(questions), "answers": right_answers(data, rows, vocabulary)}
+    if "boxes" in data.texts.column_names:
+        found["question"]["boxes"] = torch.tensor([data.cell("boxes", i) for i in rows])                 # (B, T, R, 4)
     if not vocabulary:
         choices = [_choices(data, i) or [""] for i in rows]
         C = max(map(len, choices))
-        words = [f"{q} {c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
+        join = BETWEEN.get(model, " ")
+        words = [f"{q}{join}{c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
         there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
         found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
     return {k: {n: t.to(device) for n, t in v.items()} if isinstance(v, dict) else v.to(device)
@@ -95,6 +157,12 @@ def questions_of(train, args):
     choices = args.task == "qa-choice"
     check(train, choices)
     known = [] if choices else answer_vocabulary(asked(train).column("answer"), args.answers)
+    if args.qa_model == "vgt" and args.image_encoder != "regions" and train.column("boxes") is None:
+        raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own (moving-emoji has); --region-dir DIR "
+                        "--image-encoder regions reads features of regions")
+    if args.qa_model == "vgt":
+        return {"answers": known, "model": "vgt", "regions": args.regions, "dropout": args.dropout,
+                "at_frames": args.dataset in AT_FRAMES}
     return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames,
             "similarity": args.qa_similarity}
 
@@ -109,12 +177,12 @@ def guess_of(train, questions):
     return math.log(many) * len(some) / len(train)
 
 
-def cut_short(data, tokenizer, choices, limit=1000):
+def cut_short(data, tokenizer, choices, join=" ", limit=1000):
     """(cut, n): `cut` of the first n <= `limit` questions (with choices) have more tokens than the tokenizer keeps."""
     n, cut = min(limit, len(data)), 0
     for i in range(n):
         q = data.column("question")[i]
-        longest = max([f"{q} {c}" for c in _choices(data, i)] if choices else [q], key=len)
+        longest = max([f"{q}{join}{c}" for c in _choices(data, i)] if choices else [q], key=len)
         cut += len(tokenizer.tokenizer(longest)["input_ids"]) > tokenizer.length
     return cut, n
 
@@ -122,13 +190,16 @@ def cut_short(data, tokenizer, choices, limit=1000):
 def question_lines(questions, train, tokenizer, args):
     """The banner's lines about a run's questions and the texts that are paired with the videos: {word: text}."""
     some, rows = asked(train), len(train)
-    cut, tried = cut_short(some, tokenizer, not questions["answers"])
+    cut, tried = cut_short(some, tokenizer, not questions["answers"], BETWEEN.get(questions["model"], " "))
     words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
     if questions["answers"]:
         known = set(questions["answers"])
         wrong = sum(a not in known for a in some.column("answer"))
         words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
                   "have another answer, which enters no loss")
+        if questions["model"] == "vgt":
+            long = sum(len(tokenizer.tokenizer(answer)["input_ids"]) > ANSWER for answer in known)
+            words += f"; {long:,} answers are cut at {ANSWER} tokens" if long else ""
     words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
     bare = sum(some.captions(i) == [question] for i, question in enumerate(some.column("question")))
     paired = f"of {rows:,} rows {rows - bare:,} have a caption, {bare:,} use the question in its place"
@@ -156,6 +227,9 @@ def shuffled(data, seed=0):
     """The same questions, each with the video of another row. It shows what a model can tell without the video."""
     rows = np.random.default_rng([7, seed]).permutation(len(data))
     rows = np.roll(rows, 1)[np.argsort(rows)]                              # a single cycle: no row keeps its video
+    if (boxes := data.column("boxes")) is not None:                        # they go with the video
+        moved = data.table.remove_columns("boxes").add_column("boxes", [boxes[i] for i in rows])
+        data = dataclasses.replace(data, table=moved)
     if data.pixels is not None:
         return dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
     import datasets
@@ -190,7 +264,7 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
     width = len(model.answers) or max(len(_choices(data, i)) for i in range(len(data)))
 
     def answer(rows, pixels):
-        asked = inputs(data, rows, tokenizer, model.answers, device)
+        asked = inputs(data, rows, tokenizer, model.answers, device, getattr(model, "model", "fusion"))
         video, _, scores = model(pixels, None, asked["question"], asked.get("choices"))
         return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
     index, _, scores, bad = encode_images(model, data, transform, device, batch, workers, forward=answer)

@@ -155,7 +155,8 @@ class Case:
             raise UserError("--split train: each image would find itself among the training images")
         if task == "qa" and not hasattr(self.subject.model, "answers"):
             raise UserError("the model answers no questions")
-        if task not in ("knn", "probe", "qa"):
+        graph = getattr(self.subject.model, "model", "") == "vgt"
+        if task not in ("knn", "probe", "qa") or graph and task != "qa":
             refuse_untrained(self.subject.model)
         if task not in ("knn", "probe") and not self.subject.tokenizer:
             raise UserError("the model has no text encoder")

@@ -1,18 +1,25 @@
 """Clips: how a video becomes frames, the frame cache, and features in place of frames.
 
 The `clip` of a data set is callable: clip(source, start=None, end=None, draws=None) -> (T, 3, H, W) uint8 frames
-(Clips) or (T, F) float features (Features). A source is a path or the bytes of a file; start and end are seconds in it.
+(Clips) or (T, F) float features (Features, Regions). A source is a path or the bytes of a file; start and end are
+seconds in it.
 """
 
+import functools
 import hashlib
 import math
+import os
+import re
 import secrets
+import zipfile
+from collections import Counter
 from pathlib import Path
 
 from engine.base import UserError, first_line, slug, writing
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from readers import pictures
 from readers.columns import WINDOW_COLUMNS, plain_names
@@ -113,6 +120,109 @@ class Features:
         return x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)]  # (T, width)
 
 
+def box_numbers(boxes, width, height):
+    """VGT's numbers of boxes (..., 4), x1 y1 x2 y2 in pixels: corners and area as parts of the picture, (..., 5)."""
+    x1, y1, x2, y2 = boxes.unbind(-1)
+    area = (x2 - x1 + 1) * (y2 - y1 + 1) / (width * height)
+    return torch.stack([x1 / width, y1 / height, x2 / width, y2 / height, area], -1)
+
+
+class Regions:
+    """Features of frames and of the regions in them, as VGT's authors lay them: (T, (1 + R) * (W + 5)) float of a
+    video, frame first, each feature with the five numbers of its box (of the frame: zeros).
+
+    Below the folder lie, of regions, `acregion_8c{n}b_{split}.h5` (ids, feat (V, 8, 4, n, W), bbox (V, 8, 4, n, 4) in
+    pixels) or one VIDEO.npz (feat, bbox); of frames, `app_feat_{split}.h5` (ids, resnet_features (V, 8, 4, W)) or one
+    VIDEO.npy. The first R of n boxes are read, a video at a time; nothing is kept in memory.
+
+    Args: sizes: {video: (width, height)} of those whose boxes are not of 320 x 240 pixels.
+    Raises: UserError where a kind is missing, or h5py for its files."""
+    sampling = "uniform"
+
+    def __init__(self, folder, split, regions, frames):
+        self.folder, self.regions, self.frames, self.width, self.sizes = Path(folder), regions, frames, None, {}
+        tables = sorted(self.folder.rglob(f"acregion_*_{split}.h5"))
+        fit = [p for p in tables if int((re.findall(r"(\d+)b_", p.name) or [regions])[0]) >= regions]
+        self.of_regions = self._places(fit or tables, "npz", f"acregion_8c{regions}b_{split}.h5")
+        self.of_frames = self._places(sorted(self.folder.rglob(f"app_feat_{split}.h5")), "npy",
+                                      f"app_feat_{split}.h5")
+
+    def _places(self, tables, ending, wanted):
+        """{video: (file, row of a table or None)}."""
+        paths = [p for p in tables if p.name == tables[0].name] or sorted(self.folder.rglob(f"*.{ending}"))
+        name, most = Counter(path.name for path in paths).most_common(1)[0] if paths else ("", 0)
+        if most > 1:
+            raise UserError(f"--region-dir {self.folder}: {most} files called {name}; give the folder of one set")
+        if tables:
+            return {name: (tables[0], row) for row, name in enumerate(table_names(tables[0]))}
+        if not paths:
+            raise UserError(f"--region-dir {self.folder}: neither {wanted} nor a VIDEO.{ending} is there")
+        return {path.stem: (path, None) for path in paths}
+
+    def index(self):
+        """{name: [video]} as video_index gives it; a number is video7 and vid7 as well."""
+        out = {}
+        for video in self.of_regions:
+            names = (video, f"video{video}", f"vid{video}") if video.isdecimal() else (video,)
+            out |= {name: [video] for name in names if video in self.of_frames}
+        return out
+
+    def __call__(self, source, start=None, end=None, draws=None):
+        """(T, (1 + R) * (W + 5)) float32. Raises OSError or ValueError with the reason."""
+        some = (..., slice(self.regions), slice(None))
+        feat = _array(self.of_regions[source], "feat", 3, some)                          # (t, R, W)
+        boxes = _array(self.of_regions[source], "bbox", 3, some)                         # (t, R, 4)
+        frames = _array(self.of_frames[source], "resnet_features", 2)                    # (t, W)
+        t, R, W = feat.shape
+        if R < self.regions:
+            raise ValueError(f"{R} boxes of a frame, --regions {self.regions}")
+        if boxes.shape != (t, R, 4) or frames.shape != (t, W) or self.width not in (None, (1 + R) * (W + 5)):
+            raise ValueError(f"regions {tuple(feat.shape)}, boxes {tuple(boxes.shape)}, frames {tuple(frames.shape)}: "
+                             f"expected (time, {R}, W), (time, {R}, 4), (time, W), W as other videos have")
+        boxes = box_numbers(boxes, *self.sizes.get(source, (320.0, 240.0)))              # (t, R, 5)
+        x = torch.cat([F.pad(frames, (0, 5))[:, None], torch.cat([feat, boxes], -1)], 1)  # (t, 1 + R, W + 5)
+        if not x.isfinite().all():
+            raise ValueError("its features are not finite")
+        return x[torch.linspace(0, t - 1, self.frames).round().long()].flatten(1)
+
+
+def table_names(path):
+    """The names of the videos of an h5 table. Raises: UserError."""
+    try:
+        with _h5(path) as file:
+            return [x.decode() if isinstance(x, bytes) else str(x) for x in file["ids"][:].tolist()]
+    except (OSError, KeyError, UnicodeDecodeError) as error:
+        raise UserError(f"--region-dir: {path}: no table of features ({first_line(error)}); is it whole?") from error
+
+
+def _h5(path):
+    try:
+        import h5py
+    except ImportError as error:
+        raise UserError(f"--region-dir: {path} is read with h5py: pip install h5py") from error
+    return h5py.File(path, "r")
+
+
+@functools.lru_cache(maxsize=4)
+def _table(path, process):
+    return _h5(path)  # each process its own: a handle does not survive a fork
+
+
+def _array(place, key, axes, part=()):
+    """An array of a video as (t, ...) with so many axes, float32; its clips one after the other."""
+    path, row = place
+    try:
+        if row is not None:
+            x = _table(path, os.getpid())[key][(row, *part)]
+        else:
+            x = np.load(path, allow_pickle=False)
+            x = (x if path.suffix == ".npy" else x[key])[part]
+        x = torch.from_numpy(np.asarray(x, np.float32))
+        return x.reshape(-1, *x.shape[1 - axes:])
+    except (EOFError, TypeError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: no array {key} of numbers ({first_line(error)})") from error
+
+
 def feature_shape(data, encoder="features"):
     """[T, F] of the features of a data set. Every later read must have this F. Raises UserError if none can be read."""
     reasons = []
@@ -124,7 +234,7 @@ def feature_shape(data, encoder="features"):
             continue
         if len(shape) > 2:
             raise UserError(f"--image-encoder {encoder}: the data set has pixels; features come with --feature-dir of "
-                            "ncl.py")
+                            "ncl.py, regions with --region-dir of mama.py and a set of sets/questions.py")
         data.clip.width = shape[1]
         return shape
     raise UserError(f"{data.name}: none of its first features can be read, first {reasons[0]}")

@@ -91,11 +91,13 @@ REST = {"x": 0.0, "y": 0.0, "angle": 0.0, "sx": 1.0, "sy": 1.0, "alpha": 1.0, "b
 def load(name, split, options):
     """One split of moving-emoji, (M, T, 3, H, W) in memory up to IN_MEMORY bytes, else rendered on demand.
 
-    Options: frames (4), image_size (32 px), and those of SETS. Columns: label = verb, noun, colour (classes), group
-    (same verb, noun and colour, so captions of the same meaning), noisy (bool), question, answer, choices (five),
-    question_type, row.
-    Raises: UserError if there are too few training clips to leave val or test a pair.
+    Options: frames (4), image_size (32 px), and those of SETS; regions: boxes per frame, at most five. Columns: label =
+    verb, noun, colour (classes), group (same verb, noun and colour, so captions of the same meaning), noisy (bool),
+    question, answer, choices (five), question_type, row; with regions also boxes.
+    Raises: UserError if there are too few training clips to leave val or test a pair, or for more than five regions.
     """
+    if (options.get("regions") or 0) > 5:
+        raise UserError(f"--regions {options['regions']}: a frame of moving-emoji has 5")
     frames, size = options.get("frames") or 4, options.get("image_size") or 32
     clips, noise = tuple(options.get("clips") or CLIPS), options.get("caption_noise") or 0.0
     law = options.get("clip_law") or "once"
@@ -113,10 +115,12 @@ def load(name, split, options):
     questions = [_question(row, classes, shown) for row in rows]
     render = Renderer(verbs, nouns, colours, draws, frames, size)
     fits = len(pairs) * frames * 3 * size * size <= IN_MEMORY
+    boxes = {"boxes": render.boxes()[:, :, :options["regions"]].tolist()} if options.get("regions") else {}
     table = common.make_table(
         captions, [f"{split} {row}" for row in rows], sources=None if fits else [{"path": str(row)} for row in rows],
         classes=classes | {"label": classes["verb"]}, label=verbs, **shown, group=groups, noisy=noisy, row=rows,
-        **{column: [q[column] for q in questions] for column in ("question", "answer", "choices", "question_type")})
+        **{column: [q[column] for q in questions] for column in ("question", "answer", "choices", "question_type")},
+        **boxes)
     if split == "train":
         held = [len(set(zip(*_scenes(s, clips, law)[:2], strict=True))) for s in ("val", "test")]
         note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs and "
@@ -253,6 +257,16 @@ class Renderer:
         """All clips: (M, T, 3, H, W) uint8."""
         step = max(1, 2**20 // (4 * self.frames * (2 * self.size) ** 2))  # clips at a time: 4 MiB of canvas
         return torch.cat([self.render(slice(i, i + step)) for i in range(0, len(self.verbs), step)])
+
+    def boxes(self):
+        """(M, T, 5, 4) x1 y1 x2 y2 in pixels: around the drawing's square, and the quarters of the picture."""
+        theta = _poses(self.verbs, self.draws, self.frames)[0]  # (MT, 2, 3), canvas -> drawing
+        back = torch.linalg.inv(theta[:, :, :2])  # (MT, 2, 2), drawing -> canvas
+        middle, half = -(back @ theta[:, :, 2:])[..., 0], back.abs().sum(-1)  # (MT, 2) each, x and y in half widths
+        drawing = torch.cat([middle - half, middle + half], 1).clamp(-1, 1)  # (MT, 4)
+        quarters = torch.tensor([[-1, -1, 0, 0], [0, -1, 1, 0], [-1, 0, 0, 1], [0, 0, 1, 1]])  # (4, 4)
+        found = torch.cat([drawing[:, None], quarters.expand(len(theta), -1, -1)], 1)  # (MT, 5, 4)
+        return ((found + 1) * self.size / 2).unflatten(0, (-1, self.frames))
 
     def render(self, rows):
         """Renders clips (n, T, 3, H, W) uint8, at twice the size and averaged down. Each clip depends only on its own

@@ -14,7 +14,7 @@ import common
 from engine.base import UserError, join_notes, say
 
 from readers import text
-from readers.clips import clip_options
+from readers.clips import Regions, clip_options
 from readers.videos import find_video, video_folder, video_index
 from sets import annotations
 
@@ -75,7 +75,7 @@ def read_nextqa(file, root):
         with text.expected_layout(f"{file}, line {line}"):
             yield {"video": row["video"], "id": row["qid"], "question": row["question"],
                    "answer": text.whole_number(row["answer"]), "choices": [row[f"a{k}"] for k in range(5)],
-                   "type": NEXTQA_TYPES[row["type"]]}
+                   "type": NEXTQA_TYPES[row["type"]], "width": row.get("width"), "height": row.get("height")}
 
 
 def read_causal(file, root):
@@ -127,7 +127,8 @@ SETS = {
 
 
 def load(name, split, options):
-    """Data of one split: annotation files in --data-dir, videos below --video-dir (default: --data-dir).
+    """Data of one split: annotation files in --data-dir, videos below --video-dir (default: --data-dir), or instead of
+    videos the features of their regions in --region-dir.
 
     Raises: UserError that names the missing split, folder or file, or the file with an unexpected layout.
     """
@@ -135,13 +136,15 @@ def load(name, split, options):
     annotations.check_split(name, split, facts["files"])
     root = annotations.annotation_root(name, facts["files"], options)
     file, reader = annotations.annotation_file(name, split, facts["files"], root)
-    folder = video_folder(options, root)
+    regions = options.get("region_dir")
+    folder = regions or video_folder(options, root)
     with text.expected_layout(f"{name}: {file}"):
         rows = [_whole(row, facts["open"]) for row in reader(file, root)]
     if not rows:
         raise UserError(f"{name} ({split}): {file} has no questions")
     broken = {row["pair"] for row in rows if row["lost"]} - {""}
-    index, kept, lost, gone = video_index(str(folder)), [], Counter(), {}
+    clip = Regions(folder, split, options["regions"], options["frames"]) if regions else clip_options(options)
+    index, kept, lost, gone = clip.index() if regions else video_index(str(folder)), [], Counter(), {}
     for row in rows:
         if row["lost"] or row["pair"] in broken:
             lost[row["lost"] or "whose other half is left out"] += 1
@@ -152,7 +155,12 @@ def load(name, split, options):
     if not kept:
         first = f" (looked for {next(iter(gone))})" if gone else ""
         raise UserError(f"{name} ({split}): no question of {file.name} has its video below {folder}{first}; "
-                        "--video-dir names the folder of the videos")
+                        + ("--region-dir names the folder of the features" if regions else
+                           "--video-dir names the folder of the videos"))
+    if regions:
+        with text.expected_layout(f"{name}: {file}"):
+            clip.sizes = {row["path"]: (text.number(row["width"]), text.number(row["height"])) for row in kept
+                          if row.get("width") and row.get("height")}
     if split == "train" and facts["open"] and len({row["answer"] for row in kept}) < 2:
         raise UserError(f"{name}: {file} has one answer, {kept[0]['answer']}, to all its questions: nothing to learn")
     notes = ["captions are the questions", *(f"{n:,} questions {why} left out" for why, n in sorted(lost.items()))]
@@ -168,8 +176,7 @@ def load(name, split, options):
         say(f"WARNING: {name} ({split}): the choices are those of TGIF-QA, whose bias gives the answer away, "
             "not of TGIF-QA-R (the files of PengLiang-cn/PGAT)")
     notes.append(annotations.count_note(name, split, len(kept), facts["splits"][split], "questions"))
-    clip, table = clip_options(options), _table_of(kept)
-    return common.Data(name, split, table, clip=clip, note=join_notes(*notes), has_captions=False)
+    return common.Data(name, split, _table_of(kept), clip=clip, note=join_notes(*notes), has_captions=False)
 
 
 def _whole(row, is_open):

@@ -1,0 +1,382 @@
+"""VGT: each step against a loop, its authors' files, runs on moving-emoji and on files, processes, resume, refusals."""
+
+import json
+import math
+import shutil
+from argparse import Namespace
+
+import common
+from engine.base import UserError
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import eval as eval_py
+import evaluation.answers
+import launch
+import mama
+from encoders.vgt import PostNorm, VideoGraph, attend_words, crops, places
+from helpers import drift, equal_files, of_set, refused, run_script, write_rows
+from readers.clips import Regions
+from test_models import logged
+
+CPU = torch.device("cpu")
+BASE = ["--cpu", "--threads", "1", "--clips", "32", "8", "8", "--batch-size", "8", "--meta-batch-size", "4",
+        "--meta-size", "12", "--log-every", "1", "--eval-every", "0", "--max-steps", "2", "--qa-model", "vgt",
+        "--image-size", "16", "--frames", "4", "--embed-dim", "32"]
+SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()  # as near as gradients are
+
+
+def run(folder, *flags):
+    return run_script(mama, folder, *flags, base=BASE)
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ---------------------------------------------------- steps ---------------------------------------------------------
+def attention(layer, x):
+    """PostNorm of one sequence (L, width), head by head."""
+    L, width = x.shape
+    q, k, v = (x @ w.T + b for w, b in zip(layer.qkv.weight.chunk(3), layer.qkv.bias.chunk(3)))
+    dim, heads = width // layer.heads, []
+    for h in range(layer.heads):
+        some = slice(h * dim, (h + 1) * dim)
+        heads.append(torch.stack([sum(p * v[j, some] for j, p in enumerate(torch.softmax(
+            torch.stack([q[i, some] @ k[j, some] for j in range(L)]) / math.sqrt(dim), 0))) for i in range(L)]))
+    x = F.layer_norm(x + layer.out(torch.cat(heads, 1)), (width,), layer.norm1.weight, layer.norm1.bias, 1e-12)
+    return F.layer_norm(x + layer.fc2(F.gelu(layer.fc1(x))), (width,), layer.norm2.weight, layer.norm2.bias, 1e-12)
+
+
+@torch.no_grad()
+def test_the_graph_against_loops():
+    """Steps 1 to 6 of one video of two clips, region by region and frame by frame."""
+    torch.manual_seed(0)
+    T, R, W, d = 8, 5, 6, 16
+    graph = VideoGraph(W, d, R, dropout=0.3).double().eval()
+    frames, regions, boxes = numbers(1, T, W), numbers(1, T, R, W, seed=1), numbers(1, T, R, 5, seed=2)
+    got = graph(frames, regions, boxes)[0]
+
+    def norm(module, y):                                                   # groups of channels over all regions
+        groups = y.view(T * R, 8, -1).transpose(0, 1).flatten(1)           # (8, T R BOX / 8)
+        y = (groups - groups.mean(1, keepdim=True)) / (groups.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        return y.view(8, T * R, -1).transpose(0, 1).reshape(T * R, -1) * module.weight + module.bias
+    y = boxes.view(-1, 5)
+    for convolution, normal in ((graph.box[0], graph.box[1]), (graph.box[3], graph.box[4])):
+        y = norm(normal, y @ convolution.weight[:, :, 0, 0].T + convolution.bias).relu()
+    x = F.elu(graph.region(torch.cat([regions[0], y.view(T, R, -1)], -1)))  # (T, R, d)
+    for clip in range(2):
+        here = slice(4 * clip, 4 * clip + 4)
+        x[here] = torch.stack([attention(graph.nodes, x[here, r]) for r in range(R)], 1)
+        raw = torch.stack([torch.stack([torch.stack([graph.key(x[t, i]) @ graph.query(x[t, j]) for j in range(R)])
+                                        for i in range(R)]) for t in range(*here.indices(T))])
+        edges = attention(graph.edges, raw.view(4, R * R)).view(4, R, R).softmax(-1)     # first whole, then by rows
+        assert torch.allclose(graph.edges_of(x[None, here])[0], edges) and edges.sum(-1).allclose(edges.new_tensor(1))
+        for t, A in zip(range(*here.indices(T)), edges):
+            h = x[t]
+            for layer in graph.graph:
+                S = h @ layer.weight
+                h = torch.stack([sum(A[i, j] * S[j] for j in range(R)) + layer.bias + S[i] for i in range(R)]).relu()
+            nodes = x[t] + h
+            weight = torch.softmax(torch.stack([graph.weight(n)[0] for n in nodes]), 0)
+            pooled = sum(w * n for w, n in zip(weight, nodes))
+            frame = F.layer_norm(F.gelu(graph.frame(frames[0, t])), (d,), graph.norm.weight, graph.norm.bias, 1e-12)
+            assert torch.allclose(got[t], F.elu(graph.merge(torch.cat([frame, pooled]))), atol=1e-9)
+    assert graph.edges.heads == 5 and PostNorm(16, 5, 8, 0).heads == 4
+
+
+def test_words_past_a_text_s_length_and_absent_choices_have_no_part():
+    video, words = numbers(2, 3, 4), numbers(2, 3, 5, 4, seed=1)
+    keep = torch.tensor([[True] * 3 + [False] * 2, [True] * 5])[:, None].expand(2, 3, 5)
+    there = torch.tensor([[True, True, False], [True] * 3])
+    found = attend_words(video, words, keep, there)
+    for b in range(2):
+        for n in range(3):
+            each = []
+            for c in range(3 if b else 2):
+                some = words[b, c, :5 if b else 3]
+                weight = torch.softmax(torch.stack([video[b, n] @ w for w in some]), 0)
+                each.append(video[b, n] + sum(p * w for p, w in zip(weight, some)))
+            assert torch.allclose(found[b, n], torch.stack(each).amax(0))
+    table = places(3, 6, words)
+    assert table[2, 3].item() == pytest.approx(math.cos(2 / 10_000 ** (2 / 6)))
+    assert table[0].tolist() == [0, 1] * 3 and table[1, 4].item() == pytest.approx(math.sin(1 / 10_000 ** (4 / 6)))
+
+
+# ---------------------------------------------------- the model -----------------------------------------------------
+def model_of(answers=(), **more):
+    torch.manual_seed(0)
+    tokenizer = common.Tokenizer(common.train_wordpiece(["a b c d e f", "yes no two"]), 12)
+    spec = {"image_encoder": "small", "text_encoder": "small", "embed_dim": 16, "image_size": 16, "text_length": 12,
+            "text_pooling": "mean", "image_stats": "half", "eval_resize": "crop",
+            "questions": {"answers": list(answers), "model": "vgt", "regions": 5} | more}
+    return common.build_model(spec, tokenizer, False)[0], tokenizer
+
+
+def asked_of(tokenizer, *choices):
+    """Questions with boxes and their choices (None: none is there) of len(choices) rows."""
+    boxes = torch.rand(len(choices), 4, 5, 2, generator=torch.Generator().manual_seed(4)) * 8
+    question = tokenizer(["a b", "c d e f"][:len(choices)]) | {"boxes": torch.cat([boxes, boxes + 4], -1)}
+    tokens = tokenizer([f"a [SEP] {c}" for some in choices for c in some])
+    there = torch.tensor([[c is not None for c in some] for some in choices])
+    return question, {k: v.unflatten(0, there.shape) for k, v in tokens.items()} | {"there": there}
+
+
+@torch.no_grad()
+def test_scores_are_dot_products_and_no_row_sees_another():
+    """Of a batch as of each row alone; the vocabulary is encoded once an evaluation."""
+    model, tokenizer = model_of()
+    model.eval()
+    pixels = torch.randn(2, 4, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    question, choices = asked_of(tokenizer, ["b", "c d e f a b", None], ["f", "e", "d"])
+    f, _, scores = model(pixels, None, question, choices)
+    assert scores.isneginf().tolist() == [[False, False, True], [False] * 3]
+    for row, many in ((0, 2), (1, 3)):
+        short = choices["attention_mask"][row, :many].sum(-1).max()
+        one = {k: v[row:row + 1, :many] if k == "there" else v[row:row + 1, :many, :short] for k, v in choices.items()}
+        alone = model(pixels[row:row + 1], None, {k: v[row:row + 1] for k, v in question.items()}, one)
+        assert torch.allclose(alone[2][0], scores[row, :many], atol=1e-5) and torch.allclose(alone[0][0], f[row])
+    video = model.graph(*model.look(pixels, question["boxes"]))
+    words, g = model.read({k: choices[k] for k in ("input_ids", "attention_mask")})
+    keep = choices["attention_mask"].bool()
+    longest = keep.any(1, keepdim=True).expand_as(keep)
+    answer = model.summary(video, words, longest, choices["there"])
+    assert torch.allclose(scores[1], g[1] @ answer[1], atol=1e-6)
+    model.at_frames, rest = True, (words, longest, choices["there"])       # TGIF-QA's action and transition
+    early = model.summary(video, *rest)
+    model.at_frames = False
+    assert torch.equal(early, model.summary(attend_words(video, *rest), *rest)) and not torch.allclose(early, answer)
+    assert torch.allclose(g[0, 0], words[0, 0, :keep[0, 0].sum()].mean(0), atol=1e-6)    # a text's own words
+    assert not torch.allclose(model(pixels, None, question | {"boxes": question["boxes"] / 2}, choices)[2], scores)
+
+    model, tokenizer = model_of(["yes", "no", "two"])
+    model.eval()
+    answer = model(pixels, tokenizer(["a", "b"]), question)[2]
+    g_q, known = model.read(question)[1], model.known
+    words = model.read({k: v[:, None] for k, v in question.items() if k != "boxes"})[0]
+    keep = question["attention_mask"].bool()[:, None]
+    f = model.summary(model.graph(*model.look(pixels, question["boxes"])), words, keep, keep.any(-1))
+    assert torch.allclose(answer[1, 2], (f[1] @ known[2]) * (g_q[1] @ known[2]), atol=1e-6)
+    model.words.weight.mul_(2)
+    assert model.known is known and model.train().known is None and not model.vision.training
+    assert model.eval().vocabulary() is not known
+    assert model(pixels, tokenizer(["a", "b"]), question)[2].shape == (2, 3)
+
+
+def test_a_crop_shows_its_box():
+    frame = torch.arange(64.0).view(1, 1, 8, 8).expand(1, 3, 8, 8)
+    whole, quarter = crops(frame, torch.tensor([[[0.0, 0, 8, 8], [4, 0, 8, 4]]]))[0]
+    assert torch.allclose(whole, frame[0], atol=1e-4)
+    small = F.interpolate(frame[:, :, :4, 4:], scale_factor=2, mode="bilinear")[0]
+    assert torch.allclose(quarter[:, 1:-1, 2:-2], small[:, 1:-1, 2:-2], atol=1e-3)       # borders see beyond the box
+
+
+def test_boxes_of_moving_emoji_hold_the_drawing():
+    data = common.load_data("moving-emoji", "val", clips=(64, 24, 24), frames=4, image_size=32, regions=5)
+    assert "boxes" not in common.load_data("moving-emoji", "val", clips=(64, 24, 24)).texts.column_names
+    boxes = torch.tensor(data.column("boxes"))                             # (24, 4, 5, 4)
+    assert boxes.shape == (24, 4, 5, 4) and boxes.min() == 0 and boxes.max() == 32
+    ground = data.pixels[:, :, :, :1, :1].float()                          # a corner, (24, 4, 3, 1, 1)
+    drawn = ((data.pixels.float() - ground).abs().amax(2) > 24).float()    # (24, 4, 32, 32)
+    at = torch.arange(32) + 0.5
+    low, high = boxes[:, :, 0, :2], boxes[:, :, 0, 2:]                     # (24, 4, 2)
+    inside = ((at >= low[..., None] - 1) & (at <= high[..., None] + 1)).float()          # (24, 4, 2, 32), x and y
+    mask = inside[:, :, 1, :, None] * inside[:, :, 0, None]                # (24, 4, 32, 32)
+    assert (drawn * mask).sum() > 0.98 * drawn.sum() and mask.mean() < 0.6
+    assert boxes[0, 0, 1:].tolist() == [[0, 0, 16, 16], [16, 0, 32, 16], [0, 16, 16, 32], [16, 16, 32, 32]]
+    other = evaluation.answers.shuffled(data)                              # boxes go with their videos
+    where = [next(i for i, p in enumerate(data.pixels) if torch.equal(p, x)) for x in other.pixels]
+    assert torch.equal(torch.tensor(other.column("boxes")), boxes[where]) and where != sorted(where)
+
+
+# ---------------------------------------------------- files ---------------------------------------------------------
+W, N = 6, 7  # width of a feature, boxes of a frame in the files
+
+
+def features(videos):
+    rng = np.random.default_rng(0)
+    x1 = rng.uniform(0, 100, (videos, 8, 4, N, 2))
+    boxes = np.concatenate([x1, x1 + rng.uniform(5, 90, x1.shape)], -1)
+    return [a.astype(np.float32) for a in (rng.normal(size=(videos, 8, 4, N, W)), boxes,
+                                           rng.normal(size=(videos, 8, 4, W)))]
+
+
+def write_npz(folder, names):
+    (folder / "region_feat_aln").mkdir(parents=True), (folder / "frame_feat").mkdir()
+    for name, feat, bbox, frames in zip(names, *features(len(names))):
+        np.savez(folder / "region_feat_aln" / f"{name}.npz", feat=feat, bbox=bbox)
+        np.save(folder / "frame_feat" / f"{name}.npy", frames)
+
+
+def write_h5(folder, split, names):
+    h5py = pytest.importorskip("h5py")
+    (folder / "region_feat_n").mkdir(parents=True, exist_ok=True), (folder / "frame_feat").mkdir(exist_ok=True)
+    feat, bbox, frames = features(len(names))
+    with h5py.File(folder / "region_feat_n" / f"acregion_8c{N}b_{split}.h5", "w") as file:
+        file["ids"], file["feat"], file["bbox"] = names, feat, bbox        # ids of text come back as bytes
+    with h5py.File(folder / "frame_feat" / f"app_feat_{split}.h5", "w") as file:
+        file["ids"], file["resnet_features"] = names, frames
+
+
+def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
+    names = ["11", "b", "c"]
+    write_npz(tmp_path / "npz", names)
+    write_h5(tmp_path / "h5", "val", names)
+    feat, bbox, frames = features(3)
+    for folder in (tmp_path / "npz", tmp_path / "h5"):
+        read = Regions(folder, "val", 5, 32)
+        read.sizes = {"b": (200.0, 100.0)}
+        assert read.index() == {"11": ["11"], "video11": ["11"], "vid11": ["11"], "b": ["b"], "c": ["c"]}
+        for row, name, wide, high in ((1, "b", 200, 100), (2, "c", 320, 240)):
+            x = read(name).view(32, 6, W + 5).numpy()
+            clip, frame, box = 3, 2, 4
+            found, (x1, y1, x2, y2) = x[4 * clip + frame], bbox[row, clip, frame, box]
+            assert np.array_equal(found[0], [*frames[row, clip, frame], 0, 0, 0, 0, 0])
+            assert np.array_equal(found[1 + box, :W], feat[row, clip, frame, box])
+            area = (x2 - x1 + 1) * (y2 - y1 + 1) / (wide * high)
+            assert found[1 + box, W:] == pytest.approx([x1 / wide, y1 / high, x2 / wide, y2 / high, area], rel=1e-5)
+    assert len(Regions(tmp_path / "npz", "val", 5, 8)("c")) == 8
+    write_npz(tmp_path / "npz" / "of_another_set", names[1:])
+    with pytest.raises(UserError, match=r"2 files called b.npz; give the folder of one set"):
+        Regions(tmp_path / "npz", "val", 5, 32)
+    shutil.rmtree(tmp_path / "npz" / "of_another_set")
+    (tmp_path / "npz" / "frame_feat" / "b.npy").write_bytes(b"no array")
+    for name, regions, words in (("b", 5, "no array resnet_features of numbers"), ("c", 9, "7 boxes of a frame")):
+        with pytest.raises(ValueError, match=words):
+            Regions(tmp_path / "npz", "val", regions, 32)(name)
+    with pytest.raises(UserError, match=r"neither acregion_8c5b_train.h5 nor a VIDEO.npz is there"):
+        Regions(tmp_path / "h5", "train", 5, 32)
+    (tmp_path / "h5" / "frame_feat" / "app_feat_val.h5").write_bytes(b"cut")
+    with pytest.raises(UserError, match="app_feat_val.h5: no table of features"):
+        Regions(tmp_path / "h5", "val", 5, 32)
+
+
+def test_without_h5py_its_files_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "acregion_8c5b_val.h5").write_bytes(b"")
+    monkeypatch.setitem(__import__("sys").modules, "h5py", None)
+    with pytest.raises(UserError, match=r"acregion_8c5b_val.h5 is read with h5py: pip install h5py"):
+        Regions(tmp_path, "val", 5, 32)
+
+
+def test_a_run_on_files_with_captions(tmp_path, capsys):
+    """NExT-QA's lists with features for videos, read by a worker, h5 where h5py is; and what eval.py makes of it."""
+    header = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
+    for split in ("train", "val", "test"):
+        write_rows(tmp_path / f"{split}.csv", header, [
+            (k, 3, 96, 64, f"what is number {k}", k % 5, q, ["CW", "DO"][k % 2], "a", "b", "c", "d", "e")
+            for q, k in enumerate([0, 1, 2, 3] * 2)] + [(9, 3, 96, 64, "who is gone", 0, 9, "DO", *"abcde")])
+    write_npz(tmp_path / "features", "0123")
+    try:
+        write_h5(tmp_path / "features", "test", list("3210"))
+    except pytest.skip.Exception:
+        pass
+    data = common.load_data("nextqa", "train", data_dir=str(tmp_path), region_dir=str(tmp_path / "features"), regions=5,
+                            frames=8)
+    expected = features(4)[1][1, 0, 0, 2] / (96, 64, 96, 64)               # by the sizes of the list
+    assert data.read(1).view(8, 6, W + 5)[0, 3, W:-1].numpy() == pytest.approx(expected, rel=1e-5)
+    (tmp_path / "more.csv").write_text("video,caption\n0.mp4,a caption of the first\n")
+    flags = ["--dataset", "nextqa", "--data-dir", tmp_path, "--region-dir", tmp_path / "features", "--frames", 8,
+             *"--workers 1 --text-encoder small --text-length 12 --batch-size 4 --meta-batch-size 2".split(),
+             "--extra-captions", tmp_path / "more.csv"]
+    test = run(tmp_path / "run", *flags)["test"]["nextqa"]
+    said = capsys.readouterr().out
+    assert test["questions"] == 8 and {"accuracy causal", "accuracy descriptive"} < test.keys()
+    assert "1 videos (1 questions) are not in" in said and "2 have a caption, 6 the question in its place" in said
+    found = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--tasks", "qa",
+                                             "retrieval", "--workers", "0"]))["datasets"]["nextqa"]
+    assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
+    assert found["left_out"] == {"retrieval": "the set has no captions"}
+    model = common.load_model(tmp_path / "run")[0]
+    with pytest.raises(UserError, match="this model reads features of regions, which --region-dir brings"):
+        model(torch.zeros(1, 4, 3, 16, 16))
+    args = mama.parse_args([*map(str, of_set(BASE, flags)), *map(str, flags), "--extra-pairs", "moving-emoji"])
+    with pytest.raises(UserError, match="drawn in memory, or read as features"):
+        mama.main(args)
+
+
+# ---------------------------------------------------- runs ----------------------------------------------------------
+@pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
+def test_a_run_its_checkpoint_and_its_resume(tmp_path, task, capsys):
+    """Margin and learnt weights on; the image encoder stays as it is; three steps are two and one resumed."""
+    folder = tmp_path / "run"
+    summary = run(folder, "--task", task, "--max-steps", "3", "--save-every", "1", "--meta-every", "1")
+    for row in logged(folder):
+        assert row["CE"] > 0 and row["L"] > row["CE"] and row["loss"] == pytest.approx(row["w"] * row["L"], rel=0.2)
+    weights, test = folder / "model.safetensors", summary["test"]["moving-emoji"]
+    whole = load_file(weights)
+    torch.manual_seed(42)
+    first = common.VisionEncoder("small", 0, False, 16).state_dict()
+    assert all(torch.equal(whole[f"vision.{k}"], v) for k, v in first.items())
+    model, tokenizer, transform = common.load_model(folder)
+    data = common.load_data("moving-emoji", "test", clips=(32, 8, 8), frames=4, image_size=16, regions=5)
+    assert evaluation.answers.evaluate(model, tokenizer, transform, data, CPU, batch=12)[0] == test
+    found = eval_py.main(eval_py.parse_args(["--checkpoint", str(folder), "--cpu", "--tasks", "qa", "gap", "knn"]))
+    found = found["datasets"]["moving-emoji"]
+    assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
+    assert set(found["left_out"].values()) == {"its boxes come with the questions: only --tasks qa"}
+    weights.rename(tmp_path / "whole.safetensors")
+    shutil.rmtree(folder / "checkpoints" / "step_3")
+    capsys.readouterr()
+    assert "--regions was 5" in refused(mama.parse_args, ["--resume", str(folder), "--regions", "4"], capsys)
+    mama.main(mama.parse_args(["--resume", str(folder)]))
+    assert equal_files(weights, tmp_path / "whole.safetensors")
+
+
+def test_two_processes_and_chunks_are_one_without_dropout(tmp_path):
+    """Losses and weights, with the meta step; and a batch in parts."""
+    flags = ["--task", "qa-choice", *SGD, "--dropout", "0", "--meta-every", "1", "--lr"]
+    run(tmp_path / "start", *flags, "0")
+    run(tmp_path / "one", *flags, "0.005")
+    where = ["--output-dir", str(tmp_path), "--run-name", "two"]
+    launch.finish("mama", [*BASE, *flags, "0.005", *where], tmp_path / "two.txt", 2)
+    for a, b in zip(logged(tmp_path / "one"), logged(tmp_path / "two"), strict=True):
+        assert all(b[k] == pytest.approx(a[k], rel=1e-3, abs=1e-5) for k in ("loss", "L", "w", "CE", "pos_cos"))
+    start, a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "one", "two"))
+    assert drift(b, a, start) < 0.05
+    a, b = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
+    assert a["test"] == b["test"]
+    plain = ["--task", "qa-open", "--weighting", "none", *SGD, "--dropout", "0"]
+    for name, chunk, lr in (("begin", 0, 0), ("whole", 0, 0.005), ("parts", 3, 0.005)):
+        run(tmp_path / name, *plain, "--chunk-size", str(chunk), "--lr", str(lr))
+    start, a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("begin", "whole", "parts"))
+    assert drift(b, a, start) < 0.05
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([], "--qa-model vgt: only for --task qa-open and qa-choice"),
+    (["--task", "qa-open", "--frames", "6"], "--frames 6: VGT has clips of 4 frames; a multiple of 4"),
+    (["--task", "qa-open", "--crop-min", "0.5"], "boxes follow no crop and no mirror; --crop-min 1 --flip 0"),
+    (["--task", "qa-open", "--qa-similarity", "fused"], "--qa-similarity fused: only for"),
+    (["--task", "qa-open", "--region-dir", "."], "--region-dir DIR and --image-encoder regions go together"),
+    (["--dataset", "nextqa"], "--region-dir DIR and --image-encoder regions go together"),
+    (["--dataset", "nextqa", "--region-dir", "nowhere"], "--region-dir nowhere: no such path"),
+    (["--dataset", "nextqa", "--region-dir", ".", "--video-dir", "."], "--video-dir: only without --region-dir"),
+    (["--task", "qa-open", "--fusion-layers", "1"], "--fusion-layers: only where questions have --qa-model fusion"),
+    (["--task", "qa-open", "--qa-model", "fusion", "--regions", "3"], "--regions: only with --qa-model vgt"),
+    (["--task", "qa-open", "--plan"], "--plan: VGT is not counted")])
+def test_bad_flags(flags, words, capsys):
+    assert words in refused(mama.parse_args, [*of_set(BASE, flags), *flags], capsys)
+
+
+def test_what_a_set_cannot_give():
+    with pytest.raises(UserError, match="--regions 6: a frame of moving-emoji has 5"):
+        mama.main(mama.parse_args([*BASE, "--task", "qa-open", "--regions", "6"]))
+    data = common.load_data("moving-emoji", "val", clips=(64, 24, 24))
+    args = Namespace(task="qa-choice", qa_model="vgt", image_encoder="small")
+    with pytest.raises(UserError, match="--qa-model vgt: moving-emoji has no boxes of its own"):
+        evaluation.answers.questions_of(data, args)
+    with pytest.raises(UserError, match="^--image-encoder regions: the data set has pixels"):
+        mama.main(mama.parse_args([*BASE, "--task", "qa-open", "--image-encoder", "regions", "--region-dir", "."]))
+
+
+def test_recipes_are_the_paper_s():
+    paper = dict(lr=1e-5, meta_lr=1e-5, batch_size=4, epochs=30, frames=32, optimizer="adam", lr_schedule="cosine",
+                 lr_end=0, tau=1, eta=1, weight_decay=0, embed_dim=512, dropout=0.3, crop_min=1)
+    for name, regions, length in (("nextqa", 5, 38), ("causal-vidqa", 10, 38), ("msrvtt-qa", 10, 20)):
+        args = vars(mama.parse_args(["--dataset", name, "--qa-model", "vgt", "--region-dir", "."]))
+        assert paper.items() <= args.items() and (args["regions"], args["text_length"]) == (regions, length)
+    assert mama.VGT["nextqa"]["recipe"].startswith("paper's batch") and "regions" not in mama.ASKED["nextqa"]
