@@ -285,7 +285,7 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
     test = run(tmp_path / "run", *flags)["test"]["nextqa"]
     said = capsys.readouterr().out
     assert test["questions"] == 8 and {"accuracy causal", "accuracy descriptive"} < test.keys()
-    assert "1 videos (1 questions) are not in" in said and "2 have a caption, 6 the question in its place" in said
+    assert "1 videos (1 questions) are not in" in said and "2 have a caption, 6 use the question in its place" in said
     found = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--tasks", "qa",
                                              "retrieval", "--workers", "0"]))["datasets"]["nextqa"]
     assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
@@ -294,7 +294,7 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
     with pytest.raises(UserError, match="this model reads features of regions, which --region-dir brings"):
         model(torch.zeros(1, 4, 3, 16, 16))
     args = mama.parse_args([*map(str, of_set(BASE, flags)), *map(str, flags), "--extra-pairs", "moving-emoji"])
-    with pytest.raises(UserError, match="drawn in memory, or read as features"):
+    with pytest.raises(UserError, match="rendered in memory, or read as features"):
         mama.main(args)
 
 
