@@ -238,7 +238,7 @@ STOPPED = {
     "--caption-column nope": f"--caption-column nope: {COLUMNS}",
     "--batch-size 64": "--batch-size 64: larger than the 23 training examples of .*; --batch-size 23 fits, and "
                        "--fit-batch sets it by itself",
-    "--image-encoder resnet_99": "--image-encoder resnet_99: not small, features, resnet18-cifar, a timm model [(]near",
+    "--image-encoder resnet_99": "--image-encoder resnet_99: not small, features, ssb, resnet18-cifar, a timm model",
     "--image-encoder no/such": "--image-encoder no/such: ",
     "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: no such file",
     "--text-encoder nobody/none": "--text-encoder nobody/none: .*download it once and give the folder",
@@ -377,7 +377,7 @@ def test_output_that_cannot_be_written(inside, good, tmp_path):
 def test_weights_that_do_not_fit(good, tmp_path):
     save_file({"other": torch.zeros(2)}, tmp_path / "w.safetensors")
     message = stopped(good, tmp_path, "--init-from", tmp_path / "w.safetensors")
-    assert "none of its 1 tensors fits the model; it starts ['other'], the model ['" in message
+    assert "none of its 1 tensors fits the model; its first names are ['other'], the model's ['" in message
     (tmp_path / "w.pt").write_bytes(helpers.TEXT)
     message = stopped(good, tmp_path / "b", "--init-from", tmp_path / "w.pt")
     assert f"--init-from {tmp_path / 'w.pt'}: cannot be read" in message
