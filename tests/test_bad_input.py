@@ -207,11 +207,11 @@ REFUSED = {
     "--no-base --no-modulated --unimodal none": "leaves no loss",
     "--learnable-tau": "--loss temo has no single temperature to learn", "--loss slip --tau 1.5": "--tau-clamp",
     "--loss infonce --text-expert a/b": "--image-expert and --text-expert need --loss temo",
-    "--clip-law zipf": "--clip-law zipf: not of --dataset emoji, but of moving-emoji",
+    "--clip-law zipf": "--clip-law zipf: not a flag of --dataset emoji, but of moving-emoji",
     "--dataset moving-emoji --clip-law twice": "--clip-law invalid choice: 'twice'",
-    "--clips 40 20 20": "--clips 40 20 20: not of --dataset emoji, but of moving-emoji",
-    "--caption-noise 0.2": "--caption-noise 0.2: not of --dataset emoji, but of moving-emoji",
-    "--dataset moving-emoji --fold 3": "--fold 3: not of --dataset moving-emoji, but of emoji",
+    "--clips 40 20 20": "--clips 40 20 20: not a flag of --dataset emoji, but of moving-emoji",
+    "--caption-noise 0.2": "--caption-noise 0.2: not a flag of --dataset emoji, but of moving-emoji",
+    "--dataset moving-emoji --fold 3": "--fold 3: not a flag of --dataset moving-emoji, but of emoji",
     "--fold 10": "--fold 10: must be between 0 and 9", "--max-step 2": "unrecognized arguments: --max-step",
     "--batch 8": "unrecognized arguments: --batch", "--pretrained false": "unrecognized arguments: false"}
 
@@ -229,7 +229,7 @@ def test_flag(flags, capsys):
 @pytest.mark.parametrize("flag", ["--dataset", "--resume", "--eval-datasets"])
 def test_a_variable_that_is_not_set(flag, capsys):
     """An empty word would be the current folder, or a new run in place of the one that is to go on."""
-    assert f"{flag}: empty; a variable of the shell that is not set?" in refused(capsys, flag, "")
+    assert f"{flag}: empty; is a variable of the shell not set?" in refused(capsys, flag, "")
 
 
 COLUMNS = "captions.csv has no such column; it has: image, caption"
@@ -269,7 +269,7 @@ def test_the_batch_that_processes_can_share(monkeypatch):
 
 
 def test_hold_out_val_is_refused_where_it_would_do_nothing(capsys):
-    assert "--hold-out-val: only for a set by name that has train and test alone, not emoji" in refused(
+    assert "--hold-out-val: only for a set by name with just train and test, not emoji" in refused(
         capsys, "--hold-out-val")
 
 
@@ -477,4 +477,4 @@ def test_two_data_sets_that_declare_one_flag(monkeypatch, capsys):
     monkeypatch.setitem(ssv2.SETS["ssv2-lt"], "options", {"--fold": {"type": str, "default": "a", "help": "another"}})
     with pytest.raises(SystemExit):
         temo.parse_args(["--eval-datasets", "emoji", "ssv2-lt"])
-    assert "--dataset ssv2-lt: its file declares --fold, which is there already" in capsys.readouterr().err
+    assert "--dataset ssv2-lt: its file declares --fold, which exists already" in capsys.readouterr().err

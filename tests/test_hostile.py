@@ -728,7 +728,7 @@ def test_a_process_whose_partner_is_lost(how, data, tmp_path):
         run(data, tmp_path)
     (code, said), (other, _) = launch.ranks(tmp_path, work)
     line = the_line(code, said)
-    assert re.match("another of the 2 processes ended or hangs .*; its own words say why; --resume goes on from", line)
+    assert re.match("another of the 2 processes ended or hangs .*; its own message says why; --resume continues", line)
     assert other == (9 if how == "dies" else 2)
 
 
