@@ -1,4 +1,4 @@
-"""What the five method files share and a reader may skip: gradients over processes, views, encoders, data, batches.
+"""What the five method files share: gradients over processes, image views, encoders, data sets and batches.
 
 Notation, used in every file of this project:
     B  batch of this process      W  processes      N = B * W  global batch (every loss sees N candidates)
@@ -6,10 +6,10 @@ Notation, used in every file of this project:
     tau  temperature, divides the cosine            sim  plain cosine matrix, rows = queries (anchors)
     shapes stand beside the line that makes them, e.g.  logits = image @ text.T / tau    # (B, N)
 
-Sections: processes | losses on any card | random numbers | image views | text | encoders | data | batches. Below this
-file stand errors and words (engine/base.py), pure metrics (evaluation/metrics.py), encoders and tokenizers (encoders/)
-and how files are read (readers/); above it data sets (sets/), evaluation/, figures/, and the flags and the book-keeping
-of a run (engine/). engine/__init__.py comes first and keeps the threads of torch from spinning while they wait.
+Sections: processes | losses on any card | random numbers | image views | text | encoders | data | batches. This file
+imports errors and words (engine/base.py), metrics (evaluation/metrics.py), encoders and tokenizers (encoders/) and file
+readers (readers/). It is imported by the data sets (sets/), evaluation/, figures/, and the flags and book-keeping of a
+run (engine/). engine/__init__.py is imported first and keeps waiting threads of torch from spinning.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class _Gather(torch.autograd.Function):
         return _SumRows.apply(grad)
 
     @staticmethod
-    def jvp(ctx, tangent):  # forward mode: tangents travel as the values do
+    def jvp(ctx, tangent):  # forward mode: tangents are gathered as the values are
         return _all_rows(tangent)
 
 
@@ -83,7 +83,7 @@ class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, grad):
         grad = grad.contiguous().clone()
-        dist.all_reduce(grad)  # every process used our rows as its columns: add what each of them asks
+        dist.all_reduce(grad)  # every process used our rows as its columns: sum their gradients
         return grad.chunk(world())[rank()]  # (B, ...)
 
     @staticmethod
@@ -120,7 +120,7 @@ def average_gradients(parameters):
 
 
 def average(gradients):
-    """Mean over processes of what autograd.grad gave, which DDP never sees: a tuple of tensors."""
+    """Mean over processes of gradients from autograd.grad, which DDP does not average: a tuple of tensors."""
     gradients = tuple(g.contiguous() for g in gradients)
     for g in gradients if world() > 1 else ():
         dist.all_reduce(g)
@@ -131,8 +131,8 @@ def average(gradients):
 def check_finite(loss, step, tau, embeddings, keys, rates="--lr"):
     """Stop all processes together, with one message, when the loss is not finite on any of them.
 
-    Args: loss (); tau: float for the message; embeddings: tensors (B, D) whose norms are named; keys: B sample keys;
-        rates: the flags of what may be too high.
+    Args: loss (); tau: float for the message; embeddings: tensors (B, D), whose norms it gives; keys: B sample keys;
+        rates: the flags of the learning rates that it advises to lower.
     Raises: UserError on every process.
     """
     finite = torch.isfinite(loss.detach()).to(torch.int32)
@@ -167,31 +167,31 @@ def fp32(loss):
 
 
 def rows_at_once(rows, columns, device):
-    """How many rows of (rows, columns) matrices a loss takes at a time: all below 1 GiB of float32 temporaries; above,
-    64 MiB of them, which a CPU's cache likes, and 1 GiB on a card, which large products keep busy."""
+    """How many rows of (rows, columns) matrices a loss computes at a time: all, if their float32 temporaries fit into
+    1 GiB; else as many as fit into 64 MiB on a CPU (for its cache), into 1 GiB on a card (to keep it busy)."""
     per_row = 4 * 21 * columns  # bytes; Algorithm 1 of TeMo written out keeps about 21 (B, N) matrices
     return rows if rows * per_row <= 2**30 else max(1, 2**(30 if device.type == "cuda" else 26) // per_row)
 
 
 def per_anchor(value, anchor, name="tau", positive=True, columns=0):
-    """A temperature or margin of a loss: a number or () as it is, (B,) of the anchors (B, D) as (B, 1).
+    """Checks a temperature or margin of a loss. Returns: a number or () unchanged, (B,), one per anchor, as (B, 1).
 
-    Args: name: for the message; positive: a number must be above 0 (a tensor is not looked at: that would wait for the
-        card); columns: N where the loss takes a value for each pair, (B, N), as well.
-    Raises: ValueError for a number that is not, and for any other shape, which a division would spread somehow."""
+    Args: name: for the message; positive: a number must be above 0 (a tensor's values are not checked: that would wait
+        for the card); columns: N if the loss also accepts one value per pair, (B, N).
+    Raises: ValueError for a number that is not above 0, and for any other shape, which would broadcast wrongly."""
     if not torch.is_tensor(value):
         one_number(value, name, positive)
     elif value.ndim and value.shape != (len(anchor),) and value.shape != (len(anchor), columns):
-        pairs = f", or ({len(anchor)}, {columns}), one a pair" if columns else ""
-        raise ValueError(f"{name}: a tensor {tuple(value.shape)}; give a number, () or ({len(anchor)},), one an anchor "
-                         f"of this process{pairs}")
+        pairs = f", or ({len(anchor)}, {columns}), one per pair" if columns else ""
+        raise ValueError(f"{name}: a tensor {tuple(value.shape)}; give a number, () or ({len(anchor)},), one per "
+                         f"anchor of this process{pairs}")
     elif value.ndim == 1:
         return value[:, None]  # (B, 1)
     return value
 
 
 def one_number(value, name="tau", positive=True):
-    """A number or () as it is. Raises: ValueError for any other shape, and for a number that is not above 0."""
+    """Returns a number or () unchanged. Raises: ValueError for any other shape, and for a number not above 0."""
     if torch.is_tensor(value) and value.ndim or not torch.is_tensor(value) and np.ndim(value):
         shape = tuple(value.shape) if torch.is_tensor(value) else np.shape(value)
         raise ValueError(f"{name}: {shape}; give a number or ()" + ("" if torch.is_tensor(value) else ", or a tensor"))
@@ -201,11 +201,11 @@ def one_number(value, name="tau", positive=True):
 
 
 def by_rows(loss, *rows, columns, block=0):
-    """Losses of rows, recomputed in blocks of rows when the (B, N) matrices would be large: memory linear in N.
+    """The loss of each row; for large (B, N) matrices in blocks of rows, which backward recomputes: memory linear in N.
 
     Args:
-        loss: function of slices of `rows` -> (b,), or () their mean; each slice keeps its place in the gradient.
-        rows: tensors whose first axis is B are sliced; anything else is handed on whole.
+        loss: function of slices of `rows` -> (b,), or () their mean; gradients flow back through the slices.
+        rows: tensors whose first axis is B are sliced; anything else is passed whole.
         columns: N.   block: rows at a time; 0 = see rows_at_once.
     Returns: (B,), or () the mean over all rows.
     """
@@ -224,7 +224,7 @@ def by_rows(loss, *rows, columns, block=0):
 
 @contextlib.contextmanager
 def tf32(on=True):
-    """Inside, float32 matrix products of a CUDA card are TF32's (11 bits for 24): for encoders, never for a loss."""
+    """Inside, a CUDA card multiplies float32 matrices in TF32 (11 bits, not 24): for encoders, never for a loss."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if on else before)
     try:
@@ -234,7 +234,7 @@ def tf32(on=True):
 
 
 class _Border(torch.autograd.Function):
-    """The identity between encoders and loss: on the way back `crossed` is called when the loss's part is done."""
+    """The identity, placed between encoders and loss: backward calls `crossed` when it reaches the encoders."""
 
     @staticmethod
     def forward(ctx, crossed, *embeddings):
@@ -249,18 +249,18 @@ class _Border(torch.autograd.Function):
 
 
 class Chunks:
-    """The embeddings of a batch, and the way back from a loss of them into the encoders: all at once, or `chunk`
-    examples at a time with the memory of a chunk and the exact gradient of the full batch (gradient caching).
+    """Encodes a batch, and passes the gradient of a loss back into the encoders: all at once, or `chunk` examples at a
+    time, with the memory of one chunk and the exact gradient of the full batch (gradient caching).
 
-    In chunks the batch is encoded without a graph first. The script computes its loss from these embeddings, and its
-    gradient at them is there; `backward` encodes each chunk again with the random state of the first pass and pushes
-    the gradient through.
+    With chunks, the batch is first encoded without a graph. The script computes its loss from these embeddings. Then
+    `backward` computes the loss's gradient at the embeddings, encodes each chunk again with the random state of the
+    first pass, and passes the gradient through it.
 
     Args:
         encode: function of nested dicts of (b, ...) tensors -> tuple of (b, D) embeddings, rows as in the inputs.
         model: what `encode` calls, as prepared by the accelerator.
         chunk: examples at a time on this process, 0 = all.
-        tf32: on a CUDA card the encoders' float32 products are TF32's, there and back; the loss's stay exact.
+        tf32: on a CUDA card the encoders multiply float32 in TF32, forward and backward; the loss never does.
     """
 
     def __init__(self, encode, model, accelerator, chunk=0, tf32=False):
@@ -272,7 +272,7 @@ class Chunks:
         return tf32(self.tf32)
 
     def _crossed(self):
-        if self.on_the_way_back:  # not where a script asks for gradients of its own
+        if self.on_the_way_back:  # not when a script calls autograd.grad itself
             torch.set_float32_matmul_precision("high")
 
     def encode(self, inputs):
@@ -295,7 +295,7 @@ class Chunks:
     def backward(self, loss):
         """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
         self.on_the_way_back = self.tf32
-        with tf32(on=False):  # what the border has switched on ends here
+        with tf32(on=False):  # undoes what _crossed has switched on
             self.accelerator.backward(loss)
         self.on_the_way_back = False
         if not self.pieces:
@@ -325,12 +325,12 @@ def _slice(x, i, j):
 
 
 def random_state(device):
-    """Of the CPU and, where that is a GPU, of the device."""
+    """Random states of the CPU and, if the device is a GPU, of the device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def set_random_state(state, device):
-    """Put back what random_state gave."""
+    """Restores what random_state returned."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
@@ -395,7 +395,7 @@ class Augment:
 
     Args: size (pixels); scale_min: smallest area of the random crop, as a part of the image (1 = no crop); flip, grey,
         blur, jitter_p: probabilities; brightness, contrast, saturation, hue: strengths as in torchvision.ColorJitter;
-        randaugment: (operations, magnitude of 30), or (0, 0); squash: without a crop, change the aspect.
+        randaugment: (operations, magnitude out of 30), or (0, 0); squash: with no crop, do not keep the aspect.
     """
     DRAWS = 16
 
@@ -409,8 +409,8 @@ class Augment:
     def boxes(self, height, width, u):
         """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.
 
-        With scale_min = 1 the evaluation view: the centre square, or all of the image with squash. Sides that would
-        leave the image are cut to it (torchvision draws again, up to ten times)."""
+        With scale_min = 1 it is the evaluation view: the centre square, or with squash the whole image. Sides longer
+        than the image's are cut to them (torchvision draws again, up to ten times)."""
         if self.scale_min == 1:
             h, w = (height, width) if self.squash else (min(height, width),) * 2
             return np.tile(np.array([[(height - h) // 2, (width - w) // 2, h, w]]), (len(u), 1))
@@ -457,8 +457,8 @@ class Augment:
 
 
 LEVELS = np.arange(256.0)
-# RandAugment's operations in the order of torchvision's, each a function of one plane (H, W) uint8 and a strength, and
-# the strength at magnitude 30: shears and light by a factor, shifts in parts of a side, degrees; 0: neither it nor sign
+# RandAugment's operations in torchvision's order: a function of one plane (H, W) uint8 and a strength; the strength at
+# magnitude 30 (of shears and light a factor, of shifts a part of the side, of rotations degrees; 0: it has none).
 OPERATIONS = {
     "Identity": (lambda p, m: p, 0),
     "ShearX": (lambda p, m: _moved(p, 1, m, 0, 0, 1, 0), 0.3),
@@ -473,12 +473,12 @@ OPERATIONS = {
 
 
 def randaugment(image, u, operations, magnitude):
-    """(..., 3, H, W) uint8 after `operations` random ones of OPERATIONS, each with probability 1/2, from the sample's
-    own draws u (DRAWS,); magnitude: of 30.
+    """Applies `operations` random OPERATIONS to (..., 3, H, W) uint8, each with probability 1/2, as the sample's own
+    draws u (DRAWS,) say; magnitude: out of 30.
 
-    Choices, signs and strengths are those of torchvision's v2.RandAugment after torch.manual_seed; its pictures too,
-    within one grey level, but where a shear hits the middle of two pixels, and for 1 pixel in 400 of a rotation at
-    256 px. Plane by plane, so that temporaries fit the cache: new memory for each costs more than the work."""
+    Choices, signs and strengths are those of torchvision's v2.RandAugment after torch.manual_seed. The images equal its
+    within one grey level, except where a shear hits the middle between two pixels, and for 1 pixel in 400 of a rotation
+    at 256 px. Plane by plane, temporaries fit the cache: allocating larger ones costs more than the work."""
     random = torch.Generator().manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
     for _ in range(operations):
         if torch.rand((), generator=random) >= 0.5:
@@ -493,7 +493,7 @@ def randaugment(image, u, operations, magnitude):
 
 
 def _moved(plane, *matrix):
-    """The nearest pixel to (a x + b y + c, d x + e y + f) of the plane (H, W) at each place (x, y); black outside."""
+    """At each (x, y) the plane's (H, W) pixel nearest to (a x + b y + c, d x + e y + f); black outside the plane."""
     return np.asarray(Image.fromarray(plane).transform(plane.shape[::-1], Image.Transform.AFFINE, matrix))
 
 
@@ -509,8 +509,8 @@ def _stretched(plane, low, high):
 
 
 def _sharpened(plane, ratio):
-    """The plane (H, W) away from (ratio > 1) or towards its mean of 3 x 3 pixels, its own counted 5 times; the border
-    stays."""
+    """The plane (H, W) moved away from (ratio > 1) or towards the mean of 3 x 3 pixels, in which the centre counts 5
+    times; the border stays."""
     x, out = plane.astype(np.int16), plane.copy()
     rows = x[:, :-2] + x[:, 1:-1] + x[:, 2:]  # (H, W - 2)
     x = x[1:-1, 1:-1]  # (H - 2, W - 2)
@@ -634,10 +634,10 @@ class QuestionAnswerer(TwoTower):
     Args:
         vision, text: the towers.
         answers: the vocabulary of open questions, most frequent first; [] = questions with choices.
-        model: 'fusion'; or 'dual', for questions with choices alone.
-        layers: of the fusion.   frames: tokens of a clip at most.
-        similarity: of videos with texts: 'pooled', of their embeddings before the fusion; or 'fused'.
-    block: texts at a time that go through the fusion with all videos; 0 = automatic, see by_rows.
+        model: 'fusion'; or 'dual', only for questions with choices.
+        layers: of the fusion.   frames: the most frames that a clip may have.
+        similarity: how videos are compared with texts: 'pooled', before the fusion; or 'fused', by a pass through it.
+    block: how many texts at a time go through the fusion with all videos; 0 = automatic, see by_rows.
     """
     block = 0
 
@@ -649,22 +649,22 @@ class QuestionAnswerer(TwoTower):
             return
         width = text.width
         self.frame = nn.Linear(vision.width, width)
-        self.place = nn.Parameter(torch.randn(1 + frames, width) * 0.02)   # [CLS], and where each frame stands
+        self.place = nn.Parameter(torch.randn(1 + frames, width) * 0.02)   # of [CLS] and of each frame
         self.fusion = Transformer(width, layers, next(h for h in (12, 8, 4, 2, 1) if width % h == 0))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, max(1, len(self.answers)))
         if similarity == "fused":
             self.pair = nn.Parameter(torch.randn(2, width) * 0.02)
-            vision.projection.requires_grad_(False)                        # they reach no loss: DDP would wait for them
+            vision.projection.requires_grad_(False)                        # no loss uses them: DDP would wait for them
             text.projection.requires_grad_(False)
 
     def forward(self, pixels=None, tokens=None, question=None, choices=None):
-        """pixels (B, [T,] 3, S, S); tokens (B, L) of the texts that are paired with them, None in evaluation; question:
-        tokens (B, L); choices: tokens (B, C, L) of "question choice", and `there` (B, C), False where one has fewer.
+        """pixels (B, [T,] 3, S, S); tokens (B, L) of the texts paired with them, None in evaluation; question: tokens
+        (B, L); choices: tokens (B, C, L) of "question choice", and `there` (B, C), False for a choice that is missing.
 
-        Returns: video (B, D), text (B, D), scores (B, A) of the vocabulary or (B, C), -inf where no choice is; without
-            a question what TwoTower returns. Where the similarity is fused and tokens are given, video and text are
-            cosines (B, N) with all texts and all videos of the global batch: see `cosines`.
+        Returns: video (B, D), text (B, D), scores (B, A) of the vocabulary or (B, C) of choices, -inf for a missing
+            one; without a question what TwoTower returns. With fused similarity and tokens, video and text are instead
+            the cosines (B, N) with all texts and all videos of the global batch: see `cosines`.
         """
         if question is None:
             return super().forward(pixels, tokens)
@@ -694,11 +694,11 @@ class QuestionAnswerer(TwoTower):
         return video, paired, scores if there is None else scores.masked_fill(~there, -math.inf)
 
     def fuse(self, first, frames, words, keep):
-        """What the transformer makes of tokens (f, W) that stand before the frames (b, T, width) of a clip and words
-        (b, L, W), keep (b, L) where there are words: (b, f, W)."""
+        """Output (b, f, W) of the transformer at tokens `first` (f, W), which precede the frames (b, T, width) of a
+        clip and words (b, L, W); keep (b, L) is 0 at padding."""
         b, T = frames.shape[:2]
         if T > self.frames:
-            raise UserError(f"{T} frames of a clip, but this model knows the places of {self.frames}; use "
+            raise UserError(f"{T} frames per clip, but this model was made for at most {self.frames}; use "
                             f"--frames {self.frames}")
         first = first.expand(b, -1, -1)                                    # (b, f, W)
         x = torch.cat([first, self.frame(frames) + self.place[1:1 + T], words], 1)   # (b, f + T + L, W)
@@ -708,9 +708,9 @@ class QuestionAnswerer(TwoTower):
     def cosines(self, frames, words, keep):
         """Cosines of all pairs of the global batch, each by a pass through the fusion.
 
-        Args: frames (B, T, width), words (B, L, W), keep (B, L): of this process; row i of all is a pair.
+        Args: frames (B, T, width), words (B, L, W), keep (B, L): of this process; row i of each is one pair.
         Returns: (B, N) its videos with all texts, (B, N) its texts with all videos. Each process fuses B * N pairs,
-            those of its texts (all clips have T frames, while the texts of other processes may be longer).
+            those of its own texts (all clips have T frames, while the texts of other processes may be longer).
         """
         videos = gather(frames)                                            # (N, T, width)
         N, length = len(videos), 2 + frames.shape[1] + words.shape[1]
@@ -730,13 +730,13 @@ SPEC = ("image_encoder", "text_encoder", "embed_dim", "image_size", "text_length
 
 
 def spec_of(args):
-    """What the model flags of a script say, for build_model; without texts features alone: its head is its own."""
+    """The model flags of a script, for build_model; without texts only features, on which a script puts its head."""
     without = {} if hasattr(args, "text_encoder") else {"text_encoder": "", "embed_dim": 0}
     return {k: getattr(args, k) for k in SPEC if hasattr(args, k)} | without
 
 
 def build_model(spec, tokenizer, pretrained, weights=""):
-    """TwoTower and EvalTransform from a spec (the content of model.json): what the model flags mean, in one place.
+    """TwoTower and EvalTransform from a spec (the content of model.json), which holds the model flags.
 
     weights: a file for init_from; a timm image encoder is then not downloaded."""
     hub_id, asked = "/" in spec["image_encoder"], spec.get("questions") or {}
@@ -777,7 +777,7 @@ def load_model(run_dir):
     run_dir = Path(run_dir)
     if not (run_dir / "model.json").is_file():
         raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
-    again = f"; --resume {run_dir} writes it anew" if any(run_dir.glob("checkpoints/step_*/state.json")) else ""
+    again = f"; --resume {run_dir} writes it again" if any(run_dir.glob("checkpoints/step_*/state.json")) else ""
     try:
         spec = base.read_json(run_dir / "model.json")
         check_spec(spec)
@@ -793,7 +793,7 @@ def load_model(run_dir):
     try:
         weights = run_dir / "model.safetensors"
         if spec.get("sha256") not in (None, base.checksum(weights)):
-            raise OSError("not the bytes that the run wrote; if they are meant, take sha256 out of model.json")
+            raise OSError("not the bytes that the run wrote; if that is intended, remove sha256 from model.json")
         model.load_state_dict(load_file(weights))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = first_line(error)
@@ -802,19 +802,19 @@ def load_model(run_dir):
 
 
 # ======================================================= data =======================================================
-HELD_OUT = 0.05  # part of the images held out for val, and again for test, where the data come without these splits
-MOST_HELD_OUT = 5000  # of these, used in an evaluation
-IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are asked row by row
+HELD_OUT = 0.05  # part of the images held out for val, and as much for test, if the data lack these splits
+MOST_HELD_OUT = 5000  # at most so many of them are evaluated
+IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are read row by row
 
 
-@functools.lru_cache(maxsize=2 * 16)  # as many tars as are read at a time, and those of the next turn
+@functools.lru_cache(maxsize=2 * 16)  # the tars read at a time, and those read next
 def _opened(path):
     return open(path, "rb", buffering=0)  # closed when it leaves the cache
 
 
 def part_of(path, offset, size):
-    """Bytes of a tar, whose handle stays open: a disk over a network takes milliseconds for each opening."""
-    if not hasattr(os, "pread"):  # Windows; a handle that forks share has one place, which pread leaves alone
+    """Bytes of a tar. Its handle stays open, since a network disk takes milliseconds to open a file."""
+    if not hasattr(os, "pread"):  # Windows; elsewhere pread, as forks share a handle's position and it uses none
         with open(path, "rb") as tar:
             tar.seek(offset)
             return tar.read(size)
@@ -823,23 +823,23 @@ def part_of(path, offset, size):
 
 @dataclasses.dataclass
 class Data:
-    """One split of a data set: a `datasets.Dataset` table, one row an example, and how its pixels are read.
+    """One split of a data set: a `datasets.Dataset` table with one row per example, and how its pixels are read.
 
     Columns of the table: source (struct of path or bytes; offset and size inside a tar; start and end in seconds),
     captions (list of str), key, and where the set has them label (ClassLabel), group (rows of one group are positives
-    of each other), verb, noun, question, answer, choices, question_type, pair (sets/questions.py); question None: a
-    row of --extra-pairs has none.
+    of each other), verb, noun, question, answer, choices, question_type, pair (sets/questions.py); question is None
+    in rows of --extra-pairs.
     To change an attribute: dataclasses.replace(data, note=...).
     """
     name: str
     split: str
     table: object                     # datasets.Dataset
-    pixels: torch.Tensor = None       # (M, [T,] 3, H, W) uint8 where the whole split lies in memory
+    pixels: torch.Tensor = None       # (M, [T,] 3, H, W) uint8 if the whole split is in memory
     clip: object = None               # how a video becomes frames (readers/clips.py); None for images
     note: str = ""                    # what was left out or held out, for the banner
     templates: tuple = ()             # formats around a caption that serve as paraphrases, "a drawing of {}"
     prompts: tuple = None             # zero-shot templates with {c}
-    has_captions: bool = True         # False where class names stand in
+    has_captions: bool = True         # False if class names take their place
     grouped: bool = False             # video -> text ranks videos by their best caption (MSVD's protocol)
     max_captions: int = 0             # captions of an example used in evaluation; 0 = all
     max_pixels: int = MAX_PIXELS      # a larger image is not decoded
@@ -848,12 +848,12 @@ class Data:
     which: np.ndarray = None          # (M,) number of the one caption of each row, after unfold()
     sentences: object = None          # the texts that multi-instance retrieval ranks, and relevancies (sets/epic.py)
     caption_relevancy: float = 0.0    # training draws among the sentences above this relevancy; 0 = own captions
-    own: object = None                # the set's own rows, which come first, where --extra-pairs brought more
+    own: object = None                # the set's own rows, which come first, if --extra-pairs added others
     streamed = False                  # readers/stream.py answers True
 
     def __post_init__(self):
         table = self.table
-        # a caption must not read image bytes
+        # reading a caption must not read image bytes
         self.texts = table.remove_columns("source") if "source" in table.column_names else table
         self.sources = table.select_columns("source") if "source" in table.column_names else None
         self.rows = np.arange(len(table)) if self.rows is None else self.rows
@@ -862,7 +862,7 @@ class Data:
     def __len__(self):
         return len(self.table)
 
-    examples = distinct = property(__len__)  # of one epoch, and different ones; a stream may not know them
+    examples = distinct = property(__len__)  # rows per epoch, and distinct rows; a stream may not know them
 
     def column(self, name):
         """A whole column: numbers as an array (M,), anything else as a list; None where the set has no such column."""
@@ -899,7 +899,7 @@ class Data:
         return self.texts[int(i)][column]
 
     def captions(self, i):
-        """The captions of row i, without a look at its pixels."""
+        """The captions of row i; its pixels are not read."""
         captions = self.cell("captions", i)
         return captions if self.which is None else [captions[self.which[i]]]
 
@@ -936,19 +936,19 @@ class Data:
 
     def select(self, rows, split=None):
         """The same data set with only these rows, in this order; a row may come twice."""
-        rows = np.asarray(rows, dtype=None if len(rows) else np.int64)  # an empty list is no list of floats
+        rows = np.asarray(rows, dtype=None if len(rows) else np.int64)  # numpy takes an empty list for floats
         cut = {k: v[rows] for k in ("rows", "which", "shards") if (v := getattr(self, k)) is not None}
         pixels = None if self.pixels is None else self.pixels[torch.from_numpy(rows)]
         table = self.table.select(rows)
         return dataclasses.replace(self, split=split or self.split, table=table, pixels=pixels, own=None, **cut)
 
     def drawing_sentences(self, relevancy, unfolded=False):
-        """With --caption-relevancy: training draws a sentence for each clip. Raises: UserError without any."""
+        """The data for --caption-relevancy: training draws a sentence for each clip. Raises: UserError without any."""
         if self.sentences is None:
             raise UserError(f"--caption-relevancy: {self.name} has no sentences with relevancies (epic-kitchens-100 "
                             "has); set it to 0")
         if unfolded:
-            raise UserError("--caption-relevancy draws a sentence for each clip; it goes not with --unfold-captions")
+            raise UserError("--caption-relevancy draws a sentence for each clip; leave out --unfold-captions")
         return dataclasses.replace(self, caption_relevancy=relevancy)
 
     def unfold(self):
@@ -959,14 +959,14 @@ class Data:
         return dataclasses.replace(self.select(rows), which=which)
 
     def in_memory(self, limit=96):
-        """The same examples, their pixels in one uint8 tensor where they are small and of one size; else unchanged."""
+        """The same examples, with pixels in one uint8 tensor if they are small and all of one size; else unchanged."""
         if self.pixels is not None or not len(self):
             return self
         try:
             if max(self.read(0).shape[-2:]) > limit:
                 return self
             images = [self.read(i) for i in range(len(self))]  # (3, H, W) each
-        except (OSError, ValueError):  # an unreadable one is counted when its turn comes
+        except (OSError, ValueError):  # an unreadable one is counted when it is drawn
             return self
         return dataclasses.replace(self, pixels=torch.stack(images)) if len({x.shape for x in images}) == 1 else self
 
@@ -1007,7 +1007,7 @@ def make_table(captions, keys, sources=None, classes=None, **columns):
 
 
 def from_rows(name, split, rows, options, classes=None, **attributes):
-    """`Data` of rows that somebody's annotation files give.
+    """`Data` of the rows that were read from annotation files.
 
     Args: rows: dicts with source (a path, or a dict as in the column `source`), captions (list of str), key and further
         columns; rows without a caption are left out and counted in the note. classes: {column: class names}.
@@ -1025,7 +1025,7 @@ def from_rows(name, split, rows, options, classes=None, **attributes):
 
 
 def with_notes(data, silent):
-    """The data with what was left out or is odd in the note. silent: rows that had no caption."""
+    """The data, with a note that says what was left out or looks wrong. silent: how many rows had no caption."""
     lost = f"{silent:,} without a caption left out" if silent else ""
     labels = data.column("label")
     unknown = int((labels < 0).sum()) if labels is not None else 0
@@ -1036,7 +1036,7 @@ def with_notes(data, silent):
 
 
 def has_clips(data):
-    """Are its examples clips? Tables then say video."""
+    """Whether its examples are clips; tables then say video instead of image."""
     return bool(data.clip) or data.pixels is not None and data.pixels.ndim == 5
 
 
@@ -1048,21 +1048,21 @@ def frames_of(data):
 
 
 def find_set(name):
-    """The module of sets/ that knows this name, or None. Raises: UserError where its file is broken."""
+    """The module of sets/ that knows this name, or None. Raises: UserError if importing it fails."""
     try:
         return importlib.import_module(sets.MODULES[name]) if name in sets.MODULES else None
-    except Exception as error:  # this set alone
+    except Exception as error:  # only this set is lost
         raise UserError(f"--dataset {name}: its file, {sets.MODULES[name]}, is broken ({first_line(error)})") from error
 
 
 def options_of(name):
-    """The options of load_data that this data set alone has: those that its file declares as flags."""
+    """The options of load_data that only this data set has: its file declares them as flags."""
     module = find_set(name)
     return [flag[2:].replace("-", "_") for flag in module.SETS[name].get("options", {})] if module else []
 
 
 def splits_of(name, hold_out_val=False):
-    """The splits a data set can give; a set by name without val has one only where that is held out of train."""
+    """The splits of a data set; one by name that comes without val has it only if it is held out of train."""
     module = find_set(name)
     own = tuple(module.SETS[name]["splits"]) if module else tuple(SPLIT_NAMES)
     return (*own, "val") if hold_out_val and set(own) == {"train", "test"} else own
@@ -1078,10 +1078,10 @@ def load_data(name, split, **options):
         options: data_dir (annotations; where relative paths start), video_dir, image_column, caption_column,
             label_column, streaming, join_captions, unfold_captions; of clips: frames, frame_sampling, frame_cache,
             image_size, feature_dir; caption_relevancy: training draws among the sentences above it (EPIC-KITCHENS);
-            hold_out_val: a set by name that has no val gives a part of train, and trains on the rest;
-            max_pixels of an image; max_bad_fraction of the samples of tars that damage may have lost;
-            extra_captions, a file of further captions for the train split; columns_of_training, {image_column: ...}
-            that other data than those trained on may have, too; and what a file of sets/ asks for.
+            hold_out_val: in a set by name without val, a part of train becomes val, and the rest stays train;
+            max_pixels of an image; max_bad_fraction: the part of the samples in tars that may be damaged;
+            extra_captions, a file of further captions for the train split; columns_of_training, {image_column: ...},
+            which are used if these data have them, too; and the options of the set's own file.
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
@@ -1091,7 +1091,7 @@ def load_data(name, split, **options):
     if columns and not find_set(name):
         try:
             return load_data(name, split, **options | columns)
-        except NoColumn as error:  # then the usual one in its place
+        except NoColumn as error:  # then the usual column in its place
             if not columns.pop(error.option, ""):
                 raise
             return load_data(name, split, **options, columns_of_training=columns)
@@ -1101,17 +1101,17 @@ def load_data(name, split, **options):
     key = tuple(sorted(given.items()))
     try:
         data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
-    except MemoryError as error:  # no flag of the training makes a list of examples smaller
+    except MemoryError as error:  # no training flag makes a list of examples smaller
         raise UserError(f"--dataset {name}: not enough memory to read its lists of examples; close other programs, or "
                         "take a machine with more") from error
     if not data.streamed and not len(data):
         if split == "train":
-            raise UserError(f"--dataset {name}: all of its names fall into what is held out for val and test; give "
+            raise UserError(f"--dataset {name}: all of its rows are held out for val and test, by their names; give "
                             "these splits, or more data")
         raise EmptySplit(f"--dataset {name}: none of its names falls into the {HELD_OUT:.0%} that are held out for "
                          f"{split}; give a {split} split, or more data")
     if data.streamed and (options.get("unfold_captions") or options.get("feature_dir")):
-        raise UserError("--streaming goes with neither --unfold-captions nor --feature-dir")
+        raise UserError("--streaming: leave out --unfold-captions and --feature-dir, which a stream cannot have")
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
     if options.get("caption_relevancy") and split == "train":
@@ -1123,7 +1123,7 @@ def load_data(name, split, **options):
 
 
 class EmptySplit(UserError):
-    """A split for evaluation that the data do not have, or in which none of the held-out examples falls."""
+    """An evaluation split that the data do not have, or for which no row was held out."""
 
 
 def _own_split(name, split, options):
@@ -1131,7 +1131,7 @@ def _own_split(name, split, options):
     splits = own_data(name, options)
     if split not in splits:
         kind = UserError if split == "train" else EmptySplit
-        rename = "; its name says so, rename it to train on it" if Path(name).is_file() and split == "train" else ""
+        rename = ", as its name says; rename it to train on it" if Path(name).is_file() and split == "train" else ""
         raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(splits)}{rename}")
     return splits[split]
 
@@ -1144,19 +1144,19 @@ def _known_set(name, split, options):
         return module.load(name, split, options)
     train = module.load(name, "train", options)
     if train.streamed:
-        raise UserError(f"--hold-out-val: {name} is a stream here, of which nothing can be held out")
+        raise UserError(f"--hold-out-val: {name} is a stream here, from which nothing can be held out")
     return hold_out({"train": train, "test": ()})[split]
 
 
 def held_out_place(key):
-    """0..1 by the hash of a name alone (windows of one video have one place), so that other rows do not matter."""
+    """A number in 0..1 from the hash of a name alone (all windows of a video share it), whatever the other rows."""
     video = re.sub(r" [\d.e+-]*-[\d.e+-]* s$", "", key)  # 1e-05-2 s is a window too
     return key_hash(f"held out {video}") / 2**63
 
 
 def hold_out(splits):
-    """Missing val and test splits become HELD_OUT of train each, by the hash of each name: a row more or less moves no
-    other one. Evaluation takes at most MOST_HELD_OUT of them. Without a train split nothing is held out."""
+    """Takes missing val and test splits out of train, HELD_OUT of it each. The hash of its name decides for each row,
+    so that other rows do not matter. Each split keeps at most MOST_HELD_OUT. Without train nothing is held out."""
     train = splits.get("train")
     missing = [s for s in ("val", "test") if s not in splits]
     if train is None or train.streamed or not missing:
@@ -1190,8 +1190,8 @@ SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few file
 
 
 def epoch_order(n, seed, epoch, shards=None):
-    """A permutation of n rows, a pure function of (seed, epoch); with the shard of each row (n,) the shards come in
-    random order, and the rows of SHARDS_AT_ONCE of them mixed, so that a disk reads a few files at a time."""
+    """A permutation of n rows, a pure function of (seed, epoch). Given the shard of each row (n,), the shards come in
+    random order, and the rows of SHARDS_AT_ONCE shards at a time are mixed: a disk then reads few files at a time."""
     rng = np.random.default_rng([seed, epoch])
     present = () if shards is None else np.unique(shards)
     if len(present) <= SHARDS_AT_ONCE:
@@ -1217,7 +1217,7 @@ def epoch_batches(n, batch, seed, first_step, last_step, shards=None):
 
 
 class _Views(torch.utils.data.Dataset):
-    """(epoch, index) -> the cropped uint8 views, captions, and what could not be read on the way."""
+    """(epoch, index) -> the cropped uint8 views, captions, and the samples that could not be read."""
     TRIES = 100
 
     def __init__(self, data, augments, seed):
@@ -1227,13 +1227,13 @@ class _Views(torch.utils.data.Dataset):
         epoch, index = place
         item = {"views": None, "captions": None, "index": int(index), "key": None, "epoch": epoch, "bad": []}
         draws = frame_draws(self.data.clip, self.seed, epoch, index)
-        for k in range(min(self.TRIES, len(self.data))):  # an unreadable sample is replaced by the next: on any layout
+        for k in range(min(self.TRIES, len(self.data))):  # an unreadable sample is replaced by the next one
             i = int((index + k) % len(self.data))
             try:
                 image = self.data.read(i, draws)
             except (OSError, ValueError, RuntimeError, MemoryError) as error:
                 item["bad"].append((self.data.key(i), first_line(error)))
-                if words := base.plain_words(error):  # a full disk, no memory: so would any other sample
+                if words := base.plain_words(error):  # a full disk, no memory: any other would fail, too
                     return item | {"fatal": words}
                 continue
             views = crop_views(image, self.augments, self.seed, epoch, index)
@@ -1258,7 +1258,7 @@ def crop_views(image, augments, seed, epoch, number):
 
 
 def collate(items):
-    """Items (dicts of views, captions, index, key, epoch, bad[, positions]) -> a raw batch; views None if one lacks."""
+    """Items (dicts of views, captions, index, key, epoch, bad[, positions]) -> a raw batch; views None if any is."""
     whole = all(i["views"] is not None for i in items)
     positions = {}
     for i in items:
@@ -1271,7 +1271,7 @@ def collate(items):
             "fatal": next((i["fatal"] for i in items if "fatal" in i), "")}
 
 
-SLICE = 256  # frames whose colours a card changes at a time: temporaries take six times what they change
+SLICE = 256  # frames whose colours a card changes at a time: temporaries take six times the memory of these frames
 
 
 def in_slices(function, size, *rows):
@@ -1280,7 +1280,7 @@ def in_slices(function, size, *rows):
     if parts < 2:
         return function(*rows)
     done, start = None, 0
-    for piece in zip(*(x.chunk(parts) for x in rows)):  # of one length but the last: few shapes to compile for
+    for piece in zip(*(x.chunk(parts) for x in rows)):  # of one length except the last: few shapes to compile for
         y = function(*piece)
         done = y.new_empty(len(rows[0]), *y.shape[1:]) if done is None else done
         done[start:start + len(y)] = y
@@ -1300,7 +1300,7 @@ def loader_options(batches):
 
 
 class Loader(torch.utils.data.DataLoader):
-    """A DataLoader whose workers begin with SIGTERM held back, until they have left the process group."""
+    """A DataLoader whose workers start with SIGTERM blocked, until they have left the process group."""
 
     def __iter__(self):
         if not self.num_workers or not hasattr(signal, "pthread_sigmask"):
@@ -1313,15 +1313,15 @@ class Loader(torch.utils.data.DataLoader):
 
 
 def worker_options(workers):
-    """Keywords of any DataLoader with so many workers: in a place of their own, and not waited for without end."""
+    """Keywords of any DataLoader with so many workers: each in its own process group, with a time limit on batches."""
     if not workers:
         return {}
-    start = "fork" if sys.platform == "linux" else None  # a server of forks would be ended by a signal to the group
+    start = "fork" if sys.platform == "linux" else None  # a forkserver would be ended by a signal to the group
     return dict(worker_init_fn=_place_worker, timeout=LOADER_SECONDS, multiprocessing_context=start)
 
 
 def _place_worker(_):
-    """First in a worker. A scheduler's SIGTERM and Ctrl-C go to the whole process group: the main process decides."""
+    """Runs first in a worker. SIGTERM and Ctrl-C go to the process group, which it leaves: the main process decides."""
     with contextlib.suppress(AttributeError, OSError):  # Windows has no groups
         os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -1333,14 +1333,14 @@ def _place_worker(_):
     torch.set_num_threads(1)
 
 
-being_read = weakref.WeakSet()  # of raw batches, by generators whose workers end with them
+being_read = weakref.WeakSet()  # generators of raw batches; their workers end with them
 
 
 def watched(batches, workers):
-    """The items of a loader with its workers' misfortunes as one line.
+    """The items of a loader; a failure of its workers becomes one line.
 
-    Short of memory, Python waits for a thread that never began, and no timeout of a loader ends that: an alarm does.
-    Raises: UserError where a worker died, or none answers for LOADER_SECONDS and a little."""
+    When memory is short, Python may wait for a thread that never started. No timeout of a loader ends that: an alarm
+    does. Raises: UserError if a worker died, or none answers for a little more than LOADER_SECONDS."""
     source = None
     while True:
         try:
@@ -1349,7 +1349,7 @@ def watched(batches, workers):
                 item = next(source)
         except StopIteration:
             return
-        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:  # a worker's pipe may end, too
+        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:  # a worker's pipe may break, too
             if not workers or isinstance(error, RuntimeError) and "worker" not in str(error):
                 raise
             raise UserError(base.worker_died(error)) from error
@@ -1358,7 +1358,7 @@ def watched(batches, workers):
 
 @contextlib.contextmanager
 def alarm(seconds):
-    """Raises RuntimeError inside when that many seconds have passed; 0, or outside of the main thread: never."""
+    """Raises RuntimeError inside after that many seconds; never if they are 0, or outside of the main thread."""
     main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGALRM")
     if not (seconds and main and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL):
         yield
@@ -1378,10 +1378,10 @@ class Batches:
     """Training batches of this process, steps `first` to `last`: the same on any number of processes and workers.
 
     Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists
-    of str), keys (B), index (B), rows (B; those that were read, others where one is bad), draws (B, 32) for the text
-    views, epoch, seconds waited for data, bad (what is not counted yet). Sets that live in memory are cropped on the
-    device in batch, files by DataLoader workers. Bad samples are counted over processes, listed in bad_samples.txt, and
-    above max_bad_fraction (of those tried, or of the first 1,000) all processes stop.
+    of str), keys (B), index (B), rows (B; those read, with another in place of a bad one), draws (B, 32) for the text
+    views, epoch, seconds waited for data, bad (samples not counted yet). Sets in memory are cropped on the device in
+    batch, files by DataLoader workers. Bad samples are counted over all processes and listed in bad_samples.txt; above
+    max_bad_fraction (of those tried, or of the first 1,000) all processes stop.
     """
 
     def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0,
@@ -1390,7 +1390,7 @@ class Batches:
         self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
         self.max_bad_fraction, self.folder, self.bad = max_bad_fraction, folder, {}
         self.positions, self.compiled = dict(positions or {}), compiled
-        self.lagged = False  # True: whoever asks for batches gives the bad samples of each to count_bad, later
+        self.lagged = False  # True: the caller passes the bad samples of each batch to count_bad, later
         self.workers = 0 if data.pixels is not None else min(workers, CORES)  # those that are started
         if data.streamed:
             data.raw_batches(self)  # nothing is read yet, but a stream refuses now what it cannot do
@@ -1443,8 +1443,8 @@ class Batches:
                    "seconds": waited, "bad": bad if self.lagged else []}
 
     def _finish(self, x, photometric, draws):
-        """Cropped views (B, [T,] 3, S, S) -> colours and normalisation, on the device; features pass. draws: (B,
-        DRAWS)."""
+        """Applies colours and normalisation to cropped views (B, [T,] 3, S, S), on the device; features stay as they
+        are. draws: (B, DRAWS)."""
         x = x.to(self.device, non_blocking=True)
         if x.ndim == 3:  # features
             return x
@@ -1463,12 +1463,12 @@ class Batches:
         return np.concatenate([uniforms(self.seed, int(e), [i], n, stream) for e, i in zip(epochs, index)])
 
     def _anywhere(self, bad):
-        """Has any process a bad sample? Collective."""
+        """Whether any process has a bad sample. Collective."""
         return self.data.pixels is None and base.all_sum(len(bad), device=self.device)[0]
 
     def count_bad(self, bad, step, hopeless=False, fatal=""):
-        """Every process learns of every bad sample and decides alike. Collective; but `lagged`, a process that has no
-        batch ends by itself, since the others do not look before they take theirs."""
+        """Every process learns of every bad sample, and all decide alike. Collective, with one exception: if `lagged`,
+        a process without a batch ends by itself, since the others do not look before they take their next one."""
         alone = self.lagged and hopeless
         mine = bad, hopeless, fatal
         for part, lost, words in [mine] if alone else base.gather_objects(mine):
@@ -1489,7 +1489,7 @@ class Batches:
 
 
 def list_bad_samples(folder, bad):
-    """Adds {key: reason} to bad_samples.txt of a run, one a line. The main process alone writes."""
+    """Adds {key: reason} to bad_samples.txt of a run, one per line. Only the main process writes."""
     path = Path(folder or ".") / "bad_samples.txt"
     if rank() == 0 and folder and bad:
         with writing(path), open(path, "a", encoding="utf8", errors="replace") as f:

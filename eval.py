@@ -1,4 +1,4 @@
-"""Evaluate any checkpoint of any script, or any CLIP or image + text pair by name, on any data set.
+"""Evaluate a checkpoint of any script, or any CLIP or pair of image and text encoders by name, on any data set.
 
     python eval.py --checkpoint runs/NAME                                # retrieval, kNN and the gap on its own data
     python eval.py --checkpoint runs/NAME --datasets coco flickr30k      # the papers' retrieval tables
@@ -14,20 +14,20 @@
 
 Tasks
     retrieval   R@1/5/10/50, MdR, MnR both ways; every caption is a query; R-Mean = mean of R@1/5/10 both ways (TeMo,
-                Table 4); --normalize adds NCL's biases and shows the result without, with a queue of training queries
-                and with the test queries themselves; or multiplies by the dual softmax (dsl), which needs those too
-    mir         multi-instance retrieval where a set has relevancies (EPIC-KITCHENS, moving-emoji): mAP as the EPIC
+                Table 4); --normalize adds NCL's biases and shows results without biases, with those of a queue of
+                training queries, and with those of the test queries; or uses the dual softmax (dsl) of the test queries
+    mir         multi-instance retrieval, for sets with relevancies (EPIC-KITCHENS, moving-emoji): mAP as the EPIC
                 code computes it, the textbook's binary one, and nDCG; both ways and their mean
     zero-shot   top-1/3/5 of the mean of normalised template embeddings (templates) and of the class names alone (names)
     knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail; on
-                the encoder's features before the projection (TeMo does not say which), as probe
+                the encoder's features before the projection, as probe (TeMo does not say which features)
     probe       LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the
                 smallest class's size) and all
-    qa          accuracy of the answers, by the type of the question, of a model that mama.py trained to answer
-    gap         modality gap; of images and their first captions alignment, uniformity, mean cosines
+    qa          accuracy of the answers, by question type, of a model that mama.py trained on questions
+    gap         modality gap; alignment, uniformity and mean cosines of images and their first captions
     histograms  densities of positive and negative cosines
-Images are seen as in training, but where a run squashes them (the CC3M trainer's recipe): of other sets than its own
-zero-shot, knn and probe resize and cut the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
+Images are read as in training, with one exception: if a run squashes them (the CC3M trainer's recipe), zero-shot, knn
+and probe on other sets resize and crop the centre, with the statistics of ImageNet or CIFAR, as that trainer does.
 The result is a table, eval.json, and pictures in --output-dir.
 """
 
@@ -75,16 +75,16 @@ def parse_args(argv=None):
     g.add_argument("--image-size", type=whole, default=0,
                    help="pixels of a side; 0 = the checkpoint's own, 224 for a model by name")
     g.add_argument("--eval-resize", choices=["auto", "own", "crop", "squash"], default="auto",
-                   help="evaluation view: short side and centre crop, both sides, or own = as trained; auto = own, but "
-                        "crop for the classes of other sets where the run squashes (CC3M trainer)")
+                   help="evaluation view: crop = short side and centre crop, squash = both sides, own = as trained; "
+                        "auto = own, but crop for the classes of other sets if the run squashes (CC3M trainer)")
     g.add_argument("--image-stats", choices=["auto", "own", "imagenet", "clip", "half", "cifar"], default="auto",
-                   help="mean and std of the pixels: own = as trained; cifar = CIFAR-10's or CIFAR-100's of the CC3M "
-                        "trainer (worth several points either way); auto = own, but for the classes of other sets "
-                        "where the run squashes cifar or imagenet, by the set")
+                   help="mean and std of the pixels: own = as trained; cifar = the CC3M trainer's for CIFAR-10 or "
+                        "CIFAR-100 (changes results by several points); auto = own, but cifar or imagenet, by the "
+                        "set, for the classes of other sets if the run squashes")
     g = p.add_argument_group("data")
     g.add_argument("--datasets", nargs="*", default=[], metavar="NAME[=DIR]",
                    help="sets by name or path, each with an optional local copy; temo-17 = those of TeMo's Table 7 "
-                        "(DIR: the folder of their folders); none = the run's own")
+                        "(DIR: the folder that holds their folders); none = those of the run")
     g.add_argument("--split", choices=["test", "val", "train"], default="test", help="split that is evaluated")
     g.add_argument("--image-column", default="", help="as in training")
     g.add_argument("--caption-column", default="", help="as in training")
@@ -97,41 +97,41 @@ def parse_args(argv=None):
     g.add_argument("--hold-out-val", action=yesno, default=False, help="as in training")
     g.add_argument("--max-pixels", type=whole, default=0, help="a larger image is not read; 0 = as in training")
     g.add_argument("--max-captions", type=whole, default=0,
-                   help="captions used of an image; 5 = the 25,000 of COCO's usual protocol; 0 = all")
-    g.add_argument("--limit", type=whole, default=0, help="examples used, the first; 0 = all")
+                   help="captions used per image; 5 = COCO's usual protocol of 25,000 captions; 0 = all")
+    g.add_argument("--limit", type=whole, default=0, help="use only the first so many examples; 0 = all")
     g = p.add_argument_group("tasks")
     g.add_argument("--tasks", nargs="+", choices=list(TASKS), default=[],
-                   help="what to measure; a task that a set cannot have is named and left out; none = retrieval, knn "
-                        "and gap, of temo-17 zero-shot, of a model that answers questions qa")
+                   help="what to measure; tasks that a set does not support are left out, with the reason; none = "
+                        "retrieval, knn and gap; zero-shot for temo-17; qa for a model that answers questions")
     g.add_argument("--knn-k", type=count, nargs="+", default=[1, 10], help="neighbours")
-    g.add_argument("--few-shot", type=whole, default=0, help="images a class, few-shot probe; 0 = the smallest class")
-    g.add_argument("--seed", type=int, default=42, help="of the few-shot draw; TS authors: 42")
+    g.add_argument("--few-shot", type=whole, default=0, help="images per class, few-shot probe; 0 = the smallest class")
+    g.add_argument("--seed", type=int, default=42, help="seed of the few-shot draw; TS authors: 42")
     g.add_argument("--normalize", choices=["none", "queue", "oracle", "dsl"], default="none",
                    help="NCL's biases at test time: from training queries (the run's queue, or its training set), or "
-                        "from the test queries themselves (no fair result); dsl: the cosine times its softmax over "
-                        "all test queries, both ways (CLIP-ViP's dual softmax; no fair result either)")
+                        "from the test queries themselves (not a fair result); dsl: the cosine times its softmax over "
+                        "all test queries, both ways (CLIP-ViP's dual softmax; not a fair result either)")
     g.add_argument("--queue-size", type=count, default=16_384,
-                   help="training queries used of each kind, the latest; paper 16,384")
+                   help="use only the latest so many training queries of each kind; paper 16,384")
     g.add_argument("--queue-split", choices=["run", "train", "val"], default="run",
-                   help="where these queries come from: the run's own queue (the training set where it has none), or "
-                        "that split encoded anew")
+                   help="where these queries come from: the run's own queue (if it has none, the training set), or "
+                        "that split, encoded now")
     g.add_argument("--gamma", type=nonnegative, default=0.0,
-                   help="temperature of that normalisation, divides the cosine; 0 = the checkpoint's own")
+                   help="temperature for --normalize, divides the cosine; 0 = the checkpoint's own")
     g.add_argument("--iterations", type=whole, default=0,
                    help="rounds of Sinkhorn-Knopp; 0 = the checkpoint's own, else the paper's 4")
-    g.add_argument("--query", default="", help="a text: search --dataset for it and draw the hits instead of the tasks")
+    g.add_argument("--query", default="", help="a text: search --dataset for it and draw the hits; no tasks")
     g.add_argument("--dataset", default="", help="folder of images (or any set) that --query searches")
     g.add_argument("--top", type=count, default=5, help="hits of a query")
     g = p.add_argument_group("run")
-    g.add_argument("--output-dir", default="", help="of eval.json and the pictures; empty = RUN_DIR/eval or runs/eval")
-    g.add_argument("--figures", choices=["png", "pdf"], default="png", help="form of the pictures; pdf for papers")
+    g.add_argument("--output-dir", default="", help="for eval.json and the pictures; empty = RUN_DIR/eval or runs/eval")
+    g.add_argument("--figures", choices=["png", "pdf"], default="png", help="format of the pictures; pdf for papers")
     g.add_argument("--eval-batch", type=count, default=256, help="images at a time")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
     g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU")
     g.add_argument("--threads", type=whole, default=0, help="CPU threads of each process; 0 = cores / local processes")
     args = p.parse_args(argv)
     p.require(args.checkpoint or (args.image_encoder and args.text_encoder),
-              "--checkpoint RUN_DIR, or --image-encoder and --text-encoder, say what to evaluate")
+              "give what to evaluate: --checkpoint RUN_DIR, or --image-encoder and --text-encoder")
     p.require(bool(args.query) == bool(args.dataset),
               "--query TEXT and --dataset FOLDER go together; --datasets is for the tasks")
     p.require(args.normalize != "queue" or args.queue_split != args.split,
@@ -162,7 +162,7 @@ def retrieval(case):
 
 
 def normalize(case):
-    """Retrieval with NCL's biases or by the dual softmax; what --normalize names becomes the set's retrieval."""
+    """Retrieval with NCL's biases or the dual softmax; the result of --normalize becomes the set's retrieval."""
     iterations = case.args.iterations or case.subject.own.get("iterations") or 4
     texts, videos, gamma = stand_ins(case)
     if case.args.normalize == "dsl":
@@ -180,19 +180,19 @@ def normalize(case):
 
 
 def gap(case):
-    """Distance of the modalities, and whether the space is alive."""
+    """The modality gap, and measures that show a collapsed space."""
     image, text = case.pieces["image"], case.pieces["text"]                # (M, D), (C, D)
-    owner, first = np.unique(case.pieces["owner"], return_index=True)      # one caption an image: else an image stands
-    health = {}                                                            # among its own negatives
+    owner, first = np.unique(case.pieces["owner"], return_index=True)      # one caption per image: else an image would
+    health = {}                                                            # be among its own negatives
     if len(owner) > 1:
         health = embedding_health(image[owner], text[first], limit=4096)
-        health.pop("gap")                                                  # of these pairs; here that of all items
+        health.pop("gap")                                                  # of these pairs; below that of all
     case.metrics["gap"] = {"modality_gap": modality_gap(image, text)} | health
     case.chance["gap"] = {"modality_gap": (1 / len(image) + 1 / len(text)) ** 0.5}
 
 
 def histograms(case):
-    """Densities of the cosines, drawn."""
+    """Densities of the cosines, and their picture."""
     case.metrics["histograms"] = similarity_histograms(case.pieces)
     if rank() == 0:
         stages = {case.args.checkpoint or "model": case.metrics["histograms"]}
@@ -206,25 +206,25 @@ TASKS = {"retrieval": retrieval, "mir": mir.task, **TASKS, "gap": gap, "histogra
 
 # ======================================================= data sets ===================================================
 def wanted_sets(args, own):
-    """[(name, its local copy or '')] of --datasets, else of the run. Raises: UserError where there are none, or two of
-    one name."""
+    """[(name, its local copy or '')] of --datasets, else of the run. Raises: UserError if there are none, or one name
+    comes twice."""
     words = args.datasets or own.get("eval_datasets") or []
     wanted = list(dict.fromkeys(pair for w in words for pair in _pairs(w)))
     names = [name for name, _ in wanted]
     if "" in names:
-        raise UserError(f"--datasets {' '.join(words)}: expected NAME or NAME=DIR, and a name is empty")
+        raise UserError(f"--datasets {' '.join(words)}: expected NAME or NAME=DIR, but a name is empty")
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"--datasets {twice[0]}: named with two folders; evaluate them one after the other")
     if not wanted and own.get("dataset"):
         wanted = [(own["dataset"], own.get("data_dir", ""))]
     if not wanted or not wanted[0][0]:
-        raise UserError("--datasets is needed: this model has no data set of its own that is known")
+        raise UserError("--datasets is needed: the data set of this model is not known")
     if args.datasets:
         return wanted
     there = [w for w in wanted if args.split in common.splits_of(w[0], own.get("hold_out_val"))] or wanted
     if without := ", ".join(name for name, _ in wanted if name not in dict(there)):
-        say(f"WARNING: left out, without a {args.split} split: {without}")
+        say(f"WARNING: left out, since they have no {args.split} split: {without}")
     return there
 
 
@@ -239,7 +239,7 @@ def _pairs(word):
 
 
 def options_of_set(subject, name, data_dir):
-    """Options of common.load_data: as the run read its own set, changed by the flags."""
+    """Options of common.load_data: those of the run, overridden by the flags."""
     own = subject.own
     saved = other_options(own, name, data_dir)
     if name == own.get("dataset"):
@@ -252,13 +252,13 @@ def options_of_set(subject, name, data_dir):
 
 
 def evaluate(subject, name, options, first=True):
-    """All tasks of one data set -> ({metrics, chance, left_out: {task: why the set has it not}, changed: what its data
-    are no more}, {task: why it failed}); pictures go to the folder.
+    """Runs all tasks on one data set -> ({metrics, chance, left_out: {task: why the set does not support it}, changed:
+    how its data differ from the run's}, {task: why it failed}); pictures go to the folder.
 
-    Args: options: of common.load_data; first: retrieval.png does not name the set. Collective."""
+    Args: options: of common.load_data; first: its picture is retrieval.png, without the set's name. Collective."""
     args, case, left_out, failed = subject.args, Case(subject, name, options), {}, {}
     for task in args.tasks:
-        step = task                                                        # what is left out if it fails
+        step = task                                                        # left out if it fails
         try:
             case.check(task)
             TASKS[task](case)
@@ -271,8 +271,8 @@ def evaluate(subject, name, options, first=True):
             left_out[step] = first_line(error)
         if step == "normalize" and step in failed | left_out:
             case.metrics["normalized_by"] = "none"
-            say(f"WARNING: {name}: --normalize {args.normalize} is not possible: the retrieval numbers are those "
-                "without normalisation")
+            say(f"WARNING: {name}: --normalize {args.normalize} is not possible; the retrieval numbers are without "
+                "normalisation")
     if rank() == 0 and "retrieval" in case.metrics:
         path = subject.folder / f"retrieval.{args.figures}" if first else case.picture("retrieval")
         bias, *_ = case.pieces.get("biases", {}).get(case.metrics.get("normalized_by"), [None])
@@ -282,7 +282,7 @@ def evaluate(subject, name, options, first=True):
 
 
 def evaluate_all(subject):
-    """{datasets: {name: {metrics, chance, left_out}}, errors: {name: why}} of all sets that are asked for, printed."""
+    """Evaluates and prints all sets -> {datasets: {name: {metrics, chance, left_out}}, errors: {name: why}}."""
     args, found, errors, wanted = subject.args, {}, {}, wanted_sets(subject.args, subject.own)
     if args.normalize != "none" and "retrieval" not in args.tasks:
         raise UserError(f"--normalize {args.normalize} is for the task retrieval; the tasks are {' '.join(args.tasks)}")
@@ -323,14 +323,14 @@ def main(args):
 
 
 def complain(result):
-    """The last word, once all is written: UserError where a set or a task failed, or no task could be done."""
+    """After everything is written. Raises: UserError if a set or a task failed, or no task could be done."""
     if result.get("errors"):
         what = "; ".join(f"{name}: {why}" for name, why in result["errors"].items())
         raise UserError(f"evaluation failed: {what}; all else is written")
     found = result.get("datasets", {})
     if found and not any(task in of["metrics"] for of in found.values() for task in TASKS):
         why = "; ".join(f"{name}: {task}: {why}" for name, of in found.items() for task, why in of["left_out"].items())
-        raise UserError(f"nothing was measured, every task was left out: {why}; --tasks chooses others")
+        raise UserError(f"nothing was measured, every task was left out: {why}; choose others with --tasks")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """NCL: Normalized Contrastive Learning for Text-Video Retrieval (Park et al., EMNLP 2022).
 
-Retrieval by softmax gives every query one unit of probability to spend on the items. Some items collect many units and
-answer queries that are not theirs (hubs), others collect almost none and are never found. NCL gives each text and each
-video a bias, computed from the similarity matrix by Sinkhorn-Knopp, so that every item collects the same share; nothing
-is learnt, nothing is added to the encoders. In training the biases come from the batch. At test time the queries are
-unknown: training queries kept in a queue stand in for them.
+In retrieval, a softmax lets every query spread a total probability of 1 over the items. Some items, called hubs,
+collect much of it and are returned for queries that are not theirs; others collect almost none and are never found. NCL
+adds a bias to each text and video, computed from the similarity matrix by Sinkhorn-Knopp, so that all items collect the
+same share. Nothing is learnt, and the encoders do not change. In training the biases come from the batch. At test time
+the queries are unknown, so training queries, kept in a queue, take their place.
 
 Equations, s_ij = <t_i, v_j>, rows = texts, columns = videos:
     (2)      P_t2v(v_j | t_i) = exp(s_ij / gamma) / sum_k exp(s_ik / gamma)
@@ -36,14 +36,14 @@ comparable and reproducible; a fork edits METHOD, the flags of the method group,
 Differences from the paper (there is no authors' code) and from CLIP4Clip, its base:
  1. Eqs. 8 and 9 are printed with their right-hand sides exchanged; rows sum to 1/m and columns to 1/n (it matters for
     queues).
- 2. The code of Fig. 4 is an image that the text lacks. Here: the log domain, rows first, columns last, 4 rounds; a
-    plain exp overflows at gamma = 0.01.
- 3. After 4 rounds at gamma = 0.01 the sums are far from 1; the paper calls the residual small. It is logged (the error
-    after a batch's biases).
+ 2. The code of Fig. 4 is an image, missing from the text that we had. Here: the log domain, rows first, columns last,
+    4 rounds; a plain exp overflows at gamma = 0.01.
+ 3. After 4 rounds at gamma = 0.01 the sums are far from 1; the paper calls the residual small. It is logged, as the
+    error after a batch's biases.
  4. a cancels in text -> video and b in video -> text, since a softmax does not see a constant: each direction needs one
     bias only.
- 5. Whether a gradient flows through the biases is not said: none by default (at convergence it is zero, Eq. 28),
-    --no-detach-biases for the other.
+ 5. The paper does not say whether a gradient flows through the biases. By default none does (at convergence it is
+    zero, Eq. 28); with --no-detach-biases it does.
  6. Adam: torch's AdamW with CLIP4Clip's beta2, epsilon and weight decay; its BertAdam has no bias correction and clips
     each tensor as well. Norms, biases and the logit scale are not decayed (CLIP4Clip decays CLIP's norms by an accident
     of names).
@@ -51,19 +51,19 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
     are uniform in time, CLIP4Clip's uniform over a list of one frame a second; a short clip repeats frames, CLIP4Clip
     pads and masks. Frames are scaled twice (8/7 of the size while decoding, then antialiased bilinear); CLIP4Clip once,
     bicubic.
- 8. Batch size is not stated: CLIP4Clip's 128. On MSR-VTT and MSVD every caption is a training example
-    (--unfold-captions), so a batch may hold a clip twice: an unmasked false negative, and uniform priors all the same,
-    as in the base code.
+ 8. The batch size is not stated; it is CLIP4Clip's 128. On MSR-VTT and MSVD every caption is a training example
+    (--unfold-captions), so a batch may hold a clip twice. As in the base code, the pair is then an unmasked false
+    negative, and the priors stay uniform.
  9. Table 4 is on SSB (Patrick et al. 2021), which has no public code: --image-encoder ssb is a RECONSTRUCTION that does
     not promise the printed numbers; encoders/ssb.py says of each value whether it is NCL's, from memory or ours. SSB's
     margin loss is summed over the batch (--loss-scale 64: App. C's factor 15 fits no mean), and its captioning loss
-    stays beside NCL's, since the paper does not say that it goes. Dropout (App. C: 0.1 on MSVD and MSR-VTT, 0 on
-    ActivityNet) stands after the first layer, the attention and the MLP of both heads; T5 keeps its own 0.1 with it.
+    is kept beside NCL's, as the paper does not say that it is dropped. Dropout (App. C: 0.1 on MSVD and MSR-VTT, 0 on
+    ActivityNet) follows the first layer, the attention and the MLP of both heads; T5 keeps its own 0.1 as well.
     --image-encoder features is smaller: one transformer layer, and CLIP4Clip's epochs, batch and decay.
-10. A run draws itself alone: in Fig. 2 one run without, with queue and with oracle (the paper: CLIP4Clip beside NCL
-    with its queue), for Fig. 6 its own retrievals without sums. Table 5's row None is CLIP4Clip (--loss infonce), not
-    NCL without biases. Figs. 7 and 8 show the start only where there is a val split (not MSR-VTT). App. D's
-    decomposition (Eqs. 19 to 23; of it the gap is logged) and weights of videos (Eqs. 24 to 27) are not computed.
+10. The pictures show only the run itself: Fig. 2 without biases, with the queue and with oracle (the paper: CLIP4Clip
+    beside NCL with its queue), Fig. 6 its retrievals without sums. Table 5's row None is CLIP4Clip (--loss infonce),
+    not NCL without biases. Figs. 7 and 8 show the start only if there is a val split (not MSR-VTT). App. D's
+    decomposition (Eqs. 19 to 23, except the gap, which is logged) and video weights (Eqs. 24 to 27) are not computed.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def sinkhorn_biases(sim, gamma, iterations=4, row_prior=None, col_prior=None):
 
     Args:
         sim: (m, n) cosines, rows = texts (or queries), columns = videos (or items).   gamma: temperature, > 0.
-        iterations: rounds, at least 1; each sets the rows right, then the columns, so the columns are exact at the end.
+        iterations: rounds, at least 1; each normalises the rows, then the columns, which are exact at the end.
         row_prior (m,), col_prior (n,): shares that sum to 1; None = 1/m and 1/n.
     Returns: a (m,), b (n,) in cosine units, fp32 at least. Log domain: finite for any cosine and gamma.
     """
@@ -116,7 +116,7 @@ def ncl_terms(text, video, gamma, iterations=4, detach=True, block=0):
 
     Args:
         text, video: (B, D) this process's embeddings, row i of both is a pair.
-        gamma: temperature, divides the cosine, float or () tensor, > 0: the biases have one for the whole matrix.
+        gamma: temperature, divides the cosine, float or () tensor, > 0; the biases need one for the whole matrix.
         iterations: rounds of Sinkhorn-Knopp; 0 = no biases, plain InfoNCE.   detach: no gradient through the biases.
         block: rows of the loss at a time (0 = automatic, see common.by_rows); the biases need the whole matrix.
     Returns: {"L_t2v", "L_v2t"}: scalars fp32 (float64 stays), means over the B local pairs. A random guess is about
@@ -147,12 +147,12 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True, block=0):
 def retrieval_biases(items, queries, gamma, iterations=4):
     """Bias (n,) of each item (Sec. 3.4), from queries (K, D) that stand in for the unknown ones; items (n, D).
 
-    The columns' biases of sinkhorn_biases, in blocks of queries: a round needs each row once, so memory is a block's.
+    Equal to the columns' biases of sinkhorn_biases, but in blocks of queries, so that only one block is in memory.
     """
     items, queries = normalize(items), normalize(queries)                  # (n, D), (K, D)
     log_beta = items.new_zeros(len(items))                                 # (n,)
     for _ in range(iterations):
-        total = items.new_full((len(items),), -math.inf)                   # (n,) log of what the columns hold so far
+        total = items.new_full((len(items),), -math.inf)                   # (n,) log of the column sums so far
         for block in queries.split(1024):
             logits = block @ items.T / gamma                               # (k, n)
             log_alpha = -math.log(len(queries)) - torch.logsumexp(logits + log_beta, 1)              # (k,)
@@ -178,16 +178,16 @@ class QueryQueue(nn.Module):
         self.count += len(x)
 
     def get(self):
-        """The queries that are there, oldest first, (min(pushed, size), D); the empty places are no queries."""
+        """The queries pushed so far, oldest first, (min(pushed, size), D); places not filled yet are left out."""
         size, pushed = len(self.queries), int(self.count)
         return self.queries[:pushed] if pushed < size else self.queries.roll(-(pushed % size), 0)
 
 
 def normalized_retrieval(pieces, gamma, iterations, texts=None, videos=None):
-    """Retrieval as it is, with biases from stand-in queries, and from the test queries themselves (Table 5).
+    """Retrieval without biases, with biases from stand-in queries, and from the test queries themselves (Table 5).
 
-    Args: pieces: as retrieval_pieces gives them.
-        texts (K, D), videos (K, D): stand-in queries; None or none at all = no 'queue' row.
+    Args: pieces: as retrieval_pieces returns them.
+        texts (K, D), videos (K, D): stand-in queries; None or empty = no 'queue' row.
     Returns: {none, queue, oracle} -> {text_to_image, image_to_text, R-Mean, error {text_to_image, image_to_text}},
         and by the same names the biases, (M,) of the images and (C,) of the texts.
     """
@@ -234,8 +234,8 @@ def max_margin_loss(text, video, margin=0.2):
 
 
 # ======================================================= flags =======================================================
-# Defaults by data set, one line a group. 'paper': Appendix B; what it does not say from CLIP4Clip, its base; 'ours':
-# tuned on the validation split. Flags override; other data sets take 'own'.
+# Defaults by data set, one line per group. 'paper': Appendix B, and where it says nothing CLIP4Clip, its base; 'ours':
+# tuned on the validation split. Flags override them; other data sets use 'own'.
 CLIP4CLIP = dict(
     recipe="paper; optimiser and batch from CLIP4Clip",
     image_encoder="openai/clip-vit-base-patch32", text_encoder="openai/clip-vit-base-patch32", pretrained=True,
@@ -275,7 +275,7 @@ def loss_defaults(chosen):
     defaults = {} if chosen.loss == "ncl" else dict(normalize="none")      # baselines are reported as they are
     if chosen.loss == "max-margin":
         defaults |= dict(learnable_tau=False)
-    if chosen.image_encoder in FEATURES:                                   # SSB, or in its manner (App. C)
+    if chosen.image_encoder in FEATURES:                                   # SSB, or towers after it (App. C)
         defaults |= feature_recipe(chosen, RECIPES.get(chosen.dataset, OWN)["pretrained"])
     return defaults
 
@@ -288,20 +288,20 @@ def parse_args(argv=None):
     g.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
                    help="NCL; CLIP4Clip's loss; SSB's hardest-negative margin loss")
     g.add_argument("--tau", type=positive, default=0.01,
-                   help="gamma, divides the cosine, > 0; CLIP's 0.01; SSB 0.07; where it starts when it is learnt")
+                   help="gamma, divides the cosine, > 0; CLIP's 0.01; SSB 0.07; the initial value if it is learnt")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn gamma, as CLIP's logit scale")
     g.add_argument("--iterations", type=count, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
     g.add_argument("--loss-scale", type=nonnegative, default=1.0, help="factor of the loss; NCL on SSB 15")
     g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of the loss's (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB; "
-                        "not of --loss max-margin")
+                   help="rows of the loss's (B, N) matrices at a time, recomputed in backward; 0 = all if below 1 GiB; "
+                        "not for --loss max-margin")
     g.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
-                   help="biases of the reported numbers: from the queue of training queries, from the test queries "
+                   help="biases for the reported numbers: from the queue of training queries, from the test queries "
                         "themselves (not a fair result), or none")
     g.add_argument("--queue-size", type=count, default=16_384,
                    help="K, training queries kept of each kind for test-time normalisation; paper 16,384")
     g.add_argument("--captioning-weight", type=nonnegative, default=0.0,
-                   help="of SSB's captioning loss, which a T5 of --text-encoder makes; SSB 10; 0 = off")
+                   help="weight of SSB's captioning loss, which needs a T5 as --text-encoder; SSB 10; 0 = off")
     g = p.group("with --captioning-weight", lambda a: a.captioning_weight > 0)
     g.add_argument("--support-tau", type=positive, default=0.1, help="T, divides the cosines of its support set")
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
@@ -319,10 +319,10 @@ def parse_args(argv=None):
                    help="brightness, contrast and saturation strength, all frames alike")
     g = p.group("features")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
-                   help="for --image-encoder features or ssb: folders of VIDEO.npy (time, width), motion and "
-                        "appearance say, each brought to --frames steps, side by side")
+                   help="for --image-encoder features or ssb: folders of VIDEO.npy (time, width), such as motion and "
+                        "appearance; each is resampled to --frames steps, and they are concatenated")
     g.add_argument("--dropout", type=part, default=0.0,
-                   help="of towers over features, 0..1; App. C: 0.1 on msvd and msrvtt, else 0; others have none")
+                   help="dropout of towers over features, 0..1; App. C: 0.1 on msvd and msrvtt, else 0")
     g.add_argument("--text-dropout", action=yesno, default=True,
                    help="a transformers text encoder keeps its own dropout (T5, DistilBERT 0.1; CLIP 0)")
     args = p.parse(argv, RECIPES, loss_defaults)
@@ -330,16 +330,16 @@ def parse_args(argv=None):
     p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     p.require(not args.loss_block or args.loss != "max-margin",
-              "--loss-block: --loss max-margin looks for the hardest negative of whole rows; leave it out")
-    p.require(args.loss != "max-margin" or args.margin < 2, f"--margin {args.margin:g}: must be below 2, cosine units: "
-              "no two cosines are further apart")
+              "--loss-block: --loss max-margin needs whole rows to find the hardest negative; leave it out")
+    p.require(args.loss != "max-margin" or args.margin < 2, f"--margin {args.margin:g}: must be below 2, the largest "
+              "difference of two cosines")
     p.require(not args.learnable_tau or args.loss != "max-margin",
               "--learnable-tau: --loss max-margin has no temperature")
     p.require((args.image_encoder in FEATURES) == bool(args.feature_dir),
               "--image-encoder features (or ssb) and --feature-dir go together")
     p.require(args.dropout == 0 or args.image_encoder in FEATURES,
-              f"--dropout {args.dropout}: of the tower of --image-encoder features or ssb, which alone have dropout")
-    p.require(args.dropout < 1, "--dropout 1: nothing would be left")
+              f"--dropout {args.dropout}: only for --image-encoder features or ssb; other towers have no such dropout")
+    p.require(args.dropout < 1, "--dropout 1: must be below 1; nothing would be left")
     return args
 
 
@@ -349,7 +349,7 @@ def main(args):
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     train, evals = open_data(args)
     run = Run(__file__, args, train, evals, RECIPES)
-    train, evals = run.train, run.evals                                    # --verify-images leaves some out
+    train, evals = run.train, run.evals                                    # --verify-images may leave out rows
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
@@ -458,7 +458,7 @@ def gamma_of(own, args):
 
 
 def banner_lines(train, evals, args):
-    """What the banner says of the method; evals: {name: splits} of the evaluation sets."""
+    """The banner's words on the method; evals: {name: splits} of the evaluation sets."""
     size, epochs = args.batch_size, args.queue_size / train.examples
     rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
@@ -469,15 +469,15 @@ def banner_lines(train, evals, args):
              "test time": f"--normalize {args.normalize}, {queues}"}
     others = [name for name in evals if name != args.dataset]
     if args.normalize == "queue" and others:
-        lines["test time"] += (f"; WARNING: none for {', '.join(others)}: not trained on, so reported as they are; "
+        lines["test time"] += (f"; WARNING: no queue for {', '.join(others)}, not trained on: reported without biases; "
                                "eval.py --normalize queue fills a queue from their training splits")
     return lines | (feature_words(args) if args.image_encoder in FEATURES else {})
 
 
 def evaluate_normalized(pieces, own, args):
-    """What an evaluation says of one data set: the numbers under --normalize in front, all normalisations beside them.
+    """The metrics of one data set in an evaluation: those under --normalize first, and all normalisations beside them.
 
-    The queues serve the set they come from. The biases stay in the pieces, for the pictures.
+    The queues are only used for the set that they come from. The biases stay in the pieces, for the pictures.
     """
     queues = ()
     if pieces["data"].name == args.dataset:

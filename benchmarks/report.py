@@ -1,10 +1,10 @@
 """Puts the tables of benchmarks/results/ into docs/results.md, so that no number of a table is typed by hand.
 
     python benchmarks/report.py            # fills the page
-    python benchmarks/report.py --check    # exit code 1 where page and files differ; a test calls it
+    python benchmarks/report.py --check    # exit code 1 if page and files differ; a test calls it
 
-A block of the page begins with `<!-- results: NAME -->` and ends with `<!-- /results -->`; between them stands the
-first table of benchmarks/results/NAME.md, which the benchmarks write beside NAME.json.
+A block of the page begins with `<!-- results: NAME -->` and ends with `<!-- /results -->`. Between them is the first
+table of benchmarks/results/NAME.md, which the benchmarks write beside NAME.json.
 """
 
 import argparse
@@ -17,7 +17,7 @@ BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- /results -->)", re.DOTA
 
 
 def first_table(name):
-    """The lines of a results file from the first that begins with | to the last of them."""
+    """The first table of a results file: consecutive lines that begin with |."""
     lines = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("|"))
     end = next((i for i, line in enumerate(lines) if i > start and not line.startswith("|")), len(lines))
@@ -25,20 +25,20 @@ def first_table(name):
 
 
 def filled(text):
-    """A page with each block's table as its file has it."""
+    """The page, with the table of each block replaced by that of its file."""
     return BLOCK.sub(lambda block: block[1] + first_table(block[2]) + block[3], text)
 
 
 def main(argv=None):
-    """Fill the page, or say whether it is as the files are."""
+    """Fills the page, or with --check only tells whether it agrees with the files."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--check", action="store_true", help="change nothing; exit code 1 where a table differs")
+    p.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table differs")
     args = p.parse_args(argv)
     now = PAGE.read_text(encoding="utf8")
     wanted = filled(now)
     if args.check and now != wanted:
-        raise SystemExit("docs/results.md: a table differs from benchmarks/results; python benchmarks/report.py fills "
-                         "it")
+        raise SystemExit("docs/results.md: a table differs from benchmarks/results; run python benchmarks/report.py "
+                         "to update it")
     if now != wanted:
         PAGE.write_text(wanted, encoding="utf8")
 

@@ -2,10 +2,10 @@
 
     python benchmarks/speed.py [--only ranks knn jpeg views cc3m_views steps ...]
 
-Timings are CPU seconds of one thread: variants take turns, in another order each round (each leaves caches and free
-memory as it likes them); seconds are medians over the rounds, ratios medians of each round's ratio. Only the ratios
-mean anything. Peak memory is the growth of the process's high-water mark over the call, in a process of its own
-(Linux). Peers that are not installed (kornia, open_clip) are "not run". Nothing here is a test; what only a GPU shows
+Timings are CPU seconds of one thread. Variants take turns, in a different order each round, since each changes caches
+and free memory for the next. Seconds are medians over the rounds, ratios are medians of each round's ratio; only ratios
+can be compared. Peak memory is the growth of the process's high-water mark during the call, in a process of its own
+(Linux). Peers that are not installed (kornia, open_clip) are "not run". None of these is a test; what only a GPU shows
 is in gpu.py.
 """
 
@@ -68,8 +68,8 @@ class Times(dict):
 
 
 def peak_mib(name, build, *args):
-    """Growth of the peak resident set over the function `name` of build(*args), in a fresh process that gives memory
-    back."""
+    """Growth of the peak resident set during the function `name` of build(*args), in a new process that returns freed
+    memory at once."""
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(growth, name, build, args).result()
@@ -100,26 +100,26 @@ def captions_and_images(texts=25_010, images=5_000, width=512):
 
 
 def known_and_asked(known=50_000, asked=10_000, width=512):
-    """Unit rows and classes (of 100) of what is known and of what is asked: (known, width), (known,), and so on."""
+    """Unit rows and classes (of 100) of items and of queries: (known, width), (known,), (asked, width), (asked,)."""
     return (unit_rows(known, width), torch.randint(0, 100, (known,)),
             unit_rows(asked, width), torch.randint(0, 100, (asked,)))
 
 
 def of_ranks():
-    """The product and the ranks."""
+    """{name: function} of the product and of the ranks."""
     text, image, positives = captions_and_images()
     return {"product": lambda: text @ image.T, "ranks": lambda: common.retrieval_metrics(text, image, positives)}
 
 
 def ranks(rounds):
-    """Exact ranks of 25,010 captions against 5,000 images, D = 512: the COCO test, chunked, against its product."""
+    """Exact ranks of 25,010 captions against 5,000 images, D = 512, as on COCO test, in chunks; against the product."""
     t = Times(of_ranks(), rounds)
     return {"product_s": t.median("product"), "ours_s": t.median("ranks"), "ratio": t.ratio("ranks", "product"),
             "goal": "<= 4", "peak_mib": peak_mib("ranks", of_ranks), "goal_mib": "< 150"}
 
 
 def knn(rounds):
-    """kNN@10 of 10,000 queries in 50,000 items, D = 512, 100 classes, against the product."""
+    """kNN@10 of 10,000 queries in 50,000 items, D = 512, 100 classes; against the product."""
     train, labels, test, truth = known_and_asked()
 
     def product():  # in chunks as well: the whole matrix would be 2 GB
@@ -132,16 +132,16 @@ def knn(rounds):
 
 
 def write_jpeg(out, small, size):
-    """Noise (h, w, 3) enlarged to size: about as many bytes as a photograph."""
+    """Writes noise (h, w, 3), enlarged to size: about as many bytes as a photograph."""
     from PIL import Image
 
     Image.fromarray(small).resize(size, Image.BICUBIC).save(out, "jpeg", quality=92)
 
 
 def jpeg(rounds, n=192):
-    """JPEG 500 x 375 -> random-resized-crop 224: our loader worker against PIL + ToTensor + Normalize, images a second.
+    """JPEG 500 x 375 -> random-resized-crop 224: our loader worker against PIL + ToTensor + Normalize, images per s.
 
-    Our worker gives uint8 and the device normalises; `whole` does that on the same core too.
+    Our worker returns uint8, and the device normalises; `whole` also normalises on the same core.
     """
     from PIL import Image
     from torchvision import transforms as T
@@ -180,8 +180,8 @@ def jpeg(rounds, n=192):
 
 
 def views(rounds, n=256):
-    """SimCLR views of CIFAR-size images, batched from memory, and compiled, against PIL per sample and kornia in
-    batches; views a second.
+    """SimCLR views of CIFAR-size images from memory, in batches, plain and compiled, against PIL per sample and kornia
+    in batches; views per second.
 
     Crop .1-1, flip, jitter .4/.4/.4/.1, grey.
     """
@@ -220,7 +220,7 @@ def views(rounds, n=256):
 
 
 def photograph(rng, size=(500, 400)):
-    """JPEG bytes of a made-up photograph: colours with a spectrum as natural images have, things with edges, grain."""
+    """JPEG bytes of an artificial photograph: colours with the spectrum of natural images, things with edges, grain."""
     from PIL import Image, ImageDraw
 
     w, h = size
@@ -239,9 +239,9 @@ def photograph(rng, size=(500, 400)):
 
 
 def cc3m_views(rounds, n=512, batch=64):
-    """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs of about 500 x 400 out of a
-    tar, the crop and RandAugment of I, the crop of I~. Samples a second of one core; the same with torchvision's
-    RandAugment. Parts in ms a sample: `query` of the table, `read` (that and the JPEG), either RandAugment.
+    """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs of about 500 x 400 from a tar,
+    the crop and RandAugment of I, the crop of I~. Samples per second of one core, and the same with torchvision's
+    RandAugment. Parts in ms per sample: `query` of the table, `read` (that and the JPEG), either RandAugment.
     """
     from torchvision.transforms import v2
 
@@ -295,9 +295,9 @@ def cc3m_views(rounds, n=512, batch=64):
 def steps(rounds):
     """A whole step (encode, loss, backward) of each method against one of InfoNCE on the same small towers and clips.
 
-    ncl, mmts (with its look-up) and mama (margin alone; its look-ahead is in mama_step) encode what InfoNCE encodes.
-    temo encodes the augmentations as well: `infonce_4` is InfoNCE of both pairs, I with T and I~ with T~. ts: a cosine
-    schedule against a fixed temperature, two views of images.
+    ncl, mmts (with its look-up) and mama (only the margin; its look-ahead is in mama_step) encode what InfoNCE encodes.
+    temo also encodes the augmentations, so it is compared with `infonce_4`, InfoNCE of both pairs, I with T and I~ with
+    T~. ts: a cosine schedule against a fixed temperature, two views of images.
     """
     r, train = ncl.RECIPES["moving-emoji"], common.load_data("moving-emoji", "train")
     B, length, size = r["batch_size"], r["text_length"], r["image_size"]
@@ -353,7 +353,7 @@ def steps(rounds):
 
 
 def of_sinkhorn(m, n):
-    """The product and the biases of m texts and n videos."""
+    """{name: function} of the product and of the biases of m texts and n videos."""
     text, video = unit_rows(m), unit_rows(n)
     sim = text @ video.T                                                     # (m, n)
     return {"product": lambda: text @ video.T, "biases": lambda: ncl.sinkhorn_biases(sim, 0.01)}
@@ -362,7 +362,7 @@ def of_sinkhorn(m, n):
 def sinkhorn(rounds):
     """The 4 rounds of NCL's biases at gamma = 0.01 against the similarity product they start from, D = 512.
 
-    A batch, and a queue against test videos. Memory in similarity matrices.
+    Sizes: a batch, and a queue against test videos. Memory is counted in similarity matrices.
     """
     results = {}
     for m, n in ((4096, 4096), (16384, 1000)):
@@ -373,7 +373,7 @@ def sinkhorn(rounds):
 
 
 def of_mama(batch, meta, size=96):
-    """A plain step of a tiny ViT on `batch` clips, and those with a look-ahead on `meta` others."""
+    """A plain step of a tiny ViT on `batch` clips, and steps with a look-ahead on `meta` others."""
     torch.manual_seed(0)
     vision = common.VisionEncoder("vit_tiny_patch16_224", 128, False, size)
     model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean"))
@@ -412,11 +412,11 @@ def mama_step(rounds, batch=32):
     """A step of MAMA with the look-ahead of Algorithm 1 against the plain step, a tiny ViT at 96 px, B = 32.
 
     M = B and M = B / 4; forward mode (`fast`: --meta-memory fast) and second order; time, and at M = B peak memory
-    beside weights and gradients."""
+    without weights and gradients."""
     results = {}
     for meta in (batch, batch // 4):
         steps = of_mama(batch, meta)
-        steps["forward"]()                                                   # torch makes its rules at the first use
+        steps["forward"]()                                                   # torch sets up forward mode at first
         t = Times(steps, rounds)
         results |= {f"{name}_s_M{meta}": t.median(name) for name in t}
         results |= {f"ratio_{name}_M{meta}": t.ratio(name, "plain") for name in t if name != "plain"}
@@ -427,9 +427,9 @@ def mama_step(rounds, batch=32):
 
 
 def of_losses(n, block=0, device="cpu"):
-    """The losses with their gradients over n pairs, D = 256, and open_clip's ClipLoss where it is installed.
+    """The losses with their gradients over n pairs, D = 256, and open_clip's ClipLoss if it is installed.
 
-    block: rows of the similarities at a time; 0: as many as each chooses."""
+    block: rows of the similarities at a time; 0: the default of each."""
     e = [torch.randn(n, 256, device=device, requires_grad=True) for _ in range(4)]
     losses = {"temo": lambda: temo.temo_loss(*e, 0.3, block=block),
               "infonce": lambda: temo.multimodal_loss(*e[:2], 0.1, block),
@@ -446,16 +446,16 @@ def of_losses(n, block=0, device="cpu"):
 
 
 def of_later_losses(n):
-    """The same after a first block, which imports 130 MiB of torch, once in a process."""
+    """of_losses after a first block, which makes torch import 130 MiB once per process."""
     for run in of_losses(64, 16).values():
         run()
     return of_losses(n)
 
 
 def loss_memory(rounds):
-    """Peak MiB beside the embeddings, gradients counted, of the losses over N pairs, D = 256, and open_clip's ClipLoss.
+    """Peak MiB of the losses and of open_clip's ClipLoss over N pairs, D = 256: with gradients, without embeddings.
 
-    No block is asked for."""
+    Blocks have their default size."""
     results = {}
     for name in ("temo", "infonce", "nt_xent", "clip_loss"):
         for n in (4096, 8192):

@@ -1,1 +1,1 @@
-"""Encoders by name: what they are built from, timm and transformers, whole clips, weights of elsewhere, experts."""
+"""Encoders by name: their parts, timm and transformers, towers over whole clips, weights of others, frozen models."""

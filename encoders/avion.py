@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from encoders.base import VIDEO
 from encoders.video import VideoViT
 
-# AVION's names -> ours; its code with flash attention says attn.Wqkv, and mlp.fc1, mlp.fc2 as we do
+# AVION's names -> ours; with flash attention it has attn.Wqkv instead, and mlp.fc1, mlp.fc2 as we do
 AVION_VISION = {"class_embedding": "cls_token", "positional_embedding": "pos_embed", "conv1": "patch_embed.proj",
                 "ln_pre": "norm_pre", "ln_post": "norm", "transformer.resblocks": "blocks", "ln_1": "norm1",
                 "ln_2": "norm2", r"attn\.(in_proj_|Wqkv\.)": "attn.qkv.", "attn.out_proj": "attn.proj",
@@ -21,15 +21,15 @@ AVION_TEXT = {"token_embedding": "embeddings.token_embedding",
 
 
 def avion_weights(model, weights, path):
-    """{our name: tensor} of AVION's state dict for a VideoViT and, where the text encoder is a CLIP's, for that too.
+    """{our name: tensor} of AVION's state dict, for a VideoViT and, if the text encoder is a CLIP's, for that as well.
 
-    Other shapes for the same: a first layer stored as a matrix, one tensor for q, k and v, projections (width, D), and
-    `temporal`, stretched linearly to the frames of the model.
-    Raises: UserError where a tower or a shape is another, or the text encoder has not GELU, which AVION trained with.
+    AVION's shapes differ: the first layer is a matrix, q, k and v are one tensor, projections are (width, D), and
+    `temporal` is interpolated linearly to the frames of the model.
+    Raises: UserError if a tower or a shape does not match, or the text encoder lacks the GELU that AVION trained with.
     """
     own, out, body = model.state_dict(), {}, model.vision.body
     if not isinstance(body, VideoViT):
-        raise UserError(f"--init-from {path}: AVION's video tower; it goes into --image-encoder "
+        raise UserError(f"--init-from {path}: AVION's video tower; load it into --image-encoder "
                         f"{VIDEO}vit_base_patch16_clip_224")
     texts = model.text is not None and (model.text.config or {}).get("model_type", "").startswith("clip")
     if texts and model.text.body.config.hidden_act != "gelu":
@@ -58,10 +58,10 @@ def avion_weights(model, weights, path):
     lacking = [k for k in own if k not in out and k.startswith(("vision.", "text.") if texts else "vision.")]
     if wrong or lacking:
         what = f"{wrong[0]} {tuple(out[wrong[0]].shape)} fits nowhere" if wrong else f"there is none for {lacking[0]}"
-        raise UserError(f"--init-from {path}: AVION's names, but {what}; its ViT-B has --image-size 224, "
+        raise UserError(f"--init-from {path}: AVION's names, but {what}; its ViT-B needs --image-size 224, "
                         "--embed-dim 256 and --text-length 77")
     if not texts:
-        say(f"--init-from {path}: the text encoder is no CLIP and keeps its own weights")
+        say(f"--init-from {path}: the text encoder is not a CLIP and keeps its own weights")
     return out
 
 

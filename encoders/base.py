@@ -1,4 +1,4 @@
-"""What encoders are built from: pixel statistics, the small towers, what is known of a tower, transformers by id."""
+"""The parts of encoders: pixel statistics, the small towers, the description of a tower, transformers by id."""
 
 import typing
 
@@ -8,18 +8,18 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-STATS = {  # mean and standard deviation of the pixels, by the weights or the code that they come from
+STATS = {  # mean and standard deviation of the pixels, named after the weights or code that use them
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5,) * 3, (0.5,) * 3),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
 VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
 FEATURES = ("features", "ssb")  # towers over precomputed features of a clip, of ncl.py
-VIDEO = "video_"  # before the name of a timm ViT: one transformer over the patches of all frames
-CLIP_VIP = "clip_vip:"  # before a transformers id or folder of a CLIP: the same with proxy tokens, encoders/clip_vip.py
+VIDEO = "video_"  # prefix of a timm ViT's name: one transformer over the patches of all frames
+CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same with proxy tokens, encoders/clip_vip.py
 
 
 def has_batchnorm(model):
-    """Does any layer keep batch statistics?"""
+    """Whether any layer keeps batch statistics."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
@@ -50,7 +50,7 @@ def small_cnn(width=32):
 class Transformer(nn.ModuleList):
     """Pre-norm layers, dropout 0 unless set: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width).
 
-    first: only so many of the first tokens are wanted of the last layer, (B, first, width); 0 = all."""
+    first: the last layer returns only so many of the first tokens, (B, first, width); 0 = all."""
 
     def __init__(self, width, layers, heads):
         super().__init__([nn.ModuleDict({
@@ -99,20 +99,20 @@ class SmallText(nn.Module):
 
 
 def channels_last(network):
-    """A network of many convolutions keeps its kernels as GPUs like them, and its activations follow; not a ViT."""
+    """Stores the kernels of a convolutional network, not a ViT's, in channels-last order, which is faster on GPUs."""
     if sum(isinstance(m, nn.Conv2d) for m in network.modules()) > 1:
         network.to(memory_format=torch.channels_last)
 
 
 class Tower(typing.NamedTuple):
-    """A network that makes features (., width) of images or clips, and what is known of it."""
+    """A network from images or clips to features (., width), and its properties."""
     body: nn.Module
     width: int
     projection: nn.Module = None      # a CLIP's own
     config: dict = None               # of transformers
     stats: tuple = STATS["half"]      # of its pixels
-    whole_clips: bool = False         # else a clip is the mean of its frames
-    read: object = None               # function (encoder, pixels) -> features, where body(frames) does not give them
+    whole_clips: bool = False         # False: a clip is the mean of its frames
+    read: object = None               # function (encoder, pixels) -> features, if body(frames) does not return them
 
 
 def hub_encoder(name, tower, pretrained, config):
@@ -125,7 +125,7 @@ def hub_encoder(name, tower, pretrained, config):
             config = transformers.AutoConfig.for_model(**config)
         if config.model_type == "clip":
             kind = transformers.CLIPModel
-            whole = kind.from_pretrained(name, dtype=torch.float32) if pretrained else kind(config)  # its own class
+            whole = kind.from_pretrained(name, dtype=torch.float32) if pretrained else kind(config)  # the plain class
             body = whole.vision_model if tower == "vision" else whole.text_model
             projection = whole.visual_projection if tower == "vision" else whole.text_projection
             return body, body.config.hidden_size, projection, config.to_dict()
@@ -143,7 +143,7 @@ def hub_encoder(name, tower, pretrained, config):
 
 
 def read_hub(encoder, pixels):
-    """Pooled features of a transformers model, else its class token: (B * T, width)."""
+    """Pooled features of a transformers model, or its class token if it has none: (B * T, width)."""
     frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
     found = encoder.body(pixel_values=frames)
     pooled = getattr(found, "pooler_output", None)
@@ -151,7 +151,7 @@ def read_hub(encoder, pixels):
 
 
 def read_words(encoder, input_ids, attention_mask):
-    """Hidden states of the tokens, (B, L, width), and of the text, (B, width): CLIP's own, the first, or the mean."""
+    """Hidden states of the tokens, (B, L, width), and pooled, (B, width): CLIP's pooling, the first token, the mean."""
     found = encoder.body(input_ids=input_ids, attention_mask=attention_mask)
     words = found.last_hidden_state
     if encoder.config["model_type"].startswith("clip"):

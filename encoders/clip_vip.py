@@ -1,10 +1,10 @@
 """CLIP-ViP's video tower (Xue et al., ICLR 2023) and its released weights.
 
 CLIP's vision transformer reads all frames of a clip at once: the L patches of each of T frames, and M = 1 + 3 video
-proxy tokens, CLIP's class token and three more. A patch has the embedding of its place, as in an image, and that of its
-frame. The proxies attend to everything; a patch attends to the proxies and to the patches of its own frame, so what one
-frame learns of another goes through the proxies, and the cost grows with T and not with T^2. The class token after the
-last layer is the feature of the clip. An image is a clip of one frame. The text tower is CLIP's:
+proxy tokens, namely CLIP's class token and three new ones. Each patch gets the embedding of its position, as in an
+image, and of its frame. Proxies attend to everything; a patch attends only to the proxies and to its own frame. Frames
+thus exchange information through the proxies, at a cost that grows with T and not T^2. The class token after the last
+layer is the feature of the clip. An image is a clip of one frame. The text tower is CLIP's:
 
     --image-encoder clip_vip:openai/clip-vit-base-patch32 --text-encoder openai/clip-vit-base-patch32 --embed-dim 512
     --init-from pretrain_clipvip_base_32.pt
@@ -25,14 +25,14 @@ class ClipViP(nn.Module):
     """Clips (B, T, 3, S, S) or images (B, 3, S, S) -> the class token, (B, width).
 
     Args: clip: the vision transformer of a transformers CLIP; its weights are used in place.
-        proxies: proxy tokens beside the class token.   times: frames the temporal embedding knows; others are found
-        between them by a line, as in the authors' code.
+        proxies: proxy tokens beside the class token.   times: rows of the temporal embedding; for other numbers
+        of frames it is interpolated linearly, as in the authors' code.
     """
 
     def __init__(self, clip, proxies=PROXIES, times=TIMES):
         super().__init__()
         self.clip, width = clip, clip.config.hidden_size
-        self.added_cls = nn.Parameter(torch.randn(proxies, width))         # (M - 1, width), as theirs start
+        self.added_cls = nn.Parameter(torch.randn(proxies, width))         # (M - 1, width), the authors' init
         self.temporal = nn.Parameter(torch.zeros(times, width))
 
     def embed(self, pixels):
@@ -43,7 +43,7 @@ class ClipViP(nn.Module):
         place = known.position_embedding.weight                            # (1 + L, width)
         patches = known.patch_embedding(clips.flatten(0, 1)).flatten(2).transpose(1, 2).unflatten(0, (B, T))
         if 1 + patches.shape[2] != len(place):
-            raise ValueError(f"{patches.shape[2]} patches of a frame, and its weights know {len(place) - 1} places")
+            raise ValueError(f"{patches.shape[2]} patches of a frame, but its weights have {len(place) - 1} positions")
         time = self.temporal                                               # (T, width)
         if T != len(time):
             time = F.interpolate(time.T[None], T, mode="linear")[0].T
@@ -63,7 +63,7 @@ class ClipViP(nn.Module):
 def attend(attention, x, M, T):
     """CLIP's self-attention over M proxies and T frames of L patches: x (B, M + T * L, width) -> the same shape.
 
-    Proxies see all; a patch sees the proxies and its own frame. As two dense attentions, without a mask."""
+    Proxies attend to all, a patch to the proxies and its own frame: two dense attentions, without a mask."""
     B, drop = len(x), attention.dropout if attention.training else 0.0
     projections = attention.q_proj, attention.k_proj, attention.v_proj
     q, k, v = (p(x).unflatten(2, (attention.num_heads, -1)).transpose(1, 2) for p in projections)  # (B, H, M + T L, d)
@@ -80,13 +80,13 @@ def attend(attention, x, M, T):
 
 
 def tower(name, pretrained, config):
-    """(ClipViP, width, projection, config as a dict) of a name `clip_vip:` and a transformers id or folder of a CLIP.
+    """(ClipViP, width, projection, config as a dict) for a name: `clip_vip:` and a CLIP's transformers id or folder.
 
-    Raises: UserError where it is no CLIP."""
+    Raises: UserError if it is not a CLIP."""
     of = name.removeprefix(CLIP_VIP)
     body, width, projection, config = hub_encoder(of, "vision", pretrained, config)
     if config["model_type"] != "clip":
-        raise UserError(f"--image-encoder {name}: {of} is no CLIP but {config['model_type']}; use "
+        raise UserError(f"--image-encoder {name}: {of} is not a CLIP but {config['model_type']}; use "
                         f"{CLIP_VIP}openai/clip-vit-base-patch32, for example")
     if pretrained:
         say(f"--image-encoder {name}: CLIP's weights; proxy tokens and temporal embedding start anew unless "
@@ -112,12 +112,12 @@ def renamed(weights):
 
 
 def load(model, weights, path):
-    """The released weights into a TwoTower: all of the video tower and, where it is a CLIP's, of the text tower.
+    """Loads the released weights into a TwoTower: all of the video tower and, if it is a CLIP's, of the text tower.
 
-    What is left over is named. Raises: UserError where a tensor is missing, too many, or has another shape."""
+    Says which tensors were not used. Raises: UserError if one is missing, fits nowhere, or has another shape."""
     own = model.state_dict()
     if not isinstance(model.vision.body, ClipViP):
-        raise UserError(f"--init-from {path}: CLIP-ViP's video tower; it goes into --image-encoder "
+        raise UserError(f"--init-from {path}: CLIP-ViP's video tower; load it into --image-encoder "
                         f"{CLIP_VIP}openai/clip-vit-base-patch32 (or -patch16)")
     texts = model.text is not None and (model.text.config or {}).get("model_type") == "clip"
     fit, unused = {}, ["logit_scale"] if "logit_scale" in weights else []
@@ -131,8 +131,8 @@ def load(model, weights, path):
     wrong += [f"there is none for {k}" for k in own
               if k not in fit and k.startswith(("vision.", "text.") if texts else "vision.")]
     if wrong:
-        raise UserError(f"--init-from {path}: CLIP-ViP's names, but {wrong[0]}; its weights are of "
+        raise UserError(f"--init-from {path}: CLIP-ViP's names, but {wrong[0]}; its weights are for "
                         "openai/clip-vit-base-patch32 and -patch16 with --embed-dim 512 --image-size 224")
     model.load_state_dict(fit, strict=False)
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by CLIP-ViP's names; not used: "
-        f"{', '.join(unused) or 'none'}" + ("" if texts else "; the text encoder is no CLIP, its own stay"))
+        f"{', '.join(unused) or 'none'}" + ("" if texts else "; the text encoder, not a CLIP, keeps its weights"))

@@ -1,4 +1,4 @@
-"""Frozen models: whose similarities set temperatures (TeMo, App. F), and that describe videos for tools/caption.py."""
+"""Frozen models: experts whose similarities set temperatures (TeMo, App. F), and captioners for tools/caption.py."""
 
 import contextlib
 import functools
@@ -17,10 +17,10 @@ TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} An
 
 
 class Expert:
-    """A frozen model whose similarities stand in for the encoders' own: (B, ...) inputs -> (B, width) unit features.
+    """A frozen model whose similarities replace those of the encoders: (B, ...) inputs -> (B, width) unit features.
 
-    image: transformers id or folder, mean of the patch features (DINOv2), of a clip over its frames; text: mean over
-    the tokens. precision: bf16 or fp16 has an effect on a card alone."""
+    name: a transformers id or folder. kind: 'image', the mean of the patch features (as of DINOv2) and over a clip's
+    frames, or 'text', the mean over the tokens. precision: bf16 and fp16 have an effect only on a card."""
 
     def __init__(self, name, kind, transform, device, precision="no"):
         self.kind, self.transform, self.device = kind, transform, device
@@ -53,18 +53,18 @@ class Expert:
 
 
 def frame_features(name, device):
-    """frames (T, 3, H, W) uint8 -> (T, D) features. 'colour': mean colours on a 4 x 4 grid, which need no model; else a
-    timm or transformers model, of unit length. Raises: UserError."""
+    """A function frames (T, 3, H, W) uint8 -> (T, D) features. 'colour': mean colours on a 4 x 4 grid, without a model;
+    else unit features of a timm or transformers model. Raises: UserError."""
     if name == "colour":
         return lambda frames: F.adaptive_avg_pool2d(frames.float() / 255, 4).flatten(1) / 48**0.5  # (T, 48)
     if name in ("small", "features", "resnet18-cifar"):
-        raise UserError(f"--frame-encoder {name} has no learned weights; timm and transformers models have, or "
-                        "take colour")
+        raise UserError(f"--frame-encoder {name} has no learned weights; use a timm or transformers model, or "
+                        "colour")
     try:
         encoder = VisionEncoder(name, 0).to(device).eval()
     except UserError as error:
         raise UserError(str(error).replace("--image-encoder", "--frame-encoder")) from error
-    side = (encoder.config or {}).get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other
+    side = (encoder.config or {}).get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other size
     view = EvalTransform(side, *encoder.stats, resize="squash")
 
     @torch.inference_mode()
@@ -75,7 +75,7 @@ def frame_features(name, device):
 
 
 def vision_language_model(args, device):
-    """(pictures, prompt) -> one text each, for any image-text-to-text model of transformers. Raises: UserError."""
+    """A function (pictures, prompt) -> one text each, by an image-text-to-text model. Raises: UserError."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
     load = {"trust_remote_code": False}
     with _loading("--model", args.model):
@@ -99,7 +99,7 @@ def vision_language_model(args, device):
 
 
 def summary_model(args, device):
-    """texts -> one text each, by a language model of either kind. Raises: UserError."""
+    """A function texts -> one text each, by a decoder or encoder-decoder language model. Raises: UserError."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
     load = {"trust_remote_code": False}
     with _loading("--summary-model", args.summary_model):
@@ -122,7 +122,7 @@ def summary_model(args, device):
 
 @contextlib.contextmanager
 def _loading(flag, name):
-    """Around the loading of a model: its dozen kinds of errors as one line with the flag."""
+    """Around the loading of a model: turns its many kinds of errors into one line with the flag."""
     try:
         yield
     except (ImportError, ValueError, OSError, AttributeError, KeyError, TypeError) as error:
@@ -131,11 +131,11 @@ def _loading(flag, name):
 
 @torch.inference_mode()
 def _generate(model, inputs, tokenizer, args):
-    """What the model says after its prompt: one line each."""
+    """The text that the model generates after each prompt, as one line."""
     how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {
         "do_sample": False, "num_beams": 1}
     out = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **how)  # (B, length)
-    prompt = inputs["input_ids"]  # (B, L); a decoder gives it back, an encoder-decoder does not
+    prompt = inputs["input_ids"]  # (B, L); a decoder repeats it, an encoder-decoder does not
     if out.shape[1] >= prompt.shape[1] and torch.equal(out[:, :prompt.shape[1]], prompt):
         out = out[:, prompt.shape[1]:]
     return [" ".join(text.split()) for text in tokenizer.batch_decode(out, skip_special_tokens=True)]

@@ -12,8 +12,8 @@ import torch
 class Tokenizer:
     """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens.
 
-    clean: captions go through clean_caption first.   device: of what it returns."""
-    LETTERS = 100  # of a token, at most: a text is cut after so many of each, since a megabyte takes a second to split
+    clean: captions go through clean_caption first.   device: of the tensors that it returns."""
+    LETTERS = 100  # letters per token kept of a text, which is cut there: a megabyte would take a second to split
 
     def __init__(self, tokenizer, length, clean=False):
         self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
@@ -34,7 +34,7 @@ class Tokenizer:
         try:
             return Tokenizer(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False), length, clean)
         except Exception as error:  # the library in Rust raises plain ones
-            raise UserError(f"{folder}: no whole tokenizer is there ({first_line(error)})") from error
+            raise UserError(f"{folder}: it holds no complete tokenizer ({first_line(error)})") from error
 
 
 def train_wordpiece(captions, vocabulary=4000):
@@ -45,7 +45,7 @@ def train_wordpiece(captions, vocabulary=4000):
     special, captions = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], list(captions)
     normalizer = normalizers.BertNormalizer(lowercase=True)
     letters = sorted(set("".join(map(normalizer.normalize_str, captions))) - {" "})
-    pieces = [f"##{c}" for c in letters]  # left alone, the trainer numbers these at random
+    pieces = [f"##{c}" for c in letters]  # as special tokens: else the trainer numbers them at random
     learner = Backend(models.WordPiece(unk_token="[UNK]"))
     learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special + pieces, show_progress=False)
@@ -67,8 +67,8 @@ def clean_caption(text, max_words=30):
 def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=False, start=""):
     """The tokenizer of a text encoder; for 'small' a WordPiece learnt from captions() by the main process.
 
-    keep: a resumed run keeps the one in its folder.   start: weights of another run; where its text encoder is small,
-    too, its words are taken over."""
+    keep: a resumed run keeps the one in its folder.   start: weights of another run; if its text encoder is small, too,
+    its vocabulary is taken over."""
     if name != "small":
         from transformers import AutoTokenizer
         try:
@@ -82,7 +82,7 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
             their_encoder = read_json(theirs.parent / "model.json", {}).get("text_encoder", "small")
             if start and theirs.is_dir() and their_encoder == "small":
                 shutil.copytree(theirs, folder, dirs_exist_ok=True)
-                say(f"--init-from: and the words of {theirs}, which its text encoder knows")
+                say(f"--init-from: with the vocabulary of {theirs}, on which its text encoder was trained")
             else:
                 train_wordpiece(map(clean_caption, texts) if clean else texts).save_pretrained(str(folder))
     barrier()

@@ -1,4 +1,4 @@
-"""Encoders by name: timm's, transformers' and the towers over whole clips."""
+"""Encoders by name: timm, transformers, and towers over whole clips."""
 
 import re
 from pathlib import Path
@@ -14,13 +14,13 @@ from encoders.video import FeatureEncoder, video_swin, video_vit
 
 
 def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):
-    """The Tower of a name.
+    """The Tower of a name:
 
-    'features' (clips as (B, T, F)); 'regions' (the same as they are, of VGT's files); 'resnet18-cifar' (3x3 stem, no
-    max-pool); any timm name; 'video_' and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b'
-    (Video Swin of torchvision, Kinetics-400; also _t, _s); a transformers id or folder with a '/' (a CLIP gives its
-    vision tower and keeps its own projection where D agrees; others give the class token); 'clip_vip:' and a CLIP
-    (CLIP-ViP's tower, no mean over frames).
+    'features' (clips as (B, T, F)); 'regions' (VGT's features as they are); 'resnet18-cifar' (3x3 stem, no max-pool);
+    any timm name; 'video_' and a timm ViT (a VideoViT of `frames` frames, no mean over them); 'swin3d_b' (Video Swin of
+    torchvision, Kinetics-400; also _t, _s); a transformers id or folder with a '/' (of a CLIP its vision tower, with
+    its own projection if D agrees; of others pooled features or the class token); 'clip_vip:' and a CLIP (CLIP-ViP's
+    tower, no mean over frames).
 
     Args: image_size: pixels of a side.   config: of a transformers model that is rebuilt.   features: (F, T) of
         'features'.   frames: T, for a tower over whole clips."""
@@ -35,7 +35,7 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
     if name.startswith(CLIP_VIP):
         body, width, projection, config = tower(name, pretrained, config)
         return Tower(body, width, projection, config, STATS["clip"], whole_clips=True)
-    if config or "/" in name or Path(name).is_dir():  # a hub id may begin like VIDEO, too
+    if config or "/" in name or Path(name).is_dir():  # a hub id may also begin with VIDEO
         body, width, projection, config = hub_encoder(name, "vision", pretrained, config)
         stats = STATS["clip"] if config["model_type"].startswith("clip") else STATS["imagenet"]
         return Tower(body, width, projection, config, stats, read=read_hub)
@@ -66,14 +66,14 @@ def timm_encoder(name, pretrained, image_size):
 
 
 def read_swin(encoder, pixels):
-    """Video Swin sees the whole clip, and halves the time: features (B * T / 2, width)."""
+    """Features of Video Swin, which sees the whole clip and halves its time steps: (B * T / 2, width)."""
     clips = pixels if pixels.ndim == 5 else pixels[:, None]                # (B, T, 3, S, S)
     features = encoder.body(clips.transpose(1, 2)).unflatten(1, (encoder.width, -1))  # (B, width, T / 2)
     return features.transpose(1, 2).flatten(0, 1)
 
 
 def freeze_unused(model, tokenizer, spec):
-    """Try one example, and freeze what never reaches an embedding (a mask token, a pooler): DDP would wait for it."""
+    """Tries one example and freezes what gets no gradient (a mask token, a pooler): DDP would wait for it."""
     model.eval()
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
     whole = model.vision.whole_clips and spec["image_encoder"].startswith(VIDEO)
@@ -93,9 +93,9 @@ def freeze_unused(model, tokenizer, spec):
 
 
 def set_dropout(model, features, text=True):
-    """Dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features and in SSB's text head,
-    after what comes first and after attention and MLP; text False: none in a transformers text encoder, which else
-    keeps its own."""
+    """Sets the dropout of a TwoTower in training: `features` (0..1) in a tower over precomputed features and in SSB's
+    text head, after the first layer, the attention and the MLP. text False: none in a transformers text encoder, which
+    otherwise keeps its own."""
     for module in model.text.modules() if not text else ():
         for name, value in vars(module).items():  # T5's attention keeps a number, others an nn.Dropout with its p
             if isinstance(value, float) and ("dropout" in name or name == "p" and isinstance(module, nn.Dropout)):

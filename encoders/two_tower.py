@@ -1,4 +1,4 @@
-"""An image and a text encoder into one space, and the view of an image that they read in evaluation."""
+"""An image encoder and a text encoder into one space, and the view of an image that evaluation reads."""
 
 import functools
 from pathlib import Path
@@ -26,14 +26,14 @@ class EvalTransform:
     """Deterministic view: (3, H, W) uint8, a PIL image, an array or a path -> (3, size, size) float, normalised.
 
     resize: 'crop' scales the short side and cuts the centre; 'squash' changes the aspect, as the CC3M trainer.
-    part: of the short side that 'crop' keeps, 1 = all of it; 0.875 = resize to 256, cut 224."""
+    part: the part of the short side that 'crop' keeps, 1 = all of it; 0.875 = resize to 256, cut 224."""
 
     def __init__(self, size, mean, std, resize="crop", part=1.0):
         self.size, self.mean, self.std, self.resize = size, tuple(mean), tuple(std), resize
         self.short = round(size / part)
 
     def raw(self, image):
-        """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features pass."""
+        """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features stay as they are."""
         if image.is_floating_point():
             return image
         from torchvision.transforms.v2 import functional as V
@@ -60,9 +60,9 @@ class EvalTransform:
 class VisionEncoder(nn.Module):
     """Images (B, 3, S, S) or clips (B, T, 3, S, S), mean over T -> features (B, width) and embeddings (B, D).
 
-    name: 'small', 'ssb' (encoders/ssb.py), or one that encoders/towers.py knows: of timm, of transformers, a tower over
-        whole clips.
-    embed_dim 0: features alone.
+    name: 'small', 'ssb' (encoders/ssb.py), or one of encoders/towers.py: timm, transformers, a tower over whole
+        clips.
+    embed_dim 0: only features.
     """
 
     def __init__(self, name, embed_dim, pretrained=True, image_size=224, config=None, features=(0, 0), frames=0):
@@ -78,8 +78,8 @@ class VisionEncoder(nn.Module):
         projection = tower.projection
         keep = projection is not None and (name == "ssb" or projection.out_features == embed_dim)
         if projection is not None and not keep and pretrained and embed_dim:
-            say(f"--embed-dim {embed_dim}: the projections of {name} have {projection.out_features} and are replaced "
-                "by new ones")
+            say(f"--embed-dim {embed_dim}: the projections of {name} have width {projection.out_features} and are "
+                "replaced by new ones")
         new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()
         self.projection = projection if keep else new
 
@@ -87,10 +87,10 @@ class VisionEncoder(nn.Module):
         return self.pool(self.frames(pixels), pixels)
 
     def frames(self, pixels):
-        """Features of each frame, (B * T, width); a video tower may have fewer times than frames."""
+        """Features of each frame, (B * T, width); a video tower may return fewer time steps than frames."""
         if (self.name in FEATURES) != (pixels.ndim == 3):
-            raise UserError("--image-encoder features and ssb are for ncl.py with --feature-dir, and such features "
-                            "for them alone")
+            raise UserError("--image-encoder features and ssb read the features of --feature-dir in ncl.py, and no "
+                            "other encoder does")
         if self.whole_clips:
             return self.body(pixels)  # (B, width)
         if self.read:
@@ -114,7 +114,7 @@ class TextEncoder(nn.Module):
     """Token ids (B, L) -> embeddings (B, D).
 
     name: 'small' or a transformers id or folder; pooling: 'cls' or 'mean' (CLIP: its own), or 'ssb', SSB's head.
-    embed_dim 0: its own projection, or none where it has none."""
+    embed_dim 0: its own projection, or none if it has none."""
 
     def __init__(self, name, embed_dim, pretrained=True, length=32, vocabulary=0, pooling="cls", config=None):
         super().__init__()
@@ -143,7 +143,7 @@ class TextEncoder(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """An image encoder and a text encoder into one space; DDP wants one forward for everything that a step encodes.
+    """An image encoder and a text encoder into one space. DDP needs one forward for everything that a step encodes.
 
     forward(pixels, tokens) -> image (B, D), text (B, D), features (B, width); embeddings are not normalised.
     """

@@ -1,4 +1,4 @@
-"""Towers that see a clip as a whole, or features made of it beforehand."""
+"""Towers over whole clips, or over precomputed features of a clip."""
 
 from engine.base import UserError, first_line
 
@@ -9,7 +9,7 @@ from encoders.base import STATS, VIDEO, SmallText
 
 
 class FeatureEncoder(SmallText):
-    """Precomputed features of a clip, projected, one transformer layer, mean over time: (B, T, F) -> (B, width)."""
+    """Precomputed features of a clip -> projection, one transformer layer, mean over time: (B, T, F) -> (B, width)."""
 
     def __init__(self, features, length, width=256):
         super().__init__(1, length, width)
@@ -20,10 +20,10 @@ class FeatureEncoder(SmallText):
 
 
 class VideoViT(nn.Module):
-    """A timm ViT over the patches of all frames at once, in the manner of AVION: clips (B, T, 3, S, S) -> (B, width).
+    """A timm ViT over the patches of all frames at once, after AVION: clips (B, T, 3, S, S) -> (B, width).
 
-    A patch has the embedding of its place, as in an image, and that of its frame (`temporal`, zeros at the start); one
-    class token sees all T * P patches in every layer and is the feature. Other than AVION's: no patch dropout and no
+    Each patch gets the embedding of its position, as in an image, and of its frame (`temporal`, zeros at the start).
+    One class token attends to all T * P patches in every layer and is the feature. Unlike AVION: no patch dropout, no
     checkpointing of layers (--chunk-size saves more memory), and positions have weight decay like other matrices.
     """
 
@@ -61,10 +61,10 @@ def video_swin(name, pretrained):
 
 
 def video_vit(name, vit, frames):
-    """A VideoViT of this timm model. Raises: UserError where it is no ViT with a class token, or the data no clips."""
+    """A VideoViT of this timm model. Raises: UserError if it is no ViT with a class token, or the data are images."""
     if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
-        raise UserError(f"--image-encoder {name}: after {VIDEO} stands a timm ViT that reads its class token, "
+        raise UserError(f"--image-encoder {name}: after {VIDEO} give a timm ViT that reads its class token, "
                         "such as vit_base_patch16_clip_224.openai")
     if not frames:
-        raise UserError(f"--image-encoder {name}: is for clips, and this data set has images")
+        raise UserError(f"--image-encoder {name}: it is for clips, but this data set has images")
     return VideoViT(vit, frames)

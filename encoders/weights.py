@@ -1,6 +1,6 @@
-"""Weights of elsewhere: the model of a run folder, one by name, and files of tensors that others wrote.
+"""Weights from files: checks of a run folder's model.json, and --init-from of files of tensors that others wrote.
 
-Nothing that such a file says is run (pickles are read with weights_only) or leads to another place.
+Nothing in such a file is executed (pickles are read with weights_only) or makes us open or download something else.
 """
 
 import math
@@ -18,8 +18,8 @@ from encoders.clip_vip import load
 
 
 def check_spec(spec):
-    """Raises: KeyError, TypeError or ValueError where model.json says what no run writes, or leads out of its folder:
-    an encoder that would be downloaded or opened elsewhere."""
+    """Raises: KeyError, TypeError or ValueError if model.json holds what no run writes, or names an encoder that would
+    be downloaded or opened outside of its folder."""
     import timm
     whole = (("image_size", 1, 4096), ("embed_dim", 0, 10**6), ("text_length", 1, 10**6), ("frames", 1, 10**4))
     for name, low, high in whole:
@@ -50,7 +50,7 @@ def check_spec(spec):
 
 
 def _refuse_places(config):
-    """Raises: ValueError where a transformers config names code, weights or files that would be fetched or opened."""
+    """Raises: ValueError if a transformers config names code, weights or files that would be fetched or opened."""
     if not isinstance(config, dict):
         raise ValueError(f"a config that is a {type(config).__name__}")
     for key, value in config.items():
@@ -66,11 +66,11 @@ def _refuse_places(config):
 
 # ======================================================= a file of tensors ===========================================
 def init_from(model, path):
-    """Load matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
+    """Loads matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
 
-    Names may be those of the whole model or of one tower's body (a timm or transformers file). Where none fits: the
-    tensors of the image body in their order, if all shapes agree; a classifier at the end is left out. AVION's files
-    (LaViLa's training of its video ViT) go into a VideoViT and a CLIP text encoder, CLIP-ViP's into its tower.
+    Names may be those of the whole model or of one tower's body (a timm or transformers file). If no name fits, tensors
+    are matched to the image body's in order, provided that all shapes agree; a classifier at the end is left out.
+    AVION's files (LaViLa's training of its video ViT) fit a VideoViT and a CLIP text encoder, CLIP-ViP's its tower.
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() else path
@@ -80,20 +80,20 @@ def init_from(model, path):
             weights = load_file(path)
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a pickle's protocol; what matters is an error
+                warnings.simplefilter("ignore")  # about a pickle's protocol; only errors matter
                 weights = torch.load(path, map_location="cpu", weights_only=True)
             weights = weights if isinstance(weights, dict) else {}
             weights = weights.get("state_dict", weights.get("model", weights))
     except Exception as error:
-        reason = "it holds more than tensors: save its state_dict as safetensors" if "eights" in str(error) else error
+        reason = "it holds more than tensors; save its state_dict as safetensors" if "eights" in str(error) else error
         raise UserError(f"--init-from {path}: cannot be read ({first_line(reason)})") from error
     own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
     wrapped = r"^(module\.|_orig_mod\.|clipmodel\.)+"
     weights = {re.sub(wrapped, "", k): v for k, v in weights.items() if torch.is_tensor(v)}
     if any("timeattn" in k for k in weights):
         raise UserError(f"--init-from {path}: a TimeSformer of LaViLa, whose attention is divided between space and "
-                        f"time; --image-encoder {VIDEO}vit_base_patch16_clip_224 takes AVION's training of "
-                        "LaViLa")
+                        f"time; use AVION's weights, trained as LaViLa, with --image-encoder "
+                        f"{VIDEO}vit_base_patch16_clip_224")
     if "vision_model.embeddings.added_cls" in weights:
         return load(model, weights, path)
     if "visual.temporal_embedding" in weights:
@@ -111,15 +111,15 @@ def init_from(model, path):
         body = [k for k in own if k.startswith("vision.body.") and not k.endswith("num_batches_tracked")]
         theirs = [v for k, v in weights.items() if not k.endswith("num_batches_tracked")]
         if len(theirs) >= len(body) > 0 and all(own[k].shape == v.shape for k, v in zip(body, theirs)):
-            fit, how = dict(zip(body, theirs)), "as the image encoder by order: no name fits, every shape does"
+            fit, how = dict(zip(body, theirs)), "as the image encoder, by order: no name fits, but every shape does"
     if not fit:
-        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; it starts "
-                        f"{list(weights)[:3]}, the model {list(own)[:3]}")
+        raise UserError(f"--init-from {path}: none of its {len(weights)} tensors fits the model; its first names are "
+                        f"{list(weights)[:3]}, the model's {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
     left = [k for k in own if k not in fit]
     say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}"
-        + (f"; the others start as they would, first {left[0]} {tuple(own[left[0]].shape)}" if left else ""))
+        + (f"; the others keep their usual start, first {left[0]} {tuple(own[left[0]].shape)}" if left else ""))
     small = getattr(model.text, "name", "") == "small"
     if small and any(k.startswith("text.") for k in fit) and not (path.parent / "tokenizer").is_dir():
-        say(f"WARNING: --init-from {path}: no tokenizer beside it; the small text encoder reads its words by another "
-            "vocabulary, unless both were learnt from the same captions")
+        say(f"WARNING: --init-from {path}: no tokenizer beside it; unless both were learnt from the same captions, the "
+            "small text encoder reads its words by another vocabulary")

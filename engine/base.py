@@ -1,4 +1,4 @@
-"""Errors that a user can mend, words that are printed once, and several processes: what all other files stand on."""
+"""Errors that a user can mend, printing, files, and work with several processes: every other file imports this one."""
 
 import contextlib
 import errno
@@ -25,17 +25,17 @@ class Stopped(Exception):
     """A signal asks the run to end in the middle of an evaluation: raised by all processes together."""
 
 
-signals = []  # that asked this process's run to end, and that a step or an evaluation will heed
+signals = []  # received signals that ask this run to end; the next step or evaluation acts on them
 
 
 def first_line(error):
-    """What an error says, on one line; its kind where it says nothing."""
+    """The first line of an error's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
 
 
 def printable(text):
-    """Text without what would move a terminal's cursor, change its colours or turn its letters round (a file's name may
-    hold it), and without what is no letter at all."""
+    """Text with ? for each control character (it could move a terminal's cursor, change colours or reverse the writing;
+    a file's name may hold it) and for each character that is not valid."""
     return re.sub(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]", "?", str(text))
 
 
@@ -49,7 +49,7 @@ def writing(path):
         yield
     except UserError:
         raise
-    except Exception as error:  # the libraries in Rust raise kinds of their own, with the same words
+    except Exception as error:  # libraries in Rust raise other types, with the same words
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
         reason = re.sub(r"^.*I/O error: | [(]os error [0-9]+[)]$", "", first_line(error))
@@ -60,7 +60,7 @@ def writing(path):
 
 
 def plain_words(error):
-    """One line for what a user can mend; "" for a mistake of ours, which shows where it is."""
+    """One line for an error that a user can mend; "" for a bug of ours, whose traceback is shown."""
     text = first_line(error)
     if isinstance(error, UserError):
         return str(error)
@@ -75,38 +75,38 @@ def plain_words(error):
     if isinstance(error, RuntimeError) and "DataLoader worker" in text:
         return worker_died(error)
     if isinstance(error, RuntimeError) and world() > 1 and re.search("gloo|NCCL", text):
-        reason = re.sub(r"^\[.*?\] ", "", text).split(". ")[0]  # without the place in its source
-        return (f"another of the {world()} processes ended or hangs ({reason}); its own words say why; --resume goes "
-                "on from the last checkpoint")
+        reason = re.sub(r"^\[.*?\] ", "", text).split(". ")[0]  # without its line of source
+        return (f"another of the {world()} processes ended or hangs ({reason}); its own message says why; --resume "
+                "continues from the last checkpoint")
     return ""
 
 
 def worker_died(error):
-    """What to do when a DataLoader says that one of its processes is gone; it may say so in the middle of any call."""
+    """What a user can do about a dead DataLoader worker. The DataLoader may raise this error during any call."""
     if re.search("(?i)bus error|shared memory|shm", f"{error} {error.__cause__}"):
         return ("a loader worker died: shared memory (/dev/shm) is full; in Docker start the container with --shm-size "
                 "8g or --ipc=host, or try fewer --workers")
-    return (f"a loader worker died or hangs ({first_line(error)}); too little memory, perhaps: try fewer --workers, or "
-            "0 to see its own words")
+    return (f"a loader worker died or hangs ({first_line(error)}); perhaps memory is short: try fewer --workers, or 0 "
+            "to see its own error")
 
 
 def end_with_parent(number):
-    """From here on this process gets the signal when the one that started it ends, however it ends (Linux)."""
+    """From now on this process gets the signal when its parent ends, for whatever reason (Linux)."""
     if sys.platform == "linux":
         import ctypes
         ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
 
 
 def over_nccl():
-    """Is there a process group whose messages go over NCCL?"""
+    """Whether there is a process group that communicates over NCCL."""
     return dist.is_initialized() and "nccl" in dist.get_backend()
 
 
 def leave_processes(failed=0):
-    """Close the process group: left open, gloo's threads abort the interpreter now and then (exit code -6).
+    """Closes the process group: left open, gloo's threads sometimes abort the interpreter (exit code -6).
 
-    failed: the exit code of a process that ends, perhaps alone. NCCL closes when all that is in flight is done, and the
-    others wait for this process there, up to half an hour: it goes at once, so that the launcher ends them."""
+    failed: the exit code of a process that fails, perhaps alone. To close, NCCL would finish what is in flight, where
+    the others wait for this process for up to half an hour. It exits at once instead, and the launcher ends them."""
     if failed and over_nccl():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -119,7 +119,7 @@ def leave_processes(failed=0):
 def clean_exit():
     """Entry point: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
     if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"}:
-        end_with_parent(signal.SIGTERM)  # `accelerate launch` of one process does not pass on what ends it
+        end_with_parent(signal.SIGTERM)  # `accelerate launch` of one process passes on no signal
     try:
         yield
     except Exception as error:
@@ -136,12 +136,12 @@ def clean_exit():
                 bar.close()  # the error is the last line, and not at the end of a progress bar
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(2)  # a launcher ends the others when one goes: the main process speaks first
-            # reached where this process failed alone
+            time.sleep(2)  # a launcher ends the others when one exits: let the main process print first
+            # reached only if this process failed alone
             print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr, flush=True)
-        sys.unraisablehook = lambda _: None  # what falls apart while the process ends (a loader's __del__) is no news
+        sys.unraisablehook = lambda _: None  # ignore errors while the process ends (a loader's __del__)
         if hasattr(signal, "SIGCHLD"):
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's: workers that are ended now are no news
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's handler: workers may end now
         leave_processes(2)
         sys.exit(2)
     except SystemExit:  # a signal, after its checkpoint
@@ -155,16 +155,16 @@ def clean_exit():
 
 
 def hub_reason(error):
-    """What a failed download or load says, on one line, with what to do where there is no access to the hub."""
+    """The first line of a failed download's or load's error, with a hint if there may be no access to the hub."""
     text = first_line(error)
     offline = isinstance(error, OSError) or any(word in text for word in ("onnect", "offline", "resolve"))
-    hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a "
+    hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained if the name is a "
             "timm model)")
     return text[:300] + (hint if offline else "")
 
 
 def own_words(error):
-    """Kind and first line of an error; of one that a loader worker raised, its own, not the traceback around it."""
+    """Type and first line of an error; for one from a loader worker, the last line of the traceback that it holds."""
     lines = str(error).strip().splitlines()
     if len(lines) > 2 and "DataLoader worker" in lines[0]:
         return re.sub(r"^[\w.]*UserError: ", "", lines[-1])
@@ -174,19 +174,19 @@ def own_words(error):
 
 # ====================================================== words =======================================================
 def say(*words):
-    """print on the main process only, without tearing a progress bar."""
+    """print, on the main process only, above any progress bar."""
     if rank() == 0 and int(os.environ.get("RANK", 0)) == 0:
         from tqdm import tqdm
         tqdm.write(printable(" ".join(str(w) for w in words)), file=sys.stdout)
         sys.stdout.flush()
 
 
-say_once = functools.cache(say)  # of the same words
+say_once = functools.cache(say)  # the same words once
 
 
 @contextlib.contextmanager
 def stderr_to(file):
-    """Inside, what is written to stderr goes to this open file, the words of C and C++ libraries included."""
+    """Inside, all that is written to stderr, also by C and C++ libraries, goes to this open file."""
     sys.stderr.flush()
     stderr = os.dup(2)
     os.dup2(file.fileno(), 2)
@@ -198,7 +198,7 @@ def stderr_to(file):
 
 
 def join_notes(*notes):
-    """Those that say something, in one line."""
+    """The notes that are not empty, in one line."""
     return "; ".join(n for n in notes if n)
 
 
@@ -217,7 +217,7 @@ def flatten(d, prefix=""):
 
 # ====================================================== files =======================================================
 def read_json(path, default=None):
-    """Content of a JSON file, a dict; default where there is none. Raises: UserError where it is damaged."""
+    """Content of a JSON file, a dict; default if there is no file. Raises: UserError if it is damaged."""
     path = Path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else default
@@ -229,7 +229,7 @@ def read_json(path, default=None):
 
 
 def write_json(path, value):
-    """Atomic: to a temporary name, then renamed."""
+    """Writes a JSON file atomically: under a temporary name, then renamed."""
     path = Path(path)
     temporary = path.with_suffix(".tmp")
     with writing(path):
@@ -271,21 +271,21 @@ def barrier():
 
 
 def all_sum(*values, device="cpu", op=dist.ReduceOp.SUM):
-    """Sum (or with op their largest) of plain numbers over processes; returns a list of floats."""
+    """Sum (or with op another reduction) of each plain number over processes; returns a list of floats."""
     if world() == 1:
-        return [float(value) for value in values]  # no card is asked
+        return [float(value) for value in values]  # without a copy to the card
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total, op=op)
     return total.tolist()
 
 
 def to_device(x, device):
-    """A tensor of the CPU on the device. From memory that is pinned, so that nobody waits for a card."""
+    """Copies a CPU tensor to the device; to a card from pinned memory, so that the host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def on_card(device, *tensors):
-    """Embeddings for large products: on the device where it is a CUDA card, else as they are; device None: nowhere."""
+    """Embeddings for large products: on the device if it is a CUDA card; unchanged on others, or if it is None."""
     return [x.to(device) for x in tensors] if device is not None and device.type == "cuda" else tensors
 
 
@@ -299,7 +299,7 @@ def gather_objects(value):
 
 
 def on_main(work, *args):
-    """What work(*args) of the main process returns, on all processes. Collective.   Raises: its UserError, on all."""
+    """Runs work(*args) on the main process; all get its result, or raise its UserError. Collective."""
     answer = None
     if rank() == 0:
         try:
@@ -313,7 +313,7 @@ def on_main(work, *args):
 
 
 def main_writes(what, write):
-    """write() by the main process; all processes raise together when it fails, and name `what`. Collective."""
+    """Runs write() on the main process; if it fails, all processes raise together and name `what`. Collective."""
     def work():
         try:
             with writing(what):

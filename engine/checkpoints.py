@@ -1,7 +1,7 @@
-"""Checkpoints of a run, and going on from one as if it had never stopped.
+"""Checkpoints of a run, and resuming from one as if the run had never stopped.
 
-Nothing is pickled: safetensors for tensors, JSON for the rest, two files. A checkpoint is written beside its place,
-synced to the disk and renamed, so that what has its name is whole, and a checksum of each file tells later damage.
+A checkpoint is two files, safetensors for tensors and JSON for the rest; nothing is pickled. It is written under a
+temporary name, synced to the disk and renamed, so that it is always complete. Checksums of both files show damage.
 """
 
 import collections
@@ -29,7 +29,7 @@ TENSORS, STATE = "state.safetensors", "state.json"  # the files of a checkpoint
 
 
 def checkpoints_of(folder):
-    """Complete checkpoint folders of a run, newest first: renaming made them complete; a crash leaves .tmp."""
+    """Complete checkpoint folders of a run, newest first; a crash leaves an incomplete one with the suffix .tmp."""
     steps = [p for p in (Path(folder) / "checkpoints").glob("step_*") if p.name[5:].isdigit()]
     return sorted((p for p in steps if (p / STATE).exists()), key=lambda p: -int(p.name[5:]))
 
@@ -40,10 +40,10 @@ def latest_checkpoint(folder):
 
 
 def save(run, keep=2):
-    """Write checkpoints/step_N of a Run: one file of tensors, one of numbers with the checksum of both. Collective:
-    every process gives its random state and where its readers are in a stream. keep: how many checkpoints stay.
+    """Writes checkpoints/step_N of a Run: a file of tensors, and one of numbers with checksums of both. Collective:
+    every process adds its random state and its readers' positions in a stream. keep: how many checkpoints are kept.
 
-    Raises: UserError on all processes when it cannot be written; the checkpoints before it stay as they are."""
+    Raises: UserError on all processes if it cannot be written; earlier checkpoints then stay as they are."""
     random_state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_state["cuda"] = torch.cuda.get_rng_state()
@@ -80,12 +80,12 @@ def save(run, keep=2):
         base.main_writes(f"the checkpoint {final}", write)
     except UserError:
         if rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # half a checkpoint on a full disk is in the way
+            shutil.rmtree(temporary, ignore_errors=True)  # it would take space on a full disk
         raise
 
 
 def _digest(state):
-    """SHA-256 of the content of a JSON file, but for the one that stands in it."""
+    """SHA-256 of the content of state.json, without own_sha256 itself."""
     content = json.loads(json.dumps({k: v for k, v in state.items() if k != "own_sha256"}, default=str))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -99,7 +99,7 @@ def _pack_optimizer(optimizer):
 
 
 def sync(path):
-    """Ask the disk to hold a file, or the names in a folder, before going on."""
+    """Waits until a file, or the names in a folder, are on the disk."""
     if os.name == "nt" and Path(path).is_dir():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -111,24 +111,24 @@ def sync(path):
 
 # ======================================================= going on ====================================================
 def whole_checkpoint(folder):
-    """The newest checkpoint whose files are as they were written, or None where there is none at all.
+    """The newest checkpoint whose files are as they were written; None if there is no checkpoint at all.
 
-    A damaged one is named and the one before it taken.   Raises: UserError when all are damaged."""
+    Of a damaged one it says so, and takes the one before.   Raises: UserError if all are damaged."""
     damaged = []
     for path in checkpoints_of(folder):
         damaged = damaged_files(path)
         if not damaged:
             return path
-        say(f"--resume: {path}: damaged: {', '.join(damaged)}; the checkpoint before it is taken")
+        say(f"--resume: {path}: damaged: {', '.join(damaged)}; the checkpoint before it is used")
     if damaged:
-        raise UserError(f"--resume {folder}: no checkpoint is whole; damaged: {path.name}: {', '.join(damaged)}")
+        raise UserError(f"--resume {folder}: every checkpoint is damaged; {path.name}: {', '.join(damaged)}")
     return None
 
 
 def damaged_files(folder):
     """Names of the files of a checkpoint that are missing or not as they were written.
 
-    Raises: UserError for one of an earlier version, which had more files."""
+    Raises: UserError for a checkpoint of an earlier version of this project, which had more files."""
     try:
         state = json.loads((Path(folder) / STATE).read_text(encoding="utf8"))
         digest = state.get("own_sha256")
@@ -136,8 +136,8 @@ def damaged_files(folder):
     except (OSError, ValueError, AttributeError):
         return [STATE]
     if digest is None and (Path(folder) / "checksums.json").exists():
-        raise UserError(f"--resume: {folder} is of an earlier version of this project; start a new run, --init-from "
-                        "takes the weights of an ended one")
+        raise UserError(f"--resume: {folder} is of an earlier version of this project; start a new run; --init-from "
+                        "can take the weights of a finished one")
     if not whole:
         return [STATE]
     tensors = Path(folder) / TENSORS
@@ -145,19 +145,19 @@ def damaged_files(folder):
 
 
 def resume(run):
-    """Put back into a Run what its last whole checkpoint holds; its counters, {} where there is none.
-    Collective.   Raises: UserError where it is beyond the last step that is asked for."""
+    """Restores a Run from its last undamaged checkpoint. Returns: the checkpoint's numbers, {} if there is none.
+    Collective.   Raises: UserError if it is beyond the last step that the flags ask for."""
     path = base.on_main(whole_checkpoint, run.folder)
     state = _put_back(run, path) if path else {}
     if state.get("step", 0) > run.last:
         raise UserError(f"--resume {run.args.resume}: its checkpoint is at step {state['step']}, beyond the {run.last} "
                         "steps that --max-steps or --epochs ask for")
-    base.on_main(_keep_flags, run.folder / "args.json", run.args)  # now that nothing refuses them
+    base.on_main(_keep_flags, run.folder / "args.json", run.args)  # only now, as nothing has refused them
     return state
 
 
 def _keep_flags(path, args):
-    """Say which flags are no more what they were, and save them as they are."""
+    """Says which flags have changed since args.json was written, and saves their new values."""
     saved = base.read_json(path, {})
     flags = {k: v for k, v in vars(args).items() if k not in ("resume", "run_name")}
     for k, v in flags.items():
@@ -167,9 +167,9 @@ def _keep_flags(path, args):
 
 
 def _put_back(run, path):
-    """Weights, optimisers, counters and random states of a checkpoint; what it says in numbers.
+    """Restores weights, optimisers and random states from a checkpoint. Returns: its numbers, the content of STATE.
 
-    Raises: UserError on another architecture."""
+    Raises: UserError if the architecture differs."""
     from safetensors.torch import load_file
     state, groups = json.loads((path / STATE).read_text(encoding="utf8")), collections.defaultdict(dict)
     for name, tensor in load_file(path / TENSORS).items():
@@ -199,13 +199,13 @@ def _put_back(run, path):
             torch.cuda.set_rng_state(found["cuda"])
     else:
         say(f"--resume: {state['processes']} processes before, {world()} now: random states of dropout and stream "
-            "positions start anew")
+            "positions are not restored")
     say(f"resumed {path} at step {state['step']} of {run.last}")
     return state
 
 
 def _unpack_optimizer(optimizer, tensors, plain=None):
-    """Put back what _pack_optimizer gave; plain None: the parameter groups stay as they are."""
+    """Restores what _pack_optimizer returned; plain None: the parameter groups stay as they are."""
     plain = plain or {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     entries = {int(i): dict(s) for i, s in plain["state"].items()}
     for k, v in tensors.items():
@@ -214,9 +214,9 @@ def _unpack_optimizer(optimizer, tensors, plain=None):
 
 
 def kept_rows(path, step, again):
-    """The rows of metrics.jsonl up to the step of the checkpoint; the main process drops the others from the file.
+    """The rows of metrics.jsonl up to the step of the checkpoint; the main process removes the others from the file.
 
-    again: the run that goes on evaluates that very step itself (the first, the last, one stopped in its evaluation)."""
+    again: the resumed run evaluates this step again (the first, the last, or one stopped in its evaluation)."""
     rows = [r for r in _whole_rows(path) if r["step"] <= step]
     rows = [r for r in rows if not (again and r["step"] == step and "eval" in r)]
     if rank() == 0:
@@ -228,7 +228,7 @@ def kept_rows(path, step, again):
 
 
 def _whole_rows(path):
-    """The rows of metrics.jsonl; one that a crash or a full disk has cut is left out."""
+    """The rows of metrics.jsonl, without one that a crash or a full disk has cut off."""
     rows = []
     for line in path.read_text(encoding="utf8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
@@ -238,11 +238,11 @@ def _whole_rows(path):
 
 
 # ======================================================= signals =====================================================
-TWICE = 5  # seconds in which a second SIGTERM is the first one: a scheduler's own, and a launcher's that passes it on
+TWICE = 5  # seconds in which a second SIGTERM counts as the first: a scheduler's comes again through the launcher
 
 
 def listen(run):
-    """From here on Ctrl-C and SIGTERM let the step end and write a checkpoint; a second one stops at once."""
+    """From now on Ctrl-C or SIGTERM ends the run after the step, with a checkpoint; a second one ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         return
     base.signals.clear()
@@ -254,9 +254,9 @@ def listen(run):
             base.signals.append(int(number))
             return
         run.ignore_no_more()
-        if number == signal.SIGTERM and rank() == 0:  # Ctrl-C has its word at the entry point
+        if number == signal.SIGTERM and rank() == 0:  # clean_exit prints for Ctrl-C
             words = f"\nstopped at once by a second SIGTERM; from the last checkpoint: {command(run.folder)}\n"
-            os.write(2, words.encode())  # a print may be half done
+            os.write(2, words.encode())  # print is not safe in a handler
         signal.raise_signal(number)
     for number in (signal.SIGINT, signal.SIGTERM):
         before = signal.signal(number, note)
@@ -265,14 +265,14 @@ def listen(run):
 
 
 def stop(run, number, saved):
-    """Leave after a signal, with a checkpoint and the command that goes on. Collective."""
+    """Ends the run after a signal, with a checkpoint, and prints the command that resumes it. Collective."""
     if not saved:
         run.save()
     if run.bar is not None:
         run.bar.close()
     say(f"stopped after step {run.step} by {signal.Signals(number).name}; to go on: {command(run.folder)}")
     for source in list(common.being_read):
-        source.close()  # in the interpreter's last moments each worker would take five seconds to end
+        source.close()  # at the interpreter's exit each worker would take five seconds to end
     base.barrier()
     base.signals.clear()
     run.ignore_no_more()
@@ -280,7 +280,7 @@ def stop(run, number, saved):
 
 
 def command(folder):
-    """The command that goes on with a run: by the launcher that started this one, as far as it tells."""
+    """The command that resumes a run, with the launcher that started this one as far as the environment tells."""
     here = os.environ
     processes = int(here.get("WORLD_SIZE", 1))
     local = int(here.get("LOCAL_WORLD_SIZE", processes))
@@ -301,5 +301,5 @@ def command(folder):
 
 
 def _program(name, *module):
-    """A program beside this Python as a shell calls it; one that the shell would not find, as a module."""
+    """The words that start a program installed beside this Python; as a module if the shell would not find it."""
     return [name] if shutil.which(name) == str(Path(sys.executable).with_name(name)) else [sys.executable, *module]

@@ -1,5 +1,5 @@
-"""Several processes: how they meet within limits, what they ask each other after a step, and long work of one that the
-others wait for."""
+"""Several processes: how they find each other, what they exchange after a step, how the others wait for long work of
+the main process; threads, seeds and the Accelerator."""
 
 import contextlib
 import datetime
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # after which a process gives up the others: at start, in a step
+RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # waited for others: at the start, in a step
 
 
 def join_processes(args):
-    """Under a launcher: the process group, with limits to how long others are waited for.   Raises: UserError."""
+    """Under a launcher, creates the process group, with time limits on waiting for others.   Raises: UserError."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return
     from torch.distributed.rendezvous import rendezvous
@@ -33,23 +33,23 @@ def join_processes(args):
         torch.cuda.set_device(card)
     try:
         soon, later = (datetime.timedelta(minutes=m) for m in (RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES))
-        with open(os.devnull, "w") as nowhere, stderr_to(nowhere):  # pages about a socket
+        with open(os.devnull, "w") as nowhere, stderr_to(nowhere):  # it would print pages
             store, place, processes = next(iter(rendezvous("env://", timeout=soon)))
             store.set_timeout(soon)
             dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=place, world_size=processes,
-                                    timeout=later, device_id=card)  # with its card NCCL connects here, within limits
-            store.set_timeout(later)  # for what asks it later: NCCL for each further group
+                                    timeout=later, device_id=card)  # given its card, NCCL connects now, in time
+            store.set_timeout(later)  # for later uses: NCCL, for each further group
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise UserError(f"the {os.environ['WORLD_SIZE']} processes did not find each other "
                         f"({first_line(error)}); start them all with one launcher") from error
 
 
 def main_first(work, done):
-    """Long work of the main process alone that leaves the file `done`. The others wait for the file: in a collective
-    operation they would be given up after COLLECTIVE_MINUTES. Collective.   Raises: UserError on all processes."""
+    """Runs long work on the main process, which ends by writing the file `done`. The others wait for that file, since a
+    collective operation would time out after COLLECTIVE_MINUTES. Collective.   Raises: UserError on all processes."""
     failed = Path(done).with_suffix(".failed")
     if rank() == 0:
-        for left in (failed, Path(done)):  # by an earlier try
+        for left in (failed, Path(done)):  # left by an earlier try
             left.unlink(missing_ok=True)
     barrier()
     if rank() == 0:
@@ -57,7 +57,7 @@ def main_first(work, done):
             work()
         except Exception as error:
             with contextlib.suppress(OSError):
-                begun = failed.with_suffix(".failing")  # renamed when whole: the others read it as soon as it is there
+                begun = failed.with_suffix(".failing")  # renamed when complete: the others read it at once
                 begun.write_text(own_words(error), encoding="utf8")
                 begun.replace(failed)
             raise
@@ -69,9 +69,9 @@ def main_first(work, done):
 
 
 def largest_later(numbers, flags, device):
-    """Begin to ask for the largest over processes of plain numbers and of () bool tensors on the device. Collective.
+    """Starts computing the largest over processes of plain numbers and of () bool tensors on the device. Collective.
 
-    Returns: a function that waits for the answer, and for no later work of the card: a list of floats."""
+    Returns: a function that waits for the result, a list of floats, but not for later work of the card."""
     answer = torch.cat([to_device(torch.tensor(numbers, dtype=torch.float), device), torch.stack(flags).float()])
     if world() > 1:
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
@@ -88,7 +88,7 @@ def largest_later(numbers, flags, device):
 
 
 def ask(run, batch):
-    """Begin to ask after a step: a signal? bad samples? are weights and loss finite? Collective."""
+    """After a step, starts to ask all processes: a signal, bad samples, non-finite weights or loss? Collective."""
     weights = [p.detach() for m in (run.trained, run.own) for p in m.parameters() if p.is_floating_point()]
     largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
     broken = [~x.isfinite() for x in (largest, run.checked[0] if run.checked else largest)]  # () each
@@ -98,7 +98,7 @@ def ask(run, batch):
 
 
 def settle(run, but=0):
-    """Heed the answers of all steps but the last `but`. Collective.   Returns: a signal's number or 0.
+    """Acts on the answers to `ask` of all but the last `but` steps. Collective.   Returns: a signal's number or 0.
 
     Raises: UserError on all processes, with the step that went wrong."""
     number = 0
@@ -117,24 +117,24 @@ def settle(run, but=0):
 
 
 def set_threads(args):
-    """--threads, or OMP_NUM_THREADS; without these the local processes share the cores."""
+    """Sets the threads: --threads, or OMP_NUM_THREADS; without both, the local processes share the cores."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(args.threads or threads_by_hand() or max(1, CORES // local))
 
 
 def threads_by_hand():
-    """OMP_NUM_THREADS as the user set it; 0 where nobody did. torchrun and accelerate launch set it as well, mostly to
-    1: then it is not in the environment that they were started in, which is that of the first parent without their own
-    variables."""
+    """OMP_NUM_THREADS if the user set it, else 0. torchrun and accelerate launch set it as well, mostly to 1. To tell,
+    look whether it is in the environment that the launcher was started in: that of the first parent process without
+    the launcher's variables."""
     threads = re.match("[0-9]*", os.environ.get("OMP_NUM_THREADS", ""))[0] or 0
     launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"}
     if launched & os.environ.keys():
         import psutil
         try:
             launcher = next(p for p in psutil.Process().parents() if not launched & p.environ().keys())
-            flag = "num_cpu_threads_per_process" in " ".join(launcher.cmdline()).replace("-", "_")  # of accelerate
+            flag = "num_cpu_threads_per_process" in " ".join(launcher.cmdline()).replace("-", "_")  # accelerate's
             threads = threads if flag or "OMP_NUM_THREADS" in launcher.environ() else 0
-        except (psutil.Error, OSError, StopIteration):  # not known: more than one thread is nobody's default
+        except (psutil.Error, OSError, StopIteration):  # not known: no launcher's default is above 1
             threads = 0 if threads == "1" else threads
     return int(threads)
 
@@ -154,21 +154,21 @@ def set_up(args):
         raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        join_processes(args)  # else the Accelerator lets them meet, without our limits
+        join_processes(args)  # else the Accelerator would create the group, without our time limits
     if not dist.is_initialized():
-        AcceleratorState._reset_state(reset_partial_state=True)  # a second run in one process may choose anew
+        AcceleratorState._reset_state(reset_partial_state=True)  # a second run in this process may choose again
     try:
         accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,
                                   project_dir=args.output_dir, kwargs_handlers=[ddp])
     except ValueError as error:  # e.g. fp16 on a CPU
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
     set_card(accelerator.device, args)
-    set_threads(args)  # after the Accelerator, which sets threads of its own where OMP_NUM_THREADS is not there
+    set_threads(args)  # after the Accelerator, which sets the threads itself if OMP_NUM_THREADS is missing
     return accelerator
 
 
 def set_card(device, args):
-    """What convolutions of a CUDA card do: the fastest algorithm for each shape, which is measured once; TF32."""
+    """How a CUDA card convolves: with the fastest algorithm for each shape, measured once; --tf32."""
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # a run has few shapes
         torch.backends.cudnn.allow_tf32 = args.tf32
@@ -178,10 +178,10 @@ def batchnorm_policy(model, args):
     """SyncBatchNorm on several GPUs, a warning on several CPU processes; chunks need --allow-batchnorm-chunks."""
     if args.chunk_size and not args.allow_batchnorm_chunks:
         raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
-                        "come from chunks; --allow-batchnorm-chunks accepts that")
+                        "be those of a chunk; --allow-batchnorm-chunks accepts that")
     if world() > 1 and torch.cuda.is_available() and not args.cpu:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if world() > 1:
-        say("BatchNorm on several CPU processes: statistics are per process, so the run differs from one "
-            "process")
+        say("BatchNorm on several CPU processes: statistics are per process, so the run differs from a run "
+            "on one process")
     return model

@@ -1,4 +1,4 @@
-"""Ranges of flags, as argparse's `type`: finite, and one line where a value is outside."""
+"""Ranges of flags, as argparse's `type`: a value that is outside or not finite is refused in one line."""
 
 import argparse
 import math
@@ -25,7 +25,7 @@ def between(low, high=math.inf, kind=float, words=""):
 
 positive = between(math.nextafter(0, 1), words="> 0")          # temperatures, periods
 nonnegative = between(0)                                       # weights, strengths
-rate = between(0, 1e30)                                        # learning rates, weight decay: float32 holds the step
+rate = between(0, 1e30)                                        # learning rates, weight decay: steps fit in float32
 part = between(0, 1)                                           # probabilities, shares
 below_one = between(0, 1 - 1e-7, words="at least 0 and below 1")  # betas, momentum
 count = between(1, 10**9, int, words="at least 1")             # sizes, rounds
@@ -33,8 +33,8 @@ whole = between(0, 10**9, int, words="at least 0")             # 0 = off
 
 
 def new_file(*endings):
-    """A `type` for a file that will be written, with one of these endings (none: any): refused before the work where it
-    is a folder, or its folder is not there."""
+    """A `type` for a file that will be written, with one of these endings (none: any). It is refused before the work if
+    it is a folder, or is in no existing folder."""
     def parse(text):
         path, inside = Path(text), f"give a file in it, such as {Path(text) / ('out' + (endings or ('.csv',))[0])}"
         if path.is_dir():

@@ -28,12 +28,12 @@ from readers.clips import feature_shape
 class Run:
     """The book-keeping of a run: processes, folder, log, checkpoints, evaluation, summary, progress bar.
 
-    It never runs a forward, a loss, a backward or an optimiser step: these stand in the script. In this order:
+    It never runs a forward, a loss, a backward or an optimiser step: the script does. Scripts call, in this order:
     Run(...), towers(), wrap(...), resume(), batches(...), begin(...), done(...) after each step, finish(...).
 
     Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
     device, fused (of Adam), lagged (see check_finite), folder, args, train, evals, log; start (published weights or
-    not, --init-from); tensors (further ones of the checkpoint, by name); val (the latest result).
+    not, --init-from); tensors (more tensors of the checkpoint, by name); val (the latest result).
     """
 
     def __init__(self, file, args, train, evals, recipes=None):
@@ -43,7 +43,7 @@ class Run:
         self.count_steps()
         self.accelerator = set_up(args)
         self.device = self.accelerator.device
-        self.fused = True if self.device.type == "cuda" else None  # Adam in one kernel; None: as torch sees fit
+        self.fused = True if self.device.type == "cuda" else None  # Adam in one kernel; None: torch chooses
         self.lagged = self.device.type == "cuda"
         self.checked, self.unread = None, collections.deque()  # see engine/processes.py
         self.folder, self.lock = start_run(args, self.script)
@@ -56,11 +56,11 @@ class Run:
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
         self.unevaluated, self.bar, self.handlers = False, None, {}
         self.method, self.new_method = method_of(file), False
-        self.loss_word, self.tau_word = "loss", "tau"  # of the bar and the banner: a column of the log, or another word
+        self.loss_word, self.tau_word = "loss", "tau"  # in the bar and the banner; columns of the log, or others
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def count_steps(self):
-        """Epoch, steps and warm-up, by the training set as it is now."""
+        """Computes the steps of an epoch, the run and the warm-up from the training set as it is now."""
         args = self.args
         self.per_epoch = self.train.examples // args.batch_size
         self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
@@ -69,7 +69,7 @@ class Run:
     def towers(self, texts=None, questions=None):
         """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe.
 
-        texts: what a tokenizer learns from, in place of the captions; questions: keywords of QuestionAnswerer.
+        texts: the texts that a tokenizer learns from, instead of the captions; questions: keywords of QuestionAnswerer.
         """
         args, tokenizer = self.args, None
         self.spec = common.spec_of(args)
@@ -85,7 +85,7 @@ class Run:
             self.spec["questions"] = questions
         self.start = args.pretrained, args.init_from
         if args.resume and latest_checkpoint(self.folder):
-            self.start = False, ""  # its weights are in the checkpoint; stopped before the first one, it begins again
+            self.start = False, ""  # its weights are in the checkpoint; without one, it starts from scratch
         self.tower, transform = common.build_model(self.spec, tokenizer, *self.start)
         self.tower.to(self.device)
         if self.device.type == "cuda":
@@ -99,7 +99,7 @@ class Run:
         """(model, optimizer) as a step uses them: SyncBatchNorm, torch.compile, DDP.
 
         Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP.
-            second: an optimiser of the loss's own parameters, saved and read back as well, whose step is the script's.
+            second: an optimiser of the loss's own parameters, which is also saved; the script runs its step.
         """
         args, self.second = self.args, second
         if has_batchnorm(trained):
@@ -111,13 +111,13 @@ class Run:
         return self.model, self.optimizer
 
     def resume(self):
-        """With --resume: weights, optimisers, step and random state of the last checkpoint. Opens the log."""
+        """With --resume, restores weights, optimisers, step and random state. Always opens the log."""
         args = self.args
         if args.resume:
             state = resume(self)
             self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
             self.wall_before = state.get("wall_s", 0.0)
-            self.unevaluated = state.get("unevaluated", False)  # stopped in the evaluation of that step
+            self.unevaluated = state.get("unevaluated", False)  # stopped during the evaluation after that step
             self.new_method = state.get("method", self.method) != self.method
         first = self.step in (0, self.last) or self.unevaluated
         self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, first)
@@ -149,7 +149,7 @@ class Run:
         if self.step == 0 and rank() == 0 and self.tokenizer:
             before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
             base.write_json(self.folder / "similarity_before.json", before)
-        tqdm.monitor_interval = 0  # no thread for it: one that cannot start, short of memory, is waited for
+        tqdm.monitor_interval = 0  # no monitor thread: if memory is short, tqdm would wait for one that cannot start
         self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step",
                         mininterval=1.0, miniters=1)
         self.trained.train()
@@ -158,11 +158,11 @@ class Run:
         return pieces if self.step == 0 else {}
 
     def banner(self, guess, lines):
-        """Print what the flags came to, once, before training."""
+        """Prints once, before training, what the flags amount to."""
         args, train, tower = self.args, self.train, self.tower
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         examples = f"a stream of about {train.examples:,}" if train.streamed else f"{len(train):,}"
-        def size(data):  # what is said of the training set is not said again
+        def size(data):  # the note of the training set is not repeated
             few = few_queries(**{"videos" if common.has_clips(data) else "images": len(data)})
             words = join_notes(data.note if data.note != train.note else "", few)
             return f"{len(data):,} {data.split}" + (f" ({words})" if words else "")
@@ -178,7 +178,7 @@ class Run:
         repeated = repeated_captions(train) if tower.text else ""
         first, end = guess
         guessed = f"{self.loss_word} {first:.3f}" + (f" at the start, {end:.3f} at the end" if end != first else "")
-        changed = f"WARNING: {self.script}.py has changed since the checkpoint; from here on its new text counts"
+        changed = f"WARNING: {self.script}.py has changed since the checkpoint; the run continues with its new code"
         words = {
             "recipe": f"{args.dataset} ({recipe})",
             "data": join_notes(f"{examples} training examples", train.note, repeated),
@@ -203,10 +203,10 @@ class Run:
             group["lr"] = lr
 
     def check_finite(self, loss, tau, embeddings, batch, rates="--lr"):
-        """Stop all processes together, with one message, when the loss is not finite on any of them. Collective.
+        """Stops all processes together, with one message, if the loss is not finite on any of them. Collective.
 
-        A lagged run asks in `done` and heeds the answer a step later, so that none waits for the card; where something
-        of a step is written, it is checked here all the same.   rates: the flags of what may be too high."""
+        A lagged run asks in `done` and acts on the answer a step later, so that no step waits for the card; a step that
+        logs, evaluates or saves is checked here.   rates: the flags of the learning rates that may be too high."""
         tau = tau.detach() if torch.is_tensor(tau) else tau
         self.checked = loss.detach(), self.step, tau, [e.detach() for e in embeddings], batch["keys"], rates
         if not self.lagged or any(self._due(self.step + 1).values()):
@@ -214,20 +214,20 @@ class Run:
             common.check_finite(*self.checked)
 
     def logs_now(self):
-        """Is the step in progress one whose numbers are logged? `run.done(..., run.logs_now() and numbers)`."""
+        """Whether the step in progress is logged. Use: `run.done(..., run.logs_now() and numbers)`."""
         return bool(self._due(self.step + 1)["log"])
 
     def _due(self, step):
-        """What falls on this optimiser step, counted from 1; 0 = only at the end."""
+        """Which of log, eval and save are due at this step, counted from 1; an interval of 0 = only at the end."""
         every = {"log": self.args.log_every, "eval": self.args.eval_every, "save": self.args.save_every}
         return {k: step == self.last or (n and step % n == 0) for k, n in every.items()}
 
     def done(self, batch, loss, tau, numbers=None):
-        """An optimiser step is done: count it; log, evaluate and save what is due; end here if a signal asked for it.
-        Collective.
+        """Call it after each optimiser step. It counts the step, logs, evaluates and saves if these are due, and ends
+        the run if a signal asked for it. Collective.
 
-        Args: loss: () tensor of this process; tau: float or (); numbers: further columns of the log, where `logs_now`.
-        Raises: UserError on all processes when the weights are not finite."""
+        Args: loss: () tensor of this process; tau: float or (); numbers: further columns of the log, if `logs_now`.
+        Raises: UserError on all processes if the weights are not finite."""
         self.step += 1
         due = self._due(self.step)
         ask(self, batch)
@@ -246,7 +246,7 @@ class Run:
             self.bar.set_postfix(shown | {"samples": f"{row['samples_per_s']:.0f}/s"}, refresh=False)
         self.bar.update()
         if self.step == self.last:  # the last evaluation in float32, as eval.py does it
-            if self.args.compile:  # autocast stands around the compiled module, which no evaluation calls
+            if self.args.compile:  # only the compiled module has autocast, and evaluations never call it
                 vars(self.trained).pop("_original_forward", None)
             else:
                 self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
@@ -255,7 +255,7 @@ class Run:
         if due["save"]:
             self.save()
         if due["eval"] or due["save"]:
-            self.clock, self.logged = time.perf_counter(), self.step  # the speed of training alone
+            self.clock, self.logged = time.perf_counter(), self.step  # so that the speed is that of training only
             number = self.asked_to_stop()
         if number and self.step < self.last:
             stop(self, number, saved=due["save"])
@@ -265,13 +265,13 @@ class Run:
         return int(base.all_sum(max(base.signals, default=0), device=self.device, op=dist.ReduceOp.MAX)[0])
 
     def ignore_no_more(self):
-        """Signals do again what they did before the run listened to them."""
+        """Restores the signal handlers of before `listen`."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         self.handlers = {}
 
     def evaluate(self, split):
-        """What the evaluator gives, or the end of the run by a signal. Collective."""
+        """Returns the evaluator's results, or ends the run if a signal asked for it. Collective."""
         settle(self)
         try:
             return self.evaluator(split)
@@ -281,7 +281,7 @@ class Run:
             return stop(self, self.asked_to_stop(), saved)
 
     def evaluate_val(self):
-        """Evaluate the val splits, log it, keep it in self.val; returns the picture pieces. Collective."""
+        """Evaluates the val splits, logs the result and keeps it in self.val. Returns: picture pieces. Collective."""
         self.val, _, self.val_pieces = self.evaluate("val")
         self.unevaluated = False
         row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
@@ -296,14 +296,14 @@ class Run:
         checkpoints.save(self)
 
     def wall(self):
-        """Seconds of this run so far, those before a resume included."""
+        """Seconds of this run so far, including those before a resume."""
         return self.wall_before + time.time() - self.started
 
     # ---------------------------------------- the end -----------------------------------------------------------------
     def finish(self, draw, table=None, more=None, **extra):
-        """Save the encoders, evaluate the test splits on what is on disk, write summary.json, draw, print. Collective.
+        """Saves the encoders, evaluates them on test, writes summary.json, draws, prints. Collective.
 
-        Args: draw: function(run) of the pictures.   table: function(title, metrics, chance) -> lines of text.
+        Args: draw: function(run) for the pictures.   table: function(title, metrics, chance) -> lines of text.
             more: function(test metrics) -> text after the tables.   extra: further entries of the summary.
         Returns: the summary."""
         from safetensors.torch import load_file
@@ -317,7 +317,7 @@ class Run:
         if rank() == 0:
             try:
                 base.write_json(self.folder / "summary.json", summary)
-            except UserError as error:  # the numbers are printed below all the same
+            except UserError as error:  # the numbers are still printed below
                 problems.append(str(error))
             draw(self)
         say(report(summary, self.folder, table) + (more(test) if more else ""))
@@ -333,8 +333,8 @@ class Run:
         return summary
 
     def picture(self, name, function, *args, **options):
-        """Draw one picture into the run folder, function(*args, path, **options), in the form of --figures; one that
-        fails is left out, named."""
+        """Draws one picture into the run folder by function(*args, path, **options), in the format of --figures. If it
+        fails, a message names it, and the run goes on."""
         draw_picture((self.folder / name).with_suffix(f".{self.args.figures}"), function, *args, **options)
 
     def summarize(self, test, chance):

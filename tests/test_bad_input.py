@@ -207,11 +207,11 @@ REFUSED = {
     "--no-base --no-modulated --unimodal none": "leaves no loss",
     "--learnable-tau": "--loss temo has no single temperature to learn", "--loss slip --tau 1.5": "--tau-clamp",
     "--loss infonce --text-expert a/b": "--image-expert and --text-expert need --loss temo",
-    "--clip-law zipf": "--clip-law zipf: not of --dataset emoji, but of moving-emoji",
+    "--clip-law zipf": "--clip-law zipf: not a flag of --dataset emoji, but of moving-emoji",
     "--dataset moving-emoji --clip-law twice": "--clip-law invalid choice: 'twice'",
-    "--clips 40 20 20": "--clips 40 20 20: not of --dataset emoji, but of moving-emoji",
-    "--caption-noise 0.2": "--caption-noise 0.2: not of --dataset emoji, but of moving-emoji",
-    "--dataset moving-emoji --fold 3": "--fold 3: not of --dataset moving-emoji, but of emoji",
+    "--clips 40 20 20": "--clips 40 20 20: not a flag of --dataset emoji, but of moving-emoji",
+    "--caption-noise 0.2": "--caption-noise 0.2: not a flag of --dataset emoji, but of moving-emoji",
+    "--dataset moving-emoji --fold 3": "--fold 3: not a flag of --dataset moving-emoji, but of emoji",
     "--fold 10": "--fold 10: must be between 0 and 9", "--max-step 2": "unrecognized arguments: --max-step",
     "--batch 8": "unrecognized arguments: --batch", "--pretrained false": "unrecognized arguments: false"}
 
@@ -229,7 +229,7 @@ def test_flag(flags, capsys):
 @pytest.mark.parametrize("flag", ["--dataset", "--resume", "--eval-datasets"])
 def test_a_variable_that_is_not_set(flag, capsys):
     """An empty word would be the current folder, or a new run in place of the one that is to go on."""
-    assert f"{flag}: empty; a variable of the shell that is not set?" in refused(capsys, flag, "")
+    assert f"{flag}: empty; is a variable of the shell not set?" in refused(capsys, flag, "")
 
 
 COLUMNS = "captions.csv has no such column; it has: image, caption"
@@ -238,7 +238,7 @@ STOPPED = {
     "--caption-column nope": f"--caption-column nope: {COLUMNS}",
     "--batch-size 64": "--batch-size 64: larger than the 23 training examples of .*; --batch-size 23 fits, and "
                        "--fit-batch sets it by itself",
-    "--image-encoder resnet_99": "--image-encoder resnet_99: not small, features, resnet18-cifar, a timm model [(]near",
+    "--image-encoder resnet_99": "--image-encoder resnet_99: not small, features, ssb, resnet18-cifar, a timm model",
     "--image-encoder no/such": "--image-encoder no/such: ",
     "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: no such file",
     "--text-encoder nobody/none": "--text-encoder nobody/none: .*download it once and give the folder",
@@ -269,7 +269,7 @@ def test_the_batch_that_processes_can_share(monkeypatch):
 
 
 def test_hold_out_val_is_refused_where_it_would_do_nothing(capsys):
-    assert "--hold-out-val: only for a set by name that has train and test alone, not emoji" in refused(
+    assert "--hold-out-val: only for a set by name with just train and test, not emoji" in refused(
         capsys, "--hold-out-val")
 
 
@@ -377,7 +377,7 @@ def test_output_that_cannot_be_written(inside, good, tmp_path):
 def test_weights_that_do_not_fit(good, tmp_path):
     save_file({"other": torch.zeros(2)}, tmp_path / "w.safetensors")
     message = stopped(good, tmp_path, "--init-from", tmp_path / "w.safetensors")
-    assert "none of its 1 tensors fits the model; it starts ['other'], the model ['" in message
+    assert "none of its 1 tensors fits the model; its first names are ['other'], the model's ['" in message
     (tmp_path / "w.pt").write_bytes(helpers.TEXT)
     message = stopped(good, tmp_path / "b", "--init-from", tmp_path / "w.pt")
     assert f"--init-from {tmp_path / 'w.pt'}: cannot be read" in message
@@ -477,4 +477,4 @@ def test_two_data_sets_that_declare_one_flag(monkeypatch, capsys):
     monkeypatch.setitem(ssv2.SETS["ssv2-lt"], "options", {"--fold": {"type": str, "default": "a", "help": "another"}})
     with pytest.raises(SystemExit):
         temo.parse_args(["--eval-datasets", "emoji", "ssv2-lt"])
-    assert "--dataset ssv2-lt: its file declares --fold, which is there already" in capsys.readouterr().err
+    assert "--dataset ssv2-lt: its file declares --fold, which exists already" in capsys.readouterr().err

@@ -167,7 +167,7 @@ def test_cross_evaluates_a_run_with_and_without_biases_at_one_gamma(results, tmp
     numbers = cross.evaluation(words, tmp_path / "keep")
     assert set(cross.COLUMNS.values()) < set(numbers) and numbers["command"].endswith("--gamma 0.1")
     assert cross.evaluation(words, "") == numbers  # from its file
-    with pytest.raises(SystemExit, match="no seed of which all rows have a run"):
+    with pytest.raises(SystemExit, match="no seed for which every row has a run"):
         cross.table({"a": {0: numbers}, "b": {1: numbers}})
     assert cross.table({"a": {0: numbers, 1: numbers}, "b": {1: numbers}}).count("| 1 |") == 2
 

@@ -465,7 +465,7 @@ def test_an_evaluation_that_measured_nothing_is_an_error(ncl_run, tmp_path):
     assert (tmp_path / "eval.json").is_file()
     refused(lambda: evaluation_script.complain(result), "nothing was measured",
             "moving-emoji: qa: the model answers no ques",
-            "--tasks chooses others")
+            "choose others with --tasks")
 
 
 # ------------------------------------------------ words ------------------------------------------------------------

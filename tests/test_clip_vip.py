@@ -119,7 +119,7 @@ def test_another_image_size_is_refused(clip):
 def test_what_is_no_clip_is_refused(tmp_path, clip):
     BertModel(BertConfig(vocab_size=20, hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
                          intermediate_size=32)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"--image-encoder clip_vip:{tmp_path}: {tmp_path} is no CLIP but bert"):
+    with pytest.raises(UserError, match=f"--image-encoder clip_vip:{tmp_path}: {tmp_path} is not a CLIP but bert"):
         model_of((tmp_path, None, clip[2]), text=str(clip[0]))
 
 
@@ -185,13 +185,13 @@ def test_a_released_file_that_does_not_fit(clip, tmp_path, capsys):
     refused(published(clip[1].config, proxies=1), r"vision.body.added_cls \(1, 24\) fits nowhere")
     refused(state | {mark + "more": torch.zeros(2)}, r"vision.body.clip.embeddings.more \(2,\) fits nowhere")
     refused(state, "vision.projection.weight", model_of(clip, embed_dim=8))
-    refused(state, "it goes into --image-encoder clip_vip:", model_of(clip, image_encoder=str(clip[0])))
+    refused(state, "load it into --image-encoder clip_vip:", model_of(clip, image_encoder=str(clip[0])))
     torch.save(state, tmp_path / "a.pt")
     model = model_of(clip, text="small", text_pooling="mean")
     capsys.readouterr()
     encoders.weights.init_from(model, tmp_path / "a.pt")
     said = capsys.readouterr().out
-    assert "the text encoder is no CLIP" in said and "text.body.embeddings.token_embedding.weight" in said
+    assert "the text encoder, not a CLIP, keeps" in said and "text.body.embeddings.token_embedding.weight" in said
 
 
 # ---------------------------------------------------- runs ----------------------------------------------------------

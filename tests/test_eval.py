@@ -216,7 +216,7 @@ def test_two_processes_count_each_item_once(run, tmp_path):
 
 
 @pytest.mark.parametrize("flags,message", [
-    ([], "say what to evaluate"), (["--checkpoint", "x", "--query", "a"], "go together"),
+    ([], "give what to evaluate"), (["--checkpoint", "x", "--query", "a"], "go together"),
     (["--checkpoint", "x", "--eval-batch", "0"], "--eval-batch 0: must be at least 1"),
     (["--checkpoint", "x", "--gamma", "-1"], "--gamma -1: must be at least 0"),
     (["--checkpoint", "x", "--knn-k", "1", "0"], "--knn-k 0: must be at least 1"),
@@ -429,7 +429,7 @@ def test_a_streamed_run_is_tested_on_what_it_held_out(tmp_path):
 def test_sets_without_the_split_are_named(capsys):
     args = eval_py.parse_args(["--checkpoint", "r", "--split", "val"])
     assert eval_py.wanted_sets(args, {"eval_datasets": ["emoji", "coco"]}) == [("emoji", "")]
-    assert "left out, without a val split: coco" in capsys.readouterr().out
+    assert "left out, since they have no val split: coco" in capsys.readouterr().out
 
 
 def test_no_image_is_its_own_negative():

@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(file, whole, tmp_
     path.write_bytes(content)
     resume(tmp_path / "a")
     said = capsys.readouterr().out
-    assert f"step_8: damaged: {file}; the checkpoint before it is taken" in said
+    assert f"step_8: damaged: {file}; the checkpoint before it is used" in said
     assert re.search("resumed .*step_6 at step 6 of 8", said)
     assert same(tmp_path / "a", whole)
     assert not engine.checkpoints.damaged_files(engine.checkpoints.latest_checkpoint(tmp_path / "a"))
@@ -159,7 +159,7 @@ def test_without_a_whole_checkpoint_nothing_is_resumed(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "a")
     for step in (6, 8):
         (tmp_path / "a" / "checkpoints" / f"step_{step}" / "state.safetensors").unlink()
-    with pytest.raises(UserError, match="no checkpoint is whole; damaged: step_6: state.safetensors"):
+    with pytest.raises(UserError, match="every checkpoint is damaged; step_6: state.safetensors"):
         resume(tmp_path / "a")
 
 

@@ -591,18 +591,18 @@ def a_list(file):
 
 
 DAMAGED = {
-    ("model.safetensors", cut): "its model.safetensors is damaged .*; --resume .* writes it anew",
-    ("model.safetensors", one_bit): "its model.safetensors is damaged .*not the bytes .*; --resume .* writes it anew",
+    ("model.safetensors", cut): "its model.safetensors is damaged .*; --resume .* writes it again",
+    ("model.safetensors", one_bit): "its model.safetensors is damaged .*not the bytes .*; --resume .* writes it again",
     ("model.safetensors", empty): "its model.safetensors is damaged", ("model.safetensors", gone): "its model.safet",
     ("model.json", cut): "model.json: damaged", ("model.json", empty): "model.json: damaged",
     ("model.json", gone): "this run has not ended .no model.json.; continue it with --resume",
     ("model.json", a_list): "model.json: damaged .it holds no names",
     ("args.json", cut): "args.json: damaged", ("args.json", empty): "args.json: damaged",
     ("args.json", gone): "--datasets is needed", ("args.json", a_list): "args.json: damaged .it holds no names",
-    ("tokenizer/tokenizer.json", cut): "no whole tokenizer", ("tokenizer/tokenizer.json", empty): "no whole tokenizer",
-    ("tokenizer/tokenizer.json", gone): "no whole tokenizer", ("tokenizer/tokenizer.json", a_list): "no whole token",
-    ("tokenizer/tokenizer_config.json", cut): "no whole tokenizer",
-    ("tokenizer/tokenizer_config.json", empty): "no whole tokenizer"}
+    ("tokenizer/tokenizer.json", cut): "no complete token", ("tokenizer/tokenizer.json", empty): "no complete token",
+    ("tokenizer/tokenizer.json", gone): "no complete token", ("tokenizer/tokenizer.json", a_list): "no complete token",
+    ("tokenizer/tokenizer_config.json", cut): "no complete token",
+    ("tokenizer/tokenizer_config.json", empty): "no complete token"}
 
 
 @pytest.mark.parametrize("file, harm", DAMAGED, ids=lambda v: getattr(v, "__name__", v))
@@ -728,7 +728,7 @@ def test_a_process_whose_partner_is_lost(how, data, tmp_path):
         run(data, tmp_path)
     (code, said), (other, _) = launch.ranks(tmp_path, work)
     line = the_line(code, said)
-    assert re.match("another of the 2 processes ended or hangs .*; its own words say why; --resume goes on from", line)
+    assert re.match("another of the 2 processes ended or hangs .*; its own message says why; --resume continues", line)
     assert other == (9 if how == "dies" else 2)
 
 
@@ -859,7 +859,7 @@ def test_weights_that_are_more_than_tensors(kind, data, tmp_path, capfd):
     line = stopped(lambda: run(data, tmp_path, "--init-from", file), capfd)
     assert line.startswith(f"--init-from {file}: ") and "weights_only" not in line and not trap.path.exists()
     if kind in ("torch", "inside", "pickle"):
-        assert "it holds more than tensors: save its state_dict as safetensors" in line
+        assert "it holds more than tensors; save its state_dict as safetensors" in line
 
 
 def test_features_that_are_a_pickle(tmp_path, capfd):
@@ -921,7 +921,7 @@ def test_a_model_json_leads_nowhere_else(name, whole, elsewhere, tmp_path):
     shutil.copytree(whole, tmp_path / "a")
     spec = json.loads((whole / "model.json").read_text()) | SPECS[name]
     (tmp_path / "a" / "model.json").write_text(json.dumps(spec).replace("ELSEWHERE", str(elsewhere)))
-    with pytest.raises(UserError, match="its model.json is damaged .*; --resume .* writes it anew"):
+    with pytest.raises(UserError, match="its model.json is damaged .*; --resume .* writes it again"):
         common.load_model(tmp_path / "a")
     assert WATCHED == [str(elsewhere)]
 

@@ -468,9 +468,9 @@ def test_the_video_tower_is_one_transformer_over_all_patches(tiny_vit):
 
 
 def test_what_is_no_video_tower(tiny_vit):
-    with pytest.raises(UserError, match="after video_ stands a timm ViT"):
+    with pytest.raises(UserError, match="after video_ give a timm ViT"):
         common.VisionEncoder("video_resnet18", 8, False, 32, frames=3)
-    with pytest.raises(UserError, match="is for clips, and this data set has images"):
+    with pytest.raises(UserError, match="is for clips, but this data set has images"):
         common.VisionEncoder(VIT, 8, False, 32)
 
 
@@ -485,7 +485,7 @@ def test_a_run_with_the_video_tower(tiny_vit, tmp_path, monkeypatch):
     model, _, transform = common.load_model(tmp_path / "r")
     assert model.vision.body.temporal.shape == (4, WIDTH) and model.vision.body.temporal.abs().max() > 0
     assert transform.mean == pytest.approx(list(encoders.base.STATS["clip"][0]))
-    with pytest.raises(UserError, match="is for clips, and this data set has images"):
+    with pytest.raises(UserError, match="is for clips, but this data set has images"):
         temo.main(temo.parse_args(flags))
 
 
@@ -593,7 +593,7 @@ def test_weights_that_the_video_tower_cannot_take(tiny_vit, tmp_path, capsys):
     with pytest.raises(UserError, match="there is none for vision.body.vit.blocks.1"):
         encoders.weights.init_from(avion_model(tmp_path / "clip"), tmp_path / "b.safetensors")
     plain = common.TwoTower(common.VisionEncoder("small", 8), None)
-    with pytest.raises(UserError, match="goes into --image-encoder video_vit_base_patch16_clip_224"):
+    with pytest.raises(UserError, match="load it into --image-encoder video_vit_base_patch16_clip_224"):
         encoders.weights.init_from(plain, tmp_path / "a.safetensors")
     save_file({"module.visual.blocks.0.timeattn.qkv.weight": torch.zeros(3, 1)}, tmp_path / "c.safetensors")
     with pytest.raises(UserError, match="a TimeSformer of LaViLa"):

@@ -163,7 +163,7 @@ def test_init_from(tmp_path, tokenizer, capsys):
         assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), fresh.state_dict().values()))
     longer = common.build_model(SPEC | dict(text_length=20), tokenizer, False)[0]
     encoders.weights.init_from(longer, tmp_path / "b.pt")
-    assert "the others start as they would, first text.body.position (23, 128)" in capsys.readouterr().out
+    assert "the others keep their usual start, first text.body.position (23, 128)" in capsys.readouterr().out
     save_file({"other": torch.zeros(3)}, tmp_path / "c.safetensors")
     with pytest.raises(UserError, match="none of its 1 tensors fits"):
         encoders.weights.init_from(two, tmp_path / "c.safetensors")
@@ -180,7 +180,7 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, weights)
     for k, start in enumerate((tmp_path / "a", weights)):
         assert words(f"c{k}", ["green pear"] * 9, str(start)) == first != other
-        assert f"the words of {tmp_path / 'a' / 'tokenizer'}" in capsys.readouterr().out
+        assert f"the vocabulary of {tmp_path / 'a' / 'tokenizer'}" in capsys.readouterr().out
     shutil.copy(weights, tmp_path / "alone.safetensors")
     assert words("d", ["green pear"] * 9, str(tmp_path / "alone.safetensors")) == other
     encoders.weights.init_from(model, tmp_path / "a")

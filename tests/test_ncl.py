@@ -775,7 +775,7 @@ def test_sets_without_a_queue_are_not_normalised_in_silence(run, tmp_path, capsy
     folder = tmp_path / "r"
     summary = main(folder, "--eval-datasets", "moving-emoji", "emoji")
     out = capsys.readouterr().out
-    assert "WARNING: none for emoji: not trained on" in out
+    assert "WARNING: no queue for emoji, not trained on" in out
     assert "moving-emoji (reported: queue)" in out and "\nemoji (reported: none)" in out
     assert summary["test"]["emoji"]["normalized_by"] == "none"
     assert summary["test"]["emoji"]["R-Mean"] == summary["test"]["emoji"]["normalize"]["none"]["R-Mean"]
@@ -789,7 +789,7 @@ def test_sets_without_a_queue_are_not_normalised_in_silence(run, tmp_path, capsy
                [(f"{i:03}.png", f"picture {i}") for i in range(4)])
     got = evaluate(folder, tmp_path / "2", "--normalize", "queue", "--datasets", tmp_path / "photos")
     out = capsys.readouterr().out
-    assert "--normalize queue is not possible: the retrieval numbers are those without normalisation" in out
+    assert "--normalize queue is not possible; the retrieval numbers are without normalisation" in out
     assert "no train split" in out and got["normalized_by"] == "none" and "normalize" not in got
     for flags in ("--split train", "--split train --queue-split train", "--split val --queue-split val"):
         assert "oracle" in refused(eval_py.parse_args, f"--checkpoint x --normalize queue {flags}".split(), capsys)
@@ -807,7 +807,7 @@ def test_dropout_of_the_feature_tower_acts(features, tmp_path, capsys):
     assert found["0"] == found["again"]
     assert found["0.5"][0] != found["0"][0] and found["0.5"][1] == found["0"][1]  # none in evaluation, and no lr
     words = capsys.readouterr().out
-    assert "without its captioning loss and its epochs, batch and decay; dropout 0.5, small has none" in words
+    assert "without its captioning loss, epochs, batch and weight decay; dropout 0.5, small has none" in words
 
 
 BAD = {
@@ -821,7 +821,7 @@ BAD = {
     "--feature-dir /no/such": "--feature-dir /no/such: no such folder",
     "--image-encoder features": "--feature-dir",
     "--feature-dir .": "--image-encoder features",
-    "--dropout 0.1": "--dropout 0.1: of the tower of --image-encoder features",
+    "--dropout 0.1": "--dropout 0.1: only for --image-encoder features",
     "--loss triplet": "--loss invalid choice: 'triplet'",
     "--video-dir /no/such": "--video-dir /no/such: no such path",
 }

@@ -84,7 +84,7 @@ def test_a_number_that_is_not_above_0_is_refused(name, value):
 
 def test_a_temperature_of_each_pair():
     temo.info_nce(X, Y, torch.full((B, B), 0.5))
-    with pytest.raises(ValueError, match=r"\(6, 6\), one a pair"):
+    with pytest.raises(ValueError, match=r"\(6, 6\), one per pair"):
         temo.info_nce(X, Y, torch.full((B, B - 1), 0.5))
     with pytest.raises(ValueError, match="or a tensor"):
         temo.info_nce(X, Y, [0.5] * B)

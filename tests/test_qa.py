@@ -86,7 +86,7 @@ def test_open_scores_look_at_question_and_frames_but_not_at_padding():
     assert not torch.allclose(model(clips.flip(1), None, question)[2], scores, atol=1e-3)  # the order of time
     plain = model(clips, question)  # without a question: two towers
     assert torch.allclose(plain[0], video, atol=1e-6) and plain[2].shape == (2, 128)
-    with pytest.raises(UserError, match="4 frames of a clip, but this model knows the places of 3"):
+    with pytest.raises(UserError, match="4 frames per clip, but this model was made for at most 3"):
         model(torch.zeros(1, 4, 3, 32, 32), None, words(1, 4))
 
 

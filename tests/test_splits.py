@@ -192,7 +192,7 @@ def test_a_file_called_test_is_evaluated_whole(tmp_path, capsys):
     for word in ("flickr_test", "captions_val2017"):
         file, split = write_rows(tmp_path / f"{word}.json", ["image", "caption"], rows), readers.columns.split_of(word)
         assert len(common.load_data(str(file), split)) == 40
-        refused(file, f"no train split; it has: {split}; its name says so, rename it to train on it")
+        refused(file, f"no train split; it has: {split}, as its name says; rename it to train on it")
     for word in ("trainval", "train_test", "greatest"):
         file = write_rows(tmp_path / f"{word}.csv", ["image", "caption"], rows)
         assert len(common.load_data(str(file), "train")) > 30
@@ -347,7 +347,7 @@ def test_too_little_to_hold_out_is_said(tmp_path):
             common.load_data(str(path), split)
     names = [x for x in (f"{i}.png" for i in range(2000)) if common.held_out_place(x) < 0.1][:9]
     path = write_rows(tmp_path / "b.csv", ["image", "caption"], [(x, f"words of {x}") for x in names])
-    assert "all of its names fall into what is held out" in refused(path)
+    assert "all of its rows are held out" in refused(path)
     write_parquet_images(tmp_path / "hub" / "train.parquet", range(20))
     write_parquet_images(tmp_path / "hub" / "test.parquet", range(20, 26))
     options = {"data_dir": str(tmp_path / "hub"), "image_column": "image", "label_column": "label"}
