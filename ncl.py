@@ -36,7 +36,7 @@ comparable and reproducible; a fork edits METHOD, the flags of the method group,
 Differences from the paper (there is no authors' code) and from CLIP4Clip, its base:
  1. Eqs. 8 and 9 are printed with their right-hand sides exchanged; rows sum to 1/m and columns to 1/n (it matters for
     queues).
- 2. The code of Fig. 4 is an image, missing from the text that we had. Here: the log domain, rows first, columns last,
+ 2. The code of Fig. 4 is printed as an image, which we could not read. Here: the log domain, rows first, columns last,
     4 rounds; a plain exp overflows at gamma = 0.01.
  3. After 4 rounds at gamma = 0.01 the sums are far from 1; the paper calls the residual small. It is logged, as the
     error after a batch's biases.
