@@ -32,6 +32,7 @@ Differences from the authors' code:
  5. One stage of training. The authors load the best checkpoint and train once more with BERT frozen, worth 0.8 points.
  6. Where a set has boxes and no features (moving-emoji), a frozen image encoder sees each crop, at its first weights or
     those of --init-from, in place of the detector.
+ 7. The vocabulary of open questions is MAMA's, --answers 1500; the size of theirs is not in their code.
 """
 
 import copy
