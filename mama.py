@@ -88,10 +88,10 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     the mean over the picture. Any other --image-encoder gives one token a frame.
 14. An answer outside the vocabulary of --answers has no loss in training and is wrong in evaluation, whose upper bound
     is printed, as in the authors' code. The rows of NExT-QA and Causal-VidQA have accuracies by type.
-15. --qa-model vgt is the base of Table 2's best rows, from the features of its regions (--region-dir DIR);
-    encoders/vgt.py has its differences. The paper takes "BERT-Base embeddings" and 32 random frames: here all of BERT
-    and the 32 frames of VGT's files, as in VGT's code. Its base's numbers (61.8 on NExT-QA) are in neither repository
-    of VGT nor of its successor. --qa-model dual scores "question choice" texts by their cosine with the video.
+15. --qa-model vgt is the base of Table 2's best rows. It reads features of regions (--region-dir DIR), and
+    encoders/vgt.py lists its differences. The paper takes "BERT-Base embeddings" and 32 random frames; here it is all
+    of BERT and the 32 frames of VGT's files, as in VGT's code. The base's number on NExT-QA (61.8) is neither in VGT's
+    repository nor in its successor's. --qa-model dual scores "question choice" texts by their cosine with the video.
 """
 
 import copy
@@ -368,11 +368,11 @@ ASKED = RECIPES | {                                                        # und
     "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", fusion_layers=1,
                                   meta_every=4, a0=2.0)}
 GRAPH = dict(                                                              # with --qa-model vgt
-    recipe="paper's batch, epochs, frames and rate; its sizes and the rest from VGT's code",
+    recipe="the paper's batch, epochs, frames and rate; sizes and all else from VGT's code",
     image_encoder="regions", embed_dim=512, regions=10, dropout=0.3, frames=32,
     epochs=30.0, optimizer="adam", lr=1e-5, meta_lr=1e-5, warmup_epochs=0.0,                             # beta = alpha
     weight_decay=0.0, beta2=0.999, grad_clip=12.0)                         # of VGT's code; its batch is 64
-# tokens as VGT's code cuts them; of Causal-VidQA as its successor's, CoVGT; ours for MSVD-QA, as MSRVTT-QA
+# text_length is that of VGT's code; of Causal-VidQA that of CoVGT, its successor; of MSVD-QA ours, as MSRVTT-QA's
 VGT = ASKED | {name: recipe | GRAPH | dict(text_length=38 if name in ("nextqa", "causal-vidqa") else 20)
                for name, recipe in RECIPES.items() if "task" in recipe}
 VGT["nextqa"]["regions"] = 5                                               # of 20 in its file

@@ -1,36 +1,38 @@
 """VGT, the Video Graph Transformer (Xiao et al., ECCV 2022): MAMA's other base for questions, and its best in Table 2.
 
-A video is K clips of F = 4 frames, a frame R regions that a detector has found; the features of both are given and not
-learnt. In the order of the authors' code, with its sizes, d = 512; every transformer has one layer, 8 heads, post-norm,
-2 d hidden units and dropout 0.3:
+A video is K clips of F = 4 frames, T = K F, and in each frame a detector has found R regions. The features of frames
+and regions are given and not learnt. The steps and sizes are those of the authors' code, with d = 512. Each transformer
+has one layer, post-norm, 8 heads (the edges 5), 2 d hidden units and dropout 0.3:
 
      1. region: its feature (2048) beside its box (5 numbers, two 1x1 convolutions, 128), Linear, ELU     (B, T, R, d)
      2. frame: its feature (2048), Linear, GELU, LayerNorm                                                   (B, T, d)
-     3. nodes: a transformer over the F frames of a clip, for each region
+     3. nodes X: a transformer over the F frames of a clip, for the r-th region of each frame             (B, T, R, d)
      4. edges: A = (X Wk)(X Wq)^T of each frame (d / 2 wide), then a transformer over the F matrices of a clip, each
-        one token of R R numbers (5 heads); the softmax of each row comes after it
-     5. graph convolution, twice: A X W + b + X W, ReLU, dropout (d to d / 2 to d); plus X
-     6. a frame's regions in one vector, by softmax weights; beside 2, Linear, ELU                           (B, T, d)
-     7. mean over the frames of a clip                                                                       (B, K, d)
-     8. words: each clip plus its attention over the words of a text, no parameters; of choices the largest
+        of them one token of R R numbers, and then the softmax of each row                                (B, T, R, R)
+     5. graph convolution, twice: A X W + b + X W, ReLU, dropout (d to d / 2 to d); the result is added to X
+     6. a frame's regions become one vector, by softmax weights; beside 2, Linear, ELU                       (B, T, d)
+     7. the mean over the frames of a clip                                                                   (B, K, d)
+     8. words: to each clip is added its attention over the words of a text, without parameters; where there are
+        several choices, each number is the largest of all choices                                           (B, K, d)
      9. places (sinusoids), LayerNorm, dropout, a transformer over the K clips, mean, dropout, Linear: f        (B, d)
 
-Texts go through BERT and a Linear to d: words W, and g, their mean. Questions with choices are scored g_c . f of texts
-"question [SEP] choice"; open ones (f . g_a)(g_q . g_a) over the vocabulary, which is encoded at every training step.
+A text goes through BERT and a Linear to d, which gives its words (L, d); g is their mean. Choice c has the score
+g_c . f, where g_c is that of the text "question [SEP] choice". Answer a of an open question has (f . g_a)(g_q . g_a);
+the answers of the vocabulary are encoded anew at each training step.
 
 Differences from the authors' code:
  1. GroupNorm for the two BatchNorm2d of boxes: a sample's gradient then does not depend on the others of its batch,
     which the same run on any number of processes, exact chunks and MAMA's look-ahead need. Dropout is drawn by each
     process, as BERT's: with --dropout 0 and a text encoder without, two processes are one.
- 2. There g is the mean over all places, those that fill up a batch as well, and depends on its neighbours; here it is
-    the mean of a text's own words. Step 8 sees what theirs sees: of choices the words up to the longest of the five.
+ 2. Their g is the mean over all places, padding too, so that it depends on the other texts of a batch. Here it is the
+    mean of a text's own words. Step 8 sees what theirs sees: each choice up to the length of the longest, with padding.
  3. MAMA's cosine (Eq. 1) is that of g of a caption with f without step 8, so that B + B embeddings give all pairs;
     nobody says how theirs meets the texts of a batch. The answers keep their dot products, without a temperature.
- 4. Step 8 also over single frames for TGIF-QA's action and transition alone: the paper has it throughout, the code
-    gives the printed numbers so.
+ 4. Step 8 also sees single frames, but for TGIF-QA's action and transition alone, as in the authors' code.
  5. One stage of training. The authors load the best checkpoint and train once more with BERT frozen, worth 0.8 points.
  6. Where a set has boxes and no features (moving-emoji), a frozen image encoder sees each crop, at its first weights or
     those of --init-from, in place of the detector.
+ 7. The vocabulary of open questions is MAMA's, --answers 1500; the size of theirs is not in their code.
 """
 
 import copy
@@ -43,16 +45,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from encoders.two_tower import TwoTower
-from readers.clips import box_numbers
+from readers.clips import REGION_CLIP, box_numbers
 
-FRAMES = 4  # F, of a clip; K follows
+FRAMES = REGION_CLIP  # F; K follows from the frames of a video
 BOX = 128  # width of a box
 ANSWER = 5  # tokens of an answer of the vocabulary
 EPS = 1e-12  # of every LayerNorm
 
 
 class PostNorm(nn.Module):
-    """One layer, LN(x + MHA(x)) and LN(y + FFN(y)): x (b, L, width) -> the same; nothing is masked."""
+    """A layer of a transformer, y = LN(x + MHA(x)) and LN(y + FFN(y)), without a mask: (b, L, width) -> the same.
+
+    heads: at most; fewer where the width is not divisible by them."""
 
     def __init__(self, width, heads, hidden, dropout):
         super().__init__()
@@ -71,7 +75,7 @@ class PostNorm(nn.Module):
 
 
 class GraphConvolution(nn.Module):
-    """A S + b + S of S = X W: nodes (n, R, width), edges (n, R, R) -> (n, R, out)."""
+    """A S + b + S with S = X W: nodes X (n, R, width), edges A (n, R, R) -> (n, R, out)."""
 
     def __init__(self, width, out):
         super().__init__()
@@ -85,9 +89,9 @@ class GraphConvolution(nn.Module):
 
 
 class VideoGraph(nn.Module):
-    """Steps 1 to 6: features of frames and regions -> (B, T, d), one vector a frame.
+    """Steps 1 to 6: features of frames and regions -> (B, T, d), a vector for each frame.
 
-    Args: features: width of what is given.   width: d.   regions: R."""
+    Args: features: the width of these features.   width: d.   regions: R."""
 
     def __init__(self, features, width, regions, dropout):
         super().__init__()
@@ -119,24 +123,26 @@ class VideoGraph(nn.Module):
         return F.elu(self.merge(torch.cat([frames, nodes.view(B, T, -1)], -1)))
 
     def edges_of(self, x):
-        """Nodes (n, F, R, d) of clips -> edges (n, F, R, R), each row a distribution."""
+        """Nodes (n, F, R, d) of n clips -> edges (n, F, R, R), each row a distribution."""
         edges = self.key(x) @ self.query(x).transpose(-1, -2)                            # (n, F, R, R)
         return self.edges(edges.flatten(2)).view(edges.shape).softmax(-1)
 
     def convolve(self, x, edges):
-        """Nodes (n, R, d), edges (n, R, R) -> (n, R, d)."""
+        """Nodes (n, R, d) and edges (n, R, R) of n frames -> (n, R, d)."""
         y = x
         for layer in self.graph:
             y = self.drop(F.relu(layer(y, edges)))
         return x + y
 
     def pool(self, x):
-        """Nodes (n, R, d) -> (n, d)."""
+        """Nodes (n, R, d) -> (n, d), their weighted mean."""
         return (self.weight(x).softmax(1) * x).sum(1)
 
 
 def attend_words(video, words, keep, there):
-    """Step 8: video (B, n, d), words (B, C, L, d), keep (B, C, L) and there (B, C) bool -> (B, n, d)."""
+    """Step 8: video (B, n, d) and words (B, C, L, d) -> (B, n, d).
+
+    keep (B, C, L), there (B, C): bool, False for a word that is not seen, and for a choice that a row does not have."""
     scores = torch.einsum("bnd,bcld->bcnl", video, words)                                # (B, C, n, L)
     weight = scores.masked_fill(~keep[:, :, None], -math.inf).softmax(-1)
     each = video[:, None] + weight @ words                                               # (B, C, n, d)
@@ -144,27 +150,27 @@ def attend_words(video, words, keep, there):
 
 
 def places(n, width, like):
-    """Sinusoids (n, width): sines at even columns, cosines at odd ones."""
+    """Sinusoids of n places (n, width), of the type of `like`: sines in even columns, cosines in odd ones."""
     column = torch.arange(width, device=like.device)
     angle = torch.arange(n, device=like.device)[:, None] / 10_000 ** (2 * (column // 2) / width)
     return torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(like.dtype)
 
 
 def small_start(module):
-    """Weights from N(0, 0.02) and no bias, as the authors start a part of the model; the rest is torch's."""
+    """Starts a Linear with weights from N(0, 0.02) and bias 0, as the authors do in a part of the model alone."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
 
 
 class VGT(TwoTower):
-    """Videos and questions -> scores of answers; called as common.QuestionAnswerer.
+    """Videos and questions -> scores of answers. It is called as common.QuestionAnswerer.
 
     Args:
-        vision: 'regions', whose pixels are features (B, T, (1 + R)(features + 5)): of the frame and of each region,
-            each with the 5 numbers of its box; or an image encoder, which stays as it is and sees crops.
-        text: the text encoder, without a projection.   width: d.   tokenizer: of the vocabulary.
-        answers: the vocabulary, [] = questions with choices.   regions: R.   at_frames: step 8 over frames, too.
+        vision: 'regions', whose pixels are features (B, T, (1 + R)(features + 5)) of the frame and of each region,
+            each with the 5 numbers of its box; or an image encoder, which is frozen and sees a crop for each box.
+        text: the text encoder, without a projection.   width: d.   tokenizer: reads the answers of the vocabulary.
+        answers: the vocabulary; [] = questions with choices.   regions: R.   at_frames: step 8 sees frames as well.
     """
     model, similarity = "vgt", "pooled"
 
@@ -189,7 +195,7 @@ class VGT(TwoTower):
         return self
 
     def forward(self, pixels=None, tokens=None, question=None, choices=None):
-        """As common.QuestionAnswerer; question may hold boxes (B, T, R, 4), x1 y1 x2 y2 in pixels of the view."""
+        """As common.QuestionAnswerer. question may hold boxes (B, T, R, 4), x1 y1 x2 y2 in pixels of the view."""
         video = f = None
         if pixels is not None:
             video = self.graph(*self.look(pixels, (question or {}).get("boxes")))        # (B, T, d)
@@ -211,17 +217,20 @@ class VGT(TwoTower):
         return f, paired, scores.masked_fill(~there, -math.inf)
 
     def look(self, pixels, boxes=None):
-        """Features of frames (B, T, features) and regions (B, T, R, features), boxes (B, T, R, 5). Without boxes each
-        region is the whole frame."""
+        """Features of frames (B, T, features) and of regions (B, T, R, features), and boxes (B, T, R, 5). Without boxes
+        each region is the whole frame."""
         given = self.vision.name == "regions"
         if given != (pixels.ndim == 3):
-            raise UserError("this model reads " + ("features of regions, which --region-dir brings" if given else
-                                                   "pixels, and no features of regions"))
+            raise UserError("this model reads features of regions, which come with --region-dir" if given else
+                            "this model reads pixels, and --region-dir gives it features of regions")
         T, R = 1 if pixels.ndim == 4 else pixels.shape[1], self.regions
-        if T % min(FRAMES, T):
-            raise UserError(f"clips of {T} frames: VGT wants a multiple of {FRAMES}; use --frames")
+        if T > 1 and T % FRAMES:
+            raise UserError(f"--frames {T}: VGT has clips of {FRAMES} frames; use a multiple of {FRAMES}")
         if given:
             x = pixels.unflatten(2, (1 + R, -1))                                         # (B, T, 1 + R, features + 5)
+            if x.shape[-1] != self.graph.frame.in_features + 5:
+                raise UserError(f"--region-dir: features of width {x.shape[-1] - 5}; those that the model was trained "
+                                f"on had {self.graph.frame.in_features}")
             return x[:, :, 0, :-5], x[:, :, 1:, :-5], x[:, :, 1:, -5:]
         B, side = len(pixels), pixels.shape[-1]
         if boxes is None:
@@ -233,7 +242,7 @@ class VGT(TwoTower):
         return x[:, :, 0], x[:, :, 1:], box_numbers(boxes, side, side)
 
     def read(self, tokens):
-        """Tokens (..., L) -> words (..., L, d) and the mean of a text's own (..., d)."""
+        """Tokens (..., L) -> words (..., L, d), and g, the mean of a text's own words (..., d)."""
         ids, mask = tokens["input_ids"], tokens["attention_mask"]
         words = self.words(self.text.words(ids.flatten(0, -2), mask.flatten(0, -2))[0])  # (b, L, d)
         words = words.unflatten(0, ids.shape[:-1])                                       # (..., L, d)
@@ -241,7 +250,7 @@ class VGT(TwoTower):
         return words, (words * keep).sum(-2) / keep.sum(-2)
 
     def vocabulary(self):
-        """(A, d) of all answers; outside training once, until the next `train` or `eval`."""
+        """g of all answers (A, d). In evaluation it is kept until the next call of `train` or `eval`."""
         if not self.training and not torch.is_grad_enabled() and self.known is not None:
             return self.known
         known = self.read({k: getattr(self, f"answer_{k}") for k in ("input_ids", "attention_mask")})[1]
@@ -249,7 +258,7 @@ class VGT(TwoTower):
         return known
 
     def summary(self, video, words=None, keep=None, there=None):
-        """Steps 7 to 9: frames (B, T, d) -> f (B, d), without step 8 where no words are."""
+        """Steps 7 to 9: frames (B, T, d) -> f (B, d). Without words there is no step 8."""
         if words is not None and self.at_frames:
             video = attend_words(video, words, keep, there)
         clips = video.unflatten(1, (-1, min(FRAMES, video.shape[1]))).mean(2)            # (B, K, d)
@@ -260,7 +269,7 @@ class VGT(TwoTower):
 
 
 def crops(frames, boxes):
-    """What boxes (n, R, 4) show of frames (n, 3, S, S), at the size of a frame: (n, R, 3, S, S)."""
+    """The parts of frames (n, 3, S, S) in boxes (n, R, 4), each drawn at the size of a frame: (n, R, 3, S, S)."""
     n, R, side = *boxes.shape[:2], frames.shape[-1]
     low, high = boxes[..., :2] / side, boxes[..., 2:] / side                             # (n, R, 2) each, 0..1
     theta = torch.cat([torch.diag_embed(high - low), (low + high - 1)[..., None]], -1)   # (n, R, 2, 3)

@@ -79,6 +79,8 @@ class Run:
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
         if args.image_encoder in (*FEATURES, "regions"):
             self.spec["features"] = feature_shape(self.train, args.image_encoder)
+            for data in (d for of in self.evals.values() for d in of.values() if hasattr(d.clip, "width")):
+                data.clip.width = self.spec["features"][1]
         if args.image_encoder.startswith(VIDEO) and common.has_clips(self.train):
             self.spec["frames"] = common.frames_of(self.train)
         if questions:
@@ -172,7 +174,7 @@ class Run:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
         published = args.pretrained and args.image_encoder != "small"
         start = "published weights" if published else "weights of --init-from" if args.init_from else "from scratch"
-        beside = millions(self.trained) + millions(self.own) - millions(tower)
+        beside = millions(self.trained) + millions(self.own) - sum(millions(t) for t in (tower.vision, tower.text) if t)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
         fast = " with TF32 in the encoders" * (args.tf32 and self.device.type == "cuda")
         repeated = repeated_captions(train) if tower.text else ""

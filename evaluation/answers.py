@@ -36,7 +36,7 @@ def refuse_untrained(model):
     if getattr(model, "similarity", "") == "fused":
         raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
     if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
-        raise UserError("its boxes come with the questions: only --tasks qa")
+        raise UserError("the model needs boxes, which only questions bring: --tasks qa")
 
 
 # ======================================================= flags =======================================================
@@ -44,8 +44,8 @@ def add_flags(p):
     """The flags of mama.py's models that answer questions."""
     g = p.group("questions")
     g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
-                   help="frames and words in one transformer; or, for qa-choice, cosines of the video with texts "
-                        "'question choice'; or VGT's graph of regions (encoders/vgt.py)")
+                   help="fusion: frames and words in one transformer; dual, for qa-choice: cosines of the video with "
+                        "texts 'question choice'; vgt: VGT's graph of regions (encoders/vgt.py)")
     g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
                    help="s_ij of Eq. 1: cosine of video and text before the fusion; or of two tokens in it, for which "
                         "all B x N pairs go through it (--loss-block: the texts at a time)")
@@ -59,10 +59,11 @@ def add_flags(p):
     g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
     g = p.group("with --qa-model vgt", lambda a: a.qa_model == "vgt")
     g.add_argument("--region-dir", default="", metavar="DIR",
-                   help="features of frames and regions in VGT's files (docs/data.md); empty = --image-encoder makes "
-                        "them of the set's own boxes (moving-emoji)")
-    g.add_argument("--regions", type=count, default=0, help="R, boxes of a frame, the first; NExT-QA 5, other sets 10")
-    g.add_argument("--dropout", type=below_one, default=0.3, help="of VGT's own layers, 0..1")
+                   help="folder with features of frames and regions in VGT's files (docs/data.md); empty = "
+                        "--image-encoder makes them from boxes that the set has (moving-emoji)")
+    g.add_argument("--regions", type=count, default=0,
+                   help="R: the first R boxes of a frame are read; NExT-QA 5, other sets 10")
+    g.add_argument("--dropout", type=below_one, default=0.3, help="of VGT's own layers, 0..1; BERT keeps its own")
 
 
 def check_flags(p, args):
@@ -78,18 +79,20 @@ def check_flags(p, args):
     p.require(asked or not args.shuffle_video, "--shuffle-video: only where there are questions")
     files = bool(args.region_dir)
     p.require(files == (args.image_encoder == "regions"),
-              "--region-dir DIR and --image-encoder regions go together, with --qa-model vgt")
+              "--region-dir DIR and --image-encoder regions go together, and both need --qa-model vgt")
     p.require(not vgt or args.frames % FRAMES == 0,
-              f"--frames {args.frames}: VGT has clips of {FRAMES} frames; a multiple of {FRAMES}")
+              f"--frames {args.frames}: VGT has clips of {FRAMES} frames; use a multiple of {FRAMES}")
     p.require(not vgt or (args.crop_min, args.flip) == (1, 0),
-              "--qa-model vgt: boxes follow no crop and no mirror; --crop-min 1 --flip 0")
+              "--qa-model vgt: its boxes follow neither crop nor mirror image; use --crop-min 1 --flip 0")
+    p.require(not (vgt and args.clean_captions), "--qa-model vgt: --clean-captions would break up its [SEP]")
+    p.only(not vgt, "without --qa-model vgt, which reads all words", "--text-pooling")
     p.only(not files, "without --region-dir", "--video-dir", "--frame-cache", "--frame-sampling", "--jitter",
-           "--eval-datasets")
+           "--eval-datasets", "--image-stats", "--eval-resize")
 
 
 # ======================================================= rows ========================================================
-BETWEEN = {"vgt": " [SEP] "}  # a question and its choice, where that is more than a blank
-AT_FRAMES = ("tgif-qa-r-action", "tgif-qa-r-transition")  # VGT's words meet single frames there alone
+BETWEEN = {"vgt": " [SEP] "}  # what stands between a question and its choice; by default a blank
+AT_FRAMES = ("tgif-qa-r-action", "tgif-qa-r-transition")  # the sets in which VGT's step 8 also sees single frames
 
 
 def check(data, choices):
@@ -158,8 +161,8 @@ def questions_of(train, args):
     check(train, choices)
     known = [] if choices else answer_vocabulary(asked(train).column("answer"), args.answers)
     if args.qa_model == "vgt" and args.image_encoder != "regions" and train.column("boxes") is None:
-        raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own (moving-emoji has); --region-dir DIR "
-                        "--image-encoder regions reads features of regions")
+        raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as moving-emoji has; give features of "
+                        "regions with --region-dir DIR --image-encoder regions")
     if args.qa_model == "vgt":
         return {"answers": known, "model": "vgt", "regions": args.regions, "dropout": args.dropout,
                 "at_frames": args.dataset in AT_FRAMES}
@@ -192,6 +195,9 @@ def question_lines(questions, train, tokenizer, args):
     some, rows = asked(train), len(train)
     cut, tried = cut_short(some, tokenizer, not questions["answers"], BETWEEN.get(questions["model"], " "))
     words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
+    if questions["model"] == "vgt":
+        origin = "from files" if args.region_dir else "by a frozen image encoder"
+        words += f"; {args.regions} regions of a frame, {origin}"
     if questions["answers"]:
         known = set(questions["answers"])
         wrong = sum(a not in known for a in some.column("answer"))

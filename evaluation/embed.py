@@ -32,9 +32,17 @@ def _heed_signals():
 
 
 def _raise_first(failures):
-    """Raises the first failure of any process on all of them: an error's words, or Stopped after a signal."""
+    """Raises the first failure of any process on all of them, as _failure gives it."""
     for failure in filter(None, failures):
-        raise failure if isinstance(failure, base.Stopped) else RuntimeError(failure)
+        raise failure
+
+
+def _failure(error):
+    """What all processes raise for an error of one: Stopped after a signal, else its words, of the user or not."""
+    if isinstance(error, base.Stopped):
+        return error
+    kind = base.UserError if isinstance(error, base.UserError) else RuntimeError
+    return kind(base.own_words(error))
 
 
 @torch.no_grad()
@@ -67,7 +75,7 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
                 image.append(e.float().cpu())
                 features.append(f.float().cpu())
     except Exception as error:  # no process may wait for one that failed
-        failure = error if isinstance(error, base.Stopped) else base.own_words(error)
+        failure = _failure(error)
     model.train(training)
     mine = [torch.cat(x) if x else None for x in (image, features)]
     parts = base.gather_objects((np.array(index, dtype=np.int64), *mine, bad, failure))
@@ -94,7 +102,7 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
             tokens = {k: v.to(device) for k, v in tokenizer([texts[i] for i in mine[j:j + batch]]).items()}
             out.append(model(tokens=tokens)[1].float().cpu())
     except Exception as error:  # no process may wait for one that failed
-        failure = error if isinstance(error, base.Stopped) else base.own_words(error)
+        failure = _failure(error)
     model.train(training)
     parts = base.gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None, failure))
     _raise_first(p[2] for p in parts)

@@ -26,6 +26,7 @@ from readers.columns import WINDOW_COLUMNS, plain_names
 from readers.frames import read_frames
 
 JPEG_ROWS = 65_500  # no jpeg can hold more
+REGION_CLIP = 4  # F of VGT: frames of a clip, in which region r is the same thing throughout
 
 
 class Clips:
@@ -121,22 +122,23 @@ class Features:
 
 
 def box_numbers(boxes, width, height):
-    """VGT's numbers of boxes (..., 4), x1 y1 x2 y2 in pixels: corners and area as parts of the picture, (..., 5)."""
+    """Boxes (..., 4), x1 y1 x2 y2 in pixels -> (..., 5) for VGT: corners and area, as parts of the picture."""
     x1, y1, x2, y2 = boxes.unbind(-1)
     area = (x2 - x1 + 1) * (y2 - y1 + 1) / (width * height)
     return torch.stack([x1 / width, y1 / height, x2 / width, y2 / height, area], -1)
 
 
 class Regions:
-    """Features of frames and of the regions in them, as VGT's authors lay them: (T, (1 + R) * (W + 5)) float of a
-    video, frame first, each feature with the five numbers of its box (of the frame: zeros).
+    """Features of the frames of a video and of the regions in them, from files as VGT's authors write them.
 
-    Below the folder lie, of regions, `acregion_8c{n}b_{split}.h5` (ids, feat (V, 8, 4, n, W), bbox (V, 8, 4, n, 4) in
-    pixels) or one VIDEO.npz (feat, bbox); of frames, `app_feat_{split}.h5` (ids, resnet_features (V, 8, 4, W)) or one
-    VIDEO.npy. The first R of n boxes are read, a video at a time; nothing is kept in memory.
+    A call gives (T, (1 + R) * (W + 5)) float: of each time the frame and then its regions, each a feature of width W
+    and the five numbers of its box (zeros for the frame). The folder holds `acregion_8c{n}b_{split}.h5` (ids, feat
+    (V, 8, 4, n, W), bbox (V, 8, 4, n, 4) in pixels) or one VIDEO.npz (feat, bbox) per video for the regions, and
+    `app_feat_{split}.h5` (ids, resnet_features (V, 8, 4, W)) or one VIDEO.npy per video for the frames. The first R of
+    n boxes are read. T = 4 K frames are K whole clips of the file, evenly spaced. Nothing is kept in memory.
 
-    Args: sizes: {video: (width, height)} of those whose boxes are not of 320 x 240 pixels.
-    Raises: UserError where a kind is missing, or h5py for its files."""
+    `sizes` {video: (width, height)}: the pictures that boxes are measured in; a video that it lacks has 320 x 240.
+    Raises: UserError if one of the two kinds of file is missing, or the package h5py for an h5 file."""
     sampling = "uniform"
 
     def __init__(self, folder, split, regions, frames):
@@ -148,7 +150,7 @@ class Regions:
                                       f"app_feat_{split}.h5")
 
     def _places(self, tables, ending, wanted):
-        """{video: (file, row of a table or None)}."""
+        """{video: (its file, its row in it)}; the row is None where a video has a file of its own."""
         paths = [p for p in tables if p.name == tables[0].name] or sorted(self.folder.rglob(f"*.{ending}"))
         name, most = Counter(path.name for path in paths).most_common(1)[0] if paths else ("", 0)
         if most > 1:
@@ -160,7 +162,7 @@ class Regions:
         return {path.stem: (path, None) for path in paths}
 
     def index(self):
-        """{name: [video]} as video_index gives it; a number is video7 and vid7 as well."""
+        """{name: [video]}, as video_index gives it. A video called 7 is also found as video7 and as vid7."""
         out = {}
         for video in self.of_regions:
             names = (video, f"video{video}", f"vid{video}") if video.isdecimal() else (video,)
@@ -168,7 +170,7 @@ class Regions:
         return out
 
     def __call__(self, source, start=None, end=None, draws=None):
-        """(T, (1 + R) * (W + 5)) float32. Raises OSError or ValueError with the reason."""
+        """(T, (1 + R) * (W + 5)) float32 of a video. Raises OSError or ValueError with the reason."""
         some = (..., slice(self.regions), slice(None))
         feat = _array(self.of_regions[source], "feat", 3, some)                          # (t, R, W)
         boxes = _array(self.of_regions[source], "bbox", 3, some)                         # (t, R, 4)
@@ -179,15 +181,18 @@ class Regions:
         if boxes.shape != (t, R, 4) or frames.shape != (t, W) or self.width not in (None, (1 + R) * (W + 5)):
             raise ValueError(f"regions {tuple(feat.shape)}, boxes {tuple(boxes.shape)}, frames {tuple(frames.shape)}: "
                              f"expected (time, {R}, W), (time, {R}, 4), (time, W), W as other videos have")
+        if not t or t % REGION_CLIP:
+            raise ValueError(f"{t} frames, expected clips of {REGION_CLIP}")
         boxes = box_numbers(boxes, *self.sizes.get(source, (320.0, 240.0)))              # (t, R, 5)
         x = torch.cat([F.pad(frames, (0, 5))[:, None], torch.cat([feat, boxes], -1)], 1)  # (t, 1 + R, W + 5)
         if not x.isfinite().all():
             raise ValueError("its features are not finite")
-        return x[torch.linspace(0, t - 1, self.frames).round().long()].flatten(1)
+        clips = torch.linspace(0, t // REGION_CLIP - 1, self.frames // REGION_CLIP).round().long()  # each whole
+        return x.unflatten(0, (-1, REGION_CLIP))[clips].flatten(0, 1).flatten(1)
 
 
 def table_names(path):
-    """The names of the videos of an h5 table. Raises: UserError."""
+    """The names of the videos in an h5 file. Raises: UserError if it cannot be read."""
     try:
         with _h5(path) as file:
             return [x.decode() if isinstance(x, bytes) else str(x) for x in file["ids"][:].tolist()]
@@ -209,7 +214,7 @@ def _table(path, process):
 
 
 def _array(place, key, axes, part=()):
-    """An array of a video as (t, ...) with so many axes, float32; its clips one after the other."""
+    """An array of a video, float32 with `axes` axes: its last ones, after a first for the frames of all clips."""
     path, row = place
     try:
         if row is not None:
@@ -219,7 +224,7 @@ def _array(place, key, axes, part=()):
             x = (x if path.suffix == ".npy" else x[key])[part]
         x = torch.from_numpy(np.asarray(x, np.float32))
         return x.reshape(-1, *x.shape[1 - axes:])
-    except (EOFError, TypeError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
+    except (EOFError, TypeError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: no array {key} of numbers ({first_line(error)})") from error
 
 

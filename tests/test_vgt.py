@@ -239,13 +239,20 @@ def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
             assert np.array_equal(found[1 + box, :W], feat[row, clip, frame, box])
             area = (x2 - x1 + 1) * (y2 - y1 + 1) / (wide * high)
             assert found[1 + box, W:] == pytest.approx([x1 / wide, y1 / high, x2 / wide, y2 / high, area], rel=1e-5)
-    assert len(Regions(tmp_path / "npz", "val", 5, 8)("c")) == 8
+    few = Regions(tmp_path / "npz", "val", 5, 8)("c").view(2, 4, 6, W + 5)[:, :, 0, :W]   # two whole clips
+    assert np.array_equal(few, frames[2, [0, 7]])
     write_npz(tmp_path / "npz" / "of_another_set", names[1:])
     with pytest.raises(UserError, match=r"2 files called b.npz; give the folder of one set"):
         Regions(tmp_path / "npz", "val", 5, 32)
     shutil.rmtree(tmp_path / "npz" / "of_another_set")
     (tmp_path / "npz" / "frame_feat" / "b.npy").write_bytes(b"no array")
-    for name, regions, words in (("b", 5, "no array resnet_features of numbers"), ("c", 9, "7 boxes of a frame")):
+    for name, clips, boxes in (("none", 0, N), ("short", 3, N), ("bare", 4, 0)):
+        np.savez(tmp_path / "npz" / "region_feat_aln" / f"{name}.npz", feat=feat[0, :clips, :2, :boxes],
+                 bbox=bbox[0, :clips, :2, :boxes])
+        np.save(tmp_path / "npz" / "frame_feat" / f"{name}.npy", frames[0, :clips, :2])
+    for name, regions, words in (("b", 5, "no array resnet_features of numbers"), ("c", 9, "7 boxes of a frame"),
+                                 ("none", 5, "0 frames, expected clips of 4"), ("short", 5, "6 frames, expected clips"),
+                                 ("bare", 5, "no array feat of numbers")):
         with pytest.raises(ValueError, match=words):
             Regions(tmp_path / "npz", "val", regions, 32)(name)
     with pytest.raises(UserError, match=r"neither acregion_8c5b_train.h5 nor a VIDEO.npz is there"):
@@ -269,7 +276,12 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
         write_rows(tmp_path / f"{split}.csv", header, [
             (k, 3, 96, 64, f"what is number {k}", k % 5, q, ["CW", "DO"][k % 2], "a", "b", "c", "d", "e")
             for q, k in enumerate([0, 1, 2, 3] * 2)] + [(9, 3, 96, 64, "who is gone", 0, 9, "DO", *"abcde")])
+    with (tmp_path / "val.csv").open("a") as file:
+        file.write("8,3,96,64,how wide is it,0,10,DO,a,b,c,d,e\n")
     write_npz(tmp_path / "features", "0123")
+    feat, bbox, frames = (x[0] for x in features(1))
+    np.savez(tmp_path / "features" / "region_feat_aln" / "8.npz", feat=feat[..., 1:], bbox=bbox)
+    np.save(tmp_path / "features" / "frame_feat" / "8.npy", frames[..., 1:])
     try:
         write_h5(tmp_path / "features", "test", list("3210"))
     except pytest.skip.Exception:
@@ -291,8 +303,16 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
     assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
     assert found["left_out"] == {"retrieval": "the set has no captions"}
     model = common.load_model(tmp_path / "run")[0]
-    with pytest.raises(UserError, match="this model reads features of regions, which --region-dir brings"):
+    with pytest.raises(UserError, match="this model reads features of regions, which come with --region-dir"):
         model(torch.zeros(1, 4, 3, 16, 16))
+    for T, width, words in ((2, W, "--frames 2: VGT has clips of 4 frames"), (4, 9, "features of width 9; those that")):
+        with pytest.raises(UserError, match=words):
+            model(torch.zeros(1, T, 6 * (width + 5)))
+    search = eval_py.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--query", "a", "--dataset", "emoji"])
+    with pytest.raises(UserError, match="this model reads features of regions"):
+        eval_py.main(search)
+    assert "5 regions of a frame, from files" in said and float(said.split("beside them ")[1].split()[0]) > 0.02
+    assert "nextqa (val): 1 of 9 images cannot be read" in said and "(val) failed" not in said           # other width
     args = mama.parse_args([*map(str, of_set(BASE, flags)), *map(str, flags), "--extra-pairs", "moving-emoji"])
     with pytest.raises(UserError, match="rendered in memory, or read as features"):
         mama.main(args)
@@ -317,7 +337,7 @@ def test_a_run_its_checkpoint_and_its_resume(tmp_path, task, capsys):
     found = eval_py.main(eval_py.parse_args(["--checkpoint", str(folder), "--cpu", "--tasks", "qa", "gap", "knn"]))
     found = found["datasets"]["moving-emoji"]
     assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
-    assert set(found["left_out"].values()) == {"its boxes come with the questions: only --tasks qa"}
+    assert set(found["left_out"].values()) == {"the model needs boxes, which only questions bring: --tasks qa"}
     weights.rename(tmp_path / "whole.safetensors")
     shutil.rmtree(folder / "checkpoints" / "step_3")
     capsys.readouterr()
@@ -348,8 +368,10 @@ def test_two_processes_and_chunks_are_one_without_dropout(tmp_path):
 
 @pytest.mark.parametrize("flags, words", [
     ([], "--qa-model vgt: only for --task qa-open and qa-choice"),
-    (["--task", "qa-open", "--frames", "6"], "--frames 6: VGT has clips of 4 frames; a multiple of 4"),
-    (["--task", "qa-open", "--crop-min", "0.5"], "boxes follow no crop and no mirror; --crop-min 1 --flip 0"),
+    (["--task", "qa-open", "--frames", "6"], "--frames 6: VGT has clips of 4 frames; use a multiple of 4"),
+    (["--task", "qa-open", "--crop-min", "0.5"], "boxes follow neither crop nor mirror image; use --crop-min"),
+    (["--task", "qa-open", "--clean-captions"], "--clean-captions would break up its [SEP]"),
+    (["--task", "qa-open", "--text-pooling", "mean"], "--text-pooling: only without --qa-model vgt"),
     (["--task", "qa-open", "--qa-similarity", "fused"], "--qa-similarity fused: only for"),
     (["--task", "qa-open", "--region-dir", "."], "--region-dir DIR and --image-encoder regions go together"),
     (["--dataset", "nextqa"], "--region-dir DIR and --image-encoder regions go together"),
@@ -379,4 +401,4 @@ def test_recipes_are_the_paper_s():
     for name, regions, length in (("nextqa", 5, 38), ("causal-vidqa", 10, 38), ("msrvtt-qa", 10, 20)):
         args = vars(mama.parse_args(["--dataset", name, "--qa-model", "vgt", "--region-dir", "."]))
         assert paper.items() <= args.items() and (args["regions"], args["text_length"]) == (regions, length)
-    assert mama.VGT["nextqa"]["recipe"].startswith("paper's batch") and "regions" not in mama.ASKED["nextqa"]
+    assert mama.VGT["nextqa"]["recipe"].startswith("the paper's batch") and "regions" not in mama.ASKED["nextqa"]
