@@ -164,6 +164,10 @@ def load(name, split, options):
     if split == "train" and facts["open"] and len({row["answer"] for row in kept}) < 2:
         raise UserError(f"{name}: {file} has one answer, {kept[0]['answer']}, to all its questions: nothing to learn")
     notes = ["captions are the questions", *(f"{n:,} questions {why} left out" for why, n in sorted(lost.items()))]
+    if regions:
+        first = next(path for path, _ in clip.of_regions.values())
+        notes.append(f"regions of {first.name}, boxes in pixels of "
+                     + ("the sizes in the list" if clip.sizes else "320 x 240"))
     if many := len(kept) - len({(row["video"], row["id"]) for row in kept}):
         notes.append(f"{many:,} questions share their id with another one of their video")
     if twice := sum(row["twice"] for row in rows):

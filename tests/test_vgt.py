@@ -297,7 +297,8 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
     test = run(tmp_path / "run", *flags)["test"]["nextqa"]
     said = capsys.readouterr().out
     assert test["questions"] == 8 and {"accuracy causal", "accuracy descriptive"} < test.keys()
-    assert "1 videos (1 questions) are not in" in said and "2 have a caption, 6 use the question in its place" in said
+    assert "boxes in pixels of the sizes in the list" in said and "1 videos (1 questions) are not in" in said
+    assert "2 have a caption, 6 use the question in its place" in said
     found = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "run"), "--cpu", "--tasks", "qa",
                                              "retrieval", "--workers", "0"]))["datasets"]["nextqa"]
     assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
