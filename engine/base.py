@@ -156,7 +156,8 @@ def clean_exit():
 
 def hub_reason(error):
     """What a failed download or load says, on one line, with what to do where there is no access to the hub."""
-    text = first_line(error)
+    text, whole = first_line(error).rstrip(": "), " ".join(str(error).split())
+    text = whole if f"{text}: " in whole else text                         # "Couldn't do one of:", and then a list
     offline = isinstance(error, OSError) or any(word in text for word in ("onnect", "offline", "resolve"))
     hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained where the name is a "
             "timm model)")

@@ -144,6 +144,10 @@ def test_a_t5_that_is_not_whole_is_refused(root, tmp_path):
     config.write_text(config.read_text().replace('"d_ff": 32', '"d_ff": 40'))
     with pytest.raises(UserError, match="--text-encoder .*encoder: .*mismatched"):
         common.TextEncoder(text.name, D)
+    with pytest.raises(UserError, match="--text-encoder .*tokenizer from one of: .* sentencepiece"):
+        common.build_tokenizer(str(root / "motion"), 12)
+    with pytest.raises(UserError, match="encoder: no tokenizer's vocabulary"):  # transformers makes up an empty one
+        common.build_tokenizer(text.name, 12)
     os.truncate(weights, 2000)
     with pytest.raises(UserError, match="--text-encoder .*encoder: .*header"):
         common.TextEncoder(text.name, D)
@@ -201,11 +205,17 @@ def test_a_resumed_run_is_the_whole_one(run, tmp_path, capsys, monkeypatch, pict
     folder = shutil.copytree(run[0], tmp_path / "r")
     shutil.rmtree(folder / "checkpoints" / "step_4")
     assert ncl.main(ncl.parse_args(["--resume", str(folder)]))["test"] == run[1]["test"]
-    assert "step_2 at step 2 of 4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step_2 at step 2 of 4" in said and "published weights of the text encoder" in said
     for name in ("model.safetensors", "checkpoints/step_4/state.safetensors"):
         assert equal_files(folder / name, run[0] / name), name
     assert any("captioner" in n for n in load_file(folder / "checkpoints/step_4/state.safetensors"))
     assert {line.get_label() for line in panel(drawn, "loss").lines} >= {"L_t2v", "L_v2t", "L_cap"}
+
+
+def test_the_banner_names_the_weights_that_count(root, run, tmp_path, capsys):
+    main(root, tmp_path / "r", "--init-from", run[0], "--max-steps", 1)
+    assert "M parameters, weights of --init-from, beside" in capsys.readouterr().out
 
 
 def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
