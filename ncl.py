@@ -72,7 +72,7 @@ import math
 
 import common
 from common import by_rows, fp32, gather, normalize, one_number, per_anchor, positive_index
-from engine.base import clean_exit, on_card, rank, write_tensors
+from engine.base import clean_exit, on_card, rank, to_device, write_tensors
 from engine.data import open_data
 from engine.flags import Parser
 from engine.ranges import count, nonnegative, part, positive, whole
@@ -340,6 +340,9 @@ def parse_args(argv=None):
     p.require(args.dropout == 0 or args.image_encoder in FEATURES,
               f"--dropout {args.dropout}: only for --image-encoder features or ssb; other towers have no such dropout")
     p.require(args.dropout < 1, "--dropout 1: must be below 1; nothing would be left")
+    p.only(args.image_encoder not in FEATURES, "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
+    p.require(not args.feature_dir or all(args.dataset in (w, w.partition("=")[0]) for w in args.eval_datasets),
+              f"--eval-datasets: --feature-dir is of {args.dataset} alone; eval.py --feature-dir evaluates on others")
     return args
 
 
@@ -403,7 +406,7 @@ def main(args):
             loss = args.loss_scale * ncl_loss(text, video, gamma, rounds, args.detach_biases, args.loss_block)
         more = {}
         if args.captioning_weight:                                         # SSB's second loss
-            video_id = torch.tensor([common.key_hash(k) for k in batch["keys"]], device=run.device)     # (B,)
+            video_id = to_device(torch.tensor([*map(common.key_hash, batch["keys"])]), run.device)      # (B,)
             z = support_summary(text, gather(video), video_id, gather(video_id), args.support_tau)      # (B, D)
             more["L_cap"] = captioning_loss(z, **tokens, decoder=own["captioner"])
             loss = loss + args.captioning_weight * more["L_cap"]
@@ -462,7 +465,7 @@ def banner_lines(train, evals, args):
     size, epochs = args.batch_size, args.queue_size / train.examples
     rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
-    factor += f", + {args.captioning_weight:g} x captioning" if args.captioning_weight else ""
+    factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
     limits = f", learnt in {args.tau_clamp[0]:g} .. {args.tau_clamp[1]:g}" if args.learnable_tau else ""
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
     lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": f"gamma {args.tau:g}{limits}",

@@ -128,10 +128,14 @@ class Captioner(nn.Module):
         from transformers import AutoConfig, T5ForConditionalGeneration
         config = AutoConfig.for_model(**text.config | ({} if dropout else {"dropout_rate": 0.0}))
         try:
-            self.t5 = (T5ForConditionalGeneration.from_pretrained(text.name, config=config, dtype=torch.float32)
-                       if pretrained else T5ForConditionalGeneration(config))
-        except (OSError, ValueError) as error:
+            self.t5, found = (T5ForConditionalGeneration.from_pretrained(
+                text.name, config=config, dtype=torch.float32, output_loading_info=True)
+                if pretrained else (T5ForConditionalGeneration(config), {"missing_keys": ()}))
+        except Exception as error:
             raise UserError(f"--text-encoder {text.name}: {hub_reason(error)}") from error
+        if any(name.startswith("decoder.block.") for name in found["missing_keys"]):     # would silently be random
+            raise UserError(f"--captioning-weight: --text-encoder {text.name} is a T5's encoder without its decoder; "
+                            "use google-t5/t5-base, or --captioning-weight 0")
         del self.t5.encoder, self.t5.shared                                # keep the decoder and its output
         if not config.scale_decoder_outputs:                               # T5 1.1, which has output weights of its own
             self.t5.lm_head.weight = nn.Parameter(self.t5.lm_head.weight.detach().clone())           # (V, d_model)

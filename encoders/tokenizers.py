@@ -72,9 +72,13 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
     if name != "small":
         from transformers import AutoTokenizer
         try:
-            return Tokenizer(AutoTokenizer.from_pretrained(name, trust_remote_code=False), length, clean)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise UserError(f"--text-encoder {name}: {hub_reason(error)}") from error
+        if len({*tokenizer(" ".join("abcdefghijklmnopqrstuvwxyz"))["input_ids"]}) <= 3:  # start, unknown, end
+            raise UserError(f"--text-encoder {name}: no tokenizer's vocabulary is there, all words would be unknown; "
+                            "save the tokenizer beside the model")
+        return Tokenizer(tokenizer, length, clean)
     if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
         theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
         texts = (c[:Tokenizer.LETTERS * length] for c in captions())

@@ -155,8 +155,9 @@ def clean_exit():
 
 
 def hub_reason(error):
-    """The first line of a failed download's or load's error, with a hint if there may be no access to the hub."""
-    text = first_line(error)
+    """What a failed download or load says, in one line, with a hint if there may be no access to the hub."""
+    text, whole = first_line(error).rstrip(": "), " ".join(str(error).split())
+    text = whole if f"{text}: " in whole else text                         # "Couldn't do one of:", and then a list
     offline = isinstance(error, OSError) or any(word in text for word in ("onnect", "offline", "resolve"))
     hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained if the name is a "
             "timm model)")

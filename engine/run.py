@@ -173,7 +173,8 @@ class Run:
         if tower.text:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
         published = args.pretrained and args.image_encoder != "small"
-        start = "published weights" if published else "weights of --init-from" if args.init_from else "from scratch"
+        start = "published weights" + " of the text encoder" * (args.image_encoder in FEATURES)
+        start = "weights of --init-from" if args.init_from else start if published else "from scratch"
         beside = millions(self.trained) + millions(self.own) - sum(millions(t) for t in (tower.vision, tower.text) if t)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
         fast = " with TF32 in the encoders" * (args.tf32 and self.device.type == "cuda")

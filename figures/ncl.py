@@ -150,7 +150,7 @@ def draw(run, retrieval_biases):
     recalls = {f"{way}, {mode}": f"eval/{next(iter(val), '')}/normalize/{mode}/{key}/R@1"
                for way, key in ways.items() for mode in ("none", "queue")}
     run.picture("curves.png", base.draw_curves, log, [
-        ("loss", "loss", {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t"}),
+        ("loss", "loss", {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t", "L_cap": "L_cap"}),
         ("temperature", "gamma", {"gamma": "tau"}), ("learning rate", "lr", {"lr": "lr"}),
         ("normalisation error, batch", "mean |1 - sum P|",
          {"as it is": "error", f"{args.iterations} rounds": "error_normalized"}),

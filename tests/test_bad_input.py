@@ -238,7 +238,7 @@ STOPPED = {
     "--caption-column nope": f"--caption-column nope: {COLUMNS}",
     "--batch-size 64": "--batch-size 64: larger than the 23 training examples of .*; --batch-size 23 fits, and "
                        "--fit-batch sets it by itself",
-    "--image-encoder resnet_99": "--image-encoder resnet_99: not small, features, ssb, resnet18-cifar, a timm model",
+    "--image-encoder resnet_99": "--image-encoder resnet_99: not small, features, ssb, .* a timm model [(]near",
     "--image-encoder no/such": "--image-encoder no/such: ",
     "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: no such file",
     "--text-encoder nobody/none": "--text-encoder nobody/none: .*download it once and give the folder",

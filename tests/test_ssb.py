@@ -1,6 +1,7 @@
 """SSB: the captioning loss against a plain loop, the own video left out, its towers, whole runs of ncl.py with it."""
 
 import math
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -13,15 +14,16 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
 
 import eval as eval_py
+import figures.base
 import launch
 import ncl
 from encoders.base import SmallText
 from encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
 from encoders.towers import set_dropout
-from helpers import drift, equal_files, losses, refused, run_script, steps, unit, write_rows
+from helpers import drift, equal_files, losses, panel, refused, run_script, steps, unit, write_rows
 
 D, V = 16, 3  # embedding width, videos
 
@@ -131,6 +133,26 @@ def test_towers(root):
         model(clip[..., :6])
 
 
+def test_a_t5_that_is_not_whole_is_refused(root, tmp_path):
+    """Its encoder alone (sentence-t5) would leave the decoder random; then another shape, and a cut file."""
+    T5EncoderModel.from_pretrained(root / "t5").save_pretrained(tmp_path / "encoder")
+    text = common.TextEncoder(str(tmp_path / "encoder"), D, pooling="ssb")
+    with pytest.raises(UserError, match="--captioning-weight: --text-encoder .*encoder without its decoder"):
+        Captioner(text, D)
+    Captioner(text, D, pretrained=False)
+    weights, config = tmp_path / "encoder" / "model.safetensors", tmp_path / "encoder" / "config.json"
+    config.write_text(config.read_text().replace('"d_ff": 32', '"d_ff": 40'))
+    with pytest.raises(UserError, match="--text-encoder .*encoder: .*mismatched"):
+        common.TextEncoder(text.name, D)
+    with pytest.raises(UserError, match="--text-encoder .*tokenizer from one of: .* sentencepiece"):
+        common.build_tokenizer(str(root / "motion"), 12)
+    with pytest.raises(UserError, match="encoder: no tokenizer's vocabulary"):  # transformers makes up an empty one
+        common.build_tokenizer(text.name, 12)
+    os.truncate(weights, 2000)
+    with pytest.raises(UserError, match="--text-encoder .*encoder: .*header"):
+        common.TextEncoder(text.name, D)
+
+
 # ---------------------------------------------------- runs ----------------------------------------------------------
 def flags(root, *more):
     given = ["--cpu", "--threads", 1, "--workers", 0, "--dataset", root / "clips.csv", "--image-encoder", "ssb",
@@ -176,15 +198,24 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, run, tmp_path):
         evaluate("--feature-dir", root / "motion")
 
 
-def test_a_resumed_run_is_the_whole_one(run, tmp_path, capsys):
-    """With dropout in the towers, in T5 and in the decoder, and Adam."""
+def test_a_resumed_run_is_the_whole_one(run, tmp_path, capsys, monkeypatch, pictures):
+    """With dropout in the towers, in T5 and in the decoder, and Adam; its curves have both losses."""
+    drawn = []
+    monkeypatch.setattr(figures.base, "save_figure", lambda *args: drawn.append(args))
     folder = shutil.copytree(run[0], tmp_path / "r")
     shutil.rmtree(folder / "checkpoints" / "step_4")
     assert ncl.main(ncl.parse_args(["--resume", str(folder)]))["test"] == run[1]["test"]
-    assert "step_2 at step 2 of 4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step_2 at step 2 of 4" in said and "published weights of the text encoder" in said
     for name in ("model.safetensors", "checkpoints/step_4/state.safetensors"):
         assert equal_files(folder / name, run[0] / name), name
     assert any("captioner" in n for n in load_file(folder / "checkpoints/step_4/state.safetensors"))
+    assert {line.get_label() for line in panel(drawn, "loss").lines} >= {"L_t2v", "L_v2t", "L_cap"}
+
+
+def test_the_banner_names_the_weights_that_count(root, run, tmp_path, capsys):
+    main(root, tmp_path / "r", "--init-from", run[0], "--max-steps", 1)
+    assert "M parameters, weights of --init-from, beside" in capsys.readouterr().out
 
 
 def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
@@ -227,7 +258,7 @@ def test_recipe(tmp_path, monkeypatch):
     assert RECIPE["loss_scale"] == {k: float(v) for k, v in scales.items()}
     train = SimpleNamespace(examples=100)
     words = ncl.banner_lines(train, {"activitynet": {}}, args)
-    assert "reconstruction" in words["recipe"] and "10 x captioning" in words["loss"]
+    assert "reconstruction" in words["recipe"] and "10 x captioning (T 0.1)" in words["loss"]
 
 
 def test_refusals(root, tmp_path, capsys):
@@ -237,6 +268,10 @@ def test_refusals(root, tmp_path, capsys):
     assert f"--feature-dir {root / 'no'}: no such folder" in said
     assert "go together" in refused(ncl.parse_args, ["--image-encoder", "ssb"], capsys)
     assert "only with --captioning-weight" in refused(ncl.parse_args, ["--support-tau", "0.2"], capsys)
+    assert "--crop-min: only with frames" in refused(ncl.parse_args, flags(root, "--crop-min", 0.5), capsys)
+    said = refused(ncl.parse_args, flags(root, "--eval-datasets", root / "clips.csv", "msvd"), capsys)
+    assert f"--eval-datasets: --feature-dir is of {root / 'clips.csv'} alone" in said
+    ncl.parse_args(flags(root, "--eval-datasets", root / "clips.csv"))
     with pytest.raises(UserError, match="--image-encoder ssb: the data set has pixels"):
         run_script(ncl, tmp_path / "p", base=["--cpu", "--clips", 8, 4, 4, "--batch-size", 4, "--image-encoder", "ssb",
                                               "--feature-dir", tmp_path, "--text-encoder", root / "t5"])
