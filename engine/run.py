@@ -172,8 +172,9 @@ class Run:
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
-        published = args.pretrained and args.image_encoder != "small"
-        start = "published weights" + " of the text encoder" * (args.image_encoder in FEATURES)
+        files = args.image_encoder in (*FEATURES, "regions")  # features of clips, so that the video tower is new
+        published = args.pretrained and (args.text_encoder if files else args.image_encoder) != "small"
+        start = "published weights" + " of the text encoder" * files
         start = "weights of --init-from" if args.init_from else start if published else "from scratch"
         beside = millions(self.trained) + millions(self.own) - sum(millions(t) for t in (tower.vision, tower.text) if t)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
