@@ -20,13 +20,13 @@ def draw_weights(tensors, weighting, path):
             axes[0].plot(grid, curves[k, 1:], label=f"step {curves[k, 0]:.0f}", color=f"C{turn}",
                          **base.line_style(turn, len(some)))
         axes[0].set(title="weight over loss along the run (Fig. 4)", xlabel="L_i, nats", ylabel="w_i")
-        axes[0].legend(frameon=False)
+        base.legend_above(axes[0])
     sample, weight, swapped = tensors["last_batch"].unbind(1)              # (N,) each
     for label, those in (("matched", swapped == 0), ("mismatched", swapped == 1)):
         if those.any():
             axes[-1].scatter(sample[those], weight[those], s=14, alpha=0.7, label=label)
     axes[-1].set(title="the pairs of the last batch", xlabel="L_i, nats", ylabel="w_i")
-    axes[-1].legend(frameon=False)
+    base.legend_above(axes[-1])
     fig.suptitle(f"--weighting {weighting}")
     save_figure(fig, path)
 

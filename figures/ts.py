@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from evaluation.metrics import normalize
-from figures.base import draw_curves, figure, save_figure, whole_ticks
+from figures.base import draw_curves, figure, legend_above, save_figure, whole_ticks
 
 
 def draw_classes(run, sizes, tau_of, path):
@@ -102,7 +102,7 @@ def draw_shares(axes, unit, args):
         ax.set(title=title, xlabel="cosine of z to the anchor", xticks=(-1, -0.5, 0, 0.5, 1))
         ax.set_ylabel("number, maximum 1" if ax is histogram else "of the loss, maximum 1")
         if ax is not histogram:
-            ax.legend(frameon=False)
+            legend_above(ax)
 
 
 def draw_phase(ax, run, tau_of):
