@@ -104,15 +104,17 @@ def marker_style(k, lines):
 
 def legend_above(ax):
     """A legend in room of its own: the y axis grows by what it takes, so that it covers nothing that is drawn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    renderer = FigureCanvasAgg(ax.figure).get_renderer()  # measures text; the figure need not be laid out for it
     names = len(ax.get_legend_handles_labels()[0])
     for columns in (2, 1) if names > 2 else (1,):
         legend = ax.legend(loc="upper center", ncols=columns, frameon=False, handlelength=2.4 / columns,
                            columnspacing=0.8, handletextpad=0.5, borderaxespad=0, fontsize=LETTERS)
-        ax.figure.draw_without_rendering()
-        if legend.get_window_extent().width <= ax.bbox.width:
+        box = legend.get_window_extent(renderer)
+        if box.width <= 1.2 * ax.bbox.width:  # the layout makes panels wider than they are here
             break
     low, high = ax.get_ylim()
-    taken = min(0.6, legend.get_window_extent().height / ax.bbox.height)
+    taken = min(0.6, box.height / ax.bbox.height)
     ax.set_ylim(low, low + (high - low) / (1 - taken))
 
 
