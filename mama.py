@@ -616,7 +616,7 @@ def banner_lines(args, meta, margins):
     """What the banner says of the method."""
     first, last = margins
     worth = max(margins) / args.tau
-    loud = "; WARNING: above 0.2 it cost retrieval on moving-emoji; above 5 hardly a pair learns" * (worth > 0.25)
+    loud = "; WARNING: from 0.3 on it cost retrieval on moving-emoji; above 5 hardly a pair learns" * (worth > 0.25)
     lines = {"loss": f"{args.loss}: weights {args.weighting}, margin {args.margin_schedule}",
              "temperature": f"tau {args.tau:g}; mu {first:.3g} .. {last:.3g} rad, mu / tau up to {worth:.3g}{loud}"}
     return lines | ({"meta-data": meta.note} if meta else {})

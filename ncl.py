@@ -423,8 +423,8 @@ def main(args):
         own["texts"].push(text)
         own["videos"].push(video)
 
-        numbers = run.logs_now() and numbers_of(text, video, gamma, own, args, run, more)
-        run.done(batch, loss, numbers and gamma_of(own, args), numbers)
+        tau = own["tau"]["log_tau"].detach().exp() if args.learnable_tau else args.tau  # (), after the step
+        run.done(batch, loss, tau, run.logs_now() and numbers_of(text, video, gamma, own, args, run, more))
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:

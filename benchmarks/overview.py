@@ -134,9 +134,10 @@ def main(argv=None):
     shrink(FOLDER / "five.png", FOLDER / "five.png", 2000)
     for name, drawn in DRAWN.items():
         shrink(Path(getattr(args, name)) / f"{drawn}.png", FOLDER / f"{name}.png", 1400)
+    commits = {name: read_json(Path(getattr(args, name)) / "summary.json")["commit"][:12] for name in PANELS}
     commands = {name: command_of(getattr(args, name)) for name in PANELS}
     (FOLDER / "five.md").write_text("The runs of the pictures in this folder:\n\n" + "".join(
-        f"- {name}: `{command}`\n" for name, command in commands.items()))
+        f"- {name}: `{command}`, commit {commits[name]}\n" for name, command in commands.items()))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ STATS = {  # mean and standard deviation of the pixels, named after the weights 
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
 VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
 FEATURES = ("features", "ssb")  # towers over precomputed features of a clip, of ncl.py
+FROM_FILES = (*FEATURES, "regions")  # and VGT's, of mama.py: all that read no pixels
 VIDEO = "video_"  # prefix of a timm ViT's name: one transformer over the patches of all frames
 CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same with proxy tokens, encoders/clip_vip.py
 
@@ -34,6 +35,11 @@ class _Block(nn.Module):
 
     def forward(self, x):
         return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+def masked_mean(x, keep):
+    """Mean of x (..., L, width) over the places where keep (..., L) is 1 or True: (..., width)."""
+    return (x * keep[..., None]).sum(-2) / keep.sum(-1, keepdim=True)
 
 
 def small_cnn(width=32):
@@ -92,7 +98,7 @@ class SmallText(nn.Module):
         keep = attention_mask.bool()  # (B, L)
         x = self.blocks.drop(self.token(input_ids) + self.position[:keep.shape[1]])  # (B, L, width)
         x = self.norm(self.blocks(x, keep))
-        return x, (x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
+        return x, masked_mean(x, keep)
 
     def forward(self, input_ids, attention_mask):
         return self.words(input_ids, attention_mask)[1]
@@ -157,6 +163,5 @@ def read_words(encoder, input_ids, attention_mask):
     if encoder.config["model_type"].startswith("clip"):
         return words, found.pooler_output
     if encoder.pooling == "mean":
-        keep = attention_mask[..., None].to(words.dtype)  # (B, L, 1)
-        return words, (words * keep).sum(1) / keep.sum(1)
+        return words, masked_mean(words, attention_mask)
     return words, words[:, 0]

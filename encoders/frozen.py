@@ -8,7 +8,7 @@ from engine.base import UserError, hub_reason
 import torch
 import torch.nn.functional as F
 
-from encoders.base import STATS, hub_encoder
+from encoders.base import STATS, hub_encoder, masked_mean
 from encoders.tokenizers import build_tokenizer
 from encoders.two_tower import EvalTransform, VisionEncoder, colours
 from evaluation.metrics import normalize
@@ -39,8 +39,7 @@ class Expert:
     def _features(self, inputs):
         if self.kind == "text":
             tokens = {k: v.to(self.device) for k, v in self.tokenizer(inputs).items()}
-            keep = tokens["attention_mask"][..., None].float()  # (b, L, 1)
-            return (self.model(**tokens).last_hidden_state * keep).sum(1) / keep.sum(1)
+            return masked_mean(self.model(**tokens).last_hidden_state, tokens["attention_mask"])
         mean, std = (colours(v, self.device) for v in (self.transform.mean, self.transform.std))  # (3, 1, 1)
         side = self.config.get("image_size") or 224
         side = side if side <= 256 else 224

@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.base import Transformer
+from encoders.base import Transformer, masked_mean
 from evaluation.metrics import normalize
 
 # ======================================================= recipe ======================================================
@@ -81,7 +81,7 @@ class _Pooling(nn.Module):
     def pool(self, x, keep):
         """x (B, L, width), keep (B, L) bool, True at a step -> (B, width)."""
         x = self.norm(self.blocks(self.blocks.drop(x), keep))              # (B, L, width)
-        return (x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
+        return masked_mean(x, keep)
 
 
 class TextHead(_Pooling):

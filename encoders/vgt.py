@@ -44,6 +44,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from encoders.base import masked_mean
 from encoders.two_tower import TwoTower
 from readers.clips import REGION_CLIP, box_numbers
 
@@ -246,8 +247,7 @@ class VGT(TwoTower):
         ids, mask = tokens["input_ids"], tokens["attention_mask"]
         words = self.words(self.text.words(ids.flatten(0, -2), mask.flatten(0, -2))[0])  # (b, L, d)
         words = words.unflatten(0, ids.shape[:-1])                                       # (..., L, d)
-        keep = mask[..., None].to(words.dtype)
-        return words, (words * keep).sum(-2) / keep.sum(-2)
+        return words, masked_mean(words, mask)
 
     def vocabulary(self):
         """g of all answers (A, d). In evaluation it is kept until the next call of `train` or `eval`."""

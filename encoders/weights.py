@@ -13,7 +13,7 @@ from engine.base import UserError, first_line, say
 import torch
 
 from encoders.avion import avion_weights
-from encoders.base import FEATURES, VIDEO, VIDEO_SWIN
+from encoders.base import FROM_FILES, VIDEO, VIDEO_SWIN
 from encoders.clip_vip import load
 
 
@@ -37,7 +37,7 @@ def check_spec(spec):
     small &= asked["model"] in ("fusion", "dual", "vgt") and asked.get("similarity", "pooled") in ("pooled", "fused")
     if not small or not all(isinstance(a, str) for a in asked["answers"]):
         raise ValueError("questions that no run asks")
-    ours = {"image_encoder": ("small", *FEATURES, "regions", "resnet18-cifar", *VIDEO_SWIN),
+    ours = {"image_encoder": ("small", *FROM_FILES, "resnet18-cifar", *VIDEO_SWIN),
             "text_encoder": ("small", "")}
     for kind, config in (("image_encoder", "vision_config"), ("text_encoder", "text_config")):
         name = spec[kind]

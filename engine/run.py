@@ -18,7 +18,7 @@ from engine.verify import compare, verify
 import torch
 import torch.distributed as dist
 
-from encoders.base import FEATURES, VIDEO, channels_last, has_batchnorm
+from encoders.base import FROM_FILES, VIDEO, channels_last, has_batchnorm
 from evaluation.embed import few_queries
 from evaluation.retrieval import report
 from figures.base import draw_picture, similarity_histograms
@@ -77,7 +77,7 @@ class Run:
             texts = texts or (lambda: self.train.first_captions(200_000))
             tokenizer = common.build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
-        if args.image_encoder in (*FEATURES, "regions"):
+        if args.image_encoder in FROM_FILES:
             self.spec["features"] = feature_shape(self.train, args.image_encoder)
             for data in (d for of in self.evals.values() for d in of.values() if hasattr(d.clip, "width")):
                 data.clip.width = self.spec["features"][1]
@@ -172,7 +172,7 @@ class Run:
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
-        files = args.image_encoder in (*FEATURES, "regions")  # features of clips, so that the video tower is new
+        files = args.image_encoder in FROM_FILES  # then the video tower is always new
         published = args.pretrained and (args.text_encoder if files else args.image_encoder) != "small"
         start = "published weights" + " of the text encoder" * files
         start = "weights of --init-from" if args.init_from else start if published else "from scratch"

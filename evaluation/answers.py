@@ -91,7 +91,6 @@ def check_flags(p, args):
 
 
 # ======================================================= rows ========================================================
-BETWEEN = {"vgt": " [SEP] "}  # what stands between a question and its choice; by default a blank
 AT_FRAMES = ("tgif-qa-r-action", "tgif-qa-r-transition")  # the sets in which VGT's step 8 also sees single frames
 
 
@@ -136,12 +135,18 @@ def inputs(data, rows, tokenizer, vocabulary, device, model="fusion"):
     if not vocabulary:
         choices = [_choices(data, i) or [""] for i in rows]
         C = max(map(len, choices))
-        join = BETWEEN.get(model, " ")
+        join = separator(model, tokenizer)
         words = [f"{q}{join}{c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
         there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
         found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
     return {k: {n: t.to(device) for n, t in v.items()} if isinstance(v, dict) else v.to(device)
             for k, v in found.items()}
+
+
+def separator(model, tokenizer):
+    """What stands between a question and its choice: for VGT the text encoder's own token, BERT's [SEP]; or a blank."""
+    token = tokenizer.tokenizer.sep_token if model == "vgt" else ""
+    return f" {token} " if token else " "
 
 
 def right_answers(data, rows, vocabulary):
@@ -193,7 +198,7 @@ def cut_short(data, tokenizer, choices, join=" ", limit=1000):
 def question_lines(questions, train, tokenizer, args):
     """The banner's lines about a run's questions and the texts that are paired with the videos: {word: text}."""
     some, rows = asked(train), len(train)
-    cut, tried = cut_short(some, tokenizer, not questions["answers"], BETWEEN.get(questions["model"], " "))
+    cut, tried = cut_short(some, tokenizer, not questions["answers"], separator(questions["model"], tokenizer))
     words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
     if questions["model"] == "vgt":
         origin = "from files" if args.region_dir else "by a frozen image encoder"

@@ -115,6 +115,19 @@ def test_a_short_period_is_drawn_from_the_schedule(tmp_path, monkeypatch, pictur
     assert max(lines["max"].get_ydata()) == pytest.approx(0.16) and min(lines["min"].get_ydata()) == pytest.approx(0.04)
 
 
+@pytest.mark.parametrize("name, lines", [("a", 2), ("L_", 5), ("a name for a line", 4)])
+def test_a_legend_covers_nothing_that_is_drawn(tmp_path, name, lines):
+    fig, axes = figures.base.figure(2)
+    for ax in axes:
+        for k in range(lines):
+            ax.plot([0, 1, 2], [k, k + 5, 9], label=f"{name}{k}")
+        figures.base.legend_above(ax)
+    figures.base.save_figure(fig, tmp_path / "a.png")
+    for ax in axes:
+        legend, top = ax.get_legend().get_window_extent(), ax.transData.transform((0, 9))[1]
+        assert top < legend.y0 + 3 and legend.width < ax.bbox.width + 3       # in pixels
+
+
 def test_letters_have_one_size_and_a_picture_200_dots_an_inch(tmp_path):
     fig, axes = figures.base.figure(2)
     for ax in axes:

@@ -22,6 +22,7 @@ import eval as eval_py
 import evaluation.embed
 import evaluation.retrieval
 import figures.ncl
+import helpers
 import launch
 import ncl
 import temo
@@ -705,11 +706,8 @@ def test_eval_normalizes_checkpoints_of_other_scripts(temo_run, tmp_path):
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
     """40 clips as SSB has them, and a csv: motion (time, 6) and appearance (time, 4) of one file each, other times."""
-    root, rng = tmp_path_factory.mktemp("features"), np.random.default_rng(0)
-    for name, width in (("motion", 6), ("appearance", 4)):
-        (root / name).mkdir()
-        for i in range(40):
-            np.save(root / name / f"clip{i}.npy", rng.normal(size=(3 + i % 9, width)).astype(np.float32))
+    root = tmp_path_factory.mktemp("features")
+    helpers.write_features(root)
     captions = [(f"clip{i}", f"{w} number {i}") for i in range(40) for w in ("one", "another")]
     return root, write_rows(root / "clips.csv", ["video", "caption"], captions)
 

@@ -23,7 +23,7 @@ import ncl
 from encoders.base import SmallText
 from encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
 from encoders.towers import set_dropout
-from helpers import drift, equal_files, losses, panel, refused, run_script, steps, unit, write_rows
+from helpers import drift, equal_files, losses, panel, refused, run_script, steps, unit, write_features, write_rows
 
 D, V = 16, 3  # embedding width, videos
 
@@ -32,11 +32,8 @@ D, V = 16, 3  # embedding width, videos
 def root(tmp_path_factory):
     """A tiny T5 with its tokenizer, and 40 clips of two captions: motion (time, 6) and appearance (time, 4), other
     times."""
-    root, rng = tmp_path_factory.mktemp("ssb"), np.random.default_rng(0)
-    for name, width in (("motion", 6), ("appearance", 4)):
-        (root / name).mkdir()
-        for i in range(40):
-            np.save(root / name / f"clip{i}.npy", rng.normal(size=(3 + i % 9, width)).astype(np.float32))
+    root = tmp_path_factory.mktemp("ssb")
+    write_features(root)
     captions = [(f"clip{i}", f"{w} number {i}") for i in range(40) for w in ("one", "yet another of them,")]
     write_rows(root / "clips.csv", ["video", "caption"], captions)
     words = common.train_wordpiece([c for _, c in captions])

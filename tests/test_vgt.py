@@ -38,6 +38,12 @@ def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def test_a_question_and_its_choice_are_parted_by_the_token_of_the_text_encoder():
+    def of(token, model="vgt"):
+        return evaluation.answers.separator(model, Namespace(tokenizer=Namespace(sep_token=token)))
+    assert [of("[SEP]"), of("</s>"), of(None), of("[SEP]", "fusion")] == [" [SEP] ", " </s> ", " ", " "]
+
+
 # ---------------------------------------------------- steps ---------------------------------------------------------
 def attention(layer, x):
     """PostNorm of one sequence (L, width), head by head."""
