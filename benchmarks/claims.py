@@ -158,6 +158,13 @@ CLAIMS = {
         "the gain of MM-TS is in rare captions (R@1 of the queries of the smallest clusters)", "MM-TS, Tables 2 and 4",
         {"TS and ICS": MMTS, "fixed": [f"mmts.py --no-schedule --no-shifts --tau {t}" for t in (0.05, 0.1, 0.2)]},
         read="by_cluster_size/tail/R@1"),
+    "mmts-parts": claim(
+        "schedule and shifts together beat each alone, other shifts and true clusters (text -> video R@1)",
+        "MM-TS, Tables 4 and 8", {
+            "TS and ICS": ["mmts.py"], "TS": ["mmts.py --no-shifts --tau 0.1"], "ICS": ["mmts.py --no-schedule"],
+            "around 0.1": ["mmts.py --shift-min 0.08 --shift-max 0.12"],
+            "true clusters": ["mmts.py --clusters verb-noun"],
+            "fixed": ["mmts.py --no-schedule --no-shifts --tau 0.1"]}),
     "ncl-queue": claim(
         "the queue's biases at test time raise R@1 where test queries are like training queries", "NCL, Table 5",
         {"queue": (f"normalize/queue/{T2V}", ["ncl.py"]), "none": (PLAIN, ["ncl.py"])}, flags=ZIPF, metric=""),
@@ -178,6 +185,12 @@ CLAIMS = {
     "temo-knn": claim(
         "TeMo's clips are classified better than those of InfoNCE and TS (kNN@1 of the clips)", "TeMo, Fig. 3",
         {"TeMo": TEMO, "InfoNCE": [f"temo.py --loss infonce --tau {t}" for t in (0.05, 0.1, 0.2)], "TS": TS}, read=KNN),
+    "temo-views": claim(
+        "with the view I, milder, as I~ TeMo beats the usual I~, its parts and InfoNCE (text -> video R@1)", "none", {
+            "I~ as I": [f"{TEMO[1]} --aug-crop-min 0.8 --aug-grey 0 --aug-brightness 0.2 --aug-contrast 0.2 "
+                        "--aug-saturation 0.2"],
+            "TeMo": [TEMO[1]], "not unimodal": [f"{TEMO[1]} --unimodal none"],
+            "L_MM alone": [f"{TEMO[1]} --no-modulated --unimodal none"], "InfoNCE": (PLAIN, [INFONCE[1][1]])}),
     "temo-unimodal": claim("the modulated unimodal losses help classification (kNN@1 of the clips)", "TeMo, Table 8",
                            {"row g": ["temo.py"], "row e": ["temo.py --unimodal none"]}, metric=KNN),
 }
