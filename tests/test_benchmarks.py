@@ -192,6 +192,8 @@ def test_every_claim_names_flags_that_its_script_has(places):
             commands, metrics = claims.runs_of(name, suite, 3, 1)
             trials = {len(of_arm) for of_arm in commands.values()}
             assert len(trials) == 1 and all(metrics.values()), name  # tuned alike
+            asked = [(metrics[arm], vars(parsed(seeds[0], **places))) for arm in commands for seeds in commands[arm]]
+            assert all(a != b for k, a in enumerate(asked) for b in asked[:k]), name  # no trial is another in disguise
             for command in (seeds[0] for of_arm in commands.values() for seeds in of_arm):
                 args = parsed(command, **places)
                 if suite == "gpu":
