@@ -1110,8 +1110,11 @@ def load_data(name, split, **options):
                             "these splits, or more data")
         raise EmptySplit(f"--dataset {name}: none of its names falls into the {HELD_OUT:.0%} that are held out for "
                          f"{split}; give a {split} split, or more data")
-    if data.streamed and (options.get("unfold_captions") or options.get("feature_dir")):
-        raise UserError("--streaming: leave out --unfold-captions and --feature-dir, which a stream cannot have")
+    if data.streamed and any(options.get(k) for k in ("unfold_captions", "join_captions", "feature_dir")):
+        raise UserError("--streaming: leave out --unfold-captions, --join-captions and --feature-dir, which a stream "
+                        "cannot have")
+    if options.get("streaming") and split == "train" and not data.streamed:
+        raise UserError(f"--streaming: reads tars, and {name} holds none; leave it out")
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
     if options.get("caption_relevancy") and split == "train":
@@ -1127,13 +1130,14 @@ class EmptySplit(UserError):
 
 
 def _own_split(name, split, options):
-    from sets.own import own_data
+    from sets.own import joined, own_data
     splits = own_data(name, options)
     if split not in splits:
         kind = UserError if split == "train" else EmptySplit
         rename = ", as its name says; rename it to train on it" if Path(name).is_file() and split == "train" else ""
         raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(splits)}{rename}")
-    return splits[split]
+    join = dict(options).get("join_captions") and not splits[split].streamed
+    return joined(splits[split]) if join else splits[split]
 
 
 @functools.lru_cache(maxsize=32)

@@ -238,7 +238,7 @@ def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval", bala
         rows, how = balanced_rows(own, size, columns if balance in ("auto", "classes") else (), balance == "captions")
         how += "" if balance != "auto" or how.startswith("balanced") else "; --meta-balance captions would balance them"
     else:
-        rows, how = named_rows(own, wanted), "by name"
+        rows, how = named_rows(own, wanted, evals.get(dataset, {}))
     if len(rows) < batch:
         raise UserError(f"--meta-set {wanted}: {len(rows)} examples, fewer than --meta-batch-size {batch}")
     note = f"{len(rows)} of {source.split}, {how}; {batch} per step"
@@ -292,15 +292,22 @@ def caption_clusters(data, rows):
     return k_means(encoder(texts).numpy(), min(CLUSTERS, len({*texts})), seed=0).tolist()
 
 
-def named_rows(data, file):
-    """Rows of the names (keys) in a file with one name per line. Raises: UserError for an unknown name."""
+def named_rows(data, file, held=()):
+    """(rows of the names (keys) in a file with one name per line, words for the note).
+
+    held: {split: Data} of the evaluation: names in it are left out. Raises: UserError for any other name."""
     lines = text.read_lines(file)
     names = dict.fromkeys(lines)
     if len(names) < len(lines):
         say(f"--meta-set {file}: {len(lines) - len(names):,} of its {len(lines):,} lines repeat a name")
     where = {key: i for i, key in enumerate(data.keys())}
+    names = dict.fromkeys(n if n in where else os.path.normpath(n) for n in names)  # ./a.png is a.png
     missing = [n for n in names if n not in where]
+    outside = {key for split in held for key in held[split].keys()} if missing else ()
+    kept_out = [n for n in missing if n in outside]
+    missing = [n for n in missing if n not in outside]
     if missing:
         raise UserError(f"--meta-set {file}: {len(missing)} of its {len(names)} names are not in train, first "
                         f"{missing[0][:100]!r}; a name of train: {next(iter(where))!r}")
-    return np.sort([where[n] for n in names])
+    rows = np.sort([where[n] for n in names if n in where]).astype(np.int64)
+    return rows, "by name" + (f"; {len(kept_out)} held out for val or test are left out" if kept_out else "")

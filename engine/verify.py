@@ -105,12 +105,12 @@ def verify(folder, train, evals, limit):
     known = base.on_main(base.read_json, folder / "unreadable.json")
     found = known or {f"{name} {split}".strip(): unreadable(data) for name, split, data in places}
     bad = {key: why for part in found.values() for key, why in part.items()}
-    total = sum(len(data) for *_, data in places)
+    total, lost = sum(len(data) for *_, data in places), sum(map(len, found.values()))
     if known is None and rank() == 0:
         common.list_bad_samples(folder, bad)
-    if len(bad) > limit * total:
+    if lost > limit * total:
         key, why = next(iter(bad.items()))
-        raise UserError(f"--verify-images: {len(bad):,} of {total:,} images cannot be read, above --max-bad-fraction "
+        raise UserError(f"--verify-images: {lost:,} of {total:,} images cannot be read, above --max-bad-fraction "
                         f"{limit}; the first: {key}: {why} (all in {folder}/bad_samples.txt); mend them, or raise the "
                         "limit")
     if known is None and rank() == 0:

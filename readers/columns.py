@@ -1,10 +1,14 @@
-"""Tables: the file types, column names and split names that are recognised, and opening a table with `datasets`."""
+"""Tables: the file types, column names and split names that are recognised, opening a table with `datasets`, rows of
+one file, and classes of several splits."""
 
 import contextlib
+import dataclasses
 import re
 from pathlib import Path
 
 from engine.base import DISK, UserError, first_line, hub_reason, say_once
+
+import numpy as np
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jp2", "ppm", "pgm")
 VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
@@ -133,6 +137,13 @@ def pick_column(flag, options, columns, usual, name, required=True):
     return found
 
 
+def image_column(name, table, options):
+    """The column of images or videos: decoded ones before paths, unless --image-column names it."""
+    pixels = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
+    usual = pixels or IMAGE_COLUMNS + VIDEO_COLUMNS
+    return pick_column("--image-column", options, table.column_names, usual, name)
+
+
 def class_column(options, table, name):
     """The class column, or None. A column of lists or records (several classes per row) is ignored with a warning."""
     label = pick_column("--label-column", options, table.column_names, LABEL_COLUMNS, name, required=False)
@@ -154,3 +165,45 @@ def clean_list(texts):
     """A caption, a list of captions or None -> the list of those that are not empty, stripped."""
     texts = texts if isinstance(texts, (list, tuple)) else [texts]
     return [str(t).strip() for t in texts if t is not None and t == t and str(t).strip()]  # NaN differs from itself
+
+
+def merge_rows(name, paths, sizes, captions, labels):
+    """Gives the captions of all rows of a file to its first row, in place, and returns how many rows have none by that.
+    A file of several classes has none (-1). Images inside a table (their sizes are not None) are only warned of."""
+    first, merged, twins = {}, 0, 0
+    for i, (path, size) in enumerate(zip(paths, sizes)):
+        k = first.setdefault((path, size), i)
+        if path is None or k == i:
+            continue
+        if size is not None:  # the name of an image inside a table may mean nothing
+            twins += 1
+            continue
+        merged += 1
+        captions[k] += [t for t in captions[i] if t not in captions[k]]
+        captions[i] = []
+        if labels and labels[i] != labels[k]:
+            labels[k] = -1
+    if twins:
+        say_once(f"WARNING: {name}: {twins:,} rows have an image of the same name and size as another row: if they "
+                 "are one image, they are negatives of each other; write one row per image with a list of captions")
+    return merged
+
+
+def same_classes(splits):
+    """Gives all splits one list of class names and renumbers their labels, since a split may lack a class."""
+    known = {s: d for s, d in splits.items() if d.label_names}
+    names = sorted({n for d in known.values() for n in d.label_names})
+    if len({tuple(d.label_names) for d in known.values()}) < 2:
+        return splits
+    for s, d in known.items():
+        number = np.array([*(names.index(n) for n in d.label_names), -1])  # (classes + 1,) old -> new; -1 is the last
+        splits = splits | {s: with_classes(d, number[d.labels], names)}
+    return splits
+
+
+def with_classes(data, labels, names):
+    """The data with new labels, (M,) numbers, and new class names."""
+    import datasets
+    named = datasets.ClassLabel(names=names)
+    table = data.table.remove_columns("label").add_column("label", labels, feature=named)  # a cast copies all rows
+    return dataclasses.replace(data, table=table)

@@ -5,8 +5,10 @@ lies beside the images that it describes, a column other than `split` assigns ro
 """
 
 import ast
+import io
 import os
 import re
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -171,6 +173,18 @@ def check_other_splits(name, table):
                             f"not read: test rows would be trained on; rename it to split, or remove it")
 
 
+def check_split_folders(name, table, image):
+    """Raises: UserError if a table that names no splits lists files in the folders of several: test images would be
+    trained on."""
+    if "string" not in getattr(table.features[image], "dtype", ""):
+        return
+    folders = {os.path.dirname(str(path)) for path in table[image][:]}
+    words = {columns.split_and_class(Path(folder) / "file")[0] for folder in folders} - {""}
+    if len({columns.split_of(word) for word in words}) > 1:
+        raise UserError(f"--dataset {name}: its files lie in folders of several splits ({', '.join(sorted(words))}), "
+                        "and it has no column split: test images would be trained on; add that column")
+
+
 def check_cells(file, table, image, caption):
     """The caption column parsed into lists, if its cells are lists written as text ("['a', 'b']"); else None.
 
@@ -184,15 +198,30 @@ def check_cells(file, table, image, caption):
         raise UserError(f"--image-column {image}: {file.name} holds Windows paths there ({path}); write / for each \\, "
                         "and make the paths relative to the file's folder or to --data-dir")
     _say_captions(file, table, image, caption)
-    quoted = re.compile(r"""\s*\[\s*['"].*['"]\s*,?\s*\]\s*""", re.DOTALL)  # ["a cat", "one more"]
+    quoted = re.compile(r"""\s*\[\s*(['"].*['"]\s*,?\s*)?\]\s*""", re.DOTALL)  # ["a cat", "one more"] or []
     head = [t for t in table[caption][:100] if isinstance(t, str) and t.strip()]
     if not head or not all(quoted.fullmatch(t) for t in head):
         return None
+    for cell in filter(None, table[caption][:]):
+        if re.search(r"""['"]\s+['"]""", cell) and _lacks_commas(cell):
+            raise UserError(f"--caption-column {caption}: {file.name} holds lists without commas there, as numpy "
+                            f"writes them ({cell[:60]!r}); captions would be glued together; write a .jsonl, or use "
+                            "tolist() first")
     try:
         return [ast.literal_eval(t.strip()) if t and t.strip() else [] for t in table[caption][:]]
     except (ValueError, SyntaxError, TypeError) as error:
         raise UserError(f"--caption-column {caption}: {file.name} holds lists written as text there, and one cannot be "
                         f"parsed ({first_line(error)}); write a row for each caption, or a .jsonl") from error
+
+
+def _lacks_commas(cell):
+    """Whether two strings follow each other in Python's notation of a list: it would make them one."""
+    try:
+        kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(cell.strip()).readline)]
+    except (tokenize.TokenError, SyntaxError):
+        return False  # the parser will say what is wrong
+    kinds = [kind for kind in kinds if kind not in (tokenize.NL, tokenize.NEWLINE)]
+    return (tokenize.STRING, tokenize.STRING) in zip(kinds, kinds[1:])
 
 
 def _say_captions(file, table, image, caption):

@@ -37,13 +37,15 @@ def check_compressed(name, tars):
 
 
 def index(name, split, tars, options):
-    """Data of all samples of these tars in their order. Its shards (M,) say which of `tars` each sample lies in.
+    """Data of all samples of these tars in their order. Its shards (M,) say which of `tars` each sample lies in. A key
+    is the sample's name; if samples of several tars share one, TAR/NAME.
 
     Args: tars: paths.   options: image_column, caption_column, label_column; for videos also those of clip_options;
         max_bad_fraction: the share of samples that may be lost to damage, default 0.01.
     Raises: UserError if a tar cannot be read, the cache cannot be written, more samples are lost than allowed, or more
         are left out than used.
     """
+    import pyarrow as pa
     import pyarrow.compute as pc
     files = []  # [path, bytes, time of the last change in ns] of each tar
     for tar in tars:
@@ -62,7 +64,12 @@ def index(name, split, tars, options):
     labels = table.data.column("label")
     labelled = labels.null_count < len(table)
 
-    whole = len(good) == len(table)
+    whole, keys = len(good) == len(table), table.data.column("key")
+    if pc.count_distinct(keys.take(pa.array(good))).as_py() < len(good):  # every tar counts from 0
+        top = os.path.commonpath([os.path.dirname(path) for path, _, _ in files])
+        tars = pa.array([os.path.relpath(path, top).removesuffix(".tar") for path, _, _ in files])
+        keys = pc.binary_join_element_wise(tars.take(table.data.column("shard").combine_chunks()), keys, "/")
+        table = table.remove_columns("key").add_column("key", keys.to_pylist())
     table = table.remove_columns(["left_out", "shard", "video", "label", "fault", "lost"])
     if labelled:
         table = table.add_column("label", pc.fill_null(labels, -1).to_numpy())

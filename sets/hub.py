@@ -13,7 +13,7 @@ from engine.base import UserError, hub_reason, say
 import torch
 
 from readers import text
-from readers.columns import gated_message, split_of
+from readers.columns import gated_message, split_of, with_classes
 from readers.stream import Stream
 from readers.tars import index
 from sets import own
@@ -187,7 +187,7 @@ def _with_classes(data, names):
         while name in unlike:
             name += " "
         unlike.append(name)
-    return own.with_classes(data, data.labels, unlike)
+    return with_classes(data, data.labels, unlike)
 
 
 def _stream(name, folder, given, options):

@@ -29,6 +29,10 @@ def own_data(name, options):
     root = Path(options.get("data_dir") or path.parent).expanduser()
     if not path.exists():
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
+            if options.get("streaming"):
+                raise UserError(f"--streaming: reads tars, and {name} on the hub is a table that is downloaded; leave "
+                                "it out")
+            _no_data_dir(options, f"{name} is read from the hub")
             return hold_out(tables(name, {}, name, options))
         known = ", ".join(MODULES)
         raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
@@ -38,11 +42,18 @@ def own_data(name, options):
     if path.is_dir():
         return hold_out(_own_folder(name, path, options))
     if path.suffix == ".tar" or columns.PACKED.search(path.name):
+        _no_data_dir(options, f"{name} holds its files")
         return hold_out(open_tars(name, [path], options))
     if ending(path) in columns.TABLES:
         return hold_out(_described(name, path, root, options))
     kind = path.suffix or "nameless"
     raise UserError(f"--dataset {name}: a {kind} file is not one of csv, tsv, json, jsonl, parquet, txt, token, tar")
+
+
+def _no_data_dir(options, why):
+    if options.get("data_dir"):
+        raise UserError(f"--data-dir {options['data_dir']}: has no effect, since {why}; give only the one that you "
+                        "mean")
 
 
 def _own_folder(name, path, options):
@@ -53,9 +64,7 @@ def _own_folder(name, path, options):
     if alone:
         guards.say_not_read(name, alone[1:], alone[0].name)
         return _described(name, alone[0], Path(options.get("data_dir") or path).expanduser(), options)
-    if options.get("data_dir"):
-        raise UserError(f"--data-dir {options['data_dir']}: has no effect, since {name} is a folder that holds the "
-                        "files; give only the one that you mean")
+    _no_data_dir(options, f"{name} is a folder that holds the files")
     if shards:
         guards.check_links(name, path)
         return open_tars(name, shards, options)
@@ -76,8 +85,11 @@ def read_folder(name, path, options):
                         "tars or parquet")
     pixels = guards.check_folder(name, path, files)
     beside = [f for f in files if pixels and f.name in METADATA]  # in subfolders
-    if pixels and (not beside or any(map(is_video, pixels))):
+    if pixels and not beside:
         return class_folders(name, path, pixels, options)
+    if any(map(is_video, pixels)):
+        raise UserError(f"--dataset {name}: {os.path.relpath(min(beside), path)} lies beside videos in a subfolder; "
+                        "write one metadata.csv (file_name, caption) at the top, or one in each folder of a split")
     kinds = {kind: [f for f in files if ending(f) == kind and f.name not in INFOS] for kind in KINDS}
     kind = next(filter(kinds.get, KINDS), "")  # the first is read
     if not kind:
@@ -89,7 +101,8 @@ def read_folder(name, path, options):
     words = {f: by_folder and (split or inner) or f.stem for f, (split, inner) in around.items()}
     splits = guards.split_files(name, words)
     named = {split: [glob.escape(os.path.abspath(f)) for f in part] for split, part in splits.items()}
-    return tables("imagefolder" if beside else KINDS[kind], {"data_files": named}, name, options, path)
+    roots = {split: Path(os.path.commonpath([f.parent for f in part])) for split, part in splits.items()}
+    return tables("imagefolder" if beside else KINDS[kind], {"data_files": named}, name, options, path, roots=roots)
 
 
 HIDDEN = re.compile(r"/(\.|__[^/]*/)")  # files and folders, and __MACOSX
@@ -130,8 +143,20 @@ def _described(name, file, root, options):
     parts = split_column(name, table)
     if parts.get("train", "") is None and columns.split_words(file.stem) in (["val"], ["test"]):
         parts = {split_of(file.stem): None}
-    of_split = {split: table if rows is None else table.select(rows) for split, rows in parts.items()}
-    return same_classes({split: caption_file(name, split, file, root, options, t) for split, t in of_split.items()})
+    elif parts.get("train", "") is None:
+        guards.check_split_folders(name, table, columns.image_column(file.name, table, options))
+    return columns.same_classes({split: _rows_of(name, split, table, rows, file, root, options)
+                         for split, rows in parts.items()})
+
+
+def _rows_of(name, split, table, rows, file, root, options):
+    """Data of rows of a table (None = all) that holds images, or paths that start at root. file: the table's file or
+    the folder of all tables."""
+    feature = table.features[columns.image_column(file.name, table, options)]
+    of_bytes = isinstance(feature, dict) or "binary" in getattr(feature, "dtype", "")
+    if of_bytes or type(feature).__name__ in ("Image", "Video"):
+        return _table_data(name, split, table, options, file if file.is_dir() else root, rows)
+    return caption_file(name, split, file, root, options, table if rows is None else table.select(rows))
 
 
 def split_column(name, table):
@@ -165,12 +190,14 @@ def _described_folders(name, path, described, options):
         raise UserError(f"--dataset {name}: two of {', '.join(sorted(described))} name one split; rename or merge them")
     for files in described.values():
         guards.say_not_read(name, files[:-1], files[-1].name)
-    return same_classes({split_of(f): caption_file(name, split_of(f), files[-1], path / f, options)
+    return columns.same_classes({split_of(f): caption_file(name, split_of(f), files[-1], path / f, options)
                          for f, files in described.items()})
 
 
-def tables(kind, files, name, options, folder="", gated=""):
-    """{split: Data} of a hub id, or of tables of one kind below a folder, through `datasets`; nothing is decoded."""
+def tables(kind, files, name, options, folder="", gated="", roots=()):
+    """{split: Data} of a hub id, or of tables of one kind below a folder, through `datasets`; nothing is decoded.
+
+    roots: {split: folder} where paths in the tables of a folder start."""
     opened = columns.open_table(kind, name, gated=gated, **files)
     out = {split_of(word) or word: table for word, table in opened.items()}
     if len(out) < len(opened):
@@ -178,7 +205,10 @@ def tables(kind, files, name, options, folder="", gated=""):
                         "one that you mean")
     one = out["train"] if list(out) == ["train"] else None  # all rows in one split: a column may divide them further
     parts = dict.fromkeys(out) if one is None else split_column(name, one)
-    return same_classes({s: _table_data(name, s, out[s] if one is None else one, options, folder or kind, rows)
+    if roots:
+        return columns.same_classes({s: _rows_of(name, s, out[s] if one is None else one, rows, folder,
+                                         roots["train" if one else s], options) for s, rows in parts.items()})
+    return columns.same_classes({s: _table_data(name, s, out[s] if one is None else one, options, folder or kind, rows)
                          for s, rows in parts.items()})
 
 
@@ -195,10 +225,8 @@ def _table_data(name, split, table, options, folder, kept=None):
 
     kept: row numbers, None = all."""
     import datasets
-    import pyarrow.compute
-    pictures = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
-    usual = pictures or columns.IMAGE_COLUMNS + columns.VIDEO_COLUMNS
-    image = pick_column("--image-column", options, table.column_names, usual, name)
+    import pyarrow.compute as pc
+    image = columns.image_column(name, table, options)
     label = columns.class_column(options, table, name)
     classes = getattr(table.features.get(label), "names", None)
     caption = pick_column("--caption-column", options, table.column_names, columns.CAPTION_COLUMNS, name,
@@ -206,9 +234,11 @@ def _table_data(name, split, table, options, folder, kept=None):
     video = type(table.features[image]).__name__ == "Video"
     kind = type(table.features[image]) if video else datasets.Image
     undecoded = table.select_columns(image).cast_column(image, kind(decode=False))
-    paths = pyarrow.compute.struct_field(undecoded.data.column(image), "path").to_pylist()  # without the image bytes
+    files, inside = (pc.struct_field(undecoded.data.column(image), field) for field in ("path", "bytes"))
+    paths, sizes = files.to_pylist(), pc.binary_length(inside).to_pylist()  # without the image bytes
     if kept is not None:
-        table, undecoded, paths = table.select(kept), undecoded.select(kept), [paths[i] for i in kept]
+        table, undecoded = table.select(kept), undecoded.select(kept)
+        paths, sizes = [paths[i] for i in kept], [sizes[i] for i in kept]
     labels = table[label][:] if label else None
     if label and not classes:  # plain strings or numbers: number them in sorted order
         classes = [str(y) for y in sorted({y for y in labels if columns.is_class(y)})]
@@ -222,6 +252,7 @@ def _table_data(name, split, table, options, folder, kept=None):
         raise UserError(f"--caption-column {caption}: {name} holds {type(example).__name__}s there, not texts; it has: "
                         f"{', '.join(table.column_names)}")
     captions = [clean_list(t) for t in texts]
+    merged = columns.merge_rows(name, paths, sizes, captions, labels) if caption else 0
     paths = [_inside(p, folder) for p in paths]
     if len(paths) > 1 and len(set(paths)) == 1:  # "image.png" in every row identifies nothing
         paths = [None] * len(paths)
@@ -233,7 +264,7 @@ def _table_data(name, split, table, options, folder, kept=None):
     clip = clip_options(options) if video else None
     kept = np.flatnonzero([bool(c) for c in captions])
     data = Data(name, split, whole, clip=clip, note=note, has_captions=bool(caption))
-    return with_notes(data if len(kept) == len(data) else data.select(kept), len(data) - len(kept))
+    return with_notes(data if len(kept) == len(data) else data.select(kept), len(data) - len(kept) - merged)
 
 
 def caption_file(name, split, file, root, options, table=None):
@@ -244,7 +275,7 @@ def caption_file(name, split, file, root, options, table=None):
     image = pick_column("--image-column", options, table.column_names, usual, file.name)
     caption = pick_column("--caption-column", options, table.column_names, columns.CAPTION_COLUMNS, file.name)
     label = columns.class_column(options, table, file.name)
-    rows, label_of = {}, {}  # (path, start, end) -> captions, and -> class
+    rows, label_of, several = {}, {}, {}  # (path, start, end) -> captions, -> class, -> one more class
     labels = table[label][:] if label else [None] * len(table)
     texts = guards.check_cells(file, table, image, caption) or table[caption][:]
     sources = [None if x == "" or x != x else x for x in table[image][:]]  # NaN differs from itself
@@ -266,11 +297,16 @@ def caption_file(name, split, file, root, options, table=None):
         key = (os.path.normpath(path), *window)  # a.png and ./a.png are one image
         captions = rows.setdefault(key, [])
         captions += [t for t in dict.fromkeys(clean_list(text)) if t not in captions]
-        if columns.is_class(y):
-            label_of[key] = str(y).strip()
+        if columns.is_class(y) and label_of.setdefault(key, str(y).strip()) != str(y).strip():
+            several[key] = y
     if not any(rows.values()):
         raise UserError(f"--dataset {file}: no row has an image and a caption")
     lost = f"{sources.count(None):,} rows without an image left out" if None in sources else ""
+    if several:
+        key, y = next(iter(several.items()))
+        say_once(f"WARNING: {file.name}: {len(several):,} images have rows of several classes and count as without a "
+                 f"class, first {key[0]}: {label_of[key]}, {y}")
+        label_of = {k: y for k, y in label_of.items() if k not in several}
     if videos:
         guards.check_windows(file, table, image)
         data = clips_of(name, split, rows, options, root, label_of if label else None)
@@ -284,26 +320,6 @@ def caption_file(name, split, file, root, options, table=None):
     return dataclasses.replace(data, note=join_notes(data.note, lost))
 
 
-def same_classes(splits):
-    """Gives all splits one list of class names and renumbers their labels, since a split may lack a class."""
-    known = {s: d for s, d in splits.items() if d.label_names}
-    names = sorted({n for d in known.values() for n in d.label_names})
-    if len({tuple(d.label_names) for d in known.values()}) < 2:
-        return splits
-    for s, d in known.items():
-        number = np.array([*(names.index(n) for n in d.label_names), -1])  # (classes + 1,) old -> new; -1 is the last
-        splits = splits | {s: with_classes(d, number[d.labels], names)}
-    return splits
-
-
-def with_classes(data, labels, names):
-    """The data with new labels, (M,) numbers, and new class names."""
-    import datasets
-    named = datasets.ClassLabel(names=names)
-    table = data.table.remove_columns("label").add_column("label", labels, feature=named)  # a cast copies all rows
-    return dataclasses.replace(data, table=table)
-
-
 def add_captions(data, file):
     """The data with additional captions from a file with columns video (or image), caption, and start, end for windows
     (tools/caption.py writes such a file). Rows of the file that match no row of the data are counted.
@@ -311,7 +327,6 @@ def add_captions(data, file):
     A clip is matched by its window and its file name without extension; if two files share a name, by their folders
     too. All rows of the clip get the caption. A question that served as the caption is replaced.
     Raises: UserError if nothing matches, and for data without files of their own."""
-    import datasets
     if data.streamed or data.sources is None:
         raise UserError(f"--extra-captions {file}: {data.name} has no files of its own to which captions could belong")
     if not Path(file).is_file():
@@ -348,9 +363,20 @@ def add_captions(data, file):
     if len(lost) == len(extra):
         raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows matches a clip of {data.name} "
                         f"(train), first {lost[0]}; names and windows (start, end) must agree")
+    note = f"{new:,} captions added from {file.name}"
+    note += f", {len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else ""
+    return dataclasses.replace(_with_captions(data, captions), note=join_notes(data.note, note))
+
+
+def _with_captions(data, captions):
+    """The data with other captions, a list for each row."""
+    import datasets
     kind = datasets.Features({"captions": data.features["captions"]})
     beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
     table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
-    note = f"{new:,} captions added from {file.name}"
-    note += f", {len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else ""
-    return dataclasses.replace(data, table=table, note=join_notes(data.note, note))
+    return dataclasses.replace(data, table=table)
+
+
+def joined(data):
+    """The data with all captions of a row as one text (--join-captions)."""
+    return _with_captions(data, [[" ".join(of_row)] for of_row in data.column("captions")])

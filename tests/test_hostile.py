@@ -309,7 +309,7 @@ CAPTION_FILES = {
     "cc3m.tsv": (rows_of(NAMES, lambda i, n: f"a\thttp://x.com/{n}\n"), "first line is a row (http://x.com/000.png)"),
     "web.csv": (HEAD + rows_of(NAMES, lambda i, n: f"http://x.y/{n},a\n"), "holds URLs there (http://x.y/000."),
     "windows.csv": (HEAD + rows_of(NAMES, lambda i, n: f"C:\\me\\{n},a\n"), "holds Windows paths there (C:"),
-    "bytes.parquet": (parquet(jpg=[b"\xff\xd8"] * 80, caption=["a"] * 80), "holds image bytes or records there"),
+    "bytes.parquet": (parquet(jpg=[b"\xff\xd8"] * 80, caption=["a"] * 80), "can be read, first"),
     "columns.json": (json.dumps({"image": NAMES, "caption": ["a"] * 80}), "holds image bytes or records there"),
     "many.json": (json.dumps({n: ["a"] for n in NAMES}), "it has: 80 others"),
     "nan.json": ("[" + ",".join(f'{{"image": "{n}", "caption": NaN}}' for n in NAMES) + "]", "no row has an image and"),

@@ -782,3 +782,126 @@ def test_a_folder_that_is_read_whole_says_nothing(tmp_path, capsys):
     engine.base.say_once.cache_clear()
     common.load_data(str(tmp_path / "own"), "train")
     assert "not read" not in "".join(capsys.readouterr())
+
+
+# ---------------------------------------------- what looks like another layout --------------------------------------
+def test_a_folder_of_tables_of_paths(tmp_path):
+    """Rows of an image become its captions, and paths start in the folder of the table."""
+    halves = {"train": range(6), "test": range(6, 9)}
+    for split, numbers in halves.items():
+        rows = [(f"../images/{x}", f"{x} {k}") for x in write_images(tmp_path / "images", numbers) for k in range(3)]
+        write_rows(tmp_path / "tables" / f"{split}.csv", ["image", "caption"], rows)
+    data = open_anew(tmp_path / "tables")
+    assert {split: len(of) for split, of in data.items()} == {"train": 6, "test": 3}
+    for split, numbers in halves.items():
+        for k, i in enumerate(numbers):
+            assert data[split].captions(k) == [f"{i:03}.png {n}" for n in range(3)]
+            assert torch.equal(data[split].read(k), torch.from_numpy(picture(i)).permute(2, 0, 1))
+
+
+def test_windows_in_a_folder_of_tables(tmp_path):
+    path = write_video(tmp_path / "videos" / "a.mp4", range(20))
+    rows = [(str(path), f"part {k}", 0.5 * k, 0.5 * k + 0.5) for k in range(4)]
+    for split in ("train", "val"):
+        write_rows(tmp_path / "tables" / f"{split}.csv", ["video", "caption", "start", "end"], rows)
+    data = open_anew(tmp_path / "tables", frames=2, image_size=32)["train"]
+    assert len(data) == 4 and data.clip and not torch.equal(data.read(0), data.read(3))
+
+
+def test_rows_of_an_image_in_a_subfolder_are_its_captions(tmp_path):
+    for part in ("a", "b"):
+        names = write_images(tmp_path / part, range(20))
+        write_rows(tmp_path / part / "metadata.csv", ["file_name", "caption"],
+                   [(x, f"{part} {x} {k}") for x in names for k in range(2)])
+    data = open_anew(tmp_path)
+    assert sum(len(of) for of in data.values()) == 40 and "caption" not in data["train"].note
+    assert all(len(of.captions(i)) == 2 for of in data.values() for i in range(len(of)))
+
+
+def test_an_image_twice_in_a_table_is_said(tmp_path, capsys):
+    images = [(encode(picture(i)), f"{i}.png") for i in (0, 0, 1)]
+    images_in_a_table(tmp_path / "t", images, caption=["a", "b", "c"])
+    open_anew(tmp_path / "t")
+    assert "1 rows have an image of the same name and size as another row" in capsys.readouterr().out
+
+
+def test_descriptions_of_videos_in_subfolders_are_refused(tmp_path):
+    for part in ("a", "b"):
+        write_video(tmp_path / part / f"{part}.mp4", range(2))
+        write_rows(tmp_path / part / "metadata.csv", ["file_name", "caption"], [(f"{part}.mp4", "it moves")])
+    refused(tmp_path, "a/metadata.csv lies beside videos in a subfolder")
+
+
+def test_a_table_over_folders_of_splits_needs_a_column_split(tmp_path):
+    names = [f"{word}/{x}" for word in ("train", "test") for x in write_images(tmp_path / word, range(4))]
+    write_rows(tmp_path / "metadata.csv", ["file_name", "caption"], [(x, f"words of {x}") for x in names])
+    refused(tmp_path, "folders of several splits (test, train)", "no column split")
+    write_rows(tmp_path / "metadata.csv", ["file_name", "caption", "split"],
+               [(x, f"words of {x}", x.split("/")[0]) for x in names])
+    assert {s: len(d) for s, d in open_anew(tmp_path).items()} == {"train": 4, "test": 4}
+
+
+def test_rows_of_several_classes_are_of_none(tmp_path, capsys):
+    names = write_images(tmp_path, range(30))
+    rows = [(x, f"words of {x}", c) for x in names for c in (("cat", "dog") if x == names[3] else ("cat",))]
+    data = open_anew(write_rows(tmp_path / "a.csv", ["image", "caption", "label"], rows))
+    assert [d.key(i) for d in data.values() for i in np.flatnonzero(np.asarray(d.labels) < 0)] == [names[3]]
+    assert "1 images have rows of several classes" in capsys.readouterr().out
+
+
+def test_one_parquet_file_of_images_is_read_as_its_folder(tmp_path):
+    write_parquet_images(tmp_path / "t" / "train.parquet", range(40))
+    one, folder = open_anew(tmp_path / "t" / "train.parquet"), open_splits(tmp_path / "t")
+    assert {s: list(d.keys()) for s, d in one.items()} == {s: list(d.keys()) for s, d in folder.items()}
+    assert torch.equal(one["train"].read(0), folder["train"].read(0)) and one["train"].label_names == CLASSES
+
+
+def test_lists_that_numpy_wrote_are_refused_and_an_empty_list_is_no_caption(tmp_path):
+    names = write_images(tmp_path, range(20))
+    listed = np.array(["a cat.", "an animal"])
+    refused(write_rows(tmp_path / "a.csv", ["image", "caption"], [(x, str(listed)) for x in names]),
+            "lists without commas", "glued together")
+    rows = [(x, "[]" if x == names[2] else str([f"a cat, {x}", "it's one"])) for x in names]
+    data = open_anew(write_rows(tmp_path / "b.csv", ["image", "caption"], rows))
+    assert sum(map(len, data.values())) == 19
+    assert data["train"].captions(0) == [f"a cat, {data['train'].key(0)}", "it's one"]
+
+
+def test_names_that_tars_repeat_get_the_tar_before_them(tmp_path):
+    """Else one bad sample stands for those of all tars, and --verify-images leaves good ones out."""
+    for k in range(3):
+        samples = tar_samples(range(20), "png", "txt")
+        if k == 1:
+            samples["000004"]["png"] = samples["000004"]["png"][:60]
+        write_tar(tmp_path / "t" / f"{k}.tar", samples)
+    data = open_anew(tmp_path / "t")
+    keys = [key for of in data.values() for key in of.keys()]
+    assert len({*keys}) == 60 and "1/000004" in keys
+    bad = {k: why for of in data.values() for k, why in engine.verify.unreadable(of).items()}
+    assert [*bad] == ["1/000004"]
+    assert sum(len(engine.verify.leave_out(of, bad)) for of in data.values()) == 59
+
+
+def test_flags_that_would_do_nothing_are_refused(tmp_path):
+    file = write_captions(tmp_path / "a", 30)
+    tar = write_tar(tmp_path / "0.tar", tar_samples(range(30), "png", "txt"))
+    for path, said, flags in ((file, "--streaming: reads tars", {"streaming": True}),
+                              ("org/name", "--streaming: reads tars", {"streaming": True}),
+                              ("org/name", "--data-dir .*no effect", {"data_dir": str(tmp_path)}),
+                              (tar, "--data-dir .*no effect", {"data_dir": str(tmp_path)})):
+        with pytest.raises(UserError, match=said):
+            common.load_data(str(path), "train", **flags)
+    data = common.load_data(str(tar), "train", join_captions=True)
+    assert data.captions(0) == [" ".join(common.load_data(str(tar), "train").captions(0))]
+
+
+def test_clean_names_may_be_held_out_or_spelt_otherwise(tmp_path, capsys):
+    file = write_captions(tmp_path, 200)
+    data = open_anew(file)
+    clean = tmp_path / "clean.txt"
+    clean.write_text("".join(f"./{i:03}.png\n" for i in range(200)))
+    rows, how = engine.data.named_rows(data["train"], clean, data)
+    assert len(rows) == len(data["train"]) and f"{200 - len(rows)} held out" in how
+    clean.write_text("000.png\nnever.png\n")
+    with pytest.raises(UserError, match="1 of its 2 names are not in train, first 'never.png'"):
+        engine.data.named_rows(data["train"], clean, data)

@@ -1207,6 +1207,15 @@ def test_the_frame_cache_needs_the_video_once(sampling, tmp_path):
     assert sorted(f for f in (tmp_path / "cache").rglob("*") if f.is_file()) == files  # nothing half written
 
 
+def test_a_replaced_video_is_decoded_anew(tmp_path):
+    path, clips = write_video(tmp_path / "a.mp4", range(4)), Clips(4, cache=str(tmp_path / "cache"))
+    before = numbers(clips(path))
+    write_video(path, range(8, 12))
+    os.utime(path, (0, os.path.getmtime(path) + 60))
+    assert before == [0, 1, 2, 3] and numbers(clips(path)) == numbers(clips(path)) == [8, 9, 10, 11]
+    assert len(list((tmp_path / "cache").rglob("*.jpg"))) == 1
+
+
 def test_two_at_once_may_cache_one_clip(tmp_path):
     """With one process number, as in two containers: threads have one too."""
     path, clips = write_video(tmp_path / "a.mp4", range(4)), Clips(4, cache=str(tmp_path / "cache"))
