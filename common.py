@@ -39,7 +39,7 @@ from PIL import Image, ImageOps
 from torch.utils.checkpoint import checkpoint
 
 import sets
-from encoders.base import STATS, Transformer
+from encoders.base import FROM_FILES, STATS, Transformer
 from encoders.tokenizers import Tokenizer, build_tokenizer, train_wordpiece  # noqa: F401
 from encoders.towers import freeze_unused
 from encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
@@ -738,13 +738,14 @@ def spec_of(args):
 def build_model(spec, tokenizer, pretrained, weights=""):
     """TwoTower and EvalTransform from a spec (the content of model.json), which holds the model flags.
 
-    weights: a file for init_from; a timm image encoder is then not downloaded."""
+    weights: a file for init_from; a timm image encoder is then only downloaded if the file has none of its tensors."""
     hub_id, asked = "/" in spec["image_encoder"], spec.get("questions") or {}
     graph = asked.get("model") == "vgt"
     embed_dim = 0 if graph else spec["embed_dim"]  # VGT has projections of its own
-    vision = VisionEncoder(spec["image_encoder"], embed_dim, pretrained and (hub_id or not weights),
-                           spec["image_size"], spec.get("vision_config"), spec.get("features", (0, 0)),
-                           spec.get("frames", 0))
+    vision_encoder = functools.partial(
+        VisionEncoder, spec["image_encoder"], embed_dim, image_size=spec["image_size"],
+        config=spec.get("vision_config"), features=spec.get("features", (0, 0)), frames=spec.get("frames", 0))
+    vision = vision_encoder(pretrained=pretrained and (hub_id or not weights))
     text = None
     if spec["text_encoder"]:
         vocabulary = len(tokenizer.tokenizer) if tokenizer else 0
@@ -758,10 +759,12 @@ def build_model(spec, tokenizer, pretrained, weights=""):
         model = VGT(vision, text, spec["embed_dim"], tokenizer, **asked)
     elif asked:
         model = QuestionAnswerer(vision, text, **asked)
+    read = init_from(model, weights) if weights else ()
+    if weights and pretrained and not any(name.startswith("vision.") for name in read):
+        if not hub_id and spec["image_encoder"] not in ("small", *FROM_FILES):
+            model.vision = vision_encoder(pretrained=True)                 # the file is the text encoder's
     if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):
         freeze_unused(model, tokenizer, spec)
-    if weights:
-        init_from(model, weights)
     return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
 
 

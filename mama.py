@@ -107,6 +107,7 @@ from engine.data import meta_data, open_data
 from engine.flags import OneLine, Parser
 from engine.ranges import between, count, nonnegative, part, positive, rate, whole
 from engine.run import Run
+from engine.verify import leave_out
 
 import torch
 import torch.nn as nn
@@ -492,6 +493,7 @@ def main(args):
                                 args.task, args.meta_balance)
     run = Run(__file__, args, train, evals, recipes_of(args))
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
+    meta = meta and leave_out(meta, set().union(*run.unreadable.values()))
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)

@@ -359,11 +359,6 @@ def parse_args(argv=None):
     g.add_argument("--slip-hidden", type=count, default=4096, help="hidden width of SLIP's projection head")
     g.add_argument("--slip-dim", type=count, default=256, help="output width of SLIP's projection head")
     g = p.group("views")
-    g.add_argument("--paraphrases", default="", metavar="FILE",
-                   help="JSON lines of caption and paraphrases, for T~; paper: five by PEGASUS (tools/paraphrase.py)")
-    g.add_argument("--word-drop", type=part, default=0.1,
-                   help="probability of dropping a word, if there is no other text for T~")
-    g.add_argument("--word-swap", type=part, default=0.1, help="probability of swapping a word with the next, likewise")
     g.add_argument("--crop-min", type=part, default=0.5,
                    help="I: smallest area of the random crop, 0..1; CC3M trainer 0.5")
     g.add_argument("--flip", type=part, default=0.5,
@@ -374,6 +369,13 @@ def parse_args(argv=None):
                    help="I: RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=21,
                    help="I: RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
+    g = p.group("with I~ and T~ (--loss temo and --unimodal) or slip",
+                lambda a: a.loss == "slip" or a.loss == "temo" and a.unimodal != "none")
+    g.add_argument("--paraphrases", default="", metavar="FILE",
+                   help="JSON lines of caption and paraphrases, for T~; paper: five by PEGASUS (tools/paraphrase.py)")
+    g.add_argument("--word-drop", type=part, default=0.1,
+                   help="probability of dropping a word, if there is no other text for T~")
+    g.add_argument("--word-swap", type=part, default=0.1, help="probability of swapping a word with the next, likewise")
     g.add_argument("--aug-crop-min", type=part, default=0.08, help="I~: smallest area of the crop; SimCLR 0.08")
     g.add_argument("--aug-flip", type=part, default=0.5, help="I~: probability of a mirror image; SimCLR 0.5")
     g.add_argument("--aug-jitter-p", type=part, default=0.8, help="I~: probability of the colour jitter; SimCLR 0.8")
@@ -384,13 +386,14 @@ def parse_args(argv=None):
     g.add_argument("--aug-grey", type=part, default=0.2, help="I~: probability of grey; SimCLR 0.2")
     g.add_argument("--aug-blur", type=part, default=0.5, help="I~: probability of a Gaussian blur; SimCLR 0.5")
     args = p.parse(argv, RECIPES, LOSSES)
-    low, high = args.tau_clamp
-    p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
+    p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     p.require(args.loss != "temo" or args.base or args.modulated or args.unimodal != "none",
               "--no-base --no-modulated --unimodal none leaves no loss")
     p.require(not args.learnable_tau or args.loss in ("infonce", "slip", "cwcl"),
               f"--learnable-tau: --loss {args.loss} has no single temperature to learn; use infonce, slip or cwcl")
+    one_tau = args.base or args.unimodal == "plain" if args.loss == "temo" else args.loss in ("infonce", "cwcl", "slip")
+    p.only(one_tau, "with L_MM, --unimodal plain, or --loss infonce, cwcl or slip", "--tau")
     served = args.modulated if args.expert_serves == "multimodal" else args.unimodal == "modulated"
     p.require(not (args.image_expert or args.text_expert) or (args.loss == "temo" and served),
               "--image-expert and --text-expert need --loss temo --modulated; with --expert-serves unimodal they need "
@@ -446,11 +449,10 @@ def main(args):
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(zero_shot, tower, tokenizer, run.device))
     parts = f" (base {args.base}, modulated {args.modulated}, unimodal {args.unimodal}, blend {args.blend})"
-    ranged = args.loss in (*PER_PAIR, "ts")
     run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
         "loss": args.loss + (parts if args.loss == "temo" else ""),
         "temperature": f"tau {args.tau}" + (", learnt" if args.learnable_tau else "")
-                       + (f"; per pair {args.tau_min} .. {tau_max:g}" if ranged else ""),
+                       + (f"; per pair {args.tau_min} .. {tau_max:g}" if args.loss in (*PER_PAIR, "ts") else ""),
         "texts T~": second_texts(train, paraphrases, args.dataset) if pairs else "not used"})
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
@@ -496,9 +498,7 @@ def main(args):
 
 def second_texts(train, paraphrases, dataset):
     """The source of T~, for the banner, with a warning if a recipe of the paper runs without its paraphrases."""
-    note = "another caption of the example, else word dropout and swap"
-    if train.templates:
-        note = "templates around the captions"
+    note = "templates around the captions" if train.templates else "another caption, else word dropout and swap"
     note += " (not the paper's paraphrases; see tools/paraphrase.py)"
     if paraphrases:
         return paraphrases.note(train, note)

@@ -384,6 +384,9 @@ def parse_args(argv=None):
     last = math.inf if args.max_steps else args.epochs
     p.require(args.schedule == "fixed" or args.tau_max >= args.tau_min,
               f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
+    p.require(args.schedule != "fixed" or "--tau-max" not in p.given or args.tau_max == args.tau_min,
+              f"--tau-max {args.tau_max}: --schedule fixed stays at --tau-min {args.tau_min}; give that alone")
+    p.only(not args.tau_head, "without --tau-head and --tau-tail", "--schedule")
     p.require((args.tau_head > 0) == (args.tau_tail > 0),
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
@@ -428,7 +431,7 @@ def main(args):
                         "be classified; --label-column names another column")
     run = Run(__file__, args, train, evals, RECIPES)
     train = run.train                                                      # --verify-images leaves some out
-    sets = {"train": train} | run.evals[args.dataset]
+    sets = sets | {"train": train} | run.evals[args.dataset]                # and the images of --few-shot-file
     run.last = last_step(run)                                              # the schedules still span run.total
     sizes = class_sizes(train)                                             # (classes,)
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
@@ -494,7 +497,7 @@ def main(args):
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         tau = tau_of(epoch)                                                # float
         if args.tau_head:                                                  # coarse supervision replaces the schedule
-            tau = coarse_temperature(labels[batch["index"]].to(run.device), head_classes, args.tau_head,
+            tau = coarse_temperature(labels[batch["rows"]].to(run.device), head_classes, args.tau_head,
                                      args.tau_tail)                        # (B,)
         if sdclr and (run.step % run.per_epoch == 0 or not run.tensors):
             run.tensors = prune_masks(encoder, args.prune)                 # kept in the checkpoints for a resume
@@ -546,10 +549,10 @@ def last_step(run):
     args = run.args
     if args.eval_epoch not in ("", "auto"):
         return min(run.total, max(1, round(float(args.eval_epoch) * run.per_epoch)))
-    if args.stop_at_phase:
-        whole_periods = math.floor(args.epochs / args.period + 1e-9)
-        epochs = (whole_periods - 1 + args.stop_at_phase) * args.period
-        return min(run.total, round(epochs * run.per_epoch))
+    epochs = run.total / run.per_epoch if args.max_steps else args.epochs
+    whole_periods = math.floor(epochs / args.period + 1e-9)
+    if args.stop_at_phase and whole_periods:                               # few --max-steps may hold no period
+        return min(run.total, round((whole_periods - 1 + args.stop_at_phase) * args.period * run.per_epoch))
     return run.total
 
 

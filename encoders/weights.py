@@ -66,7 +66,8 @@ def _refuse_places(config):
 
 # ======================================================= a file of tensors ===========================================
 def init_from(model, path):
-    """Loads matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted.
+    """Loads matching tensors from a .safetensors, .pt or .bin file or a run folder into the model; says what fitted and
+    returns their names.
 
     Names may be those of the whole model or of one tower's body (a timm or transformers file). If no name fits, tensors
     are matched to the image body's in order, provided that all shapes agree; a classifier at the end is left out.
@@ -95,12 +96,13 @@ def init_from(model, path):
                         f"time; use AVION's weights, trained as LaViLa, with --image-encoder "
                         f"{VIDEO}vit_base_patch16_clip_224")
     if "vision_model.embeddings.added_cls" in weights:
-        return load(model, weights, path)
+        load(model, weights, path)
+        return own
     if "visual.temporal_embedding" in weights:
         fit = avion_weights(model, weights, path)
         model.load_state_dict(fit, strict=False)
         say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by AVION's names")
-        return
+        return fit
     fit, how = {}, "by name"
     for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
         named = {prefix + k: v for k, v in weights.items()}
@@ -123,3 +125,4 @@ def init_from(model, path):
     if small and any(k.startswith("text.") for k in fit) and not (path.parent / "tokenizer").is_dir():
         say(f"WARNING: --init-from {path}: no tokenizer beside it; unless both were learnt from the same captions, the "
             "small text encoder reads its words by another vocabulary")
+    return fit

@@ -63,7 +63,8 @@ def save(run, keep=2):
         python, numpy_state, scaler = random.getstate(), np.random.get_state(), run.accelerator.scaler
         state = {"step": run.step, "tracker_id": run.log.tracker_id, "wall_s": run.wall(), "processes": world(),
                  "unevaluated": run.unevaluated, "positions": [positions for _, positions in of_processes],
-                 "method": run.method, "optimizer": plain, "scaler": scaler.state_dict() if scaler else None,
+                 "bad": run.data.bad, "method": run.method, "optimizer": plain,
+                 "scaler": scaler.state_dict() if scaler else None,
                  "python": [python[0], list(python[1]), python[2]],
                  "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
                  "sha256": base.checksum(temporary / TENSORS)}

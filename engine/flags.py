@@ -79,12 +79,13 @@ def run_args(folder, script):
 FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
          "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
          "regions", "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder",
-         "cluster_starts")
+         "cluster_starts", "weight_decay", "beta1", "beta2", "eps", "decay_all")  # the last: in the optimiser's state
 
 
 def refuse_changes(parser, args, saved):
     """Refuse changes of the flags in FIXED; a run of an older version may not have all of them."""
-    for name in (n for n in FIXED if n in saved):
+    learnt = ("tau",) if saved.get("learnable_tau") else ()
+    for name in (n for n in FIXED + learnt if n in saved):
         was, now = saved[name], getattr(args, name, None)
         parser.require(was == now, f"--resume {args.resume}: --{name.replace('_', '-')} was {was} in that run and "
                                    f"cannot become {now}; start a new run")
@@ -158,6 +159,8 @@ class Parser(OneLine):
         for g, when in self.conditions:
             self.only(when(args), g.title, *(a.option_strings[0] for a in g._group_actions))
         self.only(args.plan, "with --plan", "--gpu-memory")
+        self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
+        self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         if args.plan:
             self._print_plan(args)
         return args
@@ -229,7 +232,7 @@ class Parser(OneLine):
         add("--save-every", type=whole, default=1000,
             help="optimiser steps between checkpoints (the last two are kept); 0 = only at the end")
         add("--eval-every", type=whole, default=0,
-            help="optimiser steps between evaluations on the val split; 0 = only at the end")
+            help="optimiser steps between evaluations on the val split; 0 = only before the first step and at the end")
         add("--log-every", type=whole, default=10,
             help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
         add("--figures", choices=["png", "pdf"], default="png",
@@ -308,7 +311,7 @@ class Parser(OneLine):
         add("--pretrained", action=yesno, help="start from published weights; --no-pretrained = from scratch")
         add("--init-from", default="",
             help="a .safetensors, .pt or .bin file, or a run folder, whose tensors are loaded first, for the model or "
-                 "one encoder; timm weights are then not downloaded")
+                 "one encoder; timm weights are then only read if none of them is the image encoder's")
         add("--embed-dim", type=between(2, 10**6, int),
             help="D, width of the space of the loss; a paper's recipe has the paper's value")
         add = self.add_argument_group("optimisation").add_argument

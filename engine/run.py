@@ -54,7 +54,7 @@ class Run:
             self.count_steps()
         self.twins = base.on_main(compare, self.folder, self.train, self.evals, args.resume)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
-        self.unevaluated, self.bar, self.handlers = False, None, {}
+        self.unevaluated, self.bad, self.bar, self.handlers = False, {}, None, {}
         self.method, self.new_method = method_of(file), False
         self.loss_word, self.tau_word = "loss", "tau"  # in the bar and the banner; columns of the log, or others
 
@@ -120,6 +120,7 @@ class Run:
             self.step, self.tracker_id = state.get("step", 0), state.get("tracker_id")
             self.wall_before = state.get("wall_s", 0.0)
             self.unevaluated = state.get("unevaluated", False)  # stopped during the evaluation after that step
+            self.bad = state.get("bad", {})
             self.new_method = state.get("method", self.method) != self.method
         first = self.step in (0, self.last) or self.unevaluated
         self.log = Log(self.folder, self.accelerator, args.tracker, self.tracker_id, vars(args), self.step, first)
@@ -130,7 +131,7 @@ class Run:
         self.data = common.Batches(
             self.train, views, transform, args.batch_size, args.seed, self.step, self.last, self.device, args.workers,
             args.max_bad_fraction, self.folder, self.positions, args.compile)
-        self.data.lagged = self.lagged
+        self.data.lagged, self.data.bad = self.lagged, dict(self.bad)
         return self.data
 
     def begin(self, evaluator, guess, lines, after_val=None):
@@ -147,6 +148,8 @@ class Run:
         self.banner(guess, lines)
         evaluator.check()
         listen(self)
+        if self.step == self.last:
+            self.in_float32()
         pieces = self.evaluate_val() if self.step in (0, self.last) or self.unevaluated else {}
         if self.step == 0 and rank() == 0 and self.tokenizer:
             before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
@@ -156,7 +159,7 @@ class Run:
                         mininterval=1.0, miniters=1)
         self.trained.train()
         self.own.train()
-        self.clock, self.logged = time.perf_counter(), self.step
+        self.start_clock()
         return pieces if self.step == 0 else {}
 
     def banner(self, guess, lines):
@@ -233,36 +236,46 @@ class Run:
         Args: loss: () tensor of this process; tau: float or (); numbers: further columns of the log, if `logs_now`.
         Raises: UserError on all processes if the weights are not finite."""
         self.step += 1
+        self.waited += batch["seconds"]
         due = self._due(self.step)
         ask(self, batch)
         number = settle(self, but=int(self.lagged and not any(due.values())))
         if due["log"]:
             tau = tau.item() if torch.is_tensor(tau) else tau
-            seconds = (time.perf_counter() - self.clock) / (self.step - self.logged)
-            means = common.mean_over_processes({"loss": loss, "data_s": batch["seconds"]}, self.device)
+            steps = self.step - self.logged
+            seconds = (time.perf_counter() - self.clock) / steps
+            means = common.mean_over_processes({"loss": loss, "data_s": self.waited / steps}, self.device)
             row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * self.args.batch_size,
                    "loss": means["loss"], "lr": self.lr, self.tau_word: tau, "step_s": seconds,
                    "data_s": means["data_s"], "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
             self.log.write(row)
-            self.clock, self.logged = time.perf_counter(), self.step
+            self.start_clock()
             shown = {self.loss_word: f"{row.get(self.loss_word, row['loss']):.3f}",
                      self.tau_word: f"{row.get('tau_pos', tau):.3f}"}
             self.bar.set_postfix(shown | {"samples": f"{row['samples_per_s']:.0f}/s"}, refresh=False)
         self.bar.update()
-        if self.step == self.last:  # the last evaluation in float32, as eval.py does it
-            if self.args.compile:  # only the compiled module has autocast, and evaluations never call it
-                vars(self.trained).pop("_original_forward", None)
-            else:
-                self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        if self.step == self.last:
+            self.in_float32()
         if due["eval"]:
             self.evaluate_val()
         if due["save"]:
             self.save()
         if due["eval"] or due["save"]:
-            self.clock, self.logged = time.perf_counter(), self.step  # so that the speed is that of training only
+            self.start_clock()  # so that the speed is that of training only
             number = self.asked_to_stop()
         if number and self.step < self.last:
             stop(self, number, saved=due["save"])
+
+    def start_clock(self):
+        """Speed and waiting for data are those of the steps after this call."""
+        self.clock, self.logged, self.waited = time.perf_counter(), self.step, 0.0
+
+    def in_float32(self):
+        """The last evaluations are in float32, as those of eval.py."""
+        if self.args.compile:  # only the compiled module has autocast, and evaluations never call it
+            vars(self.trained).pop("_original_forward", None)
+        else:
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
 
     def asked_to_stop(self):
         """The number of a signal that came to any of the processes, or 0. Collective."""

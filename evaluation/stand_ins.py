@@ -58,13 +58,19 @@ def queues_of(args):
 
 
 def _gamma(subject):
-    """The temperature of the run: the learnt one, or its --tau."""
-    last = latest_checkpoint(subject.args.checkpoint) if subject.own.get("learnable_tau") else None
+    """The temperature of the run: the learnt one, or its --tau. Raises: UserError if it has none or lost it."""
+    own = subject.own
+    if own.get("shifts") or own.get("loss") in ("ts", "dystress", "dystress-shifted"):
+        raise UserError("--normalize: the run has no single temperature (its own change over time or pairs); give "
+                        "--gamma, such as the middle of them")
+    last = latest_checkpoint(subject.args.checkpoint) if own.get("learnable_tau") else None
     for file, name in ((TENSORS, "own/tau.log_tau"), ("extra.safetensors", "tau.log_tau")):  # the second: older runs'
         if last and (last / file).exists():
             with safe_open(last / file, "pt") as tensors:
                 return tensors.get_tensor(name).exp().item()
-    return subject.own.get("tau") or 0.01
+    if own.get("learnable_tau"):
+        raise UserError("--normalize: the run's learnt temperature is in its checkpoints, which are gone; give --gamma")
+    return own.get("tau") or 0.01
 
 
 def _some(n, args):

@@ -80,7 +80,8 @@ def draw_errors(ax, sim, biases, gamma):
 
 
 def mistakes(sim, positives):
-    """For each item: (M,) share of its own queries that do not rank it first, (M,) share of the others that do.
+    """For each item: (M,) share of its own queries that rank no right item first, (M,) share of the others that rank
+    this one first.
 
     Args: sim (C, M): similarities with biases added.   positives (C, P): right items of each query, padded with -1.
     """
@@ -88,7 +89,8 @@ def mistakes(sim, positives):
     query, place = (positives >= 0).nonzero(as_tuple=True)
     right[query, positives[query, place]] = True
     hit = F.one_hot(sim.argmax(1), sim.shape[1]).bool()                    # (C, M) retrieved first
-    missed = 1 - (hit & right).sum(0) / right.sum(0).clamp(min=1)          # (M,)
+    lost = ~(hit & right).any(1, keepdim=True)                             # (C, 1)
+    missed = (right & lost).sum(0) / right.sum(0).clamp(min=1)             # (M,)
     wrong = (hit & ~right).sum(0) / (~right).sum(0).clamp(min=1)           # (M,)
     return missed.numpy(), wrong.numpy()
 

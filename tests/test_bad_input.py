@@ -312,10 +312,12 @@ def test_resume_of_what_this_script_cannot_go_on_with(saved, words, tmp_path, ca
 @pytest.mark.parametrize("words", [
     "emoji --embed-dim 32", "emoji --image-encoder resnet18", "emoji --image-size 16", "emoji --batch-size 4",
     "emoji --loss infonce", "emoji --seed 1", "emoji --dataset moving-emoji", "emoji --init-from /weights",
-    "emoji --fold 3", "moving-emoji --clip-law zipf"])
+    "emoji --fold 3", "moving-emoji --clip-law zipf", "emoji --weight-decay 0.5", "emoji --beta2 0.5",
+    "learnt --tau 0.2"])
 def test_resume_with_a_changed_flag(words, tmp_path, capsys):
     dataset, flag, now = words.split()
-    saved = vars(temo.parse_args(["--dataset", dataset])) | {"script": "temo"}
+    more = ["--loss", "infonce", "--learnable-tau"] if dataset == "learnt" else ["--dataset", dataset]
+    saved = vars(temo.parse_args(more)) | {"script": "temo"}
     (tmp_path / "args.json").write_text(json.dumps(saved))
     was = saved[flag[2:].replace("-", "_")]
     message = refused(capsys, "--resume", tmp_path, flag, now)
@@ -385,6 +387,14 @@ def test_weights_that_do_not_fit(good, tmp_path):
 
 @pytest.mark.parametrize("script, words, refused", [
     (temo, "--loss infonce --no-modulated", "--no-modulated: only with --loss temo"),
+    (temo, "--loss infonce --aug-hue 0", "--aug-hue: only with I~ and T~ (--loss temo and --unimodal) or slip"),
+    (temo, "--unimodal none --paraphrases p.jsonl", "--paraphrases: only with I~ and T~"),
+    (temo, "--loss ts --tau 0.1", "--tau: only with L_MM, --unimodal plain, or --loss infonce, cwcl or slip"),
+    (temo, "--no-base --tau 0.1", "--tau: only with L_MM"),
+    (ncl, "--optimizer sgd --beta2 0.9", "--beta2: only with --optimizer adamw or adam"),
+    (mama, "--lr-schedule constant --lr-end 0", "--lr-end: only with --lr-schedule cosine or linear"),
+    (temperature_schedules, "--schedule fixed --tau-max 0.5", "--tau-max 0.5: --schedule fixed stays at --tau-min 0.1"),
+    (temperature_schedules, "--tau-head 1 --tau-tail 0.1 --schedule step", "--schedule: only without --tau-head"),
     (temo, "--loss cwcl --tau-alpha=0.1", "--tau-alpha: only with --loss temo, ts or dystress"),
     (temo, "--loss ts --no-detach-tau", "--no-detach-tau: only with --loss temo or dystress"),
     (temo, "--ts-periods 3", "--ts-periods: only with --loss ts"), (temo, "--slip-tau 1", "--slip-tau: only with"),

@@ -235,6 +235,16 @@ def test_bad_flags(flags, message, capsys):
     assert stop.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flags, words", [
+    ("--loss ts", "no single temperature"), ("--loss infonce --learnable-tau", "which are gone; give --gamma")])
+def test_a_temperature_that_a_run_does_not_have_is_not_made_up(flags, words, tmp_path):
+    folder, _ = train(tmp_path / "r", *flags.split())
+    shutil.rmtree(folder / "checkpoints")
+    asked = ["--checkpoint", folder, "--tasks", "retrieval", "--normalize", "oracle"]
+    assert words in evaluate(*asked)["datasets"]["emoji"]["left_out"]["normalize"]
+    assert not evaluate(*asked, "--gamma", "0.1")["datasets"]["emoji"]["left_out"]
+
+
 def test_figures_as_pdf(tmp_path, pictures):
     """All pictures of a run and of eval.py, in vectors: words are searchable, letters are no Type 3."""
     folder, _ = train(tmp_path / "r", "--figures", "pdf")

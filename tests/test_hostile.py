@@ -699,6 +699,19 @@ def test_verify_images(data, tmp_path, capfd):
     assert resume(tmp_path / "a", "--max-steps", "3")["bad_samples"] == 4
 
 
+def test_bad_samples_of_before_a_resume_are_not_forgotten(tmp_path):
+    file = write_captions(tmp_path / "data", 48)
+    write_rows(file, ["image", "caption", "split"],
+               [(f"{i:03}.png", caption(i), "train" if i < 32 else "val" if i < 40 else "test") for i in range(48)])
+    for i in (3, 17):
+        (tmp_path / "data" / f"{i:03}.png").write_bytes(b"no image")
+    flags = ["--max-bad-fraction", 0.5, "--max-steps", 2]  # an epoch
+    assert run(file, tmp_path, *flags)["bad_samples"] == 2
+    assert resume(tmp_path / "a", "--max-steps", "3")["bad_samples"] == 2
+    listed = [x.split("\t")[0] for x in (tmp_path / "a" / "bad_samples.txt").read_text().splitlines()]
+    assert sorted(listed) == ["003.png", "017.png"]
+
+
 # ----------------------------------------------- 4: processes -------------------------------------------------------
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_whose_partner_never_comes(rank, data, tmp_path):

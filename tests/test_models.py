@@ -169,6 +169,22 @@ def test_init_from(tmp_path, tokenizer, capsys):
         encoders.weights.init_from(two, tmp_path / "c.safetensors")
 
 
+def test_a_file_of_the_text_encoder_leaves_the_image_encoder_its_published_weights(tmp_path, tokenizer, monkeypatch):
+    import timm
+    made, create = [], timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **more: (
+        made.append(pretrained), create(name, pretrained=False, **more))[1])  # no download
+    spec = SPEC | dict(image_encoder="resnet18", image_stats="imagenet")
+    whole = common.build_model(dict(spec), tokenizer, False)[0].state_dict()
+    for part, published in (("text.", True), ("vision.", False)):
+        save_file({k: v.contiguous() for k, v in whole.items() if k.startswith(part)}, tmp_path / f"{part}safetensors")
+        made.clear()
+        model = common.build_model(dict(spec), tokenizer, True, str(tmp_path / f"{part}safetensors"))[0]
+        assert made[-1] is published and (len(made) == 2) is published
+        read = {k: v for k, v in model.state_dict().items() if k.startswith(part)}
+        assert all(torch.equal(v, whole[k]) for k, v in read.items())
+
+
 def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
     """A small text encoder of another run knows that run's vocabulary, and no other."""
     def words(name, captions, start=""):

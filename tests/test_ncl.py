@@ -883,6 +883,14 @@ def test_ssb_recipe(loss, tmp_path):
         assert args.dropout == dropout and args.text_dropout
 
 
+def test_a_query_that_finds_one_of_its_right_items_is_no_mistake():
+    """Fig. 3: four queries of items 0 and 1 find 0; two of item 2 find 2 and 0."""
+    sim = F.one_hot(torch.tensor([0, 0, 0, 0, 2, 0]), 3).float()
+    positives = torch.tensor([[0, 1]] * 4 + [[2, -1]] * 2)
+    missed, wrong = figures.ncl.mistakes(sim, positives)
+    assert missed.tolist() == [0, 0, 0.5] and wrong.tolist() == [0.5, 0, 0]
+
+
 def test_retrieval_biases_in_blocks_are_sinkhorn_s():
     """Blocks of 1,024 queries: the same biases as on the whole matrix, with the memory of a block."""
     items, queries = unit(50, D), unit(2500, D, seed=1)

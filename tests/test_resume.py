@@ -232,6 +232,16 @@ def test_resume_of_a_finished_run_only_evaluates(resume_here, runs):
     assert kinds(folder) == kinds(runs["whole", "folder"])
 
 
+def test_a_run_resumed_at_its_end_is_evaluated_in_float32(tmp_path):
+    """As one that was not stopped, and as eval.py does it."""
+    write_folder(tmp_path / "set", 120)
+    flags = [*FLAGS, "--dataset", str(tmp_path / "set"), "--max-steps", "3", "--mixed-precision", "bf16"]
+    before = temo.main(temo.parse_args([*flags, "--output-dir", str(tmp_path), "--run-name", "run"]))
+    (tmp_path / "run" / "summary.json").unlink()
+    after = temo.main(temo.parse_args(["--resume", str(tmp_path / "run")]))
+    assert after["val"] == before["val"] and after["test"] == before["test"] and after["steps"] == 3
+
+
 def test_resume_before_the_first_checkpoint_starts_again(resume_here, runs):
     folder, resume = resume_here
     shutil.rmtree(folder / "checkpoints"), (folder / "model.safetensors").unlink()

@@ -205,9 +205,11 @@ def test_an_optimiser_takes_what_its_flags_take(script, capsys, monkeypatch):
             said = capsys.readouterr().err
             assert end.value.code == 2 and said.count("\n") == 1 and said.startswith(f"error: --{flag}"), (said, value)
     for kind in ("adamw", "adam", "sgd"):
-        least = parse(["--optimizer", kind, *"--beta1 0 --beta2 0 --eps 1e-30 --lr 0 --weight-decay 0".split()])
-        most = parse(["--optimizer", kind, *"--beta1 0.9999999 --beta2 0.9999999 --eps 1e30 --lr 1e30".split(),
-                      "--weight-decay", "1e30"])
+        of_adam = kind != "sgd"
+        least = parse(["--optimizer", kind, *"--beta1 0 --lr 0 --weight-decay 0".split(),
+                       *"--beta2 0 --eps 1e-30".split() * of_adam])
+        most = parse(["--optimizer", kind, *"--beta1 0.9999999 --lr 1e30 --weight-decay 1e30".split(),
+                      *"--beta2 0.9999999 --eps 1e30".split() * of_adam])
         for args, fused in itertools.product((least, most), (None, True)):  # the block of the script itself
             tower, own = torch.nn.Linear(2, 2), torch.nn.Module()
             names = {"common": common, "torch": torch, "args": args, "learnt": [tower, own],

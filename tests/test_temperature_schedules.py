@@ -430,7 +430,10 @@ def test_imagenet100_list_files(lists, tmp_path):
                                 **flags_of(lists) | {"index_file": str(tmp_path / "bad.txt")})
 
 
-def test_imagenet100_runs_without_val(lists, tmp_path):
+def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
+    probed, metrics = [], evaluation.by_class.class_metrics
+    monkeypatch.setattr(evaluation.by_class, "class_metrics", lambda *args, few=None, **more: (
+        probed.append(few), metrics(*args, few=few, **more))[1])
     files = [word for k, v in flags_of(lists, "few_shot").items() for word in (f"--{k.replace('_', '-')}", v)]
     flags = [*SMALL, *"--dataset imagenet100-lt --image-encoder small --head-norm none --batch-size 8 --workers 0 "
              "--max-steps 2 --shot-limits 40 10".split(), "--data-dir", str(lists), *files]
@@ -442,6 +445,7 @@ def test_imagenet100_runs_without_val(lists, tmp_path):
     assert all(r["eval"] == {"imagenet100-lt": {}} and r["coverage"] > 0 for r in found) and len(found) == 2
     few = summary["test"]["imagenet100-lt"]["few-shot"]
     assert {"top1", "head", "mid", "tail"} <= few.keys()
+    assert len(probed[-1][0]) == len((lists / "few.txt").read_text().splitlines()) == 6  # the images of the list
     with pytest.raises(UserError, match="imagenet100-lt has no val split; --val-file"):
         main(tmp_path / "auto", *flags, *"--eval-epoch auto --eval-every 1".split())
 
@@ -585,6 +589,9 @@ def test_stop_at_phase_keeps_the_schedules(tmp_path):
     assert (whole["steps"], cut["steps"]) == (14, round((3 - 1 + 0.7) * 0.1 * 48)) and cut["steps"] < whole["steps"]
     a, b = ([(r["lr"], r["loss"]) for r in steps(tmp_path / name)] for name in "ab")
     assert b == a[:cut["steps"]]
+    for total, last in ((40, 35), (29, 15), (9, 9)):  # in place of epochs; 9 steps hold no period of 10
+        args = ts.parse_args(f"--max-steps {total} --period 10 --epochs 10 --stop-at-phase 0.5".split())
+        assert ts.last_step(SimpleNamespace(args=args, per_epoch=1, total=total)) == last
 
 
 def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch):
@@ -658,6 +665,28 @@ def test_own_class_folders_with_a_tail(tmp_path):
     for row in steps(tmp_path / "r"):  # the temperature that the loss had: a mean over 8 anchors, each 1.0 or 0.1
         heads = (row["tau"] - 0.1) / 0.9 * 8
         assert 0 < row["tau"] <= 1 and heads == pytest.approx(round(heads), abs=1e-4)
+
+
+def test_a_replaced_image_has_the_temperature_of_its_own_class(tmp_path):
+    """Coarse supervision: the last two of 40 head images cannot be read, and the first two of the tail replace them."""
+    for c, name in enumerate(("a", "b")):
+        write_images(tmp_path / "data" / name, range(40 * c, 40 * c + 40))
+    for i in range(20, 40):
+        (tmp_path / "data" / "a" / f"{i:03}.png").write_bytes(b"no image")
+    args = [*SMALL, "--dataset", tmp_path / "data", *"--batch-size 8 --max-steps 3 --tau-head 1.0 --tau-tail 0.1 "
+            "--max-bad-fraction 1 --log-every 1".split()]
+    seen, batches = [], common.Batches.__iter__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common.Batches, "__iter__", lambda self: (seen.append(b) or b for b in batches(self)))
+        main(tmp_path / "r", *args)
+    data = common.load_data(str(tmp_path / "data"), "train")
+    sizes = np.bincount(data.labels)
+    head = int(np.argsort(-sizes, kind="stable")[0])
+    for row, batch in zip(steps(tmp_path / "r"), seen):
+        own = np.asarray(data.labels)[np.asarray(batch["rows"])] == head
+        assert row["tau"] == pytest.approx(np.where(own, 1.0, 0.1).mean())
+        assert [data.key(i) for i in batch["rows"]] == list(batch["keys"])
+    assert any((np.asarray(batch["rows"]) != np.asarray(batch["index"])).any() for batch in seen)
 
 
 def test_figures_2_and_3(folders, tmp_path, monkeypatch, pictures):
