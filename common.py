@@ -1171,13 +1171,14 @@ def hold_out(splits):
     if len(train) < 3:
         raise UserError(f"--dataset {train.name}: {len(train)} readable examples are too few to train on and hold some "
                         "out")
-    place = np.array([held_out_place(key) for key in train.keys()])  # (M,)
+    videos = train.column("video")  # in sets whose keys do not begin with it alone
+    place = np.array([held_out_place(name) for name in videos or train.keys()])  # (M,)
     band = (place / HELD_OUT).astype(int)  # (M,) 0: the first of `missing`, 1: the second, others: train
     out, notes = dict(splits), []
     for k, s in enumerate(missing):
         rows = np.flatnonzero(band == k)
         used = np.sort(rows[np.argsort(place[rows], kind="stable")[:MOST_HELD_OUT]])
-        it = "videos" if has_clips(train) else "images"
+        it = "rows" if videos else "videos" if has_clips(train) else "images"
         note = f"{len(used):,} of its {len(train):,} {it}, held out since none of its names says {s}"
         out[s] = dataclasses.replace(train.select(used, s), note=join_notes(train.note, note))
         some = f", {len(used):,} of them used" if len(used) < len(rows) else ""

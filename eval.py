@@ -315,7 +315,8 @@ def main(args):
     result = {"command": " ".join([Path(sys.executable).name] + sys.argv),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": versions().splitlines(), "processes": world()}
-    result |= search(subject) if args.query else evaluate_all(subject)
+    found = search(subject, options_of_set(subject, args.dataset, "")) if args.query else evaluate_all(subject)
+    result |= found
     if rank() == 0:
         write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")

@@ -140,7 +140,7 @@ def hub_encoder(name, tower, pretrained, config):
         if pretrained:
             body = auto.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
         else:
-            body = auto.from_config(config, trust_remote_code=False)
+            body = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)  # some are saved in half
     except Exception as error:  # a cut file, other shapes, no such field: each library has errors of its own
         raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {hub_reason(error)}") from error
     known = config.to_dict()
@@ -149,11 +149,14 @@ def hub_encoder(name, tower, pretrained, config):
 
 
 def read_hub(encoder, pixels):
-    """Pooled features of a transformers model, or its class token if it has none: (B * T, width)."""
+    """Pooled features of a transformers model, or its class token if it has none, or a pooler with a layer of its own,
+    which many published weights lack (ViT, DeiT): (B * T, width)."""
     frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
     found = encoder.body(pixel_values=frames)
-    pooled = getattr(found, "pooler_output", None)
-    return found.last_hidden_state[:, 0] if pooled is None else pooled
+    pooled, pooler = getattr(found, "pooler_output", None), getattr(encoder.body, "pooler", None)
+    if pooled is None or hasattr(pooler, "dense"):
+        return found.last_hidden_state[:, 0]
+    return pooled.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
 
 
 def read_words(encoder, input_ids, attention_mask):

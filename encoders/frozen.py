@@ -29,6 +29,9 @@ class Expert:
         self.model, _, _, self.config = hub_encoder(name, "vision" if kind == "image" else "text", True, None)
         self.model = self.model.to(device).eval().requires_grad_(False)
         self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
+        side = self.config.get("image_size") or 224
+        fixed = not self.config.get("model_type", "").startswith("dino")  # DINO's positions are interpolated
+        self.size = (side, side) if fixed or side <= 256 else (224, 224)
 
     @torch.no_grad()
     def __call__(self, inputs, batch=256):
@@ -41,13 +44,11 @@ class Expert:
             tokens = {k: v.to(self.device) for k, v in self.tokenizer(inputs).items()}
             return masked_mean(self.model(**tokens).last_hidden_state, tokens["attention_mask"])
         mean, std = (colours(v, self.device) for v in (self.transform.mean, self.transform.std))  # (3, 1, 1)
-        side = self.config.get("image_size") or 224
-        side = side if side <= 256 else 224
         frames = inputs.flatten(0, 1) if inputs.ndim == 5 else inputs  # (b, 3, S, S) or (b * T, 3, S, S)
-        pixels = F.interpolate(frames * std + mean, size=(side, side), mode="bilinear", antialias=True)
+        pixels = F.interpolate(frames * std + mean, size=self.size, mode="bilinear", antialias=True)
         mean, std = (colours(v, self.device) for v in STATS["imagenet"])
         tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + patches, width)
-        features = tokens[:, 1:].mean(1)  # without the class token
+        features = tokens[:, 1 + (self.config.get("num_register_tokens") or 0):].mean(1)  # the patches alone
         return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)
 
 

@@ -36,13 +36,26 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
         body, width, projection, config = tower(name, pretrained, config)
         return Tower(body, width, projection, config, STATS["clip"], whole_clips=True)
     if config or "/" in name or Path(name).is_dir():  # a hub id may also begin with VIDEO
+        rebuilt = bool(config)                                             # offline; the spec has its statistics
         body, width, projection, config = hub_encoder(name, "vision", pretrained, config)
-        stats = STATS["clip"] if config["model_type"].startswith("clip") else STATS["imagenet"]
+        stats = STATS["clip" if config["model_type"].startswith("clip") else "imagenet"]
+        if not rebuilt and stats == STATS["imagenet"]:
+            stats = hub_stats(name, stats)
         return Tower(body, width, projection, config, stats, read=read_hub)
     body, width, stats = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
     if not name.startswith(VIDEO):
         return Tower(body, width, stats=stats)
     return Tower(video_vit(name, body, frames), width, stats=stats, whole_clips=True)
+
+
+def hub_stats(name, otherwise):
+    """Mean and standard deviation of the pixels of a transformers model, by its preprocessor_config.json."""
+    from transformers import ImageProcessingMixin
+    try:
+        known = ImageProcessingMixin.get_image_processor_dict(name)[0]
+    except (OSError, ValueError):
+        known = {}
+    return tuple(tuple(known.get(f"image_{word}") or otherwise[k]) for k, word in enumerate(("mean", "std")))
 
 
 def timm_encoder(name, pretrained, image_size):
@@ -62,7 +75,7 @@ def timm_encoder(name, pretrained, image_size):
     if cifar:
         body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
     stats = STATS["imagenet"] if cifar else (body.pretrained_cfg["mean"], body.pretrained_cfg["std"])
-    return body, body.num_features, stats
+    return body, getattr(body, "head_hidden_size", 0) or body.num_features, stats
 
 
 def read_swin(encoder, pixels):
@@ -83,7 +96,7 @@ def freeze_unused(model, tokenizer, spec):
             tokens = tokenizer(["a"]) if tokenizer else None
             out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
             sum(x.sum() for x in out if x is not None).backward()
-    except (ValueError, RuntimeError, AssertionError) as error:
+    except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
         raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and "
                         f"--text-encoder {spec['text_encoder']}: {first_line(error)}") from error
     for p in model.parameters():

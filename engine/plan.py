@@ -17,6 +17,7 @@ from encoders.base import FEATURES, VIDEO, VIDEO_SWIN, has_batchnorm
 from sets import MODULES
 
 VIDEOS = ("sets.videos", "sets.questions", "sets.epic", "sets.ssv2", "sets.moving_emoji")  # sets of clips
+CHOICES = 5  # of a question, in all sets of the paper
 CONTEXT = 1.5e9  # bytes that CUDA, cuDNN, NCCL and the compiler's kernels take
 STAND_INS = {  # name -> (transformers' configuration, its arguments): models of the same size, for use without the hub
     "openai/clip-vit-base-patch32": ("CLIPConfig", {}),
@@ -72,10 +73,10 @@ def measure(model, inputs, precision):
 
     inputs: function, number of examples -> keywords of model."""
     sizes = []
-    for n in (1, 2):
+    for n in (2, 3):  # BatchNorm on a 1 x 1 map needs two
         with torch.autocast("cpu", torch.bfloat16, enabled=precision != "no"):
             sizes.append(saved_bytes(model, lambda n=n: model(**inputs(n))))
-    return sizes[1] - sizes[0], max(0, 2 * sizes[0] - sizes[1])
+    return sizes[1] - sizes[0], max(0, 3 * sizes[0] - 2 * sizes[1])
 
 
 def encoders_of(args, clips):
@@ -118,9 +119,14 @@ def of_an_example(model, words, args, clips, precision):
     text, more = measure(model, lambda n: {"tokens": words([""] * n)}, precision) if words else (0, 0)
     image, text, weights = image * views * frames, text * texts, weights + more
     whole = image + text
-    if asked:  # the fusion too
-        whole, weights = measure(model, lambda n: pixels(n) | {"tokens": words([""] * n), "question": words([""] * n)},
-                                 precision)
+    if asked:  # the fusion too, for each of the choices
+        def question(n):
+            inputs = pixels(n) | {"tokens": words([""] * n), "question": words([""] * n)}
+            if args.task == "qa-choice":
+                choices = {k: v.unflatten(0, (n, CHOICES)) for k, v in words([""] * CHOICES * n).items()}
+                inputs["choices"] = choices | {"there": torch.ones(n, CHOICES, dtype=torch.bool)}
+            return inputs
+        whole, weights = measure(model, question, precision)
     pixels_bytes = 4 * views * (args.frames if clips else 1) * 3 * side * side * 1.25  # float32 and uint8
     return whole, image, text, weights, pixels_bytes
 
@@ -149,21 +155,27 @@ def plan(args, script):
     ahead = 0
     if getattr(args, "weighting", "") in ("meta", "l2rw") and args.loss == "mama":  # the look-ahead, in float32
         exact = of_an_example(model, words, args, clips, "no")[0] if half else whole
+        exact *= 2.6 if args.meta_gradient == "second-order" else 1  # measured: 3.4 against 1.3 of a plain step
         ahead = exact * max(local, args.meta_batch_size // processes) + 12 * learnt
-    need = fixed + max(whole * local, ahead)
+    together = getattr(args, "meta_memory", "") == "fast"  # the step's activations are then kept meanwhile
+    need = fixed + (whole * local + ahead if together else max(whole * local, ahead))
     limit = args.gpu_memory * 1e9
     chunk = min(local, int((limit - fixed) // whole)) if limit else 0
     asked = min(args.chunk_size or local, local)
-    now = fixed + max(whole * asked, ahead)
+    now = fixed + (whole * asked + ahead if together else max(whole * asked, ahead))
+    experts = getattr(args, "image_expert", "") or getattr(args, "text_expert", "")
+    beside = ["experts"] * bool(experts) + ["SLIP's head"] * (args.loss == "slip")
 
     def gb(x):
         return f"{x / 1e9:.1f} GB"
+    kind = f"{args.frames} frames" if clips else "images"
+    kind += " (clips with --video-dir)" * (not clips and args.dataset not in MODULES)
     lines = {
         "for each of": f"{processes} card{'s' * (processes > 1)}" + (f" of {args.gpu_memory:g} GB" if limit else "")
                        + f", --batch-size {args.batch_size} = {processes} x {local}",
-        "parameters": f"{P / 1e6:.1f} M: " + ", ".join(f"{k} {gb(v)}" for k, v in copies.items()),
-        "activations": f"{whole / 1e6:.1f} MB per example: " + (f"{args.frames} frames " if clips else "images ")
-                       + f"{image / 1e6:.1f}, texts {text / 1e6:.1f}",
+        "parameters": f"{P / 1e6:.1f} M: " + ", ".join(f"{k} {gb(v)}" for k, v in copies.items())
+                      + (f"; not counted: {', '.join(beside)}" if beside else ""),
+        "activations": f"{whole / 1e6:.1f} MB per example: {kind} {image / 1e6:.1f}, texts {text / 1e6:.1f}",
         "beside": f"pixels {gb(pixels * local)}, matrices of the loss {gb(min(loss, 2**30))}, CUDA {gb(CONTEXT)}",
         **({"look-ahead": f"{gb(ahead)} in float32, before the activations of the step"} if ahead else {}),
         "whole batch": gb(need)}

@@ -152,8 +152,8 @@ def compare(folder, train, evals, resumed=""):
     words = []
     for s, data in splits.items():
         found = twins(train, data) if s != "train" and not train.streamed else 0
-        if found:
-            words.append(f"{found:,} of {len(data):,} images of {s} are in train as well")
+        if found or found is None:
+            words.append(f"{s}: {twin_words(found, data)}")
     return "; ".join(words)
 
 
@@ -174,6 +174,13 @@ def content(data, i):
             return tar.read(source["size"])
     except (OSError, ValueError):
         return b""
+
+
+def twin_words(found, data):
+    """What `twins` found of the images of a split, in words."""
+    if found is None:
+        return f"its images are not compared with those of train, since one of the two has more than {MOST:,}"
+    return f"{found:,} of {len(data):,} images are in train as well"
 
 
 def twins(data, other):

@@ -243,7 +243,7 @@ def open_model(args):
                 frames=args.frames or 12)
     torch.manual_seed(args.seed)
     model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
-    if not width:
+    if not width or _clip_width(text) != width:
         say("the projections of this pair are random: only its image features (knn, probe) are meaningful")
     return model.eval(), tokenizer, transform, {}
 

@@ -1,5 +1,6 @@
 """eval.py --query: finds the images of a folder or a set that are nearest to a text."""
 
+import dataclasses
 from pathlib import Path
 
 import common
@@ -12,13 +13,14 @@ from readers.columns import IMAGE_TYPES
 from readers.guards import check_utf8
 
 
-def search(subject):
-    """Prints and draws the images of --dataset that are nearest to --query. Collective."""
+def search(subject, options):
+    """Prints and draws the images of --dataset that are nearest to --query. options: of common.load_data. Collective.
+    """
     args = subject.args
     refuse_untrained(subject.model)
     if not subject.tokenizer:
         raise UserError(f"--query: {args.checkpoint} has no text encoder")
-    data = load_images(args.dataset, image_column=args.image_column)
+    data = load_images(args.dataset, options)
     index, image, _, bad = subject.images(data, subject.view("retrieval", args.dataset))
     sim = (normalize(subject.texts([args.query])) @ normalize(image).T)[0]  # (M,)
     best = sim.topk(min(args.top, len(sim)))
@@ -42,13 +44,14 @@ def draw_hits(title, data, rows, hits, path):
     save_figure(fig, path)
 
 
-def load_images(name, image_column=""):
+def load_images(name, options):
     """The images to search: all of a folder and its subfolders, with or without captions, or a set's test split."""
     path = Path(name).expanduser()
     if not path.is_dir() or any(path.rglob("*.tar")):
-        return common.load_data(name, "test", image_column=image_column)
+        return common.load_data(name, "test", **options)
     files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in IMAGE_TYPES)
     check_utf8(name, path, files)
     if not files:
         raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(IMAGE_TYPES)})")
-    return common.Data(name, "all", common.make_table([[""]] * len(files), files, files))
+    data = common.Data(name, "all", common.make_table([[""]] * len(files), files, files))
+    return dataclasses.replace(data, max_pixels=options.get("max_pixels") or data.max_pixels)

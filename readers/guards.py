@@ -259,7 +259,7 @@ def check_windows(file, table, image):
 
 def say_part(data, trained):
     """Warns if an evaluation on data other than the training data reads only a held-out part of them."""
-    part = re.search("[0-9,]+ of its [0-9,]+ (images|videos), held out", data.note)
+    part = re.search("[0-9,]+ of its [0-9,]+ (images|videos|rows), held out", data.note)
     if part and data.name != trained:
         say_once(f"WARNING: {data.name}: {data.split} is only {part[0]} for it; to evaluate on all of it, call the "
                  f"file {data.split}{Path(data.name).suffix}, or give it a column split")

@@ -69,6 +69,7 @@ def load(name, split, options):
     sentences.clips = np.array(there)
     kept, number = [clips[i] for i in there], {}
     columns = {column: [c[column] for c in kept] for column in ("verb", "noun", "nouns")}
+    columns["video"] = [c["video_id"] for c in kept]
     columns["group"] = [number.setdefault(c["narration"], len(number)) for c in kept]
     sources = [{"path": places[c["video_id"]], "start": c["start"], "end": c["end"]} for c in kept]
     names = {"verb": _names(file, "verb", VERBS), "noun": _names(file, "noun", NOUNS)}

@@ -152,7 +152,7 @@ def _from_tars(name, split, folder, options):
     facts = SETS[name]
     files = facts["files"][split]
     root = folder or download(name, facts["repo"], [files, "*.txt", *COUNTS], streams=split == "train")
-    found = sorted(root.glob(files)) or (sorted(root.rglob(files)) if "/" not in files else [])
+    found = _tars_below(root, files)
     if split != "val":
         found = [t for t in found if not _is_held(t, facts)]
     if not found:
@@ -161,6 +161,11 @@ def _from_tars(name, split, folder, options):
     data = dataclasses.replace(data, prompts=_lines(root / "zeroshot_classification_templates.txt"))
     names = _lines(root / "classnames.txt")
     return _with_classes(data, names) if names and data.labels is not None else data
+
+
+def _tars_below(root, files):
+    """The tars of a pattern such as train/*.tar; one without a folder may lie anywhere."""
+    return sorted(root.glob(files)) or (sorted(root.rglob(files)) if "/" not in files else [])
 
 
 def _is_held(tar, facts):
@@ -194,7 +199,7 @@ def _stream(name, folder, given, options):
     facts = SETS[name]
     repo, files = facts["repo"], facts["files"]["train"]
     if folder:
-        urls = sorted(map(str, folder.rglob(Path(files).name)))
+        urls = [str(tar) for tar in _tars_below(folder, files)]
     else:
         paths = hub_call(name, repo, lambda hub: hub.HfFileSystem().glob(f"datasets/{repo}/{files}"))
         urls = sorted(f"hf://{path}" for path in paths)

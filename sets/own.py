@@ -269,7 +269,9 @@ def _table_data(name, split, table, options, folder, kept=None):
 
 def caption_file(name, split, file, root, options, table=None):
     """Data of a csv, tsv, json(l) or parquet file with one row per (path, caption) of images or videos. All rows of an
-    image, or of a window of a video, become its K captions. table: the rows to use, None = all of the file."""
+    image, or of a window of a video, become its K captions. table: the rows to use, None = all of the file.
+
+    options: also window, (start, end) of rows without one, and repeats: a caption that is there twice counts twice."""
     table = read_table(file) if table is None else table
     usual = columns.IMAGE_COLUMNS + columns.VIDEO_COLUMNS
     image = pick_column("--image-column", options, table.column_names, usual, file.name)
@@ -284,6 +286,7 @@ def caption_file(name, split, file, root, options, table=None):
     by_name = options.get("feature_dir") or image in columns.VIDEO_COLUMNS or options.get("video_dir") and not images
     videos = by_name or endings & {*columns.VIDEO_TYPES}
     windows = windows_of(table) if videos else [(None, None)] * len(table)
+    windows = [options.get("window") or w if w == (None, None) else w for w in windows]
     for source, text, y, window in zip(sources, texts, labels, windows):
         if source is None:
             continue
@@ -296,7 +299,8 @@ def caption_file(name, split, file, root, options, table=None):
         path = os.path.expanduser(str(source).strip())
         key = (os.path.normpath(path), *window)  # a.png and ./a.png are one image
         captions = rows.setdefault(key, [])
-        captions += [t for t in dict.fromkeys(clean_list(text)) if t not in captions]
+        said = clean_list(text)
+        captions += said if options.get("repeats") else [t for t in dict.fromkeys(said) if t not in captions]
         if columns.is_class(y) and label_of.setdefault(key, str(y).strip()) != str(y).strip():
             several[key] = y
     if not any(rows.values()):

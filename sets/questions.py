@@ -203,7 +203,7 @@ def _whole(row, is_open):
 
 
 def _table_of(rows):
-    columns, number = {c: [r[c] for r in rows] for c in ("question", "answer", "choices")}, {}
+    columns, number = {c: [r[c] for r in rows] for c in ("video", "question", "answer", "choices")}, {}
     if any(r["type"] for r in rows):
         columns["question_type"] = [r["type"] for r in rows]
     if any(r["pair"] for r in rows):

@@ -10,6 +10,7 @@ import hashlib
 from pathlib import Path
 
 import common
+from common import EmptySplit
 from engine.base import UserError, first_line, join_notes
 
 from readers import text
@@ -56,7 +57,7 @@ def read_activitynet(file, split):
 
 
 def read_didemo(file, split):
-    """[{video, description}], several per video; only the first 30 seconds are used, as the set defines."""
+    """[{video, description}], several per video; only the first 30 seconds are used, as in the hub's files."""
     out = {}
     for row in text.read_json(file):
         out.setdefault((text.words(row["video"]), 0.0, 30.0), []).append(text.words(row["description"]))
@@ -114,6 +115,7 @@ def _beside(file, name):
 # splits: expected number of examples, None = any.   files of each split, in the order in which they are tried: (name
 # or pattern below --data-dir, its reader); reader None = each row has video, caption[, start, end].
 # grouped: video -> text ranks videos by their best caption.   paragraphs: the sentences of a video are joined.
+# window: seconds of each video that are used.
 # at_rest: where --frame-sampling random places frames in evaluation (VAST: in the middles of their segments).
 SPLITS = ("train", "val", "test")
 YOUCOOK2 = ("youcookii_annotations_trainval.json", read_youcook2)  # one file for all splits
@@ -132,7 +134,7 @@ SETS = {
                   "test": [("val_1.json", read_activitynet), ("*val1*.json*", None)]}},
     "didemo": {
         "repo": "friedrichor/DiDeMo", "splits": {"train": 8_395, "val": 1_065, "test": 1_004},
-        "licence": "research only", "paragraphs": True,
+        "licence": "research only", "paragraphs": True, "window": (0.0, 30.0),
         "files": {s: [(f"{s}_data.json", read_didemo), (f"*{s}*.json*", None)] for s in SPLITS}},
     "youcook2": {
         "repo": "lmms-lab/YouCook2", "splits": {"train": 10_337, "test": 3_492},
@@ -157,6 +159,8 @@ def load(name, split, options):
     if facts["repo"] and not lies_there:
         root = Path(hub_call(name, facts["repo"], lambda hub: hub.snapshot_download(
             facts["repo"], repo_type="dataset", allow_patterns=HUB_FILES)))
+    if split == "val" and not any(annotations.find_file(root, pattern) for pattern, _ in files[split]):
+        raise EmptySplit(f"{name}: {root} has no annotation file of its val split")
     file, reader = annotations.annotation_file(name, split, files, root)
     if facts.get("paragraphs"):
         options = options | {"join_captions": True}
@@ -170,8 +174,8 @@ def load(name, split, options):
                 raise UserError(f"{name} ({split}): {file} names no video")
             data = clips_of(name, split, found, options, root)
         else:
-            where = {"video_dir": options.get("video_dir") or str(root)}
-            data = caption_file(name, split, file, root, options | where)
+            where = {"video_dir": options.get("video_dir") or str(root), "window": facts.get("window")}
+            data = caption_file(name, split, file, root, options | where | {"repeats": True})
         if name == "msrvtt":
             data = with_categories(data, file, root)
     count = facts["splits"][split] or len(data)

@@ -1192,6 +1192,15 @@ def test_write_paraphrases(pegasus, tmp_path):
     paraphrase.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
     assert len(path.read_text(encoding="utf8").splitlines()) == 4  # nothing left to do
     assert len(Paraphrases(path)) == 4 and Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
+    for flags in (dict(per_caption=2), dict(max_tokens=9)):
+        with pytest.raises(UserError, match="--out .*name another file"):
+            paraphrase.write_paraphrases(captions, path, pegasus, batch=2, **{"max_tokens": 8} | flags)
+    own = tmp_path / "captions.jsonl"  # somebody's data
+    own.write_text('{"image": "1.png", "caption": "one"}\n{"image": "2.png", "caption": "two"}')
+    before = own.read_text()
+    with pytest.raises(UserError, match="is not a file of paraphrases"):
+        paraphrase.write_paraphrases(["two"], own, pegasus)
+    assert own.read_text() == before
 
 
 def test_write_paraphrases_errors(pegasus, tmp_path):

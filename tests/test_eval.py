@@ -235,6 +235,16 @@ def test_bad_flags(flags, message, capsys):
     assert stop.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
+def test_a_search_reads_clips_as_the_run_did(tmp_path, monkeypatch):
+    flags = "--dataset moving-emoji --clips 30 12 12 --frames 3 --image-size 16".split()
+    folder, _ = train(tmp_path / "r", *flags)
+    seen, encode = [], eval_py.Subject.images
+    monkeypatch.setattr(eval_py.Subject, "images", lambda self, data, *more: (
+        seen.append(data), encode(self, data, *more))[1])
+    evaluate("--checkpoint", folder, "--query", "red apple", "--dataset", "moving-emoji")
+    assert seen[0].pixels.shape == (12, 3, 3, 16, 16)
+
+
 @pytest.mark.parametrize("flags, words", [
     ("--loss ts", "no single temperature"), ("--loss infonce --learnable-tau", "which are gone; give --gamma")])
 def test_a_temperature_that_a_run_does_not_have_is_not_made_up(flags, words, tmp_path):

@@ -100,6 +100,16 @@ def test_the_last_shard_of_cc12m_is_its_val_and_not_trained_on(tmp_path):
     assert [Path(u).name for u in stream.urls] == ["cc12m-train-0000.tar", "cc12m-train-0001.tar"]
 
 
+def test_a_stream_of_a_local_copy_is_of_the_train_folder_alone(tmp_path):
+    """coco and flickr30k: train/0.tar and test/0.tar."""
+    for k, split in enumerate(("train", "test")):
+        write_tar(tmp_path / split / "0.tar", tar_samples(range(12 * k, 12 * k + 12), "jpg", "txt"))
+    for name in ("coco", "flickr30k"):
+        indexed = common.load_data(name, "train", data_dir=str(tmp_path))
+        stream = common.load_data(name, "train", data_dir=str(tmp_path), streaming=True)
+        assert len(indexed) == 12 and stream.urls == [str(tmp_path / "train" / "0.tar")]
+
+
 def test_parquet_tables(hub):
     data = common.load_data("cifar100", "test", data_dir=str(hub / "cifar100"))
     assert len(data) == 6 and data.label_names == CLASSES and list(data.labels) == [i % 3 for i in range(20, 26)]

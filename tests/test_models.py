@@ -18,8 +18,12 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     CLIPTokenizer,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
     DistilBertConfig,
     DistilBertModel,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 import encoders.base
@@ -183,6 +187,57 @@ def test_a_file_of_the_text_encoder_leaves_the_image_encoder_its_published_weigh
         assert made[-1] is published and (len(made) == 2) is published
         read = {k: v for k, v in model.state_dict().items() if k.startswith(part)}
         assert all(torch.equal(v, whole[k]) for k, v in read.items())
+
+
+def test_an_encoder_published_in_half_precision_is_rebuilt_in_full(tmp_path, tokenizer):
+    """Else its run could be neither resumed nor loaded."""
+    tiny_text(tmp_path / "bert", tokenizer, "bert")
+    BertModel.from_pretrained(tmp_path / "bert").half().save_pretrained(tmp_path / "bert")
+    assert "float16" in (tmp_path / "bert" / "config.json").read_text()
+    spec = SPEC | dict(text_encoder=str(tmp_path / "bert"))
+    first = common.build_model(spec, tokenizer, True)[0]
+    again = common.build_model(spec, tokenizer, False)[0]
+    assert {x.dtype for x in again.parameters()} == {torch.float32}
+    again.load_state_dict(first.state_dict())
+    tokens = tokenizer(["red apple"])
+    assert torch.equal(first.eval()(tokens=tokens)[1], again.eval()(tokens=tokens)[1])
+
+
+def test_a_vit_without_a_pooler_is_read_at_its_class_token(tmp_path):
+    """Its pooler would be a random layer; and its pixels have the statistics of its own file."""
+    config = ViTConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=32,
+                       patch_size=16)
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    own = '{"image_mean": [0.5, 0.5, 0.5], "image_std": [1, 1, 1]}'
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(own)
+    pixels, features = torch.randn(2, 3, 32, 32), []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        encoder = common.VisionEncoder(str(tmp_path / "vit"), 0, True, 32).eval()
+        assert encoder.stats == ((0.5, 0.5, 0.5), (1, 1, 1))
+        features.append(encoder(pixels)[0])
+    assert torch.equal(*features) and features[0].shape == (2, 24)
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "resnet10t", "vit_tiny_patch16_224", "hgnetv2_b0"])
+def test_the_width_of_a_timm_encoder_is_that_of_its_features(name):
+    encoder = common.VisionEncoder(name, 16, False, 64).eval()
+    with torch.no_grad():
+        features, z = encoder(torch.randn(2, 3, 64, 64))
+    assert features.shape == (2, encoder.width) and z.shape == (2, 16)
+
+
+def test_the_patches_of_an_expert_are_without_registers(tmp_path):
+    config = Dinov2WithRegistersConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+                                       patch_size=14, num_register_tokens=4)
+    Dinov2WithRegistersModel(config).save_pretrained(tmp_path / "dino")
+    transform = common.EvalTransform(28, *encoders.base.STATS["imagenet"])
+    expert = Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"))
+    pixels = torch.randn(3, 3, 28, 28)
+    with torch.no_grad():
+        tokens = expert.model(pixel_values=pixels).last_hidden_state       # a class token, 4 registers, 4 patches
+    assert tokens.shape == (3, 9, 24)
+    assert torch.allclose(expert(pixels), common.normalize(tokens[:, 5:].mean(1)), atol=1e-3)
 
 
 def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):

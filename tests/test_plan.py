@@ -44,6 +44,20 @@ def test_a_recipe_without_its_hub(capsys):
     assert "does not fit" in planned(ncl, capsys, *flags, "--chunk-size", 96)["verdict"]
 
 
+def test_flags_that_take_memory_change_the_plan(capsys):
+    def gb(*flags):
+        lines = planned(mama, capsys, "--dataset", "moving-emoji", "--batch-size", 4096, "--plan", *flags)
+        return float(lines["whole batch"].split()[0])
+    assert gb() < gb("--meta-memory", "fast") and gb() < gb("--meta-gradient", "second-order")
+    lines = [planned(mama, capsys, "--dataset", "moving-emoji", "--task", task, "--plan")["activations"]
+             for task in ("qa-open", "qa-choice")]
+    one, five = (float(line.split()[0]) for line in lines)
+    assert five > 1.5 * one
+    assert "images (clips with --video-dir)" in planned(ncl, capsys, "--dataset", "clips.csv", "--plan")["activations"]
+    assert "not counted: SLIP's head" in planned(temo, capsys, "--loss", "slip", "--plan")["parameters"]
+    assert planned(ts, capsys, "--dataset", "cifar10-lt", "--image-encoder", "resnet18", "--plan")["whole batch"]
+
+
 def test_what_a_forward_keeps_is_counted_once():
     layer, x = torch.nn.Linear(4, 4), torch.zeros(2, 4)
     model = torch.nn.Sequential(layer, torch.nn.Tanh(), layer)

@@ -93,6 +93,18 @@ def test_tgif_choices(kind, tmp_path, capsys):
     assert "TGIF-QA's" not in data.note and len(data.read(1)) == 2
 
 
+def test_held_out_questions_are_of_other_videos(tmp_path):
+    names = [f"tumblr_{i}" for i in range(60)]
+    write_videos(tmp_path, names, "gif", "gif", pixels="rgb8")
+    write_tgif(tmp_path, "Train_action_question.csv", CHOICE, [
+        (name, f"What does it do {k} times ?", "sit", "run", "wave", "nod", "yell", 1, f"ACTION{4 * i + k}", 5)
+        for i, name in enumerate(names) for k in range(4)])
+    held, rest = (common.load_data("tgif-qa-r-action", split, data_dir=str(tmp_path), hold_out_val=True, **OPTIONS)
+                  for split in ("val", "train"))
+    assert len(held) and len(held) + len(rest) == 240 and not {*held.column("video")} & {*rest.column("video")}
+    assert f"{len(held)} of its 240 rows, held out" in held.note
+
+
 def test_the_choices_of_tgif_qa_before_they_were_drawn_anew_are_told(tmp_path, capsys):
     write_videos(tmp_path, ["tumblr_a_250"], "gif", "gif", pixels="rgb8")
     known = "vacuum with unnattached tube,tilt head,tip hat,removes glasses,sing passionately".split(",")

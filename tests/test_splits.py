@@ -659,6 +659,19 @@ def test_a_strict_reading_finds_what_decoders_pass_over(tmp_path, capfd):
     assert readers.pictures.decode(encode(picture(0, 5, 6)), max_pixels=30).shape == (3, 5, 6)
 
 
+def test_what_is_too_large_to_compare_is_said(tmp_path, monkeypatch, capsys):
+    for word in ("train", "test"):
+        write_images(tmp_path / word, range(6))
+        write_rows(tmp_path / word / "metadata.csv", ["file_name", "caption"], [(f"{i:03}.png", "a") for i in range(6)])
+    check.main(["--dataset", str(tmp_path)])
+    assert "test: 6 of 6 images are in train as well" in capsys.readouterr().out
+    monkeypatch.setattr(engine.verify, "MOST", 4)
+    check.main(["--dataset", str(tmp_path)])
+    assert "test: its images are not compared with those of train" in capsys.readouterr().out
+    data = open_anew(tmp_path)
+    assert "not compared" in engine.verify.compare(tmp_path, data["train"], {"a": {"test": data["test"]}})
+
+
 def test_a_pipe_is_no_video(tmp_path):
     os.mkfifo(tmp_path / "a.mp4")
     with pytest.raises(ValueError, match="not a regular file"):
@@ -672,7 +685,7 @@ def test_the_command_reads_every_split_there_is(tmp_path, capsys):
     check.main(["--dataset", str(tmp_path / "a" / "captions.csv")])
     said = capsys.readouterr().out
     assert "train: {'examples': 11, 'digest': " in said and "test: {'examples': 1" in said
-    assert "for val; give a val split" in said and "test: 0 of 1 are in train as well" in said
+    assert "for val; give a val split" in said and "test: 0 of 1 images are in train as well" in said
     assert "train: 002.png: not a regular file" in said
     described(tmp_path / "b", "test", range(N))
     check.main(["--dataset", str(tmp_path / "b")])

@@ -748,6 +748,11 @@ def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
     phase.main([*folders, "--out", str(tmp_path / "p.png")])
     out = capsys.readouterr().out
     assert "best at phase 0.700" in out and "0.700    55.00     5.00" in out and (tmp_path / "p.png").stat().st_size
+    write_run(tmp_path / "high", 10, 20, lambda e: 70.0, every=1)  # flat curves; the second is not read at phase 0
+    write_run(tmp_path / "low", 20, 20, lambda e: 50.0, every=2)
+    phase.main([str(tmp_path / n) for n in ("high", "low")] + ["--out", str(tmp_path / "p.png")])
+    values = {line.split()[1] for line in capsys.readouterr().out.splitlines() if re.match(r" +[01]\.\d{3} ", line)}
+    assert values == {"60.00"}
     write_run(tmp_path / "short", 300, 200, peak(300, 50.0))
     for bad in (tmp_path / "short", tmp_path):
         with pytest.raises(UserError, match="last full period|not a finished run"):

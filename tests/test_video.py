@@ -847,6 +847,23 @@ def test_didemo_joins_its_descriptions_and_keeps_to_thirty_seconds(tmp_path):
     assert len(common.load_data("didemo", "val", data_dir=str(tmp_path), frames=4)) == 1
 
 
+def test_didemo_in_the_hub_s_layout_is_the_same_set(tmp_path):
+    write_video(tmp_path / "a.mov", range(80), fps=2)  # 40 seconds
+    write_rows(tmp_path / "didemo_train.json", ["video", "caption"], [("a.mov", ["first a.", "then a."])])
+    train = common.load_data("didemo", "train", data_dir=str(tmp_path), frames=60)
+    assert train.captions(0) == ["first a. then a."] and numbers(train.read(0)) == list(range(60))
+    with pytest.raises(common.EmptySplit, match="no annotation file of its val split"):
+        common.load_data("didemo", "val", data_dir=str(tmp_path), frames=4)
+
+
+def test_a_caption_that_is_there_twice_is_two_queries(tmp_path):
+    """As in the authors' pickle: the papers count 27,763 captions of MSVD's test videos."""
+    write_video(tmp_path / "v1.avi", range(4), codec="mpeg4")
+    write_rows(tmp_path / "msvd_test.json", ["video", "caption"], [("v1.avi", ["a man plays", "a man plays", "music"])])
+    test = common.load_data("msvd", "test", data_dir=str(tmp_path), frames=2)
+    assert test.captions(0) == ["a man plays", "a man plays", "music"]
+
+
 def youcook2_database():
     parts = {"yt1": ("training", [[2.0, 4.0], [6.0, 8.5]]), "yt2": ("validation", [[1.0, 3.0]]),
              "yt3": ("training", [[0.0, 1.0]])}

@@ -52,7 +52,7 @@ LONG = 8  # the long side of a frame is at most this many times --cell
 COLUMNS = ("video", "start", "end", "caption")
 SETTINGS = ("model", "augment_mode", "prompt", "template", "grid", "key_frames", "neighbours", "candidates", "cell",
             "frame_encoder", "summary_model", "frame_prompt", "summary_prompt", "max_new_tokens", "temperature",
-            "top_p", "seed")  # what a caption depends on
+            "top_p", "seed", "dtype")  # what a caption depends on; with a temperature also the batch
 
 
 # ---- key frames and the picture ----
@@ -119,7 +119,7 @@ def clips_of(args):
 def check_out(args, known):
     """Raises: UserError if --out was written with other settings, or is not a file of this tool."""
     out, report = Path(args.out), Path(f"{args.out}.json")
-    settings = {k: getattr(args, k) for k in SETTINGS}
+    settings = {k: getattr(args, k) for k in SETTINGS + ("batch",) * (args.temperature > 0)}
     if out.exists() and not report.exists():
         raise UserError(f"--out {out}: exists already, without {report.name}; name another file")
     was = read_json(report, {}).get("settings") if known else settings
@@ -127,7 +127,7 @@ def check_out(args, known):
         raise UserError(f"--out {out}: {report} beside it does not say with which settings it was made; name another "
                         "file")
     for name, value in settings.items():
-        if was.get(name) != value:
+        if was.get(name, value if name in ("dtype", "batch") else None) != value:  # older files lack these two
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"--out {out}: was made with {flag} {was.get(name)}, not {value}; name another file")
     if not known and rank() == 0:
@@ -197,6 +197,8 @@ def write_captions(args, clips):
     """Writes captions of all clips to --out; every process does its share of the batches.   Returns: on the main
     process, as merge."""
     place, processes = rank(), world()
+    if args.dtype == "auto" and (args.cpu or not torch.cuda.is_available()):
+        args.dtype = "float32"  # half precision is slow on a CPU
     known = read_known(args.out)
     check_out(args, known)
     done = {clip for clip, record in known.items() if "caption" in record}
@@ -221,8 +223,6 @@ def work(args, batches, done):
     """Captions of this process's batches, written batch by batch. A batch that a kill interrupted is captioned again as
     a whole, since sampling depends on all of it, but only the clips that are not in `done` are written."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() and not args.cpu else "cpu"
-    if args.dtype == "auto" and device == "cpu":
-        args.dtype = "float32"  # half precision is slow there
     columns = int(args.grid.split("x")[0])
     answers = vision_language_model(args, device)
     summaries = summary_model(args, device) if args.augment_mode == "per-frame-summary" else None

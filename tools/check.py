@@ -6,7 +6,7 @@
 import common
 from engine.base import UserError, clean_exit
 from engine.flags import OneLine
-from engine.verify import fingerprint, twins, unreadable
+from engine.verify import fingerprint, twin_words, twins, unreadable
 
 
 def main(argv=None):
@@ -31,7 +31,7 @@ def main(argv=None):
         print(error)
     for split, data in splits.items():
         if split != "train" and "train" in splits:
-            print(f"{split}: {twins(splits['train'], data)} of {len(data):,} are in train as well")
+            print(f"{split}: {twin_words(twins(splits['train'], data), data)}")
         for key, why in unreadable(data).items():
             print(f"{split}: {key}: {why}")
 

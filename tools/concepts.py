@@ -37,6 +37,8 @@ def hits(folder, args):
         raise UserError(f"{folder}: its args.json does not say {', '.join(lacking)}; is it whole?")
     args = argparse.Namespace(**args | {"eval_every": 0, "extra_pairs": []})  # extra pairs have no classes
     train, evals = open_data(args)
+    if getattr(args, "shuffle_video", False):                              # the control has its own task
+        evals = {name: {k: answers.shuffled(d) for k, d in of.items()} for name, of in evals.items()}
     if "test" not in evals.get(args.dataset, {}):
         raise UserError(f"{folder}: {args.dataset} has no test split of its own in this run")
     columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(args.task, ["label", "verb"])

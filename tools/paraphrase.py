@@ -3,7 +3,8 @@
     python -m tools.paraphrase --dataset coco --out coco_paraphrases.jsonl
     python temo.py --dataset coco --paraphrases coco_paraphrases.jsonl
 
-The file has one JSON object per line, {"caption": str, "paraphrases": [str, ...]}. A stopped call goes on with it.
+The file has one JSON object per line, {"caption": str, "paraphrases": [str, ...], "by": str}. A stopped call goes on
+with it, but not with another model or number.
 """
 
 import json
@@ -25,7 +26,8 @@ def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, devi
     Raises: UserError if the model or its tokenizer's packages are missing, or the file cannot be read or written.
     """
     path = Path(path)
-    done = _finished(path)
+    by = f"{model}, {max_tokens} tokens"
+    done = _finished(path, by, per_caption)
     todo = [c for c in dict.fromkeys(captions) if c not in done]
     say(f"{len(done)} captions are in {path}, {len(todo)} to do")
     if not todo:
@@ -37,31 +39,36 @@ def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, devi
             for i in tqdm(range(0, len(todo), batch), desc="paraphrases", unit="batch"):
                 texts = todo[i:i + batch]
                 for text, lines in zip(texts, answers(texts), strict=True):
-                    f.write(json.dumps({"caption": text, "paraphrases": lines}) + "\n")
+                    f.write(json.dumps({"caption": text, "paraphrases": lines, "by": by}) + "\n")
                 f.flush()
     except OSError as error:
         raise UserError(f"--out {path}: cannot be written ({error.strerror or error})") from error
 
 
-def _finished(path):
-    """The captions that the file already has. Removes a last line that a crash has cut."""
+def _finished(path, by, per_caption):
+    """The captions that the file already has. Removes a last line that a crash has cut. Raises: UserError for another
+    file, and for one made by another model or with other numbers."""
     if not path.exists():
         if not path.parent.is_dir():  # refused now, not after the model's download
             raise UserError(f"--out {path}: cannot be written (there is no folder {path.parent})")
         return set()
     try:
         with open(path, encoding="utf8") as f:
-            lines = list(f)
-        whole = [line for line in lines if line.endswith("}\n")]
-        done = {json.loads(line)["caption"] for line in whole}
-        if len(whole) < len(lines):
-            path.write_text("".join(whole), encoding="utf8")
+            lines = f.read().splitlines()
+        cut = lines and not lines[-1].endswith("}")
+        rows = [json.loads(line) for line in (lines[:-1] if cut else lines)]
+        for row in rows:
+            was, n = row.get("by", by), len(row["paraphrases"])            # older files do not say by what
+            if (was, n) != (by, per_caption):
+                raise UserError(f"--out {path}: has {n} paraphrases of a caption by {was}, not {per_caption} by {by}; "
+                                "name another file")
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
     except OSError as error:
         raise UserError(f"--out {path}: cannot be written ({error.strerror or error})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = first_line(error)
         raise UserError(f"--out {path}: exists already and is not a file of paraphrases ({why})") from error
-    return done
+    return {row["caption"] for row in rows}
 
 
 def _paraphraser(model, per_caption, device, max_tokens):

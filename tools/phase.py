@@ -77,8 +77,10 @@ def main(argv=None):
     args = p.parse_args(argv)
     p.require(args.measure.count("/") == 1, f"--measure {args.measure}: must be TASK/NAME, as few-shot/top1")
     values = over_phases(args.runs, args.measure)                          # (runs, phases)
-    seen = ~np.isnan(values).all(0)
-    grid, mean, std = GRID[seen], np.nanmean(values[:, seen], 0), np.nanstd(values[:, seen], 0)
+    seen = ~np.isnan(values).any(0)                                        # else single runs would decide at the edges
+    if not seen.any():
+        raise UserError("no phase lies between evaluations of every run; give runs with more of them (--eval-every)")
+    grid, mean, std = GRID[seen], values[:, seen].mean(0), values[:, seen].std(0)
     fig, (ax,) = figure(1)
     ax.fill_between(grid, mean - std, mean + std, color="tab:blue", alpha=0.25)
     ax.plot(grid, mean, color="tab:blue")

@@ -52,7 +52,7 @@ def short_captions(data, wanted):
         except UserError as error:
             message = str(error).replace("--extra-captions", "--short").replace("(train)", f"({data.split})")
             raise UserError(message) from error
-        return [next(iter(with_them.captions(i)[len(texts):]), "") for i, texts in enumerate(own)]
+        return [next((t for t in with_them.captions(i) if t not in texts), "") for i, texts in enumerate(own)]
     of = {row["video"]: row["caption"] for _, row in text.csv_rows(wanted, ["video", "caption"])}
     return [of.get(key, "") for key in data.keys()]
 
