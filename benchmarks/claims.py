@@ -164,6 +164,7 @@ CLAIMS = {
             "TS and ICS": ["mmts.py"], "TS": ["mmts.py --no-shifts --tau 0.1"], "ICS": ["mmts.py --no-schedule"],
             "narrow": ["mmts.py --alpha 0.02 --shift-min 0.09 --shift-max 0.11"],
             "true clusters": ["mmts.py --clusters verb-noun"],
+            "ends low": ["mmts.py --periods 4.5"],
             "fixed": ["mmts.py --no-schedule --no-shifts --tau 0.1"]}),
     "ncl-queue": claim(
         "the queue's biases at test time raise R@1 where test queries are like training queries", "NCL, Table 5",
