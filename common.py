@@ -157,12 +157,15 @@ def mean_over_processes(numbers, device):
 
 # ================================================ losses on any card ================================================
 def fp32(loss):
-    """Decorator: the loss runs outside autocast whatever the caller does."""
+    """Decorator: the loss runs outside autocast and on float32 in place of half precision, whatever the caller does."""
+    def full(x):
+        return x.float() if torch.is_tensor(x) and x.dtype in (torch.float16, torch.bfloat16) else x
+
     @functools.wraps(loss)
     def wrapped(*args, **kwargs):
-        device = next((a.device.type for a in args if torch.is_tensor(a)), "cpu")
+        device = next((a.device.type for a in (*args, *kwargs.values()) if torch.is_tensor(a)), "cpu")
         with torch.autocast(device, enabled=False):
-            return loss(*args, **kwargs)
+            return loss(*map(full, args), **{k: full(v) for k, v in kwargs.items()})
     return wrapped
 
 

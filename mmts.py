@@ -327,7 +327,7 @@ def parse_args(argv=None):
               f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
     p.require(not args.period or "--periods" not in p.given,
               f"--periods {args.periods:g}: --period {args.period} sets it already; leave out one of them")
-    refusal = out_of_range(args, 1 if args.period else args.periods, 1)  # main checks again with the number of steps
+    refusal = "" if args.period else out_of_range(args, args.periods, 1)  # main checks again with the number of steps
     p.require(not refusal, refusal)
     low, high = args.tau_clamp
     p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
@@ -430,12 +430,12 @@ def main(args):
         if args.learnable_tau:
             tau = own["tau"]["log_tau"].exp()                              # ()
         if args.loss == "max-margin":
-            terms = max_margin_terms(image, text, tau, args.loss_block)
+            loss = max_margin_loss(image, text, tau, args.loss_block)
         else:
-            terms = clip_terms(image, text, tau, args.label_smoothing, args.loss_block)
-        loss = (terms["L_v2t"] + terms["L_t2v"]) / 2
+            loss = clip_loss(image, text, tau, args.label_smoothing, args.loss_block)
+        used = tau.detach()
 
-        run.check_finite(loss, tau.detach().mean(), (image, text), batch)
+        run.check_finite(loss, used.mean(), (image, text), batch)
         chunks.backward(loss)                                              # the full batch's gradient
         common.average_gradients(own.parameters())
         if args.grad_clip:
@@ -446,7 +446,7 @@ def main(args):
             own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
             tau = own["tau"]["log_tau"].detach().exp()
 
-        numbers = run.logs_now() and numbers_of(terms, tau, lost, image, text, args, run)
+        numbers = run.logs_now() and numbers_of(image, text, used, tau, lost, args, run)
         run.done(batch, loss, (numbers or {}).get(f"{WORDS[args.loss]}_mean", tau.mean()), numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
@@ -462,9 +462,14 @@ def encode(model, pixels, tokens):
 
 
 @torch.no_grad()
-def numbers_of(terms, tau, lost, image, text, args, run):
+def numbers_of(image, text, used, tau, lost, args, run):
     """Columns of the log: both directions of the loss, the range of temperatures (margins) over all processes, and
-    common.embedding_health. tau: (B,) or (); lost: number of captions of this batch that are in no cluster."""
+    common.embedding_health. used, tau: (B,) or (), of the loss and after the step (they differ if learnt); lost:
+    number of captions of this batch that are in no cluster."""
+    if args.loss == "max-margin":
+        terms = max_margin_terms(image, text, used, args.loss_block)
+    else:
+        terms = clip_terms(image, text, used, args.label_smoothing, args.loss_block)
     all_tau = gather(tau) if tau.ndim else tau[None]                       # (N,)
     numbers = common.mean_over_processes(terms, run.device)
     numbers |= {f"{WORDS[args.loss]}_{k}": v.item()

@@ -28,10 +28,8 @@ Equations, s_ij = cosine, rows = anchors, all candidates of the global batch in 
 Commands:
     accelerate launch temo.py                                    # emoji, three minutes on two CPU cores
     accelerate launch temo.py --dataset cc3m --paraphrases p.jsonl  # the paper's run, ResNet-50 + DistilBERT
-    # its ViT-B/16 on a small card: chunks give the full batch's gradient (a ResNet's BatchNorm would see chunks)
     accelerate launch temo.py --dataset cc3m --image-encoder vit_base_patch16_224.augreg_in1k --chunk-size 64
     accelerate launch temo.py --dataset captions.csv             # own data: columns image, caption
-    torchrun --nproc_per_node 2 temo.py --cpu                    # two processes without a GPU
     python temo.py --loss infonce                                # a baseline: ts, dystress[-shifted], cwcl, slip
 
 The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
@@ -39,17 +37,14 @@ comparable and reproducible; a fork edits METHOD, the flags of the method group,
 
 Differences from the paper (there is no authors' code), and what it leaves open:
  1. Eq. 3 as printed sums an average again; we follow Algorithm 1: 1/2 (L_I2T + L_T2I), each a mean over the batch.
- 2. Eq. 4 takes the root of a cosine, which may be negative: tau_ij = tau_min there. The root's argument is at least
-    1e-8, so that gradients are finite.
+ 2. In Eq. 4 a cosine may be negative: tau_ij = tau_min there. The root's argument is at least 1e-8 (finite gradients).
  3. The paper does not say whether a gradient flows through tau_ij. We read "as a proxy" as no: it is detached by
     default; --no-detach-tau lets it flow. --loss dystress[-shifted] follows the same flag.
  4. The augmentation of images is not given. We take SimCLR's (SLIP's) values, with a flag for each strength. I itself
     has the view of the base code: the CC3M trainer's, and for CC12M SLIP's, which does not mirror images.
- 5. Without --paraphrases the texts T~ come from other captions, templates (emoji) or word dropout and swap; the banner
-    says which, and warns if the recipe is the paper's.
+ 5. Without --paraphrases T~ is another caption, a template (emoji) or word dropout and swap; the banner says which.
  6. The learning rate follows a cosine per step; the CC3M trainer changes it per epoch.
- 7. Crops are antialiased bilinear (the CC3M trainer: bicubic); RandAugment is torchvision's, on the trainer's
-    operations and probability.
+ 7. Crops are antialiased bilinear (CC3M trainer: bicubic); RandAugment is torchvision's on its operations and odds.
  8. Appendix F does not say in which losses the experts set temperatures. Table 10's numbers are near Table 7's rows
     without unimodal losses (CIFAR10 51 to 55; with them 61 to 64), so an expert sets the tau_ij of L_M-MM, in both
     directions, by its cosines among I (among T). Our reading: two experts give the mean of their temperatures. For the
@@ -312,8 +307,13 @@ OWN = EMOJI | dict(
     recipe="ours; small towers from scratch",
     image_size=64, text_length=32, aug_hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN}
-PER_PAIR = ("temo", "dystress", "dystress-shifted")                         # losses with a temperature for each pair
 LOSSES = {"slip": dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])}  # paper, Section 4; clamp of SLIP's code
+
+
+def per_pair(args):
+    """Whether a term of the loss has a temperature for each pair."""
+    modulated = args.modulated or args.unimodal == "modulated"
+    return args.loss.startswith("dystress") or args.loss == "temo" and modulated
 
 
 def parse_args(argv=None):
@@ -341,12 +341,12 @@ def parse_args(argv=None):
                    help="weights (1-t)^2, t^2; or 0.5, 0.5; in both cases 1 if the other part is off")
     g.add_argument("--expert-serves", choices=["multimodal", "unimodal"], default="multimodal",
                    help="where experts set tau: in L_M-MM, our reading of Tables 9 and 10; or in L_M-I2I (L_M-T2T)")
-    g = p.group("with --loss temo, ts or dystress", lambda a: a.loss in (*PER_PAIR, "ts"))
+    g = p.group("with --loss temo (a modulated term), ts or dystress", lambda a: per_pair(a) or a.loss == "ts")
     g.add_argument("--tau-min", type=positive, default=0.01,
                    help="lowest modulated temperature, > 0; paper 0.01; also the lowest of ts and dystress")
     g.add_argument("--tau-alpha", type=nonnegative, default=0.04,
                    help="range of the modulated temperature, >= 0; paper 0.04")
-    g = p.group("with --loss temo or dystress", lambda a: a.loss in PER_PAIR)
+    g = p.group("with --loss temo (a modulated term) or dystress", per_pair)
     g.add_argument("--detach-tau", action=yesno, default=True, help="no gradient through the per-pair temperature")
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
@@ -451,8 +451,9 @@ def main(args):
     parts = f" (base {args.base}, modulated {args.modulated}, unimodal {args.unimodal}, blend {args.blend})"
     run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
         "loss": args.loss + (parts if args.loss == "temo" else ""),
-        "temperature": f"tau {args.tau}" + (", learnt" if args.learnable_tau else "")
-                       + (f"; per pair {args.tau_min} .. {tau_max:g}" if args.loss in (*PER_PAIR, "ts") else ""),
+        "temperature": f"tau {args.tau}" + ", learnt" * args.learnable_tau
+                       + f"; per pair {args.tau_min} .. {tau_max:g}" * per_pair(args)
+                       + f" only in the log; over the run {args.tau_min} .. {tau_max:g}" * (args.loss == "ts"),
         "texts T~": second_texts(train, paraphrases, args.dataset) if pairs else "not used"})
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
@@ -528,14 +529,13 @@ def numbers_of(embeddings, tau_of, modulation, args, run):
     numbers = common.mean_over_processes(terms, run.device)                # L_MM: comparable along the run
     image, text = gather(normalize(image)), gather(normalize(text))                                          # (N, D)
     numbers |= common.embedding_health(image, text)
-    if args.loss not in PER_PAIR:
+    if not per_pair(args):
         return numbers
     temperatures = tau_of(image[:2048] @ text[:2048].T)                    # (n, n), of at most 2,048 pairs
     if "multimodal_tau" in modulation:
         temperatures = gather(modulation["multimodal_tau"])[:2048, :2048]
     n, on_pairs = len(temperatures), temperatures.diagonal().mean().item()
-    between_others = (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)
-    return numbers | {"tau_pos": on_pairs, "tau_neg": between_others}
+    return numbers | {"tau_pos": on_pairs, "tau_neg": (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)}
 
 
 def expert_temperatures(experts, views, texts, args):

@@ -256,11 +256,12 @@ def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval", bala
 
 def balanced_rows(data, size, columns=("label", "verb"), captions=False):
     """(size,) rows in the order of a hash of their names, taking classes (or caption clusters) in turn and leaving out
-    rows known to be noisy; and a description of this for the note."""
+    rows known to be noisy; of unfolded rows, all names come before one comes again; and a description for the note."""
     place = np.array([common.key_hash(f"meta {key}") for key in data.keys()])                            # (M,)
     noisy = data.column("noisy")
     rows = np.argsort(place, kind="stable")
     rows = rows if noisy is None else rows[~np.asarray(noisy)[rows]]
+    rows = rows[np.argsort(turns(place[rows].tolist()), kind="stable")]
     column, kinds = next((c for c in columns if data.column(c) is not None), None), None
     if column:
         kinds, of = np.asarray(data.column(column))[rows].tolist(), column
@@ -269,13 +270,19 @@ def balanced_rows(data, size, columns=("label", "verb"), captions=False):
         kinds = caption_clusters(data, rows)
         of = f"{len({*kinds})} clusters of captions"
     if kinds is not None:
-        seen, turn = {}, []                                                # turn: rows of its class before each row
-        for c in kinds:
-            seen[c] = seen.get(c, -1) + 1
-            turn.append(seen[c] if c != -1 else len(rows))                 # rows without a class are taken last
+        turn = np.where(np.array(kinds) == -1, len(rows), turns(kinds))    # rows without a class are taken last
         rows = rows[np.argsort(turn, kind="stable")]
     clean = ", known to be clean" if noisy is not None else ", not known to be clean: captions as the set has them"
     return np.sort(rows[:size]), ("at random" if kinds is None else f"balanced over {of}") + clean
+
+
+def turns(kinds):
+    """How many of its kind come before each: [a, b, a] -> [0, 0, 1]."""
+    seen, out = collections.Counter(), []
+    for kind in kinds:
+        out.append(seen[kind])
+        seen[kind] += 1
+    return out
 
 
 def caption_clusters(data, rows):

@@ -169,3 +169,16 @@ def test_gain_by_category_of_msrvtt(tmp_path, capsys):
     concepts.main([str(tmp_path / "infonce"), str(tmp_path / "mama"), "--out", str(tmp_path / "c.png")])
     said = capsys.readouterr().out
     assert "   75.00 %" in said and "  music" in said and (tmp_path / "c.png").stat().st_size > 5000
+
+
+def test_meta_data_of_unfolded_rows_are_of_as_many_clips():
+    """With --unfold-captions the rows of a clip share its name; they would follow each other."""
+    captions = [[f"clip {i} take {k}" for k in range(5)] for i in range(60)]
+    table = common.make_table(captions, [f"v{i}" for i in range(60)], classes={"label": list("abcdef")},
+                              label=[i % 6 for i in range(60)])
+    data = common.Data("x", "train", table)
+    for captions_too in (False, True):
+        rows, _ = balanced_rows(data.unfold(), 30, () if captions_too else ("label",), captions_too)
+        assert len({data.unfold().key(i) for i in rows}) == 30
+    folded, unfolded = (balanced_rows(d, 30)[0] for d in (data, data.unfold()))
+    assert {data.key(i) for i in folded} == {data.unfold().key(i) for i in unfolded}

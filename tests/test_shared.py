@@ -166,13 +166,28 @@ def test_a_script_is_named_by_its_file(script):
     assert code.count("__file__") == 2
 
 
+LOSSES = {"temo": "temo_loss multimodal_loss cwcl_loss simclr_loss", "mmts": "clip_loss max_margin_loss",
+          "ncl": "ncl_loss max_margin_loss", "mama": "answer_loss angular_margin_loss fused_margin_loss",
+          "temperature_schedules": "nt_xent moco_loss"}
+
+
+@each_script
+def test_the_loop_calls_the_losses_that_a_fork_edits(script):
+    """Not their parts: an edit of the equation's function would change nothing."""
+    tree = ast.parse(script.read_text(encoding="utf8"))
+    main = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main")
+    names = {n.id for n in ast.walk(main) if isinstance(n, ast.Name)}
+    assert {*LOSSES[script.stem].split()} <= names
+
+
 OF_TWO = {
     "temo": lambda a, b: temo.temo_loss(a, b, b.flip(0), a.flip(0), 0.5),
     "cwcl": lambda a, b: temo.cwcl_loss(a, b, 0.05),
     "ncl": lambda a, b: ncl.ncl_loss(a, b, 0.01), "hardest negative": ncl.max_margin_loss,
     "mama": lambda a, b: mama.angular_margin_loss(a, b, 0.05, 0.2), "clip": lambda a, b: mmts.clip_loss(a, b, 0.05),
     "max-margin": lambda a, b: mmts.max_margin_loss(a, b, 0.2), "ts": lambda a, b: ts.nt_xent(a, b, 0.05),
-    "moco": lambda a, b: ts.moco_loss(a, b, b.flip(0), 0.05)}
+    "moco": lambda a, b: ts.moco_loss(a, b, b.flip(0), 0.05),
+    "answers": lambda a, b: mama.answer_loss(a, torch.arange(len(a)) % 32)}
 
 
 @pytest.mark.parametrize("loss", OF_TWO)
