@@ -504,7 +504,8 @@ def panel(title, height):
 
 def draw(result, path):
     """The seeds' paired differences as points, their mean and 95 % interval, one line for each baseline."""
-    fig, axis = panel(f"claim: {result['says']}\n{result['verdict']}", 1.2 + 0.5 * len(result["against"]))
+    words = f"\n{result['verdict']}" if len(result["against"]) == 1 else ""
+    fig, axis = panel(f"claim: {result['says']}{words}", 1.2 + 0.5 * len(result["against"]))
     for y, d in enumerate(result["against"].values()):
         axis.errorbar(d["mean"], y, xerr=d["half"], fmt="s", color="black", capsize=4)
         axis.plot(d["differences"], [y + 0.15] * len(d["differences"]), "o", alpha=0.6)
