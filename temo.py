@@ -375,7 +375,7 @@ def parse_args(argv=None):
                    help="JSON lines of caption and paraphrases, for T~; paper: five by PEGASUS (tools/paraphrase.py)")
     g.add_argument("--word-drop", type=part, default=0.1,
                    help="probability of dropping a word, if there is no other text for T~")
-    g.add_argument("--word-swap", type=part, default=0.1, help="probability of swapping a word with the next, likewise")
+    g.add_argument("--word-swap", type=part, default=0.1, help="expected swaps per word, at most one in a text")
     g.add_argument("--aug-crop-min", type=part, default=0.08, help="I~: smallest area of the crop; SimCLR 0.08")
     g.add_argument("--aug-flip", type=part, default=0.5, help="I~: probability of a mirror image; SimCLR 0.5")
     g.add_argument("--aug-jitter-p", type=part, default=0.8, help="I~: probability of the colour jitter; SimCLR 0.8")

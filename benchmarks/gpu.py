@@ -163,7 +163,7 @@ def precision():
     """Losses of all five scripts in bf16 against float32, same seed, 50 steps; a second float32 run shows the noise."""
     results = {}
     for script, flags in SCRIPTS.items():
-        flags = [*TOY, *flags, "--max-steps", size(50, 2), "--mixed-precision"]
+        flags = [*TOY, *flags, "--no-tf32", "--max-steps", size(50, 2), "--mixed-precision"]
         runs = {name: train(script, *flags, kind)[1]
                 for name, kind in list({"fp32": "no", "bf16": "bf16", "fp32 again": "no"}.items())[:size(3, 2)]}
         results[script] = {
@@ -180,7 +180,7 @@ def compiled():
                                                         ["--image-encoder", "resnet18-cifar", "--batch-size", "512"])}
     results = {}
     for name, (script, kind, flags) in list(cases.items())[:size(3, 1)]:
-        flags = [*flags, *TOY, "--max-steps", size(80, 2), "--mixed-precision", kind]
+        flags = [*flags, *TOY, "--no-tf32", "--max-steps", size(80, 2), "--mixed-precision", kind]
         rows = {on: train(script, *flags, on)[1] for on in ("--no-compile", "--compile")}
         results[name] = {on: pace(r) | {"first_step_s": r[0]["step_s"]} for on, r in rows.items()}
         results[name]["largest relative difference"] = difference(rows["--no-compile"], rows["--compile"])
@@ -192,7 +192,7 @@ def fp16():
     steps, kill, every = size((400, 150, 50), (6, 3, 2))
     flags = [*TOY, *QUIET, *ON_CPU, "--max-steps", steps, "--save-every", every,
              "--mixed-precision", size("fp16", "no")]  # torch has no fp16 on a CPU
-    _, plain = train("temo", *TOY, "--max-steps", steps)
+    _, plain = train("temo", *TOY, "--no-tf32", "--max-steps", steps)
 
     def start(*flags):
         return subprocess.Popen([sys.executable, str(ROOT / "temo.py"), *map(str, flags)], stdout=log, stderr=log)
@@ -233,7 +233,8 @@ def fp16():
 
 
 # ------------------------------------------------------- what a run gets out of the card -----------------------------
-EVERY = size(5, 2)  # steps between rows of the log of a run that is watched
+EVERY, ROWS = size(5, 2), 8  # steps between rows of the log of a run that is watched, and their number
+WORKERS = size(min(4, os.cpu_count()), 0)  # they read ahead: with more of them the first rows would not wait for data
 PIXELS = size(224, 32)
 VIT, RESNET = size("vit_base_patch16_224", "vit_tiny_patch16_224"), size("resnet50", "resnet18")
 
@@ -251,7 +252,7 @@ def waits():
         finally:
             if not DRY:
                 torch.cuda.set_sync_debug_mode("default")
-    found += [w for w in said if "synchronizing" in str(w.message)]
+    found += [w for w in said if "called a synchronizing" in str(w.message)]  # not the notice that this is new
 
 
 def idle(profile):
@@ -268,18 +269,18 @@ def idle(profile):
 
 @contextlib.contextmanager
 def watching(found):
-    """Watches a run of 4 * EVERY steps with a log row every EVERY steps. `found` gets the waits per step, between the
-    second row and the third, and the part of the time in which the card was idle, between the third and the last."""
+    """Watches a run of ROWS log rows. `found` gets the waits per step, before the row before the last, and the part of
+    the time in which the card was idle, before the last one."""
     done, windows = Run.done, contextlib.ExitStack()
     work = torch.profiler.ProfilerActivity.CPU if DRY else torch.profiler.ProfilerActivity.CUDA
 
     def noted(run, *args, **more):
         done(run, *args, **more)
-        if run.step == 2 * EVERY:
+        if run.step == (ROWS - 2) * EVERY:
             found["waits"] = windows.enter_context(waits())
-        elif run.step == 3 * EVERY:
+        elif run.step == (ROWS - 1) * EVERY:
             found["profile"] = windows.enter_context(torch.profiler.profile(activities=[work]))
-        elif run.step in (3 * EVERY - 1, 4 * EVERY - 1):
+        elif run.step in ((ROWS - 1) * EVERY - 1, ROWS * EVERY - 1):
             windows.close()
     Run.done = noted
     try:
@@ -291,12 +292,12 @@ def watching(found):
 
 
 def watch(script, *flags):
-    """Pace, peak memory, waits and idle time of a run of 4 * EVERY steps, or "out of memory"."""
+    """Pace (before it is watched), peak memory, waits and idle time of a run, or "out of memory"."""
     found = {}
     try:
         with watching(found):
-            summary, rows = train(script, *flags, "--max-steps", 4 * EVERY, "--log-every", EVERY)
-        return pace(rows) | {"peak_memory_mb": summary["peak_memory_mb"]} | found
+            summary, rows = train(script, *flags, "--max-steps", ROWS * EVERY, "--log-every", EVERY)
+        return pace(rows[:ROWS - 2]) | {"peak_memory_mb": summary["peak_memory_mb"]} | found
     except torch.OutOfMemoryError:  # a small card does not hold the whole batch
         return "out of memory"
     finally:
@@ -334,13 +335,17 @@ def flags_of(recipe, *names):
 def scale():
     """temo.py as on cc3m (RandAugment in the workers, colours on the card), on JPEGs like photographs: ResNet-50 and
     ViT-B/16, N = 512 to 2,048, two encodings per example, bf16. With two cards, the first case also runs on both."""
-    views = flags_of(temo.RECIPES["cc3m"], *"""crop_min flip aug_flip randaugment_ops randaugment_magnitude aug_crop_min
-        aug_brightness aug_contrast aug_saturation aug_hue aug_blur eval_resize text_length""".split())
+    views = flags_of(temo.RECIPES["cc3m"], *"""crop_min flip jitter randaugment_ops randaugment_magnitude eval_resize
+        text_length""".split())
+    strong = flags_of(temo.RECIPES["cc3m"], *"""aug_flip aug_crop_min aug_brightness aug_contrast aug_saturation aug_hue
+        aug_blur""".split())
     chunks = ["--chunk-size", size(128, 4)]
     cases = {"ResNet-50": (RESNET, 512, []),
              "ResNet-50, N = 2,048, chunks of 128": (RESNET, 2048, [*chunks, "--allow-batchnorm-chunks"]),
-             "ViT-B/16": (VIT, 512, []), "ViT-B/16, InfoNCE": (VIT, 512, ["--loss", "infonce"]),
-             "ViT-B/16, chunks of 128": (VIT, 512, chunks), "ViT-B/16, N = 2,048, chunks of 128": (VIT, 2048, chunks)}
+             "ViT-B/16": (VIT, 512, []), "ViT-B/16, chunks of 128": (VIT, 512, chunks),
+             "ViT-B/16, N = 2,048, chunks of 128": (VIT, 2048, chunks)}
+    cases = {name: (encoder, n, [*more, *strong]) for name, (encoder, n, more) in cases.items()}
+    cases["ViT-B/16, InfoNCE"] = (VIT, 512, ["--loss", "infonce"])
     rng, results = np.random.default_rng(0), {"N": "512 where not said", "precision": "bf16"}
 
     def jpeg(path, _):
@@ -349,14 +354,14 @@ def scale():
         text, words = text_folder(Path(folder) / "text")
         data = write_table(Path(folder) / "images", "image", jpeg, "jpg", (words * 6)[:size(2600, 40)])
         usual = ["--dataset", data, "--no-pretrained", "--text-encoder", text, "--image-size", PIXELS, *views,
-                 "--mixed-precision", "bf16", "--workers", size(os.cpu_count(), 0)]
+                 "--mixed-precision", "bf16", "--workers", WORKERS]
         commands = {name: ["--image-encoder", encoder, "--batch-size", size(n, 8), *more, *usual]
-                    for name, (encoder, n, more) in list(cases.items())[:size(6, 2)]}
+                    for name, (encoder, n, more) in list(cases.items())[::size(1, 5)]}  # dry: the first and the last
         results |= {name: watch("temo", *flags) for name, flags in commands.items()}
         if not DRY and torch.cuda.device_count() < 2:
             return results | {"ResNet-50, two ranks": "left out: one card"}
         together(2, False, ["temo.py", *commands["ResNet-50"], *QUIET, *ON_CPU, "--save-every", 0, "--log-every", EVERY,
-                            "--max-steps", 4 * EVERY, "--output-dir", folder, "--run-name", "two"])
+                            "--max-steps", (ROWS - 2) * EVERY, "--output-dir", folder, "--run-name", "two"])
         return results | {"ResNet-50, two ranks": pace(log_of(Path(folder) / "two"))}
 
 
@@ -376,7 +381,7 @@ def video():
         transformers.CLIPConfig(**config).save_pretrained(clip)  # beside the tokenizer
         data = write_table(Path(folder) / "clips", "video", mp4, "mp4", words[:size(400, 40)])
         usual = ["--dataset", data, "--image-encoder", clip, "--text-encoder", clip, "--no-pretrained", "--image-size",
-                 PIXELS, "--frames", size(12, 2), "--mixed-precision", "no", "--workers", size(os.cpu_count(), 0)]
+                 PIXELS, "--frames", size(12, 2), "--mixed-precision", "no", "--workers", WORKERS]
         half = ["--batch-size", size(16, 4), "--meta-size", size(64, 8), "--meta-batch-size", size(16, 4)]
         runs = {"ncl": ["--batch-size", size(128, 8), "--chunk-size", size(32, 4)], "mama": half}
         return {script: watch(script, *usual, *flags) for script, flags in runs.items()}

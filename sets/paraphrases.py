@@ -21,7 +21,9 @@ class Paraphrases:
         try:
             self.table = datasets.load_dataset("json", data_files=glob.escape(str(path)), split="train")
             keys = self.table["caption"][:]
-            _ = self.table.features["paraphrases"]
+            of = self.table.features["paraphrases"]
+            if getattr(getattr(of, "feature", None), "dtype", "") not in ("string", "null"):
+                raise ValueError(f"paraphrases are not lists of texts but {of}")
         except FileNotFoundError as error:
             raise UserError(f"--paraphrases {path}: no such file") from error
         except Exception as error:
@@ -56,4 +58,4 @@ class Paraphrases:
         at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
         found = self.hashes[at] == wanted
         lists = self.table[self.order[at]]["paraphrases"]
-        return [[p for p in texts if p] if ok else [] for texts, ok in zip(lists, found)]
+        return [[p for p in texts or () if p] if ok else [] for texts, ok in zip(lists, found)]

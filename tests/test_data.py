@@ -1177,6 +1177,18 @@ def pegasus(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.parametrize("value", ["a dog", 3, [["a"]], None])
+def test_paraphrases_are_lists_of_texts(value, tmp_path):
+    rows = [{"caption": "a cat", "paraphrases": value}, {"caption": "a cow", "paraphrases": value}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="--paraphrases .*expected JSON lines with 'caption' and 'paraphrases'"):
+        Paraphrases(tmp_path / "p.jsonl")
+    rows[0]["paraphrases"] = None
+    rows[1]["paraphrases"] = ["one cow", None]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert Paraphrases(tmp_path / "p.jsonl").get(["a cat", "a cow", "a hen"]) == [[], ["one cow"], []]
+
+
 def test_write_paraphrases(pegasus, tmp_path):
     path, captions = tmp_path / "p.jsonl", ["a cat", "a dog sat", "a cat", "the red cow", "on a mat"]
     paraphrase.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
