@@ -101,11 +101,10 @@ from pathlib import Path
 import common
 from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
 from engine.base import UserError, clean_exit, rank, world, write_json, write_tensors
-from engine.data import meta_data, open_data
+from engine.data import meta_data, open_data, verified
 from engine.flags import OneLine, Parser
 from engine.ranges import between, count, nonnegative, part, positive, rate, whole
 from engine.run import Run
-from engine.verify import leave_out
 
 import torch
 import torch.nn as nn
@@ -491,7 +490,7 @@ def main(args):
                                 args.task, args.meta_balance)
     run = Run(__file__, args, train, evals, recipes_of(args))
     train, evals = run.train, run.evals                                    # --verify-images leaves some out
-    meta = meta and leave_out(meta, set().union(*run.unreadable.values()))
+    meta = meta and verified(meta, run.unreadable.get("train"), args)
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)

@@ -124,8 +124,9 @@ class Tower(typing.NamedTuple):
 def hub_encoder(name, tower, pretrained, config):
     """A transformers model, its width, its CLIP projection (or None) and its config as a dict."""
     import transformers
+    rebuilt = config is not None
     try:
-        if config is None:
+        if not rebuilt:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         else:
             config = transformers.AutoConfig.for_model(**config)
@@ -144,17 +145,19 @@ def hub_encoder(name, tower, pretrained, config):
     except Exception as error:  # a cut file, other shapes, no such field: each library has errors of its own
         raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {hub_reason(error)}") from error
     known = config.to_dict()
+    if not rebuilt and hasattr(getattr(body, "pooler", None), "dense"):
+        known["class_token"] = True  # see read_hub; saved runs of before go on with their pooler
     width = known.get("hidden_size") or (known.get("hidden_sizes") or [0])[-1] or known.get("d_model") or 0
     return body, width or getattr(config, "hidden_size", 0), None, known
 
 
 def read_hub(encoder, pixels):
     """Pooled features of a transformers model, or its class token if it has none, or a pooler with a layer of its own,
-    which many published weights lack (ViT, DeiT): (B * T, width)."""
+    which many published weights lack (ViT, DeiT; `class_token` in the config): (B * T, width)."""
     frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
     found = encoder.body(pixel_values=frames)
-    pooled, pooler = getattr(found, "pooler_output", None), getattr(encoder.body, "pooler", None)
-    if pooled is None or hasattr(pooler, "dense"):
+    pooled = getattr(found, "pooler_output", None)
+    if pooled is None or (encoder.config or {}).get("class_token"):
         return found.last_hidden_state[:, 0]
     return pooled.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
 

@@ -211,7 +211,10 @@ def _unpack_optimizer(optimizer, tensors, plain=None):
     entries = {int(i): dict(s) for i, s in plain["state"].items()}
     for k, v in tensors.items():
         entries.setdefault(int(k.split(".", 1)[0]), {})[k.split(".", 1)[1]] = v
-    optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
+    try:
+        optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
+    except ValueError as error:  # the encoders of an older version learnt other tensors
+        raise UserError("--resume: the optimiser's state does not fit the model; start a new run") from error
 
 
 def kept_rows(path, step, again):

@@ -12,6 +12,7 @@ import common
 from common import IN_MEMORY, EmptySplit, load_data, options_of, splits_of
 from engine.base import UserError, join_notes, say
 from engine.clusters import SentenceEncoder, k_means
+from engine.verify import leave_out
 
 import numpy as np
 import torch
@@ -252,6 +253,17 @@ def meta_data(train, evals, dataset, wanted, size, batch, task="retrieval", bala
     meta = source.select(rows)
     meta.note = note
     return meta, evals
+
+
+def verified(meta, unreadable, args):
+    """The meta-data without training images that --verify-images could not read, {key: reason} or None.
+
+    Raises: UserError if too few are left for a step."""
+    meta = leave_out(meta, unreadable) if args.meta_set != "val" else meta
+    if len(meta) < args.meta_batch_size:
+        raise UserError(f"--meta-set {args.meta_set}: {len(meta)} examples can be read, fewer than --meta-batch-size "
+                        f"{args.meta_batch_size}")
+    return meta
 
 
 def balanced_rows(data, size, columns=("label", "verb"), captions=False):

@@ -184,7 +184,9 @@ def plan(args, script):
     if limit:
         if now <= limit:
             verdict = "fits as it is"
-        elif chunk < 1 or ahead + fixed > limit:
+        elif ahead:
+            verdict = "does not fit, and a look-ahead takes the whole batch: use more cards, or a smaller --batch-size"
+        elif chunk < 1:
             verdict = "does not fit, not even one example at a time: use more cards, or a smaller --batch-size"
         elif has_batchnorm(model):
             verdict = "does not fit, and BatchNorm should not see chunks: use more cards, or an encoder without it"

@@ -33,8 +33,8 @@ class Clips:
     """How a video becomes (T, 3, H, W) uint8: frames T, sampling, short side in pixels, a cache folder ('' = none).
 
     The cache holds one JPEG per clip (4:4:4), its frames one below the other, so a video is decoded once. For random
-    frames it holds three candidates per frame. Evaluation sees the same frames with and without a cache. A cache file
-    has its video's time of change: a video that was replaced is decoded anew, and one that is gone is not needed."""
+    frames it holds three candidates per frame. Evaluation sees the same frames with and without a cache. A video that
+    is newer than its file in the cache is decoded anew; one that is gone is not needed."""
 
     at_rest = "uniform"  # how random frames are placed in evaluation
 
@@ -57,13 +57,12 @@ class Clips:
         if sampling == "random":  # three frames to choose from
             keep, spread = 3 * self.frames, "middle"
         file = self._file(source, f"{start} {end} {keep} {spread} {self.short}")
-        changed = _changed(source)
         try:
-            if changed and abs(changed - file.stat().st_mtime) > 2:  # the coarsest clock of a file system
+            if _changed(source) > file.stat().st_mtime + 2:  # seconds: the coarsest clock of a file system
                 raise ValueError("the frames of another video")
             x = pictures.decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (keep, 3, H, W)
         except (OSError, ValueError, RuntimeError):  # not there yet, or cut by a crash
-            x = self._fill(file, self.decode(source, keep, start, end, spread, None), changed)  # (keep, 3, H, W)
+            x = self._fill(file, self.decode(source, keep, start, end, spread, None))  # (keep, 3, H, W)
         if sampling != "random":
             return x
         choice = np.minimum(np.asarray(draws)[:self.frames] * 3, 2).astype(int)  # (T,)
@@ -80,10 +79,8 @@ class Clips:
         digest = name.hexdigest()
         return Path(self.cache) / digest[:2] / f"{slug(stem)[:80]}-{digest[:12]}.jpg"
 
-    def _fill(self, file, frames, changed):
-        """Writes (keep, H, W, 3) frames to the cache and returns what a later epoch will read from it.
-
-        changed: when their video was (seconds), None = unknown."""
+    def _fill(self, file, frames):
+        """Writes (keep, H, W, 3) frames to the cache and returns what a later epoch will read from it."""
         from PIL import Image
         if len(frames) * frames.shape[1] > JPEG_ROWS:  # not cached
             return _channels_first(frames)
@@ -92,17 +89,16 @@ class Clips:
         with writing(f"--frame-cache {self.cache}"):  # a full disk is not the video's fault: no bad sample
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(tall).save(temporary, "jpeg", quality=92, subsampling=0)
-            os.utime(temporary, changed and (changed, changed))
             temporary.replace(file)
         return pictures.decode(file).unflatten(1, (len(frames), -1)).transpose(0, 1)  # (keep, 3, H, W)
 
 
 def _changed(source):
-    """When a video file last changed, in seconds; None for bytes or a file that is gone."""
+    """When a video file last changed, in seconds; 0 for bytes, or for a file that is gone."""
     try:
-        return None if isinstance(source, (bytes, bytearray)) else os.stat(source).st_mtime
+        return 0.0 if isinstance(source, (bytes, bytearray)) else os.stat(source).st_mtime
     except OSError:
-        return None
+        return 0.0
 
 
 def _channels_first(frames):

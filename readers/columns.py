@@ -170,7 +170,7 @@ def clean_list(texts):
 def merge_rows(name, paths, sizes, captions, labels):
     """Gives the captions of all rows of a file to its first row, in place, and returns how many rows have none by that.
     A file of several classes has none (-1). Images inside a table (their sizes are not None) are only warned of."""
-    first, merged, twins = {}, 0, 0
+    first, merged, twins, several = {}, 0, 0, set()
     for i, (path, size) in enumerate(zip(paths, sizes)):
         k = first.setdefault((path, size), i)
         if path is None or k == i:
@@ -181,8 +181,15 @@ def merge_rows(name, paths, sizes, captions, labels):
         merged += 1
         captions[k] += [t for t in captions[i] if t not in captions[k]]
         captions[i] = []
-        if labels and labels[i] != labels[k]:
-            labels[k] = -1
+        if labels and labels[k] == -1:
+            labels[k] = labels[i]
+        elif labels and labels[i] not in (-1, labels[k]):
+            several.add(k)
+    for k in several:
+        labels[k] = -1
+    if several:
+        say_once(f"WARNING: {name}: {len(several):,} images have rows of several classes and count as without a class, "
+                 f"first {paths[min(several)]}")
     if twins:
         say_once(f"WARNING: {name}: {twins:,} rows have an image of the same name and size as another row: if they "
                  "are one image, they are negatives of each other; write one row per image with a list of captions")

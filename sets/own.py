@@ -143,7 +143,7 @@ def _described(name, file, root, options):
     parts = split_column(name, table)
     if parts.get("train", "") is None and columns.split_words(file.stem) in (["val"], ["test"]):
         parts = {split_of(file.stem): None}
-    elif parts.get("train", "") is None:
+    elif parts.get("train", "") is None and not columns.split_words(file.stem):  # train.csv says that all are train
         guards.check_split_folders(name, table, columns.image_column(file.name, table, options))
     return columns.same_classes({split: _rows_of(name, split, table, rows, file, root, options)
                          for split, rows in parts.items()})
@@ -154,7 +154,10 @@ def _rows_of(name, split, table, rows, file, root, options):
     the folder of all tables."""
     feature = table.features[columns.image_column(file.name, table, options)]
     of_bytes = isinstance(feature, dict) or "binary" in getattr(feature, "dtype", "")
-    if of_bytes or type(feature).__name__ in ("Image", "Video"):
+    label = columns.class_column(options, table, file.name)
+    named = pick_column("--caption-column", options, table.column_names, columns.CAPTION_COLUMNS, file.name, False)
+    of_classes = not named and getattr(table.features.get(label), "names", None)  # their names serve as captions
+    if of_bytes or of_classes or type(feature).__name__ in ("Image", "Video"):
         return _table_data(name, split, table, options, file if file.is_dir() else root, rows)
     return caption_file(name, split, file, root, options, table if rows is None else table.select(rows))
 

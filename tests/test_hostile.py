@@ -15,10 +15,12 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import common
 import engine.base
 import engine.checkpoints
+import engine.data
 import engine.folder
 import engine.processes
 import engine.run
@@ -694,6 +696,11 @@ def test_verify_images(data, tmp_path, capfd):
     assert not set(bad) & {k for k in json.loads((tmp_path / "a" / "summary.json").read_text())}
     found = judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e", "--tasks", "retrieval")
     assert "changed" not in found["datasets"][str(file)]
+    clean = common.Data("x", "train", common.make_table([["a"]] * 3, ["0", "1", "2"]))
+    args = SimpleNamespace(meta_set="clean.txt", meta_batch_size=2)
+    assert list(engine.data.verified(clean, {"1": "broken"}, args).keys()) == ["0", "2"]
+    with pytest.raises(UserError, match="--meta-set clean.txt: 1 examples can be read, fewer than --meta-batch-size 2"):
+        engine.data.verified(clean, {"1": "broken", "2": "broken"}, args)
     (tmp_path / "data" / bad[0]).write_bytes(encode(picture(1)))  # mended: still left out, or it were another run
     sets.own.own_data.cache_clear()
     assert resume(tmp_path / "a", "--max-steps", "3")["bad_samples"] == 4

@@ -48,6 +48,8 @@ def test_flags_that_take_memory_change_the_plan(capsys):
     def gb(*flags):
         lines = planned(mama, capsys, "--dataset", "moving-emoji", "--batch-size", 4096, "--plan", *flags)
         return float(lines["whole batch"].split()[0])
+    lines = planned(mama, capsys, "--dataset", "moving-emoji", "--batch-size", 4096, "--plan", "--gpu-memory", 4)
+    assert "a look-ahead takes the whole batch" in lines["verdict"]
     assert gb() < gb("--meta-memory", "fast") and gb() < gb("--meta-gradient", "second-order")
     lines = [planned(mama, capsys, "--dataset", "moving-emoji", "--task", task, "--plan")["activations"]
              for task in ("qa-open", "qa-choice")]

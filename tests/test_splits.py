@@ -831,6 +831,27 @@ def test_rows_of_an_image_in_a_subfolder_are_its_captions(tmp_path):
     assert all(len(of.captions(i)) == 2 for of in data.values() for i in range(len(of)))
 
 
+def test_classes_of_rows_of_an_image(tmp_path, capsys):
+    """One row may lack the class; two of them are none, and that is said."""
+    for part in ("a", "b"):
+        names = write_images(tmp_path / part, range(30))
+        rows = [(x, f"{part} {x} {k}", ("cat", "" if x != names[4] else "dog")[k]) for x in names for k in range(2)]
+        write_rows(tmp_path / part / "metadata.csv", ["file_name", "caption", "label"], rows)
+    data = open_anew(tmp_path)
+    unlabelled = [of.key(i) for of in data.values() for i in np.flatnonzero(np.asarray(of.labels) < 0)]
+    assert sorted(unlabelled) == ["a/004.png", "b/004.png"]
+    assert "2 images have rows of several classes" in capsys.readouterr().out
+
+
+def test_paths_with_classes_alone_have_the_class_names_as_captions(tmp_path):
+    images = [str(tmp_path / "images" / x) for x in write_images(tmp_path / "images", range(30))]
+    table = datasets.Dataset.from_dict({"path": images, "label": [i % 3 for i in range(30)]})
+    (tmp_path / "t").mkdir()
+    table.cast_column("label", datasets.ClassLabel(names=CLASSES)).to_parquet(str(tmp_path / "t" / "train.parquet"))
+    data = open_anew(tmp_path / "t")["train"]
+    assert not data.has_captions and data.captions(0) == [CLASSES[data.labels[0]]] and data.read(0).ndim == 3
+
+
 def test_an_image_twice_in_a_table_is_said(tmp_path, capsys):
     images = [(encode(picture(i)), f"{i}.png") for i in (0, 0, 1)]
     images_in_a_table(tmp_path / "t", images, caption=["a", "b", "c"])
@@ -852,6 +873,8 @@ def test_a_table_over_folders_of_splits_needs_a_column_split(tmp_path):
     write_rows(tmp_path / "metadata.csv", ["file_name", "caption", "split"],
                [(x, f"words of {x}", x.split("/")[0]) for x in names])
     assert {s: len(d) for s, d in open_anew(tmp_path).items()} == {"train": 4, "test": 4}
+    file = write_rows(tmp_path / "train.csv", ["image", "caption"], [(x, f"words of {x}") for x in names])
+    assert len(open_anew(file)["train"]) >= 5  # its name says that all rows are for training
 
 
 def test_rows_of_several_classes_are_of_none(tmp_path, capsys):
