@@ -1174,7 +1174,7 @@ def hold_out(splits):
     if len(train) < 3:
         raise UserError(f"--dataset {train.name}: {len(train)} readable examples are too few to train on and hold some "
                         "out")
-    videos = train.column("video")  # in sets whose keys do not begin with it alone
+    videos = train.column("video")  # of sets whose rows share videos under names of their own
     place = np.array([held_out_place(name) for name in videos or train.keys()])  # (M,)
     band = (place / HELD_OUT).astype(int)  # (M,) 0: the first of `missing`, 1: the second, others: train
     out, notes = dict(splits), []

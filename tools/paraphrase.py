@@ -54,15 +54,16 @@ def _finished(path, by, per_caption):
         return set()
     try:
         with open(path, encoding="utf8") as f:
-            lines = f.read().splitlines()
-        cut = lines and not lines[-1].endswith("}")
-        rows = [json.loads(line) for line in (lines[:-1] if cut else lines)]
+            lines = list(f)
+        whole = lines[:-1] if lines and not lines[-1].rstrip().endswith("}") else lines
+        rows = [json.loads(line) for line in whole]
         for row in rows:
             was, n = row.get("by", by), len(row["paraphrases"])            # older files do not say by what
             if (was, n) != (by, per_caption):
                 raise UserError(f"--out {path}: has {n} paraphrases of a caption by {was}, not {per_caption} by {by}; "
                                 "name another file")
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
+        if lines and not lines[-1].endswith("\n"):  # cut by a crash, or only its end of line
+            path.write_text("".join(line.rstrip("\n") + "\n" for line in whole), encoding="utf8")
     except OSError as error:
         raise UserError(f"--out {path}: cannot be written ({error.strerror or error})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
