@@ -56,12 +56,7 @@ def _finished(path, by, per_caption):
         with open(path, encoding="utf8") as f:
             lines = list(f)
         whole = lines[:-1] if lines and not lines[-1].rstrip().endswith("}") else lines
-        rows = [json.loads(line) for line in whole]
-        for row in rows:
-            was, n = row.get("by", by), len(row["paraphrases"])            # older files do not say by what
-            if (was, n) != (by, per_caption):
-                raise UserError(f"--out {path}: has {n} paraphrases of a caption by {was}, not {per_caption} by {by}; "
-                                "name another file")
+        found = [(row["caption"], row.get("by", by), len(row["paraphrases"])) for row in map(json.loads, whole)]
         if lines and not lines[-1].endswith("\n"):  # cut by a crash, or only its end of line
             path.write_text("".join(line.rstrip("\n") + "\n" for line in whole), encoding="utf8")
     except OSError as error:
@@ -69,7 +64,11 @@ def _finished(path, by, per_caption):
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = first_line(error)
         raise UserError(f"--out {path}: exists already and is not a file of paraphrases ({why})") from error
-    return {row["caption"] for row in rows}
+    for _, was, n in found:  # older files do not say by what
+        if (was, n) != (by, per_caption):
+            raise UserError(f"--out {path}: has {n} paraphrases of a caption by {was}, not {per_caption} by {by}; name "
+                            "another file")
+    return {caption for caption, _, _ in found}
 
 
 def _paraphraser(model, per_caption, device, max_tokens):
