@@ -55,10 +55,12 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     pretrain_clipvip_base_16.pt, its batch and first tau (learnt there), --batch-size 128 --tau 0.01, and another margin
     (--a0). Its evaluation ranks and selects by the dual softmax: eval.py --normalize dsl --gamma 0.01.
  2. Batch 4 at tau = 1 is what the paper prints (3 negatives, at least 0.34 nats a direction). At a small tau the margin
-    weighs much more: mu / tau (see the banner) is 18 at 0.01, where hardly a pair has a gradient left. Tune both.
+    weighs much more: mu / tau = 18 at 0.01, where hardly a pair has a gradient left. Tune them together; the banner
+    prints mu / tau.
  3. Section 4.1 prints a0 = 0.2 and a2 = -0.1, a margin that falls from 0.018 to 0; Section 4.3 prints a0 = 2 and
     a2 = 0.1, which grows to the best margin of Fig. 4. We follow 4.3.
- 4. As printed the margin ends at lambda = pi / 2 with a jump of the logit by sin(mu) / tau; most pairs start beyond.
+ 4. As printed the margin ends at lambda = pi / 2 with a jump of the logit by sin(mu) / tau: kept. Towers from scratch
+    start with most pairs beyond it.
  5. Eq. 8 as printed lets a gradient flow through w; as MW-Net (Shu et al. 2019), whose algorithm this is, we do not.
     Eq. 10 prints a plain step, and eta for beta; for theta we take AdamW as the authors' code does.
  6. The virtual step is plain gradient descent, as in Eq. 9, whatever --optimizer does.
@@ -687,7 +689,7 @@ def keep_for_pictures(tensors, step, seen, args, weight_net):
     """Adds to a run's tensors: the last batch (N, 3), and the curve of the weight network, one row a log."""
     tensors["last_batch"] = seen.cpu()
     if args.weighting in ("meta", "joint"):
-        answers_of = {"qa-open": args.answers, "qa-choice": 5}.get(args.task, 1)
+        answers_of = {"qa-open": args.answers, "qa-choice": 5}.get(args.task, 1)        # of a question; 1 = no question
         grid = torch.linspace(0, 3 * math.log(args.batch_size) + 1.5 * math.log(answers_of) + 1, 64)    # (64,) nats
         curve = torch.cat([torch.tensor([float(step)]), weight_net(grid.to(seen.device)).cpu()])[None]   # (1, 65)
         tensors |= {"loss_grid": grid, "curves": torch.cat([tensors.get("curves", curve[:0]), curve])}

@@ -44,7 +44,7 @@ Differences from the paper (there is no authors' code), and what it leaves open:
     has the view of the base code: the CC3M trainer's, and for CC12M SLIP's, which does not mirror images.
  5. Without --paraphrases T~ is another caption, a template (emoji) or word dropout and swap; the banner says which.
  6. The learning rate follows a cosine per step; the CC3M trainer changes it per epoch.
- 7. Crops are antialiased bilinear (CC3M trainer: bicubic); RandAugment is torchvision's on its operations and odds.
+ 7. Crops are antialiased bilinear (CC3M trainer: bicubic); RandAugment is torchvision's, on the trainer's operations.
  8. Appendix F does not say in which losses the experts set temperatures. Table 10's numbers are near Table 7's rows
     without unimodal losses (CIFAR10 51 to 55; with them 61 to 64), so an expert sets the tau_ij of L_M-MM, in both
     directions, by its cosines among I (among T). Our reading: two experts give the mean of their temperatures. For the
