@@ -211,10 +211,14 @@ def _unpack_optimizer(optimizer, tensors, plain=None):
     entries = {int(i): dict(s) for i, s in plain["state"].items()}
     for k, v in tensors.items():
         entries.setdefault(int(k.split(".", 1)[0]), {})[k.split(".", 1)[1]] = v
+    groups = [saved | {"fused": own.get("fused")} for saved, own in zip(plain["param_groups"], optimizer.param_groups)]
     try:
-        optimizer.load_state_dict({"state": entries, "param_groups": plain["param_groups"]})
+        optimizer.load_state_dict({"state": entries, "param_groups": groups})
     except ValueError as error:  # the encoders of an older version learnt other tensors
         raise UserError("--resume: the optimiser's state does not fit the model; start a new run") from error
+    for p, state in optimizer.state.items():  # one-kernel Adam takes moments in the layout of the weight: channels_last
+        laid_out = {k: torch.empty_like(p, dtype=v.dtype).copy_(v) for k, v in state.items() if v.shape == p.shape}
+        state |= laid_out if p.ndim > 1 else {}
 
 
 def kept_rows(path, step, again):

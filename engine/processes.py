@@ -27,8 +27,9 @@ def join_processes(args):
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return
     from torch.distributed.rendezvous import rendezvous
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))  # accelerate makes no DDP without it
     gpu = torch.cuda.is_available() and not args.cpu
-    card = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else None
+    card = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else None
     if gpu:
         torch.cuda.set_device(card)
     try:
@@ -157,11 +158,15 @@ def set_up(args):
         join_processes(args)  # else the Accelerator would create the group, without our time limits
     if not dist.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)  # a second run in this process may choose again
+    cpu = args.cpu or world() > 1 and not torch.cuda.is_available()  # without the word, accelerate makes no DDP there
     try:
-        accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,
+        accelerator = Accelerator(cpu=cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,
                                   project_dir=args.output_dir, kwargs_handlers=[ddp])
     except ValueError as error:  # e.g. fp16 on a CPU
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
+    if accelerator.num_processes != world():  # then no gradient would be averaged
+        raise UserError(f"accelerate sees {accelerator.num_processes} of {world()} processes; start them with torchrun "
+                        "or accelerate launch")
     set_card(accelerator.device, args)
     set_threads(args)  # after the Accelerator, which sets the threads itself if OMP_NUM_THREADS is missing
     return accelerator

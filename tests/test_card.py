@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import json
 import math
 import os
 from argparse import Namespace
 
 import common
-from engine import flags
-from engine.base import read_json
+from engine import checkpoints, flags
+from engine.base import read_json, write_tensors
 from engine.clusters import head_mid_tail
 from engine.processes import set_card
 from engine.run import Run
@@ -16,6 +17,7 @@ from engine.run import Run
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +27,7 @@ import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from encoders.base import channels_last
+from encoders.base import channels_last, small_cnn
 from encoders.frozen import Expert
 from evaluation.by_class import class_metrics, nearest
 from evaluation.mir import mir_of
@@ -147,6 +149,34 @@ def test_kernels_of_a_convolutional_network_have_the_layout_of_cards():
         kernels = [p for p in encoder.parameters() if p.ndim == 4 and p.shape[-1] > 1 and p.shape[1] > 1]
         assert all(k.is_contiguous(memory_format=torch.channels_last) for k in kernels) == changes
         torch.testing.assert_close(encoder(x)[1], before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("saved, here", [(None, None), (True, True), (True, None), (None, True)])
+def test_a_resumed_adam_has_the_kernel_of_this_device_and_moments_in_the_layout_of_the_weights(saved, here, tmp_path):
+    """Adam in one kernel reads memory as it lies: moments of another layout would meet other weights."""
+    def make(fused):
+        torch.manual_seed(0)
+        model = small_cnn().to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(common.decay_groups([model], 0.1), lr=1e-3, fused=fused)
+
+    def step(model, optimizer):
+        torch.manual_seed(1)
+        model(torch.randn(4, 3, 16, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (model, optimizer), (again, resumed) = make(saved), make(here)
+    for _ in range(3):
+        step(model, optimizer)
+    tensors, plain = checkpoints._pack_optimizer(optimizer)
+    write_tensors(tmp_path / "moments", tensors)
+    again.load_state_dict(model.state_dict())
+    checkpoints._unpack_optimizer(resumed, load_file(tmp_path / "moments"), json.loads(json.dumps(plain)))
+    assert {group["fused"] for group in resumed.param_groups} == {here}
+    step(model, optimizer)
+    step(again, resumed)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0 if saved == here else 1e-7)
 
 
 def test_adam_in_one_kernel_is_the_same_adam(tmp_path, monkeypatch):

@@ -467,6 +467,23 @@ def test_two_processes_evaluate_as_one(runs):
     assert two == pytest.approx(one, rel=1e-3, abs=1e-3)  # rounding may turn two ranks that are nearly equal
 
 
+@pytest.mark.parametrize("cpu, local_rank", [(False, True), (True, False)])
+def test_several_processes_on_a_cpu_average_gradients_without_the_word(cpu, local_rank, tmp_path, monkeypatch):
+    """accelerate wraps no model in DDP there if it is not told --cpu, nor on a card without LOCAL_RANK."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = Namespace(cpu=cpu, threads=1, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path), tf32=False)
+
+    def work(rank):
+        if not local_rank:
+            del os.environ["LOCAL_RANK"]
+        model = engine.processes.set_up(args).prepare(nn.Linear(1, 1))
+        model(torch.full((1, 1), rank + 1.0)).sum().backward()             # dy/dw = 1 and 2
+        print(type(model).__name__, next(model.parameters()).grad.item(), file=sys.stderr)
+
+    for code, words in launch.ranks(tmp_path, work):
+        assert code == 0 and "DistributedDataParallel 1.5" in words, words
+
+
 def test_workers_change_nothing(runs, tmp_path):
     run_here(tmp_path / "a", "--dataset", str(runs / "set"), "--workers", "2")
     assert losses(tmp_path / "a") == losses(runs / "one")
