@@ -1101,9 +1101,9 @@ def load_data(name, split, **options):
             if not columns.pop(error.option, ""):
                 raise
             return load_data(name, split, **options, columns_of_training=columns)
+    own = {"max_bad_fraction", *options_of(name)}                          # 0 and False are values of these
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
-             if (v or v == 0.0 and k == "max_bad_fraction")
-             and k not in ("unfold_captions", "max_pixels", "extra_captions")}
+             if (v or k in own and v is not None) and k not in ("unfold_captions", "max_pixels", "extra_captions")}
     key = tuple(sorted(given.items()))
     try:
         data = _known_set(name, split, key) if find_set(name) else _own_split(name, split, key)
@@ -1340,7 +1340,8 @@ def _place_worker(_):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    base.end_with_parent(signal.SIGKILL)
+    if sys.platform == "linux":
+        base.end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
 
 

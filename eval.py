@@ -37,7 +37,7 @@ import sys
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, rank, say, world, write_json
+from engine.base import UserError, clean_exit, first_line, plain, rank, say, world, write_json
 from engine.data import data_options, other_options
 from engine.flags import OneLine
 from engine.folder import versions
@@ -320,7 +320,7 @@ def main(args):
     if rank() == 0:
         write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")
-    return json.loads(json.dumps(result, default=str))
+    return json.loads(json.dumps(result, default=plain))
 
 
 def complain(result):

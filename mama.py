@@ -37,7 +37,7 @@ Equations, s_ij = cos(lambda_ij) = cosine of video i and text j, all candidates 
 Commands:
     accelerate launch mama.py                                    # moving emoji, a part of the captions swapped
     accelerate launch mama.py --loss infonce                     # neither margin nor weights
-    accelerate launch mama.py --weighting focal                  # spl, l2rw, joint, none: Tables 6 and 8
+    accelerate launch mama.py --weighting focal                  # spl, l2rw, joint: Tables 6 and 8; none: ours
     accelerate launch mama.py --margin-schedule none             # constant; the margin's part (Fig. 4)
     accelerate launch mama.py --dataset msrvtt --data-dir ANNOTATIONS --video-dir VIDEOS   # the paper's; didemo, ...
     accelerate launch mama.py --task qa-open                     # questions about moving emoji; qa-choice: five choices
@@ -55,8 +55,7 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     pretrain_clipvip_base_16.pt, its batch and first tau (learnt there), --batch-size 128 --tau 0.01, and another margin
     (--a0). Its evaluation ranks and selects by the dual softmax: eval.py --normalize dsl --gamma 0.01.
  2. Batch 4 at tau = 1 is what the paper prints (3 negatives, at least 0.34 nats a direction). At a small tau the margin
-    weighs much more: mu / tau = 18 at 0.01, where hardly a pair has a gradient left. Tune them together; the banner
-    prints mu / tau.
+    weighs much more: mu / tau = 18 at 0.01, where hardly a pair has a gradient left. Tune them together.
  3. Section 4.1 prints a0 = 0.2 and a2 = -0.1, a margin that falls from 0.018 to 0; Section 4.3 prints a0 = 2 and
     a2 = 0.1, which grows to the best margin of Fig. 4. We follow 4.3.
  4. As printed the margin ends at lambda = pi / 2 with a jump of the logit by sin(mu) / tau: kept. Towers from scratch
@@ -72,8 +71,7 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     ActivityNet, MSVD, YouCook2, HowTo100M) --meta-balance captions takes 50 clusters of captions in turn.
  9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
     directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
-    L2RW as published, its weights times B, since Eq. 8 divides by B; few pairs of a batch then carry most of its
-    weight. With questions p falls with their loss as well.
+    L2RW as published, times B, since Eq. 8 divides by B; few pairs then carry most. With questions p has their loss.
 10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
     losses that occur, and cannot lower the highest without those in the middle.
 11. The captions of a vision-language model (Section 3.3) are further captions of training clips (--extra-captions), of
@@ -507,9 +505,10 @@ def main(args):
     own.to(run.device)
     learnt, meta_optimizer = [tower, own], None
     if args.weighting == "meta":
+        learnt = [tower, *(module for module in own.values() if module is not weight_net)]
         # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
-        learnt, meta_optimizer = [tower], torch.optim.AdamW(own.parameters(), lr=args.meta_lr, betas=(0.9, 0.98),
-                                                            eps=1e-12, weight_decay=args.meta_weight_decay)
+        meta_optimizer = torch.optim.AdamW(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
+                                           weight_decay=args.meta_weight_decay)
     # >>> shared: optimizer
     groups = common.decay_groups(learnt, args.weight_decay)
     if args.optimizer == "sgd":
@@ -574,7 +573,8 @@ def main(args):
             weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)   # (B,)
         if "weight_net" in own and not weight.requires_grad:
             raise UserError(UNUSED.format(args.weighting))
-        loss = ((weight if args.weighting == "joint" else weight.detach()) * sample).mean()              # Eq. 8
+        weight = weight.detach() if args.weighting == "meta" else weight   # the network learns by Eq. 10 alone
+        loss = (weight * sample).mean()                                    # Eq. 8
 
         run.check_finite(loss, args.tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
         chunks.backward(loss)                                              # the full batch's gradient

@@ -306,7 +306,7 @@ def parse_args(argv=None):
                    help="limits of a learnable tau; CLIP and AVION at least 0.01")
     g = p.group("with --clusters captions or vision", lambda a: a.clusters in ("captions", "vision"))
     g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
-                   help="K of K-Means; paper 200; 0 (own data) = a quarter of the clustered items, at most 200")
+                   help="K of K-Means; paper 200; default for own data: a quarter of the clustered items, at most 200")
     g.add_argument("--cluster-encoder", default="tf-idf",
                    help="tf-idf, or a transformers id or folder, mean-pooled (CLIP: its own); for --clusters vision an "
                         "image encoder; paper: SentenceBERT, on CC3M DistilBERT")
@@ -350,8 +350,9 @@ def range_of(args, steps, period):
     center = args.tau if args.loss == "infonce" else args.margin
     low, high = (args.shift_min, args.shift_max) if args.shifts else (center, center)
     grid = [*np.arange(0, min(steps, 1000 * period), period / 64), steps]  # extremes are at 64ths of a period
-    values = [sample_temperature(t, shift, period, swing_of(args)) for t in grid for shift in (low, high)]
-    return round(float(min(values)), 12), round(float(max(values)), 12)
+    shifts = torch.tensor([low, high], dtype=torch.float64)                # (2,)
+    values = torch.stack([sample_temperature(t, shifts, period, swing_of(args)) for t in grid])          # (S, 2)
+    return round(values.min().item(), 12), round(values.max().item(), 12)
 
 
 def out_of_range(args, steps, period):
@@ -450,7 +451,7 @@ def main(args):
         run.done(batch, loss, (numbers or {}).get(f"{WORDS[args.loss]}_mean", tau.mean()), numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
-    curve = functools.partial(sample_temperature, shift=0.0, period=period, alpha=alpha)    # step -> swing around sh(c)
+    curve = functools.partial(sample_temperature, period=period, alpha=alpha)               # (step, shifts) -> (K,)
     return run.finish(functools.partial(draw, clusters=clusters, shifts=shifts, period=period, curve=curve),
                       more=head_mid_tail_table)
 

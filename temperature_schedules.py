@@ -110,7 +110,9 @@ def temperature(epoch, schedule="cos", tau_min=0.1, tau_max=1.0, period=400, see
         return tau_min if phase < 0.5 else tau_max
     if schedule == "random":
         return tau_min + (tau_max - tau_min) * np.random.default_rng([seed, int(epoch)]).random()
-    return tau_min
+    if schedule == "fixed":
+        return tau_min
+    raise ValueError(f"no schedule {schedule!r}")
 
 
 @fp32
@@ -467,8 +469,8 @@ def main(args):
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
     run.tensors = {k: v.to(run.device) for k, v in run.tensors.items()}    # SDCLR: the masks of this epoch
-    chunks = common.Chunks(lambda inputs: encode(model, inputs, run.tensors), model, run.accelerator, args.chunk_size,
-                           args.tf32)
+    chunks = common.Chunks(lambda inputs: encode(model, inputs, run.tensors if sdclr else {}), model, run.accelerator,
+                           args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, args.brightness, args.contrast,
@@ -516,8 +518,9 @@ def main(args):
         shown = gather(tau).mean() if args.tau_head else tau               # coarse: the mean over the anchors
         run.check_finite(loss, shown, z, batch)
         chunks.backward(loss)                                              # the full batch's gradient
+        common.average_gradients(own.parameters())
         if args.grad_clip:
-            run.accelerator.clip_grad_norm_(tower.parameters(), args.grad_clip)
+            run.accelerator.clip_grad_norm_([*tower.parameters(), *own.parameters()], args.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         if moco:

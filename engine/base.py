@@ -115,6 +115,17 @@ def leave_processes(failed=0):
         dist.destroy_process_group()
 
 
+def say_error(words):
+    """Prints one line on stderr: of the main process, or of one that failed alone."""
+    place = os.environ.get("RANK", "0")
+    if place != "0":
+        time.sleep(2)  # a launcher ends the others when one exits: if the main process fails too, it prints
+    from tqdm import tqdm
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()  # the error is the last line, and not at the end of a progress bar
+    print(f"error{f' (process {place})' * (place != '0')}: {printable(words)}", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def clean_exit():
     """Entry point: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
@@ -129,16 +140,7 @@ def clean_exit():
                 sys.excepthook(*sys.exc_info())
                 leave_processes(1)
             raise
-        error = printable(words)
-        if int(os.environ.get("RANK", 0)) == 0:
-            from tqdm import tqdm
-            for bar in list(getattr(tqdm, "_instances", ())):
-                bar.close()  # the error is the last line, and not at the end of a progress bar
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2)  # a launcher ends the others when one exits: let the main process print first
-            # reached only if this process failed alone
-            print(f"error (process {os.environ['RANK']}): {error}", file=sys.stderr, flush=True)
+        say_error(words)
         sys.unraisablehook = lambda _: None  # ignore errors while the process ends (a loader's __del__)
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's handler: workers may end now
@@ -229,12 +231,17 @@ def read_json(path, default=None):
     return content
 
 
+def plain(value):
+    """What JSON holds for a value that it does not know: the numbers of tensors and arrays, the text of all else."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
 def write_json(path, value):
     """Writes a JSON file atomically: under a temporary name, then renamed."""
     path = Path(path)
     temporary = path.with_suffix(".tmp")
     with writing(path):
-        temporary.write_text(json.dumps(value, indent=1, default=str), encoding="utf8")
+        temporary.write_text(json.dumps(value, indent=1, default=plain), encoding="utf8")
         os.replace(temporary, path)
 
 

@@ -87,7 +87,7 @@ def save(run, keep=2):
 
 def _digest(state):
     """SHA-256 of the content of state.json, without own_sha256 itself."""
-    content = json.loads(json.dumps({k: v for k, v in state.items() if k != "own_sha256"}, default=str))
+    content = json.loads(json.dumps({k: v for k, v in state.items() if k != "own_sha256"}, default=base.plain))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -103,7 +103,7 @@ def sync(path):
     """Waits until a file, or the names in a folder, are on the disk."""
     if os.name == "nt" and Path(path).is_dir():
         return
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

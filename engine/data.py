@@ -42,8 +42,9 @@ def repeated_captions(data):
 
 def data_options(args, **more):
     """The data flags that are set, including the data set's own flags, as options of load_data."""
-    names = (*DATA_FLAGS, *options_of(args.dataset))
-    return {k: v for k in names if (v := getattr(args, k, None)) or v == 0.0 and k == "max_bad_fraction"} | more
+    own = {"max_bad_fraction", *options_of(args.dataset)}                  # 0 and False are values of these
+    flags = {k: getattr(args, k, None) for k in (*DATA_FLAGS, *own)}
+    return {k: v for k, v in flags.items() if v or k in own and v is not None} | more
 
 
 def other_options(flags, name, folder=""):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import HELD_OUT, find_set, options_of, splits_of
 from engine import CORES
-from engine.base import UserError, first_line, printable
+from engine.base import UserError, first_line, say_error
 from engine.plan import plan
 from engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
 
@@ -35,10 +35,8 @@ class OneLine(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=Help, **more)
 
     def error(self, message):
-        """Prints one line, on the main process only, and exits with code 2."""
-        if int(os.environ.get("RANK", 0)) == 0:
-            message = re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1 ", message)  # argparse's own words
-            print(f"error: {printable(message)}", file=sys.stderr, flush=True)
+        """Prints one line and exits with code 2."""
+        say_error(re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1 ", message))  # without argparse's own words
         sys.exit(2)
 
     def require(self, holds, message):
@@ -150,7 +148,7 @@ class Parser(OneLine):
         unknown_set = chosen.dataset not in recipes
         defaults = {"fit_batch": unknown_set and chosen.batch_size is None, "min_steps": 500 * unknown_set} | defaults
         if chosen.epochs is not None:
-            defaults["min_steps"] = 0
+            defaults["min_steps"] = defaults["max_steps"] = 0  # those of a saved run
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume", "run_name")})
         args = self.parse_args(argv)
         if saved:
@@ -159,6 +157,10 @@ class Parser(OneLine):
         for g, when in self.conditions:
             self.only(when(args), g.title, *(a.option_strings[0] for a in g._group_actions))
         self.only(args.plan, "with --plan", "--gpu-memory")
+        of_run = Path(args.resume).resolve()
+        self.only(not args.resume or args.run_name == of_run.name, "without --resume", "--run-name")
+        self.only(not args.resume or Path(args.output_dir).resolve() == of_run.parent, "without --resume",
+                  "--output-dir")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
         if args.plan:

@@ -156,8 +156,7 @@ def set_up(args):
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         join_processes(args)  # else the Accelerator would create the group, without our time limits
-    if not dist.is_initialized():
-        AcceleratorState._reset_state(reset_partial_state=True)  # a second run in this process may choose again
+    AcceleratorState._reset_state(reset_partial_state=True)  # a second run in this process may choose again
     cpu = args.cpu or world() > 1 and not torch.cuda.is_available()  # without the word, accelerate makes no DDP there
     try:
         accelerator = Accelerator(cpu=cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,

@@ -49,10 +49,13 @@ class Run:
         self.folder, self.lock = start_run(args, self.script)
         self.unreadable = {}
         if args.verify_images:
-            self.train, self.evals, self.unreadable = verify(self.folder, train, evals, args.max_bad_fraction)
+            self.train, self.evals, self.unreadable = verify(self.folder, train, evals, args.max_bad_fraction,
+                                                                args.resume)
             self.fitted |= fit_to(args, self.train)
             self.count_steps()
-        self.twins = base.on_main(compare, self.folder, self.train, self.evals, args.resume)
+        files = {f"--{k.replace('_', '-')}": v for k in ("meta_set", "paraphrases")
+                 if Path(v := getattr(args, k, "")).is_file()}
+        self.twins = base.on_main(compare, self.folder, self.train, self.evals, args.resume, files)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
         self.unevaluated, self.bad, self.bar, self.handlers = False, {}, None, {}
         self.method, self.new_method = method_of(file), False
@@ -214,7 +217,7 @@ class Run:
 
         A lagged run asks in `done` and acts on the answer a step later, so that no step waits for the card; a step that
         logs, evaluates or saves is checked here.   rates: the flags of the learning rates that may be too high."""
-        tau = tau.detach() if torch.is_tensor(tau) else tau
+        tau = tau.detach().mean() if torch.is_tensor(tau) else tau
         self.checked = loss.detach(), self.step, tau, [e.detach() for e in embeddings], batch["keys"], rates
         if not self.lagged or any(self._due(self.step + 1).values()):
             settle(self)
@@ -233,7 +236,8 @@ class Run:
         """Call it after each optimiser step. It counts the step, logs, evaluates and saves if these are due, and ends
         the run if a signal asked for it. Collective.
 
-        Args: loss: () tensor of this process; tau: float or (); numbers: further columns of the log, if `logs_now`.
+        Args: loss: () tensor of this process; tau: float, () or (B,), whose mean is logged; numbers: further columns of
+            the log, if `logs_now`.
         Raises: UserError on all processes if the weights are not finite."""
         self.step += 1
         self.waited += batch["seconds"]
@@ -241,7 +245,7 @@ class Run:
         ask(self, batch)
         number = settle(self, but=int(self.lagged and not any(due.values())))
         if due["log"]:
-            tau = tau.item() if torch.is_tensor(tau) else tau
+            tau = tau.mean().item() if torch.is_tensor(tau) else tau
             steps = self.step - self.logged
             seconds = (time.perf_counter() - self.clock) / steps
             means = common.mean_over_processes({"loss": loss, "data_s": self.waited / steps}, self.device)
@@ -336,7 +340,7 @@ class Run:
                 base.write_json(self.folder / "summary.json", summary)
             except UserError as error:  # the numbers are still printed below
                 problems.append(str(error))
-            draw(self)
+            draw_picture(self.folder / "the rest of the pictures", lambda _: draw(self))
         say(report(summary, self.folder, table) + (more(test) if more else ""))
         base.barrier()
         self.accelerator.end_training()  # trackers and the process group are closed
@@ -360,8 +364,8 @@ class Run:
         memory = base.gather_objects(peak_memory_mb())
         parameters = sum(p.numel() for m in (self.trained, self.own) for p in m.parameters())
         bad = len(self.data.bad) + sum(map(len, self.unreadable.values()))
-        return {"script": self.script, "dataset": args.dataset, "method": args.loss, "seed": args.seed,
-                "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
+        return {"script": self.script, "dataset": args.dataset, "method": getattr(args, "loss", self.script),
+                "seed": args.seed, "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
                 "samples_per_s": self.step * args.batch_size / wall,
                 "peak_memory_mb": max(memory), "parameters": parameters, "processes": world(), "batch": args.batch_size,
                 "bad_samples": bad, "val": self.val, "test": test, "chance": chance,

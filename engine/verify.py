@@ -94,7 +94,7 @@ def since_training(run, key, data):
     return lines
 
 
-def verify(folder, train, evals, limit):
+def verify(folder, train, evals, limit, resumed=""):
     """(train, evals, {split: {key: reason}}): the data without the images that a strict reader refuses, and those.
 
     A resumed run leaves out the same images as before (unreadable.json). Collective.
@@ -102,7 +102,7 @@ def verify(folder, train, evals, limit):
     if train.streamed:
         raise UserError("--verify-images: a stream cannot be read before training; leave out one of the two")
     places = [("", "train", train)] + [(name, split, data) for name, of in evals.items() for split, data in of.items()]
-    known = base.on_main(base.read_json, folder / "unreadable.json")
+    known = base.on_main(base.read_json, folder / "unreadable.json") if resumed else None
     found = known or {f"{name} {split}".strip(): unreadable(data) for name, split, data in places}
     bad = {key: why for part in found.values() for key, why in part.items()}
     total, lost = sum(len(data) for *_, data in places), sum(map(len, found.values()))
@@ -129,11 +129,11 @@ def leave_out(data, keys):
     return dataclasses.replace(data.select(left), note=base.join_notes(data.note, lost))
 
 
-def compare(folder, train, evals, resumed=""):
+def compare(folder, train, evals, resumed="", files=None):
     """A text for the banner on examples of the evaluation {name: {split: Data}} that are in train as well.
 
     The fingerprints are kept in folder/data.json. A resumed run warns of changes and refuses changed training data with
-    a UserError."""
+    a UserError, or one of the files {flag: path} that training reads."""
     splits = {"train": train} | {f"{name} {s}": data for name, of in evals.items() for s, data in of.items()}
     splits = {s: data for s, data in splits.items() if not data.streamed}
     saved = base.read_json(folder / "data.json", {}) if resumed else {}
@@ -142,13 +142,17 @@ def compare(folder, train, evals, resumed=""):
             raise UserError(f"--resume {resumed}: the training data have changed ({line}); start a "
                             "new run")
         say(f"WARNING: the data have changed since this run began: {line}")
+    sums = {flag: base.checksum(path) for flag, path in (files or {}).items()}
+    for flag, digest in sums.items():
+        if saved.get(flag, digest) != digest:
+            raise UserError(f"--resume {resumed}: {flag} {files[flag]} has changed; put it back, or start a new run")
     if not saved:
         prints = {s: fingerprint(data) for s, data in splits.items()}
         for s, of in prints.items():
             if "sample" in of:
                 say(f"{s}: a resumed run will compare {of['sample']:,} of its {of['examples']:,} examples, and "
                     "their number")
-        base.write_json(folder / "data.json", prints)
+        base.write_json(folder / "data.json", prints | sums)
     words = []
     for s, data in splits.items():
         found = twins(train, data) if s != "train" and not train.streamed else 0

@@ -8,36 +8,35 @@ from figures import base
 from figures.base import draw_curves, figure, save_figure, whole_ticks
 
 
-def draw_cluster_curves(steps, swing, center, sizes, path, title, label, lines=5):
+def draw_cluster_curves(steps, values, sizes, path, title, label, lines=5):
     """Draws the temperature or margin of a few clusters over a run, from the largest cluster to the smallest.
 
-    Args: steps, swing (S,): the schedule's term at each step, shared by all; center, sizes (K,): largest first; label.
-    """
+    Args: steps (S,); values (S, K): of each cluster; sizes (K,): largest first; label: of the values."""
     fig, (ax,) = figure(1, width=6.4, height=3.6)
     shown = np.unique(np.linspace(sizes[0], sizes[-1], lines).round())[::-1]  # evenly spaced in size
     shown = np.unique([np.abs(sizes - s).argmin() for s in shown])
     for k, c in enumerate(shown):
-        ax.plot(steps, center[c] + swing, label=f"{sizes[c]:,}", color=f"C{k}", **base.line_style(k, len(shown)))
+        ax.plot(steps, values[:, c], label=f"{sizes[c]:,}", color=f"C{k}", **base.line_style(k, len(shown)))
     ax.set(title=title, xlabel="step", ylabel=label)
-    ax.set_ylim(*_with_air(min(0, (center.min() + swing.min())), center.max() + swing.max()))
+    ax.set_ylim(*_with_air(min(0, values.min()), values.max()))
     whole_ticks(ax)
     ax.legend(title="cluster size", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     save_figure(fig, path)
 
 
-def draw_distribution(sizes, center, swing, path, title, label):
+def draw_distribution(sizes, values, path, title, label):
     """Draws the sizes of clusters, largest first, and beside them each cluster's temperature or margin with its range.
 
-    Args: sizes, center (K,); swing: (lowest, highest) term of the schedule; label: of the value."""
+    Args: sizes (K,); values (S, K): at each step; label: of the values."""
     fig, (left, right) = figure(2)
     x = np.arange(1, len(sizes) + 1)
     left.bar(x, sizes, width=1.0)
     left.set(title="how many captions or examples", xlabel="cluster, largest first", ylabel="size")
-    right.fill_between(x, center + swing[0], center + swing[1], step="mid", color="C1", alpha=0.3, lw=0,
-                       label="range over the run")
-    right.step(x, center, where="mid", color="C1", label="middle")
+    low, high = values.min(0), values.max(0)                               # (K,)
+    right.fill_between(x, low, high, step="mid", color="C1", alpha=0.3, lw=0, label="range over the run")
+    right.step(x, (low + high) / 2, where="mid", color="C1", label="middle")
     right.set(title=f"{label} of each", xlabel="cluster, largest first", ylabel=label)
-    right.set_ylim(*_with_air(min(0, (center + swing[0]).min()), (center + swing[1]).max()))
+    right.set_ylim(*_with_air(min(0, low.min()), high.max()))
     right.legend(frameon=False)
     for ax in (left, right):
         whole_ticks(ax)
@@ -99,16 +98,17 @@ class Scheduled:
 def draw(run, clusters, shifts, period, curve):
     """The pictures of a run: curves, retrieval, and the paper's Figures 3 to 11 from its own clusters.
 
-    shifts (K + 1,) or (1,): one per cluster, or one for all. curve: the script's own function, step -> the schedule's
-    term, which is added to them."""
+    shifts (K + 1,) or (1,): one per cluster, or one for all. curve: the script's own function, (step, shifts) ->
+    temperatures or margins."""
     args, log = run.args, run.log
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     points = min(run.total, max(1000, round(20 * run.total / period)))     # 20 per period, if the run has so many steps
     steps = np.unique(np.linspace(0, run.total, points + 1).round())       # (S,)
-    swing, of_the_batch = np.array([curve(t) for t in steps]), f"{long_word} of the batch"               # (S,)
+    values = np.array([curve(t, shifts).numpy() for t in steps])           # (S, K + 1) or (S, 1)
+    of_the_batch = f"{long_word} of the batch"
     if args.schedule and period < 4 * args.log_every:                      # the log's few points would alias the wave
-        ends = {"max": shifts.max().item(), "min": shifts.min().item()}
-        log = Scheduled(log, {f"{word}_{k}": (steps.tolist(), (swing + end).tolist()) for k, end in ends.items()}
+        ends = {"max": values.max(1), "min": values.min(1)}                # (S,) each
+        log = Scheduled(log, {f"{word}_{k}": (steps.tolist(), end.tolist()) for k, end in ends.items()}
                         | {f"{word}_mean": ([], [])})
         of_the_batch = f"{long_word} by the schedule (the log has one step in {args.log_every})"
     run.picture("curves.png", draw_curves, log, [
@@ -131,12 +131,12 @@ def draw(run, clusters, shifts, period, curve):
         return
     source = f"{args.dataset}, {args.clusters}"
     if not args.learnable_tau:                                             # a learnable tau ignores the clusters
-        center = shifts[:-1] if args.shifts else shifts.expand(len(clusters.sizes))             # (K,)
         sizes = clusters.sizes.numpy()
-        run.picture("temperatures.png", draw_cluster_curves, steps, swing, center.numpy(), sizes,
+        values = values[:, :-1] if args.shifts else values.repeat(len(sizes), 1)                 # (S, K)
+        run.picture("temperatures.png", draw_cluster_curves, steps, values, sizes,
                     title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
-        run.picture("distribution.png", draw_distribution, sizes, center.numpy(), (swing.min(), swing.max()),
-                    title=f"{source}: {len(center)} clusters (Figs. 5, 8 to 11)", label=word)
+        run.picture("distribution.png", draw_distribution, sizes, values,
+                    title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)", label=word)
     if "sample" in clusters.tensors:
         run.picture("tsne.png", draw_map, clusters.tensors["sample"].numpy(),
                     clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")

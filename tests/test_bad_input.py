@@ -478,6 +478,19 @@ def test_resume_remembers_changed_flags_and_refuses_fewer_steps(good, tmp_path, 
     assert temo.parse_args(folder).max_steps == 4
     with pytest.raises(UserError, match="its checkpoint is at step 4, beyond the 3 steps"):
         temo.main(temo.parse_args([*folder, "--max-steps", "3"]))
+    longer = temo.parse_args([*folder, "--epochs", "50"])
+    assert (longer.epochs, longer.max_steps) == (50, 0)  # the saved number of steps would win
+    for flag in ("--run-name", "--output-dir"):
+        assert f"{flag}: only without --resume" in refused(capsys, *folder, flag, "x")
+
+
+def test_a_process_that_alone_refuses_a_flag_says_so(monkeypatch, capsys):
+    """On a node without the folder, say; the main process could only say that the other did not come."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(engine.base.time, "sleep", lambda _: None)
+    with pytest.raises(SystemExit, match="2"):
+        temo.parse_args(["--tau", "0"])
+    assert capsys.readouterr().err.startswith("error (process 3): --tau ")
 
 
 def test_two_data_sets_that_declare_one_flag(monkeypatch, capsys):

@@ -685,6 +685,8 @@ def test_max_pixels(data, tmp_path, capfd):
 def test_verify_images(data, tmp_path, capfd):
     """Read before training: listed, counted, left out of training and evaluation, on a resume too."""
     file, bad = spoiled(data, tmp_path / "data")
+    (tmp_path / "b" / "a").mkdir(parents=True)
+    (tmp_path / "b" / "a" / "unreadable.json").write_text('{"train": {"x": "seen by an earlier try, not by this run"}}')
     line = stopped(lambda: run(file, tmp_path / "b", "--verify-images"), capfd)
     assert re.match("--verify-images: 4 of 80 images cannot be read, above --max-bad-fraction 0.01; the first: ", line)
     listed = (tmp_path / "b" / "a" / "bad_samples.txt").read_text().splitlines()

@@ -2,6 +2,7 @@
 weightings by hand, the meta-data, whole runs, resume, several processes, bad input."""
 
 import copy
+import functools
 import json
 import math
 import time
@@ -416,6 +417,18 @@ def test_eval_leaves_the_meta_data_of_val_out(tmp_path):
     flags = ["--checkpoint", str(tmp_path / "run"), "--cpu", "--split", "val", "--tasks", "retrieval"]
     result = eval_py.main(eval_py.parse_args([*flags, "--output-dir", str(tmp_path / "eval")]))
     assert summary["val"]["moving-emoji"]["images"] == result["datasets"]["moving-emoji"]["metrics"]["images"] == 6
+
+
+def test_a_resume_refuses_other_meta_data(tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("".join(f"train {i}\n" for i in range(10)))
+    main(tmp_path / "run", "--max-steps", "2", "--meta-set", names)
+    go_on = functools.partial(mama.parse_args, ["--resume", str(tmp_path / "run"), "--max-steps", "3"])
+    names.write_text("".join(f"train {i}\n" for i in range(11)))
+    with pytest.raises(UserError, match="--meta-set .*names.txt has changed; put it back, or start a new run"):
+        mama.main(go_on())
+    names.write_text("".join(f"train {i}\n" for i in range(10)))
+    assert mama.main(go_on())["steps"] == 3
 
 
 def test_second_order_is_the_same_run(run, tmp_path):
