@@ -1,16 +1,21 @@
 """docs/fork.md as it stands: a new weighting and a new schedule run, resume, and are what banner and pictures say."""
 
 import re
+import shutil
 from pathlib import Path
 
 from engine.checkpoints import latest_checkpoint
 
 import pytest
+import torch
 from PIL import Image
+from torch import nn
 
 import figures.mmts
+import launch
 import mama
 import mmts
+import temperature_schedules as ts
 from helpers import fork, losses, panel, run_script, steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +33,13 @@ def weighting(tmp_path_factory):
     return fork(pasted, folder, "    own.to(run.device)\n", f"{BLOCKS[1]}    own.to(run.device)\n")
 
 
+def lose_step_4(folder):
+    """As if the run had been killed after step 2 of 4."""
+    shutil.rmtree(latest_checkpoint(folder))
+    (folder / "summary.json").unlink()
+    assert latest_checkpoint(folder).name == "step_2"
+
+
 def test_the_page_is_short():
     assert len(BLOCKS) == 3 and sum(block.count("\n") for block in BLOCKS) <= 22
 
@@ -40,11 +52,7 @@ def test_a_weighting_is_what_is_said_drawn_and_resumed(weighting, tmp_path, caps
     assert (tmp_path / "whole" / "weights.png").is_file()
     assert {row["w"] for row in steps(tmp_path / "whole")} != {1.0}
     run_script(weighting, tmp_path / "cut", *flags)
-    latest = latest_checkpoint(tmp_path / "cut")
-    for path in [*latest.iterdir(), latest]:
-        path.unlink() if path.is_file() else path.rmdir()
-    (tmp_path / "cut" / "summary.json").unlink()
-    assert latest_checkpoint(tmp_path / "cut").name == "step_2"
+    lose_step_4(tmp_path / "cut")
     weighting.main(weighting.parse_args(["--resume", str(tmp_path / "cut")]))
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert "METHOD" not in capsys.readouterr().out
@@ -60,6 +68,33 @@ def test_a_resume_under_another_method_is_said(weighting, tmp_path, capsys):
         said = capsys.readouterr().out
         assert (f"METHOD       WARNING: {path.name} has changed since the checkpoint" in said) == warned
     path.write_text(text, encoding="utf8")
+
+
+LEARNT = {  # a learnt temperature of the loss, a parameter in own
+    ts: [("    own.to(run.device)\n", """    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(-1.0)})
+    own.to(run.device)\n"""), ("        if args.tau_head: ", """        tau = own["tau"]["log_tau"].exp()
+        if args.tau_head: """)],
+    mama: [("    own.to(run.device)\n", """    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(-1.0)})
+    own.to(run.device)\n"""), ("contrast(video, text, args.tau, mu, args.loss_block)",
+                                'contrast(video, text, own["tau"]["log_tau"].exp(), mu, args.loss_block)'),
+           ("run.done(batch, loss, args.tau, ", 'run.done(batch, loss, own["tau"]["log_tau"].exp(), ')]}
+
+
+@pytest.mark.parametrize("script", LEARNT)
+def test_what_a_fork_learns_in_own_is_averaged_trained_and_resumed(script, tmp_path):
+    own = script
+    for old, new in LEARNT[script]:
+        own = fork(own, tmp_path, old, new)
+    flags = [*TINY, "--optimizer", "sgd", "--lr", 0.1, "--warmup-epochs", 0, "--grad-clip", 0, "--save-every", 2]
+    flags += ["--dataset", "moving-emoji", *(["--meta-batch-size", 2, "--meta-size", 4] if script is mama else [])]
+    run_script(own, tmp_path / "one", *flags)
+    launch.finish(own.__file__, [*flags, "--output-dir", tmp_path, "--run-name", "two"], tmp_path / "log", processes=2)
+    one, two = ([row["tau"] for row in steps(tmp_path / name)] for name in ("one", "two"))
+    assert abs(one[1] - one[0]) > 1e-4  # by --lr, from the first step on
+    assert len(set(one)) == 4 and two == pytest.approx(one, rel=1e-5)
+    lose_step_4(tmp_path / "one")
+    own.main(own.parse_args(["--resume", str(tmp_path / "one")]))
+    assert [row["tau"] for row in steps(tmp_path / "one")] == one
 
 
 def test_weights_that_are_not_the_network_s_are_refused(tmp_path):
