@@ -52,7 +52,7 @@ Differences from the paper and from the authors' code:
  7. Colour operations have a fixed order and one blur radius. Crops are bilinear and antialiased (common.Augment); the
     authors' are bicubic. The last, short batch of an epoch is left out; theirs is kept.
  8. Weight decay and initialisation of the ResNets: --decay-all (biases and norms too) and --no-zero-init (timm starts
-    the last BatchNorm of each block at 0) follow the authors' code. The paper's recipes set both, the others do not.
+    the last BatchNorm of each block at 0) follow the authors' code. The paper's recipes and fashion-mnist-lt set both.
     The 3x3 stem of resnet18-cifar has torch's default initialisation, theirs He's normal one.
  9. App. A.2 chooses the tested epoch on val but names no measure: --eval-epoch auto takes the mean of kNN@1, kNN@10 and
     both probes, each a mean over the classes; a tie keeps the earlier epoch. It prints the epoch N, to be used on the

@@ -49,6 +49,8 @@ def _streamed(name, of, options):
             raise UserError(f"--streaming: {name} has one shard; "
                             "streaming needs one to train on and one to hold out")
         train, of["val"], held_out = train[:-1], train[-1:], "the last shard is held out as val and test"
+    elif len(found := [split for split in ("val", "test") if split in of]) == 1:
+        held_out = f"the tars of {found[0]} are both val and test"
     if not train:
         raise UserError(f"--streaming: {name} has no shard to train on, only val and test ones")
     check_compressed(name, train)
