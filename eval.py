@@ -32,12 +32,13 @@ The result is a table, eval.json, and pictures in --output-dir.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, plain, rank, say, world, write_json
+from engine.base import UserError, clean_exit, first_line, plain, rank, read_json, say, world, write_json
 from engine.data import data_options, other_options
 from engine.flags import OneLine
 from engine.folder import versions
@@ -94,7 +95,7 @@ def parse_args(argv=None):
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
     g.add_argument("--region-dir", default="", metavar="DIR", help="as in training")
     g.add_argument("--label-column", default="", help="as in training")
-    g.add_argument("--hold-out-val", action=yesno, default=False, help="as in training")
+    g.add_argument("--hold-out-val", action="store_true", help="as in training")
     g.add_argument("--max-pixels", type=whole, default=0, help="a larger image is not read; 0 = as in training")
     g.add_argument("--max-captions", type=whole, default=0,
                    help="captions used per image; 5 = COCO's usual protocol of 25,000 captions; 0 = all")
@@ -123,7 +124,8 @@ def parse_args(argv=None):
     g.add_argument("--dataset", default="", help="folder of images (or any set) that --query searches")
     g.add_argument("--top", type=count, default=5, help="hits of a query")
     g = p.add_argument_group("run")
-    g.add_argument("--output-dir", default="", help="for eval.json and the pictures; empty = RUN_DIR/eval or runs/eval")
+    g.add_argument("--output-dir", default="", 
+                   help="for eval.json and the pictures; empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
     g.add_argument("--figures", choices=["png", "pdf"], default="png", help="format of the pictures; pdf for papers")
     g.add_argument("--eval-batch", type=count, default=256, help="images at a time")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
@@ -147,8 +149,8 @@ def parse_args(argv=None):
     p.only(args.normalize in ("queue", "oracle"), "with --normalize queue or oracle", "--iterations")
     p.only(args.normalize == "queue", "with --normalize queue", "--queue-size", "--queue-split")
     p.only(args.query, "with --query", "--top")
-    p.only(not args.query, "without --query", "--tasks", "--normalize", "--split", "--limit", "--knn-k", "--few-shot",
-           "--max-captions")
+    p.only(not args.query, "without --query", "--datasets", "--tasks", "--normalize", "--split", "--limit", "--knn-k",
+           "--few-shot", "--max-captions")
     seventeen = any(word.partition("=")[0] == SEVENTEEN for word in args.datasets)
     args.tasks = args.tasks or (["zero-shot"] if seventeen else [])         # else by the model, when it is open
     return args
@@ -222,10 +224,10 @@ def wanted_sets(args, own):
         raise UserError("--datasets is needed: the data set of this model is not known")
     if args.datasets:
         return wanted
-    there = [w for w in wanted if args.split in common.splits_of(w[0], own.get("hold_out_val"))] or wanted
-    if without := ", ".join(name for name, _ in wanted if name not in dict(there)):
+    there = [w for w in wanted if args.split in common.splits_of(w[0], args.hold_out_val or own.get("hold_out_val"))]
+    if without := ", ".join(name for name, _ in wanted if name not in dict(there or wanted)):
         say(f"WARNING: left out, since they have no {args.split} split: {without}")
-    return there
+    return there or wanted
 
 
 def _pairs(word):
@@ -318,9 +320,18 @@ def main(args):
     found = search(subject, options_of_set(subject, args.dataset, "")) if args.query else evaluate_all(subject)
     result |= found
     if rank() == 0:
+        keep_earlier(subject.folder / "eval.json", result["command"])
         write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")
     return json.loads(json.dumps(result, default=plain))
+
+
+def keep_earlier(file, command):
+    """Gives the result of another command a number: eval.json becomes eval_1.json, ..."""
+    if file.exists() and read_json(file, {}).get("command") != command:
+        free = next(path for k in itertools.count(1) if not (path := file.with_name(f"eval_{k}.json")).exists())
+        file.rename(free)
+        say(f"the earlier {file.name} is now {free.name}; pictures of the same name are replaced")
 
 
 def complain(result):
@@ -329,7 +340,7 @@ def complain(result):
         what = "; ".join(f"{name}: {why}" for name, why in result["errors"].items())
         raise UserError(f"evaluation failed: {what}; all else is written")
     found = result.get("datasets", {})
-    if found and not any(task in of["metrics"] for of in found.values() for task in TASKS):
+    if found and not any(of["metrics"].get(task) for of in found.values() for task in TASKS):
         why = "; ".join(f"{name}: {task}: {why}" for name, of in found.items() for task, why in of["left_out"].items())
         raise UserError(f"nothing was measured, every task was left out: {why}; choose others with --tasks")
 

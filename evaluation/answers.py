@@ -325,7 +325,8 @@ def task(case):
     """The task qa of eval.py: writes the numbers of a Case, accuracy by type of question and its chance level: the most
     frequent answer, or a random choice."""
     subject, args = case.subject, case.args
-    how = subject.transform, case.data, subject.device, args.eval_batch, args.workers
+    transform = subject.transform_of(*subject.view("qa", case.name))
+    how = transform, case.data, subject.device, args.eval_batch, args.workers
     if subject.own.get("shuffle_video"):
         say(f"WARNING: {case.name}: the run was a control (--shuffle-video); here each question has its own "
             "video")

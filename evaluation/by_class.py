@@ -184,7 +184,8 @@ def knn(case):
     """Nearest neighbours among the training images, for each k."""
     (known, known_labels), (_, features, labels) = case.train("knn"), case.labelled("knn")
     case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # so that other k survive a too large one
-    limits = case.subject.own.get("shot_limits")                           # the run's limits of many, medium and few
+    own = case.subject.own
+    limits = own.get("shot_limits") if case.name == own.get("dataset") else None         # the run's many, medium, few
     known, features = on_card(case.subject.device, known, features)
     for k in case.args.knn_k:
         result = knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)

@@ -40,14 +40,15 @@ class Subject:
         args.tasks = args.tasks or usual
         self.unreadable = read_json(run / "unreadable.json", {}) if self.own else {}
         self.meta_data = read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt weights from these
-        beside = run / "eval" if (run / "model.json").is_file() else "runs/eval"
+        by_name = Path("runs/eval") / slug(args.checkpoint or args.image_encoder)
+        beside = run / "eval" if (run / "model.json").is_file() else by_name
         self.folder = Path(args.output_dir or beside)
         make_folder(self.folder, "--output-dir")
 
     def images(self, data, view=("own", "own"), rows=None):
         """As embed.encode_images: index (M,), image (M, D), features (M, width), {key: reason}. Collective."""
         batch, workers = self.args.eval_batch, self.args.workers
-        return encode_images(self.model, data, self._transform(*view), self.device, batch, workers, rows)
+        return encode_images(self.model, data, self.transform_of(*view), self.device, batch, workers, rows)
 
     def view(self, task, name):
         """(resize, name of the pixel statistics) with which a task sees the images of a set; 'own' = as in training."""
@@ -61,7 +62,8 @@ class Subject:
             resize = "crop" if trainer else "own"
         return resize, {"auto": "own", "cifar": cifar}.get(stats, stats)
 
-    def _transform(self, resize, stats):
+    def transform_of(self, resize, stats):
+        """The view of the images under these names (see `view`)."""
         own = self.transform
         mean, std = (own.mean, own.std) if stats == "own" else (STATS | CIFAR_STATS)[stats]
         return common.EvalTransform(own.size, mean, std, own.resize if resize == "own" else resize,
@@ -100,7 +102,12 @@ class Case:
         self.images(next((t for t in args.tasks if t in TASKS or data.has_captions), args.tasks[0]))
 
     def open(self, split):
-        """The split as the run used it: without its meta-data and without what --verify-images left out."""
+        """The split as the run used it: without its meta-data and without what --verify-images left out.
+
+        Raises: UserError for a val split whose images the run trained on."""
+        own, held_out = self.subject.own, self.args.hold_out_val and "val" not in common.splits_of(self.name)
+        if split == "val" and held_out and self.name == own.get("dataset") and not own.get("hold_out_val"):
+            raise UserError(f"--hold-out-val: the run trained on all of {self.name}, also on what would be held out")
         data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
         learnt = set(self.subject.meta_data.get(self.key_of(split), ()))
         data = data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data

@@ -30,9 +30,11 @@ def stand_ins(case):
         train = case.open(split)
         if train.streamed:
             raise UserError("--normalize queue: the training set is a stream and the checkpoint has no queue")
-        index, videos, _, _ = subject.images(train, subject.view("retrieval", case.name), _some(len(train), args))
+        some = np.sort(_some(len(train), args))                            # encode_images returns them in this order
+        index, videos, _, _ = subject.images(train, subject.view("retrieval", case.name), some)
         captions = [c for i in index for c in train.captions(i)]
         texts, where = subject.texts([captions[k] for k in _some(len(captions), args)]), f"its {split} split"
+        videos = videos[_some(len(videos), args)]                          # Fig. 5 takes the last ones
     if not len(texts) and args.normalize == "queue":
         raise UserError(f"--normalize queue: no queries in {where}")
     say(f"{case.name}: --normalize queue: {len(texts):,} texts and {len(videos):,} items of {where}, gamma {gamma:.3g}")
@@ -63,6 +65,10 @@ def _gamma(subject):
     if own.get("shifts") or own.get("loss") in ("ts", "dystress", "dystress-shifted"):
         raise UserError("--normalize: the run has no single temperature (its own change over time or pairs); give "
                         "--gamma, such as the middle of them")
+    if own.get("loss") == "max-margin":
+        raise UserError("--normalize: the run's loss has no temperature; give --gamma")
+    if own.get("loss") == "temo":
+        say("--normalize: gamma is the run's --tau, of L_MM; its other terms have a temperature for each pair")
     last = latest_checkpoint(subject.args.checkpoint) if own.get("learnable_tau") else None
     for file, name in ((TENSORS, "own/tau.log_tau"), ("extra.safetensors", "tau.log_tau")):  # the second: older runs'
         if last and (last / file).exists():
@@ -74,5 +80,5 @@ def _gamma(subject):
 
 
 def _some(n, args):
-    """At most --queue-size of n rows, drawn with --seed, in ascending order."""
-    return np.sort(np.random.default_rng(args.seed).permutation(n)[:args.queue_size])
+    """At most --queue-size of n rows, drawn with --seed, in random order."""
+    return np.random.default_rng(args.seed).permutation(n)[:args.queue_size]

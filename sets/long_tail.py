@@ -12,12 +12,12 @@ import numpy as np
 from readers import text
 
 _NO_COUNTS = {"train": None, "val": None, "test": None}  # they follow from the ratio
-SETS = {  # base: the full set; largest: images of its largest class after a tenth is held out as val
-    "cifar10-lt": {"base": "cifar10", "largest": 4500, "splits": _NO_COUNTS,
+SETS = {  # base: the full set; largest: images of its largest class after a tenth is held out as val; ratio: the usual
+    "cifar10-lt": {"base": "cifar10", "largest": 4500, "ratio": 100.0, "splits": _NO_COUNTS,
                    "licence": "research use, cite Krizhevsky 2009", "where": "as cifar10"},
-    "cifar100-lt": {"base": "cifar100", "largest": 450, "splits": _NO_COUNTS,
+    "cifar100-lt": {"base": "cifar100", "largest": 450, "ratio": 100.0, "splits": _NO_COUNTS,
                     "licence": "research use, cite Krizhevsky 2009", "where": "as cifar100"},
-    "fashion-mnist-lt": {"base": "fashion-mnist", "largest": 5400, "splits": _NO_COUNTS,
+    "fashion-mnist-lt": {"base": "fashion-mnist", "largest": 5400, "ratio": 100.0, "splits": _NO_COUNTS,
                          "licence": "MIT", "where": "as fashion-mnist"},
     "imagenet100-lt": {"splits": _NO_COUNTS, "licence": "research only",
                        "where": "an ImageNet tree in --data-dir, and SDCLR's lists split/imagenet-100/*.txt"}}
@@ -34,11 +34,12 @@ class Splits(dict):
 def load(name, split, options):
     """One split of a set of this file; small images are in memory.
 
-    Options: imbalance_ratio (0), split_seed and the four files as in labelled_sets, and the base set's own.
+    Options: imbalance_ratio (default: the set's, 100), split_seed and the four files as in labelled_sets, and the base
+    set's own.
     Raises: UserError if a file or a flag is missing.
     """
     options = dict(options)
-    ratio = options.pop("imbalance_ratio", 0.0) or 0.0
+    ratio = options.pop("imbalance_ratio", None) or SETS[name].get("ratio", 0.0)
     return labelled_sets(name, ratio, **options)[split]
 
 

@@ -23,6 +23,7 @@ import encoders.two_tower
 import eval as eval_py
 import evaluation.case
 import evaluation.embed
+import evaluation.stand_ins
 import launch
 import temo
 import temperature_schedules
@@ -227,6 +228,7 @@ def test_two_processes_count_each_item_once(run, tmp_path):
     (["--checkpoint", "x", "--text-encoder", "y"], "--text-encoder: only without --checkpoint"),
     (["--checkpoint", "x", "--top", "3"], "--top: only with --query"),
     (["--checkpoint", "x", "--query", "a", "--dataset", "b", "--tasks", "knn"], "--tasks: only without --query"),
+    (["--checkpoint", "x", "--query", "a", "--dataset", "b", "--datasets", "c"], "--datasets: only without --query"),
     (["--checkpoint", "x", "--tasks", "magic"], "invalid choice")])
 def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -253,6 +255,51 @@ def test_a_temperature_that_a_run_does_not_have_is_not_made_up(flags, words, tmp
     asked = ["--checkpoint", folder, "--tasks", "retrieval", "--normalize", "oracle"]
     assert words in evaluate(*asked)["datasets"]["emoji"]["left_out"]["normalize"]
     assert not evaluate(*asked, "--gamma", "0.1")["datasets"]["emoji"]["left_out"]
+
+
+def test_a_loss_without_a_temperature_gives_none(run, monkeypatch):
+    subject = types.SimpleNamespace(own={"loss": "max-margin", "tau": 0.07}, args=types.SimpleNamespace(checkpoint=run))
+    with pytest.raises(UserError, match="the run's loss has no temperature; give --gamma"):
+        evaluation.stand_ins._gamma(subject)
+
+
+def test_an_earlier_result_is_kept(run, tmp_path, monkeypatch, capsys):
+    for k, task in enumerate(("retrieval", "gap", "gap")):
+        monkeypatch.setattr("sys.argv", ["eval.py", "--tasks", task])
+        evaluate("--checkpoint", run, "--output-dir", tmp_path, "--tasks", task)
+        assert ("the earlier eval.json is now eval_1.json" in capsys.readouterr().out) == (k == 1)
+    first, last = (json.loads((tmp_path / f"{name}.json").read_text())["datasets"] for name in ("eval_1", "eval"))
+    assert "retrieval" in first["emoji"]["metrics"] and "retrieval" not in last["emoji"]["metrics"]
+
+
+def test_nothing_measured_is_an_error(run, tmp_path):
+    result = evaluate("--checkpoint", run, "--output-dir", tmp_path, "--tasks", "knn", "--knn-k", "99999")
+    with pytest.raises(UserError, match="nothing was measured, every task was left out: emoji: knn: k = 99999"):
+        eval_py.complain(result)
+
+
+def test_held_out_images_that_a_run_trained_on_are_no_val(cifar, tmp_path, capsys):  # noqa: F811
+    where = ["--dataset", "cifar10", "--data-dir", cifar]
+    flags = [*where, "--image-encoder", "small", "--train-features", "clean", "--batch-size", "8"]
+    folder, _ = train(tmp_path / "r", *flags, script=temperature_schedules)
+    asked = ["--checkpoint", folder, "--split", "val", "--hold-out-val", "--tasks", "zero-shot", "knn"]
+    with pytest.raises(UserError, match="--hold-out-val: the run trained on all of cifar10"):
+        evaluate(*asked)
+    held, _ = train(tmp_path / "held", *flags, "--hold-out-val", script=temperature_schedules)
+    assert evaluate("--checkpoint", held, *asked[2:])["datasets"]["cifar10"]["metrics"]["images"] == 10
+
+
+def test_queries_of_a_class_do_not_stand_together_in_the_queue(run, monkeypatch):
+    """Fig. 5 takes the last 16, 32, ... of them."""
+    seen = []
+    monkeypatch.setattr(eval_py, "stand_ins", lambda case: seen.append(evaluation.stand_ins.stand_ins(case)) or seen[0])
+    evaluate("--checkpoint", run, "--tasks", "retrieval", "--normalize", "queue")
+    texts, videos, _ = seen[0]
+    data, (model, _, transform) = common.load_data("emoji", "train"), common.load_model(run)
+    index, in_order, _, _ = evaluation.embed.encode_images(model, data, transform, torch.device("cpu"))
+    assert len(videos) == len(in_order) and not torch.allclose(videos, in_order)
+    same = (F.normalize(videos) @ F.normalize(in_order).T).max(1).values
+    assert same.min() > 0.9999 and len(texts) > 16
 
 
 def test_figures_as_pdf(tmp_path, pictures):

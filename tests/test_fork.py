@@ -7,9 +7,7 @@ from pathlib import Path
 from engine.checkpoints import latest_checkpoint
 
 import pytest
-import torch
 from PIL import Image
-from torch import nn
 
 import figures.mmts
 import launch

@@ -19,9 +19,10 @@ import evaluation.answers
 import evaluation.metrics
 import launch
 import mama
+from encoders.base import STATS
 from helpers import drift, encode, of_set, write_rows, write_video
 from test_models import logged
-from tools import score
+from tools import concepts, margins, score
 
 CPU = torch.device("cpu")
 BASE = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
@@ -386,6 +387,25 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys):
         assert "not its embeddings before the fusion" in found["left_out"]["retrieval"]
         with pytest.raises(UserError, match="other: its model has no trained embeddings"):
             score.main([str(tmp_path / "other"), "--short", "noun", "--out", str(tmp_path / "scores"), "--cpu"])
+
+
+def test_questions_see_the_view_that_is_said(runs_of, tmp_path, monkeypatch):
+    seen, measure = [], evaluation.answers.evaluate
+    monkeypatch.setattr(evaluation.answers, "evaluate", lambda model, tokenizer, transform, *more: (
+        seen.append(transform), measure(model, tokenizer, transform, *more))[1])
+    flags = ["--eval-resize", "squash", "--image-stats", "imagenet", "--output-dir", str(tmp_path)]
+    found = evaluate(runs_of[0] / "qa-open", *flags)
+    assert found["metrics"]["views"]["qa"] == {"resize": "squash", "stats": "imagenet"}
+    assert (seen[0].resize, seen[0].mean) == ("squash", STATS["imagenet"][0])
+
+
+def test_answers_are_concepts(runs_of):
+    """Fig. 5 of a run with questions: a hit is a right answer."""
+    folder, summaries = runs_of
+    for task in ("qa-open", "qa-choice"):
+        concept, right, _, _ = concepts.hits(folder / task, margins.finished(folder / task)[0])
+        accuracy = summaries[task]["test"]["moving-emoji"]["accuracy"]
+        assert len(concept) == len(right) == 24 and 100 * right.mean() == pytest.approx(accuracy)
 
 
 @pytest.mark.parametrize("task, similarity, block", [

@@ -289,6 +289,8 @@ def test_cifar_long_tail(cifar):
     other = np.bincount(open_sets(9, 1)["train"].labels, minlength=10)
     assert not np.array_equal(other, sizes)  # another split, another order of the classes
     assert np.array_equal(np.bincount(open_sets(1, 0)["train"].labels), [18] * 10)
+    usual = np.bincount(common.load_data("cifar10-lt", "train", data_dir=str(cifar)).labels)  # in any other program
+    assert sorted(usual)[::-1] == common.long_tail_counts(18, 10, 100)
 
 
 def test_val_is_no_part_of_train(cifar, tmp_path):

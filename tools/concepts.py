@@ -46,9 +46,9 @@ def hits(folder, args):
     if column is None:
         raise UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)} to take concepts "
                         "from")
-    rooms = retrieval if args.task == "retrieval" else answers
+    kind = retrieval.Evaluator if args.task == "retrieval" else answers.AnswerEvaluator
     sets = {args.dataset: {"test": evals[args.dataset]["test"]}}
-    evaluator = rooms.Evaluator(*common.load_model(folder), sets, train, torch.device("cpu"), args)
+    evaluator = kind(*common.load_model(folder), sets, train, torch.device("cpu"), args)
     _, _, pieces = evaluator("test")
     if evaluator.errors:
         raise UserError(f"{folder}: {next(iter(evaluator.errors.values()))}")
