@@ -17,6 +17,7 @@ results/claims_lengths.json, claims_lengths.md and a picture of each claim are w
 import argparse
 import math
 import os
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -191,8 +192,8 @@ def write_tables(names, lengths, trials, rates, seeds):
             paper = ", ".join(f"{v:+.1f} {data}" for data, v in PAPER.get(name, {}).get(baseline, {}).items())
             method = next(iter(r["lengths"].values()))["method"]
             rows.append([r["says"], f"{method} - {baseline}", *cells, paper, words])
-        for one in r["lengths"].values():
-            chosen += [[name, arm, f"{one['steps']:,}", f"`{own_flags(of['flags'])}`"]
+        for length, one in r["lengths"].items():
+            chosen += [[name, arm, f"{one['steps']:,}", f"`{own_flags(name, int(length), of['flags'])}`"]
                        for arm, of in one["arms"].items()]
         draw(name, r, claims.RESULTS / "claims_lengths" / f"{name}.png")
     every = {f"{n}, {one['steps']:,} steps": one for n, r in results.items() for one in r["lengths"].values()}
@@ -205,11 +206,15 @@ def write_tables(names, lengths, trials, rates, seeds):
     return "\n".join(lines)
 
 
-def own_flags(flags):
-    """The flags, without those that every run has."""
-    for of_all in (claims.MOVING, "--threads 1", f"--seed {claims.TUNING_SEED}"):
-        flags = flags.replace(of_all, "")
-    return " ".join(flags.split())
+def own_flags(name, length, flags):
+    """The flags of a run, without those that all trials of all arms of the claim have at this length."""
+    def parts(words):
+        return re.findall(r"--\S+(?: (?!--)\S+)*", words)
+    trials = [trial for arm in claims.CLAIMS[name]["arms"] for trial in trials_of(name, arm, 99)[1]]
+    shared = [part for part in parts(trials[0]) if all(part in parts(trial) for trial in trials)]
+    of_all = " ".join([trials[0].split()[0], *shared])
+    every = parts(" ".join(words_of(name, (of_all, 1), length, claims.TUNING_SEED)))
+    return " ".join(part for part in parts(flags) if part not in every)
 
 
 def draw(name, result, path):

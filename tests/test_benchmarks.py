@@ -211,6 +211,8 @@ def test_claims_on_other_data(results, monkeypatch, capsys):
     after = claims.runs_of("claim", "full", 1, 1)[0]["a"][0][0]
     assert before[5:7] == ["--dataset", "moving-emoji"] and after[5:] == ["--dataset", "own.csv", "--epochs", "3"]
     assert "on --dataset own.csv --epochs 3: claim\n" in capsys.readouterr().out
+    assert not list(results.glob("claims*.*"))  # a plan writes nothing
+    claims.write_tables(["claim"], "full", 1, 2)
     assert (results / "claims_own.md").is_file() and not (results / "claims.md").exists()
 
 
@@ -281,7 +283,7 @@ def test_lengths_are_tuned_at_three_and_keep_the_choice(results, monkeypatch):
     kept = json.loads((results / "claims_lengths.json").read_text())["claim"]["lengths"]["10"]["arms"]["a"]
     assert [t["chosen"] for t in kept["tuning"]] == [False, False, True] and kept["flags"].endswith("--lr 0.004")
     assert (results / "claims_lengths" / "claim.png").is_file()
-    assert "| claim | a | 300 | `--x 2 --epochs 30" in (results / "claims_lengths.md").read_text()
+    assert "| claim | a | 300 | `--x 2 --lr 0.004`" in (results / "claims_lengths.md").read_text()
 
 
 def test_rows_of_questions_name_flags_and_are_written(results):
