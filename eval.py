@@ -267,10 +267,10 @@ def evaluate(subject, name, options, first=True):
             if task == "retrieval" and args.normalize != "none":
                 step = "normalize"
                 normalize(case)
-        except NotFinite as error:
-            failed[step] = str(error)
         except (UserError, ValueError) as error:
-            left_out[step] = first_line(error)
+            (failed if isinstance(error, NotFinite) else left_out)[step] = first_line(error)
+        except RuntimeError as error:                                      # a card without memory, say
+            failed[step] = first_line(error)
         if step == "normalize" and step in failed | left_out:
             case.metrics["normalized_by"] = "none"
             say(f"WARNING: {name}: --normalize {args.normalize} is not possible; the retrieval numbers are without "
@@ -316,7 +316,7 @@ def main(args):
     subject = Subject(args)
     result = {"command": " ".join([Path(sys.executable).name] + sys.argv),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
-              "versions": versions().splitlines(), "processes": world()}
+              "versions": versions(args.cpu).splitlines(), "processes": world()}
     found = search(subject, options_of_set(subject, args.dataset, "")) if args.query else evaluate_all(subject)
     result |= found
     if rank() == 0:

@@ -76,7 +76,7 @@ import math
 
 import common
 from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
-from engine.base import UserError, clean_exit, rank, read_json, say, world, write_json
+from engine.base import UserError, clean_exit, rank, read_json, say, to_device, world, write_json
 from engine.flags import Parser
 from engine.ranges import between, count, nonnegative, part, positive, whole
 from engine.run import Run
@@ -244,7 +244,8 @@ def encode_keys(encoder, pixels, splits, seed):
     batch statistics of its own query. splits: groups of the global batch: their size does not depend on processes."""
     if not has_batchnorm(encoder):
         return encoder(pixels)
-    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed)).to(pixels.device)
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))
+    order = to_device(order, pixels.device)
     least = 1 if pixels.is_cuda else min(splits, 2)                        # a CPU has no SyncBatchNorm for the queries
     groups = order.tensor_split(min(max(least, splits // world()), max(1, len(pixels) // 2)))
     return torch.cat([encoder(pixels[g]) for g in groups])[order.argsort()]

@@ -288,8 +288,9 @@ def all_sum(*values, device="cpu", op=dist.ReduceOp.SUM):
 
 
 def to_device(x, device):
-    """Copies a CPU tensor to the device; to a card from pinned memory, so that the host does not wait."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    """Copies a tensor to the device; from a CPU to a card from pinned memory, so that the host does not wait."""
+    pinned = device.type == "cuda" and x.device.type == "cpu"
+    return x.pin_memory().to(device, non_blocking=True) if pinned else x.to(device)
 
 
 def on_card(device, *tensors):

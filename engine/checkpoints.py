@@ -45,7 +45,7 @@ def save(run, keep=2):
 
     Raises: UserError on all processes if it cannot be written; earlier checkpoints then stay as they are."""
     random_state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if run.device.type == "cuda":
         random_state["cuda"] = torch.cuda.get_rng_state()
     of_processes = base.gather_objects((random_state, run.data.positions))
     final = Path(run.folder) / "checkpoints" / f"step_{run.step}"
@@ -196,7 +196,7 @@ def _put_back(run, path):
     if state["processes"] == world():
         found, run.positions = groups[f"random_{rank()}"], state["positions"][rank()]
         torch.set_rng_state(found["cpu"])
-        if "cuda" in found and torch.cuda.is_available():
+        if "cuda" in found and run.device.type == "cuda":
             torch.cuda.set_rng_state(found["cuda"])
     else:
         say(f"--resume: {state['processes']} processes before, {world()} now: random states of dropout and stream "

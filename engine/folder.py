@@ -88,8 +88,8 @@ def lock_folder(folder, flag):
     return file
 
 
-def versions():
-    """Packages, commit and device, one per line."""
+def versions(cpu=False):
+    """Packages, commit and device, one per line.   cpu: a run that leaves the card alone."""
     from importlib.metadata import PackageNotFoundError, version
     lines = [f"python {sys.version.split()[0]}"]
     for package in ("torch", "torchvision", "timm", "transformers", "tokenizers", "datasets", "accelerate", "numpy",
@@ -97,7 +97,7 @@ def versions():
         with contextlib.suppress(PackageNotFoundError):
             lines.append(f"{package} {version(package)}")
     lines.append(f"commit {commit()}")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() and not cpu else "cpu"
     lines.append(f"device {device}, {CORES} cores, {torch.get_num_threads()} threads")
     return "\n".join(lines) + "\n"
 
@@ -142,7 +142,7 @@ def _open_folder(args, script):
     lock = lock_folder(folder, "--resume" if args.resume else "--run-name")
     (folder / "checkpoints").mkdir(exist_ok=True)
     if not args.resume:
-        (folder / "versions.txt").write_text(versions(), encoding="utf8")
+        (folder / "versions.txt").write_text(versions(args.cpu), encoding="utf8")
         base.write_json(folder / "args.json", {"script": script} | vars(args))
     with open(folder / "command.txt", "a", encoding="utf8") as f:
         words = [Path(sys.executable).name, *sys.argv]

@@ -17,7 +17,6 @@ from engine.base import UserError, barrier, first_line, own_words, rank, say, si
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # waited for others: at the start, in a step
 
@@ -30,6 +29,9 @@ def join_processes(args):
     os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))  # accelerate makes no DDP without it
     gpu = torch.cuda.is_available() and not args.cpu
     card = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else None
+    if gpu and card.index >= torch.cuda.device_count():
+        raise UserError(f"process {card.index} of this node has no card, only {torch.cuda.device_count()} are visible; "
+                        "start one process a card, or give --cpu")
     if gpu:
         torch.cuda.set_device(card)
     try:
@@ -184,7 +186,8 @@ def batchnorm_policy(model, args):
         raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
                         "be those of a chunk; --allow-batchnorm-chunks accepts that")
     if world() > 1 and torch.cuda.is_available() and not args.cpu:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        from timm.layers import convert_sync_batchnorm  # torch's own loses the activations inside timm's norms
+        return convert_sync_batchnorm(model)
     if world() > 1:
         say("BatchNorm on several CPU processes: statistics are per process, so the run differs from a run "
             "on one process")

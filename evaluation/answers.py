@@ -17,7 +17,7 @@ import math
 from collections import Counter
 
 from common import mean_over_processes
-from engine.base import UserError, rank, say
+from engine.base import UserError, rank, say, to_device
 from engine.ranges import below_one, between, count
 
 import numpy as np
@@ -139,7 +139,7 @@ def inputs(data, rows, tokenizer, vocabulary, device, model="fusion"):
         words = [f"{q}{join}{c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
         there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
         found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
-    return {k: {n: t.to(device) for n, t in v.items()} if isinstance(v, dict) else v.to(device)
+    return {k: {n: to_device(t, device) for n, t in v.items()} if isinstance(v, dict) else to_device(v, device)
             for k, v in found.items()}
 
 

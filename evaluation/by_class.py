@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from evaluation.embed import encode_images, few_queries
+from evaluation.embed import encode_images, few_queries, together
 from evaluation.metrics import (
     head_mid_tail,
     knn_accuracy,
@@ -142,8 +142,8 @@ class ClassEvaluator:
         if "few-shot" in self.sets:
             shots, _, some, _ = encode_images(self.model, self.sets["few-shot"], *how)
             few = some, self.sets["few-shot"].labels[shots]
-        metrics, chance, per_class = class_metrics(known, train_labels, features, labels, few=few,
-                                                   limits=getattr(args, "shot_limits", None), device=self.device)
+        metrics, chance, per_class = together(class_metrics, known, train_labels, features, labels, few=few,
+                                              limits=getattr(args, "shot_limits", None), device=self.device)
         metrics |= {"images": len(index), "unreadable": len(bad)}
         pieces |= {"features": features, "labels": labels, "names": data.label_names, "per_class": per_class}
         return metrics, chance, pieces

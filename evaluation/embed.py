@@ -45,6 +45,20 @@ def _failure(error):
     return kind(base.own_words(error))
 
 
+def together(work, *args, **more):
+    """work(*args, **more), which is this process's own; a failure on one is raised on all, or the others would go on
+    to another exchange. Collective."""
+    if base.world() == 1:
+        return work(*args, **more)
+    found, failure = None, None
+    try:
+        found = work(*args, **more)
+    except Exception as error:  # a card without memory, say
+        failure = _failure(error)
+    _raise_first(base.gather_objects(failure))
+    return found
+
+
 @torch.no_grad()
 def encode_images(model, data, transform, device, batch=256, workers=0, rows=None, forward=None):
     """Embeddings of a data set's images or clips, each encoded once. batch: number of images, or of frames of clips.

@@ -147,7 +147,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
         raise NotFinite("features hold non-finite values")
     train_labels, test_labels = train_labels.to(train.device).long(), test_labels.to(train.device).long()
     classes = int(max(train_labels.max(), test_labels.max())) + 1
-    hits = []
+    chunk, hits = max(1, min(chunk, 2**26 // len(train))), []  # cosines of a chunk in 256 MiB
     for i in range(0, len(test), chunk):
         near = (test[i:i + chunk] @ train.T).topk(k, dim=1).indices  # (c, k)
         ballots = torch.ones_like(near, dtype=torch.float)  # (c, k)

@@ -2,7 +2,7 @@
 
 from engine.base import UserError, on_card
 
-from evaluation.embed import encode_texts
+from evaluation.embed import encode_texts, together
 from evaluation.metrics import MIR, class_relevancy, mir_chance, mir_metrics, multi_hot, normalize
 
 
@@ -29,11 +29,11 @@ def mir_of(model, tokenizer, pieces, device):
         relevancy = class_relevancy(verb, nouns, verb[said], nouns[said])  # (M, C)
     else:
         return {}, {}
-    image, text = on_card(device, pieces["image"], text)  # (M, D), (C, D)
-    sim = normalize(image) @ normalize(text).T  # (M, C)
+    def both():
+        images, texts = on_card(device, pieces["image"], text)  # (M, D), (C, D)
+        return mir_metrics(normalize(images) @ normalize(texts).T, relevancy), mir_chance(relevancy)
     names = {"rows": "image_to_text", "columns": "text_to_image"}
-    both = mir_metrics(sim, relevancy), mir_chance(relevancy)
-    metrics, chance = ({names.get(k, k): v for k, v in m.items()} for m in both)
+    metrics, chance = ({names.get(k, k): v for k, v in m.items()} for m in together(both))
     return metrics, chance
 
 

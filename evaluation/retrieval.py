@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from evaluation.by_class import nearest
-from evaluation.embed import encode_images, encode_texts, few_queries, read_batch, say_unreadable
+from evaluation.embed import encode_images, encode_texts, few_queries, read_batch, say_unreadable, together
 from evaluation.metrics import modality_gap, retrieval_chance, retrieval_metrics
 from evaluation.mir import mir_of, table_lines
 
@@ -73,7 +73,7 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     index, image, features, bad = encode_images(model, data, transform, device, batch, workers)
     say_unreadable(data, bad)
     pieces = retrieval_pieces(model, tokenizer, data, index, image, device)
-    metrics, chance = retrieval_both_ways(pieces)
+    metrics, chance = together(retrieval_both_ways, pieces)
     metrics["modality_gap"] = modality_gap(image, pieces["text"])
     chance["modality_gap"] = math.sqrt(1 / len(image) + 1 / len(pieces["text"]))
     found, by_chance = mir_of(model, tokenizer, pieces, device)
@@ -82,8 +82,8 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
         rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
-        metrics["knn@1"], chance["knn@1"] = nearest(known, train.labels[rows], features, data.labels[index],
-                                                           device)
+        metrics["knn@1"], chance["knn@1"] = together(nearest, known, train.labels[rows], features, data.labels[index],
+                                                     device)
     counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
     if common.has_clips(data):
         counts["clips"] = len(image)
@@ -154,7 +154,7 @@ class Evaluator:
             train = self.train if self.train.name == name and not self.train.streamed else None
             try:
                 found, by_chance, piece = self.measure(splits[split], train)
-                found |= self.also(piece) if self.also else {}
+                found |= together(self.also, piece) if self.also else {}
                 metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
                 self.errors[f"{name}/{split}"] = first_line(error)

@@ -5,11 +5,12 @@ import functools
 import json
 import math
 import os
+import sys
 from argparse import Namespace
 
 import common
-from engine import checkpoints, flags
-from engine.base import read_json, write_tensors
+from engine import checkpoints, flags, processes
+from engine.base import UserError, read_json, write_tensors
 from engine.clusters import head_mid_tail
 from engine.processes import set_card
 from engine.run import Run
@@ -30,6 +31,7 @@ import temperature_schedules as ts
 from encoders.base import channels_last, small_cnn
 from encoders.frozen import Expert
 from evaluation.by_class import class_metrics, nearest
+from evaluation.embed import together
 from evaluation.mir import mir_of
 from evaluation.retrieval import retrieval_both_ways
 from helpers import losses, run_script, unit
@@ -177,6 +179,60 @@ def test_a_resumed_adam_has_the_kernel_of_this_device_and_moments_in_the_layout_
     step(again, resumed)
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=0 if saved == here else 1e-7)
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "resnet18"])
+def test_synchronised_norms_keep_the_activations_inside_them(name, monkeypatch):
+    """timm's BatchNormAct2d has the activation of its block; torch's own conversion drops it."""
+    encoder = common.VisionEncoder(name, 8, pretrained=False, image_size=32).eval()
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    before, names = encoder(x)[1], list(encoder.state_dict())
+    monkeypatch.setattr(processes, "world", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    converted = processes.batchnorm_policy(encoder, Namespace(chunk_size=0, cpu=False))
+    norms = [m for m in converted.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    assert norms and all(isinstance(m, torch.nn.SyncBatchNorm) for m in norms)
+    assert list(converted.state_dict()) == names
+    torch.testing.assert_close(converted(x)[1], before)
+
+
+def test_a_process_without_a_card_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match="process 1 of this node has no card, only 1 are visible"):
+        processes.join_processes(Namespace(cpu=False))
+
+
+def test_a_run_on_the_cpu_leaves_the_card_alone(tmp_path, monkeypatch):
+    def touched(*_):
+        raise AssertionError("the card was opened")
+    for name in ("engine.folder.torch.cuda.get_device_name", "engine.checkpoints.torch.cuda.get_rng_state"):
+        monkeypatch.setattr(name, touched)
+    available = torch.cuda.is_available
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "torch/" not in sys._getframe(1).f_code.co_filename
+                        or available())  # for our files
+    summary = run_script(temo, tmp_path / "a", *TOY)
+    assert summary["peak_memory_mb"] > 100 and "device cpu" in (tmp_path / "a" / "versions.txt").read_text()
+
+
+def test_a_failure_of_one_process_is_raised_on_all(tmp_path):
+    """A card without memory, say: the other would read the next set while this one waits for the rest of this set."""
+    def work(rank):
+        processes.join_processes(Namespace(cpu=True))
+
+        def part():
+            if rank:
+                raise torch.OutOfMemoryError("the card is full")
+            return "fine"
+        try:
+            together(part)
+        except RuntimeError as error:
+            print(f"raised: {error}", file=sys.stderr)
+
+    for code, words in launch.ranks(tmp_path, work):
+        assert code == 0 and "raised: OutOfMemoryError: the card is full" in words, words
 
 
 def test_adam_in_one_kernel_is_the_same_adam(tmp_path, monkeypatch):

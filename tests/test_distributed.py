@@ -407,7 +407,7 @@ def connect(rank, port, folder):
     """What join_processes asks of torch where there are cards."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
                       WORLD_SIZE="2")
-    torch.cuda.is_available, torch.cuda.set_device = lambda: True, lambda _: None
+    torch.cuda.is_available, torch.cuda.set_device, torch.cuda.device_count = lambda: True, lambda _: None, lambda: 2
     dist.init_process_group = lambda backend, **how: asked.update(backend=backend, card=str(how.get("device_id")))
     asked = {}
     engine.processes.join_processes(Namespace(cpu=False))
