@@ -219,5 +219,6 @@ def test_ci_runs_the_two_commands_in_one_copy(failing, tmp_path):
     assert list(calls) == (expected[:2] if failing == "accelerate" else expected), done.stderr
     assert len({*folders}) == 1 and str(place) in folders[0]
     assert files[0].split() == ["temo.py"] and files[-1].split() == ["runs", "temo.py"]
-    assert (done.returncode == 0) == (not failing) and ("default command: 0 s" in done.stdout) == (len(calls) == 4)
+    assert (done.returncode == 0) == (not failing)
+    assert bool(re.search("default command: [0-9]+ s", done.stdout)) == (len(calls) == 4)
     assert not any(place.iterdir()) and sorted(f.name for f in checkout.iterdir()) == [".ci", "runs", "temo.py"]
