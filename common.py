@@ -800,7 +800,11 @@ def load_model(run_dir):
         weights = run_dir / "model.safetensors"
         if spec.get("sha256") not in (None, base.checksum(weights)):
             raise OSError("not the bytes that the run wrote; if that is intended, remove sha256 from model.json")
-        model.load_state_dict(load_file(weights))
+        tensors = load_file(weights)
+        if more := sorted(tensors.keys() - model.state_dict().keys()):
+            raise UserError(f"{run_dir}: its model.safetensors holds {more[0]}, which a fork added to the encoders and "
+                            "model.json cannot describe; keep such modules in `own`, or build the model with the fork")
+        model.load_state_dict(tensors)
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = first_line(error)
         raise UserError(f"{run_dir}: its model.safetensors is damaged or of another model ({reason}){again}") from error

@@ -176,6 +176,9 @@ def test_eval_of_broken_weights_fails_after_all_is_written(whole, tmp_path, capf
     line = stopped(lambda: judge("--checkpoint", tmp_path / "a", "--output-dir", tmp_path / "e"), capfd)
     assert re.match(r"evaluation failed: .*/retrieval: query holds non-finite values; .*/gap: embeddings hold", line)
     assert len(json.loads((tmp_path / "e" / "eval.json").read_text())["errors"]) == 2
+    save_file(weights | {"second.weight": torch.zeros(2)}, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(UserError, match="holds second.weight, which a fork added .*; keep such modules in `own`"):
+        common.load_model(tmp_path / "a")
 
 
 def test_eval_goes_on_after_a_set_that_is_not_there(whole, data, tmp_path, capfd):
