@@ -5,6 +5,7 @@ import errno
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -299,12 +300,35 @@ def on_card(device, *tensors):
 
 
 def gather_objects(value):
-    """List of every process's picklable value, by rank (small things: keys, messages, evaluation features)."""
+    """List of every process's picklable value, by rank (small things, which over NCCL pass through the card)."""
     if world() == 1:
         return [value]
     values = [None] * world()
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_rows(rows, device, piece=2**26):
+    """The float32 rows (n, ...) of the processes that have some (the others: None), on the CPU: a list. Collective.
+
+    piece: bytes of each process that pass through the device at a time: all rows may be more than its memory."""
+    if world() == 1:
+        return [] if rows is None else [rows]
+    shapes = gather_objects(None if rows is None else tuple(rows.shape))
+    counts, of_row = [shape[0] if shape else 0 for shape in shapes], next((s[1:] for s in shapes if s), (0,))
+    if not math.prod(of_row):
+        return [torch.zeros(shape) for shape in shapes if shape]
+    step, found = max(1, piece // (4 * math.prod(of_row))), [[] for _ in counts]
+    for start in range(0, max(counts), step):
+        part = torch.zeros(min(step, max(counts) - start), *of_row, device=device)       # (s, ...), padded
+        if rows is not None:
+            mine = rows[start:start + step]
+            part[:len(mine)] = mine
+        parts = [torch.empty_like(part) for _ in counts]
+        dist.all_gather(parts, part)
+        for of, n, got in zip(found, counts, parts):
+            of.append(got[:max(0, n - start)].cpu())
+    return [torch.cat(of) for of, shape in zip(found, shapes) if shape]
 
 
 def on_main(work, *args):

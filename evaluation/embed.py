@@ -91,16 +91,16 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
     except Exception as error:  # no process may wait for one that failed
         failure = _failure(error)
     model.train(training)
-    mine = [torch.cat(x) if x else None for x in (image, features)]
-    parts = base.gather_objects((np.array(index, dtype=np.int64), *mine, bad, failure))
-    _raise_first(p[4] for p in parts)
+    parts = base.gather_objects((np.array(index, dtype=np.int64), bad, failure))
+    _raise_first(p[2] for p in parts)
     index = np.concatenate([p[0] for p in parts])
     if not len(index):
-        first = next((f", first {key}: {why}" for p in parts for key, why in p[3].items()), "")
+        first = next((f", first {key}: {why}" for p in parts for key, why in p[1].items()), "")
         raise base.UserError(f"{data.name} ({data.split}): none of its {len(rows)} images can be read{first}")
     order = np.argsort(index)
-    image, features = (torch.cat([p[k] for p in parts if p[k] is not None])[order] for k in (1, 2))
-    return index[order], image, features, {k: v for p in parts for k, v in p[3].items()}
+    image, features = (torch.cat(base.gather_rows(torch.cat(x) if x else None, device))[order]
+                       for x in (image, features))
+    return index[order], image, features, {k: v for p in parts for k, v in p[1].items()}
 
 
 @torch.no_grad()
@@ -118,10 +118,10 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
     except Exception as error:  # no process may wait for one that failed
         failure = _failure(error)
     model.train(training)
-    parts = base.gather_objects((np.array(mine, dtype=np.int64), torch.cat(out) if out else None, failure))
-    _raise_first(p[2] for p in parts)
+    parts = base.gather_objects((np.array(mine, dtype=np.int64), failure))
+    _raise_first(p[1] for p in parts)
     order = np.argsort(np.concatenate([p[0] for p in parts]))
-    return torch.cat([p[1] for p in parts if p[1] is not None])[order]
+    return torch.cat(base.gather_rows(torch.cat(out) if out else None, device))[order]
 
 
 def say_unreadable(data, bad):

@@ -484,6 +484,21 @@ def test_several_processes_on_a_cpu_average_gradients_without_the_word(cpu, loca
         assert code == 0 and "DistributedDataParallel 1.5" in words, words
 
 
+def test_rows_of_all_processes_in_pieces(tmp_path):
+    """Uneven shares, a process without a row, rows without columns; more pieces than one."""
+    def work(rank):
+        engine.processes.join_processes(Namespace(cpu=True))
+        mine = torch.arange(15.0).view(5, 3) if rank else torch.ones(2, 3)
+        for rows in (mine, mine if rank else None, mine[:, :0], None):
+            found = engine.base.gather_rows(rows, torch.device("cpu"), piece=24)  # two rows
+            print([x.tolist() for x in found], file=sys.stderr)
+
+    full = torch.arange(15.0).view(5, 3).tolist()
+    lines = [str(x) for x in ([[[1.0] * 3] * 2, full], [full], [[[], []], [[]] * 5], [])]
+    for code, words in launch.ranks(tmp_path, work):
+        assert code == 0 and words.splitlines() == lines, words
+
+
 def test_workers_change_nothing(runs, tmp_path):
     run_here(tmp_path / "a", "--dataset", str(runs / "set"), "--workers", "2")
     assert losses(tmp_path / "a") == losses(runs / "one")
