@@ -32,13 +32,12 @@ The result is a table, eval.json, and pictures in --output-dir.
 """
 
 import argparse
-import itertools
 import json
 import sys
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, plain, rank, read_json, say, world, write_json
+from engine.base import UserError, clean_exit, first_line, plain, plain_words, rank, say, world, write_json
 from engine.data import data_options, other_options
 from engine.flags import OneLine
 from engine.folder import versions
@@ -49,7 +48,8 @@ import numpy as np
 
 from evaluation import answers, mir
 from evaluation.by_class import TASKS
-from evaluation.case import Case, Subject, table
+from evaluation.case import Case, Subject, keep_earlier, table
+from evaluation.embed import together
 from evaluation.metrics import NotFinite, embedding_health, modality_gap
 from evaluation.retrieval import retrieval_both_ways
 from evaluation.search import search
@@ -160,7 +160,7 @@ def parse_args(argv=None):
 # Each takes a Case (evaluation/case.py) and writes its numbers into case.metrics and case.chance.
 def retrieval(case):
     """Ranks both ways, without normalisation."""
-    case.metrics["retrieval"], case.chance["retrieval"] = retrieval_both_ways(case.pieces)
+    case.metrics["retrieval"], case.chance["retrieval"] = together(retrieval_both_ways, case.pieces)
 
 
 def normalize(case):
@@ -168,11 +168,11 @@ def normalize(case):
     iterations = case.args.iterations or case.subject.own.get("iterations") or 4
     texts, videos, gamma = stand_ins(case)
     if case.args.normalize == "dsl":
-        results = {"none": case.metrics["retrieval"], "dsl": retrieval_both_ways(case.pieces, dsl=gamma)[0]}
+        results = {"none": case.metrics["retrieval"], "dsl": together(retrieval_both_ways, case.pieces, dsl=gamma)[0]}
         case.metrics |= {"retrieval": results["dsl"], "normalize": results, "normalized_by": "dsl"}
         return say(f"{case.name}: --normalize dsl: gamma {gamma:.3g}, by all test queries, so no fair result; "
                    "retrieval.png ranks by the cosine")
-    results, case.pieces["biases"] = normalized_retrieval(case.pieces, gamma, iterations, texts, videos)
+    results, case.pieces["biases"] = together(normalized_retrieval, case.pieces, gamma, iterations, texts, videos)
     case.metrics["retrieval"] = {k: v for k, v in results[case.args.normalize].items() if k != "error"}
     case.metrics |= {"normalize": results, "normalized_by": case.args.normalize}
     if rank() == 0:
@@ -270,6 +270,8 @@ def evaluate(subject, name, options, first=True):
         except (UserError, ValueError) as error:
             (failed if isinstance(error, NotFinite) else left_out)[step] = first_line(error)
         except RuntimeError as error:                                      # a card without memory, say
+            if "another of the" in plain_words(error):                     # processes: nothing can follow
+                raise
             failed[step] = first_line(error)
         if step == "normalize" and step in failed | left_out:
             case.metrics["normalized_by"] = "none"
@@ -324,14 +326,6 @@ def main(args):
         write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")
     return json.loads(json.dumps(result, default=plain))
-
-
-def keep_earlier(file, command):
-    """Gives the result of another command a number: eval.json becomes eval_1.json, ..."""
-    if file.exists() and read_json(file, {}).get("command") != command:
-        free = next(path for k in itertools.count(1) if not (path := file.with_name(f"eval_{k}.json")).exists())
-        file.rename(free)
-        say(f"the earlier {file.name} is now {free.name}; pictures of the same name are replaced")
 
 
 def complain(result):

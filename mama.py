@@ -341,7 +341,7 @@ LONGER = MSRVTT | dict(epochs=20.0, warmup_epochs=0.2)
 MOVING = MSRVTT | dict(
     recipe="ours; captions of 30 % of the training clips swapped, for the weights to find",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
-    image_size=32, image_stats="half", frames=4, text_length=24, text_pooling="mean",
+    image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean",
     epochs=10.0, batch_size=64, lr=2e-3, lr_end=2e-5, warmup_epochs=1.0, weight_decay=0.1,
     tau=0.1, a0=0.1, meta_lr=2e-4, meta_batch_size=32,                     # tau, a0: benchmarks/results/mama_default.md
     crop_min=0.8, jitter=0.2,
@@ -505,7 +505,7 @@ def main(args):
     own.to(run.device)
     learnt, meta_optimizer = [tower, own], None
     if args.weighting == "meta":
-        learnt = [tower, *(module for module in own.values() if module is not weight_net)]
+        learnt = [tower, nn.ParameterDict(own._parameters), *(m for m in own.values() if m is not weight_net)]
         # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
         meta_optimizer = torch.optim.AdamW(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
                                            weight_decay=args.meta_weight_decay)

@@ -223,7 +223,7 @@ VAST = AVION | dict(
 MOVING = dict(
     recipe="ours",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
-    image_size=32, image_stats="half", eval_resize="crop", frames=4, text_length=24, text_pooling="mean",
+    image_size=32, image_stats="encoder", eval_resize="crop", frames=4, text_length=24, text_pooling="mean",
     clean_captions=False,
     epochs=24.0, batch_size=128, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
     optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,

@@ -252,7 +252,7 @@ IMAGES = CLIP4CLIP | dict(recipe="ours; as msrvtt, on images", chunk_size=0, unf
 MOVING = CLIP4CLIP | dict(
     recipe="ours",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
-    image_size=32, image_stats="half", frames=4, text_length=24, text_pooling="mean", unfold_captions=False,
+    image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean", unfold_captions=False,
     epochs=24.0, chunk_size=0, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, eps=1e-8,
     tau=0.1, learnable_tau=False, queue_size=2000,
     crop_min=0.8, jitter=0.2,
@@ -495,7 +495,7 @@ def normalization_table(metrics):
     head = f"{'normalisation':<22}{'t->v R@1':>10}{'R@10':>8}{'v->t R@1':>10}{'R@10':>8}{'error t->v':>12}{'v->t':>8}"
     lines = [""]
     for name, m in metrics.items():
-        lines += [f"\n{name} (reported: {m['normalized_by']})", head]
+        lines += [f"\n{name} (reported: {m['normalized_by']}{'; MIR is without biases' * ('mir' in m)})", head]
         for mode, r in m["normalize"].items():
             t, v, e = r["text_to_image"], r["image_to_text"], r.get("error")           # of the dual softmax: none
             errors = f"{e['text_to_image']:12.3f}{e['image_to_text']:8.3f}" if e else f"{'-':>12}{'-':>8}"

@@ -291,7 +291,7 @@ CC12M = CC3M | dict(
 EMOJI = dict(
     recipe="ours",
     image_encoder="small", text_encoder="small", pretrained=False, embed_dim=128,
-    image_size=48, image_stats="half", eval_resize="crop", text_length=24, text_pooling="mean", clean_captions=False,
+    image_size=48, image_stats="encoder", eval_resize="crop", text_length=24, text_pooling="mean", clean_captions=False,
     epochs=24.0, batch_size=256, lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.1, beta2=0.98, grad_clip=1.0,
     optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
     frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
@@ -369,13 +369,13 @@ def parse_args(argv=None):
                    help="I: RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=21,
                    help="I: RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
-    g = p.group("with I~ and T~ (--loss temo and --unimodal) or slip",
-                lambda a: a.loss == "slip" or a.loss == "temo" and a.unimodal != "none")
+    g = p.group("with T~ (--loss temo and --unimodal)", lambda a: a.loss == "temo" and a.unimodal != "none")
     g.add_argument("--paraphrases", default="", metavar="FILE",
                    help="JSON lines of caption and paraphrases, for T~; paper: five by PEGASUS (tools/paraphrase.py)")
-    g.add_argument("--word-drop", type=part, default=0.1,
-                   help="probability of dropping a word, if there is no other text for T~")
+    g.add_argument("--word-drop", type=part, default=0.1, help="probability of dropping a word, without another text")
     g.add_argument("--word-swap", type=part, default=0.1, help="expected swaps per word, at most one in a text")
+    g = p.group("with I~ (--loss temo and --unimodal) or slip",
+                lambda a: a.loss == "slip" or a.loss == "temo" and a.unimodal != "none")
     g.add_argument("--aug-crop-min", type=part, default=0.08, help="I~: smallest area of the crop; SimCLR 0.08")
     g.add_argument("--aug-flip", type=part, default=0.5, help="I~: probability of a mirror image; SimCLR 0.5")
     g.add_argument("--aug-jitter-p", type=part, default=0.8, help="I~: probability of the colour jitter; SimCLR 0.8")

@@ -280,7 +280,7 @@ FASHION = CIFAR | dict(
     epochs=500.0, period=100.0, jitter_p=0.0, grey=0.0)
 EMOJI = CIFAR | dict(
     recipe="ours",
-    image_encoder="small", head_norm="none", image_stats="half",
+    image_encoder="small", head_norm="none", image_stats="encoder",
     epochs=30.0, batch_size=256, optimizer="adamw", lr=2e-3, lr_end=2e-5, warmup_epochs=2.0, weight_decay=0.05,
     decay_all=False, zero_init=True,
     period=12.0, queue_size=1024,
@@ -389,7 +389,7 @@ def parse_args(argv=None):
               f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
     p.require(args.schedule != "fixed" or "--tau-max" not in p.given or args.tau_max == args.tau_min,
               f"--tau-max {args.tau_max}: --schedule fixed stays at --tau-min {args.tau_min}; give that alone")
-    p.only(not args.tau_head, "without --tau-head and --tau-tail", "--schedule")
+    p.only(not args.tau_head, "without --tau-head and --tau-tail", "--schedule", "--tau-min", "--tau-max")
     p.require((args.tau_head > 0) == (args.tau_tail > 0),
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
     p.require(args.imbalance_ratio == 0 or args.imbalance_ratio >= 1,
@@ -607,10 +607,10 @@ def banner_lines(run, sizes, head_classes):
 def chosen_row(rows, args):
     """The val row whose weights are tested: the last, or with --eval-epoch auto the best after step 0 (App. A.2), the
     earliest of equal ones. If every evaluation on val failed, it is the last row, which has no val_mean."""
-    rows = [r for r in rows if "val_mean" in r] or [r for r in rows if "eval" in r][-1:]
+    rows = [r for r in rows if "eval" in r]
     if args.eval_epoch != "auto":
         return rows[-1]
-    return max(rows, key=lambda r: (r["step"] > 0, r.get("val_mean", 0)))
+    return max([r for r in rows if "val_mean" in r] or rows[-1:], key=lambda r: (r["step"] > 0, r.get("val_mean", 0)))
 
 
 if __name__ == "__main__":

@@ -138,8 +138,14 @@ def hub_encoder(name, tower, pretrained, config):
             return body, body.config.hidden_size, projection, config.to_dict()
         encoder_alone = tower == "text" and config.model_type == "t5"
         auto = transformers.AutoModelForTextEncoding if encoder_alone else transformers.AutoModel
+        if getattr(config, "mask_ratio", 0):
+            config.mask_ratio = 0.0  # of ViT-MAE, which would drop patches in evaluation, too
         if pretrained:
-            body = auto.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
+            body, found = auto.from_pretrained(name, config=config, dtype=torch.float32, trust_remote_code=False,
+                                               output_loading_info=True)
+            missing = [k for k in found["missing_keys"] if "pooler" not in k]
+            if 2 * len(missing) > len(body.state_dict()):
+                raise UserError(f"its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")
         else:
             body = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)  # some are saved in half
     except Exception as error:  # a cut file, other shapes, no such field: each library has errors of its own
@@ -153,10 +159,14 @@ def hub_encoder(name, tower, pretrained, config):
 
 def read_hub(encoder, pixels):
     """Pooled features of a transformers model, or its class token if it has none, or a pooler with a layer of its own,
-    which many published weights lack (ViT, DeiT; `class_token` in the config): (B * T, width)."""
+    which many published weights lack (ViT, DeiT; `class_token` in the config); I-JEPA: the mean of the patches.
+
+    Returns: (B * T, width)."""
     frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
     found = encoder.body(pixel_values=frames)
     pooled = getattr(found, "pooler_output", None)
+    if (encoder.config or {}).get("model_type") == "ijepa":  # it has neither
+        return found.last_hidden_state.mean(1)
     if pooled is None or (encoder.config or {}).get("class_token"):
         return found.last_hidden_state[:, 0]
     return pooled.flatten(1)  # a ResNet's is (B * T, width, 1, 1)

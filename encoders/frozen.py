@@ -3,13 +3,14 @@
 import contextlib
 import functools
 
-from engine.base import UserError, hub_reason
+from engine.base import UserError, first_line, hub_reason
 
 import torch
 import torch.nn.functional as F
 
 from encoders.base import STATS, hub_encoder, masked_mean
 from encoders.tokenizers import build_tokenizer
+from encoders.towers import hub_stats
 from encoders.two_tower import EvalTransform, VisionEncoder, colours
 from evaluation.metrics import normalize
 
@@ -29,9 +30,17 @@ class Expert:
         self.model, _, _, self.config = hub_encoder(name, "vision" if kind == "image" else "text", True, None)
         self.model = self.model.to(device).eval().requires_grad_(False)
         self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
-        side = self.config.get("image_size") or 224
-        fixed = not self.config.get("model_type", "").startswith("dino")  # DINO's positions are interpolated
+        side = self.config.get("image_size") or self.config.get("vision_config", {}).get("image_size") or 224
+        family = self.config.get("model_type", "")
+        fixed = not family.startswith("dino")  # DINO's positions are interpolated
         self.size = (side, side) if fixed or side <= 256 else (224, 224)
+        self.stats = hub_stats(name, STATS["clip" if family.startswith("clip") else "imagenet"])
+        try:
+            width = self([""] if kind == "text" else torch.zeros(1, 3, side, side, device=device)).shape[1:]
+        except (ValueError, RuntimeError, AttributeError) as error:
+            width = first_line(error)
+        if not isinstance(width, torch.Size) or len(width) != 1:
+            raise UserError(f"--{kind}-expert {name}: it gives no features of an {kind} ({width})")
 
     @torch.no_grad()
     def __call__(self, inputs, batch=256):
@@ -46,7 +55,7 @@ class Expert:
         mean, std = (colours(v, self.device) for v in (self.transform.mean, self.transform.std))  # (3, 1, 1)
         frames = inputs.flatten(0, 1) if inputs.ndim == 5 else inputs  # (b, 3, S, S) or (b * T, 3, S, S)
         pixels = F.interpolate(frames * std + mean, size=self.size, mode="bilinear", antialias=True)
-        mean, std = (colours(v, self.device) for v in STATS["imagenet"])
+        mean, std = (colours(v, self.device) for v in self.stats)
         tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + patches, width)
         features = tokens[:, 1 + (self.config.get("num_register_tokens") or 0):].mean(1)  # the patches alone
         return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)

@@ -96,6 +96,7 @@ def freeze_unused(model, tokenizer, spec):
             tokens = tokenizer(["a"]) if tokenizer else None
             out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
             sum(x.sum() for x in out if x is not None).backward()
+            refuse_blind(model.text)
     except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
         raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and "
                         f"--text-encoder {spec['text_encoder']}: {first_line(error)}") from error
@@ -103,6 +104,15 @@ def freeze_unused(model, tokenizer, spec):
         p.requires_grad_(p.requires_grad and p.grad is not None)
     model.zero_grad(set_to_none=True)
     model.train()
+
+
+def refuse_blind(text):
+    """Raises: UserError if the first token, which is the text's embedding, cannot see the others (a language model)."""
+    if text and text.name != "small" and text.pooling == "cls" and not text.config["model_type"].startswith("clip"):
+        ids = torch.tensor([[1, 2], [1, 3]])
+        first = text.words(ids, torch.ones_like(ids))[0][:, 0]                                # (2, width)
+        if torch.equal(*first):
+            raise UserError("its first token sees only itself; --text-pooling mean")
 
 
 def set_dropout(model, features, text=True):

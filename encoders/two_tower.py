@@ -54,6 +54,8 @@ class EvalTransform:
         elif not torch.is_tensor(image):
             array = np.array(image.convert("RGB") if hasattr(image, "convert") else image)  # (H, W, 3)
             image = torch.from_numpy(array).permute(2, 0, 1)
+        if image.is_floating_point() and image.ndim > 2 and image.shape[-3] == 3:  # (T, F) are features
+            raise ValueError("pixels are uint8, 0..255; a float image may be normalised already")
         return image if image.is_floating_point() else self.normalise(self.raw(image).float() / 255)
 
 

@@ -3,9 +3,11 @@
 Nothing in such a file is executed (pickles are read with weights_only) or makes us open or download something else.
 """
 
+import itertools
 import math
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
 
 from engine.base import UserError, first_line, say
@@ -104,8 +106,10 @@ def init_from(model, path):
         say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by AVION's names")
         return fit
     fit, how = {}, "by name"
-    for prefix in ("", "vision.", "vision.body.", "text.", "text.body."):
-        named = {prefix + k: v for k, v in weights.items()}
+    base_name = Counter(k.partition(".")[0] for k in weights).most_common(1)[0][0] + "." if weights else ""
+    inner = {k.removeprefix(base_name): v for k, v in weights.items()}     # without the `bert.` of a file with a head
+    for prefix, source in itertools.product(("", "vision.", "vision.body.", "text.", "text.body."), (weights, inner)):
+        named = {prefix + k: v for k, v in source.items()}
         found = {k: v for k, v in named.items() if k in own and own[k].shape == v.shape}
         if len(found) > len(fit):
             fit, how = found, f"as {prefix}* by name" if prefix else "by name"

@@ -26,8 +26,10 @@ def join_processes(args):
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return
     from torch.distributed.rendezvous import rendezvous
-    os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))  # accelerate makes no DDP without it
     gpu = torch.cuda.is_available() and not args.cpu
+    own_card = gpu and torch.cuda.device_count() == 1  # srun --gpus-per-task=1
+    # accelerate makes no DDP without a number
+    os.environ.setdefault("LOCAL_RANK", "0" if own_card else os.environ.get("SLURM_LOCALID", "0"))
     card = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else None
     if gpu and card.index >= torch.cuda.device_count():
         raise UserError(f"process {card.index} of this node has no card, only {torch.cuda.device_count()} are visible; "

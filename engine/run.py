@@ -53,8 +53,7 @@ class Run:
                                                                 args.resume)
             self.fitted |= fit_to(args, self.train)
             self.count_steps()
-        files = {f"--{k.replace('_', '-')}": v for k in ("meta_set", "paraphrases")
-                 if Path(v := getattr(args, k, "")).is_file()}
+        files = {f"--{k.replace('_', '-')}": getattr(args, k) for k in ("meta_set", "paraphrases") if hasattr(args, k)}
         self.twins = base.on_main(compare, self.folder, self.train, self.evals, args.resume, files)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
         self.unevaluated, self.bad, self.bar, self.handlers = False, {}, None, {}
@@ -178,10 +177,11 @@ class Run:
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
-        files = args.image_encoder in FROM_FILES  # then the video tower is always new
-        published = args.pretrained and (args.text_encoder if files else args.image_encoder) != "small"
-        start = "published weights" + " of the text encoder" * files
-        start = "weights of --init-from" if args.init_from else start if published else "from scratch"
+        new = (args.image_encoder in ("small", "resnet18-cifar", *FROM_FILES),
+               not tower.text or tower.text.name == "small")                  # without published weights
+        of = {(True, False): " of the text encoder", (False, True): " of the image encoder" * bool(tower.text)}
+        start = "published weights" + of.get(new, "") if args.pretrained and not all(new) else "from scratch"
+        start = "weights of --init-from" if args.init_from else start
         beside = millions(self.trained) + millions(self.own) - sum(millions(t) for t in (tower.vision, tower.text) if t)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
         fast = " with TF32 in the encoders" * (args.tf32 and self.device.type == "cuda")

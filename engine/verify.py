@@ -133,7 +133,7 @@ def compare(folder, train, evals, resumed="", files=None):
     """A text for the banner on examples of the evaluation {name: {split: Data}} that are in train as well.
 
     The fingerprints are kept in folder/data.json. A resumed run warns of changes and refuses changed training data with
-    a UserError, or one of the files {flag: path} that training reads."""
+    a UserError, or another value or file of the flags {flag: value} that training reads."""
     splits = {"train": train} | {f"{name} {s}": data for name, of in evals.items() for s, data in of.items()}
     splits = {s: data for s, data in splits.items() if not data.streamed}
     saved = base.read_json(folder / "data.json", {}) if resumed else {}
@@ -142,10 +142,11 @@ def compare(folder, train, evals, resumed="", files=None):
             raise UserError(f"--resume {resumed}: the training data have changed ({line}); start a "
                             "new run")
         say(f"WARNING: the data have changed since this run began: {line}")
-    sums = {flag: base.checksum(path) for flag, path in (files or {}).items()}
+    sums = {flag: base.checksum(v) if Path(v).is_file() else v for flag, v in (files or {}).items()}
     for flag, digest in sums.items():
         if saved.get(flag, digest) != digest:
-            raise UserError(f"--resume {resumed}: {flag} {files[flag]} has changed; put it back, or start a new run")
+            raise UserError(f"--resume {resumed}: {flag} {files[flag]}: not that of before, or its content has "
+                            "changed; put it back, or start a new run")
     if not saved:
         prints = {s: fingerprint(data) for s, data in splits.items()}
         for s, of in prints.items():

@@ -186,9 +186,9 @@ def knn(case):
     case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # so that other k survive a too large one
     own = case.subject.own
     limits = own.get("shot_limits") if case.name == own.get("dataset") else None         # the run's many, medium, few
-    known, features = on_card(case.subject.device, known, features)
+    known, features = together(on_card, case.subject.device, known, features)
     for k in case.args.knn_k:
-        result = knn_accuracy(known, known_labels, features, labels, k=k, per_class=True)
+        result = together(knn_accuracy, known, known_labels, features, labels, k=k, per_class=True)
         per_class = result.pop("per_class")
         metrics[f"k={k}"] = result | head_mid_tail(known_labels.numpy(), per_class, limits)
         chance[f"k={k}"] = knn_chance(known_labels.numpy(), labels.numpy())

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 from pathlib import Path
 
@@ -198,6 +199,18 @@ class Case:
     def picture(self, kind):
         """Path of a picture of this set."""
         return self.subject.folder / f"{kind}_{slug(self.name)}.{self.args.figures}"
+
+
+def keep_earlier(file, command):
+    """Gives the result of another command a number: eval.json becomes eval_1.json, ..."""
+    try:
+        other = file.exists() and read_json(file).get("command") != command
+    except UserError:                                                      # damaged
+        other = True
+    if other:
+        free = next(path for k in itertools.count(1) if not (path := file.with_name(f"eval_{k}.json")).exists())
+        file.rename(free)
+        say(f"the earlier {file.name} is now {free.name}; pictures of the same name are replaced")
 
 
 def table(name, metrics, chance, tasks):

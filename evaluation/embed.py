@@ -8,6 +8,8 @@ from engine import CORES, base
 import numpy as np
 import torch
 
+from evaluation.metrics import NotFinite
+
 
 def read_batch(data, transform, rows):
     """(readable rows, their pixels (b, [T,] 3, S, S), {row: why not} of the others), with the evaluation's transform.
@@ -41,8 +43,8 @@ def _failure(error):
     """What all processes raise for an error of one: Stopped after a signal, else its words, of the user or not."""
     if isinstance(error, base.Stopped):
         return error
-    kind = base.UserError if isinstance(error, base.UserError) else RuntimeError
-    return kind(base.own_words(error))
+    kind = next((k for k in (base.UserError, NotFinite, ValueError) if isinstance(error, k)), RuntimeError)
+    return kind(base.own_words(error) if kind in (base.UserError, RuntimeError) else str(error))
 
 
 def together(work, *args, **more):

@@ -57,10 +57,10 @@ def draw_map(embeddings, labels, path, title):
     save_figure(fig, path)
 
 
-def draw_clusters(data, examples, path, title):
+def draw_clusters(data, examples, path, title, unit="captions"):
     """Draws pictures and captions from the largest, a middle and the smallest cluster.
 
-    Args: examples: list of {size, captions, rows}, largest cluster first; rows: of data."""
+    Args: examples: list of {size, captions, rows}, largest cluster first; rows: of data; unit: what a size counts."""
     shown = [examples[k] for k in sorted({0, len(examples) // 2, len(examples) - 1})]
     shown = [e for e in shown if e["rows"]]
     columns = min(3, max(len(e["rows"]) for e in shown))         # five are kept; three are large enough to be seen
@@ -74,7 +74,7 @@ def draw_clusters(data, examples, path, title):
                 continue
             base.show(ax, data, e["rows"][k])
             ax.set_xlabel(base.wrap(e["captions"][k], 22))
-        row[0].set_ylabel(f"{e['size']:,} captions")
+        row[0].set_ylabel(f"{e['size']:,} {unit}")
     fig.suptitle(f"{title}: clusters by size")
     save_figure(fig, path)
 
@@ -141,5 +141,6 @@ def draw(run, clusters, shifts, period, curve):
         run.picture("tsne.png", draw_map, clusters.tensors["sample"].numpy(),
                     clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
     if not run.train.streamed:
+        unit = "captions" if clusters.by in ("caption", "both") else "examples"
         run.picture("clusters.png", draw_clusters, run.train, clusters.meta["examples"],
-                    title=f"{source} (Fig. 6)")
+                    title=f"{source} (Fig. 6)", unit=unit)

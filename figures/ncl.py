@@ -159,8 +159,9 @@ def draw(run, retrieval_biases):
         ("cosine", "mean over the batch", {"pairs": "pos_cos", "others": "neg_cos"}),
         ("retrieval, val", "R@1, %", recalls)])
     for name, suffix, pieces in base.by_set(run.test_pieces):
+        of_set = queues if name == args.dataset else {"texts": [], "videos": []}
         run.picture(f"normalization{suffix}.png", draw_normalization, pieces, queues["gamma"].item(),
-                    args.iterations, queues, retrieval_biases)
+                    args.iterations, of_set, retrieval_biases)
         start = {k: before[f"{name}/{k}"] for k in ("text", "image") if f"{name}/{k}" in before}
         run.picture(f"modalities{suffix}.png", draw_modalities, start, val.get(name, pieces))
         mode = args.normalize if args.normalize in pieces["biases"] and args.normalize != "none" else "oracle"

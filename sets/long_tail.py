@@ -39,7 +39,9 @@ def load(name, split, options):
     Raises: UserError if a file or a flag is missing.
     """
     options = dict(options)
-    ratio = options.pop("imbalance_ratio", None) or SETS[name].get("ratio", 0.0)
+    usual = 0.0 if options.get("index_file") else SETS[name].get("ratio", 0.0)  # 0: what the file names
+    given = options.pop("imbalance_ratio", None)
+    ratio = usual if given is None else given
     return labelled_sets(name, ratio, **options)[split]
 
 
@@ -98,6 +100,9 @@ def long_tail(data, ratio, seed, n_max=None):
     classes = np.unique(labels)
     order = rng.permutation(classes)
     counts = long_tail_counts(n_max or int(np.bincount(labels).max()), len(classes), ratio)
+    if not all(counts):
+        raise UserError(f"--imbalance-ratio {ratio:g} leaves {counts.count(0)} of {len(classes)} classes without an "
+                        f"image; the largest class has {max(counts)}: give that or less")
     rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(order, counts, strict=True)]
     return data.select(np.sort(np.concatenate(rows)))
 

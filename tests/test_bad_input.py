@@ -387,8 +387,9 @@ def test_weights_that_do_not_fit(good, tmp_path):
 
 @pytest.mark.parametrize("script, words, refused", [
     (temo, "--loss infonce --no-modulated", "--no-modulated: only with --loss temo"),
-    (temo, "--loss infonce --aug-hue 0", "--aug-hue: only with I~ and T~ (--loss temo and --unimodal) or slip"),
-    (temo, "--unimodal none --paraphrases p.jsonl", "--paraphrases: only with I~ and T~"),
+    (temo, "--loss infonce --aug-hue 0", "--aug-hue: only with I~ (--loss temo and --unimodal) or slip"),
+    (temo, "--unimodal none --paraphrases p.jsonl", "--paraphrases: only with T~"),
+    (temo, "--loss slip --word-drop 0.5", "--word-drop: only with T~ (--loss temo and --unimodal)"),
     (temo, "--loss ts --tau 0.1", "--tau: only with L_MM, --unimodal plain, or --loss infonce, cwcl or slip"),
     (temo, "--no-base --tau 0.1", "--tau: only with L_MM"),
     (ncl, "--optimizer sgd --beta2 0.9", "--beta2: only with --optimizer adamw or adam"),

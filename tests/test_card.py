@@ -254,6 +254,7 @@ def test_experts_of_a_card_run_in_half_precision(monkeypatch):
     monkeypatch.setattr("encoders.frozen.hub_encoder", lambda *_: (torch.nn.Linear(2, 2), 2, None, {}))
     monkeypatch.setattr("encoders.frozen.build_tokenizer", lambda *_: None)
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)
+    monkeypatch.setattr(Expert, "_features", lambda self, inputs: torch.zeros(1, 2))
     kinds = {(kind, device): Expert("x", "text", None, torch.device(device), kind).autocast.keywords["enabled"]
              for kind in ("bf16", "fp16", "no") for device in ("cuda", "cpu")}
     assert {where for where, on in kinds.items() if on} == {("bf16", "cuda"), ("fp16", "cuda")}

@@ -72,10 +72,10 @@ LEARNT = {  # a learnt temperature of the loss, a parameter in own
     ts: [("    own.to(run.device)\n", """    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(-1.0)})
     own.to(run.device)\n"""), ("        if args.tau_head: ", """        tau = own["tau"]["log_tau"].exp()
         if args.tau_head: """)],
-    mama: [("    own.to(run.device)\n", """    own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(-1.0)})
+    mama: [("    own.to(run.device)\n", """    own.log_tau = nn.Parameter(torch.tensor(-1.0))
     own.to(run.device)\n"""), ("contrast(video, text, args.tau, mu, args.loss_block)",
-                                'contrast(video, text, own["tau"]["log_tau"].exp(), mu, args.loss_block)'),
-           ("run.done(batch, loss, args.tau, ", 'run.done(batch, loss, own["tau"]["log_tau"].exp(), ')]}
+                                "contrast(video, text, own.log_tau.exp(), mu, args.loss_block)"),
+           ("run.done(batch, loss, args.tau, ", "run.done(batch, loss, own.log_tau.exp(), ")]}
 
 
 @pytest.mark.parametrize("script", LEARNT)

@@ -425,8 +425,10 @@ def test_a_resume_refuses_other_meta_data(tmp_path):
     main(tmp_path / "run", "--max-steps", "2", "--meta-set", names)
     go_on = functools.partial(mama.parse_args, ["--resume", str(tmp_path / "run"), "--max-steps", "3"])
     names.write_text("".join(f"train {i}\n" for i in range(11)))
-    with pytest.raises(UserError, match="--meta-set .*names.txt has changed; put it back, or start a new run"):
+    with pytest.raises(UserError, match="--meta-set .*names.txt: not that of before, or its content has changed"):
         mama.main(go_on())
+    with pytest.raises(UserError, match="--meta-set train: not that of before"):
+        mama.main(mama.parse_args(["--resume", str(tmp_path / "run"), "--max-steps", "3", "--meta-set", "train"]))
     names.write_text("".join(f"train {i}\n" for i in range(10)))
     assert mama.main(go_on())["steps"] == 3
 

@@ -9,6 +9,7 @@ import common
 import engine.base
 from engine.base import UserError
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,9 +35,13 @@ import evaluation.embed
 import evaluation.retrieval
 import launch
 import mama
+import mmts
 import ncl
 import temo
+import temperature_schedules as ts
 from encoders.frozen import Expert
+from encoders.towers import refuse_blind
+from encoders.weights import init_from
 from evaluation.embed import encode_texts
 from evaluation.retrieval import evaluate
 from helpers import write_captions
@@ -357,6 +362,67 @@ def test_load_model_gives_the_run_s_embeddings(runs, data, name):
     one = model(transform(test.read(3))[None])[0]
     assert torch.allclose(one[0], image[3], atol=1e-4)
     assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
+
+
+def test_a_masked_autoencoder_sees_all_patches_and_i_jepa_is_their_mean(tmp_path):
+    import transformers
+    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=16,
+                 patch_size=4)
+    transformers.ViTMAEModel(transformers.ViTMAEConfig(**small)).save_pretrained(tmp_path / "mae")
+    transformers.IJepaModel(transformers.IJepaConfig(**small)).save_pretrained(tmp_path / "ijepa")
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    mae = common.VisionEncoder(str(tmp_path / "mae"), 0, True, 16).eval()
+    assert mae.body(pixel_values=x).last_hidden_state.shape[1] == 17  # of 16 patches and the class token
+    torch.testing.assert_close(mae(x)[1], mae(x)[1])
+    ijepa = common.VisionEncoder(str(tmp_path / "ijepa"), 0, True, 16).eval()
+    torch.testing.assert_close(ijepa(x)[1], ijepa.body(pixel_values=x).last_hidden_state.mean(1))
+
+
+def test_weights_of_another_model_are_no_published_weights(tmp_path):
+    """Every name has a prefix that the model does not know: all of it would silently be random."""
+    import transformers
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    assert common.TextEncoder(str(tmp_path / "bert"), 0).width == 8
+    file = tmp_path / "bert" / "model.safetensors"
+    save_file({f"inner.{k}": v for k, v in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match="its weights lack .* more: they are another model's"):
+        common.TextEncoder(str(tmp_path / "bert"), 0)
+
+
+def test_a_first_token_that_sees_only_itself_is_no_text_embedding(tmp_path):
+    import transformers
+    config = transformers.Qwen3Config(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+                                      num_key_value_heads=2, head_dim=4, vocab_size=50)
+    transformers.Qwen3Model(config).save_pretrained(tmp_path / "qwen")
+    with pytest.raises(UserError, match="its first token sees only itself; --text-pooling mean"):
+        refuse_blind(common.TextEncoder(str(tmp_path / "qwen"), 0, pooling="cls"))
+    refuse_blind(common.TextEncoder(str(tmp_path / "qwen"), 0, pooling="mean"))
+
+
+def test_files_with_a_head_in_front_of_their_names_are_read(tmp_path, capsys):
+    import transformers
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    published = transformers.BertForMaskedLM(config)
+    published.save_pretrained(tmp_path / "published")
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    text = common.TextEncoder(str(tmp_path / "bert"), 4)
+    init_from(common.TwoTower(common.VisionEncoder("small", 4), text), tmp_path / "published")
+    assert "as text.body.* by name" in capsys.readouterr().out
+    words = "embeddings.word_embeddings.weight"
+    torch.testing.assert_close(text.body.get_parameter(words), published.bert.get_parameter(words))
+
+
+def test_float_images_are_refused_and_the_statistics_are_those_of_the_encoder():
+    transform = common.EvalTransform(32, (0.5,) * 3, (0.5,) * 3)
+    assert transform(torch.zeros(3, 40, 40, dtype=torch.uint8)).shape == (3, 32, 32)
+    assert transform(torch.zeros(5, 7)).shape == (5, 7)  # features
+    for image in (torch.zeros(3, 40, 40), torch.zeros(4, 3, 40, 40), np.zeros((40, 40, 3), np.float32)):
+        with pytest.raises(ValueError, match="pixels are uint8"):
+            transform(image)
+    for script in (temo, ncl, mmts, mama, ts):
+        args = script.parse_args(["--dataset", "own.csv", "--image-encoder", "resnet18"])
+        assert args.image_stats == "encoder"
 
 
 def test_load_model_of_no_run(tmp_path):

@@ -774,7 +774,7 @@ def test_sets_without_a_queue_are_not_normalised_in_silence(run, tmp_path, capsy
     summary = main(folder, "--eval-datasets", "moving-emoji", "emoji")
     out = capsys.readouterr().out
     assert "WARNING: no queue for emoji, not trained on" in out
-    assert "moving-emoji (reported: queue)" in out and "\nemoji (reported: none)" in out
+    assert "moving-emoji (reported: queue; MIR is without biases)" in out and "\nemoji (reported: none)" in out
     assert summary["test"]["emoji"]["normalized_by"] == "none"
     assert summary["test"]["emoji"]["R-Mean"] == summary["test"]["emoji"]["normalize"]["none"]["R-Mean"]
     got = evaluate(folder, tmp_path / "1", "--normalize", "queue", "--datasets", "emoji", "--queue-size", 50)
