@@ -43,8 +43,8 @@ def _failure(error):
     """What all processes raise for an error of one: Stopped after a signal, else its words, of the user or not."""
     if isinstance(error, base.Stopped):
         return error
-    kind = next((k for k in (base.UserError, NotFinite, ValueError) if isinstance(error, k)), RuntimeError)
-    return kind(base.own_words(error) if kind in (base.UserError, RuntimeError) else str(error))
+    kind = base.UserError if isinstance(error, base.UserError) else RuntimeError
+    return kind(base.own_words(error))
 
 
 def together(work, *args, **more):
@@ -55,8 +55,8 @@ def together(work, *args, **more):
     found, failure = None, None
     try:
         found = work(*args, **more)
-    except Exception as error:  # a card without memory, say
-        failure = _failure(error)
+    except Exception as error:  # a card without memory, say; a metric's own errors keep their types
+        failure = type(error)(str(error)) if type(error) in (NotFinite, ValueError) else _failure(error)
     _raise_first(base.gather_objects(failure))
     return found
 
