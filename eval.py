@@ -37,7 +37,7 @@ import sys
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, plain, plain_words, rank, say, world, write_json
+from engine.base import UserError, clean_exit, first_line, lost_another, plain, rank, say, world, write_json
 from engine.data import data_options, other_options
 from engine.flags import OneLine
 from engine.folder import versions
@@ -270,7 +270,7 @@ def evaluate(subject, name, options, first=True):
         except (UserError, ValueError) as error:
             (failed if isinstance(error, NotFinite) else left_out)[step] = first_line(error)
         except RuntimeError as error:                                      # a card without memory, say
-            if "another of the" in plain_words(error):                     # processes: nothing can follow
+            if lost_another(error):
                 raise
             failed[step] = first_line(error)
         if step == "normalize" and step in failed | left_out:

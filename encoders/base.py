@@ -132,7 +132,7 @@ def hub_encoder(name, tower, pretrained, config):
             config = transformers.AutoConfig.for_model(**config)
         if config.model_type == "clip":
             kind = transformers.CLIPModel
-            whole = kind.from_pretrained(name, dtype=torch.float32) if pretrained else kind(config)  # the plain class
+            whole = published(kind, name, config) if pretrained else kind(config)  # the plain class
             body = whole.vision_model if tower == "vision" else whole.text_model
             projection = whole.visual_projection if tower == "vision" else whole.text_projection
             return body, body.config.hidden_size, projection, config.to_dict()
@@ -141,11 +141,7 @@ def hub_encoder(name, tower, pretrained, config):
         if getattr(config, "mask_ratio", 0):
             config.mask_ratio = 0.0  # of ViT-MAE, which would drop patches in evaluation, too
         if pretrained:
-            body, found = auto.from_pretrained(name, config=config, dtype=torch.float32, trust_remote_code=False,
-                                               output_loading_info=True)
-            missing = [k for k in found["missing_keys"] if "pooler" not in k]
-            if 2 * len(missing) > len(body.state_dict()):
-                raise UserError(f"its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")
+            body = published(auto, name, config, trust_remote_code=False)
         else:
             body = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)  # some are saved in half
     except Exception as error:  # a cut file, other shapes, no such field: each library has errors of its own
@@ -155,6 +151,17 @@ def hub_encoder(name, tower, pretrained, config):
         known["class_token"] = True  # see read_hub; saved runs of before go on with their pooler
     width = known.get("hidden_size") or (known.get("hidden_sizes") or [0])[-1] or known.get("d_model") or 0
     return body, width or getattr(config, "hidden_size", 0), None, known
+
+
+def published(kind, name, config, **more):
+    """The transformers model of a class, id and config with its published weights, in float32.
+
+    Raises: UserError if they lack most of the model's tensors, which would silently be random."""
+    model, found = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True, **more)
+    missing = sorted(k for k in found["missing_keys"] if "pooler" not in k)
+    if 2 * len(missing) > len(model.state_dict()):
+        raise UserError(f"its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")
+    return model
 
 
 def read_hub(encoder, pixels):

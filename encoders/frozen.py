@@ -36,11 +36,11 @@ class Expert:
         self.size = (side, side) if fixed or side <= 256 else (224, 224)
         self.stats = hub_stats(name, STATS["clip" if family.startswith("clip") else "imagenet"])
         try:
-            width = self([""] if kind == "text" else torch.zeros(1, 3, side, side, device=device)).shape[1:]
+            one = self(["a"] if kind == "text" else torch.zeros(1, 3, side, side, device=device))         # (1, width)
         except (ValueError, RuntimeError, AttributeError) as error:
-            width = first_line(error)
-        if not isinstance(width, torch.Size) or len(width) != 1:
-            raise UserError(f"--{kind}-expert {name}: it gives no features of an {kind} ({width})")
+            raise UserError(f"--{kind}-expert {name}: {first_line(error)}") from error
+        if one.ndim != 2:
+            raise UserError(f"--{kind}-expert {name}: its features have the shape {tuple(one.shape)}, not (1, width)")
 
     @torch.no_grad()
     def __call__(self, inputs, batch=256):

@@ -75,11 +75,16 @@ def plain_words(error):
                 "--workers")
     if isinstance(error, RuntimeError) and "DataLoader worker" in text:
         return worker_died(error)
-    if isinstance(error, RuntimeError) and world() > 1 and re.search("gloo|NCCL", text):
+    if lost_another(error):
         reason = re.sub(r"^\[.*?\] ", "", text).split(". ")[0]  # without its line of source
         return (f"another of the {world()} processes ended or hangs ({reason}); its own message says why; --resume "
                 "continues from the last checkpoint")
     return ""
+
+
+def lost_another(error):
+    """Whether the error says that another process ended or hangs, so that no exchange can follow."""
+    return isinstance(error, RuntimeError) and world() > 1 and re.search("gloo|NCCL", first_line(error))
 
 
 def worker_died(error):

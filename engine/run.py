@@ -50,7 +50,7 @@ class Run:
         self.unreadable = {}
         if args.verify_images:
             self.train, self.evals, self.unreadable = verify(self.folder, train, evals, args.max_bad_fraction,
-                                                                args.resume)
+                                                            args.resume)
             self.fitted |= fit_to(args, self.train)
             self.count_steps()
         files = {f"--{k.replace('_', '-')}": getattr(args, k) for k in ("meta_set", "paraphrases") if hasattr(args, k)}
@@ -177,10 +177,10 @@ class Run:
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
         if tower.text:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
-        new = (args.image_encoder in ("small", "resnet18-cifar", *FROM_FILES),
-               not tower.text or tower.text.name == "small")                  # without published weights
-        of = {(True, False): " of the text encoder", (False, True): " of the image encoder" * bool(tower.text)}
-        start = "published weights" + of.get(new, "") if args.pretrained and not all(new) else "from scratch"
+        new_image = args.image_encoder in ("small", "resnet18-cifar", *FROM_FILES)  # it has no published weights
+        new_text = not tower.text or tower.text.name == "small"
+        which = " of the text encoder" if new_image else " of the image encoder" if tower.text and new_text else ""
+        start = "from scratch" if new_image and new_text or not args.pretrained else "published weights" + which
         start = "weights of --init-from" if args.init_from else start
         beside = millions(self.trained) + millions(self.own) - sum(millions(t) for t in (tower.vision, tower.text) if t)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
