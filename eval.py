@@ -124,7 +124,7 @@ def parse_args(argv=None):
     g.add_argument("--dataset", default="", help="folder of images (or any set) that --query searches")
     g.add_argument("--top", type=count, default=5, help="hits of a query")
     g = p.add_argument_group("run")
-    g.add_argument("--output-dir", default="", 
+    g.add_argument("--output-dir", default="",
                    help="for eval.json and the pictures; empty = RUN_DIR/eval, or runs/eval/NAME of a model by name")
     g.add_argument("--figures", choices=["png", "pdf"], default="png", help="format of the pictures; pdf for papers")
     g.add_argument("--eval-batch", type=count, default=256, help="images at a time")

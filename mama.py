@@ -71,7 +71,7 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     ActivityNet, MSVD, YouCook2, HowTo100M) --meta-balance captions takes 50 clusters of captions in turn.
  9. Focal loss, self-paced learning and L2RW are not specified: focal with (1 - p)^2, p the mean (geometric) of both
     directions' probabilities of the pair; SPL keeps the easiest part of the batch, which grows linearly to all of it;
-    L2RW as published, times B, since Eq. 8 divides by B; few pairs then carry most. With questions p has their loss.
+    L2RW as published, times B, since Eq. 8 divides by B; few pairs carry most of it. Questions' loss lowers p as well.
 10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
     losses that occur, and cannot lower the highest without those in the middle.
 11. The captions of a vision-language model (Section 3.3) are further captions of training clips (--extra-captions), of
@@ -505,7 +505,8 @@ def main(args):
     own.to(run.device)
     learnt, meta_optimizer = [tower, own], None
     if args.weighting == "meta":
-        learnt = [tower, nn.ParameterDict(own._parameters), *(m for m in own.values() if m is not weight_net)]
+        rest = [module for module in own.values() if module is not weight_net]              # what else a loss learns
+        learnt = [tower, nn.ParameterDict(own.named_parameters(recurse=False)), *rest]
         # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
         meta_optimizer = torch.optim.AdamW(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
                                            weight_decay=args.meta_weight_decay)
@@ -573,8 +574,7 @@ def main(args):
             weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)   # (B,)
         if "weight_net" in own and not weight.requires_grad:
             raise UserError(UNUSED.format(args.weighting))
-        weight = weight.detach() if args.weighting == "meta" else weight   # the network learns by Eq. 10 alone
-        loss = (weight * sample).mean()                                    # Eq. 8
+        loss = ((weight.detach() if args.weighting == "meta" else weight) * sample).mean()   # Eq. 8; meta learns by 10
 
         run.check_finite(loss, args.tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
         chunks.backward(loss)                                              # the full batch's gradient

@@ -29,6 +29,7 @@ def mir_of(model, tokenizer, pieces, device):
         relevancy = class_relevancy(verb, nouns, verb[said], nouns[said])  # (M, C)
     else:
         return {}, {}
+
     def both():
         images, texts = on_card(device, pieces["image"], text)  # (M, D), (C, D)
         return mir_metrics(normalize(images) @ normalize(texts).T, relevancy), mir_chance(relevancy)
