@@ -1125,6 +1125,9 @@ def load_data(name, split, **options):
                         "cannot have")
     if options.get("streaming") and split == "train" and not data.streamed:
         raise UserError(f"--streaming: reads tars, and {name} holds none; leave it out")
+    if options.get("join_captions"):
+        from sets.own import joined
+        data = joined(data)
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
     if options.get("caption_relevancy") and split == "train":
@@ -1140,14 +1143,13 @@ class EmptySplit(UserError):
 
 
 def _own_split(name, split, options):
-    from sets.own import joined, own_data
+    from sets.own import own_data
     splits = own_data(name, options)
     if split not in splits:
         kind = UserError if split == "train" else EmptySplit
         rename = ", as its name says; rename it to train on it" if Path(name).is_file() and split == "train" else ""
         raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(splits)}{rename}")
-    join = dict(options).get("join_captions") and not splits[split].streamed
-    return joined(splits[split]) if join else splits[split]
+    return splits[split]
 
 
 @functools.lru_cache(maxsize=32)

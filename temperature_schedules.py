@@ -354,7 +354,8 @@ def parse_args(argv=None):
     g = p.group("long tail", description="--dataset: emoji, cifar10-lt, cifar100-lt, fashion-mnist-lt, "
                                           "imagenet100-lt; or any labelled folder, parquet or hub id (org/name)")
     g.add_argument("--imbalance-ratio", type=nonnegative, default=0.0,
-                   help="largest class over smallest, >= 1; paper 50, 100, 150; 1 = balanced; 0 = the data as they are")
+                   help="largest class over smallest, >= 1, where classes are large enough; paper 50, 100, 150; 1 = "
+                        "balanced; 0 = the data as they are")
     g.add_argument("--split-seed", type=whole, default=0,
                    help="seed of the classes' order and of the drawn images; the paper reports mean and deviation of "
                         "three splits: run 0, 1 and 2, and compute both from their summary.json")

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import common
-from common import IN_MEMORY, EmptySplit, load_data, options_of, splits_of
+from common import IN_MEMORY, EmptySplit, find_set, load_data, options_of, splits_of
 from engine.base import UserError, join_notes, say
 from engine.clusters import SentenceEncoder, k_means
 from engine.verify import leave_out
@@ -50,7 +50,7 @@ def data_options(args, **more):
 def other_options(flags, name, folder=""):
     """Options of load_data for data other than the training set of a run with these flags {name: value}."""
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "hold_out_val", "max_bad_fraction",
-            "regions", *options_of(name))
+            "regions", *options_of(name), *(() if find_set(name) else ("join_captions",)))  # sets have their protocol
     columns = {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
     places = {"data_dir": folder, "video_dir": folder or flags.get("video_dir", "")}
     return places | {k: flags.get(k) for k in same} | {"columns_of_training": columns}

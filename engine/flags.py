@@ -360,6 +360,10 @@ class Parser(OneLine):
         names = [args.dataset, *(word.partition("=")[0] for word in getattr(args, "eval_datasets", []))]
         self.require(not args.hold_out_val or any("val" not in splits_of(name) for name in names),
                      f"--hold-out-val: only for a set by name with just train and test, not {', '.join(names)}")
+        drawn = find_set(args.dataset) and find_set(args.dataset).SETS[args.dataset].get("drawn")
+        self.only(not drawn, "for data in files", "--data-dir")
+        self.only(not drawn or getattr(args, "eval_datasets", None), "for data in files", "--image-column",
+                  "--caption-column", "--label-column")
         for folder in getattr(args, "feature_dir", None) or []:
             self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
         for name in ("init_from", "region_dir", "data_dir", "video_dir", "extra_captions", "index_file", "test_file",

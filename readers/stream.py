@@ -61,6 +61,7 @@ def _streamed(name, of, options):
 
 
 TRIES = 100  # the run stops after this many consecutive unreadable samples of one reader
+FEW_BUFFERS = 20  # with fewer samples for a reader, times its buffer, repeats within a batch are not rare
 GUESS = 5000  # samples per shard if their number is not known
 
 
@@ -147,6 +148,11 @@ class Stream:
         if workers < batches.workers:
             say(f"--workers: {batches.workers} reduced to {workers}, so that each has a shard")
         batches.workers = workers
+        counts = [n for n, _ in self.counts.values()]
+        each = (self.length or len(counts) == shards and sum(counts)) / (processes * max(1, workers))
+        if 0 < each < FEW_BUFFERS * self.buffer:
+            say(f"WARNING: --streaming: {each:,.0f} samples for each reader, which mixes {self.buffer:,} at a time "
+                "across epochs: a batch can hold a sample twice; fewer --workers, or these tars without --streaming")
         views = StreamViews(self, batches.augments, batches.seed, rank(), processes, dict(batches.positions))
         loader = common.Loader(views, batch_size=batches.local, drop_last=True,
                                collate_fn=common.collate, **common.loader_options(batches))

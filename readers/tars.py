@@ -76,6 +76,7 @@ def index(name, split, tars, options):
     table = table if whole else table.select(good)
     head = table.select_columns("captions")[:100]["captions"]
     class_names = all(len(texts) == 1 and texts[0].startswith("class ") for texts in head)
+    note = join_notes(note, "no captions: the classes serve as captions" if class_names else "")
     clip = clip_options(options) if video else None
     data = common.Data(name, split, table, clip=clip, note=note, has_captions=not class_names, shards=shards)
     return common.with_notes(data, 0)
@@ -217,7 +218,7 @@ def sample_parts(key, parts, read, options, name):
     Raises: UserError without an image or a caption; ValueError for broken json or a class that is not a number.
     """
     columns = set(parts)
-    if (options.get("caption_column") or "").startswith("json.") and "json" in parts:
+    if "json" in parts and any((options.get(k) or "").startswith("json.") for k in ("caption_column", "label_column")):
         try:
             fields = json.loads(read("json"))
         except RecursionError as error:
@@ -243,7 +244,9 @@ def sample_parts(key, parts, read, options, name):
     texts = clean_list(texts)
     if not texts:
         raise UserError(f"{where} {caption}: an empty caption")
-    return parts[image], texts, int(read(label)) if label else None
+    if not label:
+        return parts[image], texts, None
+    return parts[image], texts, int(fields[label.removeprefix("json.")] if label.startswith("json.") else read(label))
 
 
 def _text_of(part, read):

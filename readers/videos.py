@@ -43,6 +43,11 @@ def _namesakes(index, name):
     return found
 
 
+def _path_of(folder, index, video):
+    """Where a video lies: by its path below the folder, else by its name; None if it is nowhere."""
+    return str(folder / video) if os.path.isfile(folder / video) else find_video(index, video)
+
+
 def _said_of_namesakes(index, videos):
     """A note on names that match several different files, of which the first is read; "" if there are none."""
     several = {v: found for v in videos if len(found := _namesakes(index, v)) > 1}
@@ -68,39 +73,45 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
 
     Args:
         annotations: {(video, start, end): captions}; start and end in seconds or None; captions a list or one string.
-        options: of load_data; with join_captions the captions of a clip become one text.
+        options: of load_data.
         root: where the videos are if no option says so.
         labels: {(video, start, end): class} of the clips that have one, for the column label; None = no such column.
     Raises: UserError if the folder or every video is missing, or a feature file belongs to several windows of a video.
     """
     folder = video_folder(options, root)
-    texts = {k: clean_list(v) for k, v in annotations.items()}
-    texts = {k: v for k, v in texts.items() if v}
-    if not texts:
+    said = {k: clean_list(v) for k, v in annotations.items()}
+    said = {k: v for k, v in said.items() if v}
+    if not said:
         raise UserError(f"{name} ({split}): the annotations name no video")
-    index, found, missing = video_index(str(folder)), {}, []
-    for key in texts:
-        video = str(key[0])
-        path = str(folder / video) if os.path.isfile(folder / video) else find_video(index, video)
-        if path:
-            found[key] = path
-        else:
-            missing.append(video)
+    index = video_index(str(folder))
+    paths = {video: _path_of(folder, index, str(video)) for video, *_ in said}  # None where it is missing
+    missing = [str(video) for video, path in paths.items() if not path]
+    name_of = {path: video for video, path in reversed(paths.items())}  # 0000 and 0000.mp4 are one video
+    found, texts, classes = {}, {}, {}
+    for (video, *window), captions in said.items():
+        if not paths[video]:
+            continue
+        key = (name_of[paths[video]], *window)
+        found[key] = paths[video]
+        known = texts.setdefault(key, [])
+        known += [t for t in captions if t not in known] if known else captions
+        if labels and (video, *window) in labels:
+            classes.setdefault(key, labels[video, *window])
     if not found:
-        looked = f"none of {len(texts):,} videos is below {folder} (looked for {missing[0]})"
+        looked = f"none of {len(said):,} videos is below {folder} (looked for {missing[0]})"
         raise UserError(f"{name} ({split}): {looked}; --video-dir names the folder of the videos")
     if options.get("feature_dir") and len(set(found.values())) < len(found):
         raise UserError(f"{name} ({split}): {ONE_FILE}")
     notes = [f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}"] if missing else []
     by_name = dict.fromkeys(str(v) for v, *_ in found if not os.path.isfile(folder / str(v)))
     note = join_notes(*notes, _said_of_namesakes(index, by_name))
-    joined, names, label = options.get("join_captions"), None, {}
+    names, label = None, {}
     if labels is not None:
-        names = sorted({labels[k] for k in texts if k in labels})  # also the classes of missing videos
-        label = {k: {"label": names.index(labels[k]) if k in labels else -1} for k in found}
+        names = sorted({labels[k] for k in said if k in labels})  # also the classes of missing videos
+        label = {k: {"label": names.index(classes[k]) if k in classes else -1} for k in found}
     rows = [{"source": {"path": path, "start": k[1], "end": k[2]}, "key": _window_key(*k),
-             "captions": [" ".join(texts[k])] if joined else texts[k]} | label.get(k, {}) for k, path in found.items()]
-    rows += [{"captions": []}] * (len(annotations) - len(texts))
+             "captions": texts[k]} | label.get(k, {}) for k, path in found.items()]
+    rows += [{"captions": []}] * (len(annotations) - len(said))
     return common.from_rows(name, split, rows, options, {"label": names}, clip=clip_options(options), note=note)
 
 

@@ -1,10 +1,10 @@
 """Data sets by name, one file per family.
 
 A file of this folder defines `SETS = {name: facts}` and `load(name, split, options) -> common.Data`. The facts are:
-splits with their expected counts (or None), licence, where the files lie, and options {flag: keywords of argparse's
-add_argument} for flags of this set alone (texts=True: not in scripts without captions). `load` gets the options of
-common.load_data and these. A new set is one file and a line in _FAMILIES. own.py reads data that has no name here;
-annotations.py holds what the readers of annotation files share.
+splits with their expected counts (or None), licence, where the files lie, drawn (True if there are no files), and
+options {flag: keywords of argparse's add_argument} for flags of this set alone (texts=True: not in scripts without
+captions). `load` gets the options of common.load_data and these. A new set is one file and a line in _FAMILIES. own.py
+reads data that has no name here; annotations.py holds what the readers of annotation files share.
 """
 
 _FAMILIES = {

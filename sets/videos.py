@@ -19,7 +19,7 @@ from readers.records import read_table
 from readers.videos import ONE_FILE, clips_of, video_folder, video_index
 from sets import annotations
 from sets.hub import hub_call
-from sets.own import caption_file
+from sets.own import caption_file, joined
 
 HUB_FILES = ["*.json", "*.jsonl", "*.csv", "*.parquet"]  # what is downloaded from a repository: no videos
 TABLE_VERSION = 1  # of narration_rows: after a change of this number the tables on disk are written again
@@ -162,8 +162,6 @@ def load(name, split, options):
     if split == "val" and not any(annotations.find_file(root, pattern) for pattern, _ in files[split]):
         raise EmptySplit(f"{name}: {root} has no annotation file of its val split")
     file, reader = annotations.annotation_file(name, split, files, root)
-    if facts.get("paragraphs"):
-        options = options | {"join_captions": True}
     options = options | {"at_rest": facts.get("at_rest", "")}
     with text.expected_layout(f"{name}: {file}"):
         if name == "howto100m":
@@ -178,6 +176,8 @@ def load(name, split, options):
             data = caption_file(name, split, file, root, options | where | {"repeats": True})
         if name == "msrvtt":
             data = with_categories(data, file, root)
+    if facts.get("paragraphs") and not options.get("join_captions"):
+        data = joined(data)
     count = facts["splits"][split] or len(data)
     note = join_notes(data.note, annotations.count_note(name, split, len(data), count))
     return dataclasses.replace(data, note=note, grouped=facts.get("grouped", False))
@@ -194,6 +194,8 @@ def narrations(name, split, file, options):
     import datasets
     if options.get("feature_dir"):
         raise UserError(f"{name}: {ONE_FILE}")
+    if options.get("join_captions"):
+        raise UserError(f"--join-captions: an example of {name} is one line of speech; leave it out")
     folder, facts = str(video_folder(options)), file.stat()
     paths = sorted({path for paths in video_index(folder).values() for path in paths})
     videos = hashlib.sha1("\n".join(paths).encode("utf8", "surrogateescape")).hexdigest()

@@ -202,7 +202,7 @@ OUT_OF_RANGE = {
 REFUSED = {
     "--chunk-size 16 --batch-size 8": "--chunk-size 16: larger than the 8 examples",
     "--init-from /no/such": "--init-from /no/such: no such path",
-    "--data-dir /no/such": "--data-dir /no/such: no such path",
+    "--dataset a.csv --data-dir /no/such": "--data-dir /no/such: no such path",
     "--mixed-precision fp8": "--mixed-precision invalid choice: 'fp8'",
     "--no-base --no-modulated --unimodal none": "leaves no loss",
     "--learnable-tau": "--loss temo has no single temperature to learn", "--loss slip --tau 1.5": "--tau-clamp",

@@ -336,6 +336,7 @@ def alone(rank, init, log, error):
     with open(log, "a") as err:
         os.dup2(err.fileno(), 2)
     with group(rank, 2, init):
+        dist.barrier()  # else one of them may still be connecting when the other fails
         dist.get_backend = lambda *_: "nccl"  # gloo closes at once; what NCCL's closing waits for is put in its place
         dist.destroy_process_group = lambda *_: time.sleep(300)
         with engine.base.clean_exit():

@@ -72,6 +72,8 @@ def test_classification_tars_bring_class_names_and_prompts(hub):
     assert data.label_names == CLASSES and data.labels.tolist() == [i % 3 for i in range(12)] and not data.has_captions
     assert data.prompts == ["a photo of a {c} texture.", "a photo of a {c} pattern."]
     assert torch.equal(data.read(5).permute(1, 2, 0), torch.from_numpy(picture(5)))
+    assert data.column("captions")[:3] == [["apple"], ["pear tree"], ["zebra"]]
+    assert "no captions: the classes serve as captions" in data.note
 
 
 def test_a_label_beyond_the_class_names_is_said(hub, tmp_path):

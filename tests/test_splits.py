@@ -813,12 +813,39 @@ def test_a_folder_of_tables_of_paths(tmp_path):
 
 
 def test_windows_in_a_folder_of_tables(tmp_path):
-    path = write_video(tmp_path / "videos" / "a.mp4", range(20))
-    rows = [(str(path), f"part {k}", 0.5 * k, 0.5 * k + 0.5) for k in range(4)]
+    write_video(tmp_path / "videos" / "a.mp4", range(20))
+    rows = [("a.mp4", f"part {k}", 0.5 * k, 0.5 * k + 0.5) for k in range(4)]  # a name that is not held out for test
     for split in ("train", "val"):
         write_rows(tmp_path / "tables" / f"{split}.csv", ["video", "caption", "start", "end"], rows)
-    data = open_anew(tmp_path / "tables", frames=2, image_size=32)["train"]
+    data = open_anew(tmp_path / "tables", frames=2, image_size=32, video_dir=str(tmp_path / "videos"))["train"]
     assert len(data) == 4 and data.clip and not torch.equal(data.read(0), data.read(3))
+
+
+def test_a_folder_of_csv_keeps_its_cells_as_text(tmp_path):
+    """As one csv does: 0003 is a name, 01 a class and None a caption."""
+    for k, split in enumerate(("train", "val", "test")):
+        for i in range(3 * k, 3 * k + 3):
+            write_video(tmp_path / "videos" / f"{i:04}.mp4", range(4))
+        rows = [(f"{i:04}", "None" if i % 3 else "NA", f"0{i % 2}") for i in range(3 * k, 3 * k + 3)]
+        write_rows(tmp_path / "tables" / f"{split}.csv", ["video_id", "caption", "label"], rows)
+    data = open_anew(tmp_path / "tables", video_dir=str(tmp_path / "videos"))
+    assert [data[s].column("key") for s in data] == [[f"{i:04}" for i in range(3 * k, 3 * k + 3)] for k in range(3)]
+    assert [c for s in data for c in data[s].column("captions")] == [["NA"], ["None"], ["None"]] * 3
+    assert data["test"].label_names == ["00", "01"]
+
+
+def test_two_names_of_a_video_are_one_video(tmp_path):
+    """Else its windows would stand in train and in val, and equal windows would be each other's negatives."""
+    for i in range(30):
+        write_video(tmp_path / f"{i:04}.mp4", range(20))
+    rows = [(f"{i:04}{kind}", f"{i} {k}{kind}", str(i % 2), start, start + 0.5) for i in range(30)
+            for k, (kind, start) in enumerate((("", 0.0), (".mp4", 0.0), (".mp4", 0.5)))]
+    file = write_rows(tmp_path / "clips.csv", ["video", "caption", "label", "start", "end"], rows)
+    data = open_anew(file)
+    of_video = [{k.split()[0] for k in data[split].column("key")} for split in ("train", "val", "test")]
+    assert sum(map(len, data.values())) == 60 and sum(map(len, of_video)) == 30 == len(set.union(*of_video))
+    row = data["train"].column("key").index("0000 0-0.5 s")
+    assert data["train"].captions(row) == ["0 0", "0 1.mp4"] and data["train"].labels[row] == 0
 
 
 def test_rows_of_an_image_in_a_subfolder_are_its_captions(tmp_path):
@@ -918,7 +945,7 @@ def test_names_that_tars_repeat_get_the_tar_before_them(tmp_path):
     assert sum(len(engine.verify.leave_out(of, bad)) for of in data.values()) == 59
 
 
-def test_flags_that_would_do_nothing_are_refused(tmp_path):
+def test_flags_that_would_do_nothing_are_refused(tmp_path, capsys):
     file = write_captions(tmp_path / "a", 30)
     tar = write_tar(tmp_path / "0.tar", tar_samples(range(30), "png", "txt"))
     for path, said, flags in ((file, "--streaming: reads tars", {"streaming": True}),
@@ -929,6 +956,20 @@ def test_flags_that_would_do_nothing_are_refused(tmp_path):
             common.load_data(str(path), "train", **flags)
     data = common.load_data(str(tar), "train", join_captions=True)
     assert data.captions(0) == [" ".join(common.load_data(str(tar), "train").captions(0))]
+    assert common.load_data("emoji", "train", join_captions=True).captions(0) == ["hash key hash"]
+    common.load_data(str(file), "train", join_captions=True)
+    assert "captions.csv (train) has several captions to join" in capsys.readouterr().out
+    flags = {"join_captions": True}
+    assert engine.data.other_options(flags, str(file))["join_captions"]
+    assert "join_captions" not in engine.data.other_options(flags, "msvd")  # evaluated as its papers do
+
+
+def test_drawn_sets_have_no_folder_and_no_columns(capsys):
+    for flags in (["--data-dir", "."], ["--caption-column", "name"]):
+        with pytest.raises(SystemExit):
+            temo.parse_args(["--dataset", "emoji", *flags])
+        assert f"{flags[0]}: only for data in files; it would have no effect" in capsys.readouterr().err
+    temo.parse_args(["--dataset", "emoji", "--caption-column", "name", "--eval-datasets", "mine.csv"])
 
 
 def test_clean_names_may_be_held_out_or_spelt_otherwise(tmp_path, capsys):

@@ -25,7 +25,7 @@ import readers.damage
 import readers.pictures
 import readers.stream
 import readers.tars
-from helpers import caption, tar_samples, write_tar
+from helpers import caption, encode, picture, tar_samples, write_tar
 from readers.pictures import decode
 
 N = 20
@@ -331,6 +331,25 @@ def test_a_stream_stops_above_the_limit(tar, tmp_path):
         list(batches_of(data, tmp_path, 0.2))
     batches = batches_of(data, tmp_path, 1.0)
     assert len(list(batches)) == 14 and len(batches.bad) == 580  # more than the tries of a reader
+
+
+def test_a_stream_of_few_samples_says_that_a_batch_may_repeat_them(tmp_path, capsys):
+    for k in range(2):
+        write_tar(tmp_path / f"train-{k}.tar", tar_samples(range(50 * k, 50 * k + 50), "jpg", "txt"))
+    (tmp_path / "sizes.json").write_text(json.dumps({"train-0.tar": 50, "train-1.tar": 50}))
+    data = common.load_data(str(tmp_path), "train", streaming=True)
+    for data.length, said in ((None, True), (160 * 2, False)):
+        next(iter(batches_of(data, tmp_path, 0.5)))  # two readers
+        words = "WARNING: --streaming: 50 samples for each reader, which mixes 8 at a time"
+        assert (words in capsys.readouterr().out) == said
+
+
+def test_a_class_may_be_a_field_of_the_json(tmp_path):
+    samples = {f"{i:06}": {"png": encode(picture(i)), "txt": b"words",
+                           "json": json.dumps({"about": {"number": 1}, "class": i % 3}).encode()} for i in range(30)}
+    write_tar(tmp_path / "a.tar", samples)
+    data = common.load_data(str(tmp_path / "a.tar"), "train", label_column="json.class")
+    assert data.labels.tolist() == [int(k) % 3 for k in data.column("key")] and data.captions(0) == ["words"]
 
 
 # ---- compressed ----

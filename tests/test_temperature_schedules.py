@@ -277,6 +277,16 @@ def cifar(tmp_path_factory):
     return root.parent
 
 
+def test_a_ratio_that_the_data_do_not_have_is_said(capsys):
+    """Sets with a tail of their own: the order of the classes is drawn, and a small one may have to be the largest."""
+    train = long_tail.labelled_sets("emoji", 10, 0)["train"]
+    sizes = np.bincount(train.labels)
+    said = re.search(r"WARNING: --imbalance-ratio 10: \d+ of (\d+) classes have .*; the ratio is ([\d.]+), (\d+) to "
+                     r"(\d+) images", capsys.readouterr().out)
+    assert list(map(int, said.group(1, 3, 4))) == [len(sizes), sizes.max(), sizes.min()]
+    assert float(said[2]) == pytest.approx(sizes.max() / sizes.min(), rel=0.01) and float(said[2]) > 11
+
+
 def test_cifar_long_tail(cifar):
     def open_sets(ratio, split_seed):
         return long_tail.labelled_sets("cifar10-lt", ratio, split_seed, data_dir=str(cifar))
