@@ -52,7 +52,8 @@ def evaluation(words, keep):
         claims.evaluate(run, folder, *flags)
         found = read_json(Path(folder) / "eval.json")
     numbers = flatten(next(iter(found["datasets"].values()))["metrics"])
-    kept = {"command": command, "commit": commit(), **{path: numbers[path] for path in COLUMNS.values()}}
+    kept = {"command": command, "commit": commit(), "machine": claims.machine()}
+    kept |= {path: numbers[path] for path in COLUMNS.values()}
     write_json(file, kept)
     return kept
 
@@ -92,12 +93,13 @@ def main(argv=None):
     rows, flags = rows_of(args.seeds, args.trials, args.keep)
     if not rows:
         raise SystemExit("--keep: no run of these claims is there; claims.py --keep leaves them")
-    commits = sorted({numbers["commit"] for found in rows.values() for numbers in found.values()})
+    commits, machines = (sorted({numbers[k] for found in rows.values() for numbers in found.values()})
+                         for k in ("commit", "machine"))
     words = [f"All with `{claims.MOVING}`: 6,000 captions and 2,000 clips of test; mean ± standard deviation over "
              f"the seeds. Error: of normalisation (NCL, Sec. 3), at gamma {GAMMA:g} as the biases. Oracle: a bound, it "
              "sees all test queries.", "", "Flags that val chose:", "",
              *[f"- {row}: `{flags[row]}`" if row in rows else f"- {row}: not run, or not kept" for row in ARMS], "",
-             f"Commits of the evaluations {', '.join(commits)}; {claims.machine()}.", ""]
+             f"Commits of the evaluations {', '.join(commits)}; {'; '.join(machines)}.", ""]
     (claims.RESULTS / "cross.md").write_text(table(rows) + "\n" + "\n".join(words))
     write_json(claims.RESULTS / "cross.json", {"rows": rows, "flags": flags})
     print(table(rows))

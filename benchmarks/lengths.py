@@ -7,8 +7,9 @@
 Epochs, warm-up, the period of TS and the rise of MAMA's margin grow with the run, which keeps the number of periods and
 the share of the warm-up. (MM-TS, TeMo and the TS of temo.py set their periods by the run anyway.) Length 1 uses the
 runs and choices of claims.py. The others are tuned at length 3: every arm over the same number of trials (temperatures
-and ranges, then --rates times the learning rate of the best), by the claim's metric on val, on a separate seed; longer
-runs keep that choice. Claims run in the given order: tuning and seeds of length 3, then the longer ones.
+and ranges, then --rates times the learning rate of the best), by R@1 or kNN@1 on val (`metric` of its claim), on a
+separate seed; longer runs keep that choice. Claims run in the given order: tuning and seeds of length 3, then the
+longer ones.
 
 Runs are below results/claims as those of claims.py, and a restart only runs what has no file. After every length
 results/claims_lengths.json, claims_lengths.md and a picture of each claim are written.

@@ -216,6 +216,33 @@ def test_claims_on_other_data(results, monkeypatch, capsys):
     assert (results / "claims_own.md").is_file() and not (results / "claims.md").exists()
 
 
+def test_claims_on_other_data_without_its_metric_or_of_other_data_still(results, monkeypatch, capsys):
+    """kNN needs classes; a row of the data before is dropped, and the file says which data these are."""
+    claim = CLAIM | {"flags": claims.MOVING, "arms": {"a": ["temo.py"], "b": ["temo.py --loss infonce"]}}
+    both = {**claim, "arms": {"a": ["mama.py --caption-noise 0"], "b": ["ncl.py"]}}
+    monkeypatch.setattr(claims, "CLAIMS", {"claim": claim, "knn": claim | {"read": "knn@1"}, "both": both})
+    monkeypatch.setattr(claims, "OWN", "")
+    monkeypatch.setattr(claims, "run", lambda words, *_: write(words, val=1.0, test=1.0) or claims.record_of(words))
+    flags = ["--trials", "1", "--seeds", "2", "--jobs", "1"]
+    claims.main(["--own", "--dataset a.csv", *flags])
+    assert "knn: not judged, runs or their numbers are missing\n" in capsys.readouterr().out
+    claims.main(["--own", "--dataset b.csv", "--claims", "knn", *flags])
+    claims.main(["--own", "--dataset b.csv", "--claims", "both", *flags])
+    table = (results / "claims_own.md").read_text()
+    assert table.startswith("Data: `--dataset b.csv`") and "| a beats b |" not in table
+    assert "--caption-noise" not in claims.command(both, "mama.py --caption-noise 0", "full", 0)
+    assert "on --dataset b.csv: \n" in capsys.readouterr().out  # two scripts differ in more than the method
+
+
+def test_a_claim_that_cannot_be_judged_keeps_its_row(results, capsys):
+    commands, _ = claims.runs_of("claim", "full", 1, 2)
+    for words in (c for arm in commands.values() for c in arm[0]):
+        write(words, val=0, test=10.0)
+    before = claims.write_tables(["claim"], "full", 1, 2)
+    assert claims.write_tables(["claim"], "full", 2, 2) == before  # the second trial has no file
+    assert "claim: not judged, runs or their numbers are missing; its row stays" in capsys.readouterr().out
+
+
 def test_longer_runs_scale_what_is_counted_in_epochs_and_steps(places):
     """As each script reads its flags: epochs, warm-up, period and margin, for every claim; length 1 to the word."""
     for name, claim in claims.CLAIMS.items():
