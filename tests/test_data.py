@@ -46,6 +46,7 @@ from helpers import (
     write_parquet_images,
     write_rows,
     write_tar,
+    write_video,
 )
 from readers.pictures import decode
 from sets import emoji as emoji_set
@@ -1213,6 +1214,15 @@ def test_write_paraphrases(pegasus, tmp_path):
     with pytest.raises(UserError, match="is not a file of paraphrases"):
         paraphrase.write_paraphrases(["two"], own, pegasus)
     assert own.read_text() == before
+
+
+def test_paraphrases_of_the_captions_of_videos(pegasus, tmp_path):
+    for i in range(4):
+        write_video(tmp_path / "videos" / f"{i}.mp4", range(4))
+    write_rows(tmp_path / "train.csv", ["video_id", "caption"], [(str(i), "a cat sat") for i in range(4)])
+    paraphrase.main([*f"--dataset {tmp_path}/train.csv --video-dir {tmp_path}/videos --out {tmp_path}/p.jsonl".split(),
+                     *f"--model {pegasus} --per-caption 1 --cpu".split()])
+    assert len(Paraphrases(tmp_path / "p.jsonl")) == 1
 
 
 def test_write_paraphrases_errors(pegasus, tmp_path):

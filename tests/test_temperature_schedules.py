@@ -765,6 +765,14 @@ def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
     phase.main([str(tmp_path / n) for n in ("high", "low")] + ["--out", str(tmp_path / "p.png")])
     values = {line.split()[1] for line in capsys.readouterr().out.splitlines() if re.match(r" +[01]\.\d{3} ", line)}
     assert values == {"60.00"}
+    for change, words in (({"dataset": "e"}, "differ in --dataset"), ({"schedule": "fixed"}, "has no phases")):
+        write_run(tmp_path / words[-6:], 10, 20, lambda e: 70.0, every=1)
+        file = tmp_path / words[-6:] / "args.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        (tmp_path / words[-6:] / "metrics.jsonl").write_text(
+            (tmp_path / "high" / "metrics.jsonl").read_text().replace('"d"', f'"{change.get("dataset", "d")}"'))
+        with pytest.raises(UserError, match=words):
+            phase.main([str(tmp_path / "high"), str(tmp_path / words[-6:]), "--out", str(tmp_path / "p.png")])
     write_run(tmp_path / "short", 300, 200, peak(300, 50.0))
     for bad in (tmp_path / "short", tmp_path):
         with pytest.raises(UserError, match="last full period|not a finished run"):

@@ -114,10 +114,12 @@ def main(argv=None):
     p.add_argument("--batch", type=count, default=16, help="captions at a time")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     p.add_argument("--data-dir", help="where annotations lie and relative paths start")
+    p.add_argument("--video-dir", help="folder of the videos")
     p.add_argument("--image-column", help="column of the images; else found by its name")
     p.add_argument("--caption-column", help="column of the captions; else found by its name")
     args = p.parse_args(argv)
-    options = {k: getattr(args, k) for k in ("data_dir", "image_column", "caption_column") if getattr(args, k)}
+    flags = ("data_dir", "video_dir", "image_column", "caption_column")
+    options = {k: getattr(args, k) for k in flags if getattr(args, k)}
     data = common.load_data(args.dataset, "train", **options)
     import torch
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"

@@ -2,8 +2,9 @@
 
     python -m tools.phase runs/T200 runs/T400 runs/T1000 --out phase.png
 
-The runs are finished runs of temperature_schedules.py with --eval-every > 0. Their periods may differ (paper: T = 200,
-400, 1000, 2000). The numbers are printed too; --stop-at-phase should stop at the phase with the highest mean.
+The runs are finished runs of temperature_schedules.py with --eval-every > 0. Only their seeds and periods may differ
+(paper: T = 200, 400, 1000, 2000). The numbers are printed too; --stop-at-phase should stop at the phase with the
+highest mean.
 """
 
 import json
@@ -17,7 +18,10 @@ import numpy as np
 
 from figures.base import figure, save_figure
 from readers import text
+from tools.margins import same_but
 
+VARIED = {"period", "epochs", "min_steps", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
+          "split_seed"}
 GRID = np.linspace(0, 1, 41)  # phases
 
 
@@ -43,6 +47,8 @@ def last_period(folder, measure="few-shot/top1"):
     theirs = args and "period" in args and "periods" not in args  # mmts.py has both
     if not (theirs and summary and (folder / "metrics.jsonl").is_file()):
         raise UserError(f"{folder}: not a finished run of temperature_schedules.py")
+    if args.get("schedule") in ("fixed", "random"):
+        raise UserError(f"{folder}: a run with --schedule {args['schedule']}, which has no phases")
     with text.expected_layout(f"{folder}: what its args.json and summary.json hold"):
         period, epochs, steps = text.number(args["period"]), text.number(summary["epochs"]), summary["steps"]
         per_epoch, data = text.number(steps) / epochs, args["dataset"]
@@ -77,6 +83,7 @@ def main(argv=None):
     args = p.parse_args(argv)
     p.require(args.measure.count("/") == 1, f"--measure {args.measure}: must be TASK/NAME, as few-shot/top1")
     values = over_phases(args.runs, args.measure)                          # (runs, phases)
+    same_but(args.runs, [(read_json(Path(folder) / "args.json"), None) for folder in args.runs], VARIED)
     seen = ~np.isnan(values).any(0)                                        # else single runs would decide at the edges
     if not seen.any():
         raise UserError("no phase lies between evaluations of every run; give runs with more of them (--eval-every)")
