@@ -74,9 +74,9 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     L2RW as published, times B, since Eq. 8 divides by B; few pairs carry most of it. Questions' loss lowers p as well.
 10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
     losses that occur, and cannot lower the highest without those in the middle.
-11. The captions of a vision-language model (Section 3.3) are further captions of training clips (--extra-captions), of
-    which each epoch draws one, or further pairs (--extra-pairs). With questions, too: all rows of a video then have
-    its caption in Eq. 1 and their question in Eq. 2, and a pair without a question has eta = 0.
+11. Captions of a vision-language model (Section 3.3) are further captions of training clips (--extra-captions), of
+    which each epoch draws one, or pairs (--extra-pairs); without, this is Table 5's first row. With questions, too: all
+    rows of a video have its caption in Eq. 1 and their question in Eq. 2, and without one eta = 0.
 12. Questions are answered by a model in VIOLET's way (common.QuestionAnswerer), from published towers but with a new
     fusion of two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before
     the fusion, so that B + B embeddings give all pairs. The paper's comes from a layer on [CLS], after it, and is no
@@ -84,8 +84,8 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
     is a caption of the row; the published sets have none but those of --extra-captions, else the question itself.
 13. Its Video Swin-B has torchvision's weights of Kinetics-400, the paper's of Kinetics-600; each token of it is a time,
     the mean over the picture. Any other --image-encoder gives one token a frame.
-14. An answer outside the vocabulary of --answers has no loss in training and is wrong in evaluation, whose upper bound
-    is printed, as in the authors' code. The rows of NExT-QA and Causal-VidQA have accuracies by type.
+14. An answer outside --answers has no loss in training and is wrong in evaluation, whose upper bound is printed, as in
+    the authors' code, which tests the best epoch; here it is the last. Table 2's accuracies by type: docs/recipes.md.
 15. --qa-model vgt is the base of Table 2's best rows. It reads features of regions (--region-dir DIR), and
     encoders/vgt.py lists its differences. The paper takes "BERT-Base embeddings" and 32 random frames; here it is all
     of BERT and the 32 frames of VGT's files, as in VGT's code. The base's number on NExT-QA (61.8) is neither in VGT's
@@ -357,8 +357,8 @@ CHOICES = QUESTIONS | dict(task="qa-choice", text_length=60)               # of 
 RECIPES = {
     "moving-emoji": MOVING | dict(caption_noise=0.3),
     "emoji": OWN | dict(image_size=48, crop_min=0.35, flip=0.5, jitter=0.4),
-    "msrvtt": MSRVTT, "didemo": LONGER, "activitynet": LONGER,
-    "msvd": MSRVTT | dict(recipe="ours; as msrvtt"), "youcook2": MSRVTT | dict(recipe="ours; as msrvtt"),
+    "msrvtt": MSRVTT | dict(unfold_captions=True), "didemo": LONGER, "activitynet": LONGER,
+    **dict.fromkeys(("msvd", "youcook2"), MSRVTT | dict(recipe="ours; as msrvtt", unfold_captions=True)),
     "howto100m": MSRVTT | dict(recipe="ours; as msrvtt", epochs=1.0), "own": OWN,
     "msrvtt-qa": QUESTIONS, "msvd-qa": QUESTIONS, "tgif-qa-r-frame": QUESTIONS,
     "tgif-qa-r-action": CHOICES, "tgif-qa-r-transition": CHOICES, "nextqa": CHOICES, "causal-vidqa": CHOICES}

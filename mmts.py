@@ -45,14 +45,15 @@ Differences from the paper and from the authors' code (released only for EPIC-KI
  5. --alpha, --shift-min and --shift-max follow --dataset and --loss (the supplement's Section 7). In the code margins
     have the values of the temperatures, unless flags say otherwise.
  6. Without shifts the schedule swings around --tau (the margin's around --margin). The tables' rows "w/ TS" do not say.
- 7. Clusters are K-Means', as in Section 3.2; others, such as the topics (LDA) of Fig. 2, come as --clusters FILE. The
-    paper gives neither the initialisation nor the pooling. Here: unit, mean-pooled embeddings, k-means++, one start
-    (--cluster-starts), all captions; above 100,000 in mini-batches. If all clusters have the same size, all get sh-.
+ 7. Clusters are K-Means', as in Section 3.2; --clusters FILE reads others. The paper gives neither the initialisation
+    nor the pooling. Here: unit, mean-pooled embeddings, k-means++, one start (--cluster-starts), all captions; above
+    100,000 in mini-batches. If all clusters have the same size, all get sh-.
  8. An example without a cluster counts as one of the smallest. The code gives it frequency 1, which may be smaller.
  9. VAST's audio, subtitles and re-ranking ("with refinement") are not reproduced: YouCook2 and SSv2-LT use CLIP's
     ViT-B/16 with VAST's fine-tuning values. VAST learns InfoNCE's temperature, starting at 0.07: its baseline is
     --no-schedule --no-shifts --learnable-tau (AVION's is frozen). "SentenceBERT" does not name a model; we chose
-    all-MiniLM-L6-v2. SSv2-LT's values are those of a cell of Table 8 with Table 7's R@1; two more cells have it.
+    all-MiniLM-L6-v2. SSv2-LT's temperatures are those of a cell of Table 8 with Table 7's R@1; two more cells have it.
+    Its epochs and batch are YouCook2's, which nobody says.
 10. CC3M's batch, epochs, optimiser and text tower are not stated. Our guess is the CC3M trainer's (iSogCLR,
     DistilBERT). The learning rate's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
 11. Misprints: "text-to-image retrieval improving by 3.4 %" is image -> text (Table 1, TR@1); Table 5's nDCG of nouns,
@@ -237,7 +238,7 @@ OWN = MOVING | dict(
     image_size=64, frames=8, text_length=32, num_clusters=0, log_every=10, save_every=500, eval_every=0)
 RECIPES = {"moving-emoji": MOVING, "emoji": EMOJI, "cc3m": CC3M, "own": OWN,
            "epic-kitchens-100": AVION | dict(caption_relevancy=0.1),
-           "youcook2": VAST, "ssv2-lt": VAST | dict(clusters="label")}
+           "youcook2": VAST, "ssv2-lt": VAST | dict(clusters="label", lr=2e-5)}
 # alpha, sh-, sh+ of the supplement's Section 7 by recipe and loss; if it has none, the nearest ones, marked 'ours'
 RANGES = {("cc3m", "infonce"): (0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
           ("cc3m", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM"),

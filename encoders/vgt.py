@@ -29,7 +29,8 @@ Differences from the authors' code:
  3. MAMA's cosine (Eq. 1) is that of g of a caption with f without step 8, so that B + B embeddings give all pairs;
     nobody says how theirs meets the texts of a batch. The answers keep their dot products, without a temperature.
  4. Step 8 also sees single frames, but for TGIF-QA's action and transition alone, as in the authors' code.
- 5. One stage of training. The authors load the best checkpoint and train once more with BERT frozen, worth 0.8 points.
+ 5. One stage of training, and the last weights are tested. The authors keep the epoch that is best on val, load it and
+    train once more with BERT frozen, worth 0.8 points.
  6. Where a set has boxes and no features (moving-emoji), a frozen image encoder sees each crop, at its first weights or
     those of --init-from, in place of the detector.
  7. The vocabulary of open questions is MAMA's, --answers 1500; the size of theirs is not in their code.

@@ -3,8 +3,9 @@
     python -m tools.concepts runs/infonce runs/mama --out concepts.png
 
 A concept is the class (label or verb) of the clip that a caption describes, or the answer to a question. Its frequency
-is its share of the training rows. The test split is evaluated again with the encoders of both runs. The gain is a
-difference in points, since the paper's relative gain is undefined where the first run gets nothing right.
+is its share of the training rows. (The paper's Figs. 2 and 5a count topics of a topic model, LDA, which is not here.)
+The test split is evaluated again with the encoders of both runs. The gain is a difference in points, since the paper's
+relative gain is undefined where the first run gets nothing right.
 """
 
 import argparse
