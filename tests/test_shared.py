@@ -230,6 +230,12 @@ def test_an_optimiser_takes_what_its_flags_take(script, capsys, monkeypatch):
             names = {"common": common, "torch": torch, "args": args, "learnt": [tower, own],
                      "run": argparse.Namespace(fused=fused)}
             exec(textwrap.dedent("    " + blocks(script)["optimizer"].strip()), names)
+            kernels, rest = names["optimizer"].param_groups
+            assert [p.ndim for p in kernels["params"]] == [2] and [p.ndim for p in rest["params"]] == [1]
+            assert (kernels["weight_decay"], rest["weight_decay"]) == (args.weight_decay, 0)
+            for group in (kernels, rest):
+                asked = {"betas": (args.beta1, args.beta2), "eps": args.eps} if of_adam else {"momentum": args.beta1}
+                assert {k: group[k] for k in ("lr", *asked)} == {"lr": args.lr, **asked}
             tower(torch.ones(1, 2)).sum().backward()
             names["optimizer"].step()
 
