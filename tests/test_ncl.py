@@ -3,6 +3,7 @@ processes, eval.py, bad input."""
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -918,3 +919,15 @@ def test_the_same_queries_before_and_after(run, tmp_path, monkeypatch):
         best = (sim + shift)[query].topk(3).indices
         assert [ax.get_xlabel() for ax in rows[r]] == [f"{sim[query, j]:.2f}, sum {shares[j]:.2f}" for j in best]
     assert [row[0].get_ylabel().replace("\n", " ") for row in rows[1::2]] == ["the same with biases"] * 3
+
+
+def test_the_table_of_normalisations():
+    """Each number stands below the head of its own direction."""
+    ways = {way: {"R@1": first, "R@10": tenth} for way, first, tenth in (("text_to_image", 11.5, 21.5),
+                                                                      ("image_to_text", 12.5, 22.5))}
+    modes = {"queue": ways | {"error": {"text_to_image": 0.125, "image_to_text": 0.25}}, "dsl": ways}
+    text = ncl.normalization_table({"clips": {"normalized_by": "queue", "normalize": modes}})
+    head, queue, dsl = text.splitlines()[-3:]
+    assert re.findall(r"[tv]->[tv]", head) == ["t->v", "v->t", "t->v", "v->t"]
+    assert queue.split() == ["queue", "11.5", "21.5", "12.5", "22.5", "0.125", "0.250"]
+    assert dsl.split() == ["dsl", "11.5", "21.5", "12.5", "22.5", "-", "-"]
