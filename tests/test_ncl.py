@@ -409,6 +409,8 @@ def run(tmp_path_factory):
 def test_a_run_leaves_every_normalisation(run):
     folder, summary = run
     assert summary["method"] == "ncl" and summary["steps"] == 4 and not summary["errors"]
+    found, chance = (summary[k]["moving-emoji"] for k in ("test", "chance"))
+    assert chance["modality_gap"] == pytest.approx((1 / found["images"] + 1 / found["captions"]) ** 0.5)
     for split in ("val", "test"):
         m = summary[split]["moving-emoji"]
         assert list(m["normalize"]) == ["none", "queue", "oracle"]
@@ -650,6 +652,14 @@ def test_eval_options_of_the_normalisation(run, tmp_path):
     for flags, same in same_as.items():
         got = evaluate(run[0], tmp_path, "--normalize", "queue", *flags.split())["normalize"]
         assert [k for k in ("none", "queue", "oracle") if got[k] == own[k]] == same
+        if "--queue-size 5" == flags:  # the latest ones
+            queues, device = load_file(run[0] / "queues.safetensors"), torch.device("cpu")
+            model, tokenizer, transform = common.load_model(run[0])
+            data = common.load_data("moving-emoji", "test", image_size=transform.size, clips=[64, 16, 16])
+            index, image, _, _ = evaluation.embed.encode_images(model, data, transform, device)
+            pieces = evaluation.retrieval.retrieval_pieces(model, tokenizer, data, index, image, device)
+            latest = queues["texts"][-5:], queues["videos"][-5:]
+            assert same_numbers(got, ncl.normalized_retrieval(pieces, queues["gamma"].item(), 4, *latest)[0])
 
 
 def test_eval_takes_the_iterations_of_the_run(tmp_path):
