@@ -648,6 +648,21 @@ def test_batches_started_at_step_k_go_on_as_if_never_stopped(kind, files, emoji)
     assert not any(same(a, b) for a, b in zip(whole, batches_of(data, size, last=last, seed=4)))
 
 
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_crops_of_another_seed_epoch_or_view_are_others(kind, files, emoji):
+    data = common.load_data(str(files / "captions.csv"), "train") if kind == "files" else emoji["val"]
+    views, size, found = [common.Augment(16, 0.2)] * 2, len(data) // 2, defaultdict(list)
+    for seed in (3, 4):
+        for batch in common.Batches(data, views, TRANSFORM, size, seed, 0, 4, CPU, max_bad_fraction=1.0):
+            for place, pair in zip(batch["index"], zip(*batch["views"], strict=True)):
+                found[int(place)] += pair
+    whole = [of for of in found.values() if len(of) == 2 * 2 * 2]  # two seeds, epochs and views
+    assert len(whole) > 0.9 * len(data)
+    for k in range(8):
+        for other in range(k):
+            assert np.mean([torch.equal(of[k], of[other]) for of in whole]) < 0.1, (k, other)
+
+
 def test_every_epoch_is_a_permutation(files):
     data = common.load_data(str(files / "captions.csv"), "train")
     epochs = defaultdict(list)
@@ -976,7 +991,9 @@ def test_crop_boxes_have_the_area_asked_for():
     boxes = common.Augment(16, 0.08).boxes(200, 200, common.uniforms(0, 0, range(2000), 16))
     area, ratio = boxes[:, 2] * boxes[:, 3] / 200**2, boxes[:, 3] / boxes[:, 2]
     assert 0.07 < area.min() < 0.12 and area.max() > 0.9 and abs(np.median(area) - 0.54) < 0.03
-    assert ratio.min() > 0.72 and ratio.max() < 1.39
+    assert 0.72 < ratio.min() < 0.77 and 1.3 < ratio.max() < 1.39
+    down, right = ((boxes[:, k] + 0.5) / (201 - boxes[:, k + 2]) for k in (0, 1))  # parts of the way that is free
+    assert abs(np.corrcoef(down, right)[0, 1]) < 0.1
 
 
 def test_crop_one_and_crop_batch_see_the_same_boxes():
@@ -1020,6 +1037,14 @@ def test_blur_is_torchvisions(sigma, size):
     x = noise(2, size, size)
     width = 2 * max(1, size // 20) + 1
     close(common.gaussian_blur(x, torch.full((2,), sigma)), V.gaussian_blur(x, [width, width], [sigma, sigma]))
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.9])
+def test_the_strength_of_a_blur_has_a_draw_of_its_own(draw):
+    """0.1 to 2 pixels, as SimCLR."""
+    x = noise(2, 48, 48)
+    close(common.Augment(48, blur=0.5).finish(x, draws(2, _11=0.2, _14=draw)),
+          common.gaussian_blur(x, torch.full((2,), 0.1 + 1.9 * draw)))
 
 
 def test_probabilities_choose_samples_one_by_one():
@@ -1156,6 +1181,8 @@ def test_drop_and_swap():
     assert abs(kept - 0.7) < 0.04 and any(sorted(o.split()) == sorted(text.split()) and o != text for o in out)
     assert all(common.drop_and_swap(t, row, 1.0, 1.0) for row in u[:20] for t in ("word", "two words"))  # never empty
     assert all(common.drop_and_swap(text, row, 0.0, 0.0) == text for row in u[:20])
+    swapped = np.mean([common.drop_and_swap(text, row, 0.0, 0.1) != text for row in u])
+    assert abs(swapped - 0.7) < 0.07  # 0.1 swaps a word, of seven words
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,10 @@ from sklearn.svm import LinearSVC
 import encoders.base
 import encoders.two_tower
 import eval as eval_py
+import evaluation.by_class
 import evaluation.case
 import evaluation.embed
+import evaluation.metrics
 import evaluation.stand_ins
 import launch
 import temo
@@ -350,8 +352,49 @@ def test_linear_probe_is_linear_svc():
     rows = np.concatenate([order[y[order] == c][:5] for c in range(4)])
     few = LinearSVC(random_state=42).fit(unit(x)[rows], y[rows]).predict(unit(q))
     assert common.linear_probe(*data, few_shot=5)["top1"] == pytest.approx(100 * (few == truth).mean())
+    other = np.random.RandomState(7).permutation(120)
+    rows = np.concatenate([other[y[other] == c][:5] for c in range(4)])
+    right = LinearSVC(random_state=42).fit(unit(x)[rows], y[rows]).predict(unit(q)) == truth
+    assert common.linear_probe(*data, few_shot=5, seed=7)["top1"] == pytest.approx(100 * right.mean())
+    assert (few == truth).sum() != right.sum()
     with pytest.raises(ValueError, match="smallest class has 30"):
         common.linear_probe(*data, few_shot=31)
+
+
+@pytest.mark.parametrize("name", ["mine", "other"])
+def test_tasks_by_class_on_a_long_tail(name):
+    """The run's own limits of head and tail count on its own set alone; --seed draws the few; chance is in percent."""
+    generator, sizes = torch.Generator().manual_seed(0), [30, 20, 10, 9, 8]
+    known, features = (torch.randn(n, 6, generator=generator) for n in (sum(sizes), 50))
+    known_labels, labels = torch.arange(5).repeat_interleave(torch.tensor(sizes)), torch.arange(5).repeat(10)
+    case = types.SimpleNamespace(
+        name=name, metrics={}, chance={}, train=lambda task: (known, known_labels), few_shot=lambda task: None,
+        labelled=lambda task: (None, features, labels), args=types.SimpleNamespace(knn_k=[1], few_shot=0, seed=7),
+        subject=types.SimpleNamespace(own={"dataset": "mine", "shot_limits": [25, 9]}, device=torch.device("cpu")))
+    evaluation.by_class.knn(case)
+    evaluation.by_class.probe(case)
+    of_class = common.knn_accuracy(known, known_labels, features, labels, per_class=True)["per_class"]
+    ours, thirds = (evaluation.metrics.head_mid_tail(known_labels.numpy(), of_class, k) for k in ([25, 9], None))
+    found = {k: case.metrics["knn"]["k=1"][k] for k in ("head", "mid", "tail")}
+    assert found == (ours if name == "mine" else thirds) and ours != thirds
+    few = {seed: common.linear_probe(known, known_labels, features, labels, 8, seed) for seed in (7, 42)}
+    assert case.metrics["probe"]["few-shot (8 a class)"] == few[7] != few[42]
+    assert case.chance["probe"] == {k: {"top1": 20} for k in ("few-shot (8 a class)", "all")}
+
+
+def test_images_are_padded_moved_and_flipped():
+    """By up to four pixels down or up and right or left, then mirrored: one bright pixel says where to."""
+    Images = dataclasses.make_dataclass("Images", ["pixels"], namespace={"__len__": lambda self: len(self.pixels)})
+    pixels = torch.zeros(600, 3, 16, 20, dtype=torch.uint8)
+    pixels[:, :, 6, 7] = 255
+    moved = evaluation.by_class.padded_and_flipped(Images(pixels), 3).pixels
+    assert moved.shape == pixels.shape and moved.count_nonzero() == 600 * 3
+    u = common.uniforms(3, 0, np.arange(600), 3, stream=9)
+    down, right = (4 - np.floor(9 * u[:, k]).astype(int) for k in (0, 1))
+    assert set(down) == set(right) == {*range(-4, 5)}
+    place = moved[:, 0].flatten(1).argmax(1).numpy()
+    assert (place // 20 == 6 + down).all()
+    assert (place % 20 == np.where(u[:, 2] < 0.5, 19 - (7 + right), 7 + right)).all()
 
 
 def test_zero_shot_accuracy():
@@ -509,6 +552,7 @@ def test_no_image_is_its_own_negative():
     others = [(i, j) for i in range(3) for j in range(3) if i != j]
     far = np.log(np.mean([np.exp(-2 * float((a[i] - a[j]).square().sum())) for i, j in others]))
     assert case.metrics["gap"]["uniformity"] == pytest.approx(far, abs=1e-5)
+    assert case.chance["gap"] == {"modality_gap": pytest.approx((1 / 3 + 1 / 12) ** 0.5)}
     assert case.metrics["gap"]["neg_cos"] == pytest.approx(np.mean([float(a[i] @ b[j]) for i, j in others]), abs=1e-5)
     case.pieces = {"image": image[:1], "text": text[:2], "owner": np.zeros(2, int)}
     eval_py.gap(case)

@@ -463,7 +463,8 @@ def test_fast_is_low_on_one_and_two_processes(tmp_path):
 
 @pytest.mark.parametrize("weighting", ["meta", "joint"])
 def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
-    """Two steps of plain SGD, recomputed from the batches that main read, by autograd from end to end."""
+    """Two steps of plain SGD, the second at half the rate, recomputed from the batches that main read, by autograd from
+    end to end."""
     seen, inputs_of, loss_of, net_of = {"inputs": []}, mama.inputs_of, mama.losses_of, mama.WeightNet
 
     def watch_inputs(*args):
@@ -482,16 +483,17 @@ def test_a_step_of_main_is_algorithm_1(weighting, tmp_path, monkeypatch):
     monkeypatch.setattr(mama, "inputs_of", watch_inputs)
     monkeypatch.setattr(mama, "WeightNet", watch_net)
     monkeypatch.setattr(engine.run.Run, "towers", watch_towers)
-    lr = 0.05
-    main(tmp_path / "run", "--weighting", weighting, "--lr", str(lr),
-         *"--max-steps 2 --optimizer sgd --beta1 0 --lr-schedule constant --warmup-epochs 0 --weight-decay 0".split(),
-         *"--grad-clip 0".split(), *("--meta-lr 0.01 --meta-weight-decay 0".split() if weighting == "meta" else ()))
+    rates = 0.05, 0.025
+    main(tmp_path / "run", "--weighting", weighting, "--lr", str(rates[0]),
+         *"--max-steps 2 --optimizer sgd --beta1 0 --lr-schedule linear --lr-end 0 --warmup-epochs 0".split(),
+         *"--weight-decay 0 --grad-clip 0".split(),
+         *("--meta-lr 0.01 --meta-weight-decay 0".split() if weighting == "meta" else ()))
     net, start = seen["first net"], copy.deepcopy(seen["first net"].state_dict())
     theta = dict(seen["tower"].named_parameters())
     adam = torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.9, 0.98), eps=1e-12, weight_decay=0)
     read = seen["inputs"]  # with meta-data before each batch of it
     pairs_read = zip(read[::2], read[1::2]) if weighting == "meta" else ((batch, None) for batch in read)
-    for k, (batch, meta) in enumerate(pairs_read):
+    for k, (lr, (batch, meta)) in enumerate(zip(rates, pairs_read, strict=True)):
         losses = loss_of(seen["tower"], 0.1, mama.margin(k, 0.1), CPU)
         leaves = {n: p.detach().requires_grad_() for n, p in theta.items()}
         if weighting == "meta":

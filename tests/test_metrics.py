@@ -1,6 +1,8 @@
 """Metrics against hand-computed cases: ties, several captions, bias, groups, chance."""
 
 import math
+import re
+import types
 
 import common
 
@@ -156,6 +158,45 @@ def test_the_table_has_the_mean_of_both_recalls_at_one():
     metrics = ways | {"R-Mean": 50.0, "modality_gap": 0.1, "images": 5, "captions": 25}
     text = evaluation.retrieval.metrics_table("coco", metrics, metrics)
     assert "of R@1/5/10 both ways; of both R@1 24.8" in text
+    assert re.search(r"^text -> image +21\.2 ", text, re.M) and re.search(r"^image -> text +28\.4 ", text, re.M)
     assert "of 25 texts one is worth 4.0 points, of 5 images one is worth 20.0 points" in text
     text = evaluation.retrieval.metrics_table("clips", metrics | {"clips": 5}, metrics)
     assert "of 5 videos one is worth 20.0 points" in text and "image" not in text
+
+
+def test_r_mean_is_the_mean_of_six_recalls():
+    """R@1, R@5 and R@10 of both directions; so is its chance."""
+    torch.manual_seed(0)
+    n = 60
+    image, own = torch.randn(n, 8), torch.arange(n)[:, None]
+    pieces = {"image": image, "text": image + torch.randn(n, 8), "owner": np.arange(n), "positives": own,
+              "positives_of_image": own, "data": types.SimpleNamespace(grouped=False)}
+    for found in evaluation.retrieval.retrieval_both_ways(pieces):
+        six = [found[way][f"R@{k}"] for way in ("text_to_image", "image_to_text") for k in (1, 5, 10)]
+        assert found["R-Mean"] == pytest.approx(np.mean(six)) and max(six) < found["text_to_image"]["R@50"]
+
+
+def test_chance_of_a_random_neighbour():
+    """Three training images of class 0 and one of class 1: each class is guessed as often as it is seen."""
+    def chance(labels):
+        return evaluation.metrics.knn_chance(np.array([0, 0, 0, 1]), np.array(labels))
+    assert chance([0, 1]) == {"top1": 50, "mean_per_class": 50}
+    assert chance([0, 0, 0, 1]) == {"top1": 62.5, "mean_per_class": 50}
+    assert chance([0, 0]) == {"top1": 75, "mean_per_class": 75}
+
+
+def test_health_against_loops():
+    """Images and texts of unequal spread: each measure is of the side, and with the factor, that its name says."""
+    torch.manual_seed(0)
+    image, text = torch.randn(7, 4), torch.randn(7, 4) + torch.tensor([3.0, 0, 0, 0])
+    found = common.embedding_health(image, text)
+    a, b = (F.normalize(x.double(), dim=1).numpy() for x in (image, text))
+    for name, side in (("std_image", a), ("std_text", b)):
+        assert found[name] == pytest.approx(2 * np.mean([np.std(side[:, d], ddof=1) for d in range(4)]), rel=1e-4)
+    far = [math.exp(-2 * ((a[i] - a[j]) ** 2).sum()) for i in range(7) for j in range(i)]
+    assert found["uniformity"] == pytest.approx(math.log(np.mean(far)), rel=1e-4)
+    assert found["alignment"] == pytest.approx(np.mean([((x - y) ** 2).sum() for x, y in zip(a, b)]), rel=1e-4)
+    others = [a[i] @ b[j] for i in range(7) for j in range(7) if i != j]
+    assert found["neg_cos"] == pytest.approx(np.mean(others), rel=1e-3)
+    assert found["pos_cos"] == pytest.approx(np.mean([x @ y for x, y in zip(a, b)]), rel=1e-3)
+    assert found["gap"] == pytest.approx(np.linalg.norm(a.mean(0) - b.mean(0)), rel=1e-4)

@@ -123,6 +123,21 @@ def test_default_towers_have_no_batchnorm_and_no_dropout(tokenizer):
     assert not encoders.base.has_batchnorm(model) and not any(isinstance(m, torch.nn.Dropout) for m in model.modules())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_encoding_leaves_a_model_in_its_mode(tokenizer, training):
+    """It encodes without dropout, and training goes on as before."""
+    model, transform = common.build_model(dict(SPEC), tokenizer, False)
+    seen, data = [], common.load_data("moving-emoji", "val", clips=(8, 8, 8))
+    for tower in (model.vision, model.text):
+        tower.register_forward_hook(lambda module, *_: seen.append(module.training))
+    for encode, *what in ((evaluation.embed.encode_images, data, transform),
+                          (evaluation.embed.encode_texts, tokenizer, ["a", "b"])):
+        model.train(training)
+        encode(model, *what, torch.device("cpu"))
+        assert all(m.training == training for m in model.modules())
+    assert seen == [False, False]
+
+
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_transformers_text_encoder(tmp_path, tokenizer, kind, pooling):

@@ -3,6 +3,7 @@ processes, eval.py, bad input."""
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -408,6 +409,8 @@ def run(tmp_path_factory):
 def test_a_run_leaves_every_normalisation(run):
     folder, summary = run
     assert summary["method"] == "ncl" and summary["steps"] == 4 and not summary["errors"]
+    found, chance = (summary[k]["moving-emoji"] for k in ("test", "chance"))
+    assert chance["modality_gap"] == pytest.approx((1 / found["images"] + 1 / found["captions"]) ** 0.5)
     for split in ("val", "test"):
         m = summary[split]["moving-emoji"]
         assert list(m["normalize"]) == ["none", "queue", "oracle"]
@@ -649,6 +652,14 @@ def test_eval_options_of_the_normalisation(run, tmp_path):
     for flags, same in same_as.items():
         got = evaluate(run[0], tmp_path, "--normalize", "queue", *flags.split())["normalize"]
         assert [k for k in ("none", "queue", "oracle") if got[k] == own[k]] == same
+        if "--queue-size 5" == flags:  # the latest ones
+            queues, device = load_file(run[0] / "queues.safetensors"), torch.device("cpu")
+            model, tokenizer, transform = common.load_model(run[0])
+            data = common.load_data("moving-emoji", "test", image_size=transform.size, clips=[64, 16, 16])
+            index, image, _, _ = evaluation.embed.encode_images(model, data, transform, device)
+            pieces = evaluation.retrieval.retrieval_pieces(model, tokenizer, data, index, image, device)
+            latest = queues["texts"][-5:], queues["videos"][-5:]
+            assert same_numbers(got, ncl.normalized_retrieval(pieces, queues["gamma"].item(), 4, *latest)[0])
 
 
 def test_eval_takes_the_iterations_of_the_run(tmp_path):
@@ -918,3 +929,15 @@ def test_the_same_queries_before_and_after(run, tmp_path, monkeypatch):
         best = (sim + shift)[query].topk(3).indices
         assert [ax.get_xlabel() for ax in rows[r]] == [f"{sim[query, j]:.2f}, sum {shares[j]:.2f}" for j in best]
     assert [row[0].get_ylabel().replace("\n", " ") for row in rows[1::2]] == ["the same with biases"] * 3
+
+
+def test_the_table_of_normalisations():
+    """Each number stands below the head of its own direction."""
+    ways = {way: {"R@1": first, "R@10": tenth} for way, first, tenth in (("text_to_image", 11.5, 21.5),
+                                                                      ("image_to_text", 12.5, 22.5))}
+    modes = {"queue": ways | {"error": {"text_to_image": 0.125, "image_to_text": 0.25}}, "dsl": ways}
+    text = ncl.normalization_table({"clips": {"normalized_by": "queue", "normalize": modes}})
+    head, queue, dsl = text.splitlines()[-3:]
+    assert re.findall(r"[tv]->[tv]", head) == ["t->v", "v->t", "t->v", "v->t"]
+    assert queue.split() == ["queue", "11.5", "21.5", "12.5", "22.5", "0.125", "0.250"]
+    assert dsl.split() == ["dsl", "11.5", "21.5", "12.5", "22.5", "-", "-"]

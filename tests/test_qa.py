@@ -367,7 +367,9 @@ OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task"
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys):
+def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys, monkeypatch):
+    asked, measure = [], evaluation.answers.evaluate
+    monkeypatch.setattr(evaluation.answers, "evaluate", lambda *args: (asked.append(args[3]), measure(*args))[1])
     summary = main(tmp_path / "other", *OTHER[name])
     ours, theirs = logged(runs_of[0] / OTHER[name][1]), logged(tmp_path / "other")
     assert len(theirs) == 2 and ours[-1]["loss"] != theirs[-1]["loss"]
@@ -377,6 +379,10 @@ def test_every_flag_has_an_effect(runs_of, name, tmp_path, capsys):
     if name == "dual":
         assert common.load_model(tmp_path / "other")[0].model == "dual"
     if name == "control":  # eval.py asks with the right videos, and says that it does
+        assert {data.split for data in asked} == {"val", "test"}
+        for data in asked:
+            right = common.load_data("moving-emoji", data.split, clips=(64, 24, 24))
+            assert data.column("question") == right.column("question") and not torch.equal(data.pixels, right.pixels)
         evaluate(tmp_path / "other")
         assert "the run was a control (--shuffle-video); here each question has its own" in capsys.readouterr().out
     if name == "fused":

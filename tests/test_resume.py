@@ -13,10 +13,12 @@ from pathlib import Path
 import common
 import engine.base
 import engine.checkpoints
+import engine.run
 
 import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import encoders.tokenizers
@@ -232,13 +234,24 @@ def test_resume_of_a_finished_run_only_evaluates(resume_here, runs):
     assert kinds(folder) == kinds(runs["whole", "folder"])
 
 
-def test_a_run_resumed_at_its_end_is_evaluated_in_float32(tmp_path):
-    """As one that was not stopped, and as eval.py does it."""
+def test_a_run_resumed_at_its_end_is_evaluated_in_float32(tmp_path, monkeypatch):
+    """As one that was not stopped, and as eval.py does it; its time goes on from where it was saved."""
+    halves, forward = [], common.TextEncoder.forward
+
+    def watch(tower, *args, **more):
+        halves.append((tower.training, torch.is_autocast_enabled("cpu")))
+        return forward(tower, *args, **more)
+    monkeypatch.setattr(common.TextEncoder, "forward", watch)
     write_folder(tmp_path / "set", 120)
     flags = [*FLAGS, "--dataset", str(tmp_path / "set"), "--max-steps", "3", "--mixed-precision", "bf16"]
-    before = temo.main(temo.parse_args([*flags, "--output-dir", str(tmp_path), "--run-name", "run"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.run.Run, "wall", lambda run: 1000.0)
+        before = temo.main(temo.parse_args([*flags, "--output-dir", str(tmp_path), "--run-name", "run"]))
+    assert halves == [(False, True)] + [(True, True)] * 3 + [(False, False)] * 2  # val, three steps, val and test
+    halves.clear()
     (tmp_path / "run" / "summary.json").unlink()
     after = temo.main(temo.parse_args(["--resume", str(tmp_path / "run")]))
+    assert halves == [(False, False)] * 2 and 1000 < after["wall_s"] < 2000
     assert after["val"] == before["val"] and after["test"] == before["test"] and after["steps"] == 3
 
 

@@ -225,11 +225,18 @@ def test_an_optimiser_takes_what_its_flags_take(script, capsys, monkeypatch):
                        *"--beta2 0 --eps 1e-30".split() * of_adam])
         most = parse(["--optimizer", kind, *"--beta1 0.9999999 --lr 1e30 --weight-decay 1e30".split(),
                       *"--beta2 0.9999999 --eps 1e30".split() * of_adam])
-        for args, fused in itertools.product((least, most), (None, True)):  # the block of the script itself
+        usual = parse(["--optimizer", kind])
+        for args, fused in itertools.product((least, most, usual), (None, True)):  # the block of the script itself
             tower, own = torch.nn.Linear(2, 2), torch.nn.Module()
             names = {"common": common, "torch": torch, "args": args, "learnt": [tower, own],
                      "run": argparse.Namespace(fused=fused)}
             exec(textwrap.dedent("    " + blocks(script)["optimizer"].strip()), names)
+            kernels, rest = names["optimizer"].param_groups
+            assert [p.ndim for p in kernels["params"]] == [2] and [p.ndim for p in rest["params"]] == [1]
+            assert (kernels["weight_decay"], rest["weight_decay"]) == (args.weight_decay, 0)
+            for group in (kernels, rest):
+                asked = {"betas": (args.beta1, args.beta2), "eps": args.eps} if of_adam else {"momentum": args.beta1}
+                assert {k: group[k] for k in ("lr", *asked)} == {"lr": args.lr, **asked}
             tower(torch.ones(1, 2)).sum().backward()
             names["optimizer"].step()
 

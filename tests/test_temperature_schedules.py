@@ -466,10 +466,21 @@ def test_few_shot_probe_learns_from_its_own_images():
     """Axes 0..3 as classes: the training images say another class than the few-shot images."""
     eye = torch.eye(4)
     train, y = eye.repeat(6, 1), np.roll(np.arange(4), 1).tolist() * 6
-    metrics, _, _ = evaluation.by_class.class_metrics(train, np.array(y), eye, np.arange(4), few=(eye, np.arange(4)))
+    metrics, chance, _ = evaluation.by_class.class_metrics(train, np.array(y), eye, np.arange(4),
+                                                           few=(eye, np.arange(4)))
+    assert all(chance[name] == {"top1": 25, "mean_per_class": 25} for name in ("knn@1", "few-shot", "all"))
     assert metrics["few-shot"]["top1"] == 100 and metrics["all"]["top1"] == 0
     metrics, _, _ = evaluation.by_class.class_metrics(train, np.array(y), eye, np.arange(4))
     assert metrics["few-shot"]["top1"] == 0
+
+
+def test_the_table_of_classes():
+    """Each number stands below its own head, beside its own chance."""
+    metrics = {"knn@1": {"top1": 41.5, "mean_per_class": 32.5, "head": 61.5, "mid": 51.5, "tail": 11.5}, "images": 90}
+    head, row = evaluation.by_class.class_table("x", metrics, {"knn@1": {"top1": 4.5, "mean_per_class": 3.5}}
+                                                ).splitlines()[1:]
+    assert re.findall(r"top-1|mean per class|head|mid|tail", head) == ["top-1", "mean per class", "head", "mid", "tail"]
+    assert re.findall(r"\d+\.\d", row) == ["41.5", "4.5", "32.5", "3.5", "61.5", "51.5", "11.5"]
 
 
 def test_head_mid_tail_of_imagenet100():
