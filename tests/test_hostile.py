@@ -848,7 +848,8 @@ def test_a_file_name_does_not_reach_the_terminal(data, tmp_path, capfd, pictures
     assert "a?[31mb.png" in listed and listed.count("\n") == 3
     for text in (said.out, re.sub("\x1b\\[A", "", said.err), listed):
         assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
-    for flags in (["--\x1b[31mx", "1"], ["--batch-size", "\x1b[31m"], ["--data-dir", "/no/\x1b[31m"]):
+    for flags in (["--\x1b[31mx", "1"], ["--batch-size", "\x1b[31m"],
+                  ["--dataset", "a.csv", "--data-dir", "/no/\x1b[31m"]):
         assert "?[31m" in stopped(lambda: temo.parse_args(flags), capfd)  # noqa: B023
     assert "/no/?[31m" in stopped(lambda: run("/no/\x1b[31m", tmp_path), capfd)
 

@@ -53,13 +53,16 @@ def test_categories_of_msrvtt_are_its_classes(tmp_path):
     train, evals, _ = opened(flags)
     test = evals["msrvtt"]["test"]
     assert train.label_names == test.label_names and len(train.label_names) == 20
-    assert train.labels.tolist() == [CATEGORY[k] for k in range(12)] and test.labels.tolist() == [0, 7, 19, 19]
+    of_pairs = [CATEGORY[int(key.removeprefix("video"))] for key in train.column("key")]  # the recipe unfolds them
+    assert train.labels.tolist() == of_pairs and len(set(train.column("key"))) == 12 < len(train)
+    assert test.labels.tolist() == [0, 7, 19, 19]
     assert [train.label_names[k] for k in (0, 7, 19)] == ["music", "movie", "advertisement"]
     assert "category" not in train.note and train.captions(0)[0] == "words 0 of a"
     common._known_set.cache_clear()
     msrvtt(tmp_path, {k: c for k, c in CATEGORY.items() if k != 5} | {6: 99, 14: None})
     train, evals, _ = opened(flags)
-    assert train.labels.tolist()[4:8] == [0, -1, -1, 0] and "2 without a category" in train.note
+    labels = dict(zip(train.column("key"), train.labels.tolist()))
+    assert [labels[f"video{k}"] for k in range(4, 8)] == [0, -1, -1, 0] and "2 without a category" in train.note
     assert evals["msrvtt"]["test"].labels.tolist() == [0, 7, -1, 19]
     common._known_set.cache_clear()
     msrvtt(tmp_path, {})
