@@ -100,7 +100,7 @@ from pathlib import Path
 
 import common
 from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
-from engine.base import UserError, clean_exit, rank, world, write_json, write_tensors
+from engine.base import UserError, clean_exit, rank, say_once, world, write_json, write_tensors
 from engine.data import meta_data, open_data, verified
 from engine.flags import OneLine, Parser
 from engine.ranges import between, count, nonnegative, part, positive, rate, whole
@@ -330,12 +330,10 @@ MSRVTT = dict(
     # which CLIP is not said
     image_encoder="openai/clip-vit-base-patch16", text_encoder="openai/clip-vit-base-patch16", pretrained=True,
     embed_dim=512, image_size=224, image_stats="encoder", eval_resize="crop", frames=12, frame_sampling="random",
-    text_length=70, text_pooling="cls", clean_captions=False,
-    join_captions=False, unfold_captions=False,
+    text_length=70, text_pooling="cls", clean_captions=False, join_captions=False, unfold_captions=False,
     epochs=5.0, batch_size=4, optimizer="adamw", lr=5e-6, lr_end=0.0, lr_schedule="cosine", warmup_epochs=0.05,
     weight_decay=5e-2, beta1=0.9, beta2=0.98, eps=1e-8, grad_clip=1.0,
-    tau=1.0, meta_lr=5e-6, meta_batch_size=4,
-    crop_min=1.0, flip=0.0, jitter=0.0,
+    tau=1.0, meta_lr=5e-6, meta_batch_size=4, crop_min=1.0, flip=0.0, jitter=0.0,
     mixed_precision="no", log_every=50, save_every=1000, eval_every=0)
 LONGER = MSRVTT | dict(epochs=20.0, warmup_epochs=0.2)
 MOVING = MSRVTT | dict(
@@ -344,8 +342,7 @@ MOVING = MSRVTT | dict(
     image_size=32, image_stats="encoder", frames=4, text_length=24, text_pooling="mean",
     epochs=10.0, batch_size=64, lr=2e-3, lr_end=2e-5, warmup_epochs=1.0, weight_decay=0.1,
     tau=0.1, a0=0.1, meta_lr=2e-4, meta_batch_size=32,                     # tau, a0: benchmarks/results/mama_default.md
-    crop_min=0.8, jitter=0.2,
-    log_every=10, save_every=120, eval_every=100)
+    crop_min=0.8, jitter=0.2, log_every=10, save_every=120, eval_every=100)
 OWN = MOVING | dict(
     recipe="ours; small towers from scratch",
     image_size=64, text_length=32, frames=8, save_every=500, eval_every=0)
@@ -363,8 +360,7 @@ RECIPES = {
     "msrvtt-qa": QUESTIONS, "msvd-qa": QUESTIONS, "tgif-qa-r-frame": QUESTIONS,
     "tgif-qa-r-action": CHOICES, "tgif-qa-r-transition": CHOICES, "nextqa": CHOICES, "causal-vidqa": CHOICES}
 ASKED = RECIPES | {                                                        # under --task qa-open and qa-choice
-    "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", fusion_layers=1,
-                                  meta_every=4, a0=2.0)}
+    "moving-emoji": MOVING | dict(recipe="ours; small towers from scratch", fusion_layers=1, meta_every=4, a0=2.0)}
 GRAPH = dict(                                                              # with --qa-model vgt
     recipe="the paper's batch, epochs, frames and rate; sizes and all else from VGT's code",
     image_encoder="regions", embed_dim=512, regions=10, dropout=0.3, frames=32,
@@ -378,6 +374,7 @@ VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(
     recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0,
     lr=5e-4)                                                               # benchmarks/results/vgt_moving_emoji.md
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
+FLAT = 0.01                                                                # distance from 0 or 1
 UNUSED = "--weighting {}: its network has no part in the weights of this script; take --weighting none, or another name"
 
 
@@ -693,6 +690,9 @@ def keep_for_pictures(tensors, step, seen, args, weight_net):
         grid = torch.linspace(0, 3 * math.log(args.batch_size) + 1.5 * math.log(answers_of) + 1, 64)    # (64,) nats
         curve = torch.cat([torch.tensor([float(step)]), weight_net(grid.to(seen.device)).cpu()])[None]   # (1, 65)
         tensors |= {"loss_grid": grid, "curves": torch.cat([tensors.get("curves", curve[:0]), curve])}
+        if seen[:, 1].min() > 1 - FLAT or seen[:, 1].max() < FLAT:
+            say_once("WARNING: the weight network gives all pairs of a batch one weight, 0 or 1, where its sigmoid is "
+                     "so flat that it hardly learns; a lower --meta-lr (joint: --lr) or another --seed may help")
 
 
 if __name__ == "__main__":

@@ -284,6 +284,15 @@ def per_sample(losses, theta, batch):
 
 
 # ---------------------------------------------------- other weightings -----------------------------------------------
+def test_a_network_that_has_saturated_is_said(capsys):
+    """All weights at 1 or 0: as no weights at all, and dw / dtheta is 0."""
+    args, losses, swapped = mama.parse_args(["--batch-size", "4"]), torch.rand(4), torch.zeros(4)
+    for weights, said in (([0.995, 0.98, 1, 1], False), ([0.995] * 4, True), ([0.003] * 4, True), ([0.02] * 4, False)):
+        engine.base.say_once.cache_clear()
+        mama.keep_for_pictures({}, 1, torch.stack([losses, torch.tensor(weights), swapped], 1), args, mama.WeightNet())
+        assert ("WARNING: the weight network gives all pairs of a batch one weight" in capsys.readouterr().out) == said
+
+
 def test_focal_weights_by_hand():
     p = torch.tensor([1.0, 0.9, 0.5, 0.1], dtype=torch.float64)  # of the pair, the same in both directions
     assert mama.focal_weights(-2 * p.log()).tolist() == pytest.approx([0, 0.01, 0.25, 0.81])
