@@ -50,7 +50,7 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
  7. The learning rate follows a cosine to 0 after the warm-up; CLIP4Clip's drops to 0.976 of the peak at its end. Frames
     are uniform in time, CLIP4Clip's uniform over a list of one frame a second; a short clip repeats frames, CLIP4Clip
     pads and masks. Frames are scaled twice (8/7 of the size while decoding, then antialiased bilinear); CLIP4Clip once,
-    bicubic.
+    bicubic. It tests the best epoch (of MSR-VTT on the test split); here it is the last.
  8. The batch size is not stated; it is CLIP4Clip's 128. On MSR-VTT and MSVD every caption is a training example
     (--unfold-captions), so a batch may hold a clip twice. As in the base code, the pair is then an unmasked false
     negative, and the priors stay uniform.
@@ -61,9 +61,10 @@ Differences from the paper (there is no authors' code) and from CLIP4Clip, its b
     ActivityNet) follows the first layer, the attention and the MLP of both heads; T5 keeps its own 0.1 as well.
     --image-encoder features is smaller: one transformer layer, and CLIP4Clip's epochs, batch and decay.
 10. The pictures show only the run itself: Fig. 2 without biases, with the queue and with oracle (the paper: CLIP4Clip
-    beside NCL with its queue), Fig. 6 its retrievals without sums. Table 5's row None is CLIP4Clip (--loss infonce),
-    not NCL without biases. Figs. 7 and 8 show the start only if there is a val split (not MSR-VTT). App. D's
-    decomposition (Eqs. 19 to 23, except the gap, which is logged) and video weights (Eqs. 24 to 27) are not computed.
+    beside NCL with its queue), Fig. 6 its retrievals without sums, Fig. 7 a PCA for t-SNE. Table 5's row None is
+    CLIP4Clip (--loss infonce), not NCL without biases. Figs. 7 and 8 show the start only if there is a val split (not
+    MSR-VTT). App. D's decomposition (Eqs. 19 to 23, except the gap, which is logged) and video weights (Eqs. 24 to 27)
+    are not computed.
 """
 
 import argparse
@@ -86,7 +87,7 @@ from encoders.base import FEATURES
 from encoders.ssb import Captioner, captioning_loss, feature_recipe, feature_words, support_summary
 from encoders.towers import set_dropout
 from evaluation.retrieval import Evaluator, retrieval_both_ways
-from figures.ncl import draw
+from figures.ncl import draw, first_captions
 
 
 # ======================================================= METHOD ======================================================
@@ -390,7 +391,7 @@ def main(args):
     guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))
     before = run.begin(evaluator, (guess, guess), banner_lines(train, evals, args))
     if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
-        start = {f"{name}/{k}": p[k][:500] for name, p in before.items() for k in ("text", "image")}
+        start = {f"{name}/{k}": x for name, p in before.items() for k, x in first_captions(p).items()}
         write_tensors(run.folder / "embeddings_before.safetensors", start)
     for batch in batches:
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))

@@ -43,7 +43,7 @@ Differences from the paper (there is no authors' code), and what it leaves open:
  4. The augmentation of images is not given. We take SimCLR's (SLIP's) values, with a flag for each strength. I itself
     has the view of the base code: the CC3M trainer's, and for CC12M SLIP's, which does not mirror images.
  5. Without --paraphrases T~ is another caption, a template (emoji) or word dropout and swap; the banner says which.
- 6. The learning rate follows a cosine per step; the CC3M trainer changes it per epoch.
+ 6. The learning rate's cosine is per step, the CC3M trainer's per epoch. It tests its best epoch; here it is the last.
  7. Crops are antialiased bilinear (CC3M trainer: bicubic); RandAugment is torchvision's, on the trainer's operations.
  8. Appendix F does not say in which losses the experts set temperatures. Table 10's numbers are near Table 7's rows
     without unimodal losses (CIFAR10 51 to 55; with them 61 to 64), so an expert sets the tau_ij of L_M-MM, in both
@@ -58,7 +58,7 @@ Differences from the paper (there is no authors' code), and what it leaves open:
 14. Misprints: Table 1's caption swaps TR and IR (IR is text -> image); Table 7's row 3 (our c) lacks the tick of Base;
     row e has other numbers in Table 6 than in Table 3; SLIP's Top-3 on CC12M in Table 5 is TeMo's (Table 2: 59.42).
 15. Fig. 7 is zero-shot ImageNet during training. Here: zero-shot by class names on each set of --eval-datasets with
-    classes and no captions, during training if it has a val split (for ImageNet by name: --hold-out-val).
+    classes and no captions, during training if it has a val split (ImageNet, first WordNet names: --hold-out-val).
 """
 
 import argparse

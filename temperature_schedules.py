@@ -25,7 +25,7 @@ Commands:
     # App. A.2; then --split-seed 1 --eval-epoch N
     accelerate launch temperature_schedules.py --dataset cifar10-lt --eval-every 420 --eval-epoch auto
     accelerate launch temperature_schedules.py --dataset cifar10-lt --loss moco
-    # Table 3's baseline: its own prune and fixed tau; --schedule cos puts the schedule on it
+    # Table 3's baseline: its own prune and fixed tau; with the schedule: --schedule cos --tau-min 0.1
     accelerate launch temperature_schedules.py --dataset cifar10-lt --loss sdclr
     # the authors' splits; --imbalance-ratio 1 without a file is Table 10's uniform set
     accelerate launch temperature_schedules.py --dataset cifar10-lt --index-file split1_D_i.npy
@@ -65,8 +65,9 @@ Differences from the paper and from the authors' code:
     SDCLR's split1_D_b.npy. The few-shot and the all-images probe then learn from the same images; the paper's differ by
     2.5 points without a reason given. Its MoCo + TS on CIFAR10-LT is Table 4's cell of 0.1 and 0.5, not of 1.0.
 12. Val of CIFAR is a tenth of each class, outside --index-file; SDCLR's own is --val-file valIdxList.npy.
-    ImageNet100-LT has none (App. A.2). Its few-shot images are SDCLR's list, as in the authors' notebook
-    (--few-shot-file: 12 per class, mostly outside the long tail), or else drawn from the long tail, as the paper says.
+    ImageNet100-LT has none (App. A.2); its batch is the paper's 512, not the README's 256. Its few-shot images are
+    SDCLR's list, as in the authors' notebook (--few-shot-file: 12 per class, mostly outside the long tail), or else
+    drawn from the long tail, as the paper says.
 """
 
 import argparse
@@ -261,7 +262,7 @@ def update_momentum(encoder, online, momentum):
 # ======================================================= flags =======================================================
 # Defaults by data set, one line per group. 'paper': Section 4 and the appendix; 'authors' code': their repository;
 # 'ours': tuned on the validation split. Flags override them; other data sets use 'own'. SDCLR has its own fixed tau and
-# prune on the paper's sets, from its scripts.
+# prune on the paper's sets, from its scripts; on others the schedule, unless --schedule fixed --tau-min 0.2 is given.
 CIFAR = dict(
     recipe="paper; optimiser and views from the authors' code",
     image_encoder="resnet18-cifar", pretrained=False, embed_dim=128, head_norm="batch",

@@ -175,7 +175,8 @@ def zero_shot(case):
     by_chance = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
     case.chance["zero-shot"] = {"templates": by_chance, "names": by_chance}
     for reading, prompts in (("templates", data.prompts or ["a photo of a {c}."]), ("names", ["{c}"])):
-        texts = case.subject.texts([t.replace("{c}", n) for n in names for t in prompts])          # (C * P, D)
+        prompts_of = [t.replace("{c}", n) for n in names for t in prompts]
+        texts = case.subject.texts(prompts_of, clean=False)                # (C * P, D); only captions are cleaned
         embeddings = normalize(texts).view(len(names), len(prompts), -1)                           # (C, P, D)
         metrics[reading] = zero_shot_accuracy(image, labels, embeddings.mean(1)) | {"prompts": len(prompts)}
 

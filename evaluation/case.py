@@ -1,6 +1,7 @@
 """A data set that eval.py evaluates: what its tasks share, their numbers, and the lines that print them."""
 
 import argparse
+import copy
 import dataclasses
 import functools
 import itertools
@@ -70,9 +71,11 @@ class Subject:
         return common.EvalTransform(own.size, mean, std, own.resize if resize == "own" else resize,
                                     own.size / own.short)
 
-    def texts(self, texts):
-        """Embeddings (len(texts), D). Collective."""
-        return encode_texts(self.model, self.tokenizer, texts, self.device)
+    def texts(self, texts, clean=True):
+        """Embeddings (len(texts), D); clean: the run's cleaning of captions, if it has one. Collective."""
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.clean = tokenizer.clean and clean
+        return encode_texts(self.model, tokenizer, texts, self.device)
 
 
 class Case:

@@ -111,10 +111,10 @@ def legend_above(ax):
         legend = ax.legend(loc="upper center", ncols=columns, frameon=False, handlelength=2.4 / columns,
                            columnspacing=0.8, handletextpad=0.5, borderaxespad=0, fontsize=LETTERS)
         box = legend.get_window_extent(renderer)
-        if box.width <= 1.2 * ax.bbox.width:  # the layout makes panels wider than they are here
+        if box.width <= 1.2 * ax.bbox.width:  # the layout makes panels wider than they are here, and lower
             break
     low, high = ax.get_ylim()
-    taken = min(0.6, box.height / ax.bbox.height)
+    taken = min(0.6, 1.3 * box.height / ax.bbox.height)
     ax.set_ylim(low, low + (high - low) / (1 - taken))
 
 

@@ -110,13 +110,19 @@ def draw_queue_sizes(ax, pieces, gamma, iterations, queues, biases_of):
     ax.set(xscale="log", title="R@1 by queue size (Fig. 5)", xlabel="training queries in the queue", ylabel="R@1, %")
 
 
+def first_captions(pieces):
+    """{text, image}: (n, D) each, of the first 500 clips and the first caption of each."""
+    clips, first = np.unique(pieces["owner"], return_index=True)           # (M,) each
+    return {"text": pieces["text"][first[:500]], "image": pieces["image"][clips[:500]]}
+
+
 def draw_modalities(before, pieces, path):
     """Figs. 7 and 8: both modalities in the plane, and mean cosines within and between them, before and after training.
 
     Args: before: {text (n, D), image (k, D)} before training, or empty.   pieces: after training.
     """
     stages = {"before": before} if before else {}
-    stages["after"] = {k: pieces[k][:500] for k in ("text", "image")}
+    stages["after"] = first_captions(pieces)
     fig, axes = figure(len(stages) + 1)
     for (stage, e), ax, shift in zip(stages.items(), axes, (-0.2, 0.2)):
         text, image = normalize(e["text"]), normalize(e["image"])                        # (n, D), (k, D)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from sklearn.svm import LinearSVC
 
 import encoders.base
+import encoders.tokenizers
 import encoders.two_tower
 import eval as eval_py
 import evaluation.by_class
@@ -113,6 +114,20 @@ def test_zero_shot_reports_both_readings_of_the_prompts(run, hub, tmp_path):  # 
             classes.append(F.normalize(texts, dim=1).mean(0))
         near = (F.normalize(image, dim=1) @ F.normalize(torch.stack(classes), dim=1).T).argmax(1).numpy()
         assert got[reading]["top1"] == pytest.approx(100 * (near == data.labels).mean())
+
+
+def test_prompts_are_not_cleaned_as_captions(monkeypatch):
+    """The CC3M trainer cleans captions alone: a prompt keeps its full stop and its hyphens."""
+    seen = []
+    monkeypatch.setattr(evaluation.case, "encode_texts", lambda model, words, *_: seen.append(words))
+    learnt = encoders.tokenizers.train_wordpiece(["a photo of a t-shirt."] * 9)
+    words = encoders.tokenizers.Tokenizer(learnt, 16, clean=True)
+    subject = types.SimpleNamespace(model=None, tokenizer=words, device="cpu")
+    for clean in (False, True):
+        evaluation.case.Subject.texts(subject, ["a photo of a t-shirt."], clean=clean)
+    assert [of.clean for of in seen] == [False, True] and words.clean
+    long, short = (len(of(["a photo of a t-shirt."])["input_ids"][0]) for of in (seen[0], words))
+    assert long > short
 
 
 def test_temo_17_is_one_word_for_seventeen_sets(run, hub, tmp_path, capsys):  # noqa: F811

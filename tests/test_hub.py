@@ -127,6 +127,18 @@ def test_parquet_tables(hub):
     assert len(imagenet) == 6 and imagenet.split == "test"
 
 
+def test_classes_of_imagenet_have_the_first_of_their_names(tmp_path):
+    names = ["tench, Tinca tinca", "crane", "great white shark, white shark, man-eater", "crane, machine"]
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
+    rows = {"image": [{"bytes": encode(picture(i)), "path": None} for i in range(8)], "label": [0, 1, 2, 3] * 2}
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "validation-00000-of-00001.parquet"
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(file))
+    data = common.load_data("imagenet", "test", data_dir=str(tmp_path))
+    assert [n.strip() for n in data.label_names] == ["tench", "crane", "great white shark", "crane"]
+    assert data.captions(2) == ["great white shark"] and data.labels.tolist() == [0, 1, 2, 3] * 2
+
+
 def test_cc3m_streams_or_is_indexed(hub):
     options = {"data_dir": str(hub / "cc3m")}
     stream = common.load_data("cc3m", "train", streaming=True, **options)

@@ -713,6 +713,15 @@ def test_eval_normalizes_checkpoints_of_other_scripts(temo_run, tmp_path):
     assert oracle["normalize"]["oracle"] == got["normalize"]["oracle"]
 
 
+def test_modalities_show_one_caption_of_each_clip():
+    """Captions of one clip are alike: the first 500 texts would be a few clips' and their mean cosine too high."""
+    owner = np.repeat(np.arange(600), 3)
+    pieces = {"owner": owner, "text": torch.arange(1800.0)[:, None], "image": torch.arange(600.0)[:, None]}
+    found = figures.ncl.first_captions(pieces)
+    assert found["text"][:, 0].tolist() == [3.0 * k for k in range(500)]
+    assert found["image"][:, 0].tolist() == [float(k) for k in range(500)]
+
+
 # ---------------------------------------------------- precomputed features -------------------------------------------
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
@@ -731,6 +740,7 @@ def test_features_end_to_end(features, loss, tmp_path):
     args = ncl.parse_args(list(map(str, flags)))
     assert (args.learnable_tau, args.loss_scale) == (False, 15 if loss == "ncl" else 1)
     assert args.tau == 0.07 or loss != "ncl"
+    assert ncl.parse_args([*map(str, flags), "--loss", "infonce"]).loss_scale == 15  # clipped as NCL
     base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "3", "--log-every", "1"]
     summary = main(tmp_path / "r", *flags, base=base, pictures=loss == "ncl")
     assert summary["steps"] == 3 and not summary["errors"] and summary["bad_samples"] == 0
@@ -887,7 +897,7 @@ def test_ssb_recipe(loss, tmp_path):
     args = ncl.parse_args(["--dataset", "msrvtt", *features])
     assert args.text_encoder == "t5-base" and args.text_pooling == "mean" and args.lr > 1e-5
     assert not args.learnable_tau and (args.tau, args.margin) == (0.07, 0.2)
-    assert args.loss == loss and args.loss_scale == (15 if loss == "ncl" else 1)
+    assert args.loss == loss and args.loss_scale == (1 if loss == "max-margin" else 15)
     assert args.normalize == ("queue" if loss == "ncl" else "none")
     for name, dropout in (("msrvtt", 0.1), ("msvd", 0.1), ("activitynet", 0), ("clips.csv", 0)):
         args = ncl.parse_args(["--dataset", name, *features])
