@@ -103,6 +103,8 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
     if options.get("feature_dir") and len(set(found.values())) < len(found):
         raise UserError(f"{name} ({split}): {ONE_FILE}")
     notes = [f"{len(set(missing)):,} videos are not in {folder}, first {missing[0]}"] if missing else []
+    if options.get("feature_dir") and any(window != [None, None] for _, *window in found):
+        notes.append("the features are those of whole files, not of the windows (start, end)")
     by_name = dict.fromkeys(str(v) for v, *_ in found if not os.path.isfile(folder / str(v)))
     note = join_notes(*notes, _said_of_namesakes(index, by_name))
     names, label = None, {}

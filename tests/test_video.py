@@ -1431,8 +1431,13 @@ def test_features_have_no_windows(features):
     path = write_rows(path.with_name("b.csv"), ["video", "caption", "start", "end"], rows)
     with pytest.raises(UserError, match="several windows"):
         common.load_data(str(path), "train", feature_dir=folders)
+    rows = [(f"v{k}.mp4", f"part {k}", k, k + 1) for k in range(4)]  # one each: the features are still of all of it
+    path = write_rows(path.with_name("c.csv"), ["video", "caption", "start", "end", "split"],
+                      [(*row, "train") for row in rows])
+    assert "those of whole files, not of the windows" in common.load_data(str(path), "train", feature_dir=folders).note
     (path.parent / "caption.json").write_text(json.dumps({}))
     complains("howto100m", "train", "several windows", data_dir=str(path.parent), feature_dir=folders)
+    complains("howto100m", "train", "--join-captions", data_dir=str(path.parent), join_captions=True)
 
 
 BROKEN = {"nan": np.full((5, 2), np.nan), "infinite": np.full((5, 2), np.inf), "no rows": np.zeros((0, 2)),
