@@ -964,8 +964,9 @@ class Data:
     def unfold(self):
         """One example for each (image or clip, caption): an epoch sees every caption, and a batch may hold a clip twice
         (CLIP4Clip on MSR-VTT and MSVD)."""
-        pairs = [(i, k) for i in range(len(self)) for k in range(len(self.captions(i)))]
-        rows, which = np.array(pairs).T
+        batches = self.texts.select_columns("captions").iter(10_000)
+        of_row = np.array([len(captions) for batch in batches for captions in batch["captions"]])  # (M,)
+        rows, which = np.repeat(np.arange(len(self)), of_row), np.concatenate([np.arange(n) for n in of_row])
         return dataclasses.replace(self.select(rows), which=which)
 
     def in_memory(self, limit=96):
@@ -1127,6 +1128,8 @@ def load_data(name, split, **options):
         raise UserError(f"--streaming: reads tars, and {name} holds none; leave it out")
     if options.get("join_captions"):
         from sets.own import joined
+        if max(map(len, data.column("captions"))) < 2:
+            base.say_once(f"WARNING: --join-captions: no example of {name} ({split}) has several captions to join")
         data = joined(data)
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])

@@ -514,7 +514,7 @@ def zero_shot(tower, tokenizer, device, pieces):
         return {}
     names = [n.strip().replace("_", " ") for n in data.label_names]
     (labels,), (image,) = with_class((data.labels[pieces["index"]],), (pieces["image"],))  # (M,), (M, D)
-    classes = encode_texts(tower, tokenizer, names, device)                # (C, D)
+    classes = encode_texts(tower, tokenizer.plain(), names, device)        # (C, D)
     return {"zero-shot": common.zero_shot_accuracy(image, torch.from_numpy(labels), classes)}
 
 

@@ -451,10 +451,10 @@ def write_tables(names, suite, trials, seeds, write=True):
     OWN, rows of other data are dropped.   write: False: only the table, no file."""
     stem = "claims_own" if OWN else "claims_gpu" if suite == "gpu" else "claims"
     own, results = " ".join(shlex.split(OWN)), read_json(RESULTS / f"{stem}.json", {})
-    results = {n: r for n, r in results.items() if own in r["arms"][r["method"]]["flags"]}
+    results = {n: r for n, r in results.items() if (r.get("own", ""), r["suite"]) == (own, suite)}
     for name in names:
         if result := judge(name, suite, trials, seeds):
-            results[name] = result
+            results[name] = result | ({"own": own} if own else {})
         else:
             print(f"{name}: not judged, runs or their numbers are missing{'; its row stays' * (name in results)}")
     results = {n: results[n] for n in CLAIMS if n in results}  # without claims that no longer exist

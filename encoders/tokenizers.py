@@ -1,5 +1,6 @@
 """Texts -> token ids: the published tokenizers, and a WordPiece learnt from the captions for the small encoder."""
 
+import copy
 import re
 import shutil
 from pathlib import Path
@@ -24,6 +25,12 @@ class Tokenizer:
         texts = [clean_caption(t) for t in texts] if self.clean else texts
         out = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
         return {k: to_device(out[k], self.device) for k in ("input_ids", "attention_mask")}
+
+    def plain(self):
+        """The same, for texts that are not captions: the CC3M trainer does not clean class names and prompts."""
+        other = copy.copy(self)
+        other.clean = False
+        return other
 
     def save(self, folder):
         self.tokenizer.save_pretrained(str(folder))

@@ -111,6 +111,7 @@ def add_pairs(data, word, args, evals):
     if not name:
         raise UserError(f"--extra-pairs {word}: expected NAME or NAME=DIR")
     options = {k: v for k in same if (v := getattr(args, k, None)) is not None}
+    options["join_captions"] = getattr(args, "join_captions", False) and not find_set(name)
     options["video_dir"] = folder or ("" if Path(name).is_dir() else args.video_dir)
     try:
         more = common.load_data(name, "train", data_dir=folder, **options)
@@ -320,7 +321,9 @@ def named_rows(data, file, held=()):
     names = dict.fromkeys(lines)
     if len(names) < len(lines):
         say(f"--meta-set {file}: {len(lines) - len(names):,} of its {len(lines):,} lines repeat a name")
-    where = {key: i for i, key in enumerate(data.keys())}
+    where = {}  # a name has several rows with --unfold-captions
+    for i, key in enumerate(data.keys()):
+        where.setdefault(key, []).append(i)
     names = dict.fromkeys(n if n in where else os.path.normpath(n) for n in names)  # ./a.png is a.png
     missing = [n for n in names if n not in where]
     outside = {key for split in held for key in held[split].keys()} if missing else ()
@@ -329,5 +332,5 @@ def named_rows(data, file, held=()):
     if missing:
         raise UserError(f"--meta-set {file}: {len(missing)} of its {len(names)} names are not in train, first "
                         f"{missing[0][:100]!r}; a name of train: {next(iter(where))!r}")
-    rows = np.sort([where[n] for n in names if n in where]).astype(np.int64)
+    rows = np.sort([i for n in names if n in where for i in where[n]]).astype(np.int64)
     return rows, "by name" + (f"; {len(kept_out)} held out for val or test are left out" if kept_out else "")

@@ -272,7 +272,8 @@ class Parser(OneLine):
                 help="column (or tar extension, or json.KEY) of the captions; empty = the usual names")
             add("--extra-captions", default="", metavar="FILE",
                 help="csv, jsonl or parquet of video, start, end, caption: further captions of training clips, as "
-                     "tools/caption.py writes them; each epoch draws one of all captions of a clip")
+                     "tools/caption.py writes them; each epoch draws one of all captions of a clip, or with "
+                     "--unfold-captions each is an example")
             add("--extra-pairs", nargs="+", default=[], metavar="NAME[=DIR]",
                 help="data sets whose pairs are added to the training set, each with the folder of its files: "
                      "howto100m=DIR, or captions.csv=DIR, the csv that tools/caption.py made of its videos")
@@ -363,7 +364,7 @@ class Parser(OneLine):
         drawn = find_set(args.dataset) and find_set(args.dataset).SETS[args.dataset].get("drawn")
         self.only(not drawn, "for data in files", "--data-dir")
         self.only(not drawn or getattr(args, "eval_datasets", None), "for data in files", "--image-column",
-                  "--caption-column", "--label-column")
+                  "--caption-column", "--label-column", "--frame-cache", "--extra-captions")
         for folder in getattr(args, "feature_dir", None) or []:
             self.require(Path(folder).is_dir(), f"--feature-dir {folder}: no such folder")
         for name in ("init_from", "region_dir", "data_dir", "video_dir", "extra_captions", "index_file", "test_file",

@@ -1,7 +1,6 @@
 """A data set that eval.py evaluates: what its tasks share, their numbers, and the lines that print them."""
 
 import argparse
-import copy
 import dataclasses
 import functools
 import itertools
@@ -72,10 +71,8 @@ class Subject:
                                     own.size / own.short)
 
     def texts(self, texts, clean=True):
-        """Embeddings (len(texts), D); clean: the run's cleaning of captions, if it has one. Collective."""
-        tokenizer = copy.copy(self.tokenizer)
-        tokenizer.clean = tokenizer.clean and clean
-        return encode_texts(self.model, tokenizer, texts, self.device)
+        """Embeddings (len(texts), D); clean: as captions of the run are, if it cleans them. Collective."""
+        return encode_texts(self.model, self.tokenizer if clean else self.tokenizer.plain(), texts, self.device)
 
 
 class Case:

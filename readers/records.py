@@ -35,6 +35,19 @@ def read_table(file):
         raise UserError(f"--dataset {file}: {table_words(error, error) or hub_reason(error)}") from error
 
 
+def read_csv_files(name, files):
+    """One table of csv files with the same columns. All cells stay text, as those of one file do."""
+    import datasets
+    tables = [read_table(file) for file in files]
+    named = [{c.strip().lower(): c for c in table.column_names} for table in tables]  # Image is image
+    for file, of in zip(files, named):
+        if of.keys() != named[0].keys():
+            raise UserError(f"--dataset {name}: {file.name} has the columns {', '.join(of)}, and {files[0].name} "
+                            f"{', '.join(named[0])}; give all csv files of a split the same ones")
+    return datasets.concatenate_datasets([table.rename_columns({of[c]: named[0][c] for c in of})
+                                          for table, of in zip(tables, named)])
+
+
 def _published(file):
     """[{image, captions[, split]}] of a json file in COCO's or Karpathy's layout; None for any other. Raises:
     UserError if such a file is broken."""

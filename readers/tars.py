@@ -21,7 +21,7 @@ from readers.damage import Front, Losses, expected, not_followed, refuse_compres
 
 TEXTS = ("txt", "caption", "text", "json", "cls")  # parts that are read while the index is built
 FLAGS = ("image_column", "caption_column", "label_column")  # the options that change an index
-VERSION = 4  # of the index: the cache compares arguments, not code, so a change of _rows needs a new number
+VERSION = 5  # of the index: the cache compares arguments, not code, so a change of _rows needs a new number
 UNUSABLE, REFUSED, LOST = 1, 2, 3  # why a row of the index is not used as a sample; 0 = it is used
 LARGE = 10**9  # bytes; from this size of the tars on, building the index is announced and shows a bar
 
@@ -246,7 +246,10 @@ def sample_parts(key, parts, read, options, name):
         raise UserError(f"{where} {caption}: an empty caption")
     if not label:
         return parts[image], texts, None
-    return parts[image], texts, int(fields[label.removeprefix("json.")] if label.startswith("json.") else read(label))
+    said = fields[label.removeprefix("json.")] if label.startswith("json.") else read(label)
+    if said is not None and (isinstance(said, (list, dict, bool)) or isinstance(said, float) and said % 1):
+        raise ValueError(f"its {label} is {said!r:.40} and not the number of a class")
+    return parts[image], texts, None if said is None else int(said)
 
 
 def _text_of(part, read):

@@ -48,6 +48,12 @@ def _path_of(folder, index, video):
     return str(folder / video) if os.path.isfile(folder / video) else find_video(index, video)
 
 
+def _ends_with(path, name):
+    """Whether a path ends with the name, which may lack the ending of the file."""
+    ends = (Path(path).as_posix(), Path(path).with_suffix("").as_posix())
+    return any(end == Path(name).as_posix() or end.endswith(f"/{Path(name).as_posix()}") for end in ends)
+
+
 def _said_of_namesakes(index, videos):
     """A note on names that match several different files, of which the first is read; "" if there are none."""
     several = {v: found for v in videos if len(found := _namesakes(index, v)) > 1}
@@ -85,18 +91,24 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
         raise UserError(f"{name} ({split}): the annotations name no video")
     index = video_index(str(folder))
     paths = {video: _path_of(folder, index, str(video)) for video, *_ in said}  # None where it is missing
+    first = {}  # path -> the first name that it ends with: 0000 and 0000.mp4 are one video
+    for video, path in paths.items():
+        if path and _ends_with(path, str(video)):
+            first.setdefault(path, video)
+    for video, path in paths.items():  # dog/0001 is missing, and not the cat/0001 that another name means
+        if path in first and not _ends_with(path, str(video)) and len(Path(str(video)).parts) > 1:
+            paths[video] = None
     missing = [str(video) for video, path in paths.items() if not path]
-    name_of = {path: video for video, path in reversed(paths.items())}  # 0000 and 0000.mp4 are one video
     found, texts, classes = {}, {}, {}
     for (video, *window), captions in said.items():
         if not paths[video]:
             continue
-        key = (name_of[paths[video]], *window)
+        key = (first.get(paths[video], video), *window)
         found[key] = paths[video]
         known = texts.setdefault(key, [])
         known += [t for t in captions if t not in known] if known else captions
         if labels and (video, *window) in labels:
-            classes.setdefault(key, labels[video, *window])
+            classes.setdefault(key, set()).add(labels[video, *window])
     if not found:
         looked = f"none of {len(said):,} videos is below {folder} (looked for {missing[0]})"
         raise UserError(f"{name} ({split}): {looked}; --video-dir names the folder of the videos")
@@ -110,7 +122,7 @@ def clips_of(name, split, annotations, options, root=None, labels=None):
     names, label = None, {}
     if labels is not None:
         names = sorted({labels[k] for k in said if k in labels})  # also the classes of missing videos
-        label = {k: {"label": names.index(classes[k]) if k in classes else -1} for k in found}
+        label = {k: {"label": names.index(*classes[k]) if len(classes.get(k, ())) == 1 else -1} for k in found}
     rows = [{"source": {"path": path, "start": k[1], "end": k[2]}, "key": _window_key(*k),
              "captions": texts[k]} | label.get(k, {}) for k, path in found.items()]
     rows += [{"captions": []}] * (len(annotations) - len(said))

@@ -15,7 +15,7 @@ import numpy as np
 from readers import columns, guards
 from readers.clips import clip_options, windows_of
 from readers.columns import clean_list, ending, is_video, pick_column, split_of
-from readers.records import KINDS, read_table
+from readers.records import KINDS, read_csv_files, read_table
 from readers.stream import open_tars
 from readers.videos import clips_of
 from sets import MODULES
@@ -102,9 +102,8 @@ def read_folder(name, path, options):
     splits = guards.split_files(name, words)
     named = {split: [glob.escape(os.path.abspath(f)) for f in part] for split, part in splits.items()}
     roots = {split: Path(os.path.commonpath([f.parent for f in part])) for split, part in splits.items()}
-    if kind == "csv" and not beside:  # all cells stay text, as those of one file do
-        import datasets
-        opened = {split: datasets.concatenate_datasets([read_table(f) for f in part]) for split, part in splits.items()}
+    if kind == "csv" and not beside:
+        opened = {split: read_csv_files(name, part) for split, part in splits.items()}
     else:
         opened = columns.open_table("imagefolder" if beside else KINDS[kind], name, data_files=named)
     return splits_of_tables(opened, name, options, path, roots)
@@ -394,7 +393,4 @@ def with_captions(data, captions):
 
 def joined(data):
     """The data with all captions of a row as one text (--join-captions)."""
-    captions = data.column("captions")
-    if max(map(len, captions), default=0) < 2:
-        say_once(f"WARNING: --join-captions: no example of {data.name} ({data.split}) has several captions to join")
-    return with_captions(data, [[" ".join(of_row)] for of_row in captions])
+    return with_captions(data, [[" ".join(of_row)] for of_row in data.column("captions")])

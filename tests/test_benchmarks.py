@@ -226,6 +226,7 @@ def test_claims_on_other_data_without_its_metric_or_of_other_data_still(results,
     flags = ["--trials", "1", "--seeds", "2", "--jobs", "1"]
     claims.main(["--own", "--dataset a.csv", *flags])
     assert "knn: not judged, runs or their numbers are missing\n" in capsys.readouterr().out
+    claims.main(["--own", "--dataset b.csv --epochs 2", "--claims", "claim", *flags])
     claims.main(["--own", "--dataset b.csv", "--claims", "knn", *flags])
     claims.main(["--own", "--dataset b.csv", "--claims", "both", *flags])
     table = (results / "claims_own.md").read_text()

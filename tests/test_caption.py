@@ -468,6 +468,17 @@ def pairs_of(tmp_path, more, evals=(), **flags):
     return data, engine.data.add_pairs(data, more, args, {"x": dict(evals)})
 
 
+def test_captions_of_more_pairs_are_joined_as_those_of_the_set(tmp_path):
+    splits = ["train", "train", "val", "test"]
+    for name, first in (("own", 0), ("more", 4)):
+        for k in range(first, first + 4):
+            write_video(tmp_path / f"v{k}.mp4", [k, k + 1, k + 2])
+        rows = [(f"v{first + k}.mp4", f"{name} {k} {w}", splits[k]) for k in range(4) for w in ("one", "two")]
+        write_rows(tmp_path / f"{name}.csv", ["video", "caption", "split"], rows)
+    _, both = pairs_of(tmp_path, str(tmp_path / "more.csv"), join_captions=True)
+    assert both.captions(2) == ["more 0 one more 0 two"] and len(both) == 4
+
+
 def test_pairs_of_another_set_join_training(tmp_path):
     """Their rows stand behind the set's own, read as they are alone; clips of the evaluation are left out by name."""
     for k, name in enumerate(["v0", "v1", "v2", "v3", "v4", "v5", "more/w0", "more/w1", "more/v9"]):

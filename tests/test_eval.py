@@ -126,6 +126,16 @@ def test_prompts_are_not_cleaned_as_captions(monkeypatch):
     for clean in (False, True):
         evaluation.case.Subject.texts(subject, ["a photo of a t-shirt."], clean=clean)
     assert [of.clean for of in seen] == [False, True] and words.clean
+    asked, data = [], types.SimpleNamespace(label_names=["t-shirt"], prompts=())
+    subject.texts = lambda texts, clean=True: asked.append((texts, clean)) or torch.ones(len(texts), 2)
+    case = types.SimpleNamespace(subject=subject, data=data, metrics={}, chance={},
+                                 labelled=lambda task: (torch.ones(1, 2), None, torch.zeros(1, dtype=torch.long)))
+    evaluation.by_class.zero_shot(case)
+    assert asked == [(["a photo of a t-shirt."], False), (["t-shirt"], False)]
+    monkeypatch.setattr(temo, "encode_texts", lambda tower, words, *_: asked.append(words) or torch.ones(1, 2))
+    data = types.SimpleNamespace(label_names=["t-shirt"], has_captions=False, labels=np.zeros(1, dtype=int))
+    temo.zero_shot(None, words, "cpu", {"data": data, "index": np.arange(1), "image": torch.ones(1, 2)})
+    assert not asked[-1].clean  # the accuracy that is logged is the same
     long, short = (len(of(["a photo of a t-shirt."])["input_ids"][0]) for of in (seen[0], words))
     assert long > short
 

@@ -834,18 +834,45 @@ def test_a_folder_of_csv_keeps_its_cells_as_text(tmp_path):
     assert data["test"].label_names == ["00", "01"]
 
 
+def test_csv_files_of_a_split_have_the_same_columns(tmp_path):
+    names = write_images(tmp_path / "images", range(12))
+    for k, header in enumerate((["image", "caption"], ["Caption", " Image"])):
+        rows = [(f"../images/{x}", f"about {x}") for x in names[6 * k:6 * k + 6]]
+        write_rows(tmp_path / "tables" / f"train-{k}.csv", header, [r[::1 - 2 * k] for r in rows])
+    write_rows(tmp_path / "tables" / "test.csv", ["image", "caption"], [(f"../images/{names[0]}", "a")])
+    write_rows(tmp_path / "tables" / "val.csv", ["image", "caption"], [(f"../images/{names[1]}", "a")])
+    train = open_anew(tmp_path / "tables")["train"]
+    assert [train.captions(i) for i in range(12)] == [[f"about {x}"] for x in names]
+    write_rows(tmp_path / "tables" / "train-1.csv", ["image", "caption", "label"], [(names[0], "a", "b")])
+    sets.own.own_data.cache_clear()
+    refused(tmp_path / "tables", "train-1.csv has the columns image, caption, label, and train-0.csv image, caption")
+
+
+def test_a_missing_video_is_not_its_namesake(tmp_path):
+    """dog/0001 is not there: its captions are not those of cat/0001."""
+    for i in (0, 1):
+        write_video(tmp_path / "videos" / "cat" / f"{i:04}.mp4", range(4))
+    write_video(tmp_path / "videos" / "dog" / "0000.mp4", range(4))
+    rows = [(f"{kind}/{i:04}.mp4", f"a {kind}", kind, "train") for kind in ("cat", "dog") for i in range(2)]
+    file = write_rows(tmp_path / "c.csv", ["video", "caption", "label", "split"], rows)
+    train = open_anew(file, video_dir=str(tmp_path / "videos"))["train"]
+    assert train.column("key") == ["cat/0000.mp4", "cat/0001.mp4", "dog/0000.mp4"]
+    assert train.column("captions") == [["a cat"], ["a cat"], ["a dog"]] and train.labels.tolist() == [0, 0, 1]
+    assert "1 videos are not in" in train.note
+
+
 def test_two_names_of_a_video_are_one_video(tmp_path):
     """Else its windows would stand in train and in val, and equal windows would be each other's negatives."""
     for i in range(30):
         write_video(tmp_path / f"{i:04}.mp4", range(20))
-    rows = [(f"{i:04}{kind}", f"{i} {k}{kind}", str(i % 2), start, start + 0.5) for i in range(30)
-            for k, (kind, start) in enumerate((("", 0.0), (".mp4", 0.0), (".mp4", 0.5)))]
+    rows = [(f"{i:04}{kind}", f"{i} {k}{kind}", str(i % 2) if i or k else "1", start, start + 0.5) for i in range(30)
+            for k, (kind, start) in enumerate((("", 0.0), (".mp4", 0.0), (".mp4", 0.5)))]  # 0000: two classes
     file = write_rows(tmp_path / "clips.csv", ["video", "caption", "label", "start", "end"], rows)
     data = open_anew(file)
     of_video = [{k.split()[0] for k in data[split].column("key")} for split in ("train", "val", "test")]
     assert sum(map(len, data.values())) == 60 and sum(map(len, of_video)) == 30 == len(set.union(*of_video))
     row = data["train"].column("key").index("0000 0-0.5 s")
-    assert data["train"].captions(row) == ["0 0", "0 1.mp4"] and data["train"].labels[row] == 0
+    assert data["train"].captions(row) == ["0 0", "0 1.mp4"] and data["train"].labels[row] == -1
 
 
 def test_rows_of_an_image_in_a_subfolder_are_its_captions(tmp_path):
@@ -957,15 +984,15 @@ def test_flags_that_would_do_nothing_are_refused(tmp_path, capsys):
     data = common.load_data(str(tar), "train", join_captions=True)
     assert data.captions(0) == [" ".join(common.load_data(str(tar), "train").captions(0))]
     assert common.load_data("emoji", "train", join_captions=True).captions(0) == ["hash key hash"]
-    common.load_data(str(file), "train", join_captions=True)
-    assert "captions.csv (train) has several captions to join" in capsys.readouterr().out
+    common.load_data(str(file), "test", join_captions=True)
+    assert "captions.csv (test) has several captions to join" in capsys.readouterr().out
     flags = {"join_captions": True}
     assert engine.data.other_options(flags, str(file))["join_captions"]
     assert "join_captions" not in engine.data.other_options(flags, "msvd")  # evaluated as its papers do
 
 
 def test_drawn_sets_have_no_folder_and_no_columns(capsys):
-    for flags in (["--data-dir", "."], ["--caption-column", "name"]):
+    for flags in (["--data-dir", "."], ["--caption-column", "name"], ["--frame-cache", "f"], ["--extra-captions", "f"]):
         with pytest.raises(SystemExit):
             temo.parse_args(["--dataset", "emoji", *flags])
         assert f"{flags[0]}: only for data in files; it would have no effect" in capsys.readouterr().err
@@ -979,6 +1006,8 @@ def test_clean_names_may_be_held_out_or_spelt_otherwise(tmp_path, capsys):
     clean.write_text("".join(f"./{i:03}.png\n" for i in range(200)))
     rows, how = engine.data.named_rows(data["train"], clean, data)
     assert len(rows) == len(data["train"]) and f"{200 - len(rows)} held out" in how
+    both = data["train"].select(np.repeat(np.arange(len(data["train"])), 2))  # as --unfold-captions: all of a name
+    assert engine.data.named_rows(both, clean, data)[0].tolist() == list(range(len(both)))
     clean.write_text("000.png\nnever.png\n")
     with pytest.raises(UserError, match="1 of its 2 names are not in train, first 'never.png'"):
         engine.data.named_rows(data["train"], clean, data)

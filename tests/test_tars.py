@@ -345,11 +345,14 @@ def test_a_stream_of_few_samples_says_that_a_batch_may_repeat_them(tmp_path, cap
 
 
 def test_a_class_may_be_a_field_of_the_json(tmp_path):
+    classes = [i % 3 for i in range(30)] + [None, 1.7, [2], "x", "2", float("inf")]
     samples = {f"{i:06}": {"png": encode(picture(i)), "txt": b"words",
-                           "json": json.dumps({"about": {"number": 1}, "class": i % 3}).encode()} for i in range(30)}
-    write_tar(tmp_path / "a.tar", samples)
-    data = common.load_data(str(tmp_path / "a.tar"), "train", label_column="json.class")
-    assert data.labels.tolist() == [int(k) % 3 for k in data.column("key")] and data.captions(0) == ["words"]
+                           "json": json.dumps({"about": {"number": 1}, "class": c}).encode()}
+               for i, c in enumerate(classes)}
+    data = indexed(write_tar(tmp_path / "a.tar", samples), label_column="json.class")
+    found = dict(zip(data.column("key"), data.labels.tolist()))
+    assert found == {f"{i:06}": c for i, c in enumerate([*(i % 3 for i in range(30)), -1])} | {"000034": 2}
+    assert data.captions(0) == ["words"] and "4 samples without" in data.note
 
 
 # ---- compressed ----
