@@ -53,7 +53,7 @@ Differences from the paper and from the authors' code (released only for EPIC-KI
     ViT-B/16 with VAST's fine-tuning values. VAST learns InfoNCE's temperature, starting at 0.07: its baseline is
     --no-schedule --no-shifts --learnable-tau (AVION's is frozen). "SentenceBERT" does not name a model; we chose
     all-MiniLM-L6-v2. SSv2-LT's temperatures are those of a cell of Table 8 with Table 7's R@1; two more cells have it.
-    Its epochs and batch are YouCook2's, which nobody says.
+    Its epochs and batch, which nobody says, are YouCook2's.
 10. CC3M's batch, epochs, optimiser and text tower are not stated. Our guess is the CC3M trainer's (iSogCLR,
     DistilBERT). The learning rate's cosine is by step. Table 1's "Avg." is the mean of both R@1, beside R-Mean.
 11. Misprints: "text-to-image retrieval improving by 3.4 %" is image -> text (Table 1, TR@1); Table 5's nDCG of nouns,
