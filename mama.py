@@ -75,8 +75,8 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
 10. How the weight network starts is ours (WeightNet). With torch's own numbers it is nearly a straight line over the
     losses that occur, and cannot lower the highest without those in the middle.
 11. Captions of a vision-language model (Section 3.3) are further captions of training clips (--extra-captions), of
-    which each epoch draws one, or pairs (--extra-pairs); without, this is Table 5's first row. With questions, too: all
-    rows of a video have its caption in Eq. 1 and their question in Eq. 2, and without one eta = 0.
+    which each epoch draws one, or pairs (--extra-pairs); Table 5's first row has neither. With questions, too: all rows
+    of a video have its caption in Eq. 1 and their question in Eq. 2, and a row without a question has eta = 0.
 12. Questions are answered by a model in VIOLET's way (common.QuestionAnswerer), from published towers but with a new
     fusion of two layers, not from VIOLET's own pre-training. The cosine of Eq. 1 is that of video and text before
     the fusion, so that B + B embeddings give all pairs. The paper's comes from a layer on [CLS], after it, and is no
@@ -374,7 +374,6 @@ VGT["moving-emoji"] = ASKED["moving-emoji"] | dict(
     recipe="ours; VGT on boxes that are known", regions=5, dropout=0.1, frames=8, crop_min=1.0,
     lr=5e-4)                                                               # benchmarks/results/vgt_moving_emoji.md
 LOSSES = {"infonce": dict(margin_schedule="none", weighting="none")}
-FLAT = 0.01                                                                # distance from 0 or 1
 UNUSED = "--weighting {}: its network has no part in the weights of this script; take --weighting none, or another name"
 
 
@@ -571,7 +570,8 @@ def main(args):
             weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)   # (B,)
         if "weight_net" in own and not weight.requires_grad:
             raise UserError(UNUSED.format(args.weighting))
-        loss = ((weight.detach() if args.weighting == "meta" else weight) * sample).mean()   # Eq. 8; meta learns by 10
+        weight = weight.detach() if args.weighting == "meta" else weight   # (B,); its network learns by Eq. 10 alone
+        loss = (weight * sample).mean()                                    # (); Eq. 8
 
         run.check_finite(loss, args.tau, (video, text), batch, "--virtual-lr or --lr" if args.virtual_lr else "--lr")
         chunks.backward(loss)                                              # the full batch's gradient
@@ -690,7 +690,7 @@ def keep_for_pictures(tensors, step, seen, args, weight_net):
         grid = torch.linspace(0, 3 * math.log(args.batch_size) + 1.5 * math.log(answers_of) + 1, 64)    # (64,) nats
         curve = torch.cat([torch.tensor([float(step)]), weight_net(grid.to(seen.device)).cpu()])[None]   # (1, 65)
         tensors |= {"loss_grid": grid, "curves": torch.cat([tensors.get("curves", curve[:0]), curve])}
-        if seen[:, 1].min() > 1 - FLAT or seen[:, 1].max() < FLAT:
+        if seen[:, 1].min() > 0.99 or seen[:, 1].max() < 0.01:
             say_once("WARNING: the weight network gives all pairs of a batch one weight, 0 or 1, where its sigmoid is "
                      "so flat that it hardly learns; a lower --meta-lr (joint: --lr) or another --seed may help")
 

@@ -54,7 +54,8 @@ def feature_recipe(chosen, published):
         recipe = RECIPES.get(chosen.dataset, RECIPE)
         return recipe | dict(loss_scale=recipe["loss_scale"].get(chosen.loss, 1.0))
     text = dict(text_encoder="t5-base", text_pooling="mean", lr=1e-4) if published else {}           # the rate is ours
-    return text | dict(tau=0.07, learnable_tau=False, loss_scale=1.0 if chosen.loss == "max-margin" else 15.0,  # as ssb
+    scale = 1.0 if chosen.loss == "max-margin" else 15.0                   # NCL; that infonce has it too is ours
+    return text | dict(tau=0.07, learnable_tau=False, loss_scale=scale,    # NCL
                        dropout=0.1 if chosen.dataset in ("msvd", "msrvtt") else 0.0)                 # NCL
 
 

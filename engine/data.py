@@ -50,10 +50,11 @@ def data_options(args, **more):
 def other_options(flags, name, folder=""):
     """Options of load_data for data other than the training set of a run with these flags {name: value}."""
     same = ("frames", "frame_sampling", "frame_cache", "image_size", "max_pixels", "hold_out_val", "max_bad_fraction",
-            "regions", *options_of(name), *(() if find_set(name) else ("join_captions",)))  # sets have their protocol
+            "regions", *options_of(name))
+    joins = () if find_set(name) else ("join_captions",)  # a set by name has its own protocol
     columns = {k: flags[k] for k in ("image_column", "caption_column", "label_column") if flags.get(k)}
     places = {"data_dir": folder, "video_dir": folder or flags.get("video_dir", "")}
-    return places | {k: flags.get(k) for k in same} | {"columns_of_training": columns}
+    return places | {k: flags.get(k) for k in (*same, *joins)} | {"columns_of_training": columns}
 
 
 def open_data(args):

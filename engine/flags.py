@@ -361,7 +361,8 @@ class Parser(OneLine):
         names = [args.dataset, *(word.partition("=")[0] for word in getattr(args, "eval_datasets", []))]
         self.require(not args.hold_out_val or any("val" not in splits_of(name) for name in names),
                      f"--hold-out-val: only for a set by name with just train and test, not {', '.join(names)}")
-        drawn = find_set(args.dataset) and find_set(args.dataset).SETS[args.dataset].get("drawn")
+        known = find_set(args.dataset)
+        drawn = known and known.SETS[args.dataset].get("drawn")
         self.only(not drawn, "for data in files", "--data-dir")
         self.only(not drawn or getattr(args, "eval_datasets", None), "for data in files", "--image-column",
                   "--caption-column", "--label-column", "--frame-cache", "--extra-captions")

@@ -148,8 +148,8 @@ class Stream:
         if workers < batches.workers:
             say(f"--workers: {batches.workers} reduced to {workers}, so that each has a shard")
         batches.workers = workers
-        counts = [n for n, _ in self.counts.values()]
-        each = (self.length or len(counts) == shards and sum(counts)) / (processes * max(1, workers))
+        counted = sum(n for n, _ in self.counts.values()) if len(self.counts) == shards else 0
+        each = (self.length or counted) / (processes * max(1, workers))  # 0: not known
         if 0 < each < FEW_BUFFERS * self.buffer:
             say(f"WARNING: --streaming: {each:,.0f} samples for each reader, which mixes {self.buffer:,} at a time "
                 "across epochs: a batch can hold a sample twice; fewer --workers, or these tars without --streaming")

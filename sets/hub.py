@@ -129,7 +129,7 @@ def _from_table(name, split, folder, given, options):
         raise UserError(f"{name}: {given or repo} has no {word} split; it has: {', '.join(tables)}")
     prompts = CIFAR_PROMPTS if name.startswith("cifar") else None
     data = dataclasses.replace(tables[split_of(word)], split=split, prompts=prompts)
-    if name == "imagenet":  # "tench, Tinca tinca": the first of WordNet's synonyms is the name
+    if name == "imagenet" and data.label_names:  # "tench, Tinca tinca": the first of WordNet's synonyms is the name
         data = _with_classes(data, [n.split(",")[0].strip() for n in data.label_names])
     return data
 
