@@ -229,7 +229,7 @@ def by_rows(loss, *rows, columns, block=0):
 def tf32(on=True):
     """Inside, a CUDA card multiplies float32 matrices in TF32 (11 bits, not 24): for encoders, never for a loss."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if on else before)
+    torch.set_float32_matmul_precision("high" if on else "highest")
     try:
         yield
     finally:
@@ -762,8 +762,8 @@ def build_model(spec, tokenizer, pretrained, weights=""):
         model = VGT(vision, text, spec["embed_dim"], tokenizer, **asked)
     elif asked:
         model = QuestionAnswerer(vision, text, **asked)
-    read = init_from(model, weights) if weights else ()
-    if weights and pretrained and not any(name.startswith("vision.") for name in read):
+    model.from_file = set(init_from(model, weights)) if weights else set()  # names of tensors
+    if weights and pretrained and not any(name.startswith("vision.") for name in model.from_file):
         if not hub_id and spec["image_encoder"] not in ("small", *FROM_FILES):
             model.vision = vision_encoder(pretrained=True)                 # the file is the text encoder's
     if spec["image_encoder"] != "small" or spec["text_encoder"] not in ("small", ""):

@@ -38,7 +38,7 @@ from pathlib import Path
 
 import common
 from engine.base import UserError, clean_exit, first_line, lost_another, plain, rank, say, world, write_json
-from engine.data import data_options, other_options
+from engine.data import data_options, named_as, other_options
 from engine.flags import OneLine
 from engine.folder import versions
 from engine.processes import join_processes, set_threads
@@ -48,7 +48,7 @@ import numpy as np
 
 from evaluation import answers, mir
 from evaluation.by_class import TASKS
-from evaluation.case import Case, Subject, keep_earlier, table
+from evaluation.case import ALTER_TRAINING, Case, Subject, keep_earlier, table
 from evaluation.embed import together
 from evaluation.metrics import NotFinite, embedding_health, modality_gap
 from evaluation.retrieval import retrieval_both_ways
@@ -98,7 +98,8 @@ def parse_args(argv=None):
     g.add_argument("--hold-out-val", action="store_true", help="as in training")
     g.add_argument("--max-pixels", type=whole, default=0, help="a larger image is not read; 0 = as in training")
     g.add_argument("--max-captions", type=whole, default=0,
-                   help="captions used per image; 5 = COCO's usual protocol of 25,000 captions; 0 = all")
+                   help="captions used per image; 5 = COCO's usual protocol of 25,000 captions; 0 = all, or as many as "
+                        "the set's own protocol has")
     g.add_argument("--limit", type=whole, default=0, help="use only the first so many examples; 0 = all")
     g = p.add_argument_group("tasks")
     g.add_argument("--tasks", nargs="+", choices=list(TASKS), default=[],
@@ -153,6 +154,8 @@ def parse_args(argv=None):
            "--few-shot", "--max-captions")
     seventeen = any(word.partition("=")[0] == SEVENTEEN for word in args.datasets)
     args.tasks = args.tasks or (["zero-shot"] if seventeen else [])         # else by the model, when it is open
+    p.only("probe" in args.tasks, "with --tasks probe", "--few-shot")
+    p.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-k")
     return args
 
 
@@ -211,7 +214,8 @@ def wanted_sets(args, own):
     """[(name, its local copy or '')] of --datasets, else of the run. Raises: UserError if there are none, or one name
     comes twice."""
     words = args.datasets or own.get("eval_datasets") or []
-    wanted = list(dict.fromkeys(pair for w in words for pair in _pairs(w)))
+    pairs = [pair for w in words for pair in _pairs(w)]
+    wanted = list(dict.fromkeys((named_as(name, own.get("dataset")), folder) for name, folder in pairs))
     names = [name for name, _ in wanted]
     if "" in names:
         raise UserError(f"--datasets {' '.join(words)}: expected NAME or NAME=DIR, but a name is empty")
@@ -249,8 +253,7 @@ def options_of_set(subject, name, data_dir):
     given = data_options(subject.args)
     columns = saved.pop("columns_of_training", {})
     saved["columns_of_training"] = {k: v for k, v in columns.items() if k not in given}
-    never = {"unfold_captions": False, "caption_noise": 0.0, "extra_captions": ""}
-    return saved | given | {"image_size": subject.transform.size} | never
+    return saved | given | {"image_size": subject.transform.size} | dict.fromkeys(ALTER_TRAINING, 0)
 
 
 def evaluate(subject, name, options, first=True):
@@ -319,6 +322,7 @@ def main(args):
     result = {"command": " ".join([Path(sys.executable).name] + sys.argv),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": versions(args.cpu).splitlines(), "processes": world()}
+    args.dataset = named_as(args.dataset, subject.own.get("dataset"))
     found = search(subject, options_of_set(subject, args.dataset, "")) if args.query else evaluate_all(subject)
     result |= found
     if rank() == 0:

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 from engine.base import flatten, read_json, write_json  # noqa: E402
-from engine.folder import commit, versions  # noqa: E402
+from engine.folder import versions  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
@@ -274,7 +274,7 @@ def run(words, places, keep=None):
         last = (result.stderr.strip().splitlines() or ["no words"])[-1]
         print(f"failed ({result.returncode}): {' '.join(words)}\n  {last}", flush=True)
         return None
-    record = {"command": "python " + " ".join(words), "commit": commit(), "date": str(datetime.date.today()),
+    record = {"command": "python " + " ".join(words), "commit": summary["commit"], "date": str(datetime.date.today()),
               "machine": machine(), "versions": versions().split("\n")[:9], **{k: summary[k] for k in KEPT}}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, record)

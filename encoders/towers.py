@@ -39,8 +39,7 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
         rebuilt = bool(config)                                             # offline; the spec has its statistics
         body, width, projection, config = hub_encoder(name, "vision", pretrained, config)
         stats = STATS["clip" if config["model_type"].startswith("clip") else "imagenet"]
-        if not rebuilt and stats == STATS["imagenet"]:
-            stats = hub_stats(name, stats)
+        stats = stats if rebuilt else hub_stats(name, stats)
         return Tower(body, width, projection, config, stats, read=read_hub)
     body, width, stats = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
     if not name.startswith(VIDEO):

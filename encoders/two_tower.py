@@ -26,23 +26,26 @@ class EvalTransform:
     """Deterministic view: (3, H, W) uint8, a PIL image, an array or a path -> (3, size, size) float, normalised.
 
     resize: 'crop' scales the short side and cuts the centre; 'squash' changes the aspect, as the CC3M trainer.
-    part: the part of the short side that 'crop' keeps, 1 = all of it; 0.875 = resize to 256, cut 224."""
+    part: the part of the short side that 'crop' keeps, 1 = all of it; 0.875 = resize to 256, cut 224.
+    bicubic: as CLIP's own; else bilinear, as the views of training."""
 
-    def __init__(self, size, mean, std, resize="crop", part=1.0):
+    def __init__(self, size, mean, std, resize="crop", part=1.0, bicubic=False):
         self.size, self.mean, self.std, self.resize = size, tuple(mean), tuple(std), resize
-        self.short = round(size / part)
+        self.short, self.bicubic = round(size / part), bicubic
 
     def raw(self, image):
         """(..., 3, H, W) uint8 -> (..., 3, size, size) uint8; features stay as they are."""
         if image.is_floating_point():
             return image
+        from torchvision.transforms.v2 import InterpolationMode
         from torchvision.transforms.v2 import functional as V
+        how = InterpolationMode.BICUBIC if self.bicubic else InterpolationMode.BILINEAR
+        resize = functools.partial(V.resize, interpolation=how, antialias=True)
         H, W = image.shape[-2:]
         if self.resize == "squash" or H == W and self.short == self.size:
-            return V.resize(image, [self.size, self.size], antialias=True)
-        scale = self.short / min(H, W)
-        sides = [max(self.short, round(H * scale)), max(self.short, round(W * scale))]
-        return V.center_crop(V.resize(image, sides, antialias=True), [self.size, self.size])
+            return resize(image, [self.size, self.size])
+        sides = [self.short * side // min(H, W) for side in (H, W)]  # rounded down, as torchvision and CLIP
+        return V.center_crop(resize(image, sides), [self.size, self.size])
 
     def normalise(self, x):
         """(..., 3, S, S) float in 0..1 -> normalised."""

@@ -57,6 +57,12 @@ def other_options(flags, name, folder=""):
     return places | {k: flags.get(k) for k in (*same, *joins)} | {"columns_of_training": columns}
 
 
+def named_as(name, dataset):
+    """`dataset`, a run's name of its data, if `name` is the same file or folder in other words (photos/, ./photos)."""
+    both = [Path(word).expanduser() for word in (name, dataset or "")]
+    return dataset if dataset and all(path.exists() for path in both) and both[0].samefile(both[1]) else name
+
+
 def open_data(args):
     """(training split, {name: {val, test}}) as the flags say. It runs before any process group, so errors come fast.
 
@@ -81,6 +87,7 @@ def evaluation_sets(args):
         name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
         if not name:
             raise UserError(f"--eval-datasets {word}: expected NAME or NAME=DIR")
+        name = named_as(name, args.dataset)
         if name in evals:
             raise UserError(f"--eval-datasets {name}: named with two folders; leave one of them out")
         options = other_options(vars(args), name, folder)

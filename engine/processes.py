@@ -23,6 +23,10 @@ RENDEZVOUS_MINUTES, COLLECTIVE_MINUTES = 2, 30  # waited for others: at the star
 
 def join_processes(args):
     """Under a launcher, creates the process group, with time limits on waiting for others.   Raises: UserError."""
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and "WORLD_SIZE" not in os.environ:
+        say(f"WARNING: srun has started {tasks} tasks, and each is a run of its own; for one run, start torchrun in a "
+            "single task on each node (docs/scale.md)")
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return
     from torch.distributed.rendezvous import rendezvous
@@ -150,7 +154,7 @@ def set_up(args):
 
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -158,18 +162,20 @@ def set_up(args):
     if args.tracker and not find_spec(args.tracker):
         raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        join_processes(args)  # else the Accelerator would create the group, without our time limits
+    join_processes(args)  # else the Accelerator would create the group, without our time limits
     AcceleratorState._reset_state(reset_partial_state=True)  # a second run in this process may choose again
-    cpu = args.cpu or world() > 1 and not torch.cuda.is_available()  # without the word, accelerate makes no DDP there
+    cpu = args.cpu or not torch.cuda.is_available()  # also where accelerate would find a card of another kind
     try:
         accelerator = Accelerator(cpu=cpu, mixed_precision=args.mixed_precision, log_with=args.tracker or None,
-                                  project_dir=args.output_dir, kwargs_handlers=[ddp])
+                                  project_dir=args.output_dir, kwargs_handlers=[ddp], dynamo_backend="no")
     except ValueError as error:  # e.g. fp16 on a CPU
         raise UserError(f"--mixed-precision {args.mixed_precision}: {error}") from error
     if accelerator.num_processes != world():  # then no gradient would be averaged
         raise UserError(f"accelerate sees {accelerator.num_processes} of {world()} processes; start them with torchrun "
                         "or accelerate launch")
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise UserError(f"accelerate is configured for {accelerator.distributed_type.value}; only plain processes, one "
+                        "a card, give the gradient of the whole batch here: `accelerate config` again, or torchrun")
     set_card(accelerator.device, args)
     set_threads(args)  # after the Accelerator, which sets the threads itself if OMP_NUM_THREADS is missing
     return accelerator
@@ -178,6 +184,7 @@ def set_up(args):
 def set_card(device, args):
     """How a CUDA card convolves: with the fastest algorithm for each shape, measured once; --tf32."""
     if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest")  # a container or another library may have chosen TF32
         torch.backends.cudnn.benchmark = True  # a run has few shapes
         torch.backends.cudnn.allow_tf32 = args.tf32
 

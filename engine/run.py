@@ -54,10 +54,12 @@ class Run:
             self.fitted |= fit_to(args, self.train)
             self.count_steps()
         files = {f"--{k.replace('_', '-')}": getattr(args, k) for k in ("meta_set", "paraphrases") if hasattr(args, k)}
+        if train.streamed:
+            files["--streaming"] = train.identity
         self.twins = base.on_main(compare, self.folder, self.train, self.evals, args.resume, files)
         self.step, self.wall_before, self.tracker_id, self.positions, self.tensors = 0, 0.0, None, {}, {}
         self.unevaluated, self.bad, self.bar, self.handlers = False, {}, None, {}
-        self.method, self.new_method = method_of(file), False
+        self.method, self.new_method, self.commit = method_of(file), False, commit()  # as they are now: code may change
         self.loss_word, self.tau_word = "loss", "tau"  # in the bar and the banner; columns of the log, or others
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
@@ -370,7 +372,7 @@ class Run:
                 "peak_memory_mb": max(memory), "parameters": parameters, "processes": world(), "batch": args.batch_size,
                 "bad_samples": bad, "val": self.val, "test": test, "chance": chance,
                 "errors": self.evaluator.errors,
-                "commit": commit()}
+                "commit": self.commit}
 
 
 def millions(module):

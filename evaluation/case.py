@@ -26,6 +26,8 @@ from readers.guards import say_part
 from sets.hub import CIFAR_STATS
 from sets.long_tail import labelled_splits
 
+ALTER_TRAINING = "unfold_captions", "caption_noise", "extra_captions", "extra_pairs"  # flags: only a run's training set
+
 
 class Subject:
     """The model under evaluation: model, tokenizer (None without texts), transform, device. own: the flags of its run,
@@ -68,7 +70,7 @@ class Subject:
         own = self.transform
         mean, std = (own.mean, own.std) if stats == "own" else (STATS | CIFAR_STATS)[stats]
         return common.EvalTransform(own.size, mean, std, own.resize if resize == "own" else resize,
-                                    own.size / own.short)
+                                    own.size / own.short, own.bicubic)
 
     def texts(self, texts, clean=True):
         """Embeddings (len(texts), D); clean: as captions of the run are, if it cleans them. Collective."""
@@ -93,7 +95,10 @@ class Case:
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
         self.changed = []
-        if own and not rank():
+        altered = [f"--{flag.replace('_', '-')}" for flag in ALTER_TRAINING if own.get(flag)]
+        if altered and self.key_of(args.split) == "train":
+            say(f"{name} (train): without the run's {', '.join(altered)}")
+        elif own and not rank():
             self.changed = since_training(args.checkpoint, self.key_of(args.split), data)
         if args.limit:
             data = data.select(np.arange(min(args.limit, len(data))), args.split)
@@ -263,7 +268,9 @@ def open_model(args):
                 frames=args.frames or 12)
     torch.manual_seed(args.seed)
     model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
-    if not width or _clip_width(text) != width:
+    transform.bicubic = bool(width)
+    projections = {"vision.projection.weight", "text.projection.weight"}
+    if not projections <= model.from_file and (not width or _clip_width(text) != width):
         say("the projections of this pair are random: only its image features (knn, probe) are meaningful")
     return model.eval(), tokenizer, transform, {}
 
@@ -276,7 +283,7 @@ def _clip_width(name):
     import transformers
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return getattr(config, "projection_dim", 0)
+        return config.projection_dim if config.model_type == "clip" else 0  # of one tower alone, hub_encoder has none
     except (OSError, ValueError) as error:
         reason = hub_reason(error)
         raise UserError(f"--checkpoint {name}: neither a run folder nor a model ({reason})") from error

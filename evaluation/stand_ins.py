@@ -62,11 +62,12 @@ def queues_of(args):
 def _gamma(subject):
     """The temperature of the run: the learnt one, or its --tau. Raises: UserError if it has none or lost it."""
     own = subject.own
-    if own.get("shifts") or own.get("loss") in ("ts", "dystress", "dystress-shifted"):
-        raise UserError("--normalize: the run has no single temperature (its own change over time or pairs); give "
-                        "--gamma, such as the middle of them")
     if own.get("loss") == "max-margin":
         raise UserError("--normalize: the run's loss has no temperature; give --gamma")
+    of_pairs = own.get("shifts") or own.get("loss") in ("ts", "dystress", "dystress-shifted")
+    if of_pairs or own.get("schedule") is True:                            # mmts.py's
+        raise UserError("--normalize: the run has no single temperature (its own change over time or pairs); give "
+                        "--gamma, such as the middle of them")
     if own.get("loss") == "temo":
         say("--normalize: gamma is the run's --tau, of L_MM; its other terms have a temperature for each pair")
     last = latest_checkpoint(subject.args.checkpoint) if own.get("learnable_tau") else None

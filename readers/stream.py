@@ -1,13 +1,14 @@
 """Streams (--streaming): tars on disk or on a server, read in order without an index or a download.
 
-A Stream guarantees less than Data: disjoint samples, equal batch counts, the same views per key, and resume at the
-start of a shard. The batches depend on the number of processes and workers. Each sample lost to damage in a shard
-counts as one bad sample.
+A Stream guarantees less than Data: equal batch counts, the same views per key, and resume at the start of a shard. The
+batches depend on the number of processes and workers. In an epoch, each shard belongs to one reader, but readers do not
+wait for each other between epochs. Each sample lost to damage in a shard counts as one bad sample.
 """
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
 from pathlib import Path
 
@@ -69,27 +70,36 @@ GUESS = 5000  # samples per shard if their number is not known
 class Stream:
     """Web-scale tars, read in order. Shards are shuffled per epoch and divided among processes and workers.
 
-    urls: paths or fsspec addresses (hf://...).   length: number of samples, None = not known.
+    urls: paths or fsspec addresses (hf://...).   length: number of samples of the published set, None = not known.
     buffer: size of a reader's shuffle buffer, in samples that are not decoded yet.
-    counts: {path: (samples, the file that says so)} where that is known.
+    counts: {path: (samples, the file that says so)} where that is known; if it is of all shards, length is not used.
     """
     name: str
     urls: list
     options: dict
     length: int | None = None
     buffer: int = 1000
-    note: str = ("streaming: disjoint shards, resume at the shard; "
-                 "batches depend on the number of processes and workers")
+    note: str = "streaming: resume at the shard; batches depend on the number of processes and workers"
     counts: dict = dataclasses.field(default_factory=dict)
     max_pixels: int = MAX_PIXELS
     # attributes that Data has too; of a stream no more is known
     split, streamed, has_captions, templates = "train", True, True, ()
     pixels = clip = labels = label_names = None
 
+    def __post_init__(self):
+        if len(self.counts) == len(self.urls):
+            self.length = sum(n for n, _ in self.counts.values())
+
     @property
     def distinct(self):
         """Number of different samples, infinity if it is not known."""
         return self.length or float("inf")
+
+    @property
+    def identity(self):
+        """In words, which shards these are: a hash of the names and sizes of files. A resumed run compares it."""
+        of = [(os.path.basename(url), os.path.getsize(url) if os.path.exists(url) else 0) for url in self.urls]
+        return f"of {len(of)} shards ({hashlib.sha256(repr(of).encode()).hexdigest()[:12]})"
 
     @functools.cached_property
     def examples(self):
@@ -148,8 +158,11 @@ class Stream:
         if workers < batches.workers:
             say(f"--workers: {batches.workers} reduced to {workers}, so that each has a shard")
         batches.workers = workers
-        counted = sum(n for n, _ in self.counts.values()) if len(self.counts) == shards else 0
-        each = (self.length or counted) / (processes * max(1, workers))  # 0: not known
+        readers = processes * max(1, workers)
+        each = (self.length or 0) / readers  # 0: not known
+        if shards % readers:
+            say(f"--streaming: {shards} shards for {readers} readers: those with fewer begin their next epoch earlier, "
+                "so that a batch can hold a sample twice")
         if 0 < each < FEW_BUFFERS * self.buffer:
             say(f"WARNING: --streaming: {each:,.0f} samples for each reader, which mixes {self.buffer:,} at a time "
                 "across epochs: a batch can hold a sample twice; fewer --workers, or these tars without --streaming")

@@ -14,6 +14,7 @@ import torch
 
 from readers import text
 from readers.columns import gated_message, split_of, with_classes
+from readers.damage import expected
 from readers.stream import Stream
 from readers.tars import index
 from sets import own
@@ -211,7 +212,11 @@ def _stream(name, folder, given, options):
     urls = [u for u in urls if not _is_held(u, facts)]
     if not urls:
         raise UserError(f"{name}: no {files} in {given or repo}")
-    return Stream(name, urls, options, facts["splits"]["train"])
+    published = facts["splits"]["train"]
+    stream = Stream(name, urls, options, published, counts=expected(urls) if folder else {})
+    if folder and published and stream.length == published:
+        stream.note += f"; {published:,} samples, as published, are taken to be in these {len(urls)} shards"
+    return stream
 
 
 # ---- the hub and its cache ----

@@ -5,8 +5,10 @@ import functools
 import json
 import math
 import os
+import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import common
 from engine import checkpoints, flags, processes
@@ -129,6 +131,19 @@ def test_tf32_is_for_the_encoders_and_never_for_the_loss(chunk, monkeypatch):
     fast, seen = watched_step(chunk, tf32=True)
     assert seen == {("encoder", True), ("encoder back", True), ("loss", False), ("loss back", False)}
     assert torch.equal(fast, exact)
+
+
+def test_a_container_s_tf32_reaches_no_loss():
+    """NVIDIA's images set this variable, which torch reads when it is imported."""
+    said = "print(torch.get_float32_matmul_precision())"
+    a_card = "from engine.processes import set_card; import argparse; "
+    a_card += "set_card(torch.device('cuda'), argparse.Namespace(tf32=False)); "
+    for words, found in ((f"import common, torch; {said}", "highest"), (f"import torch; {said}", "high"),
+                         (f"import torch, common; {a_card}{said}", "highest")):
+        environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+        done = subprocess.run([sys.executable, "-c", words], cwd=Path(common.__file__).parent, env=environment,
+                              capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == found, words
 
 
 def test_convolutions_of_a_card(monkeypatch):

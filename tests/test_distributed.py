@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 
@@ -483,6 +483,28 @@ def test_several_processes_on_a_cpu_average_gradients_without_the_word(cpu, loca
 
     for code, words in launch.ranks(tmp_path, work):
         assert code == 0 and "DistributedDataParallel 1.5" in words, words
+
+
+@pytest.mark.parametrize("environment, words", [
+    ({"SLURM_STEP_NUM_TASKS": "2"}, "WARNING: srun has started 2 tasks, and each is a run of its own"),
+    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "Linear")])
+def test_what_a_scheduler_or_accelerate_s_file_asks_for(environment, words, tmp_path):
+    """Runs that do not find each other are said; only --compile compiles."""
+    program = (f"import argparse; from engine import base, processes; import torch\n"
+               f"args = argparse.Namespace(cpu=True, threads=1, seed=0, tracker='', mixed_precision='no', tf32=False,"
+               f" output_dir={str(tmp_path)!r})\n"
+               "with base.clean_exit():\n"
+               "    print(type(processes.set_up(args).prepare(torch.nn.Linear(1, 1))).__name__)")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | environment, capture_output=True,
+                          text=True)
+    assert words in done.stdout and done.returncode == 0, done
+
+
+def test_a_sharded_model_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    args = Namespace(cpu=True, threads=1, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path))
+    with pytest.raises(UserError, match="accelerate is configured for FSDP; only plain processes"):
+        engine.processes.set_up(args)
 
 
 def test_rows_of_all_processes_in_pieces(tmp_path):

@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import save_file
 from sklearn.svm import LinearSVC
+from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
 import encoders.base
 import encoders.tokenizers
@@ -28,6 +31,7 @@ import evaluation.embed
 import evaluation.metrics
 import evaluation.stand_ins
 import launch
+import mama
 import temo
 import temperature_schedules
 from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
@@ -234,6 +238,49 @@ def test_clip_by_folder(tmp_path, tokenizer):  # noqa: F811
     assert result["datasets"][str(data)]["metrics"]["images"] == 2  # 5 % of 40 are held out as test
 
 
+def test_a_clip_by_name_sees_an_image_as_its_own_processor_does(tmp_path, tokenizer):  # noqa: F811
+    own = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32, image_mean=[0.5, 0.4, 0.3], image_std=[0.2] * 3)
+    tiny_clip(tmp_path, tokenizer)
+    own.save_pretrained(tmp_path)
+    args = eval_py.parse_args([*SMALL, "--checkpoint", str(tmp_path), "--image-size", "32"])
+    _, _, transform, _ = evaluation.case.open_model(args)
+    for size in ((48, 73), (20, 20), (90, 40)):  # of an odd margin torchvision cuts the other half pixel
+        image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
+        theirs = own(images=image, return_tensors="pt")["pixel_values"][0]
+        assert torch.allclose(transform(image), theirs, atol=1e-5), size
+
+
+def test_random_projections_are_said_and_those_of_a_file_are_not(tmp_path, tokenizer, capsys):  # noqa: F811
+    clip = tiny_clip(tmp_path / "clip", tokenizer)
+    CLIPVisionModelWithProjection(clip.config.vision_config).save_pretrained(tmp_path / "tower")
+    spec = dict(image_encoder=str(tmp_path / "tower"), text_encoder=str(tmp_path / "clip"), embed_dim=256,
+                image_size=32, text_length=12, text_pooling="cls", image_stats="clip", eval_resize="crop")
+    save_file(common.build_model(spec, tokenizer, True)[0].state_dict(), tmp_path / "both.safetensors")
+    flags = ["--image-encoder", tmp_path / "tower", "--text-encoder", tmp_path / "clip", "--image-size", "32"]
+    for more, random in (([], True), (["--init-from", tmp_path / "both.safetensors"], False)):
+        evaluation.case.open_model(eval_py.parse_args([*SMALL, *map(str, flags + more)]))
+        assert ("the projections of this pair are random" in capsys.readouterr().out) == random
+
+
+def test_a_folder_is_the_run_s_own_by_any_spelling(tmp_path, monkeypatch):
+    write_captions(tmp_path / "photos", 60)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("photos")
+    for word in ("photos/", "./photos", str(tmp_path / "photos"), "link", "photos"):
+        args = eval_py.parse_args(["--checkpoint", "x", "--datasets", word])
+        assert eval_py.wanted_sets(args, {"dataset": "photos"}) == [("photos", "")], word
+        args = temo.parse_args(["--dataset", "photos", "--eval-datasets", word, "--cpu"])
+        assert [*engine.data.evaluation_sets(args)] == ["photos"]
+
+
+def test_train_without_the_run_s_noise_is_no_change_of_the_data(tmp_path, capsys):
+    folder = train(tmp_path / "r", *"--clips 40 8 8 --frames 2 --caption-noise 0.5 --loss infonce".split(),
+                   "--weighting", "none", script=mama)[0]
+    result = evaluate("--checkpoint", folder, "--split", "train", "--tasks", "gap")
+    assert "changed" not in result["datasets"]["moving-emoji"]
+    assert "moving-emoji (train): without the run's --caption-noise" in capsys.readouterr().out
+
+
 def test_two_processes_count_each_item_once(run, tmp_path):
     flags = ["--checkpoint", str(run), "--cpu", "--tasks", "retrieval", "zero-shot", "knn", "gap", "--output-dir"]
     eval_py.main(eval_py.parse_args([*flags, str(tmp_path / "1")]))
@@ -254,6 +301,8 @@ def test_two_processes_count_each_item_once(run, tmp_path):
     (["--checkpoint", "x", "--normalize", "oracle", "--queue-split", "val"], "--queue-split: only with --normalize"),
     (["--checkpoint", "x", "--text-encoder", "y"], "--text-encoder: only without --checkpoint"),
     (["--checkpoint", "x", "--top", "3"], "--top: only with --query"),
+    (["--checkpoint", "x", "--few-shot", "5"], "--few-shot: only with --tasks probe"),
+    (["--checkpoint", "x", "--tasks", "gap", "--knn-k", "5"], "--knn-k: only with --tasks knn"),
     (["--checkpoint", "x", "--query", "a", "--dataset", "b", "--tasks", "knn"], "--tasks: only without --query"),
     (["--checkpoint", "x", "--query", "a", "--dataset", "b", "--datasets", "c"], "--datasets: only without --query"),
     (["--checkpoint", "x", "--tasks", "magic"], "invalid choice")])
@@ -287,6 +336,9 @@ def test_a_temperature_that_a_run_does_not_have_is_not_made_up(flags, words, tmp
 def test_a_loss_without_a_temperature_gives_none(run, monkeypatch):
     subject = types.SimpleNamespace(own={"loss": "max-margin", "tau": 0.07}, args=types.SimpleNamespace(checkpoint=run))
     with pytest.raises(UserError, match="the run's loss has no temperature; give --gamma"):
+        evaluation.stand_ins._gamma(subject)
+    subject.own = {"loss": "infonce", "tau": 0.07, "shifts": False, "schedule": True}  # mmts.py --no-shifts
+    with pytest.raises(UserError, match="no single temperature"):
         evaluation.stand_ins._gamma(subject)
 
 
@@ -559,6 +611,17 @@ def test_a_streamed_run_is_tested_on_what_it_held_out(tmp_path):
     assert result["left_out"] == dict.fromkeys(("knn", "probe"), "the training set is a stream: no kNN or probe")
     with pytest.raises(UserError, match="--split train: .* is a stream"):
         evaluate("--checkpoint", folder, "--split", "train")
+
+
+def test_a_resumed_stream_has_the_shards_of_before(tmp_path):
+    for k in range(3):
+        write_tar(tmp_path / "tars" / f"{k:05}.tar", tar_samples(range(k * 10, k * 10 + 10), "jpg", "txt"))
+    folder, _ = train(tmp_path / "s", "--dataset", tmp_path / "tars", "--streaming", "--batch-size", "8")
+    again = [*SMALL, "--resume", str(folder)]
+    temo.main(temo.parse_args(again))
+    write_tar(tmp_path / "tars" / "00000.tar", tar_samples(range(30), "jpg", "txt"))
+    with pytest.raises(UserError, match=r"--streaming of 2 shards \(\w+\): not that of before"):
+        temo.main(temo.parse_args(again))
 
 
 def test_sets_without_the_split_are_named(capsys):

@@ -144,6 +144,11 @@ def test_cc3m_streams_or_is_indexed(hub):
     stream = common.load_data("cc3m", "train", streaming=True, **options)
     assert isinstance(stream, Stream) and stream.streamed and len(stream.urls) == 4 and stream.length == 2_910_000
     assert sorted(stream.first_captions(40))[0] == "picture number 0, take 0"
+    assert "2,910,000 samples, as published, are taken to be in these 4 shards" in stream.note
+    (hub / "cc3m" / "sizes.json").write_text(json.dumps({Path(url).name: 10 for url in stream.urls}))
+    counted = common.load_data("cc3m", "train", streaming=True, max_bad_fraction=0.5, **options)
+    (hub / "cc3m" / "sizes.json").unlink()
+    assert counted.examples == counted.distinct == 40 and "as published" not in counted.note
     indexed = common.load_data("cc3m", "train", **options)
     assert isinstance(indexed, common.Data) and not indexed.streamed and len(indexed) == 40
     assert indexed.shards.tolist() == [shard for shard in range(4) for _ in range(10)]

@@ -338,10 +338,33 @@ def test_a_stream_of_few_samples_says_that_a_batch_may_repeat_them(tmp_path, cap
         write_tar(tmp_path / f"train-{k}.tar", tar_samples(range(50 * k, 50 * k + 50), "jpg", "txt"))
     (tmp_path / "sizes.json").write_text(json.dumps({"train-0.tar": 50, "train-1.tar": 50}))
     data = common.load_data(str(tmp_path), "train", streaming=True)
-    for data.length, said in ((None, True), (160 * 2, False)):
+    for data.length, said in ((50, True), (160 * 2, False)):
         next(iter(batches_of(data, tmp_path, 0.5)))  # two readers
         words = "WARNING: --streaming: 50 samples for each reader, which mixes 8 at a time"
         assert (words in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize("listed, examples", [(2, 20), (1, 10_000)])
+def test_a_stream_knows_its_samples_if_all_shards_are_counted(listed, examples, tmp_path, capsys):
+    for k in range(3):  # the last is held out
+        write_tar(tmp_path / f"{k:05}.tar", tar_samples(range(10 * k, 10 * k + 10), "jpg", "txt"))
+        if k < listed:
+            (tmp_path / f"{k:05}_stats.json").write_text(json.dumps({"successes": 10}))  # as img2dataset writes it
+    data = common.load_data(str(tmp_path), "train", streaming=True)
+    assert data.examples == examples and data.distinct == (20 if listed == 2 else float("inf"))
+    assert ("the number of samples is not known" in capsys.readouterr().out) == (listed < 2)
+
+
+def test_readers_with_other_numbers_of_shards_are_said(tmp_path, capsys):
+    for k in range(3):
+        write_tar(tmp_path / f"train-{k}.tar", tar_samples(range(10 * k, 10 * k + 10), "jpg", "txt"))
+    write_tar(tmp_path / "val-0.tar", tar_samples(range(30, 40), "jpg", "txt"))
+    data = common.load_data(str(tmp_path), "train", streaming=True)
+    for workers, said in ((2, True), (3, False)):
+        batches = batches_of(data, tmp_path, 0.5)
+        batches.workers = workers
+        data.raw_batches(batches)  # what iterating does first
+        assert ("3 shards for 2 readers: those with fewer begin their next" in capsys.readouterr().out) == said
 
 
 def test_a_class_may_be_a_field_of_the_json(tmp_path):
