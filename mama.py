@@ -390,7 +390,7 @@ def parse_args(argv=None):
                    help="MAMA; or its baseline, with neither margin nor weights")
     g.add_argument("--task", choices=["retrieval", "qa-open", "qa-choice"], default="retrieval",
                    help="pairs of video and caption; or questions, with a vocabulary of answers or with choices")
-    g.add_argument("--tau", type=positive, default=1.0, help="temperature, divides the cosine, > 0; paper 1")
+    g.add_argument("--tau", type=positive, help="temperature, divides the cosine, > 0; paper 1")
     g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
                    help="margin of Eq. 6; its limit a0 / a1 throughout; or none")
     g.add_argument("--weighting", choices=[*WEIGHTINGS, "l2rw"], default="meta",
@@ -412,7 +412,7 @@ def parse_args(argv=None):
     g = p.group("with --weighting meta or joint", lambda a: a.weighting in ("meta", "joint"))
     g.add_argument("--weight-hidden", type=count, default=100, help="hidden units of the weight network; MW-Net 100")
     g = p.group("with --weighting meta", lambda a: a.weighting == "meta")
-    g.add_argument("--meta-lr", type=rate, default=1e-3,
+    g.add_argument("--meta-lr", type=rate,
                    help="beta, of its AdamW in --weighting meta (joint: --lr); paper: alpha, MW-Net 1e-3")
     g.add_argument("--meta-weight-decay", type=rate, default=1e-3, help="of that AdamW; authors' code 1e-3")
     g.add_argument("--virtual-lr", type=rate, default=0.0,
@@ -423,7 +423,7 @@ def parse_args(argv=None):
     g = p.group("with --weighting meta or l2rw", lambda a: looks_ahead(a) or a.meta_set == "val")
     g.add_argument("--meta-set", default="train", metavar="train|val|FILE",
                    help="where the meta-data come from; FILE: one name (key) of a training example a line")
-    g.add_argument("--meta-batch-size", type=between(2, 10**9, int), default=32,
+    g.add_argument("--meta-batch-size", type=between(2, 10**9, int),
                    help="M, GLOBAL: meta-data of a step; paper: not said")
     g = p.group("with --weighting meta or l2rw and --meta-set train or val",
                 lambda a: a.meta_set == "val" or looks_ahead(a) and a.meta_set == "train")
@@ -434,11 +434,9 @@ def parse_args(argv=None):
     g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
     answers.add_flags(p)
     g = p.group("views")
-    g.add_argument("--crop-min", type=part, default=1.0,
-                   help="smallest area of the random crop, all frames alike, 0..1; 1 = none")
-    g.add_argument("--flip", type=part, default=0.0, help="probability of a mirror image")
-    g.add_argument("--jitter", type=nonnegative, default=0.0,
-                   help="brightness, contrast and saturation strength, all frames alike")
+    g.add_argument("--crop-min", type=part, help="smallest area of the random crop, all frames alike, 0..1; 1 = none")
+    g.add_argument("--flip", type=part, help="probability of a mirror image")
+    g.add_argument("--jitter", type=nonnegative, help="brightness, contrast and saturation strength, all frames alike")
     # task and model are read ahead of the other flags, because they decide whose defaults these have
     ahead = OneLine(p.prog, "", add_help=False)
     ahead.add_argument("--task", default="retrieval")

@@ -286,11 +286,11 @@ def parse_args(argv=None):
                    help="share of InfoNCE's target that is spread over all candidates, 0..1; VAST 0.1")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
-    g.add_argument("--clusters", default="captions", metavar="SOURCE",
+    g.add_argument("--clusters", metavar="SOURCE",
                    help="source of the clusters: captions or vision (K-Means of embeddings), label, verb, noun, "
                         "verb-noun (classes), a JSON file of {key: cluster, or cluster of each caption}, or none")
     g = p.group("with --loss infonce --no-shifts", lambda a: a.loss == "infonce" and not a.shifts)
-    g.add_argument("--tau", type=positive, default=0.01,
+    g.add_argument("--tau", type=positive,
                    help="temperature without shifts, divides the cosine; CLIP on CC3M 0.01, AVION and VAST 0.07")
     g = p.group("with --loss max-margin --no-shifts", lambda a: a.loss == "max-margin" and not a.shifts)
     g.add_argument("--margin", type=nonnegative, default=0.2, help="margin without shifts, cosine units; AVION 0.2")
@@ -309,19 +309,18 @@ def parse_args(argv=None):
     g = p.group("with --clusters captions or vision", lambda a: a.clusters in ("captions", "vision"))
     g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
                    help="K of K-Means; paper 200; default for own data: a quarter of the clustered items, at most 200")
-    g.add_argument("--cluster-encoder", default="tf-idf",
+    g.add_argument("--cluster-encoder",
                    help="tf-idf, or a transformers id or folder, mean-pooled (CLIP: its own); for --clusters vision an "
                         "image encoder; paper: SentenceBERT, on CC3M DistilBERT")
     g.add_argument("--cluster-starts", type=count, default=1, help="starts of K-Means, of which the best is kept")
     g = p.group("views")
-    g.add_argument("--crop-min", type=part, default=0.5,
+    g.add_argument("--crop-min", type=part,
                    help="smallest area of the random crop, all frames alike, 0..1; 1 = none; AVION, CC3M trainer 0.5")
-    g.add_argument("--flip", type=part, default=0.0, help="probability of a mirror image; CC3M trainer 0.5")
-    g.add_argument("--jitter", type=nonnegative, default=0.0,
-                   help="brightness, contrast and saturation strength, all frames alike")
-    g.add_argument("--randaugment-ops", type=whole, default=0,
+    g.add_argument("--flip", type=part, help="probability of a mirror image; CC3M trainer 0.5")
+    g.add_argument("--jitter", type=nonnegative, help="brightness, contrast and saturation strength, all frames alike")
+    g.add_argument("--randaugment-ops", type=whole,
                    help="RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
-    g.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=21,
+    g.add_argument("--randaugment-magnitude", type=between(0, 30, int),
                    help="RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
     args = p.parse(argv, RECIPES, loss_defaults)
     infonce, plain = args.loss == "infonce", not args.schedule and not args.shifts

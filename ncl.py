@@ -288,36 +288,35 @@ def parse_args(argv=None):
     g = p.group("method")
     g.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
                    help="NCL; CLIP4Clip's loss; SSB's hardest-negative margin loss")
-    g.add_argument("--tau", type=positive, default=0.01,
+    g.add_argument("--tau", type=positive,
                    help="gamma, divides the cosine, > 0; CLIP's 0.01; SSB 0.07; the initial value if it is learnt")
-    g.add_argument("--learnable-tau", action=yesno, default=False, help="learn gamma, as CLIP's logit scale")
+    g.add_argument("--learnable-tau", action=yesno, help="learn gamma, as CLIP's logit scale")
     g.add_argument("--iterations", type=count, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
-    g.add_argument("--loss-scale", type=nonnegative, default=1.0, help="factor of the loss; NCL on SSB 15")
+    g.add_argument("--loss-scale", type=nonnegative, help="factor of the loss; NCL on SSB 15")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of the loss's (B, N) matrices at a time, recomputed in backward; 0 = all if below 1 GiB; "
                         "not for --loss max-margin")
     g.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
                    help="biases for the reported numbers: from the queue of training queries, from the test queries "
                         "themselves (not a fair result), or none")
-    g.add_argument("--queue-size", type=count, default=16_384,
+    g.add_argument("--queue-size", type=count,
                    help="K, training queries kept of each kind for test-time normalisation; paper 16,384")
     g.add_argument("--captioning-weight", type=nonnegative, default=0.0,
                    help="weight of SSB's captioning loss, which needs a T5 as --text-encoder; SSB 10; 0 = off")
     g = p.group("with --captioning-weight", lambda a: a.captioning_weight > 0)
     g.add_argument("--support-tau", type=positive, default=0.1, help="T, divides the cosines of its support set")
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
-    g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1000.0], metavar=("LOW", "HIGH"),
+    g.add_argument("--tau-clamp", type=positive, nargs=2, metavar=("LOW", "HIGH"),
                    help="limits of a learnable gamma; CLIP: at least 0.01")
     g = p.group("with --loss ncl", lambda a: a.loss == "ncl")
     g.add_argument("--detach-biases", action=yesno, default=True, help="no gradient through the biases")
     g = p.group("with --loss max-margin", lambda a: a.loss == "max-margin")
     g.add_argument("--margin", type=nonnegative, default=0.2, help="of --loss max-margin, in cosine units, >= 0")
     g = p.group("views")
-    g.add_argument("--crop-min", type=part, default=1.0,
+    g.add_argument("--crop-min", type=part,
                    help="smallest area of the random crop, all frames alike, 0..1; 1 = none (CLIP4Clip)")
-    g.add_argument("--flip", type=part, default=0.0, help="probability of a mirror image")
-    g.add_argument("--jitter", type=nonnegative, default=0.0,
-                   help="brightness, contrast and saturation strength, all frames alike")
+    g.add_argument("--flip", type=part, help="probability of a mirror image")
+    g.add_argument("--jitter", type=nonnegative, help="brightness, contrast and saturation strength, all frames alike")
     g = p.group("features")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
                    help="for --image-encoder features or ssb: folders of VIDEO.npy (time, width), such as motion and "

@@ -323,13 +323,12 @@ def parse_args(argv=None):
     g = p.group("method")
     g.add_argument("--loss", choices=["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl", "slip"],
                    default="temo", help="TeMo or a baseline of its tables")
-    g.add_argument("--tau", type=positive, default=0.01,
+    g.add_argument("--tau", type=positive,
                    help="tau of L_MM and of baselines, divides the cosine; paper 0.01, SLIP from 0.07, CWCL 0.05")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau (infonce, slip, cwcl)")
     g.add_argument("--image-expert", default="",
                    help="transformers id or folder whose mean patch features set temperatures (App. F: DINOv2-Small)")
-    g.add_argument("--text-expert", default="",
-                   help="the same for texts, mean-pooled (App. F: all-roberta-large-v1)")
+    g.add_argument("--text-expert", default="", help="the same for texts, mean-pooled (App. F: all-roberta-large-v1)")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g = p.group("with --loss temo", lambda a: a.loss == "temo")
@@ -342,10 +341,9 @@ def parse_args(argv=None):
     g.add_argument("--expert-serves", choices=["multimodal", "unimodal"], default="multimodal",
                    help="where experts set tau: in L_M-MM, our reading of Tables 9 and 10; or in L_M-I2I (L_M-T2T)")
     g = p.group("with --loss temo (a modulated term), ts or dystress", lambda a: per_pair(a) or a.loss == "ts")
-    g.add_argument("--tau-min", type=positive, default=0.01,
+    g.add_argument("--tau-min", type=positive,
                    help="lowest modulated temperature, > 0; paper 0.01; also the lowest of ts and dystress")
-    g.add_argument("--tau-alpha", type=nonnegative, default=0.04,
-                   help="range of the modulated temperature, >= 0; paper 0.04")
+    g.add_argument("--tau-alpha", type=nonnegative, help="range of the modulated temperature, >= 0; paper 0.04")
     g = p.group("with --loss temo (a modulated term) or dystress", per_pair)
     g.add_argument("--detach-tau", action=yesno, default=True, help="no gradient through the per-pair temperature")
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
@@ -359,15 +357,14 @@ def parse_args(argv=None):
     g.add_argument("--slip-hidden", type=count, default=4096, help="hidden width of SLIP's projection head")
     g.add_argument("--slip-dim", type=count, default=256, help="output width of SLIP's projection head")
     g = p.group("views")
-    g.add_argument("--crop-min", type=part, default=0.5,
-                   help="I: smallest area of the random crop, 0..1; CC3M trainer 0.5")
-    g.add_argument("--flip", type=part, default=0.5,
+    g.add_argument("--crop-min", type=part, help="I: smallest area of the random crop, 0..1; CC3M trainer 0.5")
+    g.add_argument("--flip", type=part,
                    help="I: probability of a mirror image; CC3M trainer 0.5, SLIP 0; see --aug-flip")
-    g.add_argument("--jitter", type=part, default=0.0, help="I: brightness, contrast and saturation strength")
+    g.add_argument("--jitter", type=part, help="I: brightness, contrast and saturation strength")
     g.add_argument("--jitter-p", type=part, default=0.8, help="I: probability of that jitter")
-    g.add_argument("--randaugment-ops", type=whole, default=0,
+    g.add_argument("--randaugment-ops", type=whole,
                    help="I: RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
-    g.add_argument("--randaugment-magnitude", type=between(0, 30, int), default=21,
+    g.add_argument("--randaugment-magnitude", type=between(0, 30, int),
                    help="I: RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
     g = p.group("with T~ (--loss temo and --unimodal)", lambda a: a.loss == "temo" and a.unimodal != "none")
     g.add_argument("--paraphrases", default="", metavar="FILE",
@@ -376,15 +373,15 @@ def parse_args(argv=None):
     g.add_argument("--word-swap", type=part, default=0.1, help="expected swaps per word, at most one in a text")
     g = p.group("with I~ (--loss temo and --unimodal) or slip",
                 lambda a: a.loss == "slip" or a.loss == "temo" and a.unimodal != "none")
-    g.add_argument("--aug-crop-min", type=part, default=0.08, help="I~: smallest area of the crop; SimCLR 0.08")
-    g.add_argument("--aug-flip", type=part, default=0.5, help="I~: probability of a mirror image; SimCLR 0.5")
+    g.add_argument("--aug-crop-min", type=part, help="I~: smallest area of the crop; SimCLR 0.08")
+    g.add_argument("--aug-flip", type=part, help="I~: probability of a mirror image; SimCLR 0.5")
     g.add_argument("--aug-jitter-p", type=part, default=0.8, help="I~: probability of the colour jitter; SimCLR 0.8")
-    g.add_argument("--aug-brightness", type=part, default=0.4, help="I~: strength; SLIP 0.4")
-    g.add_argument("--aug-contrast", type=part, default=0.4, help="I~: strength; SLIP 0.4")
-    g.add_argument("--aug-saturation", type=part, default=0.4, help="I~: strength; SLIP 0.4")
-    g.add_argument("--aug-hue", type=between(0, 0.5), default=0.1, help="I~: strength, 0..0.5; SLIP 0.1")
+    g.add_argument("--aug-brightness", type=part, help="I~: strength; SLIP 0.4")
+    g.add_argument("--aug-contrast", type=part, help="I~: strength; SLIP 0.4")
+    g.add_argument("--aug-saturation", type=part, help="I~: strength; SLIP 0.4")
+    g.add_argument("--aug-hue", type=between(0, 0.5), help="I~: strength, 0..0.5; SLIP 0.1")
     g.add_argument("--aug-grey", type=part, default=0.2, help="I~: probability of grey; SimCLR 0.2")
-    g.add_argument("--aug-blur", type=part, default=0.5, help="I~: probability of a Gaussian blur; SimCLR 0.5")
+    g.add_argument("--aug-blur", type=part, help="I~: probability of a Gaussian blur; SimCLR 0.5")
     args = p.parse(argv, RECIPES, LOSSES)
     p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")

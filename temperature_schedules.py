@@ -309,9 +309,9 @@ def parse_args(argv=None):
                    help="the contrastive method under the schedule")
     g.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"], default="cos",
                    help="schedule of the temperature over the epochs; fixed = --tau-min throughout")
-    g.add_argument("--tau-min", type=positive, default=0.1, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
-    g.add_argument("--tau-max", type=positive, default=1.0, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
-    g.add_argument("--period", type=positive, default=400.0, help="T, epochs of a full period; paper 400")
+    g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
+    g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
+    g.add_argument("--period", type=positive, help="T, epochs of a full period; paper 400")
     g.add_argument("--stop-at-phase", type=part, default=0.0,
                    help="stop at this phase of the last full period, 0..1: at epoch (floor(epochs / T) - 1 + phase) T "
                         "of the same schedules; paper about 0.7 (1,880 of 2,000); 0 = run to the end")
@@ -320,14 +320,13 @@ def parse_args(argv=None):
                         "0 = off; needs --tau-tail")
     g.add_argument("--tau-tail", type=nonnegative, default=0.0,
                    help="coarse supervision: tau of the other anchors (paper 0.1)")
-    g.add_argument("--decay-all", action=yesno, default=False,
-                   help="weight decay for biases and norms too, as in the authors' code")
-    g.add_argument("--zero-init", action=yesno, default=True,
+    g.add_argument("--decay-all", action=yesno, help="weight decay for biases and norms too, as in the authors' code")
+    g.add_argument("--zero-init", action=yesno,
                    help="the last BatchNorm of each block of a timm ResNet starts at 0; the authors' start at 1")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of NT-Xent's (B, 2N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g = p.group("with --loss moco", lambda a: a.loss == "moco")
-    g.add_argument("--queue-size", type=count, default=10_000, help="K, keys in MoCo's queue; paper 10,000")
+    g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
     g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder, 0..1")
     g.add_argument("--key-splits", type=count, default=8,
                    help="groups of the global batch in which MoCo's keys are encoded if the encoder has BatchNorm")
@@ -336,25 +335,24 @@ def parse_args(argv=None):
                    help="share of weights that SDCLR's second branch loses, the smallest of all layers together, 0..1; "
                         "SDCLR 0.9, ImageNet100-LT 0.3")
     g = p.group("with --loss simclr or sdclr", lambda a: a.loss != "moco")
-    g.add_argument("--head-norm", choices=["batch", "none"], default="batch",
+    g.add_argument("--head-norm", choices=["batch", "none"],
                    help="BatchNorm in SimCLR's head, as in the authors' code; none = no batch statistics")
     g = p.group("with --tau-head and --tau-tail", lambda a: a.tau_head > 0)
     g.add_argument("--head-part", type=part, default=0.5,
                    help="share of the classes, largest first, that are head classes; paper 5 of 10")
     g = p.group("views")
-    g.add_argument("--crop-min", type=part, default=0.1,
-                   help="smallest area of the random crop; CIFAR 0.1, ImageNet 0.08")
-    g.add_argument("--flip", type=part, default=0.5, help="probability of a mirror image")
-    g.add_argument("--jitter-p", type=part, default=0.8, help="probability of the colour jitter; paper 0.8")
-    g.add_argument("--brightness", type=nonnegative, default=0.4, help="strength; paper 0.4")
-    g.add_argument("--contrast", type=nonnegative, default=0.4, help="strength; paper 0.4")
-    g.add_argument("--saturation", type=nonnegative, default=0.4, help="strength; paper 0.4")
-    g.add_argument("--hue", type=between(0, 0.5), default=0.1, help="strength, 0..0.5; paper 0.1")
-    g.add_argument("--grey", type=part, default=0.2, help="probability of grey; paper 0.2")
-    g.add_argument("--blur", type=part, default=0.0, help="probability of a Gaussian blur; ImageNet 0.5")
+    g.add_argument("--crop-min", type=part, help="smallest area of the random crop; CIFAR 0.1, ImageNet 0.08")
+    g.add_argument("--flip", type=part, help="probability of a mirror image")
+    g.add_argument("--jitter-p", type=part, help="probability of the colour jitter; paper 0.8")
+    g.add_argument("--brightness", type=nonnegative, help="strength; paper 0.4")
+    g.add_argument("--contrast", type=nonnegative, help="strength; paper 0.4")
+    g.add_argument("--saturation", type=nonnegative, help="strength; paper 0.4")
+    g.add_argument("--hue", type=between(0, 0.5), help="strength, 0..0.5; paper 0.1")
+    g.add_argument("--grey", type=part, help="probability of grey; paper 0.2")
+    g.add_argument("--blur", type=part, help="probability of a Gaussian blur; ImageNet 0.5")
     g = p.group("long tail", description="--dataset: emoji, cifar10-lt, cifar100-lt, fashion-mnist-lt, "
                                           "imagenet100-lt; or any labelled folder, parquet or hub id (org/name)")
-    g.add_argument("--imbalance-ratio", type=nonnegative, default=0.0,
+    g.add_argument("--imbalance-ratio", type=nonnegative,
                    help="largest class over smallest, >= 1, where classes are large enough; paper 50, 100, 150; 1 = "
                         "balanced; 0 = the data as they are")
     g.add_argument("--split-seed", type=whole, default=0,
@@ -366,13 +364,12 @@ def parse_args(argv=None):
     g.add_argument("--val-file", default="",
                    help="val images, in the same format; empty = a tenth of each class outside --index-file (CIFAR), "
                         "none (imagenet100-lt)")
-    g.add_argument("--test-file", default="",
-                   help="test images of imagenet100-lt: lines 'path class' under --data-dir")
+    g.add_argument("--test-file", default="", help="test images of imagenet100-lt: lines 'path class' under --data-dir")
     g.add_argument("--few-shot-file", default="",
                    help="images for the few-shot probe of imagenet100-lt, in the same format; empty = training images, "
                         "as many of each class as the smallest has")
     g = p.group("evaluation by class")
-    g.add_argument("--train-features", choices=["clean", "augmented"], default="clean",
+    g.add_argument("--train-features", choices=["clean", "augmented"],
                    help="views of the training images in kNN and probes; the authors' notebook: augmented (crop with "
                         "padding, flip) on CIFAR")
     g.add_argument("--shot-limits", type=whole, nargs=2, default=[0, 0], metavar=("HEAD", "TAIL"),

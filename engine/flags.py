@@ -89,13 +89,6 @@ def refuse_changes(parser, args, saved):
                                    f"cannot become {now}; start a new run")
 
 
-# shared flags that change results: every recipe sets them, and they have no default of their own
-NUMBERS = ("epochs", "batch_size", "optimizer", "lr", "lr_end", "lr_schedule", "warmup_epochs", "weight_decay", "beta1",
-           "beta2", "eps", "grad_clip", "mixed_precision", "image_encoder", "pretrained", "embed_dim", "image_size",
-           "image_stats", "eval_resize", "frames", "frame_sampling")
-TEXT_NUMBERS = ("text_encoder", "text_pooling", "text_length", "clean_captions", "join_captions", "unfold_captions")
-
-
 class Parser(OneLine):
     """The flags of a script: its own groups, then those that all scripts share; plain argparse inside.
 
@@ -110,8 +103,9 @@ class Parser(OneLine):
         self.texts, self.conditions = texts, []
 
     def group(self, title, when=None, description=None):
-        """A group of flags. when: function of the parsed flags -> whether these flags have an effect; if not, they are
-        refused. The title then names the condition ("with --loss ts")."""
+        """A group of flags; for one without a default, every recipe has a value. when: function of the parsed flags ->
+        whether these flags have an effect; if not, they are refused. The title then names the condition ("with --loss
+        ts")."""
         g = self.add_argument_group(title, description)
         self.conditions += [(g, when)] if when else []
         return g
@@ -139,7 +133,7 @@ class Parser(OneLine):
             self.error(str(error))
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
         recipe = recipes.get(chosen.dataset, recipes["own"])
-        lacking = [k for k in NUMBERS + TEXT_NUMBERS * self.texts if k not in recipe]
+        lacking = [a.dest for a in self._actions if a.default is None and a.dest not in ("dataset", *recipe, *own)]
         unknown = sorted((recipe | own).keys() - {a.dest for a in self._actions} - {"recipe"})
         assert not lacking and not unknown, f"the recipe of {chosen.dataset}: lacks {lacking}, unknown {unknown}"
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
@@ -231,11 +225,11 @@ class Parser(OneLine):
             help="CPU threads of each process; 0 = OMP_NUM_THREADS, or cores / local processes")
         add("--compile", action=yesno, default=False,
             help="torch.compile the encoders and the colour operations of the views")
-        add("--save-every", type=whole, default=1000,
+        add("--save-every", type=whole,
             help="optimiser steps between checkpoints (the last two are kept); 0 = only at the end")
-        add("--eval-every", type=whole, default=0,
+        add("--eval-every", type=whole,
             help="optimiser steps between evaluations on the val split; 0 = only before the first step and at the end")
-        add("--log-every", type=whole, default=10,
+        add("--log-every", type=whole,
             help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
         add("--figures", choices=["png", "pdf"], default="png",
             help="format of the pictures; pdf for papers: lines and letters stay vectors")

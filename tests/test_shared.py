@@ -92,17 +92,32 @@ def test_every_flag_has_an_effect(script):
     assert not never, f"{script.name}: {never} are never read"
 
 
-def test_recipes_give_every_flag_that_changes_a_number():
-    """The reader of a script finds all values in its RECIPES: no default stands behind them in engine/flags.py."""
+def test_the_value_of_a_flag_stands_in_one_place(monkeypatch):
+    """In the recipes, all of them, or as its default: an edited default that recipes override would do nothing."""
+    defaults, set_defaults = {}, flags.Parser.set_defaults
+
+    def before_the_recipe(parser, **recipe):
+        defaults[parser.prog] = {a.dest: a.default for a in parser._actions}
+        set_defaults(parser, **recipe)
+    monkeypatch.setattr(flags.Parser, "set_defaults", before_the_recipe)
+    everywhere = []
     for name in NAMES:
-        module, texts = importlib.import_module(name), name != "temperature_schedules"
-        for recipes in (module.RECIPES, *([mama.ASKED] if module is mama else [])):
-            for dataset, recipe in recipes.items():
-                lacking = {*flags.NUMBERS, *(flags.TEXT_NUMBERS if texts else ())} - recipe.keys()
-                assert not lacking, (name, dataset, lacking)
-    parser = flags.Parser("x.py", "")
-    parser._add_shared()
-    assert all(parser.get_default(n) is None for n in (*flags.NUMBERS, *flags.TEXT_NUMBERS))
+        module = importlib.import_module(name)
+        asked = [module.parse_args(["--dataset", dataset]) for dataset in module.RECIPES if dataset != "own"]
+        asked += [module.parse_args(["--task", "qa-open"])] if module is mama else []
+        assert not any(value is None for args in asked for value in vars(args).values())
+        everywhere.append(set.intersection(*map(set, module.RECIPES.values())) - {"loss"})  # it chooses a recipe
+        groups = re.findall(r'^    g\.add_argument\("--([\w-]+)"', Path(module.__file__).read_text(), re.M)
+        own = {flag.replace("-", "_") for flag in groups}
+        assert not {k for k in own & everywhere[-1] if defaults[f"{name}.py"][k] is not None}, name
+    shared = set.intersection(*everywhere) & set.intersection(*map(set, defaults.values()))
+    assert not {k for k in shared if defaults["temo.py"][k] is not None}
+
+
+def test_a_recipe_without_a_value_is_refused(monkeypatch):
+    monkeypatch.setitem(ncl.RECIPES, "own", {k: v for k, v in ncl.OWN.items() if k not in ("tau", "lr")})
+    with pytest.raises(AssertionError, match=r"lacks \['tau', 'lr'\]"):
+        ncl.parse_args(["--dataset", "mine.csv"])
 
 
 @each_script
