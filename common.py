@@ -803,7 +803,8 @@ def load_model(run_dir):
         tensors = load_file(weights)
         if more := sorted(tensors.keys() - model.state_dict().keys()):
             raise UserError(f"{run_dir}: its model.safetensors holds {more[0]}, which a fork added to the encoders and "
-                            "model.json cannot describe; keep such modules in `own`, or build the model with the fork")
+                            "model.json cannot describe; modules of a loss belong into `own`, and a backbone needs a "
+                            "name in image_tower (docs/fork.md)")
         model.load_state_dict(tensors)
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = first_line(error)

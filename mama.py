@@ -518,8 +518,9 @@ def main(args):
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,
-                          args.jitter, squash=args.eval_resize == "squash")
+    view = common.Augment(args.image_size, args.crop_min, args.flip, jitter_p=float(args.jitter > 0),
+                          brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+                          squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
     if looks_ahead(args):
         every = args.meta_every if args.weighting == "meta" else 1         # L2RW looks ahead at each step

@@ -406,8 +406,9 @@ def main(args):
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,
-                          args.jitter, randaugment=(args.randaugment_ops, args.randaugment_magnitude),
+    view = common.Augment(args.image_size, args.crop_min, args.flip, jitter_p=float(args.jitter > 0),
+                          brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+                          randaugment=(args.randaugment_ops, args.randaugment_magnitude),
                           squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
 
@@ -448,8 +449,8 @@ def main(args):
             own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
             tau = own["tau"]["log_tau"].detach().exp()
 
-        numbers = run.logs_now() and numbers_of(image, text, used, tau, lost, args, run)
-        run.done(batch, loss, (numbers or {}).get(f"{WORDS[args.loss]}_mean", tau.mean()), numbers)
+        numbers = numbers_of(image, text, used, tau, lost, args, run) if run.logs_now() else {}
+        run.done(batch, loss, tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     curve = functools.partial(sample_temperature, period=period, alpha=alpha)               # (step, shifts) -> (K,)

@@ -148,7 +148,7 @@ def ncl_loss(text, video, gamma, iterations=4, detach=True, block=0):
 def retrieval_biases(items, queries, gamma, iterations=4):
     """Bias (n,) of each item (Sec. 3.4), from queries (K, D) that stand in for the unknown ones; items (n, D).
 
-    Equal to the columns' biases of sinkhorn_biases, but in blocks of queries, so that only one block is in memory.
+    Equal to the columns' biases of sinkhorn_biases, in blocks of queries to spare memory; a fork changes both loops.
     """
     items, queries = normalize(items), normalize(queries)                  # (n, D), (K, D)
     log_beta = items.new_zeros(len(items))                                 # (n,)
@@ -341,7 +341,7 @@ def parse_args(argv=None):
               f"--dropout {args.dropout}: only for --image-encoder features or ssb; other towers have no such dropout")
     p.require(args.dropout < 1, "--dropout 1: must be below 1; nothing would be left")
     p.only(args.image_encoder not in FEATURES, "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
-    p.require(not args.feature_dir or all(args.dataset in (w, w.partition("=")[0]) for w in args.eval_datasets),
+    p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
               f"--eval-datasets: --feature-dir is of {args.dataset} alone; eval.py --feature-dir evaluates on others")
     return args
 
@@ -378,8 +378,9 @@ def main(args):
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), args.jitter, args.jitter,
-                          args.jitter, squash=args.eval_resize == "squash")
+    view = common.Augment(args.image_size, args.crop_min, args.flip, jitter_p=float(args.jitter > 0),
+                          brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+                          squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
 
     # ------------------------------------------- loop ----------------------------------------------------------------
@@ -387,8 +388,8 @@ def main(args):
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(evaluate_normalized, own=own, args=args))
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
-    guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))
-    before = run.begin(evaluator, (guess, guess), banner_lines(train, evals, args))
+    guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))   # a word of the vocabulary
+    before = run.begin(evaluator, (guess, guess), banner_lines(train, evals, own, args))
     if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
         start = {f"{name}/{k}": x for name, p in before.items() for k, x in first_captions(p).items()}
         write_tensors(run.folder / "embeddings_before.safetensors", start)
@@ -399,7 +400,7 @@ def main(args):
         inputs = {"pixels": batch["views"][0], "tokens": tokens}           # (B, [T,] 3, S, S), (B, L)
         text, video = chunks.encode(inputs)                                # (B, D) each
 
-        gamma = own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
+        gamma = gamma_of(own, args)                                        # () or a float
         if args.loss == "max-margin":
             loss = args.loss_scale * max_margin_loss(text, video, args.margin)
         else:
@@ -423,13 +424,13 @@ def main(args):
         own["texts"].push(text)
         own["videos"].push(video)
 
-        tau = own["tau"]["log_tau"].detach().exp() if args.learnable_tau else args.tau  # (), after the step
-        run.done(batch, loss, tau, run.logs_now() and numbers_of(text, video, gamma, own, args, run, more))
+        numbers = numbers_of(text, video, gamma, args, run, more) if run.logs_now() else {}
+        run.done(batch, loss, gamma_of(own, args), numbers)                # gamma as it is saved
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
         queues = {kind: own[kind].get() for kind in ("texts", "videos")}
-        queues["gamma"] = torch.tensor([gamma_of(own, args)])
+        queues["gamma"] = torch.tensor([float(gamma_of(own, args))])
         write_tensors(run.folder / "queues.safetensors", queues)
     return run.finish(lambda run: draw(run, retrieval_biases), more=normalization_table)
 
@@ -441,7 +442,7 @@ def encode(model, pixels, tokens):
 
 
 @torch.no_grad()
-def numbers_of(text, video, gamma, own, args, run, more):
+def numbers_of(text, video, gamma, args, run, more):
     """Columns of the log: the loss's terms and `more`, the health of the space, the normalisation error (Fig. 2)."""
     if args.loss == "max-margin":
         terms = max_margin_terms(text, video, args.margin)
@@ -449,18 +450,18 @@ def numbers_of(text, video, gamma, own, args, run, more):
         terms = ncl_terms(text, video, gamma, args.iterations if args.loss == "ncl" else 0, block=args.loss_block)
     numbers = common.mean_over_processes(terms | more, run.device)
     text, video = gather(normalize(text)), gather(normalize(video))                     # (N, D)
-    sim, tau = text @ video.T, gamma_of(own, args)                         # (N, N)
-    fair = sim + sinkhorn_biases(sim, tau, args.iterations)[1]                          # (N, N)
-    errors = {"error": common.normalization_error(sim, tau), "error_normalized": common.normalization_error(fair, tau)}
+    sim = text @ video.T                                                   # (N, N)
+    fair = sim + sinkhorn_biases(sim, gamma, args.iterations)[1]                        # (N, N)
+    errors = {name: common.normalization_error(s, gamma) for name, s in (("error", sim), ("error_normalized", fair))}
     return numbers | common.embedding_health(video, text) | errors
 
 
 def gamma_of(own, args):
-    """gamma as it is now, a float."""
-    return own["tau"]["log_tau"].exp().item() if args.learnable_tau else args.tau
+    """gamma as it is now, for the loss, log, banner and biases at test time: (), or a float if it is not learnt."""
+    return own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
 
 
-def banner_lines(train, evals, args):
+def banner_lines(train, evals, own, args):
     """The banner's words on the method; evals: {name: splits} of the evaluation sets."""
     size, epochs = args.batch_size, args.queue_size / train.examples
     rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
@@ -468,7 +469,7 @@ def banner_lines(train, evals, args):
     factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
     limits = f", learnt in {args.tau_clamp[0]:g} .. {args.tau_clamp[1]:g}" if args.learnable_tau else ""
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
-    lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": f"gamma {args.tau:g}{limits}",
+    lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": f"gamma {float(gamma_of(own, args)):g}{limits}",
              "test time": f"--normalize {args.normalize}, {queues}"}
     others = [name for name in evals if name != args.dataset]
     if args.normalize == "queue" and others:
@@ -485,7 +486,7 @@ def evaluate_normalized(pieces, own, args):
     queues = ()
     if pieces["data"].name == args.dataset:
         queues = own["texts"].get().cpu(), own["videos"].get().cpu()       # (K, D) each
-    results, pieces["biases"] = normalized_retrieval(pieces, gamma_of(own, args), args.iterations, *queues)
+    results, pieces["biases"] = normalized_retrieval(pieces, float(gamma_of(own, args)), args.iterations, *queues)
     mode = args.normalize if args.normalize in results else "none"         # before the first step there is no queue
     return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
 

@@ -488,7 +488,8 @@ def main(args):
         if args.learnable_tau:
             own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
             tau = own["tau"]["log_tau"].detach().exp()
-        run.done(batch, loss, tau, run.logs_now() and numbers_of((image, text, *more), tau_of, modulation, args, run))
+        numbers = numbers_of((image, text, *more), tau_of, modulation, args, run) if run.logs_now() else {}
+        run.done(batch, loss, tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     return run.finish(draw)

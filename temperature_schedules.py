@@ -443,8 +443,8 @@ def main(args):
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     encoder, _, transform = run.towers()                                   # what is saved and tested
-    for m in encoder.modules() if not args.zero_init else ():
-        if isinstance(m, nn.modules.batchnorm._BatchNorm) and not m.weight.any():
+    for m in encoder.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and not args.zero_init and not m.weight.any():
             nn.init.ones_(m.weight)                                        # timm starts a block's last one at 0
     moco, sdclr = args.loss == "moco", args.loss == "sdclr"
     tower = Contrastive(encoder, args.embed_dim, args.head_norm, linear=moco, pruned=sdclr).to(run.device)
@@ -464,8 +464,8 @@ def main(args):
         kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.Adam
         optimizer = kind(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=run.fused)
     # <<< shared
-    for group in optimizer.param_groups if args.decay_all else ():
-        group["weight_decay"] = args.weight_decay
+    if args.decay_all:                                                     # also biases, norms and scalars
+        optimizer.param_groups[1]["weight_decay"] = args.weight_decay
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
     run.tensors = {k: v.to(run.device) for k, v in run.tensors.items()}    # SDCLR: the masks of this epoch
@@ -515,8 +515,7 @@ def main(args):
         else:
             loss = nt_xent(*z, tau, args.loss_block)
 
-        shown = gather(tau).mean() if args.tau_head else tau               # coarse: the mean over the anchors
-        run.check_finite(loss, shown, z, batch)
+        run.check_finite(loss, tau, z, batch)
         chunks.backward(loss)                                              # the full batch's gradient
         common.average_gradients(own.parameters())
         if args.grad_clip:
@@ -527,7 +526,7 @@ def main(args):
             update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)
 
-        run.done(batch, loss, shown, run.logs_now() and numbers_of(loss, z, run))
+        run.done(batch, loss, tau, numbers_of(loss, z, run) if run.logs_now() else {})
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     chosen = chosen_row(run.log.rows, args)
@@ -567,7 +566,7 @@ def class_sizes(data):
 def encode(model, views, masks):
     """All views in one forward: {view: (b, [T,] 3, S, S)} -> z of each, (b, D). masks: SDCLR's, for the second view."""
     pixels = torch.cat(list(views.values()))                               # (V * b, [T,] 3, S, S)
-    z = model(pixels, masks, len(pixels) // 2) if masks else model(pixels)                                  # (V * b, D)
+    z = model(pixels, masks, half=len(pixels) // 2) if masks else model(pixels)         # (V * b, D)
     return z.chunk(len(views))
 
 
@@ -609,7 +608,8 @@ def chosen_row(rows, args):
     rows = [r for r in rows if "eval" in r]
     if args.eval_epoch != "auto":
         return rows[-1]
-    return max([r for r in rows if "val_mean" in r] or rows[-1:], key=lambda r: (r["step"] > 0, r.get("val_mean", 0)))
+    trained = [r for r in rows if "val_mean" in r and r["step"] > 0]
+    return max(trained, key=lambda r: r["val_mean"]) if trained else rows[-1]
 
 
 if __name__ == "__main__":

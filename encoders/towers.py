@@ -1,6 +1,6 @@
 """Encoders by name: timm, transformers, and towers over whole clips."""
 
-import re
+import functools
 from pathlib import Path
 
 from engine.base import UserError, first_line, hub_reason
@@ -66,9 +66,12 @@ def timm_encoder(name, pretrained, image_size):
         near = timm.list_models(f"*{arch.split('.')[0].split('_')[0]}*")[:5]
         raise UserError(f"--image-encoder {name}: not small, features, ssb, resnet18-cifar, a timm model"
                         + (f" (near: {near})" if near else "") + " or a transformers id")
-    size = {"img_size": image_size} if re.match("(vit|deit|eva|beit)", arch) else {}
+    create = functools.partial(timm.create_model, arch, pretrained=pretrained and not cifar, num_classes=0)
     try:
-        body = timm.create_model(arch, pretrained=pretrained and not cifar, num_classes=0, **size)
+        try:
+            body = create(img_size=image_size)  # a transformer has to know
+        except TypeError:  # any other takes no such argument
+            body = create()
     except Exception as error:
         raise UserError(f"--image-encoder {name}: {hub_reason(error)}") from error
     if cifar:
@@ -97,8 +100,9 @@ def freeze_unused(model, tokenizer, spec):
             sum(x.sum() for x in out if x is not None).backward()
             refuse_blind(model.text)
     except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
-        raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']} and "
-                        f"--text-encoder {spec['text_encoder']}: {first_line(error)}") from error
+        beside = f" and --text-encoder {spec['text_encoder']}" if spec["text_encoder"] else ""
+        raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']}{beside}: "
+                        f"{first_line(error)}") from error
     for p in model.parameters():
         p.requires_grad_(p.requires_grad and p.grad is not None)
     model.zero_grad(set_to_none=True)

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -167,9 +168,15 @@ def hub_reason(error):
     text, whole = first_line(error).rstrip(": "), " ".join(str(error).split())
     text = whole if f"{text}: " in whole else text                         # "Couldn't do one of:", and then a list
     offline = isinstance(error, OSError) or any(word in text for word in ("onnect", "offline", "resolve"))
-    hint = (" (no access to the hub? download it once and give the folder, or set --no-pretrained if the name is a "
-            "timm model)")
+    hint = " (no access to the hub? download it once and give the folder, or --no-pretrained for a timm model's name)"
     return text[:300] + (hint if offline else "")
+
+
+def with_place(error):
+    """The first line of an error and, unless it is a UserError, where in our files (or a fork's) it happened."""
+    frames = traceback.extract_tb(error.__traceback__) if not isinstance(error, UserError) else ()
+    ours = [f for f in frames if "site-packages" not in f.filename]
+    return first_line(error) + (f" ({Path(ours[-1].filename).name}, line {ours[-1].lineno})" if ours else "")
 
 
 def own_words(error):

@@ -155,6 +155,8 @@ class Run:
         if self.step == self.last:
             self.in_float32()
         pieces = self.evaluate_val() if self.step in (0, self.last) or self.unevaluated else {}
+        if self.step == 0 and evaluator.errors and not pieces:  # it would fail at the end, too
+            raise UserError(f"evaluation failed before the first step: {'; '.join(evaluator.errors.values())}")
         if self.step == 0 and rank() == 0 and self.tokenizer:
             before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
             base.write_json(self.folder / "similarity_before.json", before)
@@ -177,6 +179,9 @@ class Run:
             return f"{len(data):,} {data.split}" + (f" ({words})" if words else "")
         sizes = [f"{name}: " + ", ".join(map(size, splits.values())) for name, splits in self.evals.items()]
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
+        side = getattr(tower.vision.body, "pretrained_cfg", {}).get("input_size", [args.image_size])[-1]  # timm's
+        if args.pretrained and not args.init_from and side != args.image_size:
+            towers[0] += f" at {args.image_size} px (its weights: {side})"
         if tower.text:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
         new_image = args.image_encoder in ("small", "resnet18-cifar", *FROM_FILES)  # it has no published weights
@@ -209,10 +214,10 @@ class Run:
 
     # ---------------------------------------- in the loop -------------------------------------------------------------
     def set_lr(self, lr):
-        """Write the learning rate into the optimiser."""
+        """Write the learning rate into the optimiser: in a group with `lr_scale`, times that factor."""
         self.lr = lr
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1)
 
     def check_finite(self, loss, tau, embeddings, batch, rates="--lr"):
         """Stops all processes together, with one message, if the loss is not finite on any of them. Collective.
@@ -226,7 +231,7 @@ class Run:
             common.check_finite(*self.checked)
 
     def logs_now(self):
-        """Whether the step in progress is logged. Use: `run.done(..., run.logs_now() and numbers)`."""
+        """Whether the step in progress is logged: then `done` takes numbers, which other steps need not compute."""
         return bool(self._due(self.step + 1)["log"])
 
     def _due(self, step):
@@ -238,8 +243,8 @@ class Run:
         """Call it after each optimiser step. It counts the step, logs, evaluates and saves if these are due, and ends
         the run if a signal asked for it. Collective.
 
-        Args: loss: () tensor of this process; tau: float, () or (B,), whose mean is logged; numbers: further columns of
-            the log, if `logs_now`.
+        Args: loss: () tensor of this process; tau: float, () or (B,), whose mean over processes is logged, too;
+            numbers: further columns of the log, as they are logged.
         Raises: UserError on all processes if the weights are not finite."""
         self.step += 1
         self.waited += batch["seconds"]
@@ -247,10 +252,11 @@ class Run:
         ask(self, batch)
         number = settle(self, but=int(self.lagged and not any(due.values())))
         if due["log"]:
-            tau = tau.mean().item() if torch.is_tensor(tau) else tau
             steps = self.step - self.logged
             seconds = (time.perf_counter() - self.clock) / steps
-            means = common.mean_over_processes({"loss": loss, "data_s": self.waited / steps}, self.device)
+            several = {"tau": tau.mean()} if torch.is_tensor(tau) else {}
+            means = common.mean_over_processes({"loss": loss, "data_s": self.waited / steps, **several}, self.device)
+            tau = means.get("tau", tau)
             row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * self.args.batch_size,
                    "loss": means["loss"], "lr": self.lr, self.tau_word: tau, "step_s": seconds,
                    "data_s": means["data_s"], "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
@@ -343,7 +349,9 @@ class Run:
             except UserError as error:  # the numbers are still printed below
                 problems.append(str(error))
             draw_picture(self.folder / "the rest of the pictures", lambda _: draw(self))
-        say(report(summary, self.folder, table) + (more(test) if more else ""))
+        say(report(summary, self.folder, table))
+        if more:
+            say(more(test))
         base.barrier()
         self.accelerator.end_training()  # trackers and the process group are closed
         if self.lock:

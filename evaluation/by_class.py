@@ -6,7 +6,7 @@ temperature_schedules.py uses it to evaluate as its authors do; the other script
 import dataclasses
 
 import common
-from engine.base import UserError, first_line, on_card, say
+from engine.base import UserError, on_card, say, with_place
 
 import numpy as np
 import torch
@@ -96,7 +96,8 @@ def class_table(title, metrics, chance):
     lines = [f"{title}: {metrics['images']} images", header]
     for name in chance:
         m, c = metrics[name], chance[name]
-        parts = "".join(f"{m.get(k, float('nan')):8.1f}" for k in ("head", "mid", "tail"))
+        thirds = [f"{m[k]:.1f}" if k in m else "-" for k in ("head", "mid", "tail")]  # none of classes of one size
+        parts = "".join(f"{x:>8}" for x in thirds)
         lines.append(f"{name:<12}{m['top1']:12.1f} ({c['top1']:5.1f}){m['mean_per_class']:12.1f} "
                      f"({c['mean_per_class']:5.1f}){parts}")
     lines.append(few_queries(images=metrics["images"]))
@@ -124,8 +125,8 @@ class ClassEvaluator:
         try:
             return tuple({name: part} for part in self._evaluate(split))
         except (UserError, ValueError, RuntimeError, OSError) as error:
-            self.errors[f"{name}/{split}"] = first_line(error)
-            say(f"evaluation of {name} ({split}) failed and is left out: {first_line(error)}")
+            self.errors[f"{name}/{split}"] = with_place(error)
+            say(f"evaluation of {name} ({split}) failed and is left out: {with_place(error)}")
             return {}, {}, {}
 
     def _evaluate(self, split):

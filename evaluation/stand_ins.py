@@ -9,6 +9,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+SCRIPTS = "temperature_schedules", "mmts", "ncl", "mama", "temo"
+
 
 def stand_ins(case):
     """(texts (K, D), videos (K, D), gamma) for --normalize: the queues of an NCL run, else embeddings of randomly drawn
@@ -17,6 +19,8 @@ def stand_ins(case):
 
     Raises: UserError if there are no such queries."""
     subject, args = case.subject, case.args
+    if subject.own.get("script", "ncl") not in SCRIPTS:
+        say(f"WARNING: --normalize: by ncl.py's functions; those of {subject.own['script']}.py may differ")
     split, queues = args.queue_split.replace("run", "train"), queues_of(args)
     gamma = args.gamma or (queues["gamma"].item() if queues else _gamma(subject))
     if args.normalize == "dsl":

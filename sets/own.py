@@ -28,14 +28,16 @@ def own_data(name, options):
     path = Path(name).expanduser()
     root = Path(options.get("data_dir") or path.parent).expanduser()
     if not path.exists():
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
+        hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and ending(path) not in (*columns.TABLES, "tar")
+        if hub_id and not path.parent.exists():
             if options.get("streaming"):
                 raise UserError(f"--streaming: reads tars, and {name} on the hub is a table that is downloaded; leave "
                                 "it out")
             _no_data_dir(options, f"{name} is read from the hub")
             return hold_out(tables(name, {}, name, options))
         known = ", ".join(MODULES)
-        raise UserError(f"--dataset {name}: no such path, and not a hub id (org/name) or a known set: {known}")
+        raise UserError(f"--dataset {name}: no such path from {Path.cwd()}, and not a hub id (org/name) or a known "
+                        f"set: {known}")
     if (path / "args.json").is_file() and (path / "command.txt").is_file():
         theirs = read_json(path / "args.json", {}).get("dataset", "NAME")
         raise UserError(f"--dataset {name}: the folder of a run, not of data; its run used --dataset {theirs}")

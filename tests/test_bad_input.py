@@ -83,7 +83,7 @@ def finished(tmp_path_factory):
 
 # ---------------------------------------------------- the data set --------------------------------------------------
 def test_missing_path(tmp_path):
-    for name in ("/no/such", "no/such/folder", "./none.csv"):
+    for name in ("/no/such", "no/such/folder", "./none.csv", "nowhere/captions.csv"):  # the last is no hub id
         assert f"--dataset {name}: no such path" in stopped(name, tmp_path)
 
 

@@ -2,18 +2,28 @@
 
 import re
 import shutil
+import types
 from pathlib import Path
 
+import common
+from engine.base import UserError
 from engine.checkpoints import latest_checkpoint
+from engine.run import Run
 
 import pytest
+import torch
 from PIL import Image
 
+import encoders.towers
+import encoders.two_tower
+import eval as eval_py
 import figures.mmts
 import launch
 import mama
 import mmts
+import ncl
 import temperature_schedules as ts
+from encoders.base import STATS
 from helpers import fork, losses, panel, run_script, steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +49,7 @@ def lose_step_4(folder):
 
 
 def test_the_page_is_short():
-    assert len(BLOCKS) == 3 and sum(block.count("\n") for block in BLOCKS) <= 22
+    assert len(BLOCKS) == 6 and sum(block.count("\n") for block in BLOCKS) <= 26
 
 
 def test_a_weighting_is_what_is_said_drawn_and_resumed(weighting, tmp_path, capsys, pictures):
@@ -93,6 +103,63 @@ def test_what_a_fork_learns_in_own_is_averaged_trained_and_resumed(script, tmp_p
     lose_step_4(tmp_path / "one")
     own.main(own.parse_args(["--resume", str(tmp_path / "one")]))
     assert [row["tau"] for row in steps(tmp_path / "one")] == one
+
+
+def test_a_part_of_own_with_a_rate_of_its_own(tmp_path):
+    own = fork(mmts, tmp_path, "    own.to(run.device)\n", """    own["net"] = nn.Linear(8, 1)
+    own.to(run.device)\n""")
+    own = fork(own, tmp_path, "    learnt = [tower, own]\n", BLOCKS[4])
+    own = fork(own, tmp_path, "    # <<< shared\n    model, optimizer", f"""    # <<< shared
+{BLOCKS[5]}    model, optimizer""")
+    own = fork(own, tmp_path, "        run.check_finite", """        loss = loss + own["net"](image).mean()
+        run.rates = [group["lr"] / run.lr for group in optimizer.param_groups]
+        run.moved = [p.detach().clone() for p in own["net"].parameters()]
+        run.check_finite""")
+    seen, done = [], Run.done
+    own.Run = type("Watched", (Run,), {"done": lambda run, *args: (
+        seen.append((run.rates, [(p - q).abs().max().item() for p, q in zip(run.own["net"].parameters(), run.moved)])),
+        done(run, *args))})
+    flags = [*TINY, "--dataset", "moving-emoji", "--num-clusters", 4, "--warmup-epochs", 0, "--save-every", 2]
+    run_script(own, tmp_path / "a", *flags)
+    assert all(rates == [1, 1, 10] and min(moved) > 0 for rates, moved in seen) and len(seen) == 4
+    lose_step_4(tmp_path / "a")
+    own.main(own.parse_args(["--resume", str(tmp_path / "a")]))
+    assert seen[4:] == seen[2:4]
+
+
+def test_a_backbone_of_one_s_own_is_trained_and_loaded(tmp_path, monkeypatch):
+    text = Path(encoders.towers.__file__).read_text(encoding="utf8")
+    start = text.index('    if name == "features":')
+    net = "class MyNet(nn.Sequential):\n    def __init__(self):\n"
+    net += "        super().__init__(nn.Flatten(), nn.Linear(3 * 16 * 16, 64))"
+    towers = types.ModuleType("towers")
+    exec(f"{text[:start]}{BLOCKS[3]}{text[start:]}\n\n{net}\n", towers.__dict__)
+    monkeypatch.setattr(encoders.two_tower, "image_tower", towers.image_tower)
+    run_script(ts, tmp_path / "a", *TINY, "--dataset", "moving-emoji", "--image-encoder", "mynet")
+    model, _, transform = common.load_model(tmp_path / "a")
+    image = torch.zeros(1, 3, 16, 16)
+    assert model(image)[2].shape == (1, 64) and transform.mean == tuple(STATS["imagenet"][0])
+
+
+def test_an_error_of_one_s_own_evaluation_ends_the_run_at_once_and_says_where(tmp_path):
+    own = fork(ncl, tmp_path, "    queues = ()\n", "    queues = torch.zeros(2) @ torch.zeros(3)\n")
+    line = Path(own.__file__).read_text().split("torch.zeros(3)")[0].count("\n") + 1
+    flags = [*TINY, "--dataset", "moving-emoji", "--eval-every", 2]
+    with pytest.raises(UserError, match=rf"before the first step: .*\(fork_of_ncl.py, line {line}\)"):
+        run_script(own, tmp_path / "a", *flags)
+    own = fork(ncl, tmp_path, "    lines = [\"\"]\n    for name, m", "    lines = [metrics[0]]\n    for name, m")
+    with pytest.raises(KeyError):                                          # a table after the numbers
+        run_script(own, tmp_path / "b", *flags)
+
+
+def test_normalize_of_a_fork_s_run_says_whose_functions_it_calls(tmp_path, capsys):
+    mine = fork(ncl, tmp_path, '"""NCL: Normalized', '"""Mine: Normalized')
+    for own, said in ((ncl, False), (mine, True)):
+        run_script(own, tmp_path / own.__name__, *TINY, "--dataset", "moving-emoji")
+        eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / own.__name__), "--normalize", "oracle", "--cpu",
+                                         "--tasks", "retrieval", "--workers", "0"]))
+        words = "WARNING: --normalize: by ncl.py's functions; those of fork_of_ncl.py may differ"
+        assert (words in capsys.readouterr().out) == said
 
 
 def test_weights_that_are_not_the_network_s_are_refused(tmp_path):

@@ -670,6 +670,6 @@ def test_two_processes_are_one(run, tmp_path):
     launch.finish("mmts", [*TINY, "--output-dir", tmp_path, "--run-name", "two"], tmp_path / "log", processes=2)
     one, two = steps(run[0]), steps(tmp_path / "two")
     for a, b in zip(one, two, strict=True):
-        for name in ("loss", "L_v2t", "L_t2v", "tau_min", "tau_mean", "tau_max"):
+        for name in ("loss", "L_v2t", "L_t2v", "tau", "tau_min", "tau_mean", "tau_max"):
             assert b[name] == pytest.approx(a[name], rel=1e-3), name
     assert equal_files(*(f / "clusters.safetensors" for f in (run[0], tmp_path / "two")))

@@ -96,7 +96,8 @@ def tiny_dino(folder):
     Dinov2Model(config).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["small", "resnet18-cifar", "resnet18", "vit_tiny_patch16_224"])
+@pytest.mark.parametrize("name", ["small", "resnet18-cifar", "resnet18", "vit_tiny_patch16_224", "mixer_s32_224",
+                                  "swin_s3_tiny_224"])
 def test_image_encoders_and_frames(name):
     encoder = common.VisionEncoder(name, 16, pretrained=False, image_size=32).eval()
     clip = torch.randn(2, 3, 3, 32, 32)  # (B, T, 3, S, S)
@@ -197,7 +198,7 @@ def test_a_file_of_the_text_encoder_leaves_the_image_encoder_its_published_weigh
     import timm
     made, create = [], timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **more: (
-        made.append(pretrained), create(name, pretrained=False, **more))[1])  # no download
+        create(name, pretrained=False, **more), made.append(pretrained))[0])  # no download
     spec = SPEC | dict(image_encoder="resnet18", image_stats="imagenet")
     whole = common.build_model(dict(spec), tokenizer, False)[0].state_dict()
     for part, published in (("text.", True), ("vision.", False)):

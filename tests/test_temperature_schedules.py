@@ -481,6 +481,9 @@ def test_the_table_of_classes():
                                                 ).splitlines()[1:]
     assert re.findall(r"top-1|mean per class|head|mid|tail", head) == ["top-1", "mean per class", "head", "mid", "tail"]
     assert re.findall(r"\d+\.\d", row) == ["41.5", "4.5", "32.5", "3.5", "61.5", "51.5", "11.5"]
+    metrics["knn@1"] = {"top1": 41.5, "mean_per_class": 32.5}  # classes of one size
+    text = evaluation.by_class.class_table("x", metrics, {"knn@1": {"top1": 4.5, "mean_per_class": 3.5}})
+    assert text.splitlines()[2].split()[-3:] == ["-", "-", "-"]
 
 
 def test_head_mid_tail_of_imagenet100():
