@@ -280,17 +280,18 @@ class Chunks:
 
     def encode(self, inputs):
         """Nested dict of (B, ...) tensors -> tuple of (B, D) embeddings, from which a loss can be computed."""
-        first = next(_leaves(inputs))  # (B, ...)
+        from accelerate.utils import find_batch_size, slice_tensors
+        B, device = find_batch_size(inputs), self.accelerator.device
         self.pieces = []  # of the inputs, each with the random state of its first pass
-        if not self.chunk or self.chunk >= len(first):
+        if not self.chunk or self.chunk >= B:
             with self.fast():
                 whole = self.function(inputs)
             return _Border.apply(self._crossed, *whole) if self.tf32 else whole
-        parts, self.device = [], first.device
+        parts = []
         with torch.no_grad(), self.fast():
-            for i in range(0, len(first), self.chunk):
-                piece = _slice(inputs, i, i + self.chunk)
-                self.pieces.append((piece, random_state(self.device)))
+            for i in range(0, B, self.chunk):
+                piece = slice_tensors(inputs, slice(i, i + self.chunk))
+                self.pieces.append((piece, random_state(device)))
                 parts.append(self.function(piece))
         self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
         return self.embeddings
@@ -307,24 +308,17 @@ class Chunks:
             self._backward_in_chunks()
 
     def _backward_in_chunks(self):
-        after = random_state(self.device)
+        device = self.accelerator.device
+        after = random_state(device)
         for k, (piece, state) in enumerate(self.pieces, 1):
-            set_random_state(state, self.device)
+            set_random_state(state, device)
             rows = slice((k - 1) * self.chunk, k * self.chunk)
             wait = k == len(self.pieces)  # processes wait for each other in the last chunk only
             with contextlib.nullcontext() if wait else self.accelerator.no_sync(self.model):
                 again = self.function(piece)  # (b, D) each, with a graph
                 used = [(e, whole.grad[rows]) for e, whole in zip(again, self.embeddings) if whole.grad is not None]
                 torch.autograd.backward([e for e, _ in used], [g.to(e.dtype) for e, g in used])
-        set_random_state(after, self.device)
-
-
-def _leaves(x):
-    return (t for v in x.values() for t in (_leaves(v) if isinstance(v, dict) else [v]))
-
-
-def _slice(x, i, j):
-    return {k: _slice(v, i, j) if isinstance(v, dict) else v[i:j] for k, v in x.items()}
+        set_random_state(after, device)
 
 
 def random_state(device):
@@ -372,7 +366,8 @@ def _mix(x):
 def uniforms(seed, epoch, keys, n, stream=0):
     """(len(keys), n) float32 numbers in [0, 1): a function of (seed, epoch, key, stream) and of nothing else.
 
-    keys: integers (the sample's index, or `key_hash` of its name).   stream: one per view: views are independent.
+    epoch: one, or one per key.   keys: integers (the sample's index, or `key_hash` of its name).   stream: one per
+    view: views are independent.
     """
     with np.errstate(over="ignore"):
         golden = np.uint64(0x9E3779B97F4A7C15)
@@ -953,15 +948,6 @@ class Data:
         table = self.table.select(rows)
         return dataclasses.replace(self, split=split or self.split, table=table, pixels=pixels, own=None, **cut)
 
-    def drawing_sentences(self, relevancy, unfolded=False):
-        """The data for --caption-relevancy: training draws a sentence for each clip. Raises: UserError without any."""
-        if self.sentences is None:
-            raise UserError(f"--caption-relevancy: {self.name} has no sentences with relevancies (epic-kitchens-100 "
-                            "has); set it to 0")
-        if unfolded:
-            raise UserError("--caption-relevancy draws a sentence for each clip; leave out --unfold-captions")
-        return dataclasses.replace(self, caption_relevancy=relevancy)
-
     def unfold(self):
         """One example for each (image or clip, caption): an epoch sees every caption, and a batch may hold a clip twice
         (CLIP4Clip on MSR-VTT and MSVD)."""
@@ -983,12 +969,9 @@ class Data:
         return dataclasses.replace(self, pixels=torch.stack(images)) if len({x.shape for x in images}) == 1 else self
 
     def keys(self):
-        """The names of all rows in order; of a large table in batches, since row by row takes minutes."""
-        if len(self) <= IN_MEMORY:
-            yield from self.column("key")
-        else:
-            for batch in self.texts.select_columns("key").iter(10_000):
-                yield from batch["key"]
+        """The names of all rows in order, in batches, since row by row takes minutes."""
+        for batch in self.texts.select_columns("key").iter(10_000):
+            yield from batch["key"]
 
     def first_captions(self, limit=None):
         """Captions in order (of the first `limit` examples): for a tokenizer or paraphrases."""
@@ -1135,7 +1118,12 @@ def load_data(name, split, **options):
     if options.get("max_pixels"):
         data = dataclasses.replace(data, max_pixels=options["max_pixels"])
     if options.get("caption_relevancy") and split == "train":
-        data = data.drawing_sentences(options["caption_relevancy"], options.get("unfold_captions"))
+        if data.sentences is None:
+            raise UserError(f"--caption-relevancy: {name} has no sentences with relevancies (epic-kitchens-100 has); "
+                            "set it to 0")
+        if options.get("unfold_captions"):
+            raise UserError("--caption-relevancy draws a sentence for each clip; leave out --unfold-captions")
+        data = dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
     if options.get("extra_captions") and split == "train":
         from sets.own import add_captions
         data = add_captions(data, Path(options["extra_captions"]).expanduser())
@@ -1457,11 +1445,11 @@ class Batches:
                 self.count_bad(bad, step, lost, raw.get("fatal", ""))
             self.positions |= raw["positions"]
             index, epochs = raw["index"], raw["epochs"]
-            draws = [self._draws(epochs, index, a.DRAWS, v + 1) for v, a in enumerate(self.augments)]
+            draws = [uniforms(self.seed, epochs, index, a.DRAWS, v + 1) for v, a in enumerate(self.augments)]
             draws = base.to_device(torch.from_numpy(np.stack(draws)), self.device)  # (V, B, DRAWS)
             views = [self._finish(*each) for each in zip(raw["views"], finish, draws)]
             yield {"views": views, "captions": raw["captions"], "keys": raw["keys"], "index": index,
-                   "rows": raw["rows"], "draws": self._draws(epochs, index, 32, 0), "epoch": int(epochs[0]),
+                   "rows": raw["rows"], "draws": uniforms(self.seed, epochs, index, 32), "epoch": int(epochs[0]),
                    "seconds": waited, "bad": bad if self.lagged else []}
 
     def _finish(self, x, photometric, draws):
@@ -1478,11 +1466,6 @@ class Batches:
             return self.transform.normalise(photometric(frames, draws))
         size = SLICE if self.device.type == "cuda" else 0
         return in_slices(finish, size, frames, draws[:, :, None, None, None]).view(x.shape)
-
-    def _draws(self, epochs, index, n, stream):
-        if (epochs == epochs[0]).all():
-            return uniforms(self.seed, int(epochs[0]), index, n, stream)
-        return np.concatenate([uniforms(self.seed, int(e), [i], n, stream) for e, i in zip(epochs, index)])
 
     def _anywhere(self, bad):
         """Whether any process has a bad sample. Collective."""

@@ -173,9 +173,9 @@ def hub_reason(error):
 
 
 def with_place(error):
-    """The first line of an error and, unless it is a UserError, where in our files (or a fork's) it happened."""
-    frames = traceback.extract_tb(error.__traceback__) if not isinstance(error, UserError) else ()
-    ours = [f for f in frames if "site-packages" not in f.filename]
+    """The first line of an error and, unless it is one of ours, where in our files (or a fork's) it happened."""
+    theirs = type(error).__module__ in ("builtins", "torch")
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if theirs and "site-packages" not in f.filename]
     return first_line(error) + (f" ({Path(ours[-1].filename).name}, line {ours[-1].lineno})" if ours else "")
 
 

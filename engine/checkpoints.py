@@ -127,19 +127,12 @@ def whole_checkpoint(folder):
 
 
 def damaged_files(folder):
-    """Names of the files of a checkpoint that are missing or not as they were written.
-
-    Raises: UserError for a checkpoint of an earlier version of this project, which had more files."""
+    """Names of the files of a checkpoint that are missing or not as they were written."""
     try:
         state = json.loads((Path(folder) / STATE).read_text(encoding="utf8"))
-        digest = state.get("own_sha256")
-        whole = digest == _digest(state)
+        if state.get("own_sha256") != _digest(state):
+            return [STATE]
     except (OSError, ValueError, AttributeError):
-        return [STATE]
-    if digest is None and (Path(folder) / "checksums.json").exists():
-        raise UserError(f"--resume: {folder} is of an earlier version of this project; start a new run; --init-from "
-                        "can take the weights of a finished one")
-    if not whole:
         return [STATE]
     tensors = Path(folder) / TENSORS
     return [] if tensors.is_file() and base.checksum(tensors) == state["sha256"] else [TENSORS]

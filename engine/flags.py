@@ -157,17 +157,13 @@ class Parser(OneLine):
                   "--output-dir")
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
-        if args.plan:
-            self._print_plan(args)
+        if args.plan:  # printed instead of a run
+            try:
+                print(plan(args, self.prog))
+            except UserError as error:
+                self.error(str(error))
+            sys.exit(0)
         return args
-
-    def _print_plan(self, args):
-        """Prints what --plan asks for, instead of a run."""
-        try:
-            print(plan(args, self.prog))
-        except UserError as error:
-            self.error(str(error))
-        sys.exit(0)
 
     def _add_flags_of_sets(self, words):
         """Adds the own flags of the named data sets. Raises: UserError for a set whose file is broken."""

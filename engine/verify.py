@@ -174,9 +174,7 @@ def content(data, i):
             return source["bytes"]
         if source.get("size") is None:
             return read_file(source["path"])
-        with open(source["path"], "rb") as tar:
-            tar.seek(source["offset"])
-            return tar.read(source["size"])
+        return common.part_of(source["path"], source["offset"], source["size"])
     except (OSError, ValueError):
         return b""
 

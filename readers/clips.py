@@ -58,7 +58,8 @@ class Clips:
             keep, spread = 3 * self.frames, "middle"
         file = self._file(source, f"{start} {end} {keep} {spread} {self.short}")
         try:
-            if _changed(source) > file.stat().st_mtime + 2:  # seconds: the coarsest clock of a file system
+            there = isinstance(source, (str, Path)) and os.path.exists(source)  # not bytes, and not a file that is gone
+            if there and os.path.getmtime(source) > file.stat().st_mtime + 2:  # seconds: the coarsest clock of a disk
                 raise ValueError("the frames of another video")
             x = pictures.decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (keep, 3, H, W)
         except (OSError, ValueError, RuntimeError):  # not there yet, or cut by a crash
@@ -91,14 +92,6 @@ class Clips:
             Image.fromarray(tall).save(temporary, "jpeg", quality=92, subsampling=0)
             temporary.replace(file)
         return pictures.decode(file).unflatten(1, (len(frames), -1)).transpose(0, 1)  # (keep, 3, H, W)
-
-
-def _changed(source):
-    """When a video file last changed, in seconds; 0 for bytes, or for a file that is gone."""
-    try:
-        return 0.0 if isinstance(source, (bytes, bytearray)) else os.stat(source).st_mtime
-    except OSError:
-        return 0.0
 
 
 def _channels_first(frames):

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import common
-from engine.base import UserError, hub_reason, say
+from engine.base import UserError, hub_reason, join_notes, say
 
 import torch
 
@@ -18,6 +18,7 @@ from readers.damage import expected
 from readers.stream import Stream
 from readers.tars import index
 from sets import own
+from sets.annotations import check_split, count_note
 
 COUNTS = ("*_info.json", "sizes.json")  # files that say how many samples each tar should hold
 TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch",
@@ -92,9 +93,7 @@ def load(name, split, options):
     Raises: UserError if the split, the copy or its files are missing, or the hub cannot be reached.
     """
     facts, splits = SETS[name], SETS[name]["splits"]
-    if split not in splits:
-        hint = "; --hold-out-val takes one out of train" if split == "val" and "train" in splits else ""
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(splits)}{hint}")
+    check_split(name, split, splits, "; --hold-out-val takes one out of train" * (split == "val" and "train" in splits))
     options = dict(options)
     given = options.pop("data_dir", "")
     folder = Path(given).expanduser() if given else None
@@ -116,10 +115,7 @@ def _counted(data, name, split):
     count, part = SETS[name]["splits"][split], 0.02 if split in SETS[name].get("about", ()) else 0
     if any(abs(len(data) - n) <= part * n for n in (count, SETS[name].get("also", {}).get(split, count))):
         return data
-    say(f"WARNING: {name} ({split}) has {len(data):,} examples, {count:,} are expected: the numbers are not "
-        f"comparable with the papers'")
-    note = f"{data.note}; WARNING: {len(data):,} examples, {count:,} expected".lstrip("; ")
-    return dataclasses.replace(data, note=note)
+    return dataclasses.replace(data, note=join_notes(data.note, count_note(name, split, len(data), count)))
 
 
 # ---- parquet ----
@@ -179,9 +175,7 @@ def _is_held(tar, facts):
 
 def _lines(file):
     """The non-empty lines of a text file; None if the file is missing."""
-    if not file.is_file():
-        return None
-    return text.read_lines(file)
+    return text.read_lines(file) if file.is_file() else None
 
 
 def _with_classes(data, names):

@@ -254,7 +254,7 @@ def test_recipe(tmp_path, monkeypatch):
             assert args.normalize == ("queue" if loss == "ncl" else "none") and args.chunk_size == 0
     assert RECIPE["loss_scale"] == {k: float(v) for k, v in scales.items()}
     train = SimpleNamespace(examples=100)
-    words = ncl.banner_lines(train, {"activitynet": {}}, args)
+    words = ncl.banner_lines(train, {"activitynet": {}}, {}, args)
     assert "reconstruction" in words["recipe"] and "10 x captioning (T 0.1)" in words["loss"]
 
 
