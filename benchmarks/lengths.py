@@ -144,9 +144,11 @@ def verdict(points):
     if points and held[-1]:
         first = len(held) - 1 - held[::-1].index(False) + 1 if False in held else 0
         return f"holds from {points[first][0]:,} steps on"
-    if points and not any(held) and points[-1][1] + points[-1][2] < 0:
-        return f"does not hold up to {points[-1][0]:,} steps"
-    return "not decidable"
+    lost = points and points[-1][1] + points[-1][2] < 0
+    if any(held):
+        at = points[len(held) - 1 - held[::-1].index(True)][0]
+        return f"held at {at:,} steps, {'lost' if lost else 'not decidable'} at {points[-1][0]:,}"
+    return f"does not hold up to {points[-1][0]:,} steps" if lost else "not decidable"
 
 
 def judge(name, lengths, trials, rates, seeds):

@@ -273,8 +273,10 @@ def test_longer_runs_scale_what_is_counted_in_epochs_and_steps(places):
     ([(1692, 2, 1), (564, -3, 1), (5640, 3, 1)], "holds from 1,692 steps on"),
     ([(564, 3, 1), (1692, -1, 2), (5640, 3, 1)], "holds from 5,640 steps on"),
     ([(564, -3, 1), (1692, 0, 2), (5640, -2, 1)], "does not hold up to 5,640 steps"),
-    ([(564, -3, 1), (5640, -0.5, 1)], "not decidable"), ([(564, 3, 1), (5640, -2, 1)], "not decidable"),
-    ([(564, 3, 1), (5640, 1, math.inf)], "not decidable"), ([], "not decidable")])
+    ([(564, -3, 1), (5640, -0.5, 1)], "not decidable"), ([], "not decidable"),
+    ([(564, 3, 1), (5640, -2, 1)], "held at 564 steps, lost at 5,640"),
+    ([(310, 3, 1), (930, 2, 1), (3100, 0.1, 1.8)], "held at 930 steps, not decidable at 3,100"),
+    ([(564, 3, 1), (5640, 1, math.inf)], "held at 564 steps, not decidable at 5,640")])
 def test_verdicts_over_lengths(points, words):
     assert lengths.verdict(points) == words
 
