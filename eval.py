@@ -87,14 +87,10 @@ def parse_args(argv=None):
                    help="sets by name or path, each with an optional local copy; temo-17 = those of TeMo's Table 7 "
                         "(DIR: the folder that holds their folders); none = those of the run")
     g.add_argument("--split", choices=["test", "val", "train"], default="test", help="split that is evaluated")
-    g.add_argument("--image-column", default="", help="as in training")
-    g.add_argument("--caption-column", default="", help="as in training")
-    g.add_argument("--video-dir", default="", help="as in training")
+    for flag in "--image-column --caption-column --label-column --video-dir --frame-cache --region-dir".split():
+        g.add_argument(flag, default="", help="as in training")
     g.add_argument("--frames", type=whole, default=0, help="frames of a clip; 0 = as in training, 12 for one by name")
-    g.add_argument("--frame-cache", default="", metavar="DIR", help="as in training")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
-    g.add_argument("--region-dir", default="", metavar="DIR", help="as in training")
-    g.add_argument("--label-column", default="", help="as in training")
     g.add_argument("--hold-out-val", action="store_true", help="as in training")
     g.add_argument("--max-pixels", type=whole, default=0, help="a larger image is not read; 0 = as in training")
     g.add_argument("--max-captions", type=whole, default=0,
@@ -323,8 +319,7 @@ def main(args):
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": versions(args.cpu).splitlines(), "processes": world()}
     args.dataset = named_as(args.dataset, subject.own.get("dataset"))
-    found = search(subject, options_of_set(subject, args.dataset, "")) if args.query else evaluate_all(subject)
-    result |= found
+    result |= search(subject, options_of_set(subject, args.dataset, "")) if args.query else evaluate_all(subject)
     if rank() == 0:
         keep_earlier(subject.folder / "eval.json", result["command"])
         write_json(subject.folder / "eval.json", result)

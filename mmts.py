@@ -330,8 +330,7 @@ def parse_args(argv=None):
               f"--periods {args.periods:g}: --period {args.period} sets it already; leave out one of them")
     refusal = "" if args.period else out_of_range(args, args.periods, 1)  # main checks again with the number of steps
     p.require(not refusal, refusal)
-    low, high = args.tau_clamp
-    p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
+    p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     p.require(not args.learnable_tau or infonce and plain,
               "--learnable-tau: only with --loss infonce --no-schedule --no-shifts; others set their temperatures")
@@ -403,7 +402,7 @@ def main(args):
     # <<< shared
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
+    chunks = common.Chunks(lambda inputs: model(**inputs)[:2], model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     view = common.Augment(args.image_size, args.crop_min, args.flip, jitter_p=float(args.jitter > 0),
@@ -456,12 +455,6 @@ def main(args):
     curve = functools.partial(sample_temperature, period=period, alpha=alpha)               # (step, shifts) -> (K,)
     return run.finish(functools.partial(draw, clusters=clusters, shifts=shifts, period=period, curve=curve),
                       more=head_mid_tail_table)
-
-
-def encode(model, pixels, tokens):
-    """pixels (b, [T,] 3, S, S), tokens (b, L) -> image, text: (b, D) each."""
-    image, text, _ = model(pixels, tokens)
-    return image, text
 
 
 @torch.no_grad()

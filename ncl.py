@@ -293,9 +293,6 @@ def parse_args(argv=None):
     g.add_argument("--learnable-tau", action=yesno, help="learn gamma, as CLIP's logit scale")
     g.add_argument("--iterations", type=count, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
     g.add_argument("--loss-scale", type=nonnegative, help="factor of the loss; NCL on SSB 15")
-    g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of the loss's (B, N) matrices at a time, recomputed in backward; 0 = all if below 1 GiB; "
-                        "not for --loss max-margin")
     g.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
                    help="biases for the reported numbers: from the queue of training queries, from the test queries "
                         "themselves (not a fair result), or none")
@@ -310,6 +307,9 @@ def parse_args(argv=None):
                    help="limits of a learnable gamma; CLIP: at least 0.01")
     g = p.group("with --loss ncl", lambda a: a.loss == "ncl")
     g.add_argument("--detach-biases", action=yesno, default=True, help="no gradient through the biases")
+    g = p.group("with --loss ncl or infonce", lambda a: a.loss != "max-margin")    # it needs whole rows
+    g.add_argument("--loss-block", type=whole, default=0,
+                   help="rows of the loss's (B, N) matrices at a time, recomputed in backward; 0 = all if below 1 GiB")
     g = p.group("with --loss max-margin", lambda a: a.loss == "max-margin")
     g.add_argument("--margin", type=nonnegative, default=0.2, help="of --loss max-margin, in cosine units, >= 0")
     g = p.group("views")
@@ -326,11 +326,8 @@ def parse_args(argv=None):
     g.add_argument("--text-dropout", action=yesno, default=True,
                    help="a transformers text encoder keeps its own dropout (T5, DistilBERT 0.1; CLIP 0)")
     args = p.parse(argv, RECIPES, loss_defaults)
-    low, high = args.tau_clamp
-    p.require(not args.learnable_tau or 0 < low <= args.tau <= high,
+    p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
-    p.require(not args.loss_block or args.loss != "max-margin",
-              "--loss-block: --loss max-margin needs whole rows to find the hardest negative; leave it out")
     p.require(args.loss != "max-margin" or args.margin < 2, f"--margin {args.margin:g}: must be below 2, the largest "
               "difference of two cosines")
     p.require(not args.learnable_tau or args.loss != "max-margin",
@@ -375,7 +372,7 @@ def main(args):
     # <<< shared
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
+    chunks = common.Chunks(lambda inputs: model(**inputs)[:2], model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     view = common.Augment(args.image_size, args.crop_min, args.flip, jitter_p=float(args.jitter > 0),
@@ -398,7 +395,7 @@ def main(args):
         texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
         tokens = {k: v.to(run.device) for k, v in tokenizer(texts).items()}             # (B, L)
         inputs = {"pixels": batch["views"][0], "tokens": tokens}           # (B, [T,] 3, S, S), (B, L)
-        text, video = chunks.encode(inputs)                                # (B, D) each
+        video, text = chunks.encode(inputs)                                # (B, D) each
 
         gamma = gamma_of(own, args)                                        # () or a float
         if args.loss == "max-margin":
@@ -433,12 +430,6 @@ def main(args):
         queues["gamma"] = torch.tensor([float(gamma_of(own, args))])
         write_tensors(run.folder / "queues.safetensors", queues)
     return run.finish(lambda run: draw(run, retrieval_biases), more=normalization_table)
-
-
-def encode(model, pixels, tokens):
-    """pixels (b, [T,] 3, S, S), tokens (b, L) -> text, video: (b, D) each."""
-    video, text, _ = model(pixels, tokens)
-    return text, video
 
 
 @torch.no_grad()

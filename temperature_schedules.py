@@ -323,8 +323,6 @@ def parse_args(argv=None):
     g.add_argument("--decay-all", action=yesno, help="weight decay for biases and norms too, as in the authors' code")
     g.add_argument("--zero-init", action=yesno,
                    help="the last BatchNorm of each block of a timm ResNet starts at 0; the authors' start at 1")
-    g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of NT-Xent's (B, 2N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g = p.group("with --loss moco", lambda a: a.loss == "moco")
     g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
     g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder, 0..1")
@@ -337,6 +335,8 @@ def parse_args(argv=None):
     g = p.group("with --loss simclr or sdclr", lambda a: a.loss != "moco")
     g.add_argument("--head-norm", choices=["batch", "none"],
                    help="BatchNorm in SimCLR's head, as in the authors' code; none = no batch statistics")
+    g.add_argument("--loss-block", type=whole, default=0,
+                   help="rows of NT-Xent's (B, 2N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g = p.group("with --tau-head and --tau-tail", lambda a: a.tau_head > 0)
     g.add_argument("--head-part", type=part, default=0.5,
                    help="share of the classes, largest first, that are head classes; paper 5 of 10")
@@ -408,8 +408,6 @@ def parse_args(argv=None):
         p.require(auto == (saved.get("eval_epoch") == "auto"),
                   "--eval-epoch: a resumed run cannot turn auto on or off, since auto keeps the best weights from the "
                   "start")
-    p.require(args.loss != "moco" or not args.loss_block,
-              "--loss-block: MoCo's matrix has a column per key of the queue and is not cut into blocks; leave it out")
     p.require(args.loss != "moco" or not args.chunk_size,
               "--chunk-size: MoCo's loss is linear in the batch and its key encoder has no gradient; lower "
               "--batch-size instead")
@@ -435,7 +433,7 @@ def main(args):
     train = run.train                                                      # --verify-images leaves some out
     sets = sets | {"train": train} | run.evals[args.dataset]                # and the images of --few-shot-file
     run.last = last_step(run)                                              # the schedules still span run.total
-    sizes = class_sizes(train)                                             # (classes,)
+    sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) training images of each
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
     head_classes = set(order[:round(args.head_part * len(order))].tolist())
     if rank() == 0:
@@ -479,7 +477,9 @@ def main(args):
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,), for coarse supervision
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    tau_of = schedule_of(args)                                             # for the loss, the log and the banner
+    # epoch -> tau, for the loss, the log, the banner and the pictures
+    tau_of = functools.partial(temperature, schedule=args.schedule, tau_min=args.tau_min, tau_max=args.tau_max,
+                               period=args.period, seed=args.seed)
 
     @torch.no_grad()
     def after_val(row, pieces):
@@ -493,7 +493,7 @@ def main(args):
 
     guess = math.log(1 + negatives(args))
     run.begin(ClassEvaluator(encoder, transform, sets, run.device, args), (guess, guess),
-              banner_lines(run, sizes, head_classes), after_val)
+              banner_lines(run, sizes, head_classes, tau_of), after_val)
     for batch in batches:
         epoch = run.step // run.per_epoch
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
@@ -540,12 +540,6 @@ def main(args):
     return run.finish(lambda run: draw(run, sizes, tau_of, sphere), class_table, eval_epoch=epoch, eval_epoch_val=mean)
 
 
-def schedule_of(args):
-    """The schedule of these flags as a function epoch -> tau, for the loss, the log, the banner and the pictures."""
-    return functools.partial(temperature, schedule=args.schedule, tau_min=args.tau_min, tau_max=args.tau_max,
-                             period=args.period, seed=args.seed)
-
-
 def last_step(run):
     """The optimiser step at which the run ends: --eval-epoch N, --stop-at-phase, or the end of the schedules."""
     args = run.args
@@ -556,11 +550,6 @@ def last_step(run):
     if args.stop_at_phase and whole_periods:                               # few --max-steps may hold no period
         return min(run.total, round((whole_periods - 1 + args.stop_at_phase) * args.period * run.per_epoch))
     return run.total
-
-
-def class_sizes(data):
-    """(classes,) the number of examples of each class."""
-    return np.bincount(data.labels, minlength=len(data.label_names))
 
 
 def encode(model, views, masks):
@@ -582,9 +571,9 @@ def negatives(args):
     return args.queue_size if args.loss == "moco" else 2 * args.batch_size - 2
 
 
-def banner_lines(run, sizes, head_classes):
+def banner_lines(run, sizes, head_classes, tau_of):
     """The method's lines of the banner: {word: text}."""
-    args, processes, tau_of = run.args, world(), schedule_of(run.args)
+    args, processes = run.args, world()
     batch = f"{args.batch_size} = {processes} x {args.batch_size // processes}"
     if args.chunk_size:
         batch += f" in chunks of {args.chunk_size}"

@@ -38,6 +38,8 @@ import common  # noqa: E402
 from engine.base import flatten, read_json, write_json  # noqa: E402
 from engine.folder import versions  # noqa: E402
 
+from figures.base import figure  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
 TUNING_SEED = 1000
@@ -286,7 +288,6 @@ def run_all(wanted, places, jobs, keep=None, failed=frozenset()):
     """Runs the commands that wanted() returns, in parallel, until it only returns ones that failed: the set of these.
 
     failed: those of an earlier call."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         while left := [c for c in wanted() if str(c) not in failed]:
             records = pool.map(lambda c: run(c, places, keep), left)
@@ -517,19 +518,11 @@ def cell(result, arm, against):
     return f"{arm} {statistics.mean(of_seed[k] for k in against['seeds']):.1f}"
 
 
-def panel(title, height):
-    """A figure of one panel and its axis; height in inches."""
-    from matplotlib.figure import Figure
-    fig = Figure(figsize=(7, height), layout="constrained")
-    axis = fig.subplots()
-    axis.set_title(title, fontsize=9)
-    return fig, axis
-
-
 def draw(result, path):
     """The seeds' paired differences as points, their mean and 95 % interval, one line for each baseline."""
     words = f"\n{result['verdict']}" if len(result["against"]) == 1 else ""
-    fig, axis = panel(f"claim: {result['says']}{words}", 1.2 + 0.5 * len(result["against"]))
+    fig, (axis,) = figure(1, width=7, height=1.2 + 0.5 * len(result["against"]))
+    axis.set_title(f"claim: {result['says']}{words}", fontsize=9)
     for y, d in enumerate(result["against"].values()):
         axis.errorbar(d["mean"], y, xerr=d["half"], fmt="s", color="black", capsize=4)
         axis.plot(d["differences"], [y + 0.15] * len(d["differences"]), "o", alpha=0.6)

@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 DRY = "--dry" in sys.argv  # known before torch looks for a card
 if DRY:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -105,7 +104,6 @@ def nccl():
     It compares gradients of every loss, five SGD steps in chunks under DDP, queues and evaluation with one process;
     then a whole run of temo.py under a launcher with a plain run. NCCL before 2.30 refuses two ranks on a card: the
     tests then use gloo for the card's tensors, and the run of two is left out, which the results say."""
-    sys.path.insert(0, str(ROOT / "tests"))
     import test_distributed
     worlds, one_card = (1, 2), not DRY and torch.cuda.device_count() < 2
     version = () if DRY else torch.cuda.nccl.version()
@@ -142,6 +140,7 @@ def nccl():
 
 def together(world, one_card, command):
     """Runs a script as `world` processes, with the environment of torchrun; one_card: all have LOCAL_RANK 0."""
+    from launch import free_port
     place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = []
     for rank in range(world):
@@ -150,13 +149,6 @@ def together(world, one_card, command):
                                       env=os.environ | {k: str(v) for k, v in own.items()}))
     if any([rank.wait() for rank in ranks]):
         raise SystemExit(f"{command[0]} as {world} processes: it failed; see above")
-
-
-def free_port():
-    """A free port of this machine, for the rendezvous."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def precision():
@@ -369,7 +361,7 @@ def video():
     """NCL and MAMA with CLIP's ViT-B/32 and text transformer, float32 with TF32, on mp4 of 10 seconds, 320 x 240: 12
     frames per clip. NCL as on msrvtt, in chunks; MAMA without, since its look-ahead needs the whole batch."""
     import transformers
-    sys.path.insert(0, str(ROOT / "tests"))
+
     from helpers import frame, write_video
     small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     config = size({}, dict(vision_config=small | dict(image_size=32), text_config=small))

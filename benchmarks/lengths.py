@@ -223,7 +223,8 @@ def own_flags(name, length, flags):
 def draw(name, result, path):
     """A figure: differences with 95 % intervals over steps, a zero line, and the paper's differences at the right."""
     words = "; ".join(f"{baseline}: {word}" for baseline, word in result["verdict"].items())
-    fig, axis = claims.panel(f"claim: {result['says']}\nagainst {words}", 3.5)
+    fig, (axis,) = claims.figure(1, width=7, height=3.5)
+    axis.set_title(f"claim: {result['says']}\nagainst {words}", fontsize=9)
     runs = sorted(result["lengths"].values(), key=lambda one: one["steps"])
     for k, baseline in enumerate(result["verdict"]):
         x = [one["steps"] * (1 + 0.04 * k) for one in runs]

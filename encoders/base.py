@@ -124,9 +124,8 @@ class Tower(typing.NamedTuple):
 def hub_encoder(name, tower, pretrained, config):
     """A transformers model, its width, its CLIP projection (or None) and its config as a dict."""
     import transformers
-    rebuilt = config is not None
     try:
-        if not rebuilt:
+        if config is None:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         else:
             config = transformers.AutoConfig.for_model(**config)
@@ -147,8 +146,6 @@ def hub_encoder(name, tower, pretrained, config):
     except Exception as error:  # a cut file, other shapes, no such field: each library has errors of its own
         raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {hub_reason(error)}") from error
     known = config.to_dict()
-    if not rebuilt and hasattr(getattr(body, "pooler", None), "dense"):
-        known["class_token"] = True  # see read_hub; saved runs of before go on with their pooler
     width = known.get("hidden_size") or (known.get("hidden_sizes") or [0])[-1] or known.get("d_model") or 0
     return body, width or getattr(config, "hidden_size", 0), None, known
 
@@ -166,7 +163,7 @@ def published(kind, name, config, **more):
 
 def read_hub(encoder, pixels):
     """Pooled features of a transformers model, or its class token if it has none, or a pooler with a layer of its own,
-    which many published weights lack (ViT, DeiT; `class_token` in the config); I-JEPA: the mean of the patches.
+    which many published weights lack (ViT, DeiT); I-JEPA: the mean of the patches.
 
     Returns: (B * T, width)."""
     frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
@@ -174,7 +171,7 @@ def read_hub(encoder, pixels):
     pooled = getattr(found, "pooler_output", None)
     if (encoder.config or {}).get("model_type") == "ijepa":  # it has neither
         return found.last_hidden_state.mean(1)
-    if pooled is None or (encoder.config or {}).get("class_token"):
+    if pooled is None or hasattr(getattr(encoder.body, "pooler", None), "dense"):
         return found.last_hidden_state[:, 0]
     return pooled.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
 

@@ -150,9 +150,8 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
     chunk, hits = max(1, min(chunk, 2**26 // len(train))), []  # cosines of a chunk in 256 MiB
     for i in range(0, len(test), chunk):
         near = (test[i:i + chunk] @ train.T).topk(k, dim=1).indices  # (c, k)
-        ballots = torch.ones_like(near, dtype=torch.float)  # (c, k)
         votes = torch.zeros(len(near), classes, device=train.device)  # (c, classes)
-        votes.scatter_add_(1, train_labels[near], ballots)
+        votes.scatter_add_(1, train_labels[near], torch.ones_like(near, dtype=votes.dtype))
         hits.append(votes.argmax(1) == test_labels[i:i + chunk])
     return class_accuracy(torch.cat(hits).cpu(), test_labels.cpu(), per_class)
 

@@ -75,10 +75,9 @@ def _gamma(subject):
     if own.get("loss") == "temo":
         say("--normalize: gamma is the run's --tau, of L_MM; its other terms have a temperature for each pair")
     last = latest_checkpoint(subject.args.checkpoint) if own.get("learnable_tau") else None
-    for file, name in ((TENSORS, "own/tau.log_tau"), ("extra.safetensors", "tau.log_tau")):  # the second: older runs'
-        if last and (last / file).exists():
-            with safe_open(last / file, "pt") as tensors:
-                return tensors.get_tensor(name).exp().item()
+    if last and (last / TENSORS).is_file():
+        with safe_open(last / TENSORS, "pt") as tensors:
+            return tensors.get_tensor("own/tau.log_tau").exp().item()
     if own.get("learnable_tau"):
         raise UserError("--normalize: the run's learnt temperature is in its checkpoints, which are gone; give --gamma")
     return own.get("tau") or 0.01

@@ -245,16 +245,15 @@ def some_queries(pieces, queries):
     return [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
 
 
-def draw_retrieval(pieces, path, queries=6, top=0, bias=None):
+def draw_retrieval(pieces, path, queries=6, bias=None):
     """Draws queries with their first images or strips of frames, by rank; a green frame marks a right one.
 
-    Args: pieces: see the top; queries: how many, drawn with a fixed seed; top: answers per query, 0 = as many as fit at
-        a visible size; bias (M,): as in common.retrieval_metrics.
+    Args: pieces: see the top; queries: how many, drawn with a fixed seed; bias (M,): as in common.retrieval_metrics.
     """
     data, index, rows = pieces["data"], pieces["index"], some_queries(pieces, queries)
     sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
     sim = sim if bias is None else sim + bias
-    best = sim.topk(min(top or hits_shown(data, index), sim.shape[1]), dim=1)  # (q, top)
+    best = sim.topk(min(hits_shown(data, index), sim.shape[1]), dim=1)  # (q, top)
     hits = [(pieces["texts"][row], set(pieces["positives"][row].tolist()), best.indices[r].tolist(),
              [f"{v:.2f}" for v in best.values[r]]) for r, row in enumerate(rows)]
     below = "cosine" if bias is None else "adjusted similarity"

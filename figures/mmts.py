@@ -1,5 +1,7 @@
 """Pictures of MM-TS: temperatures or margins of clusters over a run (Figs. 3, 5, 8 to 11); the clusters (4, 6, 7)."""
 
+from types import SimpleNamespace
+
 from common import has_clips
 
 import numpy as np
@@ -84,17 +86,6 @@ def _with_air(low, high):
     return low - air * (low < 0), high + air
 
 
-class Scheduled:
-    """A log in which the schedule itself gives the columns of the temperature. columns: {name: (steps, values)}."""
-
-    def __init__(self, log, columns):
-        self.log, self.columns = log, columns
-
-    def column(self, name, x="step"):
-        """(steps, values) of a column, as in a log."""
-        return self.columns.get(name) or self.log.column(name, x)
-
-
 def draw(run, clusters, shifts, period, curve):
     """The pictures of a run: curves, retrieval, and the paper's Figures 3 to 11 from its own clusters.
 
@@ -107,9 +98,9 @@ def draw(run, clusters, shifts, period, curve):
     values = np.array([curve(t, shifts).numpy() for t in steps])           # (S, K + 1) or (S, 1)
     of_the_batch = f"{long_word} of the batch"
     if args.schedule and period < 4 * args.log_every:                      # the log's few points would alias the wave
-        ends = {"max": values.max(1), "min": values.min(1)}                # (S,) each
-        log = Scheduled(log, {f"{word}_{k}": (steps.tolist(), end.tolist()) for k, end in ends.items()}
-                        | {f"{word}_mean": ([], [])})
+        ends = {f"{word}_max": values.max(1), f"{word}_min": values.min(1)}              # (S,) each, by the schedule
+        known = {k: (steps.tolist(), end.tolist()) for k, end in ends.items()} | {f"{word}_mean": ([], [])}
+        log = SimpleNamespace(column=lambda name, x="step": known.get(name) or run.log.column(name, x))
         of_the_batch = f"{long_word} by the schedule (the log has one step in {args.log_every})"
     run.picture("curves.png", draw_curves, log, [
         ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from evaluation.metrics import normalization_error, normalize
+from evaluation.metrics import normalization_error, normalize, pair_cosines
 from evaluation.retrieval import retrieval_both_ways
 from figures import base
 from figures.base import figure, save_figure
@@ -132,18 +132,13 @@ def draw_modalities(before, pieces, path):
         ax.scatter(*plane[:len(text)].T.numpy(), s=5, label="texts")
         ax.scatter(*plane[len(text):].T.numpy(), s=5, label="videos")
         ax.set(title=f"{stage} training (Fig. 7, PCA)", xlabel="first direction", ylabel="second")
-        cosines = [mean_of_others(text @ text.T), mean_of_others(image @ image.T), (text @ image.T).mean().item()]
+        cosines = [*(pair_cosines(x @ x.T)["neg_cos"] for x in (text, image)), (text @ image.T).mean().item()]
         axes[-1].bar(np.arange(3) + shift * (len(stages) - 1), cosines, 0.4, label=stage)
     axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=["text-text", "video-video", "text-video"])
     for ax in axes:
         ax.legend(frameon=False)
     fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split})")
     save_figure(fig, path)
-
-
-def mean_of_others(sim):
-    """Mean of a square matrix without its diagonal, as a float."""
-    return sim[~torch.eye(len(sim), dtype=torch.bool)].mean().item()
 
 
 def draw(run, retrieval_biases):

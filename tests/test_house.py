@@ -67,7 +67,7 @@ def test_of_ours_only_a_data_set_by_its_name_and_own_data_are_opened_late():
             called = getattr(node, "func", None)  # of a call
             by_string[name] += getattr(called, "attr", getattr(called, "id", "")) in ("import_module", "__import__")
     assert set(late) == {("common", "sets.own")}, late
-    assert +by_string == Counter({"common": 1, "tools.paraphrase": 1})  # find_set, and programs that are not ours
+    assert +by_string == Counter({"common": 1})  # find_set
 
 
 # the order of the README, from below; a name with a dot at its end is a room

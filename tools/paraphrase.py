@@ -8,10 +8,12 @@ with it, but not with another model or number.
 """
 
 import json
+from importlib.metadata import distributions
 from pathlib import Path
 
 import common
 from engine.base import UserError, clean_exit, first_line, hub_reason, say
+from engine.data import data_options
 from engine.flags import OneLine
 from engine.ranges import count
 
@@ -79,8 +81,7 @@ def _paraphraser(model, per_caption, device, max_tokens):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         network = AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     except (ImportError, ValueError, OSError, AttributeError) as error:
-        modules = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
-        missing = [package for package, module in modules.items() if not _import_works(module)]
+        missing = sorted({"sentencepiece", "protobuf"} - {package.name for package in distributions()})
         hint = f"; its tokenizer may need: pip install {' '.join(missing)}" if missing else ""
         raise UserError(f"--model {model}: {hub_reason(error)}{hint}") from error
     network = network.to(device).eval()
@@ -94,14 +95,6 @@ def _paraphraser(model, per_caption, device, max_tokens):
         words = tokenizer.batch_decode(out, skip_special_tokens=True)
         return [words[k:k + per_caption] for k in range(0, len(words), per_caption)]
     return answers
-
-
-def _import_works(module):
-    try:
-        __import__(module)
-        return True
-    except ImportError:
-        return False
 
 
 def main(argv=None):
@@ -118,9 +111,7 @@ def main(argv=None):
     p.add_argument("--image-column", help="column of the images; else found by its name")
     p.add_argument("--caption-column", help="column of the captions; else found by its name")
     args = p.parse_args(argv)
-    flags = ("data_dir", "video_dir", "image_column", "caption_column")
-    options = {k: getattr(args, k) for k in flags if getattr(args, k)}
-    data = common.load_data(args.dataset, "train", **options)
+    data = common.load_data(args.dataset, "train", **data_options(args))
     import torch
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
     write_paraphrases(data.first_captions(), args.out, args.model, args.per_caption, args.batch, device)
