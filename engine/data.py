@@ -26,7 +26,8 @@ CLUSTERED = 20_000  # rows that are clustered: the first in the order of the has
 # The flags of a script that load_data takes as options.
 DATA_FLAGS = ("data_dir", "video_dir", "image_column", "caption_column", "label_column", "frames", "frame_sampling",
               "frame_cache", "feature_dir", "join_captions", "unfold_captions", "image_size", "streaming",
-              "max_bad_fraction", "max_pixels", "hold_out_val", "extra_captions", "region_dir", "regions")
+              "max_bad_fraction", "max_pixels", "hold_out_val", "extra_captions", "region_dir", "regions",
+              "caption_relevancy")
 
 
 def repeated_captions(data):

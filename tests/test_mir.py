@@ -4,6 +4,7 @@ import json
 import pickle
 
 import common
+import engine.data
 from engine.base import UserError
 
 import numpy as np
@@ -347,6 +348,9 @@ def test_what_epic_kitchens_refuses(kitchen, tmp_path):
         kitchens(kitchen, feature_dir=(str(tmp_path),))
     with pytest.raises(UserError, match="--caption-relevancy: moving-emoji has no sentences"):
         common.load_data("moving-emoji", "train", clips=[30, 4, 4], caption_relevancy=0.1)
+    flags = ["--dataset", "emoji", "--eval-datasets", "emoji", f"epic-kitchens-100={kitchen}", "--cpu"]
+    with pytest.raises(UserError, match="--caption-relevancy: emoji has no sentences"):  # known, since a set has it
+        engine.data.open_data(temo.parse_args([*flags, "--caption-relevancy", "0.1"]))
     chunks = tmp_path / "cut" / "P01" / "P01_01.MP4"
     chunks.mkdir(parents=True)
     for k in (0, 30):  # 15.MP4 is not there
