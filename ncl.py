@@ -427,7 +427,7 @@ def main(args):
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     if rank() == 0:
         queues = {kind: own[kind].get() for kind in ("texts", "videos")}
-        queues["gamma"] = torch.tensor([float(gamma_of(own, args))])
+        queues["gamma"] = torch.tensor([gamma_now(own, args)])
         write_tensors(run.folder / "queues.safetensors", queues)
     return run.finish(lambda run: draw(run, retrieval_biases), more=normalization_table)
 
@@ -448,8 +448,14 @@ def numbers_of(text, video, gamma, args, run, more):
 
 
 def gamma_of(own, args):
-    """gamma as it is now, for the loss, log, banner and biases at test time: (), or a float if it is not learnt."""
+    """gamma of the loss and the log: () with gradient, or a float if it is not learnt."""
     return own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
+
+
+def gamma_now(own, args):
+    """gamma_of as a float: for the banner, the saved queues and the biases at test time."""
+    gamma = gamma_of(own, args)
+    return gamma.item() if torch.is_tensor(gamma) else gamma
 
 
 def banner_lines(train, evals, own, args):
@@ -460,7 +466,7 @@ def banner_lines(train, evals, own, args):
     factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
     limits = f", learnt in {args.tau_clamp[0]:g} .. {args.tau_clamp[1]:g}" if args.learnable_tau else ""
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
-    lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": f"gamma {float(gamma_of(own, args)):g}{limits}",
+    lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": f"gamma {gamma_now(own, args):g}{limits}",
              "test time": f"--normalize {args.normalize}, {queues}"}
     others = [name for name in evals if name != args.dataset]
     if args.normalize == "queue" and others:
@@ -477,7 +483,7 @@ def evaluate_normalized(pieces, own, args):
     queues = ()
     if pieces["data"].name == args.dataset:
         queues = own["texts"].get().cpu(), own["videos"].get().cpu()       # (K, D) each
-    results, pieces["biases"] = normalized_retrieval(pieces, float(gamma_of(own, args)), args.iterations, *queues)
+    results, pieces["biases"] = normalized_retrieval(pieces, gamma_now(own, args), args.iterations, *queues)
     mode = args.normalize if args.normalize in results else "none"         # before the first step there is no queue
     return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
 

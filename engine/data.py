@@ -60,8 +60,10 @@ def other_options(flags, name, folder=""):
 
 def named_as(name, dataset):
     """`dataset`, a run's name of its data, if `name` is the same file or folder in other words (photos/, ./photos)."""
-    both = [Path(word).expanduser() for word in (name, dataset or "")]
-    return dataset if dataset and all(path.exists() for path in both) and both[0].samefile(both[1]) else name
+    if not name or not dataset or find_set(dataset):  # a folder may have the name of a set
+        return name
+    both = [Path(word).expanduser() for word in (name, dataset)]
+    return dataset if all(path.exists() for path in both) and both[0].samefile(both[1]) else name
 
 
 def open_data(args):

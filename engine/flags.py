@@ -135,7 +135,9 @@ class Parser(OneLine):
         recipe = recipes.get(chosen.dataset, recipes["own"])
         lacking = [a.dest for a in self._actions if a.default is None and a.dest not in ("dataset", *recipe, *own)]
         unknown = sorted((recipe | own).keys() - {a.dest for a in self._actions} - {"recipe"})
-        assert not lacking and not unknown, f"the recipe of {chosen.dataset}: lacks {lacking}, unknown {unknown}"
+        assert not unknown, f"the recipe of {chosen.dataset}: unknown {unknown}"
+        named = "/".join(f"--{dest.replace('_', '-')}" for dest in lacking)
+        self.require(not lacking, f"{named}: no default; give one in parse_args, or a value in every recipe")
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
         if chosen.image_encoder not in ("", recipe["image_encoder"]) and not saved:
             defaults.pop("chunk_size", None)  # it fits the recipe's encoder: another may have BatchNorm

@@ -154,13 +154,17 @@ def set_up(args):
 
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+    from accelerate.utils import DistributedDataParallelKwargs
 
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     if args.tracker and not find_spec(args.tracker):
         raise UserError(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
+    for kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true":
+            raise UserError(f"accelerate is configured for {kind}; only plain processes, one a card, give the gradient "
+                            "of the whole batch here: `accelerate config` again, or torchrun")
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     join_processes(args)  # else the Accelerator would create the group, without our time limits
     AcceleratorState._reset_state(reset_partial_state=True)  # a second run in this process may choose again
@@ -173,9 +177,6 @@ def set_up(args):
     if accelerator.num_processes != world():  # then no gradient would be averaged
         raise UserError(f"accelerate sees {accelerator.num_processes} of {world()} processes; start them with torchrun "
                         "or accelerate launch")
-    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        raise UserError(f"accelerate is configured for {accelerator.distributed_type.value}; only plain processes, one "
-                        "a card, give the gradient of the whole batch here: `accelerate config` again, or torchrun")
     set_card(accelerator.device, args)
     set_threads(args)  # after the Accelerator, which sets the threads itself if OMP_NUM_THREADS is missing
     return accelerator

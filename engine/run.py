@@ -155,7 +155,8 @@ class Run:
         if self.step == self.last:
             self.in_float32()
         pieces = self.evaluate_val() if self.step in (0, self.last) or self.unevaluated else {}
-        if self.step == 0 and evaluator.errors and not pieces:  # it would fail at the end, too
+        failed = {place.rpartition("/")[0] for place in evaluator.errors}
+        if self.step == 0 and failed and failed >= {*self.evals}:  # every set: it would fail at the end, too
             raise UserError(f"evaluation failed before the first step: {'; '.join(evaluator.errors.values())}")
         if self.step == 0 and rank() == 0 and self.tokenizer:
             before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
@@ -179,15 +180,15 @@ class Run:
             return f"{len(data):,} {data.split}" + (f" ({words})" if words else "")
         sizes = [f"{name}: " + ", ".join(map(size, splits.values())) for name, splits in self.evals.items()]
         towers = [f"{args.image_encoder} {millions(tower.vision):.1f} M"]
-        side = getattr(tower.vision.body, "pretrained_cfg", {}).get("input_size", [args.image_size])[-1]  # timm's
-        if args.pretrained and not args.init_from and side != args.image_size:
-            towers[0] += f" at {args.image_size} px (its weights: {side})"
         if tower.text:
             towers.append(f"{args.text_encoder} {millions(tower.text):.1f} M")
         new_image = args.image_encoder in ("small", "resnet18-cifar", *FROM_FILES)  # it has no published weights
         new_text = not tower.text or tower.text.name == "small"
         which = " of the text encoder" if new_image else " of the image encoder" if tower.text and new_text else ""
         start = "from scratch" if new_image and new_text or not args.pretrained else "published weights" + which
+        side = getattr(tower.vision.body, "pretrained_cfg", {}).get("input_size", [args.image_size])[-1]  # timm's
+        if args.pretrained and not new_image and side != args.image_size:
+            start += f" for {side} px, here at {args.image_size}"
         start = "weights of --init-from" if args.init_from else start
         beside = millions(self.trained) + millions(self.own) - sum(millions(t) for t in (tower.vision, tower.text) if t)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""

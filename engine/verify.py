@@ -144,6 +144,8 @@ def compare(folder, train, evals, resumed="", files=None):
         say(f"WARNING: the data have changed since this run began: {line}")
     sums = {flag: base.checksum(v) if Path(v).is_file() else v for flag, v in (files or {}).items()}
     for flag, digest in sums.items():
+        if saved and flag not in saved:
+            say(f"WARNING: it is not known whether {flag} {files[flag]} is that of before: {resumed} did not note it")
         if saved.get(flag, digest) != digest:
             raise UserError(f"--resume {resumed}: {flag} {files[flag]}: not that of before, or its content has "
                             "changed; put it back, or start a new run")

@@ -97,9 +97,11 @@ class Stream:
 
     @property
     def identity(self):
-        """In words, which shards these are: a hash of the names and sizes of files. A resumed run compares it."""
+        """In words, which shards these are: the samples of an epoch, on which schedules depend, and a hash of the names
+        and sizes of files. A resumed run compares it."""
         of = [(os.path.basename(url), os.path.getsize(url) if os.path.exists(url) else 0) for url in self.urls]
-        return f"of {len(of)} shards ({hashlib.sha256(repr(of).encode()).hexdigest()[:12]})"
+        digest = hashlib.sha256(repr(of).encode()).hexdigest()[:12]
+        return f"of {len(of)} shards, {self.examples:,} samples ({digest})"
 
     @functools.cached_property
     def examples(self):

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 
@@ -500,10 +500,11 @@ def test_what_a_scheduler_or_accelerate_s_file_asks_for(environment, words, tmp_
     assert words in done.stdout and done.returncode == 0, done
 
 
-def test_a_sharded_model_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_a_sharded_model_is_refused(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     args = Namespace(cpu=True, threads=1, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path))
-    with pytest.raises(UserError, match="accelerate is configured for FSDP; only plain processes"):
+    with pytest.raises(UserError, match=f"accelerate is configured for {kind}; only plain processes"):
         engine.processes.set_up(args)
 
 

@@ -35,6 +35,7 @@ import mama
 import temo
 import temperature_schedules
 from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
+from sets.own import own_data
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
 from test_temperature_schedules import cifar  # noqa: F401
@@ -271,6 +272,9 @@ def test_a_folder_is_the_run_s_own_by_any_spelling(tmp_path, monkeypatch):
         assert eval_py.wanted_sets(args, {"dataset": "photos"}) == [("photos", "")], word
         args = temo.parse_args(["--dataset", "photos", "--eval-datasets", word, "--cpu"])
         assert [*engine.data.evaluation_sets(args)] == ["photos"]
+    write_captions(tmp_path / "emoji", 60)                                 # a folder with the name of a set
+    args = eval_py.parse_args(["--checkpoint", "x", "--datasets", "./emoji"])
+    assert eval_py.wanted_sets(args, {"dataset": "emoji"}) == [("./emoji", "")]
 
 
 def test_train_without_the_run_s_noise_is_no_change_of_the_data(tmp_path, capsys):
@@ -620,8 +624,13 @@ def test_a_resumed_stream_has_the_shards_of_before(tmp_path):
     again = [*SMALL, "--resume", str(folder)]
     temo.main(temo.parse_args(again))
     write_tar(tmp_path / "tars" / "00000.tar", tar_samples(range(30), "jpg", "txt"))
-    with pytest.raises(UserError, match=r"--streaming of 2 shards \(\w+\): not that of before"):
+    with pytest.raises(UserError, match=r"--streaming of 2 shards, 10,000 samples \(\w+\): not that of before"):
         temo.main(temo.parse_args(again))
+    write_tar(tmp_path / "tars" / "00000.tar", tar_samples(range(10), "jpg", "txt"))
+    (tmp_path / "tars" / "sizes.json").write_text(json.dumps({f"{k:05}.tar": 10 for k in range(3)}))
+    own_data.cache_clear()                                                 # as a new process
+    with pytest.raises(UserError, match="not that of before"):             # another length, with other schedules
+        temo.main(temo.parse_args([*again, "--max-steps", "1"]))
 
 
 def test_sets_without_the_split_are_named(capsys):

@@ -49,7 +49,7 @@ def lose_step_4(folder):
 
 
 def test_the_page_is_short():
-    assert len(BLOCKS) == 6 and sum(block.count("\n") for block in BLOCKS) <= 26
+    assert len(BLOCKS) == 6 and sum(block.count("\n") for block in BLOCKS) <= 27
 
 
 def test_a_weighting_is_what_is_said_drawn_and_resumed(weighting, tmp_path, capsys, pictures):
@@ -115,13 +115,18 @@ def test_a_part_of_own_with_a_rate_of_its_own(tmp_path):
         run.rates = [group["lr"] / run.lr for group in optimizer.param_groups]
         run.moved = [p.detach().clone() for p in own["net"].parameters()]
         run.check_finite""")
-    seen, done = [], Run.done
-    own.Run = type("Watched", (Run,), {"done": lambda run, *args: (
+    seen, done, wrap = [], Run.done, Run.wrap
+
+    def decays(run, trained, own, optimizer, second=None):
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0, 0.3, 0]
+        return wrap(run, trained, own, optimizer, second)
+    own.Run = type("Watched", (Run,), {"wrap": decays, "done": lambda run, *args: (
         seen.append((run.rates, [(p - q).abs().max().item() for p, q in zip(run.own["net"].parameters(), run.moved)])),
         done(run, *args))})
-    flags = [*TINY, "--dataset", "moving-emoji", "--num-clusters", 4, "--warmup-epochs", 0, "--save-every", 2]
+    flags = [*TINY, "--dataset", "moving-emoji", "--num-clusters", 4, "--warmup-epochs", 0, "--save-every", 2,
+             "--weight-decay", 0.3]
     run_script(own, tmp_path / "a", *flags)
-    assert all(rates == [1, 1, 10] and min(moved) > 0 for rates, moved in seen) and len(seen) == 4
+    assert all(rates == [1, 1, 10, 10] and min(moved) > 0 for rates, moved in seen) and len(seen) == 4
     lose_step_4(tmp_path / "a")
     own.main(own.parse_args(["--resume", str(tmp_path / "a")]))
     assert seen[4:] == seen[2:4]
