@@ -255,9 +255,9 @@ class Run:
         if due["log"]:
             steps = self.step - self.logged
             seconds = (time.perf_counter() - self.clock) / steps
-            several = {"tau": tau.mean()} if torch.is_tensor(tau) else {}
-            means = common.mean_over_processes({"loss": loss, "data_s": self.waited / steps, **several}, self.device)
-            tau = means.get("tau", tau)
+            means = {"loss": loss, "data_s": self.waited / steps, "tau": tau.mean() if torch.is_tensor(tau) else tau}
+            means = common.mean_over_processes(means, self.device)
+            tau = means["tau"] if torch.is_tensor(tau) else tau  # a number as it is, without the rounding of a mean
             row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * self.args.batch_size,
                    "loss": means["loss"], "lr": self.lr, self.tau_word: tau, "step_s": seconds,
                    "data_s": means["data_s"], "samples_per_s": self.args.batch_size / seconds} | (numbers or {})

@@ -268,7 +268,7 @@ def open_model(args):
                 frames=args.frames or 12)
     torch.manual_seed(args.seed)
     model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
-    transform.bicubic = bool(width)
+    transform.bicubic = bool(width)                                        # a CLIP, as its own processor
     projections = {"vision.projection.weight", "text.projection.weight"}
     if not projections <= model.from_file and (not width or _clip_width(text) != width):
         say("the projections of this pair are random: only its image features (knn, probe) are meaningful")

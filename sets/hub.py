@@ -206,9 +206,9 @@ def _stream(name, folder, given, options):
     urls = [u for u in urls if not _is_held(u, facts)]
     if not urls:
         raise UserError(f"{name}: no {files} in {given or repo}")
-    published = facts["splits"]["train"]
-    stream = Stream(name, urls, options, published, counts=expected(urls) if folder else {})
-    if folder and published and stream.length == published:
+    published, counts = facts["splits"]["train"], expected(urls) if folder else {}
+    stream = Stream(name, urls, options, published, counts=counts)
+    if folder and len(counts) < len(urls):  # it may be a part of the set
         stream.note += f"; {published:,} samples, as published, are taken to be in these {len(urls)} shards"
     return stream
 
