@@ -218,8 +218,9 @@ def by_rows(loss, *rows, columns, block=0):
         return loss(*rows)
     def cut(x, i):
         return x[i:i + block] if torch.is_tensor(x) and x.ndim and len(x) == B else x
-    parts = [checkpoint(loss, *(cut(x, i) for x in rows), use_reentrant=False, preserve_rng_state=False)
-             for i in range(0, B, block)]
+    if torch.is_grad_enabled():  # otherwise there is nothing to recompute, and older torch refuses forward mode in it
+        loss = functools.partial(checkpoint, loss, use_reentrant=False, preserve_rng_state=False)
+    parts = [loss(*(cut(x, i) for x in rows)) for i in range(0, B, block)]
     if parts[0].ndim:
         return torch.cat(parts)
     return sum(part * (min(block, B - i) / B) for part, i in zip(parts, range(0, B, block)))  # the last may be short

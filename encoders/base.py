@@ -7,6 +7,7 @@ from engine.base import UserError, hub_reason
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 STATS = {  # mean and standard deviation of the pixels, named after the weights or code that use them
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -24,13 +25,22 @@ def has_batchnorm(model):
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
+class GroupNorm(nn.GroupNorm):
+    """torch's, whose derivative in forward mode, that of mama.py, refuses channels-last images before torch 2.14."""
+    REFUSES = torch.__version__ < "2.14"
+
+    def forward(self, x):
+        dual = self.REFUSES and forward_ad.unpack_dual(x).tangent is not None
+        return super().forward(x.contiguous() if dual else x)
+
+
 class _Block(nn.Module):
     """Two 3x3 convolutions with a skip; starts as the identity."""
 
     def __init__(self, width):
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)
-        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), GroupNorm(8, width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), GroupNorm(8, width)
         nn.init.zeros_(self.norm2.weight)
 
     def forward(self, x):
@@ -47,7 +57,7 @@ def small_cnn(width=32):
     layers, channels = [], 3
     for stage in range(4):
         out = width // 2 if stage == 0 else width * 2 ** (stage - 1)
-        layers += [nn.Conv2d(channels, out, 3, 2, 1, bias=False), nn.GroupNorm(8, out), nn.ReLU()]
+        layers += [nn.Conv2d(channels, out, 3, 2, 1, bias=False), GroupNorm(8, out), nn.ReLU()]
         layers += [_Block(out)] if stage else []
         channels = out
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -45,7 +45,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.base import masked_mean
+from encoders.base import GroupNorm, masked_mean
 from encoders.two_tower import TwoTower
 from readers.clips import REGION_CLIP, box_numbers
 
@@ -98,7 +98,7 @@ class VideoGraph(nn.Module):
     def __init__(self, features, width, regions, dropout):
         super().__init__()
         def convolve(channels):
-            return nn.Conv2d(channels, BOX, 1), nn.GroupNorm(8, BOX), nn.ReLU()
+            return nn.Conv2d(channels, BOX, 1), GroupNorm(8, BOX), nn.ReLU()
         self.box = nn.Sequential(*convolve(5), *convolve(BOX))
         self.region, self.frame = nn.Linear(features + BOX, width), nn.Linear(features, width)
         self.norm = nn.LayerNorm(width, EPS)

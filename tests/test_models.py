@@ -560,3 +560,20 @@ def test_clip4clip_and_t5(tmp_path, tokenizer):
     mama.main(mama.parse_args([*flags, *of_mama]))  # the look-ahead through CLIP's attention
     weights = [row["w"] for row in logged(tmp_path / "run-mama")]
     assert len(weights) == 2 and 0 < weights[0] != weights[1] < 1
+
+
+def test_group_norm_s_derivative_in_forward_mode_without_channels_last(monkeypatch):
+    """As torch before 2.14 needs it, which refuses a channels-last image there: the same numbers as torch's today."""
+    norm = encoders.base.GroupNorm(2, 4).double()
+    x, v = torch.rand(2, 3, 4, 5, 5, dtype=torch.float64).unbind()  # (3, 4, 5, 5) each
+    _, wanted = torch.func.jvp(norm, (x,), (v,))
+    seen = []
+    monkeypatch.setattr(encoders.base.GroupNorm, "REFUSES", True)
+    monkeypatch.setattr(torch.nn.GroupNorm, "forward", lambda self, x, of=torch.nn.GroupNorm.forward: (
+        seen.append(x.is_contiguous()), of(self, x))[1])
+    last = torch.channels_last
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.to(memory_format=last), v.to(memory_format=last))
+        assert torch.allclose(torch.autograd.forward_ad.unpack_dual(norm(dual)).tangent, wanted)
+    norm(x.to(memory_format=last))
+    assert seen == [True, False]
