@@ -33,6 +33,7 @@ The result is a table, eval.json, and pictures in --output-dir.
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -315,7 +316,7 @@ def main(args):
     set_threads(args)
     join_processes(args)
     subject = Subject(args)
-    result = {"command": " ".join([Path(sys.executable).name] + sys.argv),
+    result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": versions(args.cpu).splitlines(), "processes": world()}
     args.dataset = named_as(args.dataset, subject.own.get("dataset"))

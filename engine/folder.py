@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -103,12 +104,16 @@ def versions(cpu=False):
 
 
 def commit():
-    """git sha of this checkout, with '+changes' if more than benchmarks/results differs; 'unknown' outside git."""
-    here = Path(__file__).parent.parent
+    """git sha of this checkout, with '+changes' if more than benchmarks/results differs or the script that runs,
+    a fork, is not in git; 'unknown' outside git."""
+    here = Path(__file__).resolve().parent.parent
     def git(*words):
         return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     try:
         changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+        script = Path(sys.argv[0]).resolve()
+        if script.suffix == ".py" and here in script.parents:
+            changed += git("ls-files", "--others", "--", str(script))
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -141,12 +146,15 @@ def _open_folder(args, script):
     folder = Path(args.resume) if args.resume else _new_folder(args, script)
     lock = lock_folder(folder, "--resume" if args.resume else "--run-name")
     (folder / "checkpoints").mkdir(exist_ok=True)
+    file, now = folder / "versions.txt", versions(args.cpu)
+    before = file.read_text(encoding="utf8") if file.is_file() else ""
+    if not before.endswith(now):
+        file.write_text(before + "resumed with\n" * bool(before) + now, encoding="utf8")
     if not args.resume:
-        (folder / "versions.txt").write_text(versions(args.cpu), encoding="utf8")
         base.write_json(folder / "args.json", {"script": script} | vars(args))
     with open(folder / "command.txt", "a", encoding="utf8") as f:
         words = [Path(sys.executable).name, *sys.argv]
-        f.write(" ".join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
+        f.write(shlex.join(words) + f"   # {os.environ.get('WORLD_SIZE', 1)} processes\n")
     return folder, lock
 
 

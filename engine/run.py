@@ -373,7 +373,8 @@ class Run:
         """The content of summary.json. Collective."""
         args, wall = self.args, self.wall()
         memory = base.gather_objects(peak_memory_mb())
-        parameters = sum(p.numel() for m in (self.trained, self.own) for p in m.parameters())
+        own = (p for p in self.own.parameters() if p.requires_grad)  # without MoCo's second encoder
+        parameters = sum(p.numel() for p in (*self.trained.parameters(), *own))
         bad = len(self.data.bad) + sum(map(len, self.unreadable.values()))
         return {"script": self.script, "dataset": args.dataset, "method": getattr(args, "loss", self.script),
                 "seed": args.seed, "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,

@@ -172,6 +172,7 @@ def report(summary, folder, table=None):
     table = table or metrics_table
     tables = [table(f"\n{name} (test)", metrics, summary["chance"][name]) for name, metrics in summary["test"].items()]
     errors = [f"left out: {k}: {v}" for k, v in summary["errors"].items()]
-    end = (f"{summary['steps']} steps, {summary['wall_s']:.0f} s, {summary['samples_per_s']:.0f} samples/s, "
+    end = (f"{summary['steps']} steps, {summary['wall_s']:.0f} s, "
+           f"{summary['samples_per_s']:.0f} samples/s with evaluations, "
            f"{summary['peak_memory_mb']:.0f} MiB, {summary['bad_samples']} bad samples")
     return "\n".join([*tables, *errors, "", end, f"run folder: {folder}"])

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from figures import base
 from figures.base import figure, save_figure, wrap
 
-WRAP, LINES = 50, 5  # letters per line and lines per caption beside a video
+WRAP, LINES = 36, 5  # letters per line and lines per caption beside a video
 GAP = 4  # px between frames
 
 

@@ -97,7 +97,7 @@ def draw(run, clusters, shifts, period, curve):
     steps = np.unique(np.linspace(0, run.total, points + 1).round())       # (S,)
     values = np.array([curve(t, shifts).numpy() for t in steps])           # (S, K + 1) or (S, 1)
     of_the_batch = f"{long_word} of the batch"
-    if args.schedule and period < 4 * args.log_every:                      # the log's few points would alias the wave
+    if args.schedule and 1 < args.log_every > period / 4:                  # the log's few points would alias the wave
         ends = {f"{word}_max": values.max(1), f"{word}_min": values.min(1)}              # (S,) each, by the schedule
         known = {k: (steps.tolist(), end.tolist()) for k, end in ends.items()} | {f"{word}_mean": ([], [])}
         log = SimpleNamespace(column=lambda name, x="step": known.get(name) or run.log.column(name, x))

@@ -37,7 +37,7 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
     if len(queues["texts"]):
         draw_queue_sizes(axes[4], pieces, gamma, iterations, queues, biases_of)
     for ax in axes:
-        ax.legend(frameon=False)
+        ax.legend(frameon=False) if ax.get_yscale() == "log" else base.legend_above(ax)
     data = pieces["data"]
     fig.suptitle(f"{data.name} ({data.split}): {len(image)} items, {len(text)} texts, gamma {gamma:.3g}")
     save_figure(fig, path)
@@ -76,7 +76,7 @@ def draw_errors(ax, sim, biases, gamma):
         values = [normalization_error(s + b[side], gamma) for b in biases.values()]
         ax.bar(np.arange(len(values)) + shift, values, 0.4, label=label)
     ax.set(title="normalisation error (Fig. 2)", ylabel="mean |1 - sum P|", xticks=range(len(biases)),
-           xticklabels=list(biases), ylim=(0, 1.5 * max(1e-9, ax.dataLim.ymax)))         # room for the legend
+           xticklabels=list(biases))
 
 
 def mistakes(sim, positives):
@@ -136,7 +136,7 @@ def draw_modalities(before, pieces, path):
         axes[-1].bar(np.arange(3) + shift * (len(stages) - 1), cosines, 0.4, label=stage)
     axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=["text-text", "video-video", "text-video"])
     for ax in axes:
-        ax.legend(frameon=False)
+        base.legend_above(ax)
     fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split})")
     save_figure(fig, path)
 

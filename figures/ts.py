@@ -114,7 +114,7 @@ def draw_phase(ax, run, tau_of):
     ax.scatter(phase, values[1:], s=20, color=[shade(s, run) for s in steps[1:]])
     ax.set(title="few-shot probe over the period (Fig. 4)", xlabel="phase of the period; light = early",
            ylabel="val top-1, %", xlim=(-0.05, 1.05))
-    if args.tau_head or not len(phase):                                    # no schedule, or no evaluation on val
+    if args.tau_head or args.schedule == "random" or not len(phase):       # no wave, or no evaluation on val
         return
     beside, grid = ax.twinx(), np.linspace(0, 1, 101)
     beside.plot(grid, [tau_of(g * args.period) for g in grid], color="tab:orange")

@@ -182,6 +182,12 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(engine.folder, "__file__", str(tmp_path / "engine" / "folder.py"))
     (tmp_path / "benchmarks/results/claims.md").write_text("after")
     assert len(engine.folder.commit()) == 12
+    (tmp_path / "mine.py").write_text("a fork that git does not know")
+    for script, changed in (("temo.py", False), ("mine.py", True)):
+        monkeypatch.setattr(sys, "argv", [str(tmp_path / script)])
+        assert engine.folder.commit().endswith("+changes") == changed
+    monkeypatch.undo()
+    monkeypatch.setattr(engine.folder, "__file__", str(tmp_path / "engine" / "folder.py"))
     (tmp_path / "temo.py").write_text("after")
     assert engine.folder.commit().endswith("+changes")
 

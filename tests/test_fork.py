@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 
 import common
+import engine.folder
 from engine.base import UserError
 from engine.checkpoints import latest_checkpoint
 from engine.run import Run
@@ -66,7 +67,7 @@ def test_a_weighting_is_what_is_said_drawn_and_resumed(weighting, tmp_path, caps
     assert "METHOD" not in capsys.readouterr().out
 
 
-def test_a_resume_under_another_method_is_said(weighting, tmp_path, capsys):
+def test_a_resume_under_another_method_is_said(weighting, tmp_path, capsys, monkeypatch):
     run_script(weighting, tmp_path / "a", *TINY, "--weighting", "median", "--save-every", 2)
     path = Path(weighting.__file__)
     text = path.read_text(encoding="utf8")
@@ -75,6 +76,11 @@ def test_a_resume_under_another_method_is_said(weighting, tmp_path, capsys):
         weighting.main(weighting.parse_args(["--resume", str(tmp_path / "a")]))
         said = capsys.readouterr().out
         assert (f"METHOD       WARNING: {path.name} has changed since the checkpoint" in said) == warned
+    before = (tmp_path / "a" / "versions.txt").read_text()
+    monkeypatch.setattr(engine.folder, "versions", lambda cpu: "torch 99\n")
+    weighting.main(weighting.parse_args(["--resume", str(tmp_path / "a")]))
+    assert "resumed" not in before
+    assert (tmp_path / "a" / "versions.txt").read_text() == f"{before}resumed with\ntorch 99\n"
     path.write_text(text, encoding="utf8")
 
 

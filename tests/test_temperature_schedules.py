@@ -540,6 +540,8 @@ def test_resume_goes_on_as_if_never_stopped(tmp_path, monkeypatch, pictures, los
     a = resumed(tmp_path, 7)  # from step 6
     more = {"moco": {"own"}, "sdclr": {"tensors"}}.get(loss, set())        # queue and keys, masks
     assert {k.split("/")[0] for k in a} == {"model", "optimizer", "random_0"} | more
+    trained = sum(v.numel() for k, v in a.items() if k.startswith("model/"))  # not MoCo's second encoder
+    assert engine.base.read_json(tmp_path / "whole" / "summary.json")["parameters"] == trained
     whole, cut = ([(r["step"], r["loss"], r["tau"]) for r in steps(tmp_path / name)] for name in ("whole", "cut"))
     assert whole == cut and all(r["L_c"] == r["loss"] for r in steps(tmp_path / "whole"))
     assert {p.name for p in (tmp_path / "whole").iterdir()} >= {
@@ -752,7 +754,7 @@ def test_figures_have_a_fork_s_schedule(tmp_path, monkeypatch, pictures):
 def write_run(folder, period, epochs, accuracy, every=10):
     """What tools.phase reads of a run with 4 steps an epoch: accuracy(phase) at every `every` epochs."""
     folder.mkdir()
-    engine.base.write_json(folder / "args.json", {"dataset": "d", "period": period})
+    engine.base.write_json(folder / "args.json", {"dataset": "d", "period": period, "schedule": "cos"})
     engine.base.write_json(folder / "summary.json", {"steps": 4 * epochs, "epochs": epochs})
     found = [{"step": 4 * e, "eval": {"d": {"few-shot": {"top1": accuracy(e)}}}} for e in range(0, epochs + 1, every)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"step": 1, "loss": 2.0}, *found]))
@@ -779,7 +781,8 @@ def test_figure_4_is_the_mean_over_the_last_period_of_runs(tmp_path, capsys):
     phase.main([str(tmp_path / n) for n in ("high", "low")] + ["--out", str(tmp_path / "p.png")])
     values = {line.split()[1] for line in capsys.readouterr().out.splitlines() if re.match(r" +[01]\.\d{3} ", line)}
     assert values == {"60.00"}
-    for change, words in (({"dataset": "e"}, "differ in --dataset"), ({"schedule": "fixed"}, "has no phases")):
+    for change, words in (({"dataset": "e"}, "differ in --dataset"), ({"schedule": "fixed"}, "has no phases"),
+                          ({"tau_head": 1.0}, "--tau-head, whose temperatures do not change")):
         write_run(tmp_path / words[-6:], 10, 20, lambda e: 70.0, every=1)
         file = tmp_path / words[-6:] / "args.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | change))

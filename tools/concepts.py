@@ -89,7 +89,7 @@ def thirds(found):
     for k, name in enumerate(("frequent", "middle", "rare")):
         of = [g for g, w in zip(found, where) if w == k]
         if of:
-            mean = sum(g[1] * g[2] for g in of) / sum(g[2] for g in of)
+            mean = round(sum(g[1] * g[2] for g in of) / sum(g[2] for g in of), 9)  # without rounding's 1e-16
             out.append((name, of[0][0], of[-1][0], mean))
     return out
 

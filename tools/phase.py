@@ -49,6 +49,8 @@ def last_period(folder, measure="few-shot/top1"):
         raise UserError(f"{folder}: not a finished run of temperature_schedules.py")
     if args.get("schedule") in ("fixed", "random"):
         raise UserError(f"{folder}: a run with --schedule {args['schedule']}, which has no phases")
+    if args.get("tau_head"):
+        raise UserError(f"{folder}: a run with --tau-head, whose temperatures do not change")
     with text.expected_layout(f"{folder}: what its args.json and summary.json hold"):
         period, epochs, steps = text.number(args["period"]), text.number(summary["epochs"]), summary["steps"]
         per_epoch, data = text.number(steps) / epochs, args["dataset"]
@@ -93,9 +95,10 @@ def main(argv=None):
     ax.plot(grid, mean, color="tab:blue")
     ax.set(title=f"last period of {len(values)} runs (Fig. 4)", xlabel="phase of the period",
            ylabel=f"val {args.measure}, %")
-    beside = ax.twinx()
-    beside.plot(GRID, (1 + np.cos(2 * np.pi * GRID)) / 2, color="tab:orange")
-    beside.set_ylabel("tau of the cosine, relative", color="tab:orange")
+    if read_json(Path(args.runs[0]) / "args.json").get("schedule") == "cos":
+        beside = ax.twinx()
+        beside.plot(GRID, (1 + np.cos(2 * np.pi * GRID)) / 2, color="tab:orange")
+        beside.set_ylabel("tau of the cosine, relative", color="tab:orange")
     with writing(args.out):
         save_figure(fig, args.out)
     lines = [f"{g:6.3f} {m:8.2f} {s:8.2f}" for g, m, s in zip(grid, mean, std)]
