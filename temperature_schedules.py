@@ -583,8 +583,9 @@ def banner_lines(run, sizes, head_classes, tau_of):
     last_epoch = max(0, run.last - 1) // run.per_epoch
     tau = (f"{args.schedule}, {args.tau_min:g} .. {highest:g}, period {args.period:g} epochs; "
            f"first {tau_of(0):.3f}, last {tau_of(last_epoch):.3f}")
-    if args.period < 4 and args.schedule not in ("fixed", "random"):
-        tau += "; WARNING: tau changes once an epoch, so a period of less than four has no wave; raise --period"
+    shortest = {"step": 2, "cos": 4, "oscillating": 4}.get(args.schedule, 0)
+    if args.period < shortest:
+        tau += f"; WARNING: tau changes once an epoch, so this period has no wave; --period {shortest} or more"
     if args.tau_head:
         tau = f"coarse: {args.tau_head:g} for {len(head_classes)} head classes, {args.tau_tail:g} for the others"
     if run.last < run.total:

@@ -751,6 +751,16 @@ def test_figures_have_a_fork_s_schedule(tmp_path, monkeypatch, pictures):
         assert used[0] == pytest.approx(of_script[0]) and line.get_ydata() == pytest.approx(of_script)
 
 
+@pytest.mark.parametrize("schedule, period, warned", [("cos", 3, True), ("cos", 4, False), ("oscillating", 2, True),
+                                                      ("step", 1, True), ("step", 2, False), ("random", 1, False)])
+def test_a_period_too_short_for_its_wave_is_said(schedule, period, warned):
+    """A temperature is constant inside an epoch, so that of a short period would be one number, or two."""
+    run = SimpleNamespace(args=ts.parse_args(["--schedule", schedule, "--period", str(period)]), last=8, total=8,
+                          per_epoch=4)
+    said = ts.banner_lines(run, np.array([5, 3]), None, lambda epoch: 1.0)["temperature"]
+    assert ("WARNING: tau changes once an epoch" in said) == warned
+
+
 def write_run(folder, period, epochs, accuracy, every=10):
     """What tools.phase reads of a run with 4 steps an epoch: accuracy(phase) at every `every` epochs."""
     folder.mkdir()
