@@ -15,6 +15,7 @@ import math
 import textwrap
 import warnings
 
+from common import has_clips
 from engine.base import first_line, say, slug
 
 import numpy as np
@@ -261,6 +262,11 @@ def draw_retrieval(pieces, path, queries=6, bias=None):
     draw_hits(pieces, hits, path, f"first {top} of {len(pieces['image'])}; green = right, {below} below")
 
 
+def kind_of(pieces):
+    """What the pieces of an evaluation are of, image or video."""
+    return "video" if has_clips(pieces["data"]) else "image"
+
+
 def hits_shown(data, index):
     """Number of answers drawn per query: five images, or three strips of frames."""
     return 5 if cell(data, index)[0] < 2 else 3
@@ -282,8 +288,7 @@ def draw_hits(pieces, hits, path, title):
             ax.set_xlabel(number, labelpad=2)
     for c in range(columns):
         axes[0, c].set_title(f"rank {c + 1}")
-    it = "image" if data.read(int(index[0])).ndim == 3 else "video"
-    fig.suptitle(f"{data.name} ({data.split}): text -> {it}, {title}")
+    fig.suptitle(f"{data.name} ({data.split}): text -> {kind_of(pieces)}, {title}")
     save_figure(fig, path)
 
 

@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-from common import has_clips
-
 import numpy as np
 
 from figures import base
@@ -106,7 +104,7 @@ def draw(run, clusters, shifts, period, curve):
         ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
         (of_the_batch, word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}), *base.BATCH])
     for name, suffix, pieces in base.by_set(run.val_pieces):
-        it = "video" if has_clips(pieces["data"]) else "image"
+        it = base.kind_of(pieces)
         ways = {f"to {it}": "text_to_image", "to text": "image_to_text"}
         recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
         thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}

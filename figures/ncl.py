@@ -20,7 +20,8 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
     image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
     sim, biases = text @ image.T, pieces["biases"]                         # (C, M)
     fig, axes = figure(2, 3 if len(queues["texts"]) else 2, panels=5 if len(queues["texts"]) else 4)
-    draw_errors(axes[0], sim, biases, gamma)
+    it = base.kind_of(pieces)
+    draw_errors(axes[0], sim, biases, gamma, it)
     for k, (mode, (b, _)) in enumerate(biases.items()):
         share = collected(sim + b, gamma)                                  # (M,)
         line, points = base.line_style(k, len(biases)), base.marker_style(k, len(biases))
@@ -30,9 +31,9 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
             ax.plot(at, [100 * rates[bins == i].mean() for i in at], label=mode, **line, **points)
         axes[3].plot(np.sort(share.numpy())[::-1], label=mode, **line)
     for ax, title in ((axes[1], "false negatives (Fig. 3)"), (axes[2], "false positives (Fig. 3)")):
-        ax.set(title=title, xlabel="sum of the probabilities of a video", ylabel="% of the queries", xticks=range(8))
+        ax.set(title=title, xlabel=f"sum of the probabilities of one {it}", ylabel="% of the queries", xticks=range(8))
         ax.set_xticklabels(["<.25", "-.5", "-.75", "-1.25", "-1.5", "-2", "-3", ">3"], rotation=45)
-    axes[3].set(yscale="log", title="what each video collects", xlabel="video, most first",
+    axes[3].set(yscale="log", title=f"what each {it} collects", xlabel=f"{it}, most first",
                 ylabel="sum of probabilities, 1 = fair")
     if len(queues["texts"]):
         draw_queue_sizes(axes[4], pieces, gamma, iterations, queues, biases_of)
@@ -70,9 +71,9 @@ def draw_before_after(pieces, gamma, mode, path, queries=3):
                                        "collects of all queries (1 = fair)")
 
 
-def draw_errors(ax, sim, biases, gamma):
-    """Fig. 2: the normalisation error in both directions with each kind of biases; sim (C, M)."""
-    for shift, label, s, side in ((-0.2, "text -> video", sim, 0), (0.2, "video -> text", sim.T, 1)):
+def draw_errors(ax, sim, biases, gamma, it):
+    """Fig. 2: the normalisation error in both directions with each kind of biases; sim (C, M), `it`: image or video."""
+    for shift, label, s, side in ((-0.2, f"text -> {it}", sim, 0), (0.2, f"{it} -> text", sim.T, 1)):
         values = [normalization_error(s + b[side], gamma) for b in biases.values()]
         ax.bar(np.arange(len(values)) + shift, values, 0.4, label=label)
     ax.set(title="normalisation error (Fig. 2)", ylabel="mean |1 - sum P|", xticks=range(len(biases)),
@@ -104,7 +105,8 @@ def draw_queue_sizes(ax, pieces, gamma, iterations, queues, biases_of):
                   biases_of(pieces["text"], queues["videos"][-size:], gamma, iterations))
         found.append(retrieval_both_ways(pieces, *biases)[0])
     plain = retrieval_both_ways(pieces)[0]
-    for k, (way, label) in enumerate((("text_to_image", "text -> video"), ("image_to_text", "video -> text"))):
+    it = base.kind_of(pieces)
+    for k, (way, label) in enumerate((("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))):
         ax.plot(sizes, [f[way]["R@1"] for f in found], marker="o", ms=3, label=label, color=f"C{k}")
         ax.axhline(plain[way]["R@1"], ls=":", color=f"C{k}", label=f"{label}, no queue")
     ax.set(xscale="log", title="R@1 by queue size (Fig. 5)", xlabel="training queries in the queue", ylabel="R@1, %")
@@ -124,17 +126,18 @@ def draw_modalities(before, pieces, path):
     stages = {"before": before} if before else {}
     stages["after"] = first_captions(pieces)
     fig, axes = figure(len(stages) + 1)
+    it = base.kind_of(pieces)
     for (stage, e), ax, shift in zip(stages.items(), axes, (-0.2, 0.2)):
         text, image = normalize(e["text"]), normalize(e["image"])                        # (n, D), (k, D)
         both = torch.cat([text, image])                                    # (n + k, D)
         both = both - both.mean(0)
         plane = both @ torch.linalg.svd(both, full_matrices=False)[2][:2].T             # (n + k, 2)
         ax.scatter(*plane[:len(text)].T.numpy(), s=5, label="texts")
-        ax.scatter(*plane[len(text):].T.numpy(), s=5, label="videos")
+        ax.scatter(*plane[len(text):].T.numpy(), s=5, label=f"{it}s")
         ax.set(title=f"{stage} training (Fig. 7, PCA)", xlabel="first direction", ylabel="second")
         cosines = [*(pair_cosines(x @ x.T)["neg_cos"] for x in (text, image)), (text @ image.T).mean().item()]
         axes[-1].bar(np.arange(3) + shift * (len(stages) - 1), cosines, 0.4, label=stage)
-    axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=["text-text", "video-video", "text-video"])
+    axes[-1].set(title="mean cosine (Fig. 8)", xticks=range(3), xticklabels=["text-text", f"{it}-{it}", f"text-{it}"])
     for ax in axes:
         base.legend_above(ax)
     fig.suptitle(f"{pieces['data'].name} ({pieces['data'].split})")

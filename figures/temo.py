@@ -1,6 +1,5 @@
 """Pictures of temo.py: curves, retrieval, and those of the paper's Figures 2 to 7 that one run can show."""
 
-from common import has_clips
 from engine.base import read_json
 
 from figures import base
@@ -19,7 +18,7 @@ def draw(run):
         ("temperature (Fig. 2)", "mean over the batch", tau), *base.BATCH])
     before = read_json(run.folder / "similarity_before.json", {})
     for name, suffix, pieces in base.by_set(run.val_pieces or run.test_pieces):
-        it = "video" if has_clips(pieces["data"]) else "image"
+        it = base.kind_of(pieces)
         ways = (("text_to_image", f"to {it}"), ("image_to_text", "to text"))
         recalls = {f"{k} {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
         knn = {"top-1": f"eval/{name}/knn@1/top1", "mean per class": f"eval/{name}/knn@1/mean_per_class"}

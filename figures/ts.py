@@ -116,8 +116,8 @@ def draw_phase(ax, run, tau_of):
            ylabel="val top-1, %", xlim=(-0.05, 1.05))
     if args.tau_head or args.schedule == "random" or not len(phase):       # no wave, or no evaluation on val
         return
-    beside, grid = ax.twinx(), np.linspace(0, 1, 101)
-    beside.plot(grid, [tau_of(g * args.period) for g in grid], color="tab:orange")
+    beside, trained = ax.twinx(), np.arange(math.ceil(run.step / run.per_epoch))  # epochs; tau is constant in each
+    beside.plot(trained % args.period / args.period, [tau_of(e) for e in trained], ".", ms=3, color="tab:orange")
     beside.set_ylabel("tau", color="tab:orange")
 
 
