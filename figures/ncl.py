@@ -31,7 +31,7 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
             ax.plot(at, [100 * rates[bins == i].mean() for i in at], label=mode, **line, **points)
         axes[3].plot(np.sort(share.numpy())[::-1], label=mode, **line)
     for ax, title in ((axes[1], "false negatives (Fig. 3)"), (axes[2], "false positives (Fig. 3)")):
-        ax.set(title=title, xlabel=f"sum of the probabilities of one {it}", ylabel="% of the queries", xticks=range(8))
+        ax.set(title=title, xlabel=f"summed probability of one {it}", ylabel="% of the queries", xticks=range(8))
         ax.set_xticklabels(["<.25", "-.5", "-.75", "-1.25", "-1.5", "-2", "-3", ">3"], rotation=45)
     axes[3].set(yscale="log", title=f"what each {it} collects", xlabel=f"{it}, most first",
                 ylabel="sum of probabilities, 1 = fair")
@@ -109,7 +109,9 @@ def draw_queue_sizes(ax, pieces, gamma, iterations, queues, biases_of):
     for k, (way, label) in enumerate((("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))):
         ax.plot(sizes, [f[way]["R@1"] for f in found], marker="o", ms=3, label=label, color=f"C{k}")
         ax.axhline(plain[way]["R@1"], ls=":", color=f"C{k}", label=f"{label}, no queue")
-    ax.set(xscale="log", title="R@1 by queue size (Fig. 5)", xlabel="training queries in the queue", ylabel="R@1, %")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set(title="R@1 by queue size (Fig. 5)", xlabel="training queries in the queue", ylabel="R@1, %")
 
 
 def first_captions(pieces):
