@@ -444,12 +444,12 @@ class Augment:
             rows = slice(None) if everywhere else on.nonzero().flatten()  # on a CPU only the rows that are jittered
             f = 2 * u[rows] - 1  # (b, DRAWS, 1, 1, 1)
             y = (x[rows] * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
-            y = _blend(y, _luma(y).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
-            y = _blend(y, _luma(y), 1 + f[:, 8] * self.saturation)
+            y = _blend(y, luma(y).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
+            y = _blend(y, luma(y), 1 + f[:, 8] * self.saturation)
             y = shift_hue(y, f[:, 9] * self.hue) if self.hue else y
             x = torch.where(on[:, None, None, None], y, x) if everywhere else x.index_copy(0, rows, y)
         if self.grey:
-            x = torch.where(u[:, 10] < self.grey, _luma(x).expand_as(x), x)
+            x = torch.where(u[:, 10] < self.grey, luma(x).expand_as(x), x)
         if self.blur:
             x = torch.where(u[:, 11] < self.blur, gaussian_blur(x, 0.1 + 1.9 * u[:, 14, 0, 0, 0]), x)
         return x
@@ -518,7 +518,7 @@ def _sharpened(plane, ratio):
     return out
 
 
-def _luma(x):
+def luma(x):
     r, g, b = x.unbind(-3)
     return (GREY[0] * r + GREY[1] * g + GREY[2] * b).unsqueeze(-3)
 

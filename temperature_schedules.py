@@ -491,7 +491,8 @@ def main(args):
         if "best" in own and chosen_row([*run.log.rows, row], args) is row:
             own["best"].load_state_dict(tower.state_dict())
 
-    guess = math.log(1 + negatives(args))
+    run.negatives = negatives(args)                                        # for the banner
+    guess = math.log(1 + run.negatives)
     run.begin(ClassEvaluator(encoder, transform, sets, run.device, args), (guess, guess),
               banner_lines(run, sizes, head_classes, tau_of), after_val)
     for batch in batches:
@@ -573,12 +574,7 @@ def negatives(args):
 
 def banner_lines(run, sizes, head_classes, tau_of):
     """The method's lines of the banner: {word: text}."""
-    args, processes = run.args, world()
-    batch = f"{args.batch_size} = {processes} x {args.batch_size // processes}"
-    if args.chunk_size:
-        batch += f" in chunks of {args.chunk_size}"
-    batch += f"; {negatives(args):,} negatives per anchor"
-
+    args = run.args
     highest = args.tau_min if args.schedule == "fixed" else args.tau_max
     last_epoch = max(0, run.last - 1) // run.per_epoch
     tau = (f"{args.schedule}, {args.tau_min:g} .. {highest:g}, period {args.period:g} epochs; "
@@ -591,7 +587,7 @@ def banner_lines(run, sizes, head_classes, tau_of):
     if run.last < run.total:
         tau += f"; ends at step {run.last:,}, epoch {run.last / run.per_epoch:g}"
     classes = f"{len(sizes)}, {sizes.max()} to {sizes[sizes > 0].min()} images"
-    return {"batch": batch, "loss": args.loss, "temperature": tau, "classes": classes}
+    return {"loss": args.loss, "temperature": tau, "classes": classes}
 
 
 def chosen_row(rows, args):

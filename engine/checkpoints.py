@@ -60,13 +60,12 @@ def save(run, keep=2):
         groups |= {f"random_{place}": found for place, (found, _) in enumerate(of_processes)}
         tensors = {f"{group}/{k}": v for group, of in groups.items() for k, v in of.items()}
         base.write_tensors(temporary / TENSORS, tensors)
-        python, numpy_state, scaler = random.getstate(), np.random.get_state(), run.accelerator.scaler
+        scaler = run.accelerator.scaler
         state = {"step": run.step, "tracker_id": run.log.tracker_id, "wall_s": run.wall(), "processes": world(),
                  "unevaluated": run.unevaluated, "positions": [positions for _, positions in of_processes],
                  "bad": run.data.bad, "method": run.method, "optimizer": plain,
                  "scaler": scaler.state_dict() if scaler else None,
-                 "python": [python[0], list(python[1]), python[2]],
-                 "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
+                 "python": random.getstate(), "numpy": np.random.get_state(),
                  "sha256": base.checksum(temporary / TENSORS)}
         base.write_json(temporary / STATE, state | {"own_sha256": _digest(state)})
         for path in [*temporary.iterdir(), temporary]:
@@ -218,23 +217,17 @@ def kept_rows(path, step, again):
     """The rows of metrics.jsonl up to the step of the checkpoint; the main process removes the others from the file.
 
     again: the resumed run evaluates this step again (the first, the last, or one stopped in its evaluation)."""
-    rows = [r for r in _whole_rows(path) if r["step"] <= step]
-    rows = [r for r in rows if not (again and r["step"] == step and "eval" in r)]
+    rows = []
+    for line in path.read_text(encoding="utf8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):  # a line that a crash or a full disk has cut off
+            row = json.loads(line)
+            if isinstance(row, dict) and "step" in row and row["step"] <= step:
+                rows += [] if again and row["step"] == step and "eval" in row else [row]
     if rank() == 0:
         temporary = path.with_suffix(".tmp")
         with base.writing(path):
             temporary.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf8")
             os.replace(temporary, path)
-    return rows
-
-
-def _whole_rows(path):
-    """The rows of metrics.jsonl, without one that a crash or a full disk has cut off."""
-    rows = []
-    for line in path.read_text(encoding="utf8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            rows += [row] if isinstance(row, dict) and "step" in row else []
     return rows
 
 

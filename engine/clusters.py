@@ -299,7 +299,8 @@ def read_clusters(path, train):
     if not known or not all(isinstance(v, (int, str, list)) for v in known.values()):
         raise UserError(f'--clusters {path}: expected JSON, {{"KEY": cluster}} or {{"KEY": [cluster of each caption]}}')
     for key, value in known.items():
-        odd = [c for c in (value if isinstance(value, list) else [value]) if c is not None and not _is_name(c)]
+        several = value if isinstance(value, list) else [value]  # NaN, 1.0 and lists name no cluster
+        odd = [c for c in several if not (c is None or isinstance(c, int) or isinstance(c, str) and c.strip())]
         if odd:
             raise UserError(f"--clusters {path}: {json.dumps(odd[0])[:40]} of {key[:100]} is not a cluster; write a "
                             "whole number or a name, and in a list null for a caption without one")
@@ -323,11 +324,6 @@ def read_clusters(path, train):
         raise UserError(f"--clusters {path}: it has none of the {len(train):,} examples of {train.name}, first "
                         f"{train.key(0)}; its own first is {next(iter(known))}")
     return by, list(found), [i for i, _ in found.values()], [c for _, c in found.values()], len(without)
-
-
-def _is_name(cluster):
-    """Whether it is a whole number or a non-empty text; NaN, 1.0 and lists are not."""
-    return isinstance(cluster, int) or isinstance(cluster, str) and cluster.strip()
 
 
 def embed_pictures(args, train, device):

@@ -77,32 +77,20 @@ def main_first(work, done):
     barrier()
 
 
-def largest_later(numbers, flags, device):
-    """Starts computing the largest over processes of plain numbers and of () bool tensors on the device. Collective.
-
-    Returns: a function that waits for the result, a list of floats, but not for later work of the card."""
-    answer = torch.cat([to_device(torch.tensor(numbers, dtype=torch.float), device), torch.stack(flags).float()])
-    if world() > 1:
-        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-    answer, there = answer.to("cpu", non_blocking=True), None
-    if device.type == "cuda":
-        there = torch.cuda.Event()
-        there.record()
-
-    def read():
-        if there:
-            there.synchronize()
-        return answer.tolist()
-    return read
-
-
 def ask(run, batch):
     """After a step, starts to ask all processes: a signal, bad samples, non-finite weights or loss? Collective."""
     weights = [p.detach() for m in (run.trained, run.own) for p in m.parameters() if p.is_floating_point()]
     largest = torch.stack(torch._foreach_norm(weights, math.inf)).max()  # ()
     broken = [~x.isfinite() for x in (largest, run.checked[0] if run.checked else largest)]  # () each
-    answer = largest_later((max(signals, default=0), len(batch["bad"])), broken, run.device)
-    run.unread.append((answer, run.step, run.lr, batch["keys"], batch["bad"], run.checked))
+    numbers = torch.tensor([max(signals, default=0), len(batch["bad"])], dtype=torch.float)
+    answer, there = torch.cat([to_device(numbers, run.device), torch.stack(broken).float()]), None  # (4,)
+    if world() > 1:
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+    answer = answer.to("cpu", non_blocking=True)
+    if run.device.type == "cuda":
+        there = torch.cuda.Event()
+        there.record()
+    run.unread.append((answer, there, run.step, run.lr, batch["keys"], batch["bad"], run.checked))
     run.checked = None
 
 
@@ -112,8 +100,10 @@ def settle(run, but=0):
     Raises: UserError on all processes, with the step that went wrong."""
     number = 0
     while len(run.unread) > but:
-        answer, step, lr, keys, bad, checked = run.unread.popleft()
-        signalled, any_bad, weights, loss = answer()
+        answer, there, step, lr, keys, bad, checked = run.unread.popleft()
+        if there:
+            there.synchronize()  # waits for the answer, but not for later work of the card
+        signalled, any_bad, weights, loss = answer.tolist()
         if any_bad:
             run.data.count_bad(bad, step - 1)
         if loss and checked:

@@ -61,6 +61,7 @@ class Run:
         self.unevaluated, self.bad, self.bar, self.handlers = False, {}, None, {}
         self.method, self.new_method, self.commit = method_of(file), False, commit()  # as they are now: code may change
         self.loss_word, self.tau_word = "loss", "tau"  # in the bar and the banner; columns of the log, or others
+        self.negatives = args.batch_size - 1  # of an anchor, for the banner
 
     # ---------------------------------------- set-up ------------------------------------------------------------------
     def count_steps(self):
@@ -204,7 +205,7 @@ class Run:
             "model": f"{', '.join(towers)} parameters, {start}" + (f", beside them {beside:.2f} M" if beside else ""),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
                          f"{args.mixed_precision}{fast}, {self.data.workers} workers each",
-            "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {args.batch_size - 1} negatives per anchor",
+            "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {self.negatives:,} negatives per anchor",
             "random guess": guessed,
             "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
                      f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}"

@@ -169,17 +169,8 @@ def zero_shot_accuracy(images, labels, class_embeddings, topk=(1, 3, 5)):
 
     Args: images (M, D), labels (M,), class_embeddings (C, D). Ties count against the model.
     Raises: ValueError on non-finite input."""
-    images, classes = normalize(images), normalize(class_embeddings)
-    labels = labels.to(images.device).long()
-    if not (torch.isfinite(images).all() and torch.isfinite(classes).all()):
-        raise NotFinite("embeddings hold non-finite values")
-    ranks = []
-    for i in range(0, len(images), 4096):
-        sim = images[i:i + 4096] @ classes.T.to(images)  # (c, C)
-        own = sim.gather(1, labels[i:i + 4096, None])  # (c, 1)
-        ranks.append((sim >= own).sum(1))  # counts itself: 1 = right; ties rank before it
-    ranks = torch.cat(ranks).double()
-    return {f"top{k}": 100 * (ranks <= k).double().mean().item() for k in topk}
+    ranks = retrieval_metrics(images, class_embeddings.to(images), labels[:, None].long(), ranks=True)  # (M,)
+    return {f"top{k}": float(100 * (ranks <= k).mean()) for k in topk}
 
 
 def knn_chance(train_labels, test_labels):

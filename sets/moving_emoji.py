@@ -276,8 +276,7 @@ class Renderer:
         grid = F.affine_grid(theta, (len(theta), 4, side, side), align_corners=False)  # (nT, 2S, 2S, 2)
         drawn = sprites(self.size)[1][torch.as_tensor(self.nouns[rows])]  # (n, 4, h, h)
         x = F.grid_sample(drawn.repeat_interleave(frames, 0), grid, align_corners=False)  # (nT, 4, 2S, 2S)
-        r, g, b = x[:, :3].unbind(1)  # (nT, 2S, 2S) each
-        grey = (0.2989 * r + 0.587 * g + 0.114 * b).unsqueeze(1)  # (nT, 1, 2S, 2S), ITU-R 601 luma
+        grey = common.luma(x[:, :3])  # (nT, 1, 2S, 2S)
         rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
         cover = x[:, 3:] * alpha  # (nT, 1, 2S, 2S)
         ground = palette[torch.as_tensor(self.colours[rows])].repeat_interleave(frames, 0)  # (nT, 3)

@@ -42,16 +42,11 @@ class Paraphrases:
         if train.streamed:
             return f"{note}; a stream is not checked for captions without one: for these {other}"
         some = list(itertools.islice(train.first_captions(LOOKED_AT), LOOKED_AT))
-        missing = self.missing(some)
+        missing = sum(not p for i in range(0, len(some), 1000) for p in self.get(some[i:i + 1000]))
         if not missing:
             return note
         return (f"WARNING: {note}, but {missing:,} of the first {len(some):,} training captions have none: for these "
                 f"{other}")
-
-    def missing(self, captions):
-        """How many of these captions have no paraphrase in the file."""
-        captions = list(captions)
-        return sum(not p for i in range(0, len(captions), 1000) for p in self.get(captions[i:i + 1000]))
 
     def get(self, captions):
         wanted = np.array([common.key_hash(c) for c in captions], dtype=np.int64)

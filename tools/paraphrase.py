@@ -15,6 +15,7 @@ import common
 from engine.base import UserError, clean_exit, first_line, hub_reason, say
 from engine.data import data_options
 from engine.flags import OneLine
+from engine.folder import inside
 from engine.ranges import count
 
 MODEL = "tuner007/pegasus_paraphrase"
@@ -36,15 +37,12 @@ def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, devi
         return
     answers = _paraphraser(model, per_caption, device, max_tokens)
     from tqdm import tqdm
-    try:
-        with open(path, "a", encoding="utf8") as f:
-            for i in tqdm(range(0, len(todo), batch), desc="paraphrases", unit="batch"):
-                texts = todo[i:i + batch]
-                for text, lines in zip(texts, answers(texts), strict=True):
-                    f.write(json.dumps({"caption": text, "paraphrases": lines, "by": by}) + "\n")
-                f.flush()
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot be written ({error.strerror or error})") from error
+    with inside("--out", path), open(path, "a", encoding="utf8") as f:
+        for i in tqdm(range(0, len(todo), batch), desc="paraphrases", unit="batch"):
+            texts = todo[i:i + batch]
+            for text, lines in zip(texts, answers(texts), strict=True):
+                f.write(json.dumps({"caption": text, "paraphrases": lines, "by": by}) + "\n")
+            f.flush()
 
 
 def _finished(path, by, per_caption):
