@@ -1,11 +1,11 @@
 """Errors that a user can mend, printing, files, and work with several processes: every other file imports this one."""
 
+import atexit
 import contextlib
 import errno
 import functools
 import hashlib
 import json
-import math
 import os
 import re
 import signal
@@ -109,17 +109,21 @@ def over_nccl():
     return dist.is_initialized() and "nccl" in dist.get_backend()
 
 
-def leave_processes(failed=0):
-    """Closes the process group: left open, gloo's threads sometimes abort the interpreter (exit code -6).
+def leave_processes(code=0):
+    """Ends one of several processes here, before the end of the interpreter: gloo's threads, which can outlive their
+    group, sometimes abort it there (exit code -6). Does nothing in a process that is alone.
 
-    failed: the exit code of a process that fails, perhaps alone. To close, NCCL would finish what is in flight, where
-    the others wait for this process for up to half an hour. It exits at once instead, and the launcher ends them."""
-    if failed and over_nccl():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(failed)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    code: its exit code. One that fails, perhaps alone, does not close NCCL, which would first finish what is in flight,
+    where the others wait for this process for up to half an hour. The launcher ends them."""
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        return
+    if not (code and over_nccl()):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        atexit._run_exitfuncs()  # loaders' workers end, temporary folders go
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def say_error(words):
@@ -135,7 +139,8 @@ def say_error(words):
 
 @contextlib.contextmanager
 def clean_exit():
-    """Entry point: a UserError becomes one line from the main process and exit code 2; the process group is closed."""
+    """Entry point: a UserError becomes one line from the main process and exit code 2; one of several processes ends
+    here."""
     if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"}:
         end_with_parent(signal.SIGTERM)  # `accelerate launch` of one process passes on no signal
     try:
@@ -153,8 +158,8 @@ def clean_exit():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's handler: workers may end now
         leave_processes(2)
         sys.exit(2)
-    except SystemExit:  # a signal, after its checkpoint
-        leave_processes()
+    except SystemExit as end:  # a signal, after its checkpoint; a word on the command line
+        leave_processes(end.code or 0)
         raise
     except KeyboardInterrupt:  # before the loop, or a second one
         print("stopped", file=sys.stderr, flush=True)
@@ -318,29 +323,6 @@ def gather_objects(value):
     values = [None] * world()
     dist.all_gather_object(values, value)
     return values
-
-
-def gather_rows(rows, device, piece=2**26):
-    """The float32 rows (n, ...) of the processes that have some (the others: None), on the CPU: a list. Collective.
-
-    piece: bytes of each process that pass through the device at a time: all rows may be more than its memory."""
-    if world() == 1:
-        return [] if rows is None else [rows]
-    shapes = gather_objects(None if rows is None else tuple(rows.shape))
-    counts, of_row = [shape[0] if shape else 0 for shape in shapes], next((s[1:] for s in shapes if s), (0,))
-    if not math.prod(of_row):
-        return [torch.zeros(shape) for shape in shapes if shape]
-    step, found = max(1, piece // (4 * math.prod(of_row))), [[] for _ in counts]
-    for start in range(0, max(counts), step):
-        part = torch.zeros(min(step, max(counts) - start), *of_row, device=device)       # (s, ...), padded
-        if rows is not None:
-            mine = rows[start:start + step]
-            part[:len(mine)] = mine
-        parts = [torch.empty_like(part) for _ in counts]
-        dist.all_gather(parts, part)
-        for of, n, got in zip(found, counts, parts):
-            of.append(got[:max(0, n - start)].cpu())
-    return [torch.cat(of) for of, shape in zip(found, shapes) if shape]
 
 
 def on_main(work, *args):

@@ -64,7 +64,7 @@ def main_first(work, done):
     if rank() == 0:
         try:
             work()
-        except Exception as error:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 begun = failed.with_suffix(".failing")  # renamed when complete: the others read it at once
                 begun.write_text(own_words(error), encoding="utf8")
@@ -73,6 +73,10 @@ def main_first(work, done):
     while rank() and not Path(done).exists():
         if failed.exists():
             raise UserError(failed.read_text(encoding="utf8"))
+        try:  # the store is in the main process, or in a launcher, which ends us when that one is gone
+            dist.distributed_c10d._get_default_store().check(["main"])
+        except RuntimeError as error:
+            raise UserError(f"the main process ended before it had written {done}") from error
         time.sleep(0.2)
     barrier()
 

@@ -6,7 +6,7 @@ temperature_schedules.py uses it to evaluate as its authors do; the other script
 import dataclasses
 
 import common
-from engine.base import UserError, on_card, say, with_place
+from engine.base import UserError, lost_another, on_card, say, with_place
 
 import numpy as np
 import torch
@@ -125,6 +125,8 @@ class ClassEvaluator:
         try:
             return tuple({name: part} for part in self._evaluate(split))
         except (UserError, ValueError, RuntimeError, OSError) as error:
+            if lost_another(error):
+                raise
             self.errors[f"{name}/{split}"] = with_place(error)
             say(f"evaluation of {name} ({split}) failed and is left out: {with_place(error)}")
             return {}, {}, {}

@@ -1,12 +1,14 @@
 """Embeddings of a whole data set. The processes share the work, and each item is encoded once."""
 
 import functools
+import math
 
 import common
 from engine import CORES, base
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from evaluation.metrics import NotFinite
 
@@ -61,6 +63,29 @@ def together(work, *args, **more):
     return found
 
 
+def gather_rows(rows, device, piece=2**26):
+    """The float32 rows (n, ...) of the processes that have some (the others: None), on the CPU: a list. Collective.
+
+    piece: bytes of each process that pass through the device at a time: all rows may be more than its memory."""
+    if base.world() == 1:
+        return [] if rows is None else [rows]
+    shapes = base.gather_objects(None if rows is None else tuple(rows.shape))
+    counts, of_row = [shape[0] if shape else 0 for shape in shapes], next((s[1:] for s in shapes if s), (0,))
+    if not math.prod(of_row):
+        return [torch.zeros(shape) for shape in shapes if shape]
+    step = min(max(counts), max(1, piece // (4 * math.prod(of_row))))
+    part, *parts = together(torch.zeros, len(counts) + 1, step, *of_row, device=device)  # (s, ...) each, padded
+    found = [[] for _ in counts]
+    for start in range(0, max(counts), step):
+        if rows is not None:
+            mine = rows[start:start + step]
+            part[:len(mine)] = mine
+        dist.all_gather(parts, part)
+        for of, n, got in zip(found, counts, parts):
+            of.append(got[:max(0, n - start)].to("cpu", copy=True))
+    return [torch.cat(of) for of, shape in zip(found, shapes) if shape]
+
+
 @torch.no_grad()
 def encode_images(model, data, transform, device, batch=256, workers=0, rows=None, forward=None):
     """Embeddings of a data set's images or clips, each encoded once. batch: number of images, or of frames of clips.
@@ -100,7 +125,7 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
         first = next((f", first {key}: {why}" for p in parts for key, why in p[1].items()), "")
         raise base.UserError(f"{data.name} ({data.split}): none of its {len(rows)} images can be read{first}")
     order = np.argsort(index)
-    image, features = (torch.cat(base.gather_rows(torch.cat(x) if x else None, device))[order]
+    image, features = (torch.cat(gather_rows(torch.cat(x) if x else None, device))[order]
                        for x in (image, features))
     return index[order], image, features, {k: v for p in parts for k, v in p[1].items()}
 
@@ -123,7 +148,7 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
     parts = base.gather_objects((np.array(mine, dtype=np.int64), failure))
     _raise_first(p[1] for p in parts)
     order = np.argsort(np.concatenate([p[0] for p in parts]))
-    return torch.cat(base.gather_rows(torch.cat(out) if out else None, device))[order]
+    return torch.cat(gather_rows(torch.cat(out) if out else None, device))[order]
 
 
 def say_unreadable(data, bad):

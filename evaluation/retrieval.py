@@ -7,7 +7,7 @@ by relevancy, answers.py answers to questions; metrics.py has the pure metrics.
 import math
 
 import common
-from engine.base import UserError, on_card, say, with_place
+from engine.base import UserError, lost_another, on_card, say, with_place
 
 import numpy as np
 import torch
@@ -157,6 +157,8 @@ class Evaluator:
                 found |= together(self.also, piece) if self.also else {}
                 metrics[name], chance[name], pieces[name] = found, by_chance, piece
             except (UserError, ValueError, RuntimeError, OSError) as error:
+                if lost_another(error):
+                    raise
                 self.errors[f"{name}/{split}"] = with_place(error)
                 say(f"evaluation of {name} ({split}) failed and is left out: {with_place(error)}")
         return metrics, chance, pieces

@@ -1,5 +1,6 @@
 """Runs of the scripts in processes of their own, which a server with all imports done forks: half a second, not six."""
 
+import faulthandler
 import functools
 import importlib
 import multiprocessing
@@ -116,6 +117,7 @@ def _run(script, flags, log, environment, hold):
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    faulthandler.dump_traceback_later(540, file=sys.stderr)  # to the log, of a run that `finish` will kill
     os.environ.update(environment)
     sys.path.insert(0, str(Path(script).parent))
     script = Path(script).stem

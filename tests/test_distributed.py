@@ -32,7 +32,7 @@ import launch
 import mmts
 import ncl
 import temo
-from evaluation.embed import encode_images
+from evaluation.embed import encode_images, gather_rows
 from helpers import write_captions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -514,13 +514,38 @@ def test_rows_of_all_processes_in_pieces(tmp_path):
         engine.processes.join_processes(Namespace(cpu=True))
         mine = torch.arange(15.0).view(5, 3) if rank else torch.ones(2, 3)
         for rows in (mine, mine if rank else None, mine[:, :0], None):
-            found = engine.base.gather_rows(rows, torch.device("cpu"), piece=24)  # two rows
+            found = gather_rows(rows, torch.device("cpu"), piece=24)  # two rows
             print([x.tolist() for x in found], file=sys.stderr)
 
     full = torch.arange(15.0).view(5, 3).tolist()
     lines = [str(x) for x in ([[[1.0] * 3] * 2, full], [full], [[[], []], [[]] * 5], [])]
     for code, words in launch.ranks(tmp_path, work):
         assert code == 0 and words.splitlines() == lines, words
+
+
+def test_rows_without_room_on_one_process_fail_on_all(tmp_path):
+    """They then go on together to the next exchange."""
+    def work(rank):
+        engine.processes.join_processes(Namespace(cpu=True))
+        made = torch.zeros
+
+        def no_room(*shape, **how):
+            if shape == (3, 2, 3) and rank:
+                raise torch.OutOfMemoryError("no room")
+            return made(*shape, **how)
+        torch.zeros = no_room
+        with pytest.raises(RuntimeError, match="OutOfMemoryError: no room"):
+            gather_rows(torch.ones(2, 3), torch.device("cpu"))
+        print([x.tolist() for x in gather_rows(torch.ones(1, 1), torch.device("cpu"))], file=sys.stderr)
+    assert launch.ranks(tmp_path, work) == [(0, "[[[1.0]], [[1.0]]]\n")] * 2
+
+
+def test_a_main_process_that_is_killed_is_not_waited_for(tmp_path):
+    def work(rank):
+        engine.processes.join_processes(Namespace(cpu=True))
+        engine.processes.main_first(lambda: os._exit(9), tmp_path / "done.json")
+    (killed, _), (code, words) = launch.ranks(tmp_path, work)
+    assert (killed, code) == (9, 2) and f"the main process ended before it had written {tmp_path}/done.json" in words
 
 
 def test_workers_change_nothing(runs, tmp_path):
