@@ -739,16 +739,17 @@ def test_figures_have_a_fork_s_schedule(tmp_path, monkeypatch, pictures):
     for name, script in (("ours", ts), ("fork", own)):
         drawn = []
         monkeypatch.setattr(figures.ts, "save_figure", lambda *args, drawn=drawn: drawn.append(args))
-        flags = "--imbalance-ratio 50 --eval-every 2 --max-steps 4 --period 0.1".split()
+        flags = "--imbalance-ratio 50 --eval-every 2 --max-steps 4 --period 3 --batch-size 860 --image-size 12".split()
         run_script(script, tmp_path / name, *SMALL, *flags, pictures=True)
-        used = [row["tau"] for row in steps(tmp_path / name)]
+        used = {row["epoch"]: row["tau"] for row in steps(tmp_path / name)}
         stairs, = helpers.panel(drawn, "and coverage of the sphere").patches
         beside, = (ax for ax in helpers.panel(drawn, "(Fig. 4)").figure.axes if ax.get_ylabel() == "tau")
         line, = beside.lines
-        grid = np.linspace(0, 0.1, 101)
-        assert used == [used[0]] * 4 and list(stairs.get_data().values) == used[:1]  # all of the first epoch
-        of_script = 0.3 + grid / 100 if script is own else 0.55 + 0.45 * np.cos(2 * np.pi * grid / 0.1)
-        assert used[0] == pytest.approx(of_script[0]) and line.get_ydata() == pytest.approx(of_script)
+        epochs = np.arange(len(used))
+        assert len(used) > 1 and list(stairs.get_data().values) == list(line.get_ydata()) == list(used.values())
+        assert list(line.get_xdata()) == list(epochs % 3 / 3)
+        of_script = 0.3 + epochs / 100 if script is own else 0.55 + 0.45 * np.cos(2 * np.pi * epochs / 3)
+        assert list(used.values()) == pytest.approx(of_script)
 
 
 @pytest.mark.parametrize("schedule, period, warned", [("cos", 3, True), ("cos", 4, False), ("oscillating", 2, True),
