@@ -519,6 +519,7 @@ def _sharpened(plane, ratio):
 
 
 def luma(x):
+    """Brightness of RGB images by ITU-R 601, (..., 3, H, W) -> (..., 1, H, W)."""
     r, g, b = x.unbind(-3)
     return (GREY[0] * r + GREY[1] * g + GREY[2] * b).unsqueeze(-3)
 

@@ -109,18 +109,18 @@ def over_nccl():
     return dist.is_initialized() and "nccl" in dist.get_backend()
 
 
-def leave_processes(code=0):
+def leave_processes(code=0, alone=False):
     """Ends one of several processes here, before the end of the interpreter: gloo's threads, which can outlive their
-    group, sometimes abort it there (exit code -6). Does nothing in a process that is alone.
+    group, sometimes abort it there (exit code -6). Does nothing in a process that is the only one.
 
-    code: its exit code. One that fails, perhaps alone, does not close NCCL, which would first finish what is in flight,
-    where the others wait for this process for up to half an hour. The launcher ends them."""
+    code: its exit code.   alone: whether it fails, perhaps without the others. It then does not close NCCL, which would
+    first finish what is in flight, where the others wait for it for up to half an hour. The launcher ends them."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         return
-    if not (code and over_nccl()):
+    if not (alone and over_nccl()):
         if dist.is_initialized():
             dist.destroy_process_group()
-        atexit._run_exitfuncs()  # loaders' workers end, temporary folders go
+        atexit._run_exitfuncs()  # loaders' workers end, trackers close, temporary folders go
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -150,20 +150,21 @@ def clean_exit():
         if not words:
             if over_nccl():
                 sys.excepthook(*sys.exc_info())
-                leave_processes(1)
+                leave_processes(1, alone=True)
             raise
         say_error(words)
         sys.unraisablehook = lambda _: None  # ignore errors while the process ends (a loader's __del__)
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's handler: workers may end now
-        leave_processes(2)
+        leave_processes(2, alone=True)
         sys.exit(2)
     except SystemExit as end:  # a signal, after its checkpoint; a word on the command line
-        leave_processes(end.code or 0)
+        if not isinstance(end.code, str):  # Python prints a text
+            leave_processes(end.code or 0)
         raise
     except KeyboardInterrupt:  # before the loop, or a second one
         print("stopped", file=sys.stderr, flush=True)
-        leave_processes(128 + signal.SIGINT)
+        leave_processes(128 + signal.SIGINT, alone=True)
         sys.exit(128 + signal.SIGINT)
     leave_processes()
 

@@ -73,7 +73,7 @@ def gather_rows(rows, device, piece=2**26):
     counts, of_row = [shape[0] if shape else 0 for shape in shapes], next((s[1:] for s in shapes if s), (0,))
     if not math.prod(of_row):
         return [torch.zeros(shape) for shape in shapes if shape]
-    step = min(max(counts), max(1, piece // (4 * math.prod(of_row))))
+    step = max(1, min(max(counts), piece // (4 * math.prod(of_row))))
     part, *parts = together(torch.zeros, len(counts) + 1, step, *of_row, device=device)  # (s, ...) each, padded
     found = [[] for _ in counts]
     for start in range(0, max(counts), step):
