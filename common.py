@@ -297,6 +297,16 @@ class Chunks:
         self.embeddings = tuple(torch.cat(e).detach().requires_grad_() for e in zip(*parts))  # (B, D) each
         return self.embeddings
 
+    @torch.no_grad()
+    def encode_without_gradient(self, inputs):
+        """As encode, for what only serves as a candidate: nothing learns from it, and nothing is kept for backward."""
+        from accelerate.utils import find_batch_size, slice_tensors
+        B = find_batch_size(inputs)
+        step = self.chunk or B
+        with self.fast():
+            parts = [self.function(slice_tensors(inputs, slice(i, i + step))) for i in range(0, B, step)]
+        return tuple(torch.cat(e) for e in zip(*parts))                    # (B, D) each
+
     def backward(self, loss):
         """Fill .grad of the model's parameters (and of the loss's own) for a loss of the last `encode`'s embeddings."""
         self.on_the_way_back = self.tf32
@@ -595,36 +605,9 @@ def _resize_weights(start, length, size, side):
 
 
 # ======================================================= text =======================================================
-def drop_and_swap(text, u, drop=0.1, swap=0.1):
-    """Word dropout and one swap of neighbours, from draws u (>= 16,): a poor man's paraphrase. Never an empty text."""
-    words = text.split()
-    kept = [w for i, w in enumerate(words) if u[2 + i % (len(u) - 2)] >= drop] or words[:1]
-    if len(kept) > 1 and u[0] < swap * len(kept):
-        i = int(u[1] * (len(kept) - 1))
-        kept[i], kept[i + 1] = kept[i + 1], kept[i]
-    return " ".join(kept)
-
-
-def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, second=True):
-    """Pick T and its other view T~ for a batch.
-
-    Args: captions: B lists of str; u (B, 32) draws; paraphrases: a Paraphrases or None; templates: formats such as
-        "a drawing of {}". T~ is a paraphrase from the file, else a template around any caption, else another caption,
-        else word dropout and swap.
-    Returns: two lists of B str (the second is empty when `second` is False).
-    """
-    first = [c[int(r[0] * len(c))] for c, r in zip(captions, u)]
-    if not second:
-        return first, []
-    known = paraphrases.get(first) if paraphrases else [[]] * len(first)
-    other = []
-    for text, options, all_captions, r in zip(first, known, captions, u):
-        if not options and templates:
-            options = [t.format(c) for c in all_captions for t in templates]
-        if not options:
-            options = [c for c in all_captions if c != text]
-        other.append(options[int(r[1] * len(options))] if options else drop_and_swap(text, r[2:], drop, swap))
-    return first, other
+def pick(captions, u):
+    """One caption of each example, by its draws: captions: B lists of str; u (B, >= 1) in 0..1 -> B str."""
+    return [c[int(r[0] * len(c))] for c, r in zip(captions, u)]
 
 
 # ===================================================== encoders =====================================================

@@ -102,6 +102,9 @@ def parse_args(argv=None):
     g.add_argument("--tasks", nargs="+", choices=list(TASKS), default=[],
                    help="what to measure; tasks that a set does not support are left out, with the reason; none = "
                         "retrieval, knn and gap; zero-shot for temo-17; qa for a model that answers questions")
+    g.add_argument("--knn-features", choices=["projected", "backbone"], default="",
+                   help="features of the nearest neighbours: after the projection (TeMo's code) or before it; empty = "
+                        "as the run, else projected (a pair by name: backbone, its projection is random)")
     g.add_argument("--knn-k", type=count, nargs="+", default=[1, 10], help="neighbours")
     g.add_argument("--few-shot", type=whole, default=0, help="images per class, few-shot probe; 0 = the smallest class")
     g.add_argument("--seed", type=int, default=42, help="seed of the few-shot draw; TS authors: 42")
@@ -152,7 +155,7 @@ def parse_args(argv=None):
     seventeen = any(word.partition("=")[0] == SEVENTEEN for word in args.datasets)
     args.tasks = args.tasks or (["zero-shot"] if seventeen else [])         # else by the model, when it is open
     p.only("probe" in args.tasks, "with --tasks probe", "--few-shot")
-    p.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-k")
+    p.only(not args.tasks or "knn" in args.tasks, "with --tasks knn", "--knn-k", "--knn-features")
     return args
 
 

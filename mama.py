@@ -625,7 +625,7 @@ def inputs_of(batch, tokenizer, device, data=None, questions=None):
     asked = {}
     if questions:
         asked = answers.inputs(data, batch["rows"], tokenizer, questions["answers"], device, questions["model"])
-    texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
+    texts = common.pick(batch["captions"], batch["draws"])
     return {"pixels": batch["views"][0], "tokens": {k: v.to(device) for k, v in tokenizer(texts).items()}} | asked
 
 

@@ -419,7 +419,7 @@ def main(args):
     run.begin(evaluator, guess, banner_lines(clusters, shifts, run.total, period, args))
     for batch in batches:
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
+        texts = common.pick(batch["captions"], batch["draws"])
         tokens = {k: v.to(run.device) for k, v in tokenizer(texts).items()}             # (B, L)
         image, text = chunks.encode({"pixels": batch["views"][0], "tokens": tokens})    # (B, D) each
 

@@ -392,7 +392,7 @@ def main(args):
         write_tensors(run.folder / "embeddings_before.safetensors", start)
     for batch in batches:
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        texts, _ = common.text_pair(batch["captions"], batch["draws"], second=False)
+        texts = common.pick(batch["captions"], batch["draws"])
         tokens = {k: v.to(run.device) for k, v in tokenizer(texts).items()}             # (B, L)
         inputs = {"pixels": batch["views"][0], "tokens": tokens}           # (B, [T,] 3, S, S), (B, L)
         video, text = chunks.encode(inputs)                                # (B, D) each

@@ -5,13 +5,13 @@ image-text InfoNCE, at a low fixed temperature, pushes all negatives apart. In t
 similarity matrix has its own temperature, which grows with the pair's similarity, so that similar items are pushed
 apart less: one loss between the modalities and one within each. A quadratic schedule moves the weight from InfoNCE to
 these losses during training: coarse separation first, local structure later. There are no additional parameters or
-heads; the encoders see each example twice.
+heads; I~ and T~ are encoded without gradient, so that only the anchors learn from them.
 
 Equations, s_ij = cosine, rows = anchors, all candidates of the global batch in the denominator (t = step / steps):
     (1)  I(x_a, X; tau) = -log( exp(s_ap / tau_ap) / sum_k exp(s_ak / tau_ak) )          info_nce
     (2)  L_I2I~ = 1/N sum_i I(I_i, I~; tau),  the same for texts                         info_nce
     (3)  L_MM = 1/2 [ 1/N sum_i I(I_i, T; tau) + 1/N sum_i I(T_i, I; tau) ]              multimodal_loss
-    (4)  tau_ij = lambda(x_i, y_j) = tau_min + tau_alpha sqrt(s_ij)                      modulated_temperature
+    (4)  tau_ij = lambda(x_i, y_j) = tau_min + tau_alpha sqrt((1 + s_ij) / 2)            modulated_temperature
     (5)  L_M-I2I, L_M-T2T: (2) with tau_ij from (4), anchors I (T), candidates I~ (T~)   modulated_loss
     (6)  L_M-I2T, L_M-T2I: one direction of (3) with tau_ij from (4)                     modulated_loss
     (7)  L_M-MM = 1/2 (L_M-I2T + L_M-T2I)                                                modulated_multimodal_loss
@@ -19,46 +19,60 @@ Equations, s_ij = cosine, rows = anchors, all candidates of the global batch in 
 
     symbol          variable                  shape     unit and paper value
     I, T            image, text               (B, D)    this process's embeddings, normalised inside the losses
-    I~, T~          image_aug, text_aug       (B, D)    SimCLR-like view; paraphrase
+    I~, T~          image_aug, text_aug       (B, D)    a second draw of I's view; a paraphrase; no gradient
     tau             tau                       ()        divides the cosine; 0.01
-    tau_ij          tau                       (B, N)    tau_min .. tau_min + tau_alpha = 0.01 .. 0.05
+    tau_ij          tau                       (B, N)    0.01 at s = -1, 0.038 at 0, 0.05 at 1
     tau_min         tau_min                   ()        0.01         tau_alpha  tau_alpha  ()  0.04
     t               progress                  ()        0..1, optimiser step / all steps
 
 Commands:
     accelerate launch temo.py                                    # emoji, three minutes on two CPU cores
     accelerate launch temo.py --dataset cc3m --paraphrases p.jsonl  # the paper's run, ResNet-50 + DistilBERT
-    accelerate launch temo.py --dataset cc3m --image-encoder vit_base_patch16_224.augreg_in1k --chunk-size 64
+    accelerate launch temo.py --dataset cc3m --image-encoder vit_base_patch16_224.augreg_in21k_ft_in1k --chunk-size 64
+    accelerate launch temo.py --dataset cc3m --row e             # a row of Table 3, with its learning rate
     accelerate launch temo.py --dataset captions.csv             # own data: columns image, caption
     python temo.py --loss infonce                                # a baseline: ts, dystress[-shifted], cwcl, slip
 
 The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs
 comparable and reproducible; a fork edits METHOD, the flags of the method group, and the loss in the loop.
 
-Differences from the paper (there is no authors' code), and what it leaves open:
- 1. Eq. 3 as printed sums an average again; we follow Algorithm 1: 1/2 (L_I2T + L_T2I), each a mean over the batch.
- 2. In Eq. 4 a cosine may be negative: tau_ij = tau_min there. The root's argument is at least 1e-8 (finite gradients).
- 3. The paper does not say whether a gradient flows through tau_ij. We read "as a proxy" as no: it is detached by
-    default; --no-detach-tau lets it flow. --loss dystress[-shifted] follows the same flag.
- 4. The augmentation of images is not given. We take SimCLR's (SLIP's) values, with a flag for each strength. I itself
-    has the view of the base code: the CC3M trainer's, and for CC12M SLIP's, which does not mirror images.
- 5. Without --paraphrases T~ is another caption, a template (emoji) or word dropout and swap; the banner says which.
- 6. The learning rate's cosine is per step, the CC3M trainer's per epoch. It tests its best epoch; here it is the last.
- 7. Crops are antialiased bilinear (CC3M trainer: bicubic); RandAugment is torchvision's, on the trainer's operations.
- 8. Appendix F does not say in which losses the experts set temperatures. Table 10's numbers are near Table 7's rows
-    without unimodal losses (CIFAR10 51 to 55; with them 61 to 64), so an expert sets the tau_ij of L_M-MM, in both
-    directions, by its cosines among I (among T). Our reading: two experts give the mean of their temperatures. For the
-    tables use --unimodal none. --expert-serves unimodal is the other reading: experts set tau of L_M-I2I and L_M-T2T.
- 9. --loss slip has LayerNorm instead of BatchNorm in its head: results do not depend on processes and chunks.
-10. Our readings: dystress has TeMo's range of tau; its shifted form, which is not printed, has (1 + s) / 2 in place of
-    s; CWCL's weights are the cosines of the trained images, detached.
-11. CC12M follows SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr.".
-12. Table 3: 0.5 and 0.5 are given for rows d and f; that row c has them too (--blend fixed) is our reading.
-13. Sections 1, 4.2 and 5 describe the schedule as fine to coarse; Section 3 and App. I, as here, as coarse to fine.
-14. Misprints: Table 1's caption swaps TR and IR (IR is text -> image); Table 7's row 3 (our c) lacks the tick of Base;
+The default is what made the paper's tables: public development code, whose kNN values are the paper's. Where it and the
+paper's text differ, or both leave something open:
+ 1. Eq. 4 is printed as tau_min + tau_alpha sqrt(s), for similarities in 0..1. In the code they are (1 + cosine) / 2:
+    an unrelated pair has 0.038, not 0.010. --similarity cosine is the other reading: the bare cosine, 0 where it is
+    negative. The root's argument is at least 1e-8 (finite gradients).
+ 2. The paper does not say whether a gradient flows through tau_ij. In the code it does, for DySTreSS too;
+    --detach-tau stops it.
+ 3. The paper does not say that I~ and T~ have no gradient. In the CC3M code they have none, and BatchNorm sees them in
+    a forward of their own; --grad-augmented is the other reading, and CC12M's default, as in its code.
+ 4. The paper does not say how I~ is made. CC3M code: a second draw of I's own transform (--image-aug same). CC12M code:
+    SimCLR's view (simclr), whose strengths are flags; a version of it has a crop alone (crop).
+ 5. With --paraphrases and unimodal losses T itself is drawn from the caption and its paraphrases, T~ from the
+    paraphrases (CC3M code); --no-paraphrase-anchor: T is the caption (the paper's words, CC12M code). Without
+    --paraphrases T is the caption, and T~ another caption, a template (emoji) or word dropout and swap: ours.
+ 6. "The same optimization settings" (Section 4) are not the code's: rows a, b, d, e, InfoNCE and TS have lr 8e-4, rows
+    c, f, g and DySTreSS 2e-4, and row b has tau_alpha 0.05. --row chooses all of it. CWCL's and SLIP's 8e-4 are ours.
+    On CC12M InfoNCE has 5e-4 and decay 0.5, SLIP and rows with unimodal losses 3e-3 and 0.1: SLIP's values; no run of
+    TeMo there is public.
+ 7. "Pre-trained on ImageNet-1k" are timm's resnet50.a1_in1k at 256 px and, at 224 px, a ViT-B/16 that saw ImageNet-21k
+    before (augreg_in21k_ft_in1k).
+ 8. Eq. 3 as printed sums an average again; we follow Algorithm 1: 1/2 (L_I2T + L_T2I), each a mean over the batch.
+ 9. The code's learning rate is constant within an epoch and its warm-up of 2,000 steps stops after the first 1,400;
+    here both follow the step. It trains in fp16, here bf16; it draws CC3M's shards with replacement, here is an order;
+    it tests the epoch that is best on COCO's val, here the last. Its BatchNorm sees one card, here all.
+10. Crops are antialiased bilinear (code: bicubic); RandAugment is torchvision's, on the code's operations.
+11. Experts (App. F) are not the paper's words: L = L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T), where tau^I
+    (tau^T) is Eq. 4 on an image (text) expert's cosines, constant over the run. The weights are those of two runs, 0.6
+    and 0.4. The code takes DINOv2's class token, the paper the mean of its patches (--expert-pooling).
+12. --loss slip has LayerNorm instead of BatchNorm in its head: results do not depend on processes and chunks.
+13. DySTreSS has tau 0.01 to 0.04 and its shifted form is the code's. CWCL has no public code: its weights are the
+    cosines of the trained images, detached, and tau Table 1's 0.05.
+14. CC12M follows SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr.".
+15. Sections 1, 4.2 and 5 describe the schedule as fine to coarse; Section 3 and App. I, as here, as coarse to fine.
+16. Misprints: Table 1's caption swaps TR and IR (IR is text -> image); Table 7's row 3 (our c) lacks the tick of Base;
     row e has other numbers in Table 6 than in Table 3; SLIP's Top-3 on CC12M in Table 5 is TeMo's (Table 2: 59.42).
-15. Fig. 7 is zero-shot ImageNet during training. Here: zero-shot by class names on each set of --eval-datasets with
-    classes and no captions, during training if it has a val split (ImageNet, first WordNet names: --hold-out-val).
+17. Fig. 7 is zero-shot ImageNet during training. Here: zero-shot by prompts on each set of --eval-datasets with classes
+    and no captions, during training if it has a val split (ImageNet, first WordNet names: --hold-out-val).
 """
 
 import argparse
@@ -78,11 +92,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from encoders.frozen import Expert
-from evaluation.by_class import with_class
+from evaluation.by_class import with_class, zero_shot_metrics
 from evaluation.embed import encode_texts
 from evaluation.retrieval import Evaluator
 from figures.temo import draw
-from sets.paraphrases import Paraphrases
+from sets.paraphrases import Paraphrases, text_pair
 
 
 # ======================================================= METHOD ======================================================
@@ -113,39 +127,38 @@ def multimodal_loss(image, text, tau, block=0):
 
 
 def modulated_temperature(sim, tau_min=0.01, tau_alpha=0.04):
-    """tau_ij = tau_min + tau_alpha sqrt(sim_ij) (Eq. 4): similar pairs get a higher temperature and are pushed less.
+    """tau_ij = tau_min + tau_alpha sqrt((1 + sim_ij) / 2) (Eq. 4): similar pairs get a higher temperature.
 
     Args: sim: cosines, any shape.   tau_min > 0, tau_alpha >= 0.
-    Returns: temperatures of sim's shape; exactly tau_min where sim <= 0; the gradient is finite everywhere.
+    Returns: temperatures of sim's shape, which divide the cosine; the gradient is finite everywhere.
     """
-    alike = sim > 0
-    root = torch.where(alike, sim, torch.ones_like(sim)).clamp(min=1e-8).sqrt()  # two wheres: no gradient of sqrt(0)
-    return tau_min + tau_alpha * torch.where(alike, root, torch.zeros_like(sim))
+    return tau_min + tau_alpha * ((1 + sim) / 2).clamp(min=1e-8).sqrt()
 
 
-def modulated_loss(anchor, candidates, tau_min, tau_alpha, detach=True, block=0, tau=None):
+def pair_temperature(sim, loss="temo", tau_min=0.01, tau_alpha=0.04, detach=False, similarity="shifted"):
+    """tau_ij of --loss temo or dystress[-shifted] from cosines of any shape: for the loss, its log and its pictures.
+
+    detach: no gradient through tau_ij.   similarity: 'cosine' is Eq. 4 on the bare cosine, 0 where it is negative."""
+    sim = sim.detach() if detach else sim
+    if loss == "temo":                                                     # (1 + .) / 2 of the second is the cosine
+        return modulated_temperature(2 * sim.clamp(min=0) - 1 if similarity == "cosine" else sim, tau_min, tau_alpha)
+    return dystress_temperature(sim, tau_min, tau_min + tau_alpha, loss == "dystress-shifted")
+
+
+def modulated_loss(anchor, candidates, tau_min, tau_alpha, detach=False, similarity="shifted", block=0):
     """One direction of InfoNCE with modulated temperatures (Eqs. 5 and 6): L_M-I2I, L_M-T2T, L_M-I2T or L_M-T2I.
 
-    Args: as in info_nce; detach: no gradient through tau_ij; tau: (B, N) temperatures of an expert, used instead.
-    Returns: scalar fp32 (float64 stays).
+    Args: as in info_nce and pair_temperature.   Returns: scalar fp32 (float64 stays).
     """
-    one_number(tau_min, "tau_min")
-    def modulate(sim):                                                     # (b, N) -> (b, N)
-        return modulated_temperature(sim.detach() if detach else sim, tau_min, tau_alpha)
-    return info_nce(anchor, candidates, modulate if tau is None else tau, block)
+    tau_of = functools.partial(pair_temperature, tau_min=one_number(tau_min, "tau_min"), tau_alpha=tau_alpha,
+                               detach=detach, similarity=similarity)       # (b, N) -> (b, N)
+    return info_nce(anchor, candidates, tau_of, block)
 
 
-def modulated_multimodal_loss(image, text, tau_min, tau_alpha, detach=True, block=0, tau=None):
-    """L_M-MM (Eq. 7): mean of both directions; the temperatures of one are the transpose of the other's.
-
-    tau: (B, N) temperatures of an expert for both, rows of a symmetric matrix (of its cosines among I or T)."""
-    image_to_text = modulated_loss(image, text, tau_min, tau_alpha, detach, block, tau)
-    return (image_to_text + modulated_loss(text, image, tau_min, tau_alpha, detach, block, tau)) / 2
-
-
-def expert_temperature(anchor, candidates, tau_min=0.01, tau_alpha=0.04):
-    """Eq. 4 on the cosines of an expert's unit features (App. F): (B, width), (B, width) -> (B, N), no gradient."""
-    return modulated_temperature(anchor @ gather(candidates).T, tau_min, tau_alpha)
+def modulated_multimodal_loss(image, text, tau_min, tau_alpha, **more):
+    """L_M-MM (Eq. 7): mean of both directions; the temperatures of one are the transpose of the other's."""
+    image_to_text = modulated_loss(image, text, tau_min, tau_alpha, **more)
+    return (image_to_text + modulated_loss(text, image, tau_min, tau_alpha, **more)) / 2
 
 
 def blend_weights(progress, blend="quadratic", base=True, others=True):
@@ -155,21 +168,20 @@ def blend_weights(progress, blend="quadratic", base=True, others=True):
     return {"quadratic": ((1 - progress) ** 2, progress ** 2), "fixed": (0.5, 0.5)}[blend]
 
 
-def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alpha=0.04, detach=True, block=0,
-               image_tau=None, text_tau=None, multimodal_tau=None, names=("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T")):
+def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alpha=0.04, detach=False,
+               similarity="shifted", block=0, names=("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T")):
     """The terms of Eq. 8 under their names in the paper: {name: scalar fp32 (float64 stays)}.
 
     Args:
         image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ of this process.   tau: temperature of L_MM.
-        tau_min, tau_alpha: Eq. 4.   detach, block: as modulated_loss.
-        multimodal_tau, image_tau, text_tau: (B, N) temperatures of experts for L_M-MM, L_M-I2I, L_M-T2T (App. F).
+        tau_min, tau_alpha: Eq. 4.   detach, similarity, block: as modulated_loss.
         names: the terms to compute, in this order; also L_I2I and L_T2T (Eq. 2, at tau).
     """
-    modulation = tau_min, tau_alpha, detach, block
+    eq_4 = dict(tau_min=tau_min, tau_alpha=tau_alpha, detach=detach, similarity=similarity, block=block)
     terms = {"L_MM": lambda: multimodal_loss(image, text, tau, block),
-             "L_M-MM": lambda: modulated_multimodal_loss(image, text, *modulation, multimodal_tau),
-             "L_M-I2I": lambda: modulated_loss(image, image_aug, *modulation, image_tau),
-             "L_M-T2T": lambda: modulated_loss(text, text_aug, *modulation, text_tau),
+             "L_M-MM": lambda: modulated_multimodal_loss(image, text, **eq_4),
+             "L_M-I2I": lambda: modulated_loss(image, image_aug, **eq_4),
+             "L_M-T2T": lambda: modulated_loss(text, text_aug, **eq_4),
              "L_I2I": lambda: info_nce(image, image_aug, tau, block),
              "L_T2T": lambda: info_nce(text, text_aug, tau, block)}
     return {name: terms[name]() for name in names}
@@ -189,7 +201,8 @@ def temo_loss(image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01
     """L = alpha L_MM + beta (L_M-MM + L_M-I2I + L_M-T2T) (Eq. 8, Algorithm 1).
 
     Args:
-        image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ (the last two unused with unimodal='none').
+        image, text, image_aug, text_aug: (B, D) embeddings I, T, I~, T~ (the last two unused with unimodal='none';
+            encode them under torch.no_grad to do as the authors' code).
         progress: t = step / steps, 0..1.   tau, tau_min, tau_alpha, more: as temo_terms.
         base, modulated, unimodal ('none', 'plain' at tau, 'modulated'), blend: rows a-g of Table 3.
     Returns: scalar fp32 (float64 stays). A term of weight 0 is not computed.
@@ -202,18 +215,33 @@ def temo_loss(image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01
     return loss
 
 
+def expert_terms(embeddings, features, tau=0.01, tau_min=0.01, tau_alpha=0.04, block=0):
+    """The terms of the loss with experts (App. F): L_MM, and of each expert CE(X X^T / tau^X), X its modality.
+
+    Args: embeddings: {'image': I (B, D), 'text': T (B, D)}.   features: {modality: (B, width) unit features of its
+        expert}, whose cosines set tau^X by Eq. 4, without gradient.   tau: of L_MM.
+    Returns: {'L_MM', 'L_E-image', 'L_E-text': scalar fp32}; an anchor's positive is itself.
+    """
+    terms = {"L_MM": multimodal_loss(embeddings["image"], embeddings["text"], tau, block)}
+    for modality, own in features.items():
+        tau_of_expert = modulated_temperature(own @ gather(own).T, tau_min, tau_alpha).detach()          # (B, N)
+        terms[f"L_E-{modality}"] = info_nce(embeddings[modality], embeddings[modality], tau_of_expert, block)
+    return terms
+
+
 # ------------------------------------------------------- baselines ---------------------------------------------------
 def ts_temperature(progress, tau_min=0.01, tau_max=0.05, periods=5):
     """TS (Kukleva et al. 2023): tau_min + (tau_max - tau_min) (1 + cos(2 pi periods t)) / 2 for t = progress."""
     return tau_min + (tau_max - tau_min) * (1 + math.cos(2 * math.pi * periods * progress)) / 2
 
 
-def dystress_temperature(sim, tau_min=0.01, tau_max=0.05, shifted=False):
+def dystress_temperature(sim, tau_min=0.01, tau_max=0.04, shifted=False):
     """DySTreSS (Manna et al. 2025): tau_ij = tau_min + (tau_max - tau_min) (1 + cos(pi (1 + s_ij))) / 2.
 
-    tau_min at s = 0, tau_max at s = +-1; shifted: (1 + s) / 2 in place of s, so tau_min at s = -1."""
-    s = (1 + sim) / 2 if shifted else sim
-    return tau_min + (tau_max - tau_min) * (1 + torch.cos(math.pi * (1 + s))) / 2
+    tau_min at s = 0, tau_max at s = +-1. shifted: (1 + cos(pi (s - 0.4) / 0.7)) / 2 in its place, and 1 above s = 0.4:
+    tau_min at s = -0.3."""
+    phase = math.pi * (sim - 0.4).clamp(max=0) / 0.7 if shifted else math.pi * (1 + sim)
+    return tau_min + (tau_max - tau_min) * (1 + torch.cos(phase)) / 2
 
 
 @fp32
@@ -250,13 +278,6 @@ def simclr_loss(z1, z2, tau, block=0):
     return (one_way(a, all_a, all_b) + one_way(b, all_b, all_a)) / 2
 
 
-def pair_temperature(sim, loss, tau_min, tau_max, detach=True):
-    """tau_ij of --loss temo or dystress[-shifted] from cosines of any shape, for the loss, the log and Fig. 2."""
-    if loss == "temo":
-        return modulated_temperature(sim, tau_min, tau_max - tau_min)
-    return dystress_temperature(sim.detach() if detach else sim, tau_min, tau_max, loss == "dystress-shifted")
-
-
 class SlipHead(nn.Sequential):
     """SLIP's projection head of three layers, (B, width) -> (B, out), with LayerNorm instead of BatchNorm."""
 
@@ -266,27 +287,29 @@ class SlipHead(nn.Sequential):
 
 
 # ======================================================= flags =======================================================
-# Defaults by data set, one line per group. 'paper': Section 4 and the appendix; 'base code': the CC3M trainer on which
-# TeMo builds (Qiu et al. 2024) or SLIP; 'ours': tuned on the validation split. Flags override; other sets use 'own'.
+# Defaults by data set, one line per group. 'paper': Section 4 and the appendix; 'code': the public development code and
+# the trainers that it forks; 'ours': tuned on the validation split. Flags override; other sets use 'own'. What depends
+# on the loss or on the row of Table 3, such as the learning rate of cc3m and cc12m, stands in defaults_of.
 CC3M = dict(
-    recipe="paper; optimiser, views and captions from the base code",
-    image_encoder="resnet50.tv_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
+    recipe="paper; optimiser, views and captions from the code",
+    image_encoder="resnet50.a1_in1k", text_encoder="distilbert/distilbert-base-uncased", pretrained=True, embed_dim=256,
     image_size=256, image_stats="clip", eval_resize="squash", text_length=30, text_pooling="cls", clean_captions=True,
-    epochs=30.0, batch_size=2048, lr=2e-4, lr_end=1e-5, warmup_epochs=1.4,  # 2,000 steps of 1,420 an epoch
+    epochs=30.0, batch_size=2048, lr_end=1e-5, warmup_epochs=1.4,  # 2,000 steps of 1,420 an epoch
     optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8, weight_decay=0.02, beta2=0.999, grad_clip=0.0,
     frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
     tau=0.01, tau_min=0.01, tau_alpha=0.04,
+    image_aug="same", grad_augmented=False, paraphrase_anchor=True,
     crop_min=0.5, flip=0.5, aug_flip=0.5, randaugment_ops=2, randaugment_magnitude=21, jitter=0.0,
     aug_crop_min=0.08, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.1, aug_blur=0.5,
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
 CC12M = CC3M | dict(
-    recipe="paper; optimiser, views and captions from the base code (SLIP)",
+    recipe="paper; optimiser, views and captions from the code (SLIP)",
     # this id gives the configuration and tokenizer of CLIP's text transformer (12 layers, 512 wide, 8 heads, 77 BPE
     # tokens); its weights are trained from scratch; offline: --text-encoder FOLDER with these files
     image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32", pretrained=False, embed_dim=512,
     image_size=224, image_stats="imagenet", eval_resize="crop", text_length=77, clean_captions=False,
-    # SLIP's settings for every loss, since the paper says all are equal (SLIP's authors train CLIP at 5e-4, decay 0.5)
-    batch_size=4096, chunk_size=128, lr=3e-3, warmup_epochs=1.0, weight_decay=0.1, beta2=0.98, tau_clamp=[0.01, 1.0],
+    batch_size=4096, chunk_size=128, warmup_epochs=1.0, beta2=0.98, tau_clamp=[0.01, 1.0],
+    image_aug="simclr", grad_augmented=True, paraphrase_anchor=False,
     flip=0.0, randaugment_ops=0, eval_datasets=["cc12m", "coco", "flickr30k"])
 EMOJI = dict(
     recipe="ours",
@@ -296,6 +319,7 @@ EMOJI = dict(
     optimizer="adamw", lr_schedule="cosine", beta1=0.9, eps=1e-8,
     frames=12, frame_sampling="uniform", join_captions=False, unfold_captions=False,
     tau=0.1, tau_min=0.05, tau_alpha=0.1,
+    image_aug="same", grad_augmented=False, paraphrase_anchor=True,
     crop_min=0.35, flip=0.5, aug_flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
     # no change of hue: captions name colours
     aug_crop_min=0.2, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.0, aug_blur=0.0,
@@ -307,13 +331,51 @@ OWN = EMOJI | dict(
     recipe="ours; small towers from scratch",
     image_size=64, text_length=32, aug_hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cc3m": CC3M, "cc12m": CC12M, "moving-emoji": MOVING, "own": OWN}
-LOSSES = {"slip": dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])}  # paper, Section 4; clamp of SLIP's code
+ROWS = {  # Table 3: which terms the loss has, and their weights
+    "a": dict(base=True, modulated=False, unimodal="none", blend="quadratic"),
+    "b": dict(base=False, modulated=True, unimodal="none", blend="quadratic"),
+    "c": dict(base=True, modulated=False, unimodal="plain", blend="fixed"),
+    "d": dict(base=True, modulated=True, unimodal="none", blend="fixed"),
+    "e": dict(base=True, modulated=True, unimodal="none", blend="quadratic"),
+    "f": dict(base=True, modulated=True, unimodal="modulated", blend="fixed"),
+    "g": dict(base=True, modulated=True, unimodal="modulated", blend="quadratic")}
+
+
+def defaults_of(chosen):
+    """Defaults that follow from what was chosen first: loss, row, experts, data set and image encoder."""
+    expert = bool(chosen.image_expert or chosen.text_expert)
+    row = "" if expert or chosen.loss != "temo" else chosen.row
+    found = {"row": row} | ROWS.get(row, ROWS["a"])                        # experts have L_MM and no other term of Eq. 8
+    if chosen.loss == "slip":
+        found |= dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])  # paper, Section 4; clamp of SLIP's code
+    if chosen.dataset not in ("cc3m", "cc12m"):
+        return found
+    dystress, unimodal = chosen.loss.startswith("dystress"), row in ("c", "f", "g")
+    if chosen.loss == "cwcl":
+        found["tau"] = 0.05                                                # Table 1
+    if dystress or row == "b":
+        found["tau_alpha"] = 0.03 if dystress else 0.05
+    if chosen.dataset == "cc3m":
+        found["lr"] = 2e-4 if dystress or unimodal else 8e-4
+        return found | ({"image_size": 224} if chosen.image_encoder.startswith("vit") else {})
+    slip = chosen.loss == "slip" or unimodal                               # SLIP's values, else those of its CLIP
+    return found | (dict(lr=3e-3, weight_decay=0.1) if slip else dict(lr=5e-4, weight_decay=0.5))
+
+
+def has_expert(args):
+    """Whether an expert sets the temperatures."""
+    return bool(args.image_expert or args.text_expert)
 
 
 def per_pair(args):
-    """Whether a term of the loss has a temperature for each pair."""
+    """Whether a term of the loss has a temperature for each pair of the batch's own cosines."""
     modulated = args.modulated or args.unimodal == "modulated"
     return args.loss.startswith("dystress") or args.loss == "temo" and modulated
+
+
+def has_augmented(args):
+    """Whether the loss has I~ and T~."""
+    return args.loss == "temo" and args.unimodal != "none"
 
 
 def parse_args(argv=None):
@@ -326,26 +388,39 @@ def parse_args(argv=None):
     g.add_argument("--tau", type=positive,
                    help="tau of L_MM and of baselines, divides the cosine; paper 0.01, SLIP from 0.07, CWCL 0.05")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau (infonce, slip, cwcl)")
-    g.add_argument("--image-expert", default="",
-                   help="transformers id or folder whose mean patch features set temperatures (App. F: DINOv2-Small)")
-    g.add_argument("--text-expert", default="", help="the same for texts, mean-pooled (App. F: all-roberta-large-v1)")
     g.add_argument("--loss-block", type=whole, default=0,
                    help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g = p.group("with --loss temo", lambda a: a.loss == "temo")
-    g.add_argument("--base", action=yesno, default=True, help="L_MM in the loss (Table 3: Base)")
-    g.add_argument("--modulated", action=yesno, default=True, help="L_M-MM in the loss (Table 3: Mod.)")
-    g.add_argument("--unimodal", choices=["none", "plain", "modulated"], default="modulated",
+    g.add_argument("--image-expert", default="",
+                   help="transformers id or folder of an image expert, whose cosines set temperatures (App. F): "
+                        "DINOv2-Small")
+    g.add_argument("--text-expert", default="", help="the same for texts, mean-pooled (App. F: all-roberta-large-v1)")
+    g = p.group("with --loss temo, without experts", lambda a: a.loss == "temo" and not has_expert(a))
+    g.add_argument("--row", choices=[*ROWS], default="g",
+                   help="row of Table 3: chooses --base --modulated --unimodal --blend, and in paper recipes --lr")
+    g.add_argument("--base", action=yesno, help="L_MM in the loss (Table 3: Base)")
+    g.add_argument("--modulated", action=yesno, help="L_M-MM in the loss (Table 3: Mod.)")
+    g.add_argument("--unimodal", choices=["none", "plain", "modulated"],
                    help="unimodal losses (Table 3: U.L.); plain = at --tau")
-    g.add_argument("--blend", choices=["quadratic", "fixed"], default="quadratic",
+    g.add_argument("--blend", choices=["quadratic", "fixed"],
                    help="weights (1-t)^2, t^2; or 0.5, 0.5; in both cases 1 if the other part is off")
-    g.add_argument("--expert-serves", choices=["multimodal", "unimodal"], default="multimodal",
-                   help="where experts set tau: in L_M-MM, our reading of Tables 9 and 10; or in L_M-I2I (L_M-T2T)")
-    g = p.group("with --loss temo (a modulated term), ts or dystress", lambda a: per_pair(a) or a.loss == "ts")
+    g = p.group("with --image-expert", lambda a: a.image_expert)
+    g.add_argument("--image-expert-weight", type=nonnegative, default=0.6, help="weight of its term; code 0.6 or 0.1")
+    g.add_argument("--expert-pooling", choices=["cls", "patches"], default="cls",
+                   help="its features: the class token (code), or the mean of the patches (paper)")
+    g = p.group("with --text-expert", lambda a: a.text_expert)
+    g.add_argument("--text-expert-weight", type=nonnegative, default=0.4, help="weight of its term; code 0.4 or 0.1")
+    g = p.group("with --loss temo (a modulated term, or an expert), ts or dystress",
+                lambda a: per_pair(a) or a.loss == "ts" or has_expert(a))
     g.add_argument("--tau-min", type=positive,
                    help="lowest modulated temperature, > 0; paper 0.01; also the lowest of ts and dystress")
-    g.add_argument("--tau-alpha", type=nonnegative, help="range of the modulated temperature, >= 0; paper 0.04")
+    g.add_argument("--tau-alpha", type=nonnegative,
+                   help="range of the modulated temperature, >= 0; paper 0.04; code 0.05 in row b, 0.03 for dystress")
     g = p.group("with --loss temo (a modulated term) or dystress", per_pair)
-    g.add_argument("--detach-tau", action=yesno, default=True, help="no gradient through the per-pair temperature")
+    g.add_argument("--detach-tau", action=yesno, default=False, help="no gradient through the per-pair temperature")
+    g = p.group("with --loss temo (a modulated term)", lambda a: a.loss == "temo" and per_pair(a))
+    g.add_argument("--similarity", choices=["shifted", "cosine"], default="shifted",
+                   help="s of Eq. 4: (1 + cosine) / 2, or the cosine, 0 where it is negative")
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
                    help="limits of a learnable tau; CC3M trainer 0.001 0.5, SLIP 0.01 1")
@@ -366,13 +441,20 @@ def parse_args(argv=None):
                    help="I: RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int),
                    help="I: RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
-    g = p.group("with T~ (--loss temo and --unimodal)", lambda a: a.loss == "temo" and a.unimodal != "none")
+    g = p.group("with I~ and T~ (--loss temo and --unimodal)", has_augmented)
+    g.add_argument("--grad-augmented", action=yesno,
+                   help="let the gradient flow into I~ and T~, encoded with I and T; CC3M code no, CC12M code yes")
+    g.add_argument("--image-aug", choices=["same", "simclr", "crop"],
+                   help="I~: a second draw of I's view (CC3M code); SimCLR's, see --aug-... (CC12M code); a crop alone")
     g.add_argument("--paraphrases", default="", metavar="FILE",
-                   help="JSON lines of caption and paraphrases, for T~; paper: five by PEGASUS (tools/paraphrase.py)")
+                   help="JSON lines of caption and paraphrases; paper: five by PEGASUS (tools/paraphrase.py)")
     g.add_argument("--word-drop", type=part, default=0.1, help="probability of dropping a word, without another text")
     g.add_argument("--word-swap", type=part, default=0.1, help="expected swaps per word, at most one in a text")
-    g = p.group("with I~ (--loss temo and --unimodal) or slip",
-                lambda a: a.loss == "slip" or a.loss == "temo" and a.unimodal != "none")
+    g = p.group("with --paraphrases", lambda a: a.paraphrases)
+    g.add_argument("--paraphrase-anchor", action=yesno,
+                   help="T is the caption or one of its paraphrases (CC3M code); else the caption (CC12M code)")
+    g = p.group("with --image-aug simclr or --loss slip",
+                lambda a: a.loss == "slip" or has_augmented(a) and a.image_aug == "simclr")
     g.add_argument("--aug-crop-min", type=part, help="I~: smallest area of the crop; SimCLR 0.08")
     g.add_argument("--aug-flip", type=part, help="I~: probability of a mirror image; SimCLR 0.5")
     g.add_argument("--aug-jitter-p", type=part, default=0.8, help="I~: probability of the colour jitter; SimCLR 0.8")
@@ -382,19 +464,15 @@ def parse_args(argv=None):
     g.add_argument("--aug-hue", type=between(0, 0.5), help="I~: strength, 0..0.5; SLIP 0.1")
     g.add_argument("--aug-grey", type=part, default=0.2, help="I~: probability of grey; SimCLR 0.2")
     g.add_argument("--aug-blur", type=part, help="I~: probability of a Gaussian blur; SimCLR 0.5")
-    args = p.parse(argv, RECIPES, LOSSES)
+    args = p.parse(argv, RECIPES, defaults_of, ("--row", "--image-expert", "--text-expert"))
     p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
-    p.require(args.loss != "temo" or args.base or args.modulated or args.unimodal != "none",
+    p.require(args.base or args.modulated or args.unimodal != "none",
               "--no-base --no-modulated --unimodal none leaves no loss")
     p.require(not args.learnable_tau or args.loss in ("infonce", "slip", "cwcl"),
               f"--learnable-tau: --loss {args.loss} has no single temperature to learn; use infonce, slip or cwcl")
     one_tau = args.base or args.unimodal == "plain" if args.loss == "temo" else args.loss in ("infonce", "cwcl", "slip")
     p.only(one_tau, "with L_MM, --unimodal plain, or --loss infonce, cwcl or slip", "--tau")
-    served = args.modulated if args.expert_serves == "multimodal" else args.unimodal == "modulated"
-    p.require(not (args.image_expert or args.text_expert) or (args.loss == "temo" and served),
-              "--image-expert and --text-expert need --loss temo --modulated; with --expert-serves unimodal they need "
-              "--loss temo --unimodal modulated")
     return args
 
 
@@ -414,8 +492,9 @@ def main(args):
     if args.loss == "slip":
         own["head"] = SlipHead(tower.vision.width, args.slip_hidden, args.slip_dim)
     own.to(run.device)
-    experts = {kind: Expert(name, kind, transform, run.device, args.mixed_precision)
-               for name, kind in ((args.image_expert, "image"), (args.text_expert, "text")) if name}
+    names = {"image": args.image_expert, "text": args.text_expert}
+    experts = {kind: Expert(name, kind, transform, run.device, args.mixed_precision, args.expert_pooling)
+               for kind, name in names.items() if name}
     learnt = [tower, own]
     # >>> shared: optimizer
     groups = common.decay_groups(learnt, args.weight_decay)
@@ -432,42 +511,48 @@ def main(args):
     # ------------------------------------------- views and batches ---------------------------------------------------
     base_view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, args.jitter, args.jitter,
                                args.jitter, randaugment=(args.randaugment_ops, args.randaugment_magnitude))
-    strong_view = common.Augment(args.image_size, args.aug_crop_min, args.aug_flip, args.aug_jitter_p,
+    simclr_view = common.Augment(args.image_size, args.aug_crop_min, args.aug_flip, args.aug_jitter_p,
                                  args.aug_brightness, args.aug_contrast, args.aug_saturation, args.aug_hue,
                                  args.aug_grey, args.aug_blur)
-    pairs = args.loss == "temo" and args.unimodal != "none"                # I~ and T~ are needed
-    views = [base_view] + ([strong_view] if pairs else [strong_view, strong_view] if args.loss == "slip" else [])
+    second = {"same": base_view, "simclr": simclr_view, "crop": common.Augment(args.image_size, args.crop_min)}
+    pairs = has_augmented(args)                                            # I~ and T~ are needed
+    views = [base_view] + [second[args.image_aug]] * pairs + [simclr_view] * 2 * (args.loss == "slip")
     batches = run.batches(views, transform)
 
     # ------------------------------------------- loop ----------------------------------------------------------------
     tau_max = args.tau_min + args.tau_alpha
-    tau_of = functools.partial(pair_temperature, loss=args.loss, tau_min=args.tau_min, tau_max=tau_max,
-                               detach=args.detach_tau)
+    eq_4 = dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha)
+    how = eq_4 | dict(detach=args.detach_tau, similarity=args.similarity)
+    tau_of = functools.partial(pair_temperature, loss=args.loss, **how)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(zero_shot, tower, tokenizer, run.device))
-    parts = f" (base {args.base}, modulated {args.modulated}, unimodal {args.unimodal}, blend {args.blend})"
     run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
-        "loss": args.loss + (parts if args.loss == "temo" else ""),
+        "loss": loss_words(args),
         "temperature": f"tau {args.tau}" + ", learnt" * args.learnable_tau
-                       + f"; per pair {args.tau_min} .. {tau_max:g}" * per_pair(args)
+                       + f"; per pair {args.tau_min} .. {tau_max:g}" * (per_pair(args) or has_expert(args))
                        + f" only in the log; over the run {args.tau_min} .. {tau_max:g}" * (args.loss == "ts"),
-        "texts T~": second_texts(train, paraphrases, args.dataset) if pairs else "not used"})
+        "texts": text_words(train, paraphrases, args) if pairs else "T is the caption"})
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        texts, other = common.text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, args.word_drop,
-                                        args.word_swap, second=pairs)
+        texts, other = text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, args.word_drop,
+                                 args.word_swap, second=pairs, anchor=args.paraphrase_anchor)
         inputs = {"pixels": dict(enumerate(batch["views"])), "tokens": tokens_of(tokenizer, texts, other, run.device)}
-        image, text, *more = chunks.encode(inputs)                         # (B, D) each; I~ and T~, or SLIP's features
+        others = ()                                                        # I~, T~ if they have no gradient
+        if pairs and not args.grad_augmented:
+            others = chunks.encode_without_gradient({kind: {1: of.pop(1)} for kind, of in inputs.items()})
+        image, text, *more = *chunks.encode(inputs), *others               # (B, D) each; I~ and T~, or SLIP's features
 
         tau = own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
         if args.loss == "ts":
             tau = ts_temperature(progress, args.tau_min, tau_max, args.ts_periods)
-        modulation = dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha, detach=args.detach_tau, block=args.loss_block,
-                          **expert_temperatures(experts, batch["views"], (texts, other), args))
-        if args.loss == "temo":
-            loss = temo_loss(image, text, *(more or (None, None)), progress, tau, base=args.base,
-                             modulated=args.modulated, unimodal=args.unimodal, blend=args.blend, **modulation)
+        features = {k: experts[k](batch["views"][0] if k == "image" else texts) for k in experts}  # (B, width) each
+        if experts:
+            terms = expert_terms({"image": image, "text": text}, features, tau, **eq_4, block=args.loss_block)
+            loss = sum(weight * terms[name] for name, weight in expert_weights(args).items())
+        elif args.loss == "temo":
+            loss = temo_loss(image, text, *(more or (None, None)), progress, tau, base=args.base, block=args.loss_block,
+                             modulated=args.modulated, unimodal=args.unimodal, blend=args.blend, **how)
         elif args.loss == "cwcl":
             loss = cwcl_loss(image, text, tau, args.loss_block)
         elif args.loss.startswith("dystress"):
@@ -488,63 +573,72 @@ def main(args):
         if args.learnable_tau:
             own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
             tau = own["tau"]["log_tau"].detach().exp()
-        numbers = numbers_of((image, text, *more), tau_of, modulation, args, run) if run.logs_now() else {}
+        numbers = numbers_of((image, text, *more), features, tau_of, how, args, run) if run.logs_now() else {}
         run.done(batch, loss, tau, numbers)
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     return run.finish(draw)
 
 
-def second_texts(train, paraphrases, dataset):
-    """The source of T~, for the banner, with a warning if a recipe of the paper runs without its paraphrases."""
-    note = "templates around the captions" if train.templates else "another caption, else word dropout and swap"
-    note += " (not the paper's paraphrases; see tools/paraphrase.py)"
+def loss_words(args):
+    """The loss, for the banner: the row of Table 3 and the flags that depart from it, or the experts' weights."""
+    if has_expert(args):
+        return "L_MM" + "".join(f" + {w:g} {name}" for name, w in expert_weights(args).items() if name != "L_MM")
+    if args.loss != "temo":
+        return args.loss
+    changed = [f"--{k} {v}" if isinstance(v, str) else f"--{'' if v else 'no-'}{k}"
+               for k in ("base", "modulated", "unimodal", "blend") if (v := getattr(args, k)) != ROWS[args.row][k]]
+    return f"temo, row {args.row}" + f", but {' '.join(changed)}" * bool(changed)
+
+
+def text_words(train, paraphrases, args):
+    """The sources of T and T~, for the banner, with a warning if a recipe of the paper runs without its paraphrases."""
+    other = "templates around the captions" if train.templates else "another caption, else word dropout and swap"
+    note = f"T is the caption, T~ {other} (not the paper's paraphrases; see tools/paraphrase.py)"
     if paraphrases:
-        return paraphrases.note(train, note)
+        drawn = "T is the caption or a paraphrase" if args.paraphrase_anchor else "T is the caption"
+        return f"{drawn}, T~ a paraphrase; " + paraphrases.note(train, note)
     warning = "WARNING: NOT THE PAPER'S T~, which are paraphrases by PEGASUS; give --paraphrases FILE. Now: "
-    return warning + note if RECIPES.get(dataset, OWN)["recipe"].startswith("paper") else note
+    return warning + note if RECIPES.get(args.dataset, OWN)["recipe"].startswith("paper") else note
 
 
 def zero_shot(tower, tokenizer, device, pieces):
-    """Top-1, 3, 5 with class names as prompts (Section 4, Fig. 7), on a set with classes and no captions of its own."""
+    """Zero-shot accuracy (Section 4, Fig. 7), on a set with classes and no captions of its own."""
     data = pieces["data"]
     if data.has_captions or not data.label_names:
         return {}
-    names = [n.strip().replace("_", " ") for n in data.label_names]
     (labels,), (image,) = with_class((data.labels[pieces["index"]],), (pieces["image"],))  # (M,), (M, D)
-    classes = encode_texts(tower, tokenizer.plain(), names, device)        # (C, D)
-    return {"zero-shot": common.zero_shot_accuracy(image, torch.from_numpy(labels), classes)}
+    encode = functools.partial(encode_texts, tower, tokenizer.plain(), device=device)
+    return {"zero-shot": zero_shot_metrics(image, torch.from_numpy(labels), data, encode)[0]}
 
 
 @torch.no_grad()
-def numbers_of(embeddings, tau_of, modulation, args, run):
+def numbers_of(embeddings, features, tau_of, how, args, run):
     """Columns of the log: the terms of the loss, common.embedding_health, and the temperatures (Fig. 2).
 
-    embeddings: I, T[, I~, T~], (B, D) each; tau_of: cosines (n, n) -> temperatures; modulation: as in temo_terms."""
+    embeddings: I, T[, I~, T~], (B, D) each; features: of experts; tau_of: cosines (n, n) -> temperatures; how: the
+    keywords of pair_temperature."""
     image, text, *more = embeddings
-    names = term_weights(0.5, True, args.modulated, args.unimodal) if args.loss == "temo" else ["L_MM"]
-    terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, **modulation)
+    if features:
+        pair, eq_4 = {"image": image, "text": text}, dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha)
+        terms = expert_terms(pair, features, args.tau, **eq_4, block=args.loss_block)
+    else:
+        names = term_weights(0.5, True, args.modulated, args.unimodal) if args.loss == "temo" else ["L_MM"]
+        terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, block=args.loss_block, **how)
     numbers = common.mean_over_processes(terms, run.device)                # L_MM: comparable along the run
     image, text = gather(normalize(image)), gather(normalize(text))                                          # (N, D)
     numbers |= common.embedding_health(image, text)
     if not per_pair(args):
         return numbers
     temperatures = tau_of(image[:2048] @ text[:2048].T)                    # (n, n), of at most 2,048 pairs
-    if "multimodal_tau" in modulation:
-        temperatures = gather(modulation["multimodal_tau"])[:2048, :2048]
     n, on_pairs = len(temperatures), temperatures.diagonal().mean().item()
     return numbers | {"tau_pos": on_pairs, "tau_neg": (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)}
 
 
-def expert_temperatures(experts, views, texts, args):
-    """Temperatures (B, N) of the experts {kind: Expert}, as keywords of temo_terms (App. F); {} without experts."""
-    found, inside = {}, args.expert_serves == "multimodal"                 # cosines among I (T), not with I~ (T~)
-    for kind, expert in experts.items():
-        pair = views if kind == "image" else texts                         # only I (T) with --unimodal none
-        anchor = expert(pair[0])                                           # (B, width)
-        candidates = anchor if inside else expert(pair[1])                 # (B, width)
-        found[f"{kind}_tau"] = expert_temperature(anchor, candidates, args.tau_min, args.tau_alpha)
-    return {"multimodal_tau": sum(found.values()) / len(found)} if found and inside else found
+def expert_weights(args):
+    """{term: weight} of the loss with experts (App. F), as expert_terms names them."""
+    weights = {"L_MM": 1.0} | ({"L_E-image": args.image_expert_weight} if args.image_expert else {})
+    return weights | ({"L_E-text": args.text_expert_weight} if args.text_expert else {})
 
 
 def tokens_of(tokenizer, texts, other, device):
@@ -554,8 +648,8 @@ def tokens_of(tokenizer, texts, other, device):
 
 
 def encode(model, pixels, tokens):
-    """All views and texts in one forward: {view: (b, [T,] 3, S, S)}, {text: tokens (b, L)} -> I, T[, I~, T~], (b, D)
-    each; for SLIP I, T and the features (b, width) of its two views."""
+    """All views and texts in one forward: {view: (b, [T,] 3, S, S)}, {text: tokens (b, L)} -> I, T[, I~, T~] or I~, T~,
+    (b, D) each; for SLIP I, T and the features (b, width) of its two views."""
     views, texts = list(pixels.values()), list(tokens.values())
     joined = {k: torch.cat([t[k] for t in texts]) for k in texts[0]}       # (b or 2b, L)
     image, text, features = model(torch.cat(views), joined)
@@ -568,6 +662,8 @@ def encode(model, pixels, tokens):
 def random_guess(progress, args):
     """The loss at t = progress if all similarities are equal: ln N for each InfoNCE."""
     log_n = math.log(args.batch_size)
+    if has_expert(args):
+        return sum(expert_weights(args).values()) * log_n
     if args.loss == "temo":
         return sum(term_weights(progress, args.base, args.modulated, args.unimodal, args.blend).values()) * log_n
     return log_n + (args.slip_weight * math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0)

@@ -20,11 +20,12 @@ TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} An
 class Expert:
     """A frozen model whose similarities replace those of the encoders: (B, ...) inputs -> (B, width) unit features.
 
-    name: a transformers id or folder. kind: 'image', the mean of the patch features (as of DINOv2) and over a clip's
-    frames, or 'text', the mean over the tokens. precision: bf16 and fp16 have an effect only on a card."""
+    name: a transformers id or folder. kind: 'image', the class token ('cls') or the mean of the patch features (pooling
+    'patches'), and the mean over a clip's frames; or 'text', the mean over the tokens. precision: bf16 and fp16 have an
+    effect only on a card."""
 
-    def __init__(self, name, kind, transform, device, precision="no"):
-        self.kind, self.transform, self.device = kind, transform, device
+    def __init__(self, name, kind, transform, device, precision="no", pooling="cls"):
+        self.kind, self.transform, self.device, self.pooling = kind, transform, device, pooling
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision) if device.type == "cuda" else None
         self.autocast = functools.partial(torch.autocast, device.type, half, enabled=half is not None)
         self.model, _, _, self.config = hub_encoder(name, "vision" if kind == "image" else "text", True, None)
@@ -57,7 +58,8 @@ class Expert:
         pixels = F.interpolate(frames * std + mean, size=self.size, mode="bilinear", antialias=True)
         mean, std = (colours(v, self.device) for v in self.stats)
         tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + patches, width)
-        features = tokens[:, 1 + (self.config.get("num_register_tokens") or 0):].mean(1)  # the patches alone
+        patches = tokens[:, 1 + (self.config.get("num_register_tokens") or 0):]
+        features = tokens[:, 0] if self.pooling == "cls" else patches.mean(1)  # (b, width) or (b * T, width)
         return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)
 
 

@@ -77,7 +77,7 @@ def run_args(folder, script):
 FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
          "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
          "regions", "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder",
-         "cluster_starts", "weight_decay", "beta1", "beta2", "eps", "decay_all")  # the last: in the optimiser's state
+         "cluster_starts", "row", "weight_decay", "beta1", "beta2", "eps", "decay_all")  # the last: in the optimiser's state
 
 
 def refuse_changes(parser, args, saved):
@@ -110,16 +110,18 @@ class Parser(OneLine):
         self.conditions += [(g, when)] if when else []
         return g
 
-    def parse(self, argv, recipes, losses=None):
+    def parse(self, argv, recipes, losses=None, choosers=()):
         """Parsed flags.
 
         Args: recipes: {dataset: {flag: default}}; the first is the default set, 'own' is for any other; the entry
             'recipe' is a remark.   losses: {loss: {flag: default}}, or a function of the choosing flags -> defaults.
+            choosers: further flags of the script that choose defaults, as --dataset and --loss do.
         """
         self._add_shared()
         chooser = OneLine(self.prog, "", add_help=False)
         first = {"--dataset": None, "--loss": self.get_default("loss"), "--resume": "",
                  "--image-encoder": "", "--batch-size": None, "--epochs": None}
+        first |= {flag: self.get_default(flag[2:].replace("-", "_")) for flag in choosers}
         for flag, default in first.items():
             chooser.add_argument(flag, default=default)
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
@@ -277,6 +279,8 @@ class Parser(OneLine):
             help=f"in a set by name without a val split (MSR-VTT, ActivityNet, COCO, CIFAR), hold out {HELD_OUT:.0%}% "
                  "of train as val, so that --eval-every has a split to evaluate")
         if self.texts:
+            add("--knn-features", choices=["projected", "backbone"], default="projected",
+                help="features of the nearest neighbours: after the projection (TeMo's code) or before it")
             add("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
                 help="data sets to evaluate (val and test splits), each with an optional local copy (annotations and "
                      "videos); none = --dataset")

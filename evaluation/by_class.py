@@ -4,6 +4,7 @@ temperature_schedules.py uses it to evaluate as its authors do; the other script
 """
 
 import dataclasses
+import functools
 
 import common
 from engine.base import UserError, lost_another, on_card, say, with_place
@@ -64,6 +65,23 @@ def with_class(labels, features):
     """Keeps the rows that have a class (>= 0). labels: (M,) numpy of each split; features: (M, width) of each split."""
     has = [y >= 0 for y in labels]  # (M,) bool each
     return [y[h] for y, h in zip(labels, has)], [f[torch.from_numpy(h)] for f, h in zip(features, has)]
+
+
+def zero_shot_metrics(image, labels, data, encode):
+    """Top-1/3/5 by the nearest class embedding: the mean of its normalised prompt embeddings, as in CLIP and TeMo's
+    code; and, as names_top1 and so on, the embedding of its name alone.
+
+    Args: image (M, D), labels (M,); data: its label_names and prompts; encode: texts -> (len(texts), D).
+    Returns: metrics and chance, {top1, ..., names_top5: percent}."""
+    names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name has a trailing blank
+    metrics, chance = {}, {}
+    for reading, prompts in (("", data.prompts or ["a photo of a {c}."]), ("names_", ["{c}"])):
+        texts = encode([t.replace("{c}", n) for n in names for t in prompts])                      # (C * P, D)
+        embeddings = normalize(texts).view(len(names), len(prompts), -1)                           # (C, P, D)
+        found = zero_shot_accuracy(image, labels, embeddings.mean(1))
+        metrics |= {reading + k: v for k, v in found.items()}
+        chance |= {f"{reading}top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
+    return metrics, chance
 
 
 def class_metrics(train, train_labels, test, test_labels, few=None, limits=None, device=None):
@@ -168,25 +186,18 @@ def padded_and_flipped(data, seed):
 # ======================================================= tasks of eval.py ============================================
 # Each takes a Case (evaluation/case.py) and writes its numbers into case.metrics and case.chance.
 def zero_shot(case):
-    """Top-1/3/5 by the nearest class embedding, in two variants: templates, the mean of normalised prompt embeddings
-    (as in CLIP and the CC3M trainer), and names, the class name alone."""
+    """zero_shot_metrics of the set."""
     data, (image, _, labels) = case.data, case.labelled("zero-shot")       # (M, D), (M,)
     if not data.label_names:
         raise UserError("the set has no class names")
-    names = [n.strip().replace("_", " ") for n in data.label_names]        # a repeated name has a trailing blank
-    case.metrics["zero-shot"] = metrics = {"classes": len(names)}
-    by_chance = {f"top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
-    case.chance["zero-shot"] = {"templates": by_chance, "names": by_chance}
-    for reading, prompts in (("templates", data.prompts or ["a photo of a {c}."]), ("names", ["{c}"])):
-        prompts_of = [t.replace("{c}", n) for n in names for t in prompts]
-        texts = case.subject.texts(prompts_of, clean=False)                # (C * P, D); only captions are cleaned
-        embeddings = normalize(texts).view(len(names), len(prompts), -1)                           # (C, P, D)
-        metrics[reading] = zero_shot_accuracy(image, labels, embeddings.mean(1)) | {"prompts": len(prompts)}
+    encode = functools.partial(case.subject.texts, clean=False)            # only captions are cleaned
+    case.metrics["zero-shot"], case.chance["zero-shot"] = zero_shot_metrics(image, labels, data, encode)
 
 
 def knn(case):
     """Nearest neighbours among the training images, for each k."""
-    (known, known_labels), (_, features, labels) = case.train("knn"), case.labelled("knn")
+    (known, known_labels), (image, features, labels) = case.train("knn"), case.labelled("knn")
+    features = image if case.subject.knn_features == "projected" else features                     # (M, D) or (M, width)
     case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # so that other k survive a too large one
     own = case.subject.own
     limits = own.get("shot_limits") if case.name == own.get("dataset") else None         # the run's many, medium, few

@@ -39,6 +39,7 @@ class Subject:
         self.device = torch.device("cuda", local) if gpu else torch.device("cpu")
         model, self.tokenizer, self.transform, self.own = open_model(args)
         self.model = model.to(self.device)
+        self.knn_features = args.knn_features or self.own.get("knn_features") or "projected"
         usual = ["qa"] if hasattr(model, "answers") else ["retrieval", "knn", "gap"]
         args.tasks = args.tasks or usual
         self.unreadable = read_json(run / "unreadable.json", {}) if self.own else {}
@@ -180,7 +181,7 @@ class Case:
         """Features (K, width) and labels (K,) of the training images that have a class, encoded once per view, as the
         run's own evaluation does (--train-features). Raises: UserError without a training set."""
         view = self.subject.view(task, self.name)
-        if view not in self.known:
+        if (task, view) not in self.known:
             train = self.open("train")
             if train.streamed:
                 raise UserError("the training set is a stream: no kNN or probe")
@@ -188,16 +189,17 @@ class Case:
                 raise UserError("train and test name different classes")
             if self.sets and self.subject.own.get("train_features") == "augmented":
                 train = padded_and_flipped(train, self.subject.own["seed"])
-            self.known[view] = self._features(train, view)
-        return self.known[view]
+            self.known[task, view] = self._features(train, view, task == "knn")
+        return self.known[task, view]
 
     def few_shot(self, task):
         """The same for the images from which the run's few-shot probe learns (--few-shot-file), or None."""
         listed = self.sets and "few-shot" in self.sets and not self.args.few_shot
         return self._features(self.sets["few-shot"], self.subject.view(task, self.name)) if listed else None
 
-    def _features(self, data, view):
-        rows, _, features, _ = self.subject.images(data, view)
+    def _features(self, data, view, knn=False):
+        rows, image, features, _ = self.subject.images(data, view)
+        features = image if knn and self.subject.knn_features == "projected" else features         # (K, D) or (K, width)
         labels = torch.from_numpy(data.labels[rows])                       # (K,)
         return features[labels >= 0], labels[labels >= 0]
 
@@ -271,6 +273,7 @@ def open_model(args):
     transform.bicubic = bool(width)                                        # a CLIP, as its own processor
     projections = {"vision.projection.weight", "text.projection.weight"}
     if not projections <= model.from_file and (not width or _clip_width(text) != width):
+        args.knn_features = args.knn_features or "backbone"
         say("the projections of this pair are random: only its image features (knn, probe) are meaningful")
     return model.eval(), tokenizer, transform, {}
 

@@ -64,9 +64,9 @@ def retrieval_both_ways(pieces, image_bias=None, text_bias=None, dsl=0.0):
     return metrics, chance
 
 
-def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0):
+def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, workers=0, knn_features="projected"):
     """Retrieval both ways and modality gap; multi-instance retrieval if there are relevancies; kNN@1 if there are
-    labels and a training set.
+    labels and a training set, of the embeddings ('projected') or the features before the projection ('backbone').
 
     Returns: metrics, the same keys for chance, and the pieces from which pictures are drawn.
     """
@@ -81,8 +81,9 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
         metrics["mir"], chance["mir"] = found, by_chance
     labelled = train is not None and train.labels is not None and data.labels is not None
     if labelled and train.label_names == data.label_names:
-        rows, _, known, _ = encode_images(model, train, transform, device, batch, workers)
-        metrics["knn@1"], chance["knn@1"] = together(nearest, known, train.labels[rows], features, data.labels[index],
+        rows, projected, known, _ = encode_images(model, train, transform, device, batch, workers)
+        known, asked = (projected, image) if knn_features == "projected" else (known, features)    # (K, D), (M, D)
+        metrics["knn@1"], chance["knn@1"] = together(nearest, known, train.labels[rows], asked, data.labels[index],
                                                      device)
     counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
     if common.has_clips(data):
@@ -166,7 +167,8 @@ class Evaluator:
     def measure(self, data, train):
         """metrics, chance and pieces of one split."""
         towers = self.model, self.tokenizer, self.transform
-        return evaluate(*towers, data, self.device, train, self.args.eval_batch, self.args.workers)
+        args = self.args
+        return evaluate(*towers, data, self.device, train, args.eval_batch, args.workers, args.knn_features)
 
 
 def report(summary, folder, table=None):

@@ -343,8 +343,9 @@ def wrap(text, width, lines=3):
 
 
 # ======================================================= histograms ==================================================
-def similarity_histograms(pieces, bins=60):
-    """Histograms (densities) of the cosines of positive and negative pairs over -1..1: {edges, positive, negative}.
+def similarity_histograms(pieces, bins=100):
+    """Histograms (densities) of the cosines of positive and negative pairs over -1..1: {edges, positive, negative}, and
+    the threshold of TeMo's Figs. 4 and 5, the cosine where their densities first cross (None if they do not).
 
     Uses at most 2,000 images and their captions. The result can be written as JSON.
     """
@@ -359,11 +360,21 @@ def similarity_histograms(pieces, bins=60):
     def density(x):
         return (np.histogram(x.numpy(), edges)[0] / max(1, x.numel()) * bins / 2).tolist()
 
-    return {"edges": edges.tolist(), "positive": density(sim[mask]), "negative": density(sim[~mask])}
+    found = {"edges": edges.tolist(), "positive": density(sim[mask]), "negative": density(sim[~mask])}
+    return found | {"threshold": crossing(found)}
+
+
+def crossing(histograms):
+    """The cosine at which positives first become denser than negatives, above the negatives' mode; None if nowhere."""
+    positive, negative = np.array(histograms["positive"]), np.array(histograms["negative"])        # (bins,) each
+    denser = np.flatnonzero((positive > negative) & (np.arange(len(negative)) >= negative.argmax()))
+    return histograms["edges"][denser[0]] if len(denser) else None
 
 
 def draw_histograms(stages, path, title):
-    """Draws negative (left) and positive (right) pairs. stages: {name: similarity_histograms(...)}: before, after."""
+    """Draws negative (left) and positive (right) pairs, with a line at the threshold.
+
+    stages: {name: similarity_histograms(...)}: before, after."""
     from matplotlib.colors import to_rgba
 
     fig, axes = figure(2)
@@ -372,6 +383,8 @@ def draw_histograms(stages, path, title):
             if any(h[kind]):
                 ax.stairs(h[kind], h["edges"], label=name, fill=True, facecolor=to_rgba(f"C{k}", 0.35),
                           edgecolor=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
+            if h.get("threshold") is not None:
+                ax.axvline(h["threshold"], color=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
         ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density", xlim=_mass(stages))
         if ax.patches and len(stages) > 1:
             legend_above(ax)

@@ -11,7 +11,8 @@ def draw(run):
     args, log = run.args, run.log
     per_pair = bool(log.column("tau_pos")[0])
     tau = {"positive pairs": "tau_pos", "negative pairs": "tau_neg"} if per_pair else {"tau": "tau"}
-    terms = {name: name for name in ("L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T", "L_I2I", "L_T2T") if log.column(name)[0]}
+    names = "L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T", "L_I2I", "L_T2T", "L_E-image", "L_E-text"
+    terms = {name: name for name in names if log.column(name)[0]}
     run.picture("curves.png", draw_curves, log, [
         ("loss" + (" (its weights change along the run)" if args.loss == "temo" else ""), "loss",
          {"the run's loss": "loss"} | terms),
@@ -23,7 +24,7 @@ def draw(run):
         recalls = {f"{k} {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
         knn = {"top-1": f"eval/{name}/knn@1/top1", "mean per class": f"eval/{name}/knn@1/mean_per_class"}
         top = {f"top-{k}": f"eval/{name}/zero-shot/top{k}" for k in (1, 3, 5)}
-        zero = [("zero-shot by class names, val (Fig. 7)", "%", top)] if log.column(top["top-1"])[0] else []
+        zero = [("zero-shot by prompts, val (Fig. 7)", "%", top)] if log.column(top["top-1"])[0] else []
         run.picture(f"evaluation{suffix}.png", draw_curves, log, [
             ("retrieval, val", "%", recalls), *zero,
             ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),

@@ -1,4 +1,4 @@
-"""Paraphrases of captions, from a file that tools/paraphrase.py writes (TeMo's second text)."""
+"""TeMo's texts T and T~: captions, and their paraphrases from a file that tools/paraphrase.py writes."""
 
 import glob
 import itertools
@@ -54,3 +54,34 @@ class Paraphrases:
         found = self.hashes[at] == wanted
         lists = self.table[self.order[at]]["paraphrases"]
         return [[p for p in texts or () if p] if ok else [] for texts, ok in zip(lists, found)]
+
+
+def drop_and_swap(text, u, drop=0.1, swap=0.1):
+    """Word dropout and one swap of neighbours, from draws u (>= 16,): a poor man's paraphrase. Never an empty text."""
+    words = text.split()
+    kept = [w for i, w in enumerate(words) if u[2 + i % (len(u) - 2)] >= drop] or words[:1]
+    if len(kept) > 1 and u[0] < swap * len(kept):
+        i = int(u[1] * (len(kept) - 1))
+        kept[i], kept[i + 1] = kept[i + 1], kept[i]
+    return " ".join(kept)
+
+
+def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, second=True, anchor=True):
+    """Pick T and its other view T~ for a batch.
+
+    Args: captions: B lists of str; u (B, 32) draws; paraphrases: a Paraphrases or None; templates: formats such as
+        "a drawing of {}"; anchor: T is drawn from the caption and its paraphrases, else it is the caption. T~ is a
+        paraphrase from the file, else a template around any caption, else another caption, else word dropout and swap.
+    Returns: two lists of B str (the second is empty when `second` is False).
+    """
+    first = common.pick(captions, u)
+    if not second:
+        return first, []
+    known = paraphrases.get(first) if paraphrases else [[]] * len(first)
+    texts, other = [], []
+    for text, found, all_captions, r in zip(first, known, captions, u):
+        texts.append([text, *found][int(r[2] * (1 + len(found)))] if anchor else text)
+        options = found or [t.format(c) for c in all_captions for t in templates]
+        options = options or [c for c in all_captions if c != text]
+        other.append(options[int(r[1] * len(options))] if options else drop_and_swap(text, r[2:], drop, swap))
+    return texts, other

@@ -35,10 +35,16 @@ def loop_info_nce(anchor, candidates, tau):
 
 
 def loop_tau(a, b, tau_min, tau_alpha):
+    """Eq. 4 with similarities (1 + cosine) / 2, as the authors' code has it."""
+    return lambda i, k: tau_min + tau_alpha * math.sqrt((1 + float(a[i] @ b[k])) / 2)
+
+
+def loop_tau_of_cosine(a, b, tau_min, tau_alpha):
+    """--similarity cosine."""
     return lambda i, k: tau_min + tau_alpha * math.sqrt(max(float(a[i] @ b[k]), 0.0))
 
 
-def loop_temo(image, text, image_aug, text_aug, t, tau, tau_min, tau_alpha):
+def loop_temo(image, text, image_aug, text_aug, t, tau, tau_min, tau_alpha, loop_tau=loop_tau):
     """Algorithm 1, line by line."""
     def I(a, b, temperature):
         return loop_info_nce(a, b, temperature)
@@ -56,6 +62,10 @@ def test_temo_loss_is_algorithm_1(progress, tau, tau_min, tau_alpha):
     views = [unit(N, D, seed=s) for s in range(4)]
     expected = loop_temo(*views, progress, tau, tau_min, tau_alpha)
     assert temo.temo_loss(*views, progress, tau, tau_min, tau_alpha).item() == pytest.approx(expected, rel=1e-9)
+    bare = loop_temo(*views, progress, tau, tau_min, tau_alpha, loop_tau=loop_tau_of_cosine)
+    got = temo.temo_loss(*views, progress, tau, tau_min, tau_alpha, similarity="cosine")
+    assert got.item() == pytest.approx(bare, rel=1e-3)
+    assert (abs(bare - expected) > 1e-3) == bool(progress)
     scaled = [3.0 * v.float() for v in views]  # embeddings are normalised inside; fp32
     assert temo.temo_loss(*scaled, progress, tau, tau_min, tau_alpha).item() == pytest.approx(expected, rel=1e-3)
 
@@ -74,13 +84,25 @@ def test_temo_loss_at_cosines_minus_one_zero_and_one(progress):
 
 
 def test_modulated_temperature():
-    sim = torch.tensor([-1.0, -1e-3, 0.0, 1e-12, 0.25, 1.0], dtype=torch.float64, requires_grad=True)
+    """Eq. 4 by hand in float64, and its gradient by differences: tau_min at -1, 0.0383 at 0, 0.05 at 1."""
+    sim = torch.tensor([-1.0, -0.5, 0.0, 0.1, 0.25, 1.0], dtype=torch.float64, requires_grad=True)
     tau = temo.modulated_temperature(sim, 0.01, 0.04)
-    assert tau[:3].tolist() == [0.01] * 3
-    assert tau[4:].tolist() == pytest.approx([0.03, 0.05])
+    by_hand = [0.01 + 0.04 * math.sqrt((1 + s) / 2) for s in sim.tolist()]
+    assert tau.tolist() == pytest.approx(by_hand, rel=1e-3) and tau[1:].tolist() == pytest.approx(by_hand[1:], rel=1e-12)
+    assert tau[[2, 3, 5]].tolist() == pytest.approx([0.0383, 0.0397, 0.05], abs=5e-5)
     gradient, = torch.autograd.grad(tau.sum(), sim)
-    assert torch.isfinite(gradient).all() and gradient[:3].abs().sum() == 0
-    assert gradient[4].item() == pytest.approx(0.04 * 0.5 / 0.5)
+    assert torch.isfinite(gradient).all()
+    h = 1e-6
+    for s, g in zip(sim.tolist()[1:-1], gradient.tolist()[1:-1]):
+        both = temo.modulated_temperature(torch.tensor([s + h, s - h], dtype=torch.float64), 0.01, 0.04)
+        assert g == pytest.approx((both[0] - both[1]).item() / (2 * h), rel=1e-6)
+
+
+def test_the_bare_cosine_as_similarity():
+    sim = torch.tensor([-1.0, -1e-3, 0.0, 0.25, 1.0], dtype=torch.float64, requires_grad=True)
+    tau = temo.pair_temperature(sim, "temo", 0.01, 0.04, similarity="cosine")
+    assert tau.tolist() == pytest.approx([0.01, 0.01, 0.01, 0.03, 0.05], abs=1e-5)
+    assert torch.isfinite(torch.autograd.grad(tau.sum(), sim)[0]).all()
 
 
 def test_limits():
@@ -113,9 +135,15 @@ def test_detach_changes_the_gradient_not_the_loss():
     assert kept == free
     g_kept, g_free = (torch.autograd.grad(l, a)[0] for l in (kept, free))
     assert not torch.allclose(g_kept, g_free)
-    s = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)  # facts: 33.3 against 22.2 there
-    assert torch.autograd.grad(s / temo.modulated_temperature(s), s)[0].item() == pytest.approx(22.2, abs=0.1)
-    assert (1 / temo.modulated_temperature(s)).item() == pytest.approx(33.3, abs=0.1)
+    # by differences: d/ds of s / tau(s), and of s / tau with tau held, at s = 0.25
+    def slope(f, s, h=1e-6):
+        return (f(s + h) - f(s - h)) / (2 * h)
+    tau = [0.01 + 0.04 * math.sqrt((1 + 0.25) / 2)]
+    s = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
+    for detach, expected in ((True, slope(lambda x: x / tau[0], 0.25)),
+                             (False, slope(lambda x: x / (0.01 + 0.04 * math.sqrt((1 + x) / 2)), 0.25))):
+        got, = torch.autograd.grad(s / temo.pair_temperature(s, "temo", 0.01, 0.04, detach), s)
+        assert got.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_table_3_rows():
@@ -134,41 +162,59 @@ def test_table_3_rows():
         assert torch.isclose(temo.temo_loss(*views, t, **flags), expected), row
 
 
-def test_experts_replace_the_unimodal_temperature():
-    views = [unit(N, D, seed=s) for s in range(4)]
-    tau = torch.rand(N, N, dtype=torch.float64) + 0.05
-    got = temo.temo_loss(*views, 1.0, image_tau=tau)
-    image_term = temo.info_nce(views[0], views[2], tau)
-    text_term = temo.modulated_loss(views[1], views[3], 0.01, 0.04)
-    expected = temo.modulated_multimodal_loss(*views[:2], 0.01, 0.04) + image_term + text_term
-    assert torch.isclose(got, expected)
-
-
 @pytest.mark.parametrize("block", [0, 1, 4])
-def test_experts_set_the_multimodal_temperature(block):
-    """App. F: cosines among I (or T) by the expert; both directions of L_M-MM take them, and nothing else does."""
-    image, text, *others = (unit(N, D, seed=s) for s in range(4))
-    feature = unit(N, 3, seed=9)
-    tau = temo.expert_temperature(feature, feature, 0.01, 0.04)
-    of_pair = loop_tau(feature, feature, 0.01, 0.04)
-    assert tau.diagonal().tolist() == pytest.approx([0.05] * N) and torch.allclose(tau, tau.T)
-    expected = (loop_info_nce(image, text, of_pair) + loop_info_nce(text, image, of_pair)) / 2
-    terms = temo.temo_terms(image, text, *others, multimodal_tau=tau, block=block)
-    assert terms["L_M-MM"].item() == pytest.approx(expected, rel=1e-9)
-    plain = temo.temo_terms(image, text, *others)
-    assert all(torch.isclose(terms[k], plain[k]) for k in ("L_MM", "L_M-I2I", "L_M-T2T"))
-    row_e = temo.temo_loss(image, text, None, None, 1.0, unimodal="none", multimodal_tau=tau, block=block)
-    assert row_e.item() == pytest.approx(expected, rel=1e-9)
+def test_experts(block):
+    """L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T): each expert sets the temperatures of its own modality."""
+    image, text = (unit(N, D, seed=s).requires_grad_() for s in (1, 2))
+    features = {"image": unit(N, 3, seed=9), "text": unit(N, 4, seed=8)}
+    terms = temo.expert_terms({"image": image, "text": text}, features, 0.01, 0.01, 0.04, block)
+    for kind, x in (("image", image), ("text", text)):
+        expected = loop_info_nce(x, x, loop_tau(features[kind], features[kind], 0.01, 0.04))
+        assert terms[f"L_E-{kind}"].item() == pytest.approx(expected, rel=1e-9)
+    assert terms["L_MM"] == temo.multimodal_loss(image, text, 0.01, block)
+    assert set(temo.expert_terms({"image": image, "text": text}, {"text": features["text"]})) == {"L_MM", "L_E-text"}
+    grad = torch.autograd.grad(terms["L_E-image"], image)[0]
+    assert torch.isfinite(grad).all() and grad.abs().sum() > 0
 
 
-def test_what_the_experts_serve():
-    expert = ["--text-expert", "a/b"]
-    assert temo.parse_args(expert).expert_serves == "multimodal"
-    assert temo.parse_args([*expert, "--unimodal", "none"]).unimodal == "none"  # the runs of Tables 9 and 10
-    temo.parse_args([*expert, "--no-modulated", "--expert-serves", "unimodal"])
-    for flags in (["--no-modulated"], ["--unimodal", "none", "--expert-serves", "unimodal"], ["--loss", "infonce"]):
+def test_what_goes_with_an_expert(capsys):
+    args = temo.parse_args(["--image-expert", "a/b", "--text-expert", "c/d"])
+    assert temo.expert_weights(args) == {"L_MM": 1.0, "L_E-image": 0.6, "L_E-text": 0.4} and not args.modulated
+    assert temo.parse_args(["--image-expert", "a/b", "--expert-pooling", "patches"]).expert_pooling == "patches"
+    assert temo.loss_words(args) == "L_MM + 0.6 L_E-image + 0.4 L_E-text"
+    for flags in (["--row", "e"], ["--modulated"], ["--unimodal", "none"], ["--blend", "fixed"], ["--loss", "infonce"],
+                  ["--text-expert-weight", "1"], ["--grad-augmented"], ["--similarity", "cosine"]):
         with pytest.raises(SystemExit):
-            temo.parse_args([*expert, *flags])
+            temo.parse_args(["--image-expert", "a/b", *flags])
+        assert "it would have no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row, expected", [
+    ("a", (True, False, "none", 8e-4, 0.04)), ("b", (False, True, "none", 8e-4, 0.05)),
+    ("c", (True, False, "plain", 2e-4, 0.04)), ("d", (True, True, "none", 8e-4, 0.04)),
+    ("e", (True, True, "none", 8e-4, 0.04)), ("f", (True, True, "modulated", 2e-4, 0.04)),
+    ("g", (True, True, "modulated", 2e-4, 0.04))])
+def test_rows_of_table_3_as_flags(row, expected):
+    args = temo.parse_args(["--dataset", "cc3m", "--row", row])
+    assert (args.base, args.modulated, args.unimodal, args.lr, args.tau_alpha) == expected
+    assert row in "abeg" or args.blend == "fixed"
+    assert row not in "eg" or args.blend == "quadratic"
+    assert temo.loss_words(args) == f"temo, row {row}"
+    one = temo.parse_args(["--dataset", "cc3m", "--row", row, "--lr", "1e-3", "--unimodal", "plain"])
+    assert one.lr == 1e-3 and one.unimodal == "plain"
+    assert temo.loss_words(one).endswith("but --unimodal plain") or row == "c"
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("--dataset cc3m", (2e-4, 0.02, 256)), ("--dataset cc3m --loss infonce", (8e-4, 0.02, 256)),
+    ("--dataset cc3m --loss dystress-shifted", (2e-4, 0.02, 256)), ("--dataset cc3m --loss ts", (8e-4, 0.02, 256)),
+    ("--dataset cc3m --image-encoder vit_base_patch16_224.augreg_in21k_ft_in1k", (2e-4, 0.02, 224)),
+    ("--dataset cc3m --image-expert a/b", (8e-4, 0.02, 256)), ("--dataset cc12m", (3e-3, 0.1, 224)),
+    ("--dataset cc12m --loss slip", (3e-3, 0.1, 224)), ("--dataset cc12m --loss infonce", (5e-4, 0.5, 224))])
+def test_rates_of_the_paper_s_runs(flags, expected):
+    args = temo.parse_args(flags.split())
+    assert (args.lr, args.weight_decay, args.image_size) == expected
+    assert "dystress" not in flags or args.tau_min + args.tau_alpha == pytest.approx(0.04)
 
 
 # ---------------------------------------------------- baselines ------------------------------------------------------
@@ -179,9 +225,11 @@ def test_ts_schedule():
 
 def test_dystress_temperature():
     s = torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0], dtype=torch.float64)
-    assert temo.dystress_temperature(s).tolist() == pytest.approx([0.05, 0.03, 0.01, 0.03, 0.05])
-    shifted = [0.01 + 0.02 * (1 + math.cos(math.pi * (1 + (1 + x) / 2))) for x in s.tolist()]
-    assert temo.dystress_temperature(s, shifted=True).tolist() == pytest.approx(shifted)
+    assert temo.dystress_temperature(s, 0.01, 0.05).tolist() == pytest.approx([0.05, 0.03, 0.01, 0.03, 0.05])
+    s = torch.tensor([-1.0, -0.3, 0.05, 0.4, 0.5, 1.0], dtype=torch.float64)
+    shifted = [0.01 + 0.015 * (1 + math.cos(math.pi * (x - 0.4) / 0.7)) if x <= 0.4 else 0.04 for x in s.tolist()]
+    got = temo.dystress_temperature(s, 0.01, 0.04, shifted=True).tolist()
+    assert got == pytest.approx(shifted) and got[1:4] == pytest.approx([0.01, 0.025, 0.04])
 
 
 def test_cwcl_loss():
@@ -206,7 +254,7 @@ def test_dystress_obeys_detach_tau(loss):
     grads = []
     for detach in (True, False):
         sim = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64, requires_grad=True)
-        grads.append(torch.autograd.grad((sim / temo.pair_temperature(sim, loss, 0.01, 0.05, detach)).sum(), sim)[0])
+        grads.append(torch.autograd.grad((sim / temo.pair_temperature(sim, loss, 0.01, 0.04, detach)).sum(), sim)[0])
     assert not torch.allclose(*grads)
 
 
@@ -222,9 +270,10 @@ def test_cc12m_is_slip_s_model():
 
 
 @pytest.mark.parametrize("flags, flips", [
-    ([], [0.5, 0.5]), (["--dataset", "moving-emoji", "--clips", "130", "8", "8"], [0, 0]), (["--flip", "0"], [0, 0.5]),
-    (["--aug-flip", "0.1"], [0.5, 0.1]), (["--loss", "slip", "--flip", "0"], [0, 0.5, 0.5])])
-def test_the_views_flip_by_flags_of_their_own(flags, flips, tmp_path, monkeypatch):
+    ([], [0.5, 0.5]), (["--dataset", "moving-emoji", "--clips", "130", "8", "8"], [0, 0]), (["--flip", "0"], [0, 0]),
+    (["--image-aug", "simclr", "--aug-flip", "0.1"], [0.5, 0.1]), (["--image-aug", "crop"], [0.5, 0]),
+    (["--row", "e"], [0.5]), (["--loss", "slip", "--flip", "0"], [0, 0.5, 0.5])])
+def test_the_views_by_image_aug(flags, flips, tmp_path, monkeypatch):
     class Views(Exception):
         pass
     def stop(run, views, transform):
@@ -263,19 +312,78 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     for name, some in (("all", lines), ("two", lines[:2])):
         (tmp_path / f"{name}.jsonl").write_text("".join(some))
     full, partial = (sets.paraphrases.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
-    for dataset in ("cc3m", "cc12m"):
-        assert temo.second_texts(train, None, dataset).startswith("WARNING: NOT THE PAPER'S T~")
-        assert temo.second_texts(train, full, dataset) == "paraphrases of 3 captions"
-        said = temo.second_texts(train, partial, dataset)
-        assert said.startswith("WARNING: paraphrases of 2 captions, but 1 of the first 3 training captions have none")
-    assert not any("WARNING" in temo.second_texts(train, None, d) for d in ("emoji", "captions.csv"))
+    of = {d: SimpleNamespace(dataset=d, paraphrase_anchor=d == "cc3m") for d in ("cc3m", "cc12m", "emoji", "own.csv")}
+    for dataset, anchor in (("cc3m", "T is the caption or a paraphrase"), ("cc12m", "T is the caption")):
+        assert temo.text_words(train, None, of[dataset]).startswith("WARNING: NOT THE PAPER'S T~")
+        assert temo.text_words(train, full, of[dataset]) == f"{anchor}, T~ a paraphrase; paraphrases of 3 captions"
+        said = temo.text_words(train, partial, of[dataset])
+        assert "WARNING: paraphrases of 2 captions, but 1 of the first 3 training captions have none" in said
+    assert not any("WARNING" in temo.text_words(train, None, of[d]) for d in ("emoji", "own.csv"))
 
 
 QUICK = "--cpu --threads 1 --workers 0 --max-steps 2 --batch-size 16 --log-every 1".split()
 
 
+@pytest.mark.parametrize("flags", [[], ["--grad-augmented"], ["--chunk-size", "5"], ["--detach-tau"],
+                                   ["--no-paraphrase-anchor"], ["--similarity", "cosine"]])
+def test_a_step_against_an_independent_computation(flags, tmp_path, monkeypatch):
+    """One step of plain SGD on a tiny set: which texts are T and T~, what is encoded without gradient, and the loss and
+    the gradient by hand from the weights before it."""
+    write_images(tmp_path / "images", range(80))
+    rows = ["image,caption", *(f"images/{i:03}.png,caption {i}" for i in range(80))]
+    (tmp_path / "data.csv").write_text("\n".join(rows) + "\n")
+    lines = [{"caption": f"caption {i}", "paraphrases": [f"said {i}", f"told {i}", f"put {i}"]} for i in range(80)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    encode, text_pair, seen, texts = temo.encode, temo.text_pair, [], []
+    def spy(model, pixels, tokens):
+        seen.append((torch.is_grad_enabled() and model.training, pixels))
+        return encode(model, pixels, tokens)
+    monkeypatch.setattr(temo, "encode", spy)
+    monkeypatch.setattr(temo, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1])
+    rate, size = 0.1, 16
+    common_flags = [*QUICK, "--max-steps", 1, "--dataset", tmp_path / "data.csv", "--paraphrases", tmp_path / "p.jsonl",
+                    *"--row f --tau 0.2 --tau-min 0.1 --tau-alpha 0.3 --eval-every 0 --grad-clip 0 --optimizer sgd "
+                     "--beta1 0 --weight-decay 0 --image-size 24".split(), *flags]
+    run_script(temo, tmp_path / "before", *common_flags, "--lr", 0, "--lr-end", 0)
+    seen.clear(), texts.clear()
+    run_script(temo, tmp_path / "after", *common_flags, "--lr", rate)
+
+    # the texts: T is the caption or one of its paraphrases, T~ one of the paraphrases, of the same caption
+    (first, second), = texts
+    assert [t.split()[1] for t in first] == [t.split()[1] for t in second] and len(set(first)) == size
+    assert {t.split()[0] for t in second} == {"said", "told", "put"}
+    kinds = {t.split()[0] for t in first}
+    assert kinds == {"caption"} if "--no-paraphrase-anchor" in flags else kinds == {"caption", "said", "told", "put"}
+    # the forwards: I~ and T~ alone and without gradient, or with I and T
+    alone, chunked = "--grad-augmented" not in flags, "--chunk-size" in flags
+    forwards = [(grad, sorted(pixels)) for grad, pixels in seen]
+    once = [(False, [1])] * (4 if chunked else 1) + [(False, [0])] * 4 * chunked + [(True, [0])] * (4 if chunked else 1)
+    assert forwards == (once if alone else [(True, [0, 1])])
+    # loss and gradient from the weights before the step
+    pixels = [torch.cat([views[k] for _, views in seen if k in views])[:size] for k in (0, 1)]      # (B, 3, S, S) each
+    assert not torch.equal(*pixels)
+    model, tokenizer, _ = common.load_model(tmp_path / "before")
+    I, I2 = (F.normalize(model(x)[0], dim=1).double() for x in pixels)
+    T, T2 = (F.normalize(model(tokens=tokenizer(t))[1], dim=1).double() for t in (first, second))
+    I2, T2 = (I2.detach(), T2.detach()) if alone else (I2, T2)
+
+    def ce(a, b, modulated):
+        s = a @ b.T
+        of = s.detach() if "--detach-tau" in flags else s
+        of = of.clamp(min=1e-12) if "--similarity" in flags else (1 + of) / 2
+        logits = s / (0.1 + 0.3 * of.sqrt() if modulated else 0.2)
+        return -(logits.diagonal() - logits.logsumexp(1)).mean()
+    loss = (ce(I, T, False) + ce(T, I, False) + ce(I, T, True) + ce(T, I, True)) / 4 + (ce(I, I2, True) + ce(T, T2, True)) / 2
+    assert steps(tmp_path / "after")[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    loss.backward()
+    after = dict(common.load_model(tmp_path / "after")[0].named_parameters())
+    largest = max(p.grad.abs().max().item() for p in model.parameters())
+    for name, p in model.named_parameters():
+        assert torch.allclose((p - after[name]) / rate, p.grad, rtol=1e-3, atol=1e-3 * largest), name
+
+
 def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
-    """Fig. 7: a set with classes and no captions gives top-1 by class names in the log, the summary and the picture."""
+    """Fig. 7: a set with classes and no captions gives top-1 by prompts in the log, the summary and the picture."""
     for split, numbers in (("train", range(12)), ("val", range(12, 21)), ("test", range(21, 30))):
         for c, name in enumerate(("apple", "pear_tree", "zebra")):
             write_images(tmp_path / "classes" / split / name, [i for i in numbers if i % 3 == c])
@@ -293,17 +401,17 @@ def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
     with torch.no_grad():
         images = torch.cat([model(transform(torch.from_numpy(picture(i)).permute(2, 0, 1))[None])[0]
                             for i in range(21, 30)])
-        classes = model(tokens=tokenizer(["apple", "pear tree", "zebra"]))[1]
+        classes = model(tokens=tokenizer([f"a photo of a {c}." for c in ("apple", "pear tree", "zebra")]))[1]
     right = (F.normalize(images) @ F.normalize(classes).T).argmax(1) == torch.arange(21, 30) % 3
     assert summary["test"][name]["zero-shot"]["top1"] == pytest.approx(100 * right.float().mean().item())
     titles = [p[0] for p in panels]
-    assert titles.count("zero-shot by class names, val (Fig. 7)") == 1 and "retrieval, val" in titles
+    assert titles.count("zero-shot by prompts, val (Fig. 7)") == 1 and "retrieval, val" in titles
 
 
 def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, pictures):
     """Its modulated_temperature serves the loss, the columns of the log and what is drawn from them."""
     flags = [*QUICK, *"--eval-every 0 --dataset moving-emoji --clips 32 16 16".split()]
-    own = fork(temo, tmp_path, "return tau_min + tau_alpha * torch.where(alike, root, torch.zeros_like(sim))",
+    own = fork(temo, tmp_path, "return tau_min + tau_alpha * ((1 + sim) / 2).clamp(min=1e-8).sqrt()",
                "return tau_min + tau_alpha + 0 * sim")
     found = {}
     for name, script in (("ours", temo), ("fork", own)):

@@ -89,7 +89,8 @@ def _paraphraser(model, per_caption, device, max_tokens):
         tokens = tokenizer(texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt").to(device)
         tokens.pop("token_type_ids", None)
         out = network.generate(**tokens, num_beams=max(10, per_caption), num_return_sequences=per_caption,
-                               max_new_tokens=max_tokens)        # (len(texts) * per_caption, length)
+                               max_new_tokens=max_tokens, no_repeat_ngram_size=2, repetition_penalty=1.2)
+        # (len(texts) * per_caption, length)
         words = tokenizer.batch_decode(out, skip_special_tokens=True)
         return [words[k:k + per_caption] for k in range(0, len(words), per_caption)]
     return answers
