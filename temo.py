@@ -38,41 +38,33 @@ comparable and reproducible; a fork edits METHOD, the flags of the method group,
 
 The default is what made the paper's tables: public development code, whose kNN values are the paper's. Where it and the
 paper's text differ, or both leave something open:
- 1. Eq. 4 is printed as tau_min + tau_alpha sqrt(s), for similarities in 0..1. In the code they are (1 + cosine) / 2:
-    an unrelated pair has 0.038, not 0.010. --similarity cosine is the other reading: the bare cosine, 0 where it is
-    negative. The root's argument is at least 1e-8 (finite gradients).
- 2. The paper does not say whether a gradient flows through tau_ij. In the code it does, for DySTreSS too;
-    --detach-tau stops it.
- 3. The paper does not say that I~ and T~ have no gradient. In the CC3M code they have none, and BatchNorm sees them in
-    a forward of their own; --grad-augmented is the other reading, and CC12M's default, as in its code.
- 4. The paper does not say how I~ is made. CC3M code: a second draw of I's own transform (--image-aug same). CC12M code:
-    SimCLR's view (simclr), whose strengths are flags; a version of it has a crop alone (crop).
- 5. With --paraphrases and unimodal losses T itself is drawn from the caption and its paraphrases, T~ from the
-    paraphrases (CC3M code); --no-paraphrase-anchor: T is the caption (the paper's words, CC12M code). Without
-    --paraphrases T is the caption, and T~ another caption, a template (emoji) or word dropout and swap: ours.
+ 1. Eq. 4 is printed as tau_min + tau_alpha sqrt(s) for similarities in 0..1. In the code they are (1 + cosine) / 2: an
+    unrelated pair has 0.038, not 0.010. --similarity cosine: the bare cosine, 0 where it is negative.
+ 2. In the code a gradient flows through tau_ij, for DySTreSS too; the paper is silent. --detach-tau stops it.
+ 3. The CC3M code encodes I~ and T~ without gradient, in a forward of their own; the paper is silent, CC12M's code lets
+    it in (--grad-augmented).
+ 4. I~ is a second draw of I's own transform in the CC3M code (--image-aug same), SimCLR's view in the CC12M code
+    (simclr, with a flag for each strength), a crop alone in a version of it (crop); the paper is silent.
+ 5. With --paraphrases and unimodal losses T is drawn from the caption and its paraphrases, T~ from the paraphrases
+    (CC3M code); --no-paraphrase-anchor: T is the caption (the paper's words, CC12M code). Without --paraphrases T is
+    the caption, and T~ another caption, a template (emoji) or word dropout and swap: ours.
  6. "The same optimization settings" (Section 4) are not the code's: rows a, b, d, e, InfoNCE and TS have lr 8e-4, rows
-    c, f, g and DySTreSS 2e-4, and row b has tau_alpha 0.05. --row chooses all of it. CWCL's and SLIP's 8e-4 are ours.
-    On CC12M InfoNCE has 5e-4 and decay 0.5, SLIP and rows with unimodal losses 3e-3 and 0.1: SLIP's values; no run of
-    TeMo there is public.
- 7. "Pre-trained on ImageNet-1k" are timm's resnet50.a1_in1k at 256 px and, at 224 px, a ViT-B/16 that saw ImageNet-21k
-    before (augreg_in21k_ft_in1k).
+    c, f, g and DySTreSS 2e-4; row b has tau_alpha 0.05. --row chooses all of it. The 8e-4 of CWCL and SLIP are ours.
+    On CC12M InfoNCE has 5e-4 and decay 0.5, SLIP and rows with unimodal losses 3e-3 and 0.1, as SLIP's authors; no run
+    of TeMo there is public.
+ 7. "Pre-trained on ImageNet-1k": resnet50.a1_in1k at 256 px; at 224 px a ViT-B/16 that saw ImageNet-21k before.
  8. Eq. 3 as printed sums an average again; we follow Algorithm 1: 1/2 (L_I2T + L_T2I), each a mean over the batch.
- 9. The code's learning rate is constant within an epoch and its warm-up of 2,000 steps stops after the first 1,400;
-    here both follow the step. It trains in fp16, here bf16; it draws CC3M's shards with replacement, here is an order;
-    it tests the epoch that is best on COCO's val, here the last. Its BatchNorm sees one card, here all.
-10. Crops are antialiased bilinear (code: bicubic); RandAugment is torchvision's, on the code's operations.
-11. Experts (App. F) are not the paper's words: L = L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T), where tau^I
-    (tau^T) is Eq. 4 on an image (text) expert's cosines, constant over the run. The weights are those of two runs, 0.6
-    and 0.4. The code takes DINOv2's class token, the paper the mean of its patches (--expert-pooling).
-12. --loss slip has LayerNorm instead of BatchNorm in its head: results do not depend on processes and chunks.
-13. DySTreSS has tau 0.01 to 0.04 and its shifted form is the code's. CWCL has no public code: its weights are the
-    cosines of the trained images, detached, and tau Table 1's 0.05.
-14. CC12M follows SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr.".
-15. Sections 1, 4.2 and 5 describe the schedule as fine to coarse; Section 3 and App. I, as here, as coarse to fine.
-16. Misprints: Table 1's caption swaps TR and IR (IR is text -> image); Table 7's row 3 (our c) lacks the tick of Base;
-    row e has other numbers in Table 6 than in Table 3; SLIP's Top-3 on CC12M in Table 5 is TeMo's (Table 2: 59.42).
-17. Fig. 7 is zero-shot ImageNet during training. Here: zero-shot by prompts on each set of --eval-datasets with classes
-    and no captions, during training if it has a val split (ImageNet, first WordNet names: --hold-out-val).
+ 9. The code's learning rate is constant within an epoch and its warm-up of 2,000 steps stops after 1,400 of them; here
+    both follow the step. It trains in fp16, here bf16; draws CC3M's shards with replacement; has BatchNorm for each
+    card; tests the epoch that is best on COCO's val, here the last. Crops are antialiased bilinear (code: bicubic).
+10. Experts (App. F) in the code: L = L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T), tau^I (tau^T) by Eq. 4 from
+    an image (text) expert's cosines, weights 0.6 and 0.4 of two runs, and DINOv2's class token where the paper has the
+    mean of the patches (--expert-pooling).
+11. --loss slip has LayerNorm instead of BatchNorm in its head: results do not depend on processes and chunks. CWCL has
+    no public code: its weights are the cosines of the trained images, detached, and tau Table 1's 0.05.
+12. CC12M follows SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr.".
+13. Fig. 7 is zero-shot ImageNet during training. Here: zero-shot by prompts on each set of --eval-datasets with classes
+    and no captions, during training if it has a val split (ImageNet: --hold-out-val).
 """
 
 import argparse
@@ -84,7 +76,7 @@ from common import by_rows, fp32, gather, normalize, one_number, per_anchor, pos
 from engine.base import clean_exit
 from engine.data import open_data
 from engine.flags import Parser
-from engine.ranges import between, count, nonnegative, part, positive, whole
+from engine.ranges import between, nonnegative, part, positive, whole
 from engine.run import Run
 
 import torch
@@ -92,11 +84,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from encoders.frozen import Expert
-from evaluation.by_class import with_class, zero_shot_metrics
-from evaluation.embed import encode_texts
+from evaluation.by_class import zero_shot_of_run
 from evaluation.retrieval import Evaluator
 from figures.temo import draw
-from sets.paraphrases import Paraphrases, text_pair
+from sets.paraphrases import Paraphrases, text_pair, text_words
 
 
 # ======================================================= METHOD ======================================================
@@ -189,8 +180,8 @@ def temo_terms(image, text, image_aug, text_aug, tau=0.01, tau_min=0.01, tau_alp
 
 def term_weights(progress, base=True, modulated=True, unimodal="modulated", blend="quadratic"):
     """{term: weight} of the rows a-g of Table 3 at t = progress; a term of weight 0 is left out."""
-    unimodal_terms = {"none": [], "plain": ["L_I2I", "L_T2T"], "modulated": ["L_M-I2I", "L_M-T2T"]}[unimodal]
-    others = ["L_M-MM"] * modulated + unimodal_terms
+    others = ["L_M-MM"] * modulated
+    others += {"none": [], "plain": ["L_I2I", "L_T2T"], "modulated": ["L_M-I2I", "L_M-T2T"]}[unimodal]
     alpha, beta = blend_weights(progress, blend, base, bool(others))
     weights = {"L_MM": alpha} | dict.fromkeys(others, beta)
     return {name: weight for name, weight in weights.items() if weight}
@@ -209,10 +200,12 @@ def temo_loss(image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01
     """
     weights = term_weights(progress, base, modulated, unimodal, blend)
     terms = temo_terms(image, text, image_aug, text_aug, tau, tau_min, tau_alpha, names=weights, **more)
-    loss = image[:0].sum() + text[:0].sum()                                # 0, keeps all parameters in the graph
-    for name, term in terms.items():
-        loss = loss + weights[name] * term
-    return loss
+    return weighted_sum(terms, weights) + image[:0].sum() + text[:0].sum()  # + 0: keeps all parameters in the graph
+
+
+def weighted_sum(terms, weights):
+    """Sum of the terms {name: ()}, each times its weight {name: float}."""
+    return sum(weights[name] * term for name, term in terms.items())
 
 
 def expert_terms(embeddings, features, tau=0.01, tau_min=0.01, tau_alpha=0.04, block=0):
@@ -281,7 +274,7 @@ def simclr_loss(z1, z2, tau, block=0):
 class SlipHead(nn.Sequential):
     """SLIP's projection head of three layers, (B, width) -> (B, out), with LayerNorm instead of BatchNorm."""
 
-    def __init__(self, width, hidden, out):
+    def __init__(self, width, hidden=4096, out=256):
         super().__init__(nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.ReLU(),
                          nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(), nn.Linear(hidden, out))
 
@@ -300,7 +293,7 @@ CC3M = dict(
     tau=0.01, tau_min=0.01, tau_alpha=0.04,
     image_aug="same", grad_augmented=False, paraphrase_anchor=True,
     crop_min=0.5, flip=0.5, aug_flip=0.5, randaugment_ops=2, randaugment_magnitude=21, jitter=0.0,
-    aug_crop_min=0.08, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.1, aug_blur=0.5,
+    aug_crop_min=0.08, aug_jitter=0.4, aug_hue=0.1, aug_blur=0.5,
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
 CC12M = CC3M | dict(
     recipe="paper; optimiser, views and captions from the code (SLIP)",
@@ -322,7 +315,7 @@ EMOJI = dict(
     image_aug="same", grad_augmented=False, paraphrase_anchor=True,
     crop_min=0.35, flip=0.5, aug_flip=0.5, randaugment_ops=0, randaugment_magnitude=0, jitter=0.4,
     # no change of hue: captions name colours
-    aug_crop_min=0.2, aug_brightness=0.4, aug_contrast=0.4, aug_saturation=0.4, aug_hue=0.0, aug_blur=0.0,
+    aug_crop_min=0.2, aug_jitter=0.4, aug_hue=0.0, aug_blur=0.0,
     mixed_precision="no", eval_datasets=[], log_every=5, save_every=100, eval_every=70)
 MOVING = EMOJI | dict(
     recipe="ours; as emoji, no mirror images: left and right are words of the captions",
@@ -343,9 +336,8 @@ ROWS = {  # Table 3: which terms the loss has, and their weights
 
 def defaults_of(chosen):
     """Defaults that follow from what was chosen first: loss, row, experts, data set and image encoder."""
-    expert = bool(chosen.image_expert or chosen.text_expert)
-    row = "" if expert or chosen.loss != "temo" else chosen.row
-    found = {"row": row} | ROWS.get(row, ROWS["a"])                        # experts have L_MM and no other term of Eq. 8
+    row = "" if has_expert(chosen) or chosen.loss != "temo" else chosen.row
+    found = {"row": row} | ROWS.get(row, ROWS["a"])                        # with experts L_MM alone is left of Eq. 8
     if chosen.loss == "slip":
         found |= dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])  # paper, Section 4; clamp of SLIP's code
     if chosen.dataset not in ("cc3m", "cc12m"):
@@ -392,8 +384,7 @@ def parse_args(argv=None):
                    help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g = p.group("with --loss temo", lambda a: a.loss == "temo")
     g.add_argument("--image-expert", default="",
-                   help="transformers id or folder of an image expert, whose cosines set temperatures (App. F): "
-                        "DINOv2-Small")
+                   help="transformers id or folder of a model whose cosines set tau (App. F: DINOv2-Small)")
     g.add_argument("--text-expert", default="", help="the same for texts, mean-pooled (App. F: all-roberta-large-v1)")
     g = p.group("with --loss temo, without experts", lambda a: a.loss == "temo" and not has_expert(a))
     g.add_argument("--row", choices=[*ROWS], default="g",
@@ -424,19 +415,10 @@ def parse_args(argv=None):
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
                    help="limits of a learnable tau; CC3M trainer 0.001 0.5, SLIP 0.01 1")
-    g = p.group("with --loss ts", lambda a: a.loss == "ts")
-    g.add_argument("--ts-periods", type=count, default=5, help="periods of the cosine of --loss ts; paper 5")
-    g = p.group("with --loss slip", lambda a: a.loss == "slip")
-    g.add_argument("--slip-weight", type=nonnegative, default=1.0, help="weight of SLIP's image loss")
-    g.add_argument("--slip-tau", type=positive, default=0.1, help="temperature of SLIP's image loss, > 0")
-    g.add_argument("--slip-hidden", type=count, default=4096, help="hidden width of SLIP's projection head")
-    g.add_argument("--slip-dim", type=count, default=256, help="output width of SLIP's projection head")
     g = p.group("views")
     g.add_argument("--crop-min", type=part, help="I: smallest area of the random crop, 0..1; CC3M trainer 0.5")
-    g.add_argument("--flip", type=part,
-                   help="I: probability of a mirror image; CC3M trainer 0.5, SLIP 0; see --aug-flip")
-    g.add_argument("--jitter", type=part, help="I: brightness, contrast and saturation strength")
-    g.add_argument("--jitter-p", type=part, default=0.8, help="I: probability of that jitter")
+    g.add_argument("--flip", type=part, help="I: probability of a mirror image; CC3M trainer 0.5, SLIP 0")
+    g.add_argument("--jitter", type=part, help="I: strength of brightness, contrast, saturation in 80 %% of the views")
     g.add_argument("--randaugment-ops", type=whole,
                    help="I: RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
     g.add_argument("--randaugment-magnitude", type=between(0, 30, int),
@@ -448,8 +430,6 @@ def parse_args(argv=None):
                    help="I~: a second draw of I's view (CC3M code); SimCLR's, see --aug-... (CC12M code); a crop alone")
     g.add_argument("--paraphrases", default="", metavar="FILE",
                    help="JSON lines of caption and paraphrases; paper: five by PEGASUS (tools/paraphrase.py)")
-    g.add_argument("--word-drop", type=part, default=0.1, help="probability of dropping a word, without another text")
-    g.add_argument("--word-swap", type=part, default=0.1, help="expected swaps per word, at most one in a text")
     g = p.group("with --paraphrases", lambda a: a.paraphrases)
     g.add_argument("--paraphrase-anchor", action=yesno,
                    help="T is the caption or one of its paraphrases (CC3M code); else the caption (CC12M code)")
@@ -457,12 +437,8 @@ def parse_args(argv=None):
                 lambda a: a.loss == "slip" or has_augmented(a) and a.image_aug == "simclr")
     g.add_argument("--aug-crop-min", type=part, help="I~: smallest area of the crop; SimCLR 0.08")
     g.add_argument("--aug-flip", type=part, help="I~: probability of a mirror image; SimCLR 0.5")
-    g.add_argument("--aug-jitter-p", type=part, default=0.8, help="I~: probability of the colour jitter; SimCLR 0.8")
-    g.add_argument("--aug-brightness", type=part, help="I~: strength; SLIP 0.4")
-    g.add_argument("--aug-contrast", type=part, help="I~: strength; SLIP 0.4")
-    g.add_argument("--aug-saturation", type=part, help="I~: strength; SLIP 0.4")
+    g.add_argument("--aug-jitter", type=part, help="I~: strength of brightness, contrast, saturation; SLIP 0.4")
     g.add_argument("--aug-hue", type=between(0, 0.5), help="I~: strength, 0..0.5; SLIP 0.1")
-    g.add_argument("--aug-grey", type=part, default=0.2, help="I~: probability of grey; SimCLR 0.2")
     g.add_argument("--aug-blur", type=part, help="I~: probability of a Gaussian blur; SimCLR 0.5")
     args = p.parse(argv, RECIPES, defaults_of, ("--row", "--image-expert", "--text-expert"))
     p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
@@ -490,7 +466,7 @@ def main(args):
     own = nn.ModuleDict()                                                  # the loss's own parameters stay outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
     if args.loss == "slip":
-        own["head"] = SlipHead(tower.vision.width, args.slip_hidden, args.slip_dim)
+        own["head"] = SlipHead(tower.vision.width)
     own.to(run.device)
     names = {"image": args.image_expert, "text": args.text_expert}
     experts = {kind: Expert(name, kind, transform, run.device, args.mixed_precision, args.expert_pooling)
@@ -509,11 +485,10 @@ def main(args):
     chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    base_view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, args.jitter, args.jitter,
-                               args.jitter, randaugment=(args.randaugment_ops, args.randaugment_magnitude))
-    simclr_view = common.Augment(args.image_size, args.aug_crop_min, args.aug_flip, args.aug_jitter_p,
-                                 args.aug_brightness, args.aug_contrast, args.aug_saturation, args.aug_hue,
-                                 args.aug_grey, args.aug_blur)
+    base_view = common.Augment(args.image_size, args.crop_min, args.flip, 0.8, args.jitter, args.jitter, args.jitter,
+                               randaugment=(args.randaugment_ops, args.randaugment_magnitude))
+    simclr_view = common.Augment(args.image_size, args.aug_crop_min, args.aug_flip, 0.8, args.aug_jitter,
+                                 args.aug_jitter, args.aug_jitter, args.aug_hue, 0.2, args.aug_blur)
     second = {"same": base_view, "simclr": simclr_view, "crop": common.Augment(args.image_size, args.crop_min)}
     pairs = has_augmented(args)                                            # I~ and T~ are needed
     views = [base_view] + [second[args.image_aug]] * pairs + [simclr_view] * 2 * (args.loss == "slip")
@@ -525,31 +500,31 @@ def main(args):
     how = eq_4 | dict(detach=args.detach_tau, similarity=args.similarity)
     tau_of = functools.partial(pair_temperature, loss=args.loss, **how)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
-                          also=functools.partial(zero_shot, tower, tokenizer, run.device))
+                          also=functools.partial(zero_shot_of_run, tower, tokenizer, run.device))
     run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
         "loss": loss_words(args),
         "temperature": f"tau {args.tau}" + ", learnt" * args.learnable_tau
                        + f"; per pair {args.tau_min} .. {tau_max:g}" * (per_pair(args) or has_expert(args))
                        + f" only in the log; over the run {args.tau_min} .. {tau_max:g}" * (args.loss == "ts"),
-        "texts": text_words(train, paraphrases, args) if pairs else "T is the caption"})
+        "texts": text_words(train, paraphrases, args.paraphrase_anchor, RECIPES.get(args.dataset, OWN)["recipe"])
+                 if pairs else "T is the caption"})
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        texts, other = text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, args.word_drop,
-                                 args.word_swap, second=pairs, anchor=args.paraphrase_anchor)
+        texts, other = text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, second=pairs,
+                                 anchor=args.paraphrase_anchor)            # B texts T, and T~
         inputs = {"pixels": dict(enumerate(batch["views"])), "tokens": tokens_of(tokenizer, texts, other, run.device)}
-        others = ()                                                        # I~, T~ if they have no gradient
-        if pairs and not args.grad_augmented:
-            others = chunks.encode_without_gradient({kind: {1: of.pop(1)} for kind, of in inputs.items()})
+        apart = {kind: {1: of.pop(1)} for kind, of in inputs.items()} if pairs and not args.grad_augmented else {}
+        others = chunks.encode_without_gradient(apart) if apart else ()    # I~, T~: before I and T, for BatchNorm
         image, text, *more = *chunks.encode(inputs), *others               # (B, D) each; I~ and T~, or SLIP's features
 
         tau = own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
         if args.loss == "ts":
-            tau = ts_temperature(progress, args.tau_min, tau_max, args.ts_periods)
+            tau = ts_temperature(progress, args.tau_min, tau_max)
         features = {k: experts[k](batch["views"][0] if k == "image" else texts) for k in experts}  # (B, width) each
         if experts:
             terms = expert_terms({"image": image, "text": text}, features, tau, **eq_4, block=args.loss_block)
-            loss = sum(weight * terms[name] for name, weight in expert_weights(args).items())
+            loss = weighted_sum(terms, weights_of(args, progress))
         elif args.loss == "temo":
             loss = temo_loss(image, text, *(more or (None, None)), progress, tau, base=args.base, block=args.loss_block,
                              modulated=args.modulated, unimodal=args.unimodal, blend=args.blend, **how)
@@ -560,8 +535,8 @@ def main(args):
         else:                                                              # infonce, ts, and SLIP's text half
             loss = multimodal_loss(image, text, tau, args.loss_block)
         if args.loss == "slip":
-            z1, z2 = own["head"](more[0]), own["head"](more[1])            # (B, slip_dim)
-            loss = loss + args.slip_weight * simclr_loss(z1, z2, args.slip_tau, args.loss_block)
+            z1, z2 = own["head"](more[0]), own["head"](more[1])            # (B, 256)
+            loss = loss + simclr_loss(z1, z2, 0.1, args.loss_block)        # weight and temperature of SLIP
 
         run.check_finite(loss, tau, (image, text, *more), batch)
         chunks.backward(loss)                                              # the full batch's gradient
@@ -583,33 +558,12 @@ def main(args):
 def loss_words(args):
     """The loss, for the banner: the row of Table 3 and the flags that depart from it, or the experts' weights."""
     if has_expert(args):
-        return "L_MM" + "".join(f" + {w:g} {name}" for name, w in expert_weights(args).items() if name != "L_MM")
+        return " + ".join(f"{w:g} {name}" for name, w in weights_of(args, 0).items())
     if args.loss != "temo":
         return args.loss
     changed = [f"--{k} {v}" if isinstance(v, str) else f"--{'' if v else 'no-'}{k}"
                for k in ("base", "modulated", "unimodal", "blend") if (v := getattr(args, k)) != ROWS[args.row][k]]
     return f"temo, row {args.row}" + f", but {' '.join(changed)}" * bool(changed)
-
-
-def text_words(train, paraphrases, args):
-    """The sources of T and T~, for the banner, with a warning if a recipe of the paper runs without its paraphrases."""
-    other = "templates around the captions" if train.templates else "another caption, else word dropout and swap"
-    note = f"T is the caption, T~ {other} (not the paper's paraphrases; see tools/paraphrase.py)"
-    if paraphrases:
-        drawn = "T is the caption or a paraphrase" if args.paraphrase_anchor else "T is the caption"
-        return f"{drawn}, T~ a paraphrase; " + paraphrases.note(train, note)
-    warning = "WARNING: NOT THE PAPER'S T~, which are paraphrases by PEGASUS; give --paraphrases FILE. Now: "
-    return warning + note if RECIPES.get(args.dataset, OWN)["recipe"].startswith("paper") else note
-
-
-def zero_shot(tower, tokenizer, device, pieces):
-    """Zero-shot accuracy (Section 4, Fig. 7), on a set with classes and no captions of its own."""
-    data = pieces["data"]
-    if data.has_captions or not data.label_names:
-        return {}
-    (labels,), (image,) = with_class((data.labels[pieces["index"]],), (pieces["image"],))  # (M,), (M, D)
-    encode = functools.partial(encode_texts, tower, tokenizer.plain(), device=device)
-    return {"zero-shot": zero_shot_metrics(image, torch.from_numpy(labels), data, encode)[0]}
 
 
 @torch.no_grad()
@@ -620,10 +574,9 @@ def numbers_of(embeddings, features, tau_of, how, args, run):
     keywords of pair_temperature."""
     image, text, *more = embeddings
     if features:
-        pair, eq_4 = {"image": image, "text": text}, dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha)
-        terms = expert_terms(pair, features, args.tau, **eq_4, block=args.loss_block)
+        terms = expert_terms({"image": image, "text": text}, features, args.tau, args.tau_min, args.tau_alpha)
     else:
-        names = term_weights(0.5, True, args.modulated, args.unimodal) if args.loss == "temo" else ["L_MM"]
+        names = {"L_MM": 0} | weights_of(args, 0.5)
         terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, block=args.loss_block, **how)
     numbers = common.mean_over_processes(terms, run.device)                # L_MM: comparable along the run
     image, text = gather(normalize(image)), gather(normalize(text))                                          # (N, D)
@@ -635,8 +588,10 @@ def numbers_of(embeddings, features, tau_of, how, args, run):
     return numbers | {"tau_pos": on_pairs, "tau_neg": (temperatures.sum().item() - n * on_pairs) / max(1, n * n - n)}
 
 
-def expert_weights(args):
-    """{term: weight} of the loss with experts (App. F), as expert_terms names them."""
+def weights_of(args, progress):
+    """{term: weight} of the loss at t = progress: those of Eq. 8, or with experts; L_MM alone for the baselines."""
+    if args.loss == "temo" and not has_expert(args):
+        return term_weights(progress, args.base, args.modulated, args.unimodal, args.blend)
     weights = {"L_MM": 1.0} | ({"L_E-image": args.image_expert_weight} if args.image_expert else {})
     return weights | ({"L_E-text": args.text_expert_weight} if args.text_expert else {})
 
@@ -661,12 +616,8 @@ def encode(model, pixels, tokens):
 
 def random_guess(progress, args):
     """The loss at t = progress if all similarities are equal: ln N for each InfoNCE."""
-    log_n = math.log(args.batch_size)
-    if has_expert(args):
-        return sum(expert_weights(args).values()) * log_n
-    if args.loss == "temo":
-        return sum(term_weights(progress, args.base, args.modulated, args.unimodal, args.blend).values()) * log_n
-    return log_n + (args.slip_weight * math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0)
+    slip = math.log(2 * args.batch_size - 1) if args.loss == "slip" else 0
+    return sum(weights_of(args, progress).values()) * math.log(args.batch_size) + slip
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def run_args(folder, script):
 FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
          "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
          "regions", "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder",
-         "cluster_starts", "row", "weight_decay", "beta1", "beta2", "eps", "decay_all")  # the last: in the optimiser's state
+         "cluster_starts", "row", "weight_decay", "beta1", "beta2", "eps", "decay_all")  # from weight_decay on: these
+# are in the optimiser's state
 
 
 def refuse_changes(parser, args, saved):

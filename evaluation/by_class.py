@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from evaluation.embed import encode_images, few_queries, together
+from evaluation.embed import encode_images, encode_texts, few_queries, together
 from evaluation.metrics import (
     head_mid_tail,
     knn_accuracy,
@@ -82,6 +82,17 @@ def zero_shot_metrics(image, labels, data, encode):
         metrics |= {reading + k: v for k, v in found.items()}
         chance |= {f"{reading}top{k}": 100 * min(1.0, k / len(names)) for k in (1, 3, 5)}
     return metrics, chance
+
+
+def zero_shot_of_run(tower, tokenizer, device, pieces):
+    """{'zero-shot': zero_shot_metrics} of the pieces of an evaluation, for a set with classes and no captions (TeMo,
+    Fig. 7); {} for others."""
+    data = pieces["data"]
+    if data.has_captions or not data.label_names:
+        return {}
+    (labels,), (image,) = with_class((data.labels[pieces["index"]],), (pieces["image"],))  # (M,), (M, D)
+    encode = functools.partial(encode_texts, tower, tokenizer.plain(), device=device)
+    return {"zero-shot": zero_shot_metrics(image, torch.from_numpy(labels), data, encode)[0]}
 
 
 def class_metrics(train, train_labels, test, test_labels, few=None, limits=None, device=None):
@@ -197,7 +208,7 @@ def zero_shot(case):
 def knn(case):
     """Nearest neighbours among the training images, for each k."""
     (known, known_labels), (image, features, labels) = case.train("knn"), case.labelled("knn")
-    features = image if case.subject.knn_features == "projected" else features                     # (M, D) or (M, width)
+    features = image if case.subject.knn_features == "projected" else features     # (M, D) or (M, width)
     case.metrics["knn"], case.chance["knn"] = metrics, chance = {}, {}     # so that other k survive a too large one
     own = case.subject.own
     limits = own.get("shot_limits") if case.name == own.get("dataset") else None         # the run's many, medium, few

@@ -199,7 +199,7 @@ class Case:
 
     def _features(self, data, view, knn=False):
         rows, image, features, _ = self.subject.images(data, view)
-        features = image if knn and self.subject.knn_features == "projected" else features         # (K, D) or (K, width)
+        features = image if knn and self.subject.knn_features == "projected" else features  # (K, D) or (K, width)
         labels = torch.from_numpy(data.labels[rows])                       # (K,)
         return features[labels >= 0], labels[labels >= 0]
 

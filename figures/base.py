@@ -360,15 +360,10 @@ def similarity_histograms(pieces, bins=100):
     def density(x):
         return (np.histogram(x.numpy(), edges)[0] / max(1, x.numel()) * bins / 2).tolist()
 
-    found = {"edges": edges.tolist(), "positive": density(sim[mask]), "negative": density(sim[~mask])}
-    return found | {"threshold": crossing(found)}
-
-
-def crossing(histograms):
-    """The cosine at which positives first become denser than negatives, above the negatives' mode; None if nowhere."""
-    positive, negative = np.array(histograms["positive"]), np.array(histograms["negative"])        # (bins,) each
-    denser = np.flatnonzero((positive > negative) & (np.arange(len(negative)) >= negative.argmax()))
-    return histograms["edges"][denser[0]] if len(denser) else None
+    positive, negative = density(sim[mask]), density(sim[~mask])
+    crossed = [k for k in range(int(np.argmax(negative)), bins) if positive[k] > negative[k]]
+    return {"edges": edges.tolist(), "positive": positive, "negative": negative,
+            "threshold": edges[crossed[0]].item() if crossed else None}
 
 
 def draw_histograms(stages, path, title):

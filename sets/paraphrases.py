@@ -85,3 +85,15 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
         options = options or [c for c in all_captions if c != text]
         other.append(options[int(r[1] * len(options))] if options else drop_and_swap(text, r[2:], drop, swap))
     return texts, other
+
+
+def text_words(train, paraphrases, anchor, recipe):
+    """The sources of T and T~, for the banner, with a warning if a recipe of the paper runs without its paraphrases.
+
+    Args: train: Data; paraphrases: a Paraphrases or None; anchor: as in text_pair; recipe: its remark."""
+    other = "templates around the captions" if train.templates else "another caption, else word dropout and swap"
+    note = f"T is the caption, T~ {other} (not the paper's paraphrases; see tools/paraphrase.py)"
+    if paraphrases:
+        return f"T is the caption{' or a paraphrase' * anchor}, T~ a paraphrase; {paraphrases.note(train, note)}"
+    warning = "WARNING: NOT THE PAPER'S T~, which are paraphrases by PEGASUS; give --paraphrases FILE. Now: "
+    return warning + note if recipe.startswith("paper") else note

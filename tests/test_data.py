@@ -50,7 +50,7 @@ from helpers import (
 )
 from readers.pictures import decode
 from sets import emoji as emoji_set
-from sets.paraphrases import Paraphrases
+from sets.paraphrases import Paraphrases, text_pair
 from tools import paraphrase
 
 SPLITS = ("train", "val", "test")
@@ -1150,16 +1150,22 @@ def test_text_pair_takes_the_first_source_there_is(tmp_path):
     captions, u = [["a cat"], ["a dog"], ["a cow", "moo"]], np.full((3, 32), 0.0, np.float32)
     u[:, 1] = 0.9
     templates = ("icon of {}", "{} drawn")
-    first, other = common.text_pair(captions, u, known, templates)
+    first, other = text_pair(captions, u, known, templates)
     assert first == ["a cat", "a dog", "a cow"]
     assert other == ["one cat", "a dog drawn", "some cow"]  # the file, else templates
-    assert common.text_pair(captions, u, None, templates)[1] == ["a cat drawn", "a dog drawn", "moo drawn"]
-    u[:, 2:] = 0.99  # nothing is dropped or swapped
-    assert common.text_pair(captions, u)[1] == ["a cat", "a dog", "moo"]  # another caption, else words
-    assert common.text_pair(captions, u, known)[1] == ["one cat", "a dog", "some cow"]
-    assert common.text_pair(captions, u, known, second=False) == (["a cat", "a dog", "a cow"], [])
+    assert text_pair(captions, u, None, templates)[1] == ["a cat drawn", "a dog drawn", "moo drawn"]
+    u[:, 2:] = 0.99  # nothing is dropped or swapped; the anchor is the last of the caption and its paraphrases
+    assert text_pair(captions, u)[1] == ["a cat", "a dog", "moo"]  # another caption, else words
+    assert text_pair(captions, u, known) == (["one cat", "a dog", "some cow"], ["one cat", "a dog", "some cow"])
+    assert text_pair(captions, u, known, anchor=False)[0] == ["a cat", "a dog", "a cow"]
+    assert text_pair(captions, u, known, second=False) == (["a cat", "a dog", "a cow"], [])
     u[:, 0] = 0.7
-    assert common.text_pair(captions, u)[0][2] == "moo" and common.text_pair(captions, u)[1][2] == "a cow"
+    assert text_pair(captions, u)[0][2] == "moo" and text_pair(captions, u)[1][2] == "a cow"
+    many = np.random.default_rng(0).random((3000, 32), dtype=np.float32)  # T is uniform over three, T~ over two
+    first, other = text_pair([["a cat"]] * 3000, many, known)
+    assert all(first.count(t) == pytest.approx(1000, abs=100) for t in ("a cat", "the cat", "one cat"))
+    assert all(other.count(t) == pytest.approx(1500, abs=100) for t in ("the cat", "one cat"))
+    assert sum(a == b for a, b in zip(first, other)) == pytest.approx(1000, abs=100)  # drawn independently
 
 
 def test_paraphrases_file_errors(tmp_path):

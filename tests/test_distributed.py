@@ -78,13 +78,21 @@ def per_pair(like, rows):
     return (0.05 + 0.2 * torch.rand(N, N, generator=torch.Generator().manual_seed(3)))[rows].to(like)
 
 
+def features(like, rows):
+    """Unit features of an expert, (b, 5)."""
+    of_all = torch.randn(N, 5, generator=torch.Generator().manual_seed(5))
+    return nn.functional.normalize(of_all, dim=1)[rows].to(like)
+
+
 LOSSES = {  # (embeddings I, T, I~, T~ of these rows, learnable tau, rows) -> mean over these rows
     "temo": lambda e, tau, rows: temo.temo_loss(*e, 0.3),
-    "temo modulated, tau with gradient": lambda e, tau, rows: temo.temo_loss(*e, 0.3, detach=False),
+    "temo, no gradient through tau": lambda e, tau, rows: temo.temo_loss(*e, 0.3, detach=True),
+    "temo, bare cosine": lambda e, tau, rows: temo.temo_loss(*e, 0.3, similarity="cosine"),
+    "temo, I~ and T~ apart": lambda e, tau, rows: temo.temo_loss(*e[:2], *(x.detach() for x in e[2:]), 0.3),
     "temo plain": lambda e, tau, rows: temo.temo_loss(*e, 0.3, unimodal="plain"),
     "temo none": lambda e, tau, rows: temo.temo_loss(*e, 0.3, unimodal="none"),
-    "temo experts": lambda e, tau, rows: temo.temo_loss(*e, 0.3, image_tau=per_pair(e[0], rows),
-                                                        text_tau=per_pair(e[0], rows) / 2),
+    "temo experts": lambda e, tau, rows: sum(temo.expert_terms(
+        {"image": e[0], "text": e[1]}, {"image": features(e[0], rows), "text": features(e[0], rows)[:, 1:]}).values()),
     "temo in blocks": lambda e, tau, rows: temo.temo_loss(*e, 0.3, block=3),
     "infonce, learnable tau": lambda e, tau, rows: temo.multimodal_loss(*e[:2], tau),
     "infonce, (B,)": lambda e, tau, rows: temo.info_nce(*e[:2], per_anchor(e[0], rows)),
@@ -171,7 +179,7 @@ def compare(rank, folder, worlds=(2, 4), device="cpu"):
     torch.set_num_threads(1)
     keys = [(name, dtype) for name in LOSSES for dtype in DTYPES]
     alone = {k: step(k[0], DTYPES[k[1]], slice(0, N)) for k in keys}  # before there is a group: the whole batch
-    sgd_alone = {loss: sgd(loss, slice(0, N)) for loss in ("temo", "infonce, learnable tau")}
+    sgd_alone = {loss: sgd(loss, slice(0, N)) for loss in SGD}
     embedded, queued = {n: evaluation(n) for n in (7, 3)}, queue(slice(0, N))
     for world in worlds:
         if rank >= world:
@@ -225,20 +233,26 @@ def test_queues_hold_the_global_batches_in_order(differences, world):
 
 
 # ----------------------------------------------- chunks --------------------------------------------------------------
+SGD = "temo", "temo, I~ and T~ apart", "infonce, learnable tau"
+
+
 def sgd(loss, rows, accelerator=None, chunk=0, steps=5):
     """Parameters after some SGD steps: towers in DDP and the learnable tau outside, as in temo.py; accelerator None:
     plain torch."""
     model = towers(torch.float64)
     log_tau = nn.Parameter(torch.tensor(-2.0, dtype=torch.float64, device=DEVICE))
     optimizer = torch.optim.SGD([*model.parameters(), log_tau], lr=0.1, momentum=0.9)
-    loss_fn = lambda *e: LOSSES[loss](e, log_tau.exp(), rows)
+    loss_fn, apart = lambda *e: LOSSES[loss](e, log_tau.exp(), rows), "apart" in loss
     if accelerator:
         wrapped, optimizer = accelerator.prepare(model, optimizer)
         assert isinstance(wrapped, DistributedDataParallel)
     for _ in range(steps):
         if accelerator:
             chunks = common.Chunks(wrapped, wrapped, accelerator, chunk)
-            chunks.backward(loss_fn(*chunks.encode(inputs(rows))))
+            others = chunks.encode_without_gradient(inputs(rows))[2:] if apart else ()
+            assert not any(x.requires_grad for x in others)
+            encoded = chunks.encode(inputs(rows))
+            chunks.backward(loss_fn(*(*encoded[:2], *others) if apart else encoded))
             common.average_gradients([log_tau])
         else:
             loss_fn(*model(inputs(rows))).backward()
@@ -248,7 +262,7 @@ def sgd(loss, rows, accelerator=None, chunk=0, steps=5):
 
 
 @pytest.mark.parametrize("chunk", [0, 3])
-@pytest.mark.parametrize("loss", ["temo", "infonce, learnable tau"])
+@pytest.mark.parametrize("loss", SGD)
 @pytest.mark.parametrize("world", [2, 4])
 def test_sgd_in_chunks_under_ddp_is_one_process_with_the_full_batch(differences, world, loss, chunk):
     assert max(rank[f"sgd {loss} {chunk}"] for rank in differences[world]) < 1e-5
@@ -265,7 +279,8 @@ def chunked(loss, chunk, dtype=torch.float32, dropout=0.0):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 15])
-@pytest.mark.parametrize("loss", ["temo", "infonce, learnable tau", "cwcl", "simclr", "mmts", "mmts max-margin"])
+@pytest.mark.parametrize("loss", ["temo", "temo experts", "infonce, learnable tau", "cwcl", "simclr", "mmts",
+                                  "mmts max-margin"])
 def test_chunks_have_the_gradient_of_the_full_batch(loss, chunk):
     full, parts = chunked(loss, 0), chunked(loss, chunk)
     assert parts[0] == pytest.approx(full[0], rel=1e-4)

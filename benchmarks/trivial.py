@@ -1,0 +1,103 @@
+"""Nearest neighbours on what needs no training, beside trained runs: what a claim on kNN has to be clearly above.
+
+    python -m benchmarks.trivial --dataset emoji runs/A runs/B             # runs on that set, of any script
+    python -m benchmarks.trivial --dataset moving-emoji --clips 4000 300 2000 runs/A
+
+Rows are raw pixels, a histogram of 64 colours (four levels a channel), the untrained tower of temo.py's recipe (before
+and after its projection), and each run. One neighbour by cosine among the training examples, mean of the classes on
+test. moving-emoji by verb, the class of all tables, and by noun. Writes results/trivial_DATASET.json and .md.
+"""
+
+import argparse
+import datetime
+import tempfile
+from pathlib import Path
+
+import common
+from engine.base import read_json, write_json
+from engine.folder import commit
+
+import numpy as np
+import torch
+
+import temo
+from benchmarks.claims import RESULTS, machine, markdown
+from evaluation.by_class import nearest
+from evaluation.embed import encode_images
+
+
+def raw_pixels(images):
+    """(M, [T,] 3, S, S) uint8 -> (M, width) float, 0..1."""
+    return images.flatten(1).float() / 255
+
+
+def colour_histogram(images):
+    """(M, [T,] 3, S, S) uint8 -> (M, 64): the share of each of 4 x 4 x 4 colours."""
+    levels = images.movedim(-3, -1).flatten(1, -2).long() // 64            # (M, pixels, 3)
+    colour = levels[..., 0] * 16 + levels[..., 1] * 4 + levels[..., 2]     # (M, pixels)
+    return torch.stack([torch.bincount(row, minlength=64) for row in colour]).float() / colour.shape[1]
+
+
+def features_of(name, options, checkpoint, size):
+    """{row: {split: (M, width)}}: trivial features, or a run's embeddings and features; size: of the images."""
+    sets = {split: common.load_data(name, split, **options) for split in ("train", "test")}
+    found = {}
+    if checkpoint is None:
+        view = common.EvalTransform(size, (0, 0, 0), (1, 1, 1))
+        for split, data in sets.items():
+            images = torch.stack([view.raw(data.read(i)) for i in range(len(data))])
+            for row, function in (("raw pixels", raw_pixels), ("64 colours", colour_histogram)):
+                found.setdefault(row, {})[split] = torch.cat([function(x) for x in images.split(500)])
+        return sets, found
+    model, transform = checkpoint
+    for split, data in sets.items():
+        _, image, features, _ = encode_images(model, data, transform, torch.device("cpu"))
+        for row, x in (("projected", image), ("backbone", features)):
+            found.setdefault(row, {})[split] = x
+    return sets, found
+
+
+def main(argv=None):
+    """Measures and writes the table."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    p.add_argument("runs", nargs="*", help="run folders on this set")
+    p.add_argument("--dataset", default="emoji")
+    p.add_argument("--clips", type=int, nargs=3, default=None)
+    args = p.parse_args(argv)
+    clips = {"clips": args.clips} if args.clips else {}
+    flags = ["--dataset", args.dataset, *(["--clips", *map(str, args.clips)] if args.clips else [])]
+    recipe = temo.parse_args(flags)
+    options = clips | {"frames": recipe.frames, "image_size": recipe.image_size}
+    torch.manual_seed(recipe.seed)
+    train = common.load_data(args.dataset, "train", **options)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = common.build_tokenizer("small", recipe.text_length, train.first_captions, folder)
+    model, transform = common.build_model(common.spec_of(recipe), tokenizer, False)
+    models = [("trivial", None), ("untrained tower", (model.eval(), transform))]
+    for run in args.runs:
+        own, (model, _, transform) = read_json(Path(run) / "args.json"), common.load_model(run)
+        models.append((f"{own.get('loss')} {Path(run).name}", (model, transform)))
+    rows, heads, results = [], [], {}
+    for title, model in models:
+        sets, found = features_of(args.dataset, options, model, recipe.image_size)
+        columns = [c for c in ("label", "verb", "noun") if sets["train"].column(c) is not None]
+        columns = [c for c in columns if c != "label" or "verb" not in columns]
+        heads = [f"by {c}" for c in columns]
+        for row, of in found.items():
+            name, cells = row if title == "trivial" else f"{title}, {row}", []
+            for column in columns:
+                labels = [np.asarray(sets[s].column(column)) for s in ("train", "test")]
+                result, chance = nearest(of["train"], labels[0], of["test"], labels[1])
+                results.setdefault(name, {})[column] = result | {"chance": chance["mean_per_class"]}
+                cells.append(f"{result['mean_per_class']:.1f}")
+            rows.append([name, *cells])
+            print(*rows[-1], flush=True)
+    rows.append(["chance", *(f"{results['raw pixels'][c]['chance']:.1f}" for c in columns)])
+    file = RESULTS / f"trivial_{args.dataset}"
+    write_json(file.with_suffix(".json"), results)
+    note = f"\nkNN@1 on test, mean of the classes. Commit {commit()}; {datetime.date.today()}; {machine()}.\n"
+    file.with_suffix(".md").write_text("\n".join([*markdown(["features", *heads], rows), note]))
+
+
+if __name__ == "__main__":
+    main()
