@@ -352,6 +352,47 @@ def steps(rounds):
         "temo/infonce": t.ratio("temo", "infonce"), "goal": "<= 1.03; temo/infonce_4 <= 1.05"}
 
 
+def of_augmented(batch=32, size=96):
+    """A step of InfoNCE, and of TeMo with I~ and T~ encoded without gradient (the default) and with it: a tiny ViT."""
+    torch.manual_seed(0)
+    vision = common.VisionEncoder("vit_tiny_patch16_224", 128, False, size)
+    model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean"))
+    tokens = {"input_ids": torch.randint(1, 1000, (2 * batch, 32)),
+              "attention_mask": torch.ones(2 * batch, 32, dtype=torch.long)}
+    pixels = torch.randn(2 * batch, 3, size, size)
+
+    def part(rows):
+        return model(pixels[rows], {k: x[rows] for k, x in tokens.items()})[:2]  # (b, D), (b, D)
+
+    def descend(loss):
+        loss.backward()
+        model.zero_grad(set_to_none=False)
+
+    def apart():
+        with torch.no_grad():
+            others = part(slice(batch, None))
+        descend(temo.temo_loss(*part(slice(batch)), *others, 0.5, 0.1, 0.05, 0.1))
+
+    def with_gradient():
+        image, text = part(slice(None))                                      # (2B, D) each
+        descend(temo.temo_loss(image[:batch], text[:batch], image[batch:], text[batch:], 0.5, 0.1, 0.05, 0.1))
+    functions = {"infonce": lambda: descend(temo.multimodal_loss(*part(slice(batch)), 0.1)), "apart": apart,
+                 "with_gradient": with_gradient}
+    functions["infonce"]()
+    return functions
+
+
+def augmented(rounds):
+    """TeMo's step with I~ and T~ encoded without gradient against with it and against InfoNCE: time and peak memory
+    without weights and gradients, a tiny ViT at 96 px, B = 32."""
+    t = Times(of_augmented(), 2 * rounds)
+    peak = {name: peak_mib(name, of_augmented) for name in t}
+    return {f"{name}_s": t.median(name) for name in t} | {f"{name}_mib": p for name, p in peak.items()} | {
+        "apart/with_gradient": t.ratio("apart", "with_gradient"), "apart/infonce": t.ratio("apart", "infonce"),
+        "memory_apart/with_gradient": peak["apart"] / peak["with_gradient"],
+        "memory_apart/infonce": peak["apart"] / peak["infonce"]}
+
+
 def of_sinkhorn(m, n):
     """{name: function} of the product and of the biases of m texts and n videos."""
     text, video = unit_rows(m), unit_rows(n)
@@ -470,7 +511,7 @@ def loss_memory(rounds):
 def main():
     """Run the chosen benchmarks and update speed.json."""
     benchmarks = {"ranks": ranks, "knn": knn, "jpeg": jpeg, "views": views, "cc3m_views": cc3m_views, "steps": steps,
-                  "sinkhorn": sinkhorn, "mama_step": mama_step, "loss_memory": loss_memory}
+                  "sinkhorn": sinkhorn, "mama_step": mama_step, "augmented": augmented, "loss_memory": loss_memory}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=list(benchmarks), default=list(benchmarks), help="which to run")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds; the median counts")
