@@ -65,7 +65,7 @@ MARGIN = [f"{MAMA} --tau 0.1 --a0 0.5", f"{MAMA} --tau 0.1 --a0 1", f"{MAMA} --t
 TEMO = [f"temo.py --tau {t} --tau-min {m} --tau-alpha {a}" for t, m, a in (
     (0.1, 0.05, 0.1), (0.05, 0.05, 0.1), (0.05, 0.03, 0.07))]
 ROWS = {  # a and c modulate nothing, b has no L_MM
-    f"row {r}": ["temo.py --row " + r + " --tau 0.05" * (r != "b") + " --tau-min 0.05 --tau-alpha 0.1" * (r not in "ac")]
+    f"row {r}": [f"temo.py --row {r}" + " --tau 0.05" * (r != "b") + " --tau-min 0.05 --tau-alpha 0.1" * (r not in "ac")]
     for r in "gfedcba"}
 PRINTED = "--similarity cosine --grad-augmented --image-aug simclr"  # and T the caption: there are no paraphrases here
 TEMO_INFONCE = [f"temo.py --loss infonce --tau {t}" for t in (0.05, 0.1, 0.2)]  # its jitter meets 80 % of the images
@@ -188,8 +188,8 @@ CLAIMS = {
             "", "--alpha 0.1 --shift-min 0.1 --shift-max 0.2", "--alpha 0.1 --shift-min 0.3 --shift-max 0.5")],
          "fixed": [f"mmts.py --loss max-margin --no-schedule --no-shifts --margin {m}" for m in (0.2, 0.1, 0.4)]}),
     "temo-printed": claim(
-        "TeMo as its authors' code has it beats TeMo as printed, with and without a gradient through tau (text -> video "
-        "R@1)", "none; TeMo, Eq. 4", {
+        "TeMo as its authors' code has it beats TeMo as printed, with and without a gradient through tau (text -> "
+        "video R@1)", "none; TeMo, Eq. 4", {
             "code": TEMO, "printed": [f"{t} {PRINTED}" for t in TEMO],
             "printed, tau detached": [f"{t} {PRINTED} --detach-tau" for t in TEMO]}),
     "temo-rows": claim("the whole of TeMo is better than its parts (text -> video R@1)", "TeMo, Table 3", ROWS),

@@ -106,7 +106,7 @@ def of_an_example(model, words, args, clips, precision):
 
     Frames that are encoded one by one are measured one by one."""
     views, texts = VIEWS.get(args.loss, (1, 1 if words else 0))
-    if args.loss == "temo" and args.unimodal != "none":
+    if args.loss == "temo" and args.unimodal != "none" and args.grad_augmented:
         views, texts = 2, 2
     side, asked = args.image_size, getattr(args, "task", "retrieval") != "retrieval"
     together = clips and (model.vision.whole_clips or args.image_encoder in VIDEO_SWIN or asked)
