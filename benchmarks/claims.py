@@ -64,9 +64,9 @@ MMTS = ["mmts.py", "mmts.py --alpha 0.04 --shift-min 0.04 --shift-max 0.08",
 MARGIN = [f"{MAMA} --tau 0.1 --a0 0.5", f"{MAMA} --tau 0.1 --a0 1", f"{MAMA} --tau 0.2 --a0 2"]
 TEMO = [f"temo.py --tau {t} --tau-min {m} --tau-alpha {a}" for t, m, a in (
     (0.1, 0.05, 0.1), (0.05, 0.05, 0.1), (0.05, 0.03, 0.07))]
-ROWS = {  # a and c modulate nothing, b has no L_MM
-    f"row {r}": [f"temo.py --row {r}" + " --tau 0.05" * (r != "b") + " --tau-min 0.05 --tau-alpha 0.1" * (r not in "ac")]
-    for r in "gfedcba"}
+OF_ROW = {"a": "--tau 0.05", "b": "--tau-min 0.05 --tau-alpha 0.1", "c": "--tau 0.05"}  # b: no L_MM; a, c: no tau_ij
+ROWS = {f"row {r}": [f"temo.py --row {r} {OF_ROW.get(r, '--tau 0.05 --tau-min 0.05 --tau-alpha 0.1')}"]
+        for r in "gfedcba"}
 PRINTED = "--similarity cosine --grad-augmented --image-aug simclr"  # and T the caption: there are no paraphrases here
 TEMO_INFONCE = [f"temo.py --loss infonce --tau {t}" for t in (0.05, 0.1, 0.2)]  # its jitter meets 80 % of the images
 GRID = [(0.1, 0.1), (0.5, 0.1), (1, 0.1), (2, 0.1), (1, 0.05), (1, 0.2)]  # (mu / tau, tau); mu is a0 / 10 radians

@@ -329,14 +329,11 @@ def scale():
     ViT-B/16, N = 512 to 2,048, two encodings per example, bf16. With two cards, the first case also runs on both."""
     views = flags_of(temo.RECIPES["cc3m"], *"""crop_min flip jitter randaugment_ops randaugment_magnitude eval_resize
         text_length""".split())
-    strong = flags_of(temo.RECIPES["cc3m"], *"""aug_flip aug_crop_min aug_brightness aug_contrast aug_saturation aug_hue
-        aug_blur""".split())
     chunks = ["--chunk-size", size(128, 4)]
     cases = {"ResNet-50": (RESNET, 512, []),
              "ResNet-50, N = 2,048, chunks of 128": (RESNET, 2048, [*chunks, "--allow-batchnorm-chunks"]),
              "ViT-B/16": (VIT, 512, []), "ViT-B/16, chunks of 128": (VIT, 512, chunks),
              "ViT-B/16, N = 2,048, chunks of 128": (VIT, 2048, chunks)}
-    cases = {name: (encoder, n, [*more, *strong]) for name, (encoder, n, more) in cases.items()}
     cases["ViT-B/16, InfoNCE"] = (VIT, 512, ["--loss", "infonce"])
     rng, results = np.random.default_rng(0), {"N": "512 where not said", "precision": "bf16"}
 

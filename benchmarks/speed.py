@@ -240,18 +240,18 @@ def photograph(rng, size=(500, 400)):
 
 def cc3m_views(rounds, n=512, batch=64):
     """TeMo's views of CC3M, as a loader worker makes them: rows of a large table, JPEGs of about 500 x 400 from a tar,
-    the crop and RandAugment of I, the crop of I~. Samples per second of one core, and the same with torchvision's
-    RandAugment. Parts in ms per sample: `query` of the table, `read` (that and the JPEG), either RandAugment.
+    crop and RandAugment of I and of I~. Samples per second of one core, and the same with torchvision's RandAugment.
+    Parts in ms per sample: `query` of the table, `read` (that and the JPEG), either RandAugment of one view.
     """
     from torchvision.transforms import v2
 
     args, rng = temo.parse_args(["--dataset", "cc3m"]), np.random.default_rng(0)
     files = [photograph(rng, (500 + 10 * k, 400 - 4 * k)) for k in range(-8, 8)]
     ends, rows = np.cumsum([len(f) for f in files]), common.IN_MEMORY + 1    # more rows than are kept as lists
-    strong = common.Augment(args.image_size, args.aug_crop_min)
     asked = args.randaugment_ops, args.randaugment_magnitude
     base = common.Augment(args.image_size, args.crop_min, randaugment=asked)
-    crops = [strong.crop_one(readers.pictures.decode(f), np.zeros(base.DRAWS, np.float32)) for f in files]
+    crop, none = common.Augment(args.image_size, args.crop_min), np.zeros(base.DRAWS, np.float32)
+    crops = [crop.crop_one(readers.pictures.decode(f), none) for f in files]
     theirs = v2.RandAugment(num_ops=1, magnitude=asked[1])
     theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in common.OPERATIONS}
 
@@ -283,8 +283,8 @@ def cc3m_views(rounds, n=512, batch=64):
 
         def read_torchvision():
             with mock.patch.object(common, "randaugment", torchvision):
-                read(base, strong)
-        t = Times({"ours": lambda: read(base, strong), "torchvision": read_torchvision, "read": read, "query": query,
+                read(base, base)
+        t = Times({"ours": lambda: read(base, base), "torchvision": read_torchvision, "read": read, "query": query,
                    "randaugment": lambda: augment(common.randaugment),
                    "randaugment_torchvision": lambda: augment(torchvision)}, rounds)
     return {"jpeg_bytes": int(np.mean([len(f) for f in files])), "ours_samples_per_s": n / t.median("ours"),

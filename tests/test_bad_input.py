@@ -206,7 +206,7 @@ REFUSED = {
     "--mixed-precision fp8": "--mixed-precision invalid choice: 'fp8'",
     "--no-base --no-modulated --unimodal none": "leaves no loss",
     "--learnable-tau": "--loss temo has no single temperature to learn", "--loss slip --tau 1.5": "--tau-clamp",
-    "--loss infonce --text-expert a/b": "--image-expert and --text-expert need --loss temo",
+    "--loss infonce --text-expert a/b": "--text-expert: only with --loss temo",
     "--clip-law zipf": "--clip-law zipf: not a flag of --dataset emoji, but of moving-emoji",
     "--dataset moving-emoji --clip-law twice": "--clip-law invalid choice: 'twice'",
     "--clips 40 20 20": "--clips 40 20 20: not a flag of --dataset emoji, but of moving-emoji",

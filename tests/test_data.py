@@ -50,7 +50,7 @@ from helpers import (
 )
 from readers.pictures import decode
 from sets import emoji as emoji_set
-from sets.paraphrases import Paraphrases, text_pair
+from sets.paraphrases import Paraphrases, drop_and_swap, text_pair
 from tools import paraphrase
 
 SPLITS = ("train", "val", "test")
@@ -1180,14 +1180,14 @@ def test_paraphrases_file_errors(tmp_path):
 def test_drop_and_swap():
     text = "one two three four five six seven"
     u = common.uniforms(0, 0, range(400), 30)
-    out = [common.drop_and_swap(text, row, 0.3, 0.2) for row in u]
-    assert out == [common.drop_and_swap(text, row, 0.3, 0.2) for row in u]
+    out = [drop_and_swap(text, row, 0.3, 0.2) for row in u]
+    assert out == [drop_and_swap(text, row, 0.3, 0.2) for row in u]
     assert all(out) and all(not Counter(o.split()) - Counter(text.split()) for o in out)
     kept = np.mean([len(o.split()) for o in out]) / 7
     assert abs(kept - 0.7) < 0.04 and any(sorted(o.split()) == sorted(text.split()) and o != text for o in out)
-    assert all(common.drop_and_swap(t, row, 1.0, 1.0) for row in u[:20] for t in ("word", "two words"))  # never empty
-    assert all(common.drop_and_swap(text, row, 0.0, 0.0) == text for row in u[:20])
-    swapped = np.mean([common.drop_and_swap(text, row, 0.0, 0.1) != text for row in u])
+    assert all(drop_and_swap(t, row, 1.0, 1.0) for row in u[:20] for t in ("word", "two words"))  # never empty
+    assert all(drop_and_swap(text, row, 0.0, 0.0) == text for row in u[:20])
+    swapped = np.mean([drop_and_swap(text, row, 0.0, 0.1) != text for row in u])
     assert abs(swapped - 0.7) < 0.07  # 0.1 swaps a word, of seven words
 
 

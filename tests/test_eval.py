@@ -70,6 +70,27 @@ def test_it_gives_the_numbers_of_the_run(run):
     assert (run / "eval" / "eval.json").exists() and (run / "eval" / "retrieval.png").exists()
 
 
+@pytest.mark.parametrize("where", ["projected", "backbone"])
+def test_neighbours_by_the_embeddings_or_the_features(where, tmp_path):
+    """A run and eval.py, against one neighbour by hand; eval.py follows the run and can be told otherwise."""
+    folder, own = train(tmp_path / "r", "--max-steps", "3", "--batch-size", "64", "--image-size", "24", "--eval-every",
+                        "0", "--knn-features", where)
+    model, _, transform = common.load_model(folder)
+    data = [common.load_data("emoji", split) for split in ("train", "test")]
+    found = {}
+    for kind, which in (("projected", 1), ("backbone", 2)):
+        known, asked = (F.normalize(evaluation.embed.encode_images(model, d, transform, torch.device("cpu"))[which])
+                        for d in data)
+        near = (asked @ known.T).argmax(1).numpy()
+        right, truth = data[0].labels[near] == data[1].labels, data[1].labels
+        found[kind] = 100 * np.mean([right[truth == c].mean() for c in np.unique(truth)])
+    assert found["projected"] != found["backbone"]
+    assert own["emoji"]["knn@1"]["mean_per_class"] == pytest.approx(found[where])
+    for flags, expected in (([], found[where]), (["--knn-features", "backbone"], found["backbone"])):
+        got = evaluate("--checkpoint", folder, "--tasks", "knn", "--knn-k", "1", *flags)["datasets"]["emoji"]["metrics"]
+        assert got["knn"]["k=1"]["mean_per_class"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("name, flags, options", [
     ("emoji", ["--fold", "3"], {"fold": 3}),
     ("moving-emoji", ["--clip-law", "zipf", "--clips", "40", "8", "60"], {"clip_law": "zipf", "clips": [40, 8, 60]}),
@@ -453,7 +474,8 @@ def test_tasks_by_class_on_a_long_tail(name):
     case = types.SimpleNamespace(
         name=name, metrics={}, chance={}, train=lambda task: (known, known_labels), few_shot=lambda task: None,
         labelled=lambda task: (None, features, labels), args=types.SimpleNamespace(knn_k=[1], few_shot=0, seed=7),
-        subject=types.SimpleNamespace(own={"dataset": "mine", "shot_limits": [25, 9]}, device=torch.device("cpu")))
+        subject=types.SimpleNamespace(own={"dataset": "mine", "shot_limits": [25, 9]}, device=torch.device("cpu"),
+                                      knn_features="backbone"))
     evaluation.by_class.knn(case)
     evaluation.by_class.probe(case)
     of_class = common.knn_accuracy(known, known_labels, features, labels, per_class=True)["per_class"]

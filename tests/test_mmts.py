@@ -558,8 +558,8 @@ def test_equal_clusters_are_said(tmp_path, capsys):
 def test_own_images_with_new_captions_on_the_way(tmp_path, monkeypatch):
     """Captions that were not there when the clusters were made take the nearest centroid, and are counted."""
     csv = write_captions(tmp_path / "set", 60)
-    real = common.text_pair
-    monkeypatch.setattr(common, "text_pair", lambda *a, **k: ([f"{t} new" for t in real(*a, **k)[0]], []))
+    real = common.pick
+    monkeypatch.setattr(common, "pick", lambda *a: [f"{t} new" for t in real(*a)])
     main(tmp_path / "a", "--dataset", csv, "--batch-size", 16, "--max-steps", 2, "--workers", 0)
     assert [r["not_in_clusters"] for r in steps(tmp_path / "a")] == [16, 16]
 
@@ -571,8 +571,8 @@ def test_tau_is_that_of_the_caption_that_was_encoded(tmp_path, monkeypatch):
     for path in images[3:6]:
         path.write_bytes(b"no image")
     extra = write_rows(tmp_path / "extra.csv", ["image", "caption"], [(p.name, f"zebra {p.stem}") for p in images])
-    drawn, shifts, pair, value = [], [], common.text_pair, mmts.sample_temperature
-    monkeypatch.setattr(common, "text_pair", lambda *a, **k: (drawn.append(pair(*a, **k)[0]), pair(*a, **k))[1])
+    drawn, shifts, pick, value = [], [], common.pick, mmts.sample_temperature
+    monkeypatch.setattr(common, "pick", lambda *a: (drawn.append(pick(*a)), pick(*a))[1])
     monkeypatch.setattr(mmts, "sample_temperature", lambda t, s, *a: (shifts.append((t, s)), value(t, s, *a))[1])
     summary = main(tmp_path / "a", "--dataset", csv, "--extra-captions", extra, "--batch-size", 15, "--workers", 0,
                    "--max-bad-fraction", 0.2)
@@ -631,8 +631,8 @@ def test_epic_kitchens_with_real_clips(tmp_path, capsys, monkeypatch):
     write_video(tmp_path / "videos" / "P01_01.MP4", range(225), fps=5)
     write_video(tmp_path / "videos" / "P02_03.MP4", range(30), fps=5)
     said = []
-    monkeypatch.setattr(common, "text_pair", lambda captions, *a, real=common.text_pair, **k: (
-        said.append(captions), real(captions, *a, **k))[1])
+    monkeypatch.setattr(common, "pick", lambda captions, u, real=common.pick: (
+        said.append(captions), real(captions, u))[1])
     few = "--frames 2 --batch-size 6 --workers 0 --max-steps 3 --alpha 0"
     summary = main(tmp_path / "run", "--dataset", "epic-kitchens-100", "--data-dir", tmp_path, "--video-dir",
                    tmp_path / "videos", *OWN_TOWERS, *few.split())

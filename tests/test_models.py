@@ -256,7 +256,7 @@ def test_the_patches_of_an_expert_are_without_registers(tmp_path):
                                        patch_size=14, num_register_tokens=4)
     Dinov2WithRegistersModel(config).save_pretrained(tmp_path / "dino")
     transform = common.EvalTransform(28, *encoders.base.STATS["imagenet"])
-    expert = Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"))
+    expert = Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"), pooling="patches")
     pixels = torch.randn(3, 3, 28, 28)
     with torch.no_grad():
         tokens = expert.model(pixel_values=pixels).last_hidden_state       # a class token, 4 registers, 4 patches
@@ -447,7 +447,7 @@ def test_experts(tmp_path, tokenizer, data):
     tiny_text(tmp_path / "roberta", tokenizer, "bert")
     transform = common.EvalTransform(32, *encoders.base.STATS["half"])
     of_images = Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"))
-    pixels = torch.randn(3, 3, 32, 32)
+    pixels = torch.randn(3, 3, 28, 28)
     image = of_images(pixels)
     patches = Expert(str(tmp_path / "dino"), "image", transform, torch.device("cpu"), pooling="patches")
     mean, std = (torch.tensor(v)[:, None, None] for v in encoders.base.STATS["imagenet"])

@@ -113,7 +113,7 @@ def test_ten_lines_in_someone_else_s_loop():
     code = next(block for kind, block in BLOCKS if kind == "python" and "temo_loss" in block)
     net = torch.nn.Linear(8, 4)
     loader = [[torch.randn(6, 8) for _ in range(4)]] * 2
-    names = dict(loader=loader, image_encoder=net, text_encoder=net, total_steps=2,
+    names = dict(torch=torch, loader=loader, image_encoder=net, text_encoder=net, total_steps=2,
                  optimizer=torch.optim.SGD(net.parameters(), 0.1))
     before = net.weight.clone()
     exec(code, names)
@@ -125,7 +125,7 @@ def test_the_fork_takes_the_place_of_its_function():
     exec(code, names)
     mine = names["modulated_temperature"]
     assert list(inspect.signature(mine).parameters) == list(inspect.signature(temo.modulated_temperature).parameters)
-    assert mine(torch.tensor([[0.5, -1.0]]), 0.01, 0.04).tolist() == [[pytest.approx(0.02), pytest.approx(0.01)]]
+    assert mine(torch.tensor([[1.0, 0.0, -1.0]]), 0.01, 0.04).tolist() == [pytest.approx([0.05, 0.02, 0.01])]
 
 
 def test_commands_of_the_pages_parse(place, monkeypatch):

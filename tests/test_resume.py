@@ -62,7 +62,7 @@ def write_fork(path):
     text = (ROOT / "temo.py").read_text(encoding="utf8")
     base, flag = '    g.add_argument("--base"', 'g.add_argument("--tau-power", type=positive, default=0.5, help="mine")'
     for old, new in (('"""TeMo: ', f'import sys; sys.path.insert(0, {str(ROOT)!r})\n"""TeMo: '),  # it lies elsewhere
-                     ("root = torch.where(", "root = POWER * torch.where("), (base, f"    {flag}\n{base}"),
+                     (".clamp(min=1e-8).sqrt()", ".clamp(min=1e-8) ** POWER"), (base, f"    {flag}\n{base}"),
                      ("def main(args):\n", "def main(args):\n    global POWER\n    POWER = args.tau_power\n")):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
@@ -243,7 +243,7 @@ def test_a_run_resumed_at_its_end_is_evaluated_in_float32(tmp_path, monkeypatch)
         return forward(tower, *args, **more)
     monkeypatch.setattr(common.TextEncoder, "forward", watch)
     write_folder(tmp_path / "set", 120)
-    flags = [*FLAGS, "--dataset", str(tmp_path / "set"), "--max-steps", "3", "--mixed-precision", "bf16"]
+    flags = [*FLAGS, "--dataset", str(tmp_path / "set"), "--max-steps", "3", "--mixed-precision", "bf16", "--row", "e"]
     with monkeypatch.context() as patch:
         patch.setattr(engine.run.Run, "wall", lambda run: 1000.0)
         before = temo.main(temo.parse_args([*flags, "--output-dir", str(tmp_path), "--run-name", "run"]))
