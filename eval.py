@@ -18,11 +18,11 @@ Tasks
                 training queries, and with those of the test queries; or uses the dual softmax (dsl) of the test queries
     mir         multi-instance retrieval, for sets with relevancies (EPIC-KITCHENS, moving-emoji): mAP as the EPIC
                 code computes it, the textbook's binary one, and nDCG; both ways and their mean
-    zero-shot   top-1/3/5 of the mean of normalised template embeddings (templates) and of the class names alone (names)
+    zero-shot   top-1/3/5 of the mean of normalised prompt embeddings, and of the class names alone (names_top1, ...)
     knn         k = 1 and 10, cosine, unweighted vote, ties to the smallest class, per-class mean, head / mid / tail; on
-                the encoder's features before the projection, as probe (TeMo does not say which features)
-    probe       LinearSVC (C = 1, random_state 42) on L2-normalised features, as the authors of TS: few-shot (the
-                smallest class's size) and all
+                embeddings after the projection, as TeMo's code, or before it (--knn-features)
+    probe       LinearSVC (C = 1, random_state 42) on L2-normalised features before the projection, as the authors of
+                TS: few-shot (the smallest class's size) and all
     qa          accuracy of the answers, by question type, of a model that mama.py trained on questions
     gap         modality gap; alignment, uniformity and mean cosines of images and their first captions
     histograms  densities of positive and negative cosines

@@ -50,21 +50,22 @@ paper's text differ, or both leave something open:
     the caption, and T~ another caption, a template (emoji) or word dropout and swap: ours.
  6. "The same optimization settings" (Section 4) are not the code's: rows a, b, d, e, InfoNCE and TS have lr 8e-4, rows
     c, f, g and DySTreSS 2e-4; row b has tau_alpha 0.05. --row chooses all of it. The 8e-4 of CWCL and SLIP are ours.
-    On CC12M InfoNCE has 5e-4 and decay 0.5, SLIP and rows with unimodal losses 3e-3 and 0.1, as SLIP's authors; no run
-    of TeMo there is public.
+    On CC12M InfoNCE has 5e-4 and decay 0.5, SLIP and TeMo 3e-3 and 0.1, as SLIP's authors; no run of TeMo there is
+    public, and the other baselines are as InfoNCE: ours.
  7. "Pre-trained on ImageNet-1k": resnet50.a1_in1k at 256 px; at 224 px a ViT-B/16 that saw ImageNet-21k before.
  8. Eq. 3 as printed sums an average again; we follow Algorithm 1: 1/2 (L_I2T + L_T2I), each a mean over the batch.
  9. The code's learning rate is constant within an epoch and its warm-up of 2,000 steps stops after 1,400 of them; here
     both follow the step. It trains in fp16, here bf16; draws CC3M's shards with replacement; has BatchNorm for each
     card; tests the epoch that is best on COCO's val, here the last. Crops are antialiased bilinear (code: bicubic).
 10. Experts (App. F) in the code: L = L_MM + w_I CE(I I^T / tau^I) + w_T CE(T T^T / tau^T), tau^I (tau^T) by Eq. 4 from
-    an image (text) expert's cosines, weights 0.6 and 0.4 of two runs, and DINOv2's class token where the paper has the
-    mean of the patches (--expert-pooling).
+    an image (text) expert's cosines. Weights: 0.6 and 0.4 of runs with one expert (with two, larger ones, 0.1 each).
+    DINOv2's class token stands where the paper has the mean of the patches (--expert-pooling).
 11. --loss slip has LayerNorm instead of BatchNorm in its head: results do not depend on processes and chunks. CWCL has
     no public code: its weights are the cosines of the trained images, detached, and tau Table 1's 0.05.
 12. CC12M follows SLIP's code: a ViT-B/16 and CLIP's text transformer from scratch, though Table 2 ticks no "Scr.".
 13. Fig. 7 is zero-shot ImageNet during training. Here: zero-shot by prompts on each set of --eval-datasets with classes
-    and no captions, during training if it has a val split (ImageNet: --hold-out-val).
+    and no captions, during training if it has a val split (ImageNet: --hold-out-val), in the run's own view and with
+    one prompt where the set has no others; the paper's number is that of eval.py --datasets imagenet1k.
 """
 
 import argparse
@@ -200,7 +201,7 @@ def temo_loss(image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01
     """
     weights = term_weights(progress, base, modulated, unimodal, blend)
     terms = temo_terms(image, text, image_aug, text_aug, tau, tau_min, tau_alpha, names=weights, **more)
-    return weighted_sum(terms, weights) + image[:0].sum() + text[:0].sum()  # + 0: keeps all parameters in the graph
+    return weighted_sum(terms, weights)
 
 
 def weighted_sum(terms, weights):
@@ -208,17 +209,24 @@ def weighted_sum(terms, weights):
     return sum(weights[name] * term for name, term in terms.items())
 
 
+@fp32
+def expert_temperature(features, tau_min=0.01, tau_alpha=0.04):
+    """Eq. 4 on the cosines of an expert's features (App. F): (B, width) -> (B, N), no gradient."""
+    features = normalize(features.detach())                                # (B, width)
+    return modulated_temperature(features @ gather(features).T, tau_min, tau_alpha)
+
+
 def expert_terms(embeddings, features, tau=0.01, tau_min=0.01, tau_alpha=0.04, block=0):
     """The terms of the loss with experts (App. F): L_MM, and of each expert CE(X X^T / tau^X), X its modality.
 
-    Args: embeddings: {'image': I (B, D), 'text': T (B, D)}.   features: {modality: (B, width) unit features of its
-        expert}, whose cosines set tau^X by Eq. 4, without gradient.   tau: of L_MM.
+    Args: embeddings: {'image': I (B, D), 'text': T (B, D)}.   features: {modality: (B, width) of its expert}, whose
+        cosines set tau^X.   tau: of L_MM.
     Returns: {'L_MM', 'L_E-image', 'L_E-text': scalar fp32}; an anchor's positive is itself.
     """
     terms = {"L_MM": multimodal_loss(embeddings["image"], embeddings["text"], tau, block)}
     for modality, own in features.items():
-        tau_of_expert = modulated_temperature(own @ gather(own).T, tau_min, tau_alpha).detach()          # (B, N)
-        terms[f"L_E-{modality}"] = info_nce(embeddings[modality], embeddings[modality], tau_of_expert, block)
+        of_expert = expert_temperature(own, tau_min, tau_alpha)            # (B, N)
+        terms[f"L_E-{modality}"] = info_nce(embeddings[modality], embeddings[modality], of_expert, block)
     return terms
 
 
@@ -350,7 +358,7 @@ def defaults_of(chosen):
     if chosen.dataset == "cc3m":
         found["lr"] = 2e-4 if dystress or unimodal else 8e-4
         return found | ({"image_size": 224} if chosen.image_encoder.startswith("vit") else {})
-    slip = chosen.loss == "slip" or unimodal                               # SLIP's values, else those of its CLIP
+    slip = chosen.loss == "slip" or row not in ("", "a")                   # SLIP's values, else those of its CLIP
     return found | (dict(lr=3e-3, weight_decay=0.1) if slip else dict(lr=5e-4, weight_decay=0.5))
 
 
@@ -365,13 +373,18 @@ def per_pair(args):
     return args.loss.startswith("dystress") or args.loss == "temo" and modulated
 
 
+def has_tau(args):
+    """Whether a term of the loss is at --tau."""
+    return args.base or args.unimodal == "plain" if args.loss == "temo" else args.loss in ("infonce", "cwcl", "slip")
+
+
 def has_augmented(args):
     """Whether the loss has I~ and T~."""
     return args.loss == "temo" and args.unimodal != "none"
 
 
 def parse_args(argv=None):
-    """Flags; the recipe of --dataset and --loss gives the defaults."""
+    """Flags; the recipe of --dataset and what defaults_of says give the defaults."""
     p = Parser(__file__, "TeMo: per-pair temperature, multimodal and unimodal.")
     yesno = argparse.BooleanOptionalAction
     g = p.group("method")
@@ -388,13 +401,15 @@ def parse_args(argv=None):
     g.add_argument("--text-expert", default="", help="the same for texts, mean-pooled (App. F: all-roberta-large-v1)")
     g = p.group("with --loss temo, without experts", lambda a: a.loss == "temo" and not has_expert(a))
     g.add_argument("--row", choices=[*ROWS], default="g",
-                   help="row of Table 3: chooses --base --modulated --unimodal --blend, and in paper recipes --lr")
+                   help="row of Table 3: chooses --base --modulated --unimodal --blend, and on cc3m and cc12m --lr, "
+                        "--weight-decay and --tau-alpha")
     g.add_argument("--base", action=yesno, help="L_MM in the loss (Table 3: Base)")
     g.add_argument("--modulated", action=yesno, help="L_M-MM in the loss (Table 3: Mod.)")
     g.add_argument("--unimodal", choices=["none", "plain", "modulated"],
                    help="unimodal losses (Table 3: U.L.); plain = at --tau")
-    g.add_argument("--blend", choices=["quadratic", "fixed"],
-                   help="weights (1-t)^2, t^2; or 0.5, 0.5; in both cases 1 if the other part is off")
+    g = p.group("with L_MM and another term of --loss temo", lambda a: a.loss == "temo" and not has_expert(a)
+                and a.base and (a.modulated or a.unimodal != "none"))
+    g.add_argument("--blend", choices=["quadratic", "fixed"], help="weights (1-t)^2, t^2; or 0.5, 0.5")
     g = p.group("with --image-expert", lambda a: a.image_expert)
     g.add_argument("--image-expert-weight", type=nonnegative, default=0.6, help="weight of its term; code 0.6 or 0.1")
     g.add_argument("--expert-pooling", choices=["cls", "patches"], default="cls",
@@ -447,8 +462,7 @@ def parse_args(argv=None):
               "--no-base --no-modulated --unimodal none leaves no loss")
     p.require(not args.learnable_tau or args.loss in ("infonce", "slip", "cwcl"),
               f"--learnable-tau: --loss {args.loss} has no single temperature to learn; use infonce, slip or cwcl")
-    one_tau = args.base or args.unimodal == "plain" if args.loss == "temo" else args.loss in ("infonce", "cwcl", "slip")
-    p.only(one_tau, "with L_MM, --unimodal plain, or --loss infonce, cwcl or slip", "--tau")
+    p.only(has_tau(args), "with L_MM, --unimodal plain, or --loss infonce, cwcl or slip", "--tau")
     return args
 
 
@@ -482,7 +496,8 @@ def main(args):
     # <<< shared
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
+    chunks = common.Chunks(lambda inputs: encode(model, **inputs, slip=args.loss == "slip"), model, run.accelerator,
+                           args.chunk_size, args.tf32)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     base_view = common.Augment(args.image_size, args.crop_min, args.flip, 0.8, args.jitter, args.jitter, args.jitter,
@@ -490,33 +505,29 @@ def main(args):
     simclr_view = common.Augment(args.image_size, args.aug_crop_min, args.aug_flip, 0.8, args.aug_jitter,
                                  args.aug_jitter, args.aug_jitter, args.aug_hue, 0.2, args.aug_blur)
     second = {"same": base_view, "simclr": simclr_view, "crop": common.Augment(args.image_size, args.crop_min)}
-    pairs = has_augmented(args)                                            # I~ and T~ are needed
-    views = [base_view] + [second[args.image_aug]] * pairs + [simclr_view] * 2 * (args.loss == "slip")
+    augmented = has_augmented(args)                                        # I~ and T~ are needed
+    views = [base_view] + [second[args.image_aug]] * augmented + [simclr_view] * 2 * (args.loss == "slip")
     batches = run.batches(views, transform)
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    tau_max = args.tau_min + args.tau_alpha
-    eq_4 = dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha)
+    tau_max, eq_4 = args.tau_min + args.tau_alpha, dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha)
     how = eq_4 | dict(detach=args.detach_tau, similarity=args.similarity)
     tau_of = functools.partial(pair_temperature, loss=args.loss, **how)
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(zero_shot_of_run, tower, tokenizer, run.device))
     run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
-        "loss": loss_words(args),
-        "temperature": f"tau {args.tau}" + ", learnt" * args.learnable_tau
-                       + f"; per pair {args.tau_min} .. {tau_max:g}" * (per_pair(args) or has_expert(args))
-                       + f" only in the log; over the run {args.tau_min} .. {tau_max:g}" * (args.loss == "ts"),
+        "loss": loss_words(args), "temperature": tau_words(args, tau_of),
         "texts": text_words(train, paraphrases, args.paraphrase_anchor, RECIPES.get(args.dataset, OWN)["recipe"])
-                 if pairs else "T is the caption"})
+                 if augmented else "T is the caption"})
     for batch in batches:
         progress = run.step / run.total                                    # t of Eq. 8
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
-        texts, other = text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, second=pairs,
+        texts, other = text_pair(batch["captions"], batch["draws"], paraphrases, train.templates, second=augmented,
                                  anchor=args.paraphrase_anchor)            # B texts T, and T~
         inputs = {"pixels": dict(enumerate(batch["views"])), "tokens": tokens_of(tokenizer, texts, other, run.device)}
-        apart = {kind: {1: of.pop(1)} for kind, of in inputs.items()} if pairs and not args.grad_augmented else {}
-        others = chunks.encode_without_gradient(apart) if apart else ()    # I~, T~: before I and T, for BatchNorm
-        image, text, *more = *chunks.encode(inputs), *others               # (B, D) each; I~ and T~, or SLIP's features
+        apart = {kind: {1: of.pop(1)} for kind, of in inputs.items()} if augmented and not args.grad_augmented else {}
+        fixed = chunks.encode_without_gradient(apart) if apart else ()     # I~, T~; first, since BatchNorm's statistics
+        image, text, *more = *chunks.encode(inputs), *fixed                # may not change between I and its backward
 
         tau = own["tau"]["log_tau"].exp() if args.learnable_tau else args.tau
         if args.loss == "ts":
@@ -556,14 +567,25 @@ def main(args):
 
 
 def loss_words(args):
-    """The loss, for the banner: the row of Table 3 and the flags that depart from it, or the experts' weights."""
+    """The loss, for the banner: the row of Table 3 and the flags that depart from the code's run, or the experts."""
     if has_expert(args):
         return " + ".join(f"{w:g} {name}" for name, w in weights_of(args, 0).items())
     if args.loss != "temo":
         return args.loss
-    changed = [f"--{k} {v}" if isinstance(v, str) else f"--{'' if v else 'no-'}{k}"
-               for k in ("base", "modulated", "unimodal", "blend") if (v := getattr(args, k)) != ROWS[args.row][k]]
+    usual = ROWS[args.row] | dict(detach_tau=False, similarity="shifted") | {
+        k: RECIPES.get(args.dataset, OWN)[k] for k in ("grad_augmented", "image_aug")}
+    flags = [(k.replace("_", "-"), getattr(args, k)) for k, v in usual.items() if getattr(args, k) != v]
+    changed = [f"--{k} {v}" if isinstance(v, str) else f"--{'' if v else 'no-'}{k}" for k, v in flags]
     return f"temo, row {args.row}" + f", but {' '.join(changed)}" * bool(changed)
+
+
+def tau_words(args, tau_of):
+    """The temperatures, for the banner, by METHOD's functions."""
+    ends = f"{args.tau_min:g} .. {args.tau_min + args.tau_alpha:g}"
+    at = ", ".join(f"{tau:.3g}" for tau in tau_of(torch.tensor([-1.0, 0.0, 1.0])).tolist())
+    words = {f"tau {args.tau}{', learnt' * args.learnable_tau}": has_tau(args), f"by experts {ends}": has_expert(args),
+             f"per pair {at} at cosine -1, 0, 1": per_pair(args), f"over the run {ends}": args.loss == "ts"}
+    return "; ".join(word for word, holds in words.items() if holds)
 
 
 @torch.no_grad()
@@ -574,7 +596,8 @@ def numbers_of(embeddings, features, tau_of, how, args, run):
     keywords of pair_temperature."""
     image, text, *more = embeddings
     if features:
-        terms = expert_terms({"image": image, "text": text}, features, args.tau, args.tau_min, args.tau_alpha)
+        taus = args.tau, args.tau_min, args.tau_alpha
+        terms = expert_terms({"image": image, "text": text}, features, *taus, args.loss_block)
     else:
         names = {"L_MM": 0} | weights_of(args, 0.5)
         terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, block=args.loss_block, **how)
@@ -602,16 +625,15 @@ def tokens_of(tokenizer, texts, other, device):
     return {i: {k: v[i * B:(i + 1) * B].to(device) for k, v in tokens.items()} for i in range(2 if other else 1)}
 
 
-def encode(model, pixels, tokens):
+def encode(model, pixels, tokens, slip=False):
     """All views and texts in one forward: {view: (b, [T,] 3, S, S)}, {text: tokens (b, L)} -> I, T[, I~, T~] or I~, T~,
     (b, D) each; for SLIP I, T and the features (b, width) of its two views."""
-    views, texts = list(pixels.values()), list(tokens.values())
-    joined = {k: torch.cat([t[k] for t in texts]) for k in texts[0]}       # (b or 2b, L)
-    image, text, features = model(torch.cat(views), joined)
-    images, texts = image.chunk(len(views)), text.chunk(len(texts))
-    if len(images) == 3:                                                   # SLIP: I and two strong views
-        return images[0], texts[0], *features.chunk(3)[1:]
-    return (images[0], texts[0], images[1], texts[1]) if len(texts) == 2 else (images[0], texts[0])
+    joined = {k: torch.cat([t[k] for t in tokens.values()]) for k in ("input_ids", "attention_mask")}    # (b or 2b, L)
+    image, text, features = model(torch.cat([*pixels.values()]), joined)
+    if slip:                                                               # I and two strong views
+        return image.chunk(3)[0], text, *features.chunk(3)[1:]
+    pairs = zip(image.chunk(len(pixels)), text.chunk(len(tokens)), strict=True)
+    return tuple(embedding for pair in pairs for embedding in pair)
 
 
 def random_guess(progress, args):

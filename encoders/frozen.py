@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 
 from engine.base import UserError, first_line, hub_reason
 
@@ -18,7 +19,7 @@ TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} An
 
 
 class Expert:
-    """A frozen model whose similarities replace those of the encoders: (B, ...) inputs -> (B, width) unit features.
+    """A frozen model whose similarities set temperatures: (B, ...) inputs -> (B, width) unit features.
 
     name: a transformers id or folder. kind: 'image', the class token ('cls') or the mean of the patch features (pooling
     'patches'), and the mean over a clip's frames; or 'text', the mean over the tokens. precision: bf16 and fp16 have an
@@ -57,8 +58,10 @@ class Expert:
         frames = inputs.flatten(0, 1) if inputs.ndim == 5 else inputs  # (b, 3, S, S) or (b * T, 3, S, S)
         pixels = F.interpolate(frames * std + mean, size=self.size, mode="bilinear", antialias=True)
         mean, std = (colours(v, self.device) for v in self.stats)
-        tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + patches, width)
+        tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + registers + patches, width)
         patches = tokens[:, 1 + (self.config.get("num_register_tokens") or 0):]
+        if math.isqrt(patches.shape[1]) ** 2 != patches.shape[1]:  # SigLIP, Swin: the first would be a patch
+            raise ValueError(f"its {tokens.shape[1]} tokens are not a class token and a square of patches")
         features = tokens[:, 0] if self.pooling == "cls" else patches.mean(1)  # (b, width) or (b * T, width)
         return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)
 

@@ -77,8 +77,8 @@ def run_args(folder, script):
 FIXED = ("dataset", "seed", "batch_size", "loss", "image_encoder", "text_encoder", "embed_dim", "image_size",
          "text_length", "optimizer", "learnable_tau", "clip_law", "fold", "task", "qa_model", "qa_similarity",
          "regions", "shuffle_video", "init_from", "pretrained", "clusters", "num_clusters", "cluster_encoder",
-         "cluster_starts", "row", "weight_decay", "beta1", "beta2", "eps", "decay_all")  # from weight_decay on: these
-# are in the optimiser's state
+         "cluster_starts", "row", "base", "modulated", "unimodal", "blend", "image_expert", "text_expert",
+         "weight_decay", "beta1", "beta2", "eps", "decay_all")  # these of the last line are in the optimiser's state
 
 
 def refuse_changes(parser, args, saved):
@@ -93,7 +93,8 @@ def refuse_changes(parser, args, saved):
 class Parser(OneLine):
     """The flags of a script: its own groups, then those that all scripts share; plain argparse inside.
 
-    `parse` works in two stages: --dataset, --loss and --resume choose the defaults, and the other flags override them.
+    `parse` works in two stages: --dataset, --loss, --resume and a script's own choosers set the defaults, and the other
+    flags override them.
     The data sets that are named add flags of their own (their SETS says which).
 
     Args: file: the script's __file__, which names it.   texts: whether the script trains on captions.

@@ -26,7 +26,7 @@ STAND_INS = {  # name -> (transformers' configuration, its arguments): models of
     "distilbert/distilbert-base-uncased": ("DistilBertConfig", {}),
     "google-bert/bert-base-uncased": ("BertConfig", {}),
     "t5-base": ("T5Config", {"d_model": 768, "num_layers": 12, "num_heads": 12, "d_ff": 3072})}
-# (views, texts) of an example in one forward pass of a loss; TeMo has two of each for its unimodal losses
+# (views, texts) of an example in one forward pass of a loss; TeMo has two of each if I~ and T~ have a gradient
 VIEWS = {"slip": (3, 1), "simclr": (2, 0), "sdclr": (2, 0), "moco": (1, 0)}
 
 
@@ -127,7 +127,8 @@ def of_an_example(model, words, args, clips, precision):
                 inputs["choices"] = choices | {"there": torch.ones(n, CHOICES, dtype=torch.bool)}
             return inputs
         whole, weights = measure(model, question, precision)
-    pixels_bytes = 4 * views * (args.frames if clips else 1) * 3 * side * side * 1.25  # float32 and uint8
+    held = 2 if args.loss == "temo" and args.unimodal != "none" else views  # of I~, too, if it has no gradient
+    pixels_bytes = 4 * held * (args.frames if clips else 1) * 3 * side * side * 1.25  # float32 and uint8
     return whole, image, text, weights, pixels_bytes
 
 

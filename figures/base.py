@@ -345,7 +345,8 @@ def wrap(text, width, lines=3):
 # ======================================================= histograms ==================================================
 def similarity_histograms(pieces, bins=100):
     """Histograms (densities) of the cosines of positive and negative pairs over -1..1: {edges, positive, negative}, and
-    the threshold of TeMo's Figs. 4 and 5, the cosine where their densities first cross (None if they do not).
+    the threshold of TeMo's Figs. 4 and 5, the edge of the first bin, above the negatives' mode, where positives are
+    denser (None if they nowhere are).
 
     Uses at most 2,000 images and their captions. The result can be written as JSON.
     """

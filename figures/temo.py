@@ -14,7 +14,7 @@ def draw(run):
     names = "L_MM", "L_M-MM", "L_M-I2I", "L_M-T2T", "L_I2I", "L_T2T", "L_E-image", "L_E-text"
     terms = {name: name for name in names if log.column(name)[0]}
     run.picture("curves.png", draw_curves, log, [
-        ("loss" + (" (its weights change along the run)" if args.loss == "temo" else ""), "loss",
+        ("loss" + " (its weights change along the run)" * (args.row in ("e", "g")), "loss",
          {"the run's loss": "loss"} | terms),
         ("temperature (Fig. 2)", "mean over the batch", tau), *base.BATCH])
     before = read_json(run.folder / "similarity_before.json", {})

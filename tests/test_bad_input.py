@@ -392,6 +392,7 @@ def test_weights_that_do_not_fit(good, tmp_path):
     (temo, "--unimodal none --paraphrases p.jsonl", "--paraphrases: only with I~ and T~"),
     (temo, "--loss slip --grad-augmented", "--grad-augmented: only with I~ and T~ (--loss temo and --unimodal)"),
     (temo, "--row e --grad-augmented", "--grad-augmented: only with I~ and T~ (--loss temo and --unimodal)"),
+    (temo, "--row a --blend fixed", "--blend: only with L_MM and another term of --loss temo"),
     (temo, "--paraphrase-anchor", "--paraphrase-anchor: only with --paraphrases"),
     (temo, "--loss ts --row e", "--row: only with --loss temo, without experts"),
     (temo, "--row c --similarity cosine", "--similarity: only with --loss temo (a modulated term)"),

@@ -11,7 +11,7 @@ SCRIPTS = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
 ROOMS = ("engine", "encoders", "readers", "evaluation", "figures", "sets", "tools", "benchmarks")
 FILES = sorted([*ROOT.glob("*.py"), *(f for room in ROOMS for f in (ROOT / room).glob("*.py"))])
 # lines: common, a script, eval.py, anything else; all outside tests, and tests
-SIZES = {"common": 1700, "temo": 620, "ncl": 510, "mmts": 560, "temperature_schedules": 620, "mama": 700, "eval": 350}
+SIZES = {"common": 1700, "temo": 650, "ncl": 510, "mmts": 560, "temperature_schedules": 620, "mama": 700, "eval": 350}
 OTHERS, BENCHMARKS, A_ROOM, LOOP, LOOP_OF_MAMA = 400, 600, 12, 45, 60
 
 

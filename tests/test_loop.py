@@ -136,12 +136,16 @@ def test_the_order_of_views_and_texts():
     """I and T are the first of each; SLIP's features are those of its two strong views."""
     views, tokens = ({i: torch.full((2, 1), base + i) for i in range(3)} for base in (0, 10))
     def model(pixels, joined):
-        return pixels, joined["ids"], pixels + 100
-    tokens = {i: {"ids": x} for i, x in tokens.items()}
-    def numbers(n, m):
-        out = temo.encode(model, dict(list(views.items())[:n]), dict(list(tokens.items())[:m]))
+        return pixels, joined["input_ids"], pixels + 100
+    tokens = {i: {"input_ids": x, "attention_mask": x} for i, x in tokens.items()}
+    def numbers(n, m, **more):
+        out = temo.encode(model, dict(list(views.items())[:n]), dict(list(tokens.items())[:m]), **more)
         return [x.unique().item() for x in out]
-    assert numbers(1, 1) == [0, 10] and numbers(2, 2) == [0, 10, 1, 11] and numbers(3, 1) == [0, 10, 101, 102]
+    assert numbers(1, 1) == [0, 10] and numbers(2, 2) == [0, 10, 1, 11]
+    assert numbers(3, 1, slip=True) == [0, 10, 101, 102]
+    assert [x.unique().item() for x in temo.encode(model, {1: views[1]}, {1: tokens[1]})] == [1, 11]  # I~ and T~ alone
+    with pytest.raises(ValueError, match="zip"):
+        numbers(2, 1)
 
 
 # ---------------------------------------------------- temperature schedules -----------------------------------------

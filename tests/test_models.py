@@ -454,6 +454,12 @@ def test_experts(tmp_path, tokenizer, data):
     states = of_images.model(pixel_values=(pixels / 2 + 0.5 - mean) / std).last_hidden_state           # (3, 1 + n, 24)
     assert torch.allclose(image, common.normalize(states[:, 0]), atol=1e-5)
     assert torch.allclose(patches(pixels), common.normalize(states[:, 1:].mean(1)), atol=1e-5)
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+    siglip = SiglipVisionConfig(hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                image_size=28, patch_size=14)
+    SiglipVisionModel(siglip).save_pretrained(tmp_path / "siglip")          # 4 patches, no class token
+    with pytest.raises(UserError, match="siglip: its 4 tokens are not a class token and a square of patches"):
+        Expert(str(tmp_path / "siglip"), "image", transform, torch.device("cpu"))
     clips = torch.randn(2, 3, 3, 32, 32)  # (B, T, 3, S, S)
     means = sum(of_images._features(clips[:, t]) for t in range(3)) / 3
     assert torch.allclose(of_images(clips), common.normalize(means), atol=1e-5)

@@ -191,6 +191,17 @@ def test_what_goes_with_an_expert(capsys):
         assert "it would have no effect" in capsys.readouterr().err
 
 
+def test_the_banner_s_temperatures_are_those_of_the_method():
+    def words(*flags):
+        args = temo.parse_args([*flags, "--tau-min", "0.01", "--tau-alpha", "0.04"])
+        how = dict(tau_min=0.01, tau_alpha=0.04, similarity=args.similarity)
+        return temo.tau_words(args, functools.partial(temo.pair_temperature, loss=args.loss, **how))
+    assert words() == "tau 0.1; per pair 0.01, 0.0383, 0.05 at cosine -1, 0, 1"
+    assert words("--row", "b", "--similarity", "cosine") == "per pair 0.01, 0.01, 0.05 at cosine -1, 0, 1"
+    assert words("--loss", "ts") == "over the run 0.01 .. 0.05"
+    assert words("--text-expert", "a/b") == "tau 0.1; by experts 0.01 .. 0.05"
+
+
 @pytest.mark.parametrize("row, expected", [
     ("a", (True, False, "none", 8e-4, 0.04)), ("b", (False, True, "none", 8e-4, 0.05)),
     ("c", (True, False, "plain", 2e-4, 0.04)), ("d", (True, True, "none", 8e-4, 0.04)),
@@ -205,6 +216,9 @@ def test_rows_of_table_3_as_flags(row, expected):
     one = temo.parse_args(["--dataset", "cc3m", "--row", row, "--lr", "1e-3", "--unimodal", "plain"])
     assert one.lr == 1e-3 and one.unimodal == "plain"
     assert temo.loss_words(one).endswith("but --unimodal plain") or row == "c"
+    other = temo.parse_args(["--similarity", "cosine", "--grad-augmented", "--image-aug", "simclr", "--detach-tau"])
+    changed = "--detach-tau --similarity cosine --grad-augmented --image-aug simclr"
+    assert temo.loss_words(other) == f"temo, row g, but {changed}"
 
 
 @pytest.mark.parametrize("flags, expected", [
@@ -212,7 +226,8 @@ def test_rows_of_table_3_as_flags(row, expected):
     ("--dataset cc3m --loss dystress-shifted", (2e-4, 0.02, 256)), ("--dataset cc3m --loss ts", (8e-4, 0.02, 256)),
     ("--dataset cc3m --image-encoder vit_base_patch16_224.augreg_in21k_ft_in1k", (2e-4, 0.02, 224)),
     ("--dataset cc3m --image-expert a/b", (8e-4, 0.02, 256)), ("--dataset cc12m", (3e-3, 0.1, 224)),
-    ("--dataset cc12m --loss slip", (3e-3, 0.1, 224)), ("--dataset cc12m --loss infonce", (5e-4, 0.5, 224))])
+    ("--dataset cc12m --loss slip", (3e-3, 0.1, 224)), ("--dataset cc12m --row e", (3e-3, 0.1, 224)),
+    ("--dataset cc12m --row a", (5e-4, 0.5, 224)), ("--dataset cc12m --loss infonce", (5e-4, 0.5, 224))])
 def test_rates_of_the_paper_s_runs(flags, expected):
     args = temo.parse_args(flags.split())
     assert (args.lr, args.weight_decay, args.image_size) == expected
@@ -338,9 +353,9 @@ def test_a_step_against_an_independent_computation(flags, tmp_path, monkeypatch)
     lines = [{"caption": f"caption {i}", "paraphrases": [f"said {i}", f"told {i}", f"put {i}"]} for i in range(80)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     encode, text_pair, seen, texts = temo.encode, temo.text_pair, [], []
-    def spy(model, pixels, tokens):
+    def spy(model, pixels, tokens, slip):
         seen.append((torch.is_grad_enabled() and model.training, pixels))
-        return encode(model, pixels, tokens)
+        return encode(model, pixels, tokens, slip)
     monkeypatch.setattr(temo, "encode", spy)
     monkeypatch.setattr(temo, "text_pair", lambda *a, **k: texts.append(text_pair(*a, **k)) or texts[-1])
     rate, size = 0.1, 16
