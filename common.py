@@ -27,9 +27,6 @@ import time
 import weakref
 from pathlib import Path
 
-from engine import CORES, base
-from engine.base import UserError, first_line, join_notes, rank, world, writing
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -38,14 +35,16 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch.utils.checkpoint import checkpoint
 
-import sets
-from encoders.base import FROM_FILES, STATS, Transformer
-from encoders.tokenizers import Tokenizer, build_tokenizer, train_wordpiece  # noqa: F401
-from encoders.towers import freeze_unused
-from encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
-from encoders.vgt import VGT
-from encoders.weights import check_spec, init_from
-from evaluation.metrics import (  # noqa: F401  (public names of this file)
+from contrastive import sets
+from contrastive.encoders.base import FROM_FILES, STATS, Transformer
+from contrastive.encoders.tokenizers import Tokenizer, build_tokenizer, train_wordpiece  # noqa: F401
+from contrastive.encoders.towers import freeze_unused
+from contrastive.encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
+from contrastive.encoders.vgt import VGT
+from contrastive.encoders.weights import check_spec, init_from
+from contrastive.engine import CORES, base
+from contrastive.engine.base import UserError, first_line, join_notes, rank, world, writing
+from contrastive.evaluation.metrics import (  # noqa: F401  (public names of this file)
     embedding_health,
     knn_accuracy,
     linear_probe,
@@ -56,10 +55,10 @@ from evaluation.metrics import (  # noqa: F401  (public names of this file)
     retrieval_metrics,
     zero_shot_accuracy,
 )
-from readers.clips import clip_options
-from readers.columns import SPLIT_NAMES, NoColumn, clean_list, is_video
-from readers.frames import read_frames  # noqa: F401
-from readers.pictures import MAX_PIXELS, decode
+from contrastive.readers.clips import clip_options
+from contrastive.readers.columns import SPLIT_NAMES, NoColumn, clean_list, is_video
+from contrastive.readers.frames import read_frames  # noqa: F401
+from contrastive.readers.pictures import MAX_PIXELS, decode
 
 
 # ==================================================== processes =====================================================
@@ -1113,7 +1112,7 @@ def load_data(name, split, **options):
     if options.get("streaming") and split == "train" and not data.streamed:
         raise UserError(f"--streaming: reads tars, and {name} holds none; leave it out")
     if options.get("join_captions"):
-        from sets.own import joined
+        from contrastive.sets.own import joined
         if max(map(len, data.column("captions"))) < 2:
             base.say_once(f"WARNING: --join-captions: no example of {name} ({split}) has several captions to join")
         data = joined(data)
@@ -1127,7 +1126,7 @@ def load_data(name, split, **options):
             raise UserError("--caption-relevancy draws a sentence for each clip; leave out --unfold-captions")
         data = dataclasses.replace(data, caption_relevancy=options["caption_relevancy"])
     if options.get("extra_captions") and split == "train":
-        from sets.own import add_captions
+        from contrastive.sets.own import add_captions
         data = add_captions(data, Path(options["extra_captions"]).expanduser())
     return data.unfold() if options.get("unfold_captions") and split == "train" else data
 
@@ -1137,7 +1136,7 @@ class EmptySplit(UserError):
 
 
 def _own_split(name, split, options):
-    from sets.own import own_data
+    from contrastive.sets.own import own_data
     splits = own_data(name, options)
     if split not in splits:
         kind = UserError if split == "train" else EmptySplit

@@ -38,27 +38,27 @@ import sys
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, lost_another, plain, rank, say, world, write_json
-from engine.data import data_options, named_as, other_options
-from engine.flags import OneLine
-from engine.folder import versions
-from engine.processes import join_processes, set_threads
-from engine.ranges import count, nonnegative, whole
 
 import numpy as np
 
-from evaluation import answers, mir
-from evaluation.by_class import TASKS
-from evaluation.case import ALTER_TRAINING, Case, Subject, keep_earlier, table
-from evaluation.embed import together
-from evaluation.metrics import NotFinite, embedding_health, modality_gap
-from evaluation.retrieval import retrieval_both_ways
-from evaluation.search import search
-from evaluation.stand_ins import queues_of, stand_ins
-from figures.base import draw_histograms, draw_picture, draw_retrieval, similarity_histograms
-from figures.ncl import draw_normalization
+from contrastive.engine.base import UserError, clean_exit, first_line, lost_another, plain, rank, say, world, write_json
+from contrastive.engine.data import data_options, named_as, other_options
+from contrastive.engine.flags import OneLine
+from contrastive.engine.folder import versions
+from contrastive.engine.processes import join_processes, set_threads
+from contrastive.engine.ranges import count, nonnegative, whole
+from contrastive.evaluation import answers, mir
+from contrastive.evaluation.by_class import TASKS
+from contrastive.evaluation.case import ALTER_TRAINING, Case, Subject, keep_earlier, table
+from contrastive.evaluation.embed import together
+from contrastive.evaluation.metrics import NotFinite, embedding_health, modality_gap
+from contrastive.evaluation.retrieval import retrieval_both_ways
+from contrastive.evaluation.search import search
+from contrastive.evaluation.stand_ins import queues_of, stand_ins
+from contrastive.figures.base import draw_histograms, draw_picture, draw_retrieval, similarity_histograms
+from contrastive.figures.ncl import draw_normalization
+from contrastive.sets.hub import TEMO_17
 from ncl import normalization_table, normalized_retrieval, retrieval_biases
-from sets.hub import TEMO_17
 
 SEVENTEEN = "temo-17"
 

@@ -100,11 +100,6 @@ from pathlib import Path
 
 import common
 from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
-from engine.base import UserError, clean_exit, rank, say_once, world, write_json, write_tensors
-from engine.data import meta_data, open_data, verified
-from engine.flags import OneLine, Parser
-from engine.ranges import between, count, nonnegative, part, positive, rate, whole
-from engine.run import Run
 
 import torch
 import torch.nn as nn
@@ -113,11 +108,16 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from encoders.base import has_batchnorm
-from evaluation import answers
-from evaluation.metrics import pair_cosines
-from evaluation.retrieval import Evaluator
-from figures.mama import draw
+from contrastive.encoders.base import has_batchnorm
+from contrastive.engine.base import UserError, clean_exit, rank, say_once, world, write_json, write_tensors
+from contrastive.engine.data import meta_data, open_data, verified
+from contrastive.engine.flags import OneLine, Parser
+from contrastive.engine.ranges import between, count, nonnegative, part, positive, rate, whole
+from contrastive.engine.run import Run
+from contrastive.evaluation import answers
+from contrastive.evaluation.metrics import pair_cosines
+from contrastive.evaluation.retrieval import Evaluator
+from contrastive.figures.mama import draw
 
 
 # ======================================================= METHOD ======================================================

@@ -72,20 +72,27 @@ from pathlib import Path
 
 import common
 from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
-from engine.base import UserError, all_sum, clean_exit, to_device
-from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, k_means, largest_first, open_clusters
-from engine.data import open_data
-from engine.flags import Parser
-from engine.ranges import between, count, nonnegative, part, positive, whole
-from engine.run import Run
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from evaluation.retrieval import Evaluator
-from figures.mmts import draw
+from contrastive.engine.base import UserError, all_sum, clean_exit, to_device
+from contrastive.engine.clusters import (
+    check_source,
+    head_mid_tail,
+    head_mid_tail_table,
+    k_means,
+    largest_first,
+    open_clusters,
+)
+from contrastive.engine.data import open_data
+from contrastive.engine.flags import Parser
+from contrastive.engine.ranges import between, count, nonnegative, part, positive, whole
+from contrastive.engine.run import Run
+from contrastive.evaluation.retrieval import Evaluator
+from contrastive.figures.mmts import draw
 
 
 # ======================================================= METHOD ======================================================

@@ -73,21 +73,21 @@ import math
 
 import common
 from common import by_rows, fp32, gather, normalize, one_number, per_anchor, positive_index
-from engine.base import clean_exit, on_card, rank, to_device, write_tensors
-from engine.data import open_data
-from engine.flags import Parser
-from engine.ranges import count, nonnegative, part, positive, whole
-from engine.run import Run
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.base import FEATURES
-from encoders.ssb import Captioner, captioning_loss, feature_recipe, feature_words, support_summary
-from encoders.towers import set_dropout
-from evaluation.retrieval import Evaluator, retrieval_both_ways
-from figures.ncl import draw, first_captions
+from contrastive.encoders.base import FEATURES
+from contrastive.encoders.ssb import Captioner, captioning_loss, feature_recipe, feature_words, support_summary
+from contrastive.encoders.towers import set_dropout
+from contrastive.engine.base import clean_exit, on_card, rank, to_device, write_tensors
+from contrastive.engine.data import open_data
+from contrastive.engine.flags import Parser
+from contrastive.engine.ranges import count, nonnegative, part, positive, whole
+from contrastive.engine.run import Run
+from contrastive.evaluation.retrieval import Evaluator, retrieval_both_ways
+from contrastive.figures.ncl import draw, first_captions
 
 
 # ======================================================= METHOD ======================================================

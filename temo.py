@@ -67,22 +67,22 @@ import math
 
 import common
 from common import by_rows, fp32, gather, normalize, one_number, per_anchor, positive_index
-from engine.base import clean_exit
-from engine.data import open_data
-from engine.flags import Parser
-from engine.ranges import between, count, nonnegative, part, positive, whole
-from engine.run import Run
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.frozen import Expert
-from evaluation.by_class import with_class
-from evaluation.embed import encode_texts
-from evaluation.retrieval import Evaluator
-from figures.temo import draw
-from sets.paraphrases import Paraphrases
+from contrastive.encoders.frozen import Expert
+from contrastive.engine.base import clean_exit
+from contrastive.engine.data import open_data
+from contrastive.engine.flags import Parser
+from contrastive.engine.ranges import between, count, nonnegative, part, positive, whole
+from contrastive.engine.run import Run
+from contrastive.evaluation.by_class import with_class
+from contrastive.evaluation.embed import encode_texts
+from contrastive.evaluation.retrieval import Evaluator
+from contrastive.figures.temo import draw
+from contrastive.sets.paraphrases import Paraphrases
 
 
 # ======================================================= METHOD ======================================================

@@ -77,10 +77,6 @@ import math
 
 import common
 from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
-from engine.base import UserError, clean_exit, rank, read_json, say, to_device, world, write_json
-from engine.flags import Parser
-from engine.ranges import between, count, nonnegative, part, positive, whole
-from engine.run import Run
 
 import numpy as np
 import torch
@@ -88,10 +84,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from encoders.base import has_batchnorm
-from evaluation.by_class import ClassEvaluator, class_table
-from figures.ts import draw
-from sets.long_tail import labelled_splits
+from contrastive.encoders.base import has_batchnorm
+from contrastive.engine.base import UserError, clean_exit, rank, read_json, say, to_device, world, write_json
+from contrastive.engine.flags import Parser
+from contrastive.engine.ranges import between, count, nonnegative, part, positive, whole
+from contrastive.engine.run import Run
+from contrastive.evaluation.by_class import ClassEvaluator, class_table
+from contrastive.figures.ts import draw
+from contrastive.sets.long_tail import labelled_splits
 
 
 # ======================================================= METHOD ======================================================

@@ -35,10 +35,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
-from engine.base import flatten, read_json, write_json  # noqa: E402
-from engine.folder import versions  # noqa: E402
 
-from figures.base import figure  # noqa: E402
+from contrastive.engine.base import flatten, read_json, write_json  # noqa: E402
+from contrastive.engine.folder import versions  # noqa: E402
+from contrastive.figures.base import figure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary

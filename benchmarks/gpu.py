@@ -31,9 +31,6 @@ DRY = "--dry" in sys.argv  # known before torch looks for a card
 if DRY:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import common  # noqa: E402
-from engine.base import read_json, write_json  # noqa: E402
-from engine.folder import commit, versions  # noqa: E402
-from engine.run import Run  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -46,6 +43,9 @@ import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
 from benchmarks import claims as suite  # noqa: E402
 from benchmarks import speed
+from contrastive.engine.base import read_json, write_json  # noqa: E402
+from contrastive.engine.folder import commit, versions  # noqa: E402
+from contrastive.engine.run import Run  # noqa: E402
 
 if DRY:  # without inductor, which compiles C++ for minutes
     torch.compile = functools.partial(torch.compile, backend="eager")

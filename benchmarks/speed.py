@@ -32,18 +32,17 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
-from engine.base import read_json, write_json  # noqa: E402
-from engine.clusters import open_clusters  # noqa: E402
-from engine.folder import commit  # noqa: E402
 
-import encoders.base
 import mama  # noqa: E402
 import mmts  # noqa: E402
 import ncl  # noqa: E402
-import readers.pictures
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
 from benchmarks.claims import machine  # noqa: E402
+from contrastive import encoders, readers
+from contrastive.engine.base import read_json, write_json  # noqa: E402
+from contrastive.engine.clusters import open_clusters  # noqa: E402
+from contrastive.engine.folder import commit  # noqa: E402
 
 
 class Times(dict):

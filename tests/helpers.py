@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-import readers.columns
+from contrastive import readers
 
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 

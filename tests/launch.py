@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-import engine.base
-
 from torch.utils.data._utils import signal_handling
+
+from contrastive import engine
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["common", "temo", "temperature_schedules", "ncl", "mmts", "mama", "accelerate", "transformers", "datasets",
@@ -122,7 +122,7 @@ def _run(script, flags, log, environment, hold):
     sys.path.insert(0, str(Path(script).parent))
     script = Path(script).stem
     sys.argv = [f"{script}.py", *flags]
-    from engine.run import Run
+    from contrastive.engine.run import Run
     module = importlib.import_module(script)
     module.draw = lambda *_, **__: None  # the pictures take longer than these runs
     done = Run.done

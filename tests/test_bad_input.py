@@ -10,18 +10,11 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import common
-import engine.base
-import engine.checkpoints
-import engine.data
-import engine.flags
-from engine.base import UserError
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import evaluation.by_class
-import evaluation.embed
 import helpers
 import launch
 import mama
@@ -29,6 +22,8 @@ import mmts
 import ncl
 import temo
 import temperature_schedules
+from contrastive import engine, evaluation
+from contrastive.engine.base import UserError
 
 TINY = "--cpu --workers 0 --threads 1 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 2".split()
 
@@ -495,7 +490,7 @@ def test_a_process_that_alone_refuses_a_flag_says_so(monkeypatch, capsys):
 
 
 def test_two_data_sets_that_declare_one_flag(monkeypatch, capsys):
-    from sets import emoji, ssv2
+    from contrastive.sets import emoji, ssv2
     own = emoji.SETS["emoji"]["options"]
     monkeypatch.setitem(ssv2.SETS["ssv2-lt"], "options", own)                # of one family: one flag
     assert temo.parse_args(["--fold", "3", "--eval-datasets", "ssv2-lt"]).fold == 3

@@ -10,9 +10,6 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import engine.folder
-from engine.run import Run
-
 import pytest
 import torch
 
@@ -20,6 +17,8 @@ import eval as eval_py
 import mama
 import temo
 from benchmarks import claims, cross, lengths, questions
+from contrastive import engine
+from contrastive.engine.run import Run
 
 CLAIM = {"says": "a beats b", "paper": "none", "flags": "", "metric": "R@1",
          "arms": {"a": ["temo.py --x 1", "temo.py --x 2"], "b": ["temo.py --y 1", "temo.py --y 2"]}}

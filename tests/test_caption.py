@@ -12,20 +12,16 @@ import time
 from pathlib import Path
 
 import common
-import engine.base
-import engine.data
-from engine.base import UserError
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-import encoders.frozen
-import figures.mama
 import launch
 import mama
-import sets.own
+from contrastive import encoders, engine, figures, sets
+from contrastive.engine.base import UserError
 from helpers import TEXT, frame, frame_number, open_splits, write_captions, write_rows, write_video
 from tools import caption
 

@@ -10,11 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-import engine.base
-import engine.checkpoints
-from engine.base import UserError
-from engine.clusters import read_clusters
-from engine.data import meta_data
 
 import numpy as np
 import pytest
@@ -25,11 +20,14 @@ import eval as evaluation_script
 import mama
 import mmts
 import ncl
-import readers.stream
-from evaluation import stand_ins
+from contrastive import engine, readers
+from contrastive.engine.base import UserError
+from contrastive.engine.clusters import read_clusters
+from contrastive.engine.data import meta_data
+from contrastive.evaluation import stand_ins
+from contrastive.readers import text
 from helpers import caption as words
 from helpers import encode, picture, tar_samples, write_tar, write_video
-from readers import text
 from test_caption import SMALL, tiny_model, words_of
 from tools import caption, check, concepts, margins, phase, score
 

@@ -1,19 +1,17 @@
 """CLIP-ViP's tower: its attention against a mask and loops, one frame against CLIP, its released names, whole runs."""
 
 import common
-from engine.base import UserError
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel
 
-import encoders.base
-import encoders.clip_vip
-import encoders.weights
 import eval as eval_py
 import launch
 import mama
+from contrastive import encoders
+from contrastive.engine.base import UserError
 from helpers import drift, write_captions
 from test_models import SPEC, logged, tiny_clip, tokenizer  # noqa: F401  (a fixture)
 

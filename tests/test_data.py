@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import common
-from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -22,14 +21,13 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
-import encoders.base
 import launch
-import readers.pictures
-import readers.stream
-import readers.tars
-import sets
-import sets.paraphrases
 import temo
+from contrastive import encoders, readers, sets
+from contrastive.engine.base import UserError
+from contrastive.readers.pictures import decode
+from contrastive.sets import emoji as emoji_set
+from contrastive.sets.paraphrases import Paraphrases
 from helpers import (
     CLASSES,
     TEXT,
@@ -48,9 +46,6 @@ from helpers import (
     write_tar,
     write_video,
 )
-from readers.pictures import decode
-from sets import emoji as emoji_set
-from sets.paraphrases import Paraphrases
 from tools import paraphrase
 
 SPLITS = ("train", "val", "test")
@@ -1365,7 +1360,8 @@ def test_a_folder_and_where_its_paths_start(tmp_path):
 
 
 def test_every_set_says_what_it_is():
-    files = [f"sets.{file.stem}" for file in (ROOT / "sets").glob("*.py") if file.stem != "__init__"]
+    folder = ROOT / "contrastive" / "sets"
+    files = [f"contrastive.sets.{file.stem}" for file in folder.glob("*.py") if file.stem != "__init__"]
     rooms = [room for room in map(importlib.import_module, files) if hasattr(room, "SETS")]
     names = [name for room in rooms for name in room.SETS]
     assert len(names) == len(set(names)) and all(callable(room.load) for room in rooms)

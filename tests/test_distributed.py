@@ -12,13 +12,6 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
-import engine
-import engine.base
-import engine.folder
-import engine.processes
-import engine.run
-from engine.base import UserError, flatten
-from engine.folder import start_run
 
 import pytest
 import torch
@@ -32,7 +25,10 @@ import launch
 import mmts
 import ncl
 import temo
-from evaluation.embed import encode_images, gather_rows
+from contrastive import engine
+from contrastive.engine.base import UserError, flatten
+from contrastive.engine.folder import start_run
+from contrastive.evaluation.embed import encode_images, gather_rows
 from helpers import write_captions
 
 ROOT = Path(__file__).resolve().parents[1]

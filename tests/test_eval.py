@@ -7,9 +7,6 @@ import shutil
 import types
 
 import common
-import engine.base
-import engine.data
-from engine.base import UserError
 
 import datasets
 import numpy as np
@@ -21,21 +18,15 @@ from safetensors.torch import save_file
 from sklearn.svm import LinearSVC
 from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
-import encoders.base
-import encoders.tokenizers
-import encoders.two_tower
 import eval as eval_py
-import evaluation.by_class
-import evaluation.case
-import evaluation.embed
-import evaluation.metrics
-import evaluation.stand_ins
 import launch
 import mama
 import temo
 import temperature_schedules
+from contrastive import encoders, engine, evaluation
+from contrastive.engine.base import UserError
+from contrastive.sets.own import own_data
 from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
-from sets.own import own_data
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
 from test_temperature_schedules import cifar  # noqa: F401
@@ -151,7 +142,7 @@ def test_temo_17_is_one_word_for_seventeen_sets(run, hub, tmp_path, capsys):  # 
         shutil.copytree(hub / name, tmp_path / "sets" / name)
     flags = ["--checkpoint", run, "--datasets", f"temo-17={tmp_path / 'sets'}", "--output-dir", tmp_path / "out"]
     result = evaluate(*flags)
-    from sets.hub import TEMO_17
+    from contrastive.sets.hub import TEMO_17
     assert list(result["datasets"]) == ["cifar100", "dtd"] and len(result["errors"]) == 15
     assert set(result["datasets"]) | set(result["errors"]) == set(TEMO_17)
     assert all({"zero-shot"} == set(d["metrics"]) & set(eval_py.TASKS) for d in result["datasets"].values())

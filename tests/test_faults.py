@@ -14,18 +14,14 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-import engine.base
-import engine.checkpoints
-import engine.folder
-import engine.run
-from engine.base import UserError
-
 import psutil
 import pytest
 from safetensors.torch import load_file
 
 import launch
 import temo
+from contrastive import engine
+from contrastive.engine.base import UserError
 from helpers import write_captions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -184,8 +180,8 @@ def test_a_signal_ends_the_run_after_a_checkpoint(number, data, tmp_path):
 
 SLOW = """import os, time
 import temo
-from engine import base, checkpoints, run
-from evaluation import embed
+from contrastive.engine import base, checkpoints, run
+from contrastive.evaluation import embed
 
 def slow(owner, name, seconds):
     inner = getattr(owner, name)

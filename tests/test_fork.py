@@ -6,25 +6,22 @@ import types
 from pathlib import Path
 
 import common
-import engine.folder
-from engine.base import UserError
-from engine.checkpoints import latest_checkpoint
-from engine.run import Run
 
 import pytest
 import torch
 from PIL import Image
 
-import encoders.towers
-import encoders.two_tower
 import eval as eval_py
-import figures.mmts
 import launch
 import mama
 import mmts
 import ncl
 import temperature_schedules as ts
-from encoders.base import STATS
+from contrastive import encoders, engine, figures
+from contrastive.encoders.base import STATS
+from contrastive.engine.base import UserError
+from contrastive.engine.checkpoints import latest_checkpoint
+from contrastive.engine.run import Run
 from helpers import fork, losses, panel, run_script, steps
 
 ROOT = Path(__file__).resolve().parent.parent

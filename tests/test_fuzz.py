@@ -12,7 +12,6 @@ import zlib
 from pathlib import Path
 
 import common
-import engine.base
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ import torch
 from PIL import Image
 
 import launch
-import readers.pictures
+from contrastive import engine, readers
 from helpers import encode, picture, write_video
 
 LIMIT = 5 * 2**30  # bytes of address space that a process may take beside what it has

@@ -18,15 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-import engine.base
-import engine.checkpoints
-import engine.data
-import engine.folder
-import engine.processes
-import engine.run
-from engine.base import UserError
-from engine.checkpoints import damaged_files
-from engine.run import Run
 
 import numpy as np
 import pytest
@@ -34,18 +25,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eval as eval_py
-import evaluation.by_class
-import evaluation.embed
-import evaluation.retrieval
-import figures.base
 import helpers
 import launch
 import ncl
-import readers.records
-import sets.own
-import sets.paraphrases
 import temo
 import temperature_schedules as ts
+from contrastive import engine, evaluation, figures, readers, sets
+from contrastive.engine.base import UserError
+from contrastive.engine.checkpoints import damaged_files
+from contrastive.engine.run import Run
 from helpers import caption, encode, picture, write_captions, write_rows
 from tools import paraphrase
 

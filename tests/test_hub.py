@@ -6,18 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-from engine.base import UserError
 
 import datasets
 import numpy as np
 import pytest
 import torch
 
-import sets.hub
 import temo
+from contrastive import sets
+from contrastive.engine.base import UserError
+from contrastive.readers.stream import Stream
+from contrastive.sets import hub as hub_sets
 from helpers import CLASSES, encode, picture, tar_samples, write_parquet_images, write_tar
-from readers.stream import Stream
-from sets import hub as hub_sets
 
 
 @pytest.fixture(scope="module")

@@ -6,23 +6,20 @@ import re
 import signal
 
 import common
-import engine.base
-import engine.checkpoints
-import engine.run
-from engine.base import UserError, rank
-from engine.run import Run
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import encoders.two_tower
 import helpers
 import launch
 import mmts
 import ncl
 import temo
 import temperature_schedules as ts
+from contrastive import encoders, engine
+from contrastive.engine.base import UserError, rank
+from contrastive.engine.run import Run
 
 TINY = ["--cpu", "--threads", 1, "--workers", 0, "--image-size", 16, "--embed-dim", 16, "--batch-size", 8,
         "--loss", "infonce", "--learnable-tau", "--eval-every", 0, "--max-bad-fraction", 0.1]

@@ -4,7 +4,6 @@ import functools
 import importlib
 
 import common
-import engine.run
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 import mama
 import temo
 import temperature_schedules as ts
+from contrastive import engine
 from helpers import run_script, steps
 
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")

@@ -9,12 +9,6 @@ import time
 from pathlib import Path
 
 import common
-import engine.base
-import engine.checkpoints
-import engine.data
-import engine.run
-from engine.base import UserError, write_json
-from engine.data import balanced_rows, meta_data
 
 import numpy as np
 import pytest
@@ -25,12 +19,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import encoders.base
-import encoders.video
 import eval as eval_py
 import helpers
 import launch
 import mama
+from contrastive import encoders, engine
+from contrastive.engine.base import UserError, write_json
+from contrastive.engine.data import balanced_rows, meta_data
 from helpers import drift, equal_files, of_set, refused, run_script, steps, unit
 from tools import concepts, margins, score
 

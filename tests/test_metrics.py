@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 
-import evaluation.metrics
-import evaluation.retrieval
+from contrastive import evaluation
 
 
 def brute_ranks(query, gallery, positives, bias=None):

@@ -4,8 +4,6 @@ import json
 import pickle
 
 import common
-import engine.data
-from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -15,18 +13,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import CLIPConfig
 
-import encoders.avion
-import encoders.base
-import encoders.weights
 import eval as eval_py
-import evaluation.by_class
-import evaluation.metrics
-import evaluation.mir
 import temo
-from evaluation.metrics import class_relevancy, multi_hot
+from contrastive import encoders, engine, evaluation
+from contrastive.engine.base import UserError
+from contrastive.evaluation.metrics import class_relevancy, multi_hot
+from contrastive.sets import epic as sets_epic
+from contrastive.sets import ssv2
 from helpers import frame_number, write_rows, write_video
-from sets import epic as sets_epic
-from sets import ssv2
 
 
 def loop(sim, rel):

@@ -6,10 +6,6 @@ import math
 from types import SimpleNamespace
 
 import common
-import engine.base
-import engine.clusters
-from engine.base import UserError
-from engine.clusters import SentenceEncoder
 
 import numpy as np
 import pytest
@@ -18,10 +14,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import eval as eval_py
-import figures.mmts
 import helpers
 import launch
 import mmts
+from contrastive import engine, figures
+from contrastive.engine.base import UserError
+from contrastive.engine.clusters import SentenceEncoder
 from helpers import equal_files, losses, refused, run_script, steps, unit, write_captions, write_rows, write_video
 
 N, D = 7, 5

@@ -6,8 +6,6 @@ import json
 import shutil
 
 import common
-import engine.base
-from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -27,23 +25,19 @@ from transformers import (
     ViTForImageClassification,
 )
 
-import encoders.base
-import encoders.frozen
-import encoders.towers
-import encoders.weights
-import evaluation.embed
-import evaluation.retrieval
 import launch
 import mama
 import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from encoders.frozen import Expert
-from encoders.towers import refuse_blind
-from encoders.weights import init_from
-from evaluation.embed import encode_texts
-from evaluation.retrieval import evaluate
+from contrastive import encoders, engine, evaluation
+from contrastive.encoders.frozen import Expert
+from contrastive.encoders.towers import refuse_blind
+from contrastive.encoders.weights import init_from
+from contrastive.engine.base import UserError
+from contrastive.evaluation.embed import encode_texts
+from contrastive.evaluation.retrieval import evaluate
 from helpers import write_captions
 
 SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12,

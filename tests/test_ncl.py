@@ -9,9 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-import engine.base
-import engine.checkpoints
-from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -20,13 +17,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import eval as eval_py
-import evaluation.embed
-import evaluation.retrieval
-import figures.ncl
 import helpers
 import launch
 import ncl
 import temo
+from contrastive import engine, evaluation, figures
+from contrastive.engine.base import UserError
 from helpers import equal_files, fork, losses, panel, refused, rows, run_script, steps, unit, write_images, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import common
-from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -15,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 import eval as eval_py
-import evaluation.answers
-import evaluation.metrics
 import launch
 import mama
-from encoders.base import STATS
+from contrastive import evaluation
+from contrastive.encoders.base import STATS
+from contrastive.engine.base import UserError
 from helpers import drift, encode, of_set, write_rows, write_video
 from test_models import logged
 from tools import concepts, margins, score

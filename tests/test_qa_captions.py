@@ -6,8 +6,6 @@ import json
 import shutil
 
 import common
-import engine.data
-from engine.base import UserError
 
 import pytest
 import torch
@@ -15,7 +13,9 @@ from safetensors.torch import load_file
 
 import launch
 import mama
-from evaluation import answers
+from contrastive import engine
+from contrastive.engine.base import UserError
+from contrastive.evaluation import answers
 from helpers import drift, equal_files, run_script, write_rows, write_video
 from test_caption import SMALL, tiny_model
 from test_models import logged
@@ -90,7 +90,7 @@ def test_a_caption_stands_for_one_question_in_place_of_it_and_windows_count(tmp_
     paths = [str(tmp_path / "videos" / f"{name}.mp4") for name in ("x/a", "x/a", "y/a", "b")]
     data = common.Data("asked", "train", common.make_table(
         [[q] for q in "stuv"], list("0123"), paths, question=list("stuv"), answer=list("pppq")))
-    from sets.own import add_captions
+    from contrastive.sets.own import add_captions
     file = write_rows(tmp_path / "c.csv", ["video", "start", "end", "caption"], [
         ("x/a.mp4", "", "", "one"), ("x/a.mp4", "", "", "two"), ("a.mp4", "", "", "of which?"),
         ("b.mp4", "0", "1", "of no window")])

@@ -4,13 +4,13 @@ import json
 import pickle
 
 import common
-from engine.base import UserError
 
 import pytest
 import torch
 
-import evaluation.metrics
-from evaluation.metrics import answer_hits
+from contrastive import evaluation
+from contrastive.engine.base import UserError
+from contrastive.evaluation.metrics import answer_hits
 from helpers import write_rows, write_video
 
 OPTIONS = {"frames": 2, "image_size": 32}

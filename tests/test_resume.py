@@ -11,9 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
-import engine.base
-import engine.checkpoints
-import engine.run
 
 import numpy as np
 import psutil
@@ -21,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import encoders.tokenizers
 import eval as eval_py
 import launch
 import temo
+from contrastive import encoders, engine
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ["--cpu", *"--threads 1 --image-size 24 --batch-size 64 --max-steps 12".split(),

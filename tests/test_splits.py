@@ -7,10 +7,6 @@ import shutil
 from pathlib import Path
 
 import common
-import engine.base
-import engine.data
-import engine.verify
-from engine.base import UserError
 
 import datasets
 import numpy as np
@@ -18,12 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-import evaluation.by_class
-import evaluation.retrieval
-import readers.columns
-import readers.pictures
-import sets.own
 import temo
+from contrastive import engine, evaluation, readers, sets
+from contrastive.engine.base import UserError
+from contrastive.sets import long_tail
 from helpers import (
     CLASSES,
     caption,
@@ -39,7 +33,6 @@ from helpers import (
     write_tar,
     write_video,
 )
-from sets import long_tail
 from tools import check
 
 WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing")

@@ -6,8 +6,6 @@ import shutil
 from types import SimpleNamespace
 
 import common
-import engine.base
-from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -17,12 +15,13 @@ from safetensors.torch import load_file
 from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
 
 import eval as eval_py
-import figures.base
 import launch
 import ncl
-from encoders.base import SmallText
-from encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
-from encoders.towers import set_dropout
+from contrastive import engine, figures
+from contrastive.encoders.base import SmallText
+from contrastive.encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
+from contrastive.encoders.towers import set_dropout
+from contrastive.engine.base import UserError
 from helpers import drift, equal_files, losses, panel, refused, run_script, steps, unit, write_features, write_rows
 
 D, V = 16, 3  # embedding width, videos

@@ -13,20 +13,15 @@ import tarfile
 from pathlib import Path
 
 import common
-import engine.base
-import engine.data
-from engine.base import UserError
 
 import numpy as np
 import pytest
 import torch
 
-import readers.damage
-import readers.pictures
-import readers.stream
-import readers.tars
+from contrastive import engine, readers
+from contrastive.engine.base import UserError
+from contrastive.readers.pictures import decode
 from helpers import caption, encode, picture, tar_samples, write_tar
-from readers.pictures import decode
 
 N = 20
 ALL = [f"{i:06}" for i in range(N)]

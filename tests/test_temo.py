@@ -8,18 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-import engine.run
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import encoders.base
-import figures.base
-import figures.temo
-import sets.paraphrases
 import temo
 import temperature_schedules
+from contrastive import encoders, engine, figures, sets
 from helpers import fork, panel, picture, run_script, steps, unit, write_images
 
 N, D = 6, 5

@@ -10,8 +10,6 @@ import shutil
 from types import SimpleNamespace
 
 import common
-import engine.base
-from engine.base import UserError, flatten
 
 import numpy as np
 import pytest
@@ -20,15 +18,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import evaluation.by_class
-import evaluation.metrics
-import figures.ts
 import helpers
 import launch
 import temperature_schedules as ts
-from evaluation.metrics import head_mid_tail
+from contrastive import engine, evaluation, figures
+from contrastive.engine.base import UserError, flatten
+from contrastive.evaluation.metrics import head_mid_tail
+from contrastive.sets import long_tail
 from helpers import CLASSES, equal_files, fork, picture, refused, rows, run_script, steps, unit, write_images
-from sets import long_tail
 
 N, D, K = 5, 4, 7
 SMALL = ["--cpu", *"--threads 1 --batch-size 64 --image-size 24 --eval-every 0 --log-every 1".split()]

@@ -5,13 +5,12 @@ import pickle
 import pickletools
 import sys
 
-import engine.base
-from engine.base import UserError
-
 import numpy as np
 import pytest
 
-from readers import text
+from contrastive import engine
+from contrastive.engine.base import UserError
+from contrastive.readers import text
 
 DEEP = "[" * 200_000 + "]" * 200_000
 

@@ -6,7 +6,6 @@ import shutil
 from argparse import Namespace
 
 import common
-from engine.base import UserError
 
 import numpy as np
 import pytest
@@ -15,12 +14,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import eval as eval_py
-import evaluation.answers
 import launch
 import mama
-from encoders.vgt import PostNorm, VideoGraph, attend_words, crops, places
+from contrastive import evaluation
+from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, places
+from contrastive.engine.base import UserError
+from contrastive.readers.clips import Regions
 from helpers import drift, equal_files, of_set, refused, run_script, write_rows
-from readers.clips import Regions
 from test_models import logged
 
 CPU = torch.device("cpu")

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
-from engine.base import UserError
 
 import av
 import numpy as np
@@ -26,17 +25,13 @@ import pytest
 import torch
 from PIL import Image
 
-import evaluation.embed
-import evaluation.retrieval
 import helpers
-import readers.clips
-import readers.frames
-import readers.text
-import readers.videos
+from contrastive import evaluation, readers
+from contrastive.engine.base import UserError
+from contrastive.readers.clips import Clips
+from contrastive.readers.frames import read_frames
+from contrastive.sets import moving_emoji, videos
 from helpers import TEXT, frame, frame_number, open_splits, write_rows, write_video
-from readers.clips import Clips
-from readers.frames import read_frames
-from sets import moving_emoji, videos
 
 SPLITS = ("train", "val", "test")
 CPU = torch.device("cpu")

@@ -28,20 +28,31 @@ import re
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, rank, read_json, say, say_once, world, write_json, writing
-from engine.flags import OneLine
-from engine.processes import join_processes, set_threads
-from engine.ranges import count, new_file, nonnegative, positive, whole
 
 import torch
 
-from encoders.frozen import frame_features, summary_model, vision_language_model
-from figures.base import draw_picture
-from figures.mama import draw_descriptions
+from contrastive.encoders.frozen import frame_features, summary_model, vision_language_model
+from contrastive.engine.base import (
+    UserError,
+    clean_exit,
+    first_line,
+    rank,
+    read_json,
+    say,
+    say_once,
+    world,
+    write_json,
+    writing,
+)
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import join_processes, set_threads
+from contrastive.engine.ranges import count, new_file, nonnegative, positive, whole
+from contrastive.figures.base import draw_picture
+from contrastive.figures.mama import draw_descriptions
+from contrastive.readers import text
+from contrastive.readers.columns import SPLIT_NAMES, is_video
+from contrastive.readers.frames import read_frames
 from mama import key_frames
-from readers import text
-from readers.columns import SPLIT_NAMES, is_video
-from readers.frames import read_frames
 
 PROMPT = "Write a short caption sentence for the video in order from left to right, top to bottom"  # Sec. 3.3
 FRAME_PROMPT = "Write a short caption sentence for the image"

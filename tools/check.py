@@ -4,9 +4,10 @@
 """
 
 import common
-from engine.base import UserError, clean_exit
-from engine.flags import OneLine
-from engine.verify import fingerprint, twin_words, twins, unreadable
+
+from contrastive.engine.base import UserError, clean_exit
+from contrastive.engine.flags import OneLine
+from contrastive.engine.verify import fingerprint, twin_words, twins, unreadable
 
 
 def main(argv=None):

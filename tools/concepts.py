@@ -12,17 +12,17 @@ import argparse
 from collections import Counter
 
 import common
-from engine.base import UserError, clean_exit, say, writing
-from engine.data import open_data
-from engine.flags import OneLine
-from engine.ranges import picture_file
 
 import numpy as np
 import torch
 
-from evaluation import answers, retrieval
-from evaluation.metrics import retrieval_metrics
-from figures.base import figure, save_figure
+from contrastive.engine.base import UserError, clean_exit, say, writing
+from contrastive.engine.data import open_data
+from contrastive.engine.flags import OneLine
+from contrastive.engine.ranges import picture_file
+from contrastive.evaluation import answers, retrieval
+from contrastive.evaluation.metrics import retrieval_metrics
+from contrastive.figures.base import figure, save_figure
 from tools.margins import finished
 
 DATA = ("dataset", "data_dir", "task", "clips", "clip_law", "fold", "caption_column", "label_column", "hold_out_val",

@@ -9,14 +9,13 @@ left one (a1 = 10 throughout); its text says a2, which is drawn here. (Right pan
 
 from pathlib import Path
 
-from engine.base import UserError, clean_exit, read_json, say, writing
-from engine.flags import OneLine
-from engine.ranges import picture_file
-
 import numpy as np
 
-from figures.base import figure, line_style, save_figure
-from readers.text import expected_layout, number
+from contrastive.engine.base import UserError, clean_exit, read_json, say, writing
+from contrastive.engine.flags import OneLine
+from contrastive.engine.ranges import picture_file
+from contrastive.figures.base import figure, line_style, save_figure
+from contrastive.readers.text import expected_layout, number
 
 VARIED = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_every", "eval_every", "log_every",

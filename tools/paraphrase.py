@@ -12,11 +12,12 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, hub_reason, say
-from engine.data import data_options
-from engine.flags import OneLine
-from engine.folder import inside
-from engine.ranges import count
+
+from contrastive.engine.base import UserError, clean_exit, first_line, hub_reason, say
+from contrastive.engine.data import data_options
+from contrastive.engine.flags import OneLine
+from contrastive.engine.folder import inside
+from contrastive.engine.ranges import count
 
 MODEL = "tuner007/pegasus_paraphrase"
 

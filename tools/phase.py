@@ -10,14 +10,13 @@ highest mean.
 import json
 from pathlib import Path
 
-from engine.base import UserError, clean_exit, first_line, read_json, say, say_once, writing
-from engine.flags import OneLine
-from engine.ranges import picture_file
-
 import numpy as np
 
-from figures.base import figure, save_figure
-from readers import text
+from contrastive.engine.base import UserError, clean_exit, first_line, read_json, say, say_once, writing
+from contrastive.engine.flags import OneLine
+from contrastive.engine.ranges import picture_file
+from contrastive.figures.base import figure, save_figure
+from contrastive.readers import text
 from tools.margins import same_but
 
 VARIED = {"period", "epochs", "min_steps", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",

@@ -15,21 +15,21 @@ import csv
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, read_json, say, writing
-from engine.data import data_options
-from engine.flags import OneLine
-from engine.processes import set_threads
-from engine.ranges import count, new_file, whole
 
 import numpy as np
 import torch
 
-from evaluation.embed import encode_images, encode_texts, say_unreadable
-from evaluation.metrics import normalize
-from figures.base import draw_picture
-from figures.mama import draw_scores
-from readers import text
-from sets.own import add_captions
+from contrastive.engine.base import UserError, clean_exit, read_json, say, writing
+from contrastive.engine.data import data_options
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import set_threads
+from contrastive.engine.ranges import count, new_file, whole
+from contrastive.evaluation.embed import encode_images, encode_texts, say_unreadable
+from contrastive.evaluation.metrics import normalize
+from contrastive.figures.base import draw_picture
+from contrastive.figures.mama import draw_scores
+from contrastive.readers import text
+from contrastive.sets.own import add_captions
 
 
 def short_captions(data, wanted):
