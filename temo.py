@@ -66,23 +66,16 @@ import functools
 import math
 
 import common
-from common import by_rows, fp32, gather, normalize, one_number, per_anchor, positive_index
+
+from common import (  # isort: skip
+    Evaluator, Expert, Paraphrases, Parser, Run, between, by_rows, clean_exit, count, encode_texts, fp32, gather,
+    nonnegative, normalize, one_number, open_data, part, per_anchor, positive, positive_index, whole, with_class)
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from contrastive.encoders.frozen import Expert
-from contrastive.engine.base import clean_exit
-from contrastive.engine.data import open_data
-from contrastive.engine.flags import Parser
-from contrastive.engine.ranges import between, count, nonnegative, part, positive, whole
-from contrastive.engine.run import Run
-from contrastive.evaluation.by_class import with_class
-from contrastive.evaluation.embed import encode_texts
-from contrastive.evaluation.retrieval import Evaluator
-from contrastive.figures.temo import draw
-from contrastive.sets.paraphrases import Paraphrases
+from contrastive.figures.temo import draw  # isort: skip
 
 
 # ======================================================= METHOD ======================================================
@@ -405,7 +398,6 @@ def main(args):
     train, evals = open_data(args)
     paraphrases = Paraphrases(args.paraphrases) if args.paraphrases else None
     run = Run(__file__, args, train, evals, RECIPES)
-    train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()

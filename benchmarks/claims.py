@@ -35,9 +35,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
-
-from contrastive.engine.base import flatten, read_json, write_json  # noqa: E402
-from contrastive.engine.folder import versions  # noqa: E402
+from contrastive.engine.log import versions  # noqa: E402
+from contrastive.engine.processes import flatten, read_json, write_json  # noqa: E402
 from contrastive.figures.base import figure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

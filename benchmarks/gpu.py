@@ -31,6 +31,9 @@ DRY = "--dry" in sys.argv  # known before torch looks for a card
 if DRY:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import common  # noqa: E402
+from contrastive.engine.log import commit, versions  # noqa: E402
+from contrastive.engine.processes import read_json, write_json  # noqa: E402
+from contrastive.engine.run import Run  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -43,9 +46,6 @@ import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
 from benchmarks import claims as suite  # noqa: E402
 from benchmarks import speed
-from contrastive.engine.base import read_json, write_json  # noqa: E402
-from contrastive.engine.folder import commit, versions  # noqa: E402
-from contrastive.engine.run import Run  # noqa: E402
 
 if DRY:  # without inductor, which compiles C++ for minutes
     torch.compile = functools.partial(torch.compile, backend="eager")

@@ -24,8 +24,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from contrastive.engine.processes import read_json, write_json  # noqa: E402
+
 from benchmarks import claims  # noqa: E402
-from contrastive.engine.base import read_json, write_json  # noqa: E402
 
 TUNED = 3  # the length at which arms are tuned, except at length 1
 TODAY = {"trials": 3, "seeds": 5}  # of claims.py, whose choices are used at length 1

@@ -32,6 +32,10 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
+from contrastive import data, encoders
+from contrastive.engine.log import commit  # noqa: E402
+from contrastive.engine.processes import read_json, write_json  # noqa: E402
+from contrastive.evaluation.clusters import open_clusters  # noqa: E402
 
 import mama  # noqa: E402
 import mmts  # noqa: E402
@@ -39,10 +43,6 @@ import ncl  # noqa: E402
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
 from benchmarks.claims import machine  # noqa: E402
-from contrastive import encoders, readers
-from contrastive.engine.base import read_json, write_json  # noqa: E402
-from contrastive.engine.clusters import open_clusters  # noqa: E402
-from contrastive.engine.folder import commit  # noqa: E402
 
 
 class Times(dict):
@@ -159,7 +159,7 @@ def jpeg(rounds, n=192):
 
     def worker(rows):
         draws = common.uniforms(0, 0, rows, view.DRAWS)                      # (32, DRAWS)
-        crops = [view.crop_one(readers.pictures.decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)]
+        crops = [view.crop_one(data.pictures.decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)]
         return torch.stack(crops), draws                                     # (32, 3, 224, 224) uint8
 
     def ours():
@@ -250,7 +250,7 @@ def cc3m_views(rounds, n=512, batch=64):
     strong = common.Augment(args.image_size, args.aug_crop_min)
     asked = args.randaugment_ops, args.randaugment_magnitude
     base = common.Augment(args.image_size, args.crop_min, randaugment=asked)
-    crops = [strong.crop_one(readers.pictures.decode(f), np.zeros(base.DRAWS, np.float32)) for f in files]
+    crops = [strong.crop_one(data.pictures.decode(f), np.zeros(base.DRAWS, np.float32)) for f in files]
     theirs = v2.RandAugment(num_ops=1, magnitude=asked[1])
     theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in common.OPERATIONS}
 

@@ -11,14 +11,13 @@ import zlib
 from pathlib import Path
 
 import common
+from contrastive import readers
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-
-from contrastive import readers
 
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 

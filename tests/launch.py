@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from torch.utils.data._utils import signal_handling
-
 from contrastive import engine
+
+from torch.utils.data._utils import signal_handling
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["common", "temo", "temperature_schedules", "ncl", "mmts", "mama", "accelerate", "transformers", "datasets",

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import common
+from contrastive import engine, evaluation
+from contrastive.engine.base import UserError
 
 import pytest
 import torch
@@ -22,8 +24,6 @@ import mmts
 import ncl
 import temo
 import temperature_schedules
-from contrastive import engine, evaluation
-from contrastive.engine.base import UserError
 
 TINY = "--cpu --workers 0 --threads 1 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 2".split()
 

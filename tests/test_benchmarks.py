@@ -10,6 +10,9 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+from contrastive import engine
+from contrastive.engine.run import Run
+
 import pytest
 import torch
 
@@ -17,8 +20,6 @@ import eval as eval_py
 import mama
 import temo
 from benchmarks import claims, cross, lengths, questions
-from contrastive import engine
-from contrastive.engine.run import Run
 
 CLAIM = {"says": "a beats b", "paper": "none", "flags": "", "metric": "R@1",
          "arms": {"a": ["temo.py --x 1", "temo.py --x 2"], "b": ["temo.py --y 1", "temo.py --y 2"]}}

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import common
+from contrastive import encoders, engine, figures, sets
+from contrastive.engine.base import UserError
 
 import numpy as np
 import pytest
@@ -20,8 +22,6 @@ from PIL import Image
 
 import launch
 import mama
-from contrastive import encoders, engine, figures, sets
-from contrastive.engine.base import UserError
 from helpers import TEXT, frame, frame_number, open_splits, write_captions, write_rows, write_video
 from tools import caption
 

@@ -11,6 +11,17 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
+from contrastive.encoders.base import channels_last, small_cnn
+from contrastive.encoders.frozen import Expert
+from contrastive.engine import checkpoints, flags, processes
+from contrastive.engine.base import UserError, read_json, write_tensors
+from contrastive.engine.clusters import head_mid_tail
+from contrastive.engine.processes import set_card
+from contrastive.engine.run import Run
+from contrastive.evaluation.by_class import class_metrics, nearest
+from contrastive.evaluation.embed import together
+from contrastive.evaluation.mir import mir_of
+from contrastive.evaluation.retrieval import retrieval_both_ways
 
 import numpy as np
 import pytest
@@ -25,17 +36,6 @@ import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from contrastive.encoders.base import channels_last, small_cnn
-from contrastive.encoders.frozen import Expert
-from contrastive.engine import checkpoints, flags, processes
-from contrastive.engine.base import UserError, read_json, write_tensors
-from contrastive.engine.clusters import head_mid_tail
-from contrastive.engine.processes import set_card
-from contrastive.engine.run import Run
-from contrastive.evaluation.by_class import class_metrics, nearest
-from contrastive.evaluation.embed import together
-from contrastive.evaluation.mir import mir_of
-from contrastive.evaluation.retrieval import retrieval_both_ways
 from helpers import losses, run_script, unit
 
 SCRIPTS = {temo: [], ts: [], ncl: [], mmts: ["--num-clusters", 2],

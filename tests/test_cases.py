@@ -5,12 +5,11 @@ import json
 import pickle
 
 import common
+from contrastive import engine
+from contrastive.engine.base import UserError
 
 import numpy as np
 import pytest
-
-from contrastive import engine
-from contrastive.engine.base import UserError
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
 LATIN = "caf\u00e9".encode("latin1")

@@ -10,6 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+from contrastive import engine, readers
+from contrastive.engine.base import UserError
+from contrastive.engine.clusters import read_clusters
+from contrastive.engine.data import meta_data
+from contrastive.evaluation import stand_ins
+from contrastive.readers import text
 
 import numpy as np
 import pytest
@@ -20,12 +26,6 @@ import eval as evaluation_script
 import mama
 import mmts
 import ncl
-from contrastive import engine, readers
-from contrastive.engine.base import UserError
-from contrastive.engine.clusters import read_clusters
-from contrastive.engine.data import meta_data
-from contrastive.evaluation import stand_ins
-from contrastive.readers import text
 from helpers import caption as words
 from helpers import encode, picture, tar_samples, write_tar, write_video
 from test_caption import SMALL, tiny_model, words_of

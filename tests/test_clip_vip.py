@@ -1,6 +1,8 @@
 """CLIP-ViP's tower: its attention against a mask and loops, one frame against CLIP, its released names, whole runs."""
 
 import common
+from contrastive import encoders
+from contrastive.engine.base import UserError
 
 import pytest
 import torch
@@ -10,8 +12,6 @@ from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel
 import eval as eval_py
 import launch
 import mama
-from contrastive import encoders
-from contrastive.engine.base import UserError
 from helpers import drift, write_captions
 from test_models import SPEC, logged, tiny_clip, tokenizer  # noqa: F401  (a fixture)
 

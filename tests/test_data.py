@@ -12,6 +12,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import common
+from contrastive import encoders, readers, sets
+from contrastive.engine.base import UserError
+from contrastive.readers.pictures import decode
+from contrastive.sets import emoji as emoji_set
+from contrastive.sets.paraphrases import Paraphrases
 
 import numpy as np
 import pytest
@@ -23,11 +28,6 @@ from torchvision.transforms.v2 import functional as V
 
 import launch
 import temo
-from contrastive import encoders, readers, sets
-from contrastive.engine.base import UserError
-from contrastive.readers.pictures import decode
-from contrastive.sets import emoji as emoji_set
-from contrastive.sets.paraphrases import Paraphrases
 from helpers import (
     CLASSES,
     TEXT,

@@ -12,6 +12,10 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
+from contrastive import engine
+from contrastive.engine.base import UserError, flatten
+from contrastive.engine.folder import start_run
+from contrastive.evaluation.embed import encode_images, gather_rows
 
 import pytest
 import torch
@@ -25,10 +29,6 @@ import launch
 import mmts
 import ncl
 import temo
-from contrastive import engine
-from contrastive.engine.base import UserError, flatten
-from contrastive.engine.folder import start_run
-from contrastive.evaluation.embed import encode_images, gather_rows
 from helpers import write_captions
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,6 +7,9 @@ import shutil
 import types
 
 import common
+from contrastive import encoders, engine, evaluation
+from contrastive.engine.base import UserError
+from contrastive.sets.own import own_data
 
 import datasets
 import numpy as np
@@ -23,9 +26,6 @@ import launch
 import mama
 import temo
 import temperature_schedules
-from contrastive import encoders, engine, evaluation
-from contrastive.engine.base import UserError
-from contrastive.sets.own import own_data
 from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401

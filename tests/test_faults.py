@@ -14,14 +14,15 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+from contrastive import engine
+from contrastive.engine.base import UserError
+
 import psutil
 import pytest
 from safetensors.torch import load_file
 
 import launch
 import temo
-from contrastive import engine
-from contrastive.engine.base import UserError
 from helpers import write_captions
 
 ROOT = Path(__file__).resolve().parents[1]

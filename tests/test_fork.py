@@ -6,6 +6,11 @@ import types
 from pathlib import Path
 
 import common
+from contrastive import encoders, engine, figures
+from contrastive.encoders.base import STATS
+from contrastive.engine.base import UserError
+from contrastive.engine.checkpoints import latest_checkpoint
+from contrastive.engine.run import Run
 
 import pytest
 import torch
@@ -17,11 +22,6 @@ import mama
 import mmts
 import ncl
 import temperature_schedules as ts
-from contrastive import encoders, engine, figures
-from contrastive.encoders.base import STATS
-from contrastive.engine.base import UserError
-from contrastive.engine.checkpoints import latest_checkpoint
-from contrastive.engine.run import Run
 from helpers import fork, losses, panel, run_script, steps
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import common
+from contrastive import engine, readers
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ import torch
 from PIL import Image
 
 import launch
-from contrastive import engine, readers
 from helpers import encode, picture, write_video
 
 LIMIT = 5 * 2**30  # bytes of address space that a process may take beside what it has

@@ -18,6 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+from contrastive import engine, evaluation, figures, readers, sets
+from contrastive.engine.base import UserError
+from contrastive.engine.checkpoints import damaged_files
+from contrastive.engine.run import Run
 
 import numpy as np
 import pytest
@@ -30,10 +34,6 @@ import launch
 import ncl
 import temo
 import temperature_schedules as ts
-from contrastive import engine, evaluation, figures, readers, sets
-from contrastive.engine.base import UserError
-from contrastive.engine.checkpoints import damaged_files
-from contrastive.engine.run import Run
 from helpers import caption, encode, picture, write_captions, write_rows
 from tools import paraphrase
 

@@ -6,6 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+from contrastive import sets
+from contrastive.engine.base import UserError
+from contrastive.readers.stream import Stream
+from contrastive.sets import hub as hub_sets
 
 import datasets
 import numpy as np
@@ -13,10 +17,6 @@ import pytest
 import torch
 
 import temo
-from contrastive import sets
-from contrastive.engine.base import UserError
-from contrastive.readers.stream import Stream
-from contrastive.sets import hub as hub_sets
 from helpers import CLASSES, encode, picture, tar_samples, write_parquet_images, write_tar
 
 

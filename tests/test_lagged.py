@@ -6,6 +6,9 @@ import re
 import signal
 
 import common
+from contrastive import encoders, engine
+from contrastive.engine.base import UserError, rank
+from contrastive.engine.run import Run
 
 import pytest
 import torch
@@ -17,9 +20,6 @@ import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from contrastive import encoders, engine
-from contrastive.engine.base import UserError, rank
-from contrastive.engine.run import Run
 
 TINY = ["--cpu", "--threads", 1, "--workers", 0, "--image-size", 16, "--embed-dim", 16, "--batch-size", 8,
         "--loss", "infonce", "--learnable-tau", "--eval-every", 0, "--max-bad-fraction", 0.1]

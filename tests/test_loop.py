@@ -4,6 +4,7 @@ import functools
 import importlib
 
 import common
+from contrastive import engine
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch
 import mama
 import temo
 import temperature_schedules as ts
-from contrastive import engine
 from helpers import run_script, steps
 
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")

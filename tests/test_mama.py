@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 
 import common
+from contrastive import encoders, engine
+from contrastive.engine.base import UserError, write_json
+from contrastive.engine.data import balanced_rows, meta_data
 
 import numpy as np
 import pytest
@@ -23,9 +26,6 @@ import eval as eval_py
 import helpers
 import launch
 import mama
-from contrastive import encoders, engine
-from contrastive.engine.base import UserError, write_json
-from contrastive.engine.data import balanced_rows, meta_data
 from helpers import drift, equal_files, of_set, refused, run_script, steps, unit
 from tools import concepts, margins, score
 

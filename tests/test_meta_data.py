@@ -5,14 +5,14 @@ import json
 from collections import Counter
 
 import common
+from contrastive import engine
+from contrastive.engine.base import UserError
+from contrastive.engine.data import balanced_rows, open_data
 
 import numpy as np
 import pytest
 
 import mama
-from contrastive import engine
-from contrastive.engine.base import UserError
-from contrastive.engine.data import balanced_rows, open_data
 from helpers import refused, rows, run_script, write_rows, write_video
 from tools import concepts, margins
 

@@ -5,14 +5,13 @@ import re
 import types
 
 import common
+from contrastive import evaluation
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
-
-from contrastive import evaluation
 
 
 def brute_ranks(query, gallery, positives, bias=None):

@@ -4,6 +4,11 @@ import json
 import pickle
 
 import common
+from contrastive import encoders, engine, evaluation
+from contrastive.engine.base import UserError
+from contrastive.evaluation.metrics import class_relevancy, multi_hot
+from contrastive.sets import epic as sets_epic
+from contrastive.sets import ssv2
 
 import numpy as np
 import pytest
@@ -15,11 +20,6 @@ from transformers import CLIPConfig
 
 import eval as eval_py
 import temo
-from contrastive import encoders, engine, evaluation
-from contrastive.engine.base import UserError
-from contrastive.evaluation.metrics import class_relevancy, multi_hot
-from contrastive.sets import epic as sets_epic
-from contrastive.sets import ssv2
 from helpers import frame_number, write_rows, write_video
 
 

@@ -6,6 +6,9 @@ import math
 from types import SimpleNamespace
 
 import common
+from contrastive import engine, figures
+from contrastive.engine.base import UserError
+from contrastive.engine.clusters import SentenceEncoder
 
 import numpy as np
 import pytest
@@ -17,9 +20,6 @@ import eval as eval_py
 import helpers
 import launch
 import mmts
-from contrastive import engine, figures
-from contrastive.engine.base import UserError
-from contrastive.engine.clusters import SentenceEncoder
 from helpers import equal_files, losses, refused, run_script, steps, unit, write_captions, write_rows, write_video
 
 N, D = 7, 5

@@ -6,6 +6,13 @@ import json
 import shutil
 
 import common
+from contrastive import encoders, engine, evaluation
+from contrastive.encoders.frozen import Expert
+from contrastive.encoders.towers import refuse_blind
+from contrastive.encoders.weights import init_from
+from contrastive.engine.base import UserError
+from contrastive.evaluation.embed import encode_texts
+from contrastive.evaluation.retrieval import evaluate
 
 import numpy as np
 import pytest
@@ -31,13 +38,6 @@ import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from contrastive import encoders, engine, evaluation
-from contrastive.encoders.frozen import Expert
-from contrastive.encoders.towers import refuse_blind
-from contrastive.encoders.weights import init_from
-from contrastive.engine.base import UserError
-from contrastive.evaluation.embed import encode_texts
-from contrastive.evaluation.retrieval import evaluate
 from helpers import write_captions
 
 SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12,

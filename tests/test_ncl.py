@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+from contrastive import engine, evaluation, figures
+from contrastive.engine.base import UserError
 
 import numpy as np
 import pytest
@@ -21,8 +23,6 @@ import helpers
 import launch
 import ncl
 import temo
-from contrastive import engine, evaluation, figures
-from contrastive.engine.base import UserError
 from helpers import equal_files, fork, losses, panel, refused, rows, run_script, steps, unit, write_images, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,5 +1,7 @@
 """--plan: memory by arithmetic, without data, weights or a card; and chunks that recipes bring."""
 
+from contrastive.engine.plan import floor_of, saved_bytes
+
 import pytest
 import torch
 
@@ -8,7 +10,6 @@ import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from contrastive.engine.plan import floor_of, saved_bytes
 from helpers import refused
 
 SCRIPTS = (temo, ts, ncl, mmts, mama)

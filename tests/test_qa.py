@@ -7,6 +7,9 @@ import shutil
 from pathlib import Path
 
 import common
+from contrastive import evaluation
+from contrastive.encoders.base import STATS
+from contrastive.engine.base import UserError
 
 import numpy as np
 import pytest
@@ -16,9 +19,6 @@ from safetensors.torch import load_file
 import eval as eval_py
 import launch
 import mama
-from contrastive import evaluation
-from contrastive.encoders.base import STATS
-from contrastive.engine.base import UserError
 from helpers import drift, encode, of_set, write_rows, write_video
 from test_models import logged
 from tools import concepts, margins, score

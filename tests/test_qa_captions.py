@@ -6,6 +6,9 @@ import json
 import shutil
 
 import common
+from contrastive import engine
+from contrastive.engine.base import UserError
+from contrastive.evaluation import answers
 
 import pytest
 import torch
@@ -13,9 +16,6 @@ from safetensors.torch import load_file
 
 import launch
 import mama
-from contrastive import engine
-from contrastive.engine.base import UserError
-from contrastive.evaluation import answers
 from helpers import drift, equal_files, run_script, write_rows, write_video
 from test_caption import SMALL, tiny_model
 from test_models import logged

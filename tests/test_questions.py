@@ -4,13 +4,13 @@ import json
 import pickle
 
 import common
+from contrastive import evaluation
+from contrastive.engine.base import UserError
+from contrastive.evaluation.metrics import answer_hits
 
 import pytest
 import torch
 
-from contrastive import evaluation
-from contrastive.engine.base import UserError
-from contrastive.evaluation.metrics import answer_hits
 from helpers import write_rows, write_video
 
 OPTIONS = {"frames": 2, "image_size": 32}

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
+from contrastive import encoders, engine
 
 import numpy as np
 import psutil
@@ -21,7 +22,6 @@ from safetensors.torch import load_file
 import eval as eval_py
 import launch
 import temo
-from contrastive import encoders, engine
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ["--cpu", *"--threads 1 --image-size 24 --batch-size 64 --max-steps 12".split(),

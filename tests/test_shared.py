@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import common
+from contrastive.engine import flags
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from contrastive.engine import flags
 from helpers import refused, unit
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+from contrastive.engine.data import few_steps, repeated_captions
 
 import pytest
 
 import mmts
 import temo
-from contrastive.engine.data import few_steps, repeated_captions
 from helpers import run_script, write_captions, write_images, write_rows
 
 QUICK = "--cpu --workers 0 --image-size 16 --embed-dim 8 --log-every 0".split()

@@ -7,6 +7,9 @@ import shutil
 from pathlib import Path
 
 import common
+from contrastive import engine, evaluation, readers, sets
+from contrastive.engine.base import UserError
+from contrastive.sets import long_tail
 
 import datasets
 import numpy as np
@@ -15,9 +18,6 @@ import torch
 from PIL import Image
 
 import temo
-from contrastive import engine, evaluation, readers, sets
-from contrastive.engine.base import UserError
-from contrastive.sets import long_tail
 from helpers import (
     CLASSES,
     caption,

@@ -6,6 +6,11 @@ import shutil
 from types import SimpleNamespace
 
 import common
+from contrastive import engine, figures
+from contrastive.encoders.base import SmallText
+from contrastive.encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
+from contrastive.encoders.towers import set_dropout
+from contrastive.engine.base import UserError
 
 import numpy as np
 import pytest
@@ -17,11 +22,6 @@ from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
 import eval as eval_py
 import launch
 import ncl
-from contrastive import engine, figures
-from contrastive.encoders.base import SmallText
-from contrastive.encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
-from contrastive.encoders.towers import set_dropout
-from contrastive.engine.base import UserError
 from helpers import drift, equal_files, losses, panel, refused, run_script, steps, unit, write_features, write_rows
 
 D, V = 16, 3  # embedding width, videos

@@ -13,14 +13,14 @@ import tarfile
 from pathlib import Path
 
 import common
+from contrastive import engine, readers
+from contrastive.engine.base import UserError
+from contrastive.readers.pictures import decode
 
 import numpy as np
 import pytest
 import torch
 
-from contrastive import engine, readers
-from contrastive.engine.base import UserError
-from contrastive.readers.pictures import decode
 from helpers import caption, encode, picture, tar_samples, write_tar
 
 N = 20

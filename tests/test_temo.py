@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+from contrastive import encoders, engine, figures, sets
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ import torch.nn.functional as F
 
 import temo
 import temperature_schedules
-from contrastive import encoders, engine, figures, sets
 from helpers import fork, panel, picture, run_script, steps, unit, write_images
 
 N, D = 6, 5

@@ -10,6 +10,10 @@ import shutil
 from types import SimpleNamespace
 
 import common
+from contrastive import engine, evaluation, figures
+from contrastive.engine.base import UserError, flatten
+from contrastive.evaluation.metrics import head_mid_tail
+from contrastive.sets import long_tail
 
 import numpy as np
 import pytest
@@ -21,10 +25,6 @@ from safetensors.torch import load_file
 import helpers
 import launch
 import temperature_schedules as ts
-from contrastive import engine, evaluation, figures
-from contrastive.engine.base import UserError, flatten
-from contrastive.evaluation.metrics import head_mid_tail
-from contrastive.sets import long_tail
 from helpers import CLASSES, equal_files, fork, picture, refused, rows, run_script, steps, unit, write_images
 
 N, D, K = 5, 4, 7

@@ -5,12 +5,12 @@ import pickle
 import pickletools
 import sys
 
-import numpy as np
-import pytest
-
 from contrastive import engine
 from contrastive.engine.base import UserError
 from contrastive.readers import text
+
+import numpy as np
+import pytest
 
 DEEP = "[" * 200_000 + "]" * 200_000
 

@@ -6,6 +6,10 @@ import shutil
 from argparse import Namespace
 
 import common
+from contrastive import evaluation
+from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, places
+from contrastive.engine.base import UserError
+from contrastive.readers.clips import Regions
 
 import numpy as np
 import pytest
@@ -16,10 +20,6 @@ from safetensors.torch import load_file
 import eval as eval_py
 import launch
 import mama
-from contrastive import evaluation
-from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, places
-from contrastive.engine.base import UserError
-from contrastive.readers.clips import Regions
 from helpers import drift, equal_files, of_set, refused, run_script, write_rows
 from test_models import logged
 

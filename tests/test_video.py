@@ -18,6 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
+from contrastive import evaluation, readers
+from contrastive.engine.base import UserError
+from contrastive.readers.clips import Clips
+from contrastive.readers.frames import read_frames
+from contrastive.sets import moving_emoji, videos
 
 import av
 import numpy as np
@@ -26,11 +31,6 @@ import torch
 from PIL import Image
 
 import helpers
-from contrastive import evaluation, readers
-from contrastive.engine.base import UserError
-from contrastive.readers.clips import Clips
-from contrastive.readers.frames import read_frames
-from contrastive.sets import moving_emoji, videos
 from helpers import TEXT, frame, frame_number, open_splits, write_rows, write_video
 
 SPLITS = ("train", "val", "test")

@@ -28,30 +28,31 @@ import re
 from pathlib import Path
 
 import common
-
-import torch
-
+from contrastive.data.frames import read_frames
 from contrastive.encoders.frozen import frame_features, summary_model, vision_language_model
-from contrastive.engine.base import (
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import (
     UserError,
     clean_exit,
     first_line,
+    join_processes,
+    opening,
     rank,
     read_json,
     say,
     say_once,
+    set_threads,
     world,
     write_json,
-    writing,
 )
-from contrastive.engine.flags import OneLine
-from contrastive.engine.processes import join_processes, set_threads
 from contrastive.engine.ranges import count, new_file, nonnegative, positive, whole
 from contrastive.figures.base import draw_picture
 from contrastive.figures.mama import draw_descriptions
-from contrastive.readers import text
-from contrastive.readers.columns import SPLIT_NAMES, is_video
-from contrastive.readers.frames import read_frames
+
+import torch
+from readers import text
+from readers.columns import SPLIT_NAMES, is_video
+
 from mama import key_frames
 
 PROMPT = "Write a short caption sentence for the video in order from left to right, top to bottom"  # Sec. 3.3
@@ -178,7 +179,7 @@ def _known(where, row):
 
 def write_lines(file, records):
     """Appends {(video, start, end): record} to a process's own part file."""
-    with writing(file), open(file, "a", encoding="utf8") as f:
+    with opening(file), open(file, "a", encoding="utf8") as f:
         f.write("\n")  # in case a kill left an unfinished line
         for (video, start, end), record in records.items():
             f.write(json.dumps({"video": video, "start": start, "end": end} | record) + "\n")
@@ -192,7 +193,7 @@ def merge(args, clips):
     rows = [(*clip, record["caption"]) for clip, record in known.items() if "caption" in record]
     bad = {clip: record.get("error", "") for clip, record in known.items() if "caption" not in record}
     temporary = Path(f"{out}.tmp")
-    with writing(out):
+    with opening(out):
         with open(temporary, "w", newline="", encoding="utf8") as f:
             csv.writer(f).writerows([COLUMNS, *(["" if x is None else x for x in row] for row in rows)])
         os.replace(temporary, out)

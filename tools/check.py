@@ -4,9 +4,8 @@
 """
 
 import common
-
-from contrastive.engine.base import UserError, clean_exit
 from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit
 from contrastive.engine.verify import fingerprint, twin_words, twins, unreadable
 
 

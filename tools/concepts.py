@@ -12,17 +12,17 @@ import argparse
 from collections import Counter
 
 import common
-
-import numpy as np
-import torch
-
-from contrastive.engine.base import UserError, clean_exit, say, writing
-from contrastive.engine.data import open_data
+from contrastive.data.open import open_data
 from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit, opening, say
 from contrastive.engine.ranges import picture_file
 from contrastive.evaluation import answers, retrieval
 from contrastive.evaluation.metrics import retrieval_metrics
 from contrastive.figures.base import figure, save_figure
+
+import numpy as np
+import torch
+
 from tools.margins import finished
 
 DATA = ("dataset", "data_dir", "task", "clips", "clip_law", "fold", "caption_column", "label_column", "hold_out_val",
@@ -124,7 +124,7 @@ def main(argv=None):
     right.set(title="by thirds of the queries", xlabel="how frequent in training", ylabel="gain, points")
     what = "text -> video R@1" if runs[0]["task"] == "retrieval" else "accuracy"
     fig.suptitle(f"test {what}: {100 * base.mean():.1f} -> {100 * other.mean():.1f} %")
-    with writing(args.out):
+    with opening(args.out):
         save_figure(fig, args.out)
     said = [f"{100 * f:8.2f} % {g:+8.1f} {n:6d}  {c}" for f, g, n, c in found]
     said += [f"{name}: {100 * low:.2f} to {100 * high:.2f} % of the training rows, gain {gain:+.2f}"

@@ -9,13 +9,13 @@ left one (a1 = 10 throughout); its text says a2, which is drawn here. (Right pan
 
 from pathlib import Path
 
-import numpy as np
-
-from contrastive.engine.base import UserError, clean_exit, read_json, say, writing
 from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
 from contrastive.engine.ranges import picture_file
 from contrastive.figures.base import figure, line_style, save_figure
 from contrastive.readers.text import expected_layout, number
+
+import numpy as np
 
 VARIED = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_every", "eval_every", "log_every",
@@ -94,7 +94,7 @@ def main(argv=None):
         ax.set(title=title, xlabel=xlabel, ylabel=f"val {name}, %")
         ax.locator_params(axis="x", nbins=6)
         ax.legend(frameon=False)
-    with writing(args.out):
+    with opening(args.out):
         save_figure(fig, args.out)
     say("\n".join([*said, f"written to {args.out}"]))
 

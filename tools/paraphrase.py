@@ -12,11 +12,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import common
-
-from contrastive.engine.base import UserError, clean_exit, first_line, hub_reason, say
-from contrastive.engine.data import data_options
+from contrastive.data.open import data_options
 from contrastive.engine.flags import OneLine
-from contrastive.engine.folder import inside
+from contrastive.engine.log import inside
+from contrastive.engine.processes import UserError, clean_exit, first_line, hub_reason, say
 from contrastive.engine.ranges import count
 
 MODEL = "tuner007/pegasus_paraphrase"

@@ -10,13 +10,14 @@ highest mean.
 import json
 from pathlib import Path
 
-import numpy as np
-
-from contrastive.engine.base import UserError, clean_exit, first_line, read_json, say, say_once, writing
 from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit, first_line, opening, read_json, say, say_once
 from contrastive.engine.ranges import picture_file
 from contrastive.figures.base import figure, save_figure
 from contrastive.readers import text
+
+import numpy as np
+
 from tools.margins import same_but
 
 VARIED = {"period", "epochs", "min_steps", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
@@ -98,7 +99,7 @@ def main(argv=None):
         beside = ax.twinx()
         beside.plot(GRID, (1 + np.cos(2 * np.pi * GRID)) / 2, color="tab:orange")
         beside.set_ylabel("tau of the cosine, relative", color="tab:orange")
-    with writing(args.out):
+    with opening(args.out):
         save_figure(fig, args.out)
     lines = [f"{g:6.3f} {m:8.2f} {s:8.2f}" for g, m, s in zip(grid, mean, std)]
     say("\n".join([" phase     mean      std", *lines, f"best at phase {grid[mean.argmax()]:.3f}: {args.out}"]))

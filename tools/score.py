@@ -15,21 +15,19 @@ import csv
 from pathlib import Path
 
 import common
-
-import numpy as np
-import torch
-
-from contrastive.engine.base import UserError, clean_exit, read_json, say, writing
-from contrastive.engine.data import data_options
+from contrastive.data.open import data_options
+from contrastive.data.texts import add_captions
 from contrastive.engine.flags import OneLine
-from contrastive.engine.processes import set_threads
+from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say, set_threads
 from contrastive.engine.ranges import count, new_file, whole
 from contrastive.evaluation.embed import encode_images, encode_texts, say_unreadable
 from contrastive.evaluation.metrics import normalize
 from contrastive.figures.base import draw_picture
 from contrastive.figures.mama import draw_scores
-from contrastive.readers import text
-from contrastive.sets.own import add_captions
+
+import numpy as np
+import torch
+from readers import text
 
 
 def short_captions(data, wanted):
@@ -145,7 +143,7 @@ def main(argv=None):
     rows = [i for i in pairs if all(i in scores for scores in found)]
     names = [Path(folder).resolve().name for folder in args.runs]
     scores = np.array([[of[i] for i in rows] for of in found])                                        # (R, M, 2)
-    with writing(out), open(f"{out}.csv", "w", newline="", encoding="utf8") as f:
+    with opening(out), open(f"{out}.csv", "w", newline="", encoding="utf8") as f:
         csv.writer(f).writerows([("video", "detail", "caption", *names), *(
             (data.key(i), kind, pairs[i][k], *(f"{x:.4f}" for x in scores[:, at, k]))
             for at, i in enumerate(rows) for k, kind in enumerate(("short", "detailed")))])

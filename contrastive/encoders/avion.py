@@ -2,11 +2,11 @@
 
 import re
 
-import torch.nn.functional as F
-
 from contrastive.encoders.base import VIDEO
 from contrastive.encoders.video import VideoViT
-from contrastive.engine.base import UserError, say
+from contrastive.engine.processes import UserError, say
+
+import torch.nn.functional as F
 
 # AVION's names -> ours; with flash attention it has attn.Wqkv instead, and mlp.fc1, mlp.fc2 as we do
 AVION_VISION = {"class_embedding": "cls_token", "positional_embedding": "pos_embed", "conv1": "patch_embed.proj",

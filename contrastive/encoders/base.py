@@ -2,12 +2,12 @@
 
 import typing
 
+from contrastive.engine.processes import UserError, hub_reason
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import forward_ad
-
-from contrastive.engine.base import UserError, hub_reason
 
 STATS = {  # mean and standard deviation of the pixels, named after the weights or code that use them
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),

@@ -10,12 +10,12 @@ layer is the feature of the clip. An image is a clip of one frame. The text towe
     --init-from pretrain_clipvip_base_32.pt
 """
 
+from contrastive.encoders.base import CLIP_VIP, hub_encoder
+from contrastive.engine.processes import UserError, say
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-from contrastive.encoders.base import CLIP_VIP, hub_encoder
-from contrastive.engine.base import UserError, say
 
 PROXIES, TIMES = 3, 12  # of the released weights: proxies beside the class token, frames of the temporal embedding
 

@@ -3,15 +3,15 @@
 import contextlib
 import functools
 
-import torch
-import torch.nn.functional as F
-
 from contrastive.encoders.base import STATS, hub_encoder, masked_mean
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.encoders.towers import hub_stats
 from contrastive.encoders.two_tower import EvalTransform, VisionEncoder, colours
-from contrastive.engine.base import UserError, first_line, hub_reason
+from contrastive.engine.processes import UserError, first_line, hub_reason
 from contrastive.evaluation.metrics import normalize
+
+import torch
+import torch.nn.functional as F
 
 TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}  # without a chat template
 

@@ -12,13 +12,13 @@ Known differences from SSB: features of any length are resampled to --frames ste
 while SSB cuts at a number of seconds and masks; the word embeddings of T5's encoder and decoder are not tied.
 """
 
+from contrastive.encoders.base import Transformer, masked_mean
+from contrastive.engine.processes import UserError, hub_reason
+from contrastive.evaluation.metrics import normalize
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-from contrastive.encoders.base import Transformer, masked_mean
-from contrastive.engine.base import UserError, hub_reason
-from contrastive.evaluation.metrics import normalize
 
 # ======================================================= recipe ======================================================
 RECIPE = dict(  # for every data set, instead of the script's own values

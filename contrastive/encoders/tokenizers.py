@@ -5,9 +5,19 @@ import re
 import shutil
 from pathlib import Path
 
-import torch
+from contrastive.engine.processes import (
+    UserError,
+    barrier,
+    first_line,
+    hub_reason,
+    opening,
+    rank,
+    read_json,
+    say,
+    to_device,
+)
 
-from contrastive.engine.base import UserError, barrier, first_line, hub_reason, rank, read_json, say, to_device, writing
+import torch
 
 
 class Tokenizer:
@@ -89,7 +99,7 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
     if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
         theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
         texts = (c[:Tokenizer.LETTERS * length] for c in captions())
-        with writing(folder):
+        with opening(folder):
             their_encoder = read_json(theirs.parent / "model.json", {}).get("text_encoder", "small")
             if start and theirs.is_dir() and their_encoder == "small":
                 shutil.copytree(theirs, folder, dirs_exist_ok=True)

@@ -3,13 +3,13 @@
 import functools
 from pathlib import Path
 
-import torch
-import torch.nn as nn
-
 from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, VIDEO_SWIN, Tower, hub_encoder, read_hub
 from contrastive.encoders.clip_vip import tower
 from contrastive.encoders.video import FeatureEncoder, video_swin, video_vit
-from contrastive.engine.base import UserError, first_line, hub_reason
+from contrastive.engine.processes import UserError, first_line, hub_reason
+
+import torch
+import torch.nn as nn
 
 
 def image_tower(name, pretrained, image_size, config=None, features=(0, 0), frames=0):

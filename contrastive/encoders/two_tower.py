@@ -3,16 +3,16 @@
 import functools
 from pathlib import Path
 
+from contrastive.data.pictures import decode
+from contrastive.encoders.base import FEATURES, SmallText, Tower, hub_encoder, read_words, small_cnn
+from contrastive.encoders.ssb import TextHead, VideoTower
+from contrastive.encoders.towers import image_tower
+from contrastive.engine.processes import UserError, say
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-from contrastive.encoders.base import FEATURES, SmallText, Tower, hub_encoder, read_words, small_cnn
-from contrastive.encoders.ssb import TextHead, VideoTower
-from contrastive.encoders.towers import image_tower
-from contrastive.engine.base import UserError, say
-from contrastive.readers.pictures import decode
 
 
 @functools.lru_cache

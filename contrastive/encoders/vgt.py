@@ -39,14 +39,14 @@ Differences from the authors' code:
 import copy
 import math
 
+from contrastive.data.clips import REGION_CLIP, box_numbers
+from contrastive.encoders.base import GroupNorm, masked_mean
+from contrastive.encoders.two_tower import TwoTower
+from contrastive.engine.processes import UserError
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-from contrastive.encoders.base import GroupNorm, masked_mean
-from contrastive.encoders.two_tower import TwoTower
-from contrastive.engine.base import UserError
-from contrastive.readers.clips import REGION_CLIP, box_numbers
 
 FRAMES = REGION_CLIP  # F; K follows from the frames of a video
 BOX = 128  # width of a box

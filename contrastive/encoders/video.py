@@ -1,10 +1,10 @@
 """Towers over whole clips, or over precomputed features of a clip."""
 
+from contrastive.encoders.base import STATS, VIDEO, SmallText
+from contrastive.engine.processes import UserError, first_line
+
 import torch
 import torch.nn as nn
-
-from contrastive.encoders.base import STATS, VIDEO, SmallText
-from contrastive.engine.base import UserError, first_line
 
 
 class FeatureEncoder(SmallText):

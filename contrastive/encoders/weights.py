@@ -10,12 +10,12 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-import torch
-
 from contrastive.encoders.avion import avion_weights
 from contrastive.encoders.base import FROM_FILES, VIDEO, VIDEO_SWIN
 from contrastive.encoders.clip_vip import load
-from contrastive.engine.base import UserError, first_line, say
+from contrastive.engine.processes import UserError, first_line, say
+
+import torch
 
 
 def check_spec(spec):

@@ -16,19 +16,17 @@ import dataclasses
 import math
 from collections import Counter
 
-from common import mean_over_processes
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-
 from contrastive.encoders.vgt import ANSWER, FRAMES
-from contrastive.engine.base import UserError, rank, say, to_device
+from contrastive.engine.processes import UserError, mean_over_processes, rank, say, to_device
 from contrastive.engine.ranges import below_one, between, count
 from contrastive.evaluation.embed import encode_images, say_unreadable
 from contrastive.evaluation.metrics import answer_hits, answer_numbers, answer_vocabulary, question_metrics
 from contrastive.evaluation.retrieval import Evaluator
 from contrastive.figures.base import draw_answers, draw_picture
+
+import numpy as np
+import torch
+import torch.nn.functional as F
 
 
 def refuse_untrained(model):

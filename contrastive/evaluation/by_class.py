@@ -5,13 +5,8 @@ temperature_schedules.py uses it to evaluate as its authors do; the other script
 
 import dataclasses
 
-import common
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-
-from contrastive.engine.base import UserError, lost_another, on_card, say, with_place
+from contrastive.data.views import uniforms
+from contrastive.engine.processes import UserError, lost_another, on_card, say, with_place
 from contrastive.evaluation.embed import encode_images, few_queries, together
 from contrastive.evaluation.metrics import (
     head_mid_tail,
@@ -22,6 +17,10 @@ from contrastive.evaluation.metrics import (
     recalls,
     zero_shot_accuracy,
 )
+
+import numpy as np
+import torch
+import torch.nn.functional as F
 
 
 def recall_by_frequency(ranks, frequency):
@@ -156,7 +155,7 @@ def padded_and_flipped(data, seed):
     """The images after one crop with 4 pixels of padding and a flip with probability 1/2, drawn once."""
     if data.pixels is None:
         raise UserError("--train-features augmented: only for small images in memory (CIFAR); use clean")
-    u = torch.from_numpy(common.uniforms(seed, 0, np.arange(len(data)), 3, stream=9))  # (M, 3)
+    u = torch.from_numpy(uniforms(seed, 0, np.arange(len(data)), 3, stream=9))  # (M, 3)
     H, W = data.pixels.shape[-2:]
     padded = F.pad(data.pixels, (4, 4, 4, 4))  # (M, 3, H + 8, W + 8)
     tops, lefts = (u[:, :2] * 9).long().unbind(1)  # (M,) each

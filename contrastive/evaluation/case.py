@@ -4,27 +4,26 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import os
 from pathlib import Path
 
-import common
-from common import load_model
-
-import numpy as np
-import torch
-
+from contrastive.data import splits_of
+from contrastive.data.images import CIFAR_STATS
+from contrastive.data.load import load_data
+from contrastive.data.long_tail import labelled_splits
+from contrastive.data.table import has_clips
 from contrastive.encoders.base import CLIP_VIP, STATS
-from contrastive.engine.base import UserError, flatten, hub_reason, rank, read_json, say, slug
-from contrastive.engine.folder import make_folder
-from contrastive.engine.verify import leave_out, since_training
+from contrastive.encoders.models import build_model, load_model
+from contrastive.encoders.tokenizers import build_tokenizer
+from contrastive.encoders.two_tower import EvalTransform
+from contrastive.engine.processes import UserError, flatten, hub_reason, opening, read_json, say, slug
 from contrastive.evaluation.answers import refuse_untrained
 from contrastive.evaluation.by_class import TASKS, padded_and_flipped
 from contrastive.evaluation.embed import encode_images, encode_texts, few_queries, say_unreadable
 from contrastive.evaluation.metrics import NotFinite
 from contrastive.evaluation.retrieval import retrieval_pieces
-from contrastive.readers.guards import say_part
-from contrastive.sets.hub import CIFAR_STATS
-from contrastive.sets.long_tail import labelled_splits
+
+import numpy as np
+import torch
 
 ALTER_TRAINING = "unfold_captions", "caption_noise", "extra_captions", "extra_pairs"  # flags: only a run's training set
 
@@ -33,20 +32,18 @@ class Subject:
     """The model under evaluation: model, tokenizer (None without texts), transform, device. own: the flags of its run,
     {} for a model by name. folder: where the result goes. Collective."""
 
-    def __init__(self, args):
-        gpu, run = torch.cuda.is_available() and not args.cpu, Path(args.checkpoint)
-        self.args, local = args, int(os.environ.get("LOCAL_RANK", 0))
-        self.device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    def __init__(self, args, device):
+        self.args, self.device, run = args, device, Path(args.checkpoint)
         model, self.tokenizer, self.transform, self.own = open_model(args)
         self.model = model.to(self.device)
         usual = ["qa"] if hasattr(model, "answers") else ["retrieval", "knn", "gap"]
         args.tasks = args.tasks or usual
-        self.unreadable = read_json(run / "unreadable.json", {}) if self.own else {}
         self.meta_data = read_json(run / "meta_data.json", {}) if self.own else {}  # mama.py learnt weights from these
         by_name = Path("runs/eval") / slug(args.checkpoint or args.image_encoder)
         beside = run / "eval" if (run / "model.json").is_file() else by_name
         self.folder = Path(args.output_dir or beside)
-        make_folder(self.folder, "--output-dir")
+        with opening(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def images(self, data, view=("own", "own"), rows=None):
         """As embed.encode_images: index (M,), image (M, D), features (M, width), {key: reason}. Collective."""
@@ -69,7 +66,7 @@ class Subject:
         """The view of the images under these names (see `view`)."""
         own = self.transform
         mean, std = (own.mean, own.std) if stats == "own" else (STATS | CIFAR_STATS)[stats]
-        return common.EvalTransform(own.size, mean, std, own.resize if resize == "own" else resize,
+        return EvalTransform(own.size, mean, std, own.resize if resize == "own" else resize,
                                     own.size / own.short, own.bicubic)
 
     def texts(self, texts, clean=True):
@@ -91,15 +88,11 @@ class Case:
             # temperature_schedules.py or a fork: use the run's own long tail, held-out images and classes
             self.sets = labelled_splits(argparse.Namespace(**own | options))
         data = self.open(args.split)
-        say_part(data, own.get("dataset"))
         if data.streamed:
             raise UserError(f"--split {args.split}: {name} is a stream in that split; use --split val or test")
-        self.changed = []
         altered = [f"--{flag.replace('_', '-')}" for flag in ALTER_TRAINING if own.get(flag)]
         if altered and self.key_of(args.split) == "train":
             say(f"{name} (train): without the run's {', '.join(altered)}")
-        elif own and not rank():
-            self.changed = since_training(args.checkpoint, self.key_of(args.split), data)
         if args.limit:
             data = data.select(np.arange(min(args.limit, len(data))), args.split)
         if data.note:
@@ -108,20 +101,18 @@ class Case:
         self.images(next((t for t in args.tasks if t in TASKS or data.has_captions), args.tasks[0]))
 
     def open(self, split):
-        """The split as the run used it: without its meta-data and without what --verify-images left out.
+        """The split as the run used it: without its meta-data.
 
         Raises: UserError for a val split whose images the run trained on."""
-        own, held_out = self.subject.own, self.args.hold_out_val and "val" not in common.splits_of(self.name)
+        own, held_out = self.subject.own, self.args.hold_out_val and "val" not in splits_of(self.name)
         if split == "val" and held_out and self.name == own.get("dataset") and not own.get("hold_out_val"):
             raise UserError(f"--hold-out-val: the run trained on all of {self.name}, also on what would be held out")
-        data = self.sets[split] if self.sets else common.load_data(self.name, split, **self.options)
+        data = self.sets[split] if self.sets else load_data(self.name, split, **self.options)
         learnt = set(self.subject.meta_data.get(self.key_of(split), ()))
-        data = data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
-        bad = self.subject.unreadable.get(self.key_of(split))
-        return leave_out(data, bad) if bad else data
+        return data.select([i for i, key in enumerate(data.keys()) if key not in learnt]) if learnt else data
 
     def key_of(self, split):
-        """The name of a split in the run's data.json, meta_data.json and unreadable.json."""
+        """The name of a split in the run's meta_data.json."""
         return "train" if split == "train" and self.name == self.subject.own.get("dataset") else f"{self.name} {split}"
 
     def images(self, task):
@@ -132,7 +123,7 @@ class Case:
             if not self.encoded:
                 say_unreadable(self.data, bad)
                 self.metrics |= {"images": len(found[0]), "unreadable": len(bad)}
-                self.metrics |= {"clips": len(found[0])} if common.has_clips(self.data) else {}
+                self.metrics |= {"clips": len(found[0])} if has_clips(self.data) else {}
             self.encoded[view] = found
         if view != ("own", "own"):
             self.metrics.setdefault("views", {})[task] = dict(zip(("resize", "stats"), view))
@@ -262,12 +253,12 @@ def open_model(args):
     if "small" in (image, text):
         raise UserError("--image-encoder and --text-encoder small have weights only in a run; give --checkpoint "
                         "RUN_DIR")
-    width, tokenizer = _clip_width(image), common.build_tokenizer(text, 77)
+    width, tokenizer = _clip_width(image), build_tokenizer(text, 77)
     spec = dict(image_encoder=image, text_encoder=text, embed_dim=width or 256, image_size=args.image_size or 224,
                 text_length=77, text_pooling=args.text_pooling, image_stats="encoder", eval_resize="crop",
                 frames=args.frames or 12)
     torch.manual_seed(args.seed)
-    model, transform = common.build_model(spec, tokenizer, args.pretrained, args.init_from)
+    model, transform = build_model(spec, tokenizer, args.pretrained, args.init_from)
     transform.bicubic = bool(width)                                        # a CLIP, as its own processor
     projections = {"vision.projection.weight", "text.projection.weight"}
     if not projections <= model.from_file and (not width or _clip_width(text) != width):

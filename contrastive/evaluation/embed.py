@@ -3,14 +3,15 @@
 import functools
 import math
 
-import common
+from contrastive import CORES
+from contrastive.data.batches import Loader, worker_options
+from contrastive.data.table import frames_of
+from contrastive.engine.processes import UserError, first_line, gather_objects, rank, say, world
+from contrastive.evaluation.metrics import NotFinite
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
-from contrastive.engine import CORES, base
-from contrastive.evaluation.metrics import NotFinite
 
 
 def read_batch(data, transform, rows):
@@ -23,16 +24,9 @@ def read_batch(data, transform, rows):
         try:
             pixels.append(transform.raw(data.read(i)))
             good.append(i)
-        except (OSError, ValueError, RuntimeError, MemoryError) as error:
-            if words := base.plain_words(error):
-                raise base.UserError(words) from error
-            bad[i] = base.first_line(error)
+        except Exception as error:
+            bad[i] = first_line(error)
     return good, torch.stack(pixels) if pixels else None, bad
-
-
-def _heed_signals():
-    if base.signals:  # for this process; the others learn of it when all have finished their share
-        raise base.Stopped
 
 
 def _raise_first(failures):
@@ -42,24 +36,21 @@ def _raise_first(failures):
 
 
 def _failure(error):
-    """What all processes raise for an error of one: Stopped after a signal, else its words, of the user or not."""
-    if isinstance(error, base.Stopped):
-        return error
-    kind = base.UserError if isinstance(error, base.UserError) else RuntimeError
-    return kind(base.own_words(error))
+    """What all processes raise for an error of one: its type if it is the user's, and its first line."""
+    return (UserError if isinstance(error, UserError) else RuntimeError)(first_line(error))
 
 
 def together(work, *args, **more):
     """work(*args, **more), which is this process's own; a failure on one is raised on all, or the others would go on
     to another exchange. Collective."""
-    if base.world() == 1:
+    if world() == 1:
         return work(*args, **more)
     found, failure = None, None
     try:
         found = work(*args, **more)
     except Exception as error:  # a card without memory, say; a metric's own errors keep their types
         failure = type(error)(str(error)) if type(error) in (NotFinite, ValueError) else _failure(error)
-    _raise_first(base.gather_objects(failure))
+    _raise_first(gather_objects(failure))
     return found
 
 
@@ -67,9 +58,9 @@ def gather_rows(rows, device, piece=2**26):
     """The float32 rows (n, ...) of the processes that have some (the others: None), on the CPU: a list. Collective.
 
     piece: bytes of each process that pass through the device at a time: all rows may be more than its memory."""
-    if base.world() == 1:
+    if world() == 1:
         return [] if rows is None else [rows]
-    shapes = base.gather_objects(None if rows is None else tuple(rows.shape))
+    shapes = gather_objects(None if rows is None else tuple(rows.shape))
     counts, of_row = [shape[0] if shape else 0 for shape in shapes], next((s[1:] for s in shapes if s), (0,))
     if not math.prod(of_row):
         return [torch.zeros(shape) for shape in shapes if shape]
@@ -93,19 +84,18 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
     forward: function (rows, pixels (b, ...)) -> values used in place of image (b, D) and features (b, width).
     Returns: index (M,) numpy, image (M, D), features (M, width) on the CPU, {key: reason} of unreadable items."""
     rows = np.arange(len(data)) if rows is None else np.asarray(rows)
-    mine, training = rows[base.rank()::base.world()].tolist(), model.training
+    mine, training = rows[rank()::world()].tolist(), model.training
     model.eval()
     index, image, features, bad = [], [], [], {}
-    batch = max(1, batch // common.frames_of(data))
+    batch = max(1, batch // frames_of(data))
     few = data.pixels is not None or len(mine) < 2 * batch  # then starting workers costs more than they save
     workers = 0 if few else min(workers, CORES)
-    loader = common.Loader(mine, batch_size=batch, num_workers=workers,
-                           collate_fn=functools.partial(read_batch, data, transform),
-                           generator=torch.Generator().manual_seed(0), **common.worker_options(workers))
+    loader = Loader(mine, batch_size=batch, num_workers=workers,
+                    collate_fn=functools.partial(read_batch, data, transform),
+                    generator=torch.Generator().manual_seed(0), **worker_options(workers))
     failure = None
     try:
-        for good, pixels, broken in common.watched(loader, workers):
-            _heed_signals()
+        for good, pixels, broken in loader:
             bad |= {data.key(i): why for i, why in broken.items()}
             if good:
                 pixels = pixels.to(device)
@@ -118,12 +108,12 @@ def encode_images(model, data, transform, device, batch=256, workers=0, rows=Non
     except Exception as error:  # no process may wait for one that failed
         failure = _failure(error)
     model.train(training)
-    parts = base.gather_objects((np.array(index, dtype=np.int64), bad, failure))
+    parts = gather_objects((np.array(index, dtype=np.int64), bad, failure))
     _raise_first(p[2] for p in parts)
     index = np.concatenate([p[0] for p in parts])
     if not len(index):
         first = next((f", first {key}: {why}" for p in parts for key, why in p[1].items()), "")
-        raise base.UserError(f"{data.name} ({data.split}): none of its {len(rows)} images can be read{first}")
+        raise UserError(f"{data.name} ({data.split}): none of its {len(rows)} images can be read{first}")
     order = np.argsort(index)
     image, features = (torch.cat(gather_rows(torch.cat(x) if x else None, device))[order]
                        for x in (image, features))
@@ -135,17 +125,16 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
     """Embeddings (len(texts), D) on the CPU; the processes share the work."""
     training = model.training
     model.eval()
-    mine = range(len(texts))[base.rank()::base.world()]
+    mine = range(len(texts))[rank()::world()]
     out, failure = [], None
     try:
         for j in range(0, len(mine), batch):
-            _heed_signals()
             tokens = {k: v.to(device) for k, v in tokenizer([texts[i] for i in mine[j:j + batch]]).items()}
             out.append(model(tokens=tokens)[1].float().cpu())
     except Exception as error:  # no process may wait for one that failed
         failure = _failure(error)
     model.train(training)
-    parts = base.gather_objects((np.array(mine, dtype=np.int64), failure))
+    parts = gather_objects((np.array(mine, dtype=np.int64), failure))
     _raise_first(p[1] for p in parts)
     order = np.argsort(np.concatenate([p[0] for p in parts]))
     return torch.cat(gather_rows(torch.cat(out) if out else None, device))[order]
@@ -154,8 +143,8 @@ def encode_texts(model, tokenizer, texts, device, batch=512):
 def say_unreadable(data, bad):
     """Prints how many images an evaluation has left out; bad: {key: reason}."""
     if bad:
-        base.say(f"{data.name} ({data.split}): {len(bad)} of {len(data)} images cannot be read and are left out, "
-                 f"first {next(iter(bad.items()))}")
+        say(f"{data.name} ({data.split}): {len(bad)} of {len(data)} images cannot be read and are left out, "
+            f"first {next(iter(bad.items()))}")
 
 
 FEW_QUERIES = 50  # with fewer, a single query moves the numbers

@@ -1,6 +1,6 @@
 """Multi-instance retrieval of a data set, as EPIC-KITCHENS-100 scores it (evaluation/metrics.py: mir_metrics)."""
 
-from contrastive.engine.base import UserError, on_card
+from contrastive.engine.processes import UserError, on_card
 from contrastive.evaluation.embed import encode_texts, together
 from contrastive.evaluation.metrics import MIR, class_relevancy, mir_chance, mir_metrics, multi_hot, normalize
 

@@ -6,16 +6,15 @@ by relevancy, answers.py answers to questions; metrics.py has the pure metrics.
 
 import math
 
-import common
-
-import numpy as np
-import torch
-
-from contrastive.engine.base import UserError, lost_another, on_card, say, with_place
+from contrastive.data.table import has_clips
+from contrastive.engine.processes import UserError, lost_another, on_card, say, with_place
 from contrastive.evaluation.by_class import nearest
 from contrastive.evaluation.embed import encode_images, encode_texts, few_queries, read_batch, say_unreadable, together
 from contrastive.evaluation.metrics import modality_gap, retrieval_chance, retrieval_metrics
 from contrastive.evaluation.mir import mir_of, table_lines
+
+import numpy as np
+import torch
 
 
 # ======================================================= evaluation ==================================================
@@ -85,7 +84,7 @@ def evaluate(model, tokenizer, transform, data, device, train=None, batch=256, w
         metrics["knn@1"], chance["knn@1"] = together(nearest, known, train.labels[rows], features, data.labels[index],
                                                      device)
     counts = {"images": len(image), "captions": len(pieces["text"]), "unreadable": len(bad)}
-    if common.has_clips(data):
+    if has_clips(data):
         counts["clips"] = len(image)
     return metrics | counts, chance, pieces
 

@@ -1,16 +1,13 @@
 """eval.py --query: finds the images of a folder or a set that are nearest to a text."""
 
-import dataclasses
 from pathlib import Path
 
-import common
-
-from contrastive.engine.base import UserError, rank, say
+from contrastive.data.load import load_data
+from contrastive.data.table import IMAGE_TYPES, Data, make_table
+from contrastive.engine.processes import UserError, rank, say
 from contrastive.evaluation.answers import refuse_untrained
 from contrastive.evaluation.metrics import normalize
 from contrastive.figures.base import draw_picture, figure, save_figure, show
-from contrastive.readers.columns import IMAGE_TYPES
-from contrastive.readers.guards import check_utf8
 
 
 def search(subject, options):
@@ -48,10 +45,8 @@ def load_images(name, options):
     """The images to search: all of a folder and its subfolders, with or without captions, or a set's test split."""
     path = Path(name).expanduser()
     if not path.is_dir() or any(path.rglob("*.tar")):
-        return common.load_data(name, "test", **options)
+        return load_data(name, "test", **options)
     files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower().lstrip(".") in IMAGE_TYPES)
-    check_utf8(name, path, files)
     if not files:
         raise UserError(f"--dataset {name}: the folder holds no images ({', '.join(IMAGE_TYPES)})")
-    data = common.Data(name, "all", common.make_table([[""]] * len(files), files, files))
-    return dataclasses.replace(data, max_pixels=options.get("max_pixels") or data.max_pixels)
+    return Data(name, "all", make_table([[""]] * len(files), files, files))

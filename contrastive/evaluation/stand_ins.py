@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from contrastive.engine.processes import UserError, opening, say
 
-from contrastive.engine.base import UserError, first_line, say
-from contrastive.engine.checkpoints import TENSORS, latest_checkpoint
+import numpy as np
+from safetensors.torch import load_file
 
 SCRIPTS = "temperature_schedules", "mmts", "ncl", "mama", "temo"
 
@@ -46,20 +44,12 @@ def stand_ins(case):
 
 
 def queues_of(args):
-    """{texts (K, D), videos (K, D), gamma (1,)} saved by an NCL run, {} if there are none.
-
-    Raises: UserError if they are damaged."""
+    """{texts (K, D), videos (K, D), gamma (1,)} saved by an NCL run, {} if there are none."""
     file = Path(args.checkpoint) / "queues.safetensors"
     if not args.checkpoint or not file.is_file():
         return {}
-    try:
+    with opening(file):
         queues = load_file(file)
-        texts, videos, _ = (queues[k] for k in ("texts", "videos", "gamma"))
-        if (texts.ndim, videos.ndim, queues["gamma"].numel()) != (2, 2, 1) or texts.shape[1] != videos.shape[1]:
-            raise ValueError(f"texts {tuple(texts.shape)}, videos {tuple(videos.shape)}")
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise UserError(f"{file}: damaged ({first_line(error)}); copy it again, or remove it to use training examples "
-                        "instead") from error
     return queues
 
 
@@ -74,12 +64,10 @@ def _gamma(subject):
                         "--gamma, such as the middle of them")
     if own.get("loss") == "temo":
         say("--normalize: gamma is the run's --tau, of L_MM; its other terms have a temperature for each pair")
-    last = latest_checkpoint(subject.args.checkpoint) if own.get("learnable_tau") else None
-    if last and (last / TENSORS).is_file():
-        with safe_open(last / TENSORS, "pt") as tensors:
-            return tensors.get_tensor("own/tau.log_tau").exp().item()
+    learnt = Path(subject.args.checkpoint) / "own.safetensors"
     if own.get("learnable_tau"):
-        raise UserError("--normalize: the run's learnt temperature is in its checkpoints, which are gone; give --gamma")
+        with opening(learnt):
+            return load_file(learnt)["tau.log_tau"].exp().item()
     return own.get("tau") or 0.01
 
 

@@ -15,13 +15,12 @@ import math
 import textwrap
 import warnings
 
-from common import has_clips
+from contrastive.data.table import has_clips
+from contrastive.engine.processes import first_line, say, slug
+from contrastive.evaluation.metrics import normalize
 
 import numpy as np
 import torch
-
-from contrastive.engine.base import first_line, say, slug
-from contrastive.evaluation.metrics import normalize
 
 
 def draw_picture(path, function, *args, **options):

@@ -1,10 +1,10 @@
 """Pictures of MAMA: weights (Fig. 4, right), short and detailed captions (Tables 9, 10), described clips (Fig. 6)."""
 
-import numpy as np
-from safetensors.torch import load_file
-
 from contrastive.figures import base
 from contrastive.figures.base import figure, save_figure, wrap
+
+import numpy as np
+from safetensors.torch import load_file
 
 WRAP, LINES = 36, 5  # letters per line and lines per caption beside a video
 GAP = 4  # px between frames

@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
-import numpy as np
-
 from contrastive.figures import base
 from contrastive.figures.base import draw_curves, figure, save_figure, whole_ticks
+
+import numpy as np
 
 
 def draw_cluster_curves(steps, values, sizes, path, title, label, lines=5):

@@ -1,14 +1,14 @@
 """Pictures of NCL: errors, mistakes and queues with its biases (Figs. 2, 3, 5), queries (6), modalities (7, 8)."""
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
-
 from contrastive.evaluation.metrics import normalization_error, normalize, pair_cosines
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.figures import base
 from contrastive.figures.base import figure, save_figure
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 
 
 def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):

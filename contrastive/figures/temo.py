@@ -1,6 +1,6 @@
 """Pictures of temo.py: curves, retrieval, and those of the paper's Figures 2 to 7 that one run can show."""
 
-from contrastive.engine.base import read_json
+from contrastive.engine.processes import read_json
 from contrastive.figures import base
 from contrastive.figures.base import draw_curves
 

@@ -5,11 +5,11 @@ sizes: (classes,) training images of each class.   tau_of: the schedule epoch ->
 
 import math
 
-import numpy as np
-import torch
-
 from contrastive.evaluation.metrics import normalize
 from contrastive.figures.base import draw_curves, figure, legend_above, save_figure, whole_ticks
+
+import numpy as np
+import torch
 
 
 def draw_classes(run, sizes, tau_of, path):

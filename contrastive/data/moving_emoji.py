@@ -1,4 +1,4 @@
-"""Moving emoji: a deterministic renderer animates the drawings of sets/emoji.py, for video methods without videos.
+"""Moving emoji: a deterministic renderer animates the drawings of emoji.py, for video methods without videos.
 
 Pairs of verb and noun follow Zipf's law (weight 1 / rank each). val and test hold new pairs of verbs and nouns that
 training clips show in other pairs; with the law `zipf` they are further draws from the distribution of training. Each
@@ -10,15 +10,15 @@ import functools
 import hashlib
 import re
 
-import common
+from contrastive.data.emoji import listed
+from contrastive.data.table import Data, make_table
+from contrastive.data.views import luma, uniforms
+from contrastive.engine.processes import UserError
+from contrastive.engine.ranges import between, part
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-
-from contrastive.engine.base import UserError
-from contrastive.engine.ranges import between, part
-from contrastive.sets.emoji import listed
 
 CLIPS = (2000, 300, 300)  # of train, val and test, without --clips
 IN_MEMORY = 2**31  # bytes: a larger split is rendered clip by clip, on demand
@@ -116,7 +116,7 @@ def load(name, split, options):
     render = Renderer(verbs, nouns, colours, draws, frames, size)
     fits = len(pairs) * frames * 3 * size * size <= IN_MEMORY
     boxes = {"boxes": render.boxes()[:, :, :options["regions"]].tolist()} if options.get("regions") else {}
-    table = common.make_table(
+    table = make_table(
         captions, [f"{split} {row}" for row in rows], sources=None if fits else [{"path": str(row)} for row in rows],
         classes=classes | {"label": classes["verb"]}, label=verbs, **shown, group=groups, noisy=noisy, row=rows,
         **{column: [q[column] for q in questions] for column in ("question", "answer", "choices", "question_type")},
@@ -131,7 +131,7 @@ def load(name, split, options):
     if noisy.any():
         note += f"; {int(noisy.sum())} clips with another's captions"
     pixels = {"pixels": render.all()} if fits else {"clip": render}
-    return common.Data(name, split, table, **pixels, note=note)
+    return Data(name, split, table, **pixels, note=note)
 
 
 # ---- scenes, captions and questions ----
@@ -139,7 +139,7 @@ def _scenes(split, clips, law):
     """What the clips of a split show: pairs (M,), colours (M,), and draws (M, 8) in [0, 1) for all that varies."""
     pairs = _pairs(clips, law)[split]
     rows = np.arange(len(pairs))
-    draws = common.uniforms(7, ("train", "val", "test").index(split), rows, 8)
+    draws = uniforms(7, ("train", "val", "test").index(split), rows, 8)
     colours = (draws[:, 4] * len(COLOURS)).astype(int)
     if split != "train" and law == "once":  # when the pairs repeat, each takes its next colour
         again, first = np.divmod(rows, len(set(pairs)))
@@ -276,7 +276,7 @@ class Renderer:
         grid = F.affine_grid(theta, (len(theta), 4, side, side), align_corners=False)  # (nT, 2S, 2S, 2)
         drawn = sprites(self.size)[1][torch.as_tensor(self.nouns[rows])]  # (n, 4, h, h)
         x = F.grid_sample(drawn.repeat_interleave(frames, 0), grid, align_corners=False)  # (nT, 4, 2S, 2S)
-        grey = common.luma(x[:, :3])  # (nT, 1, 2S, 2S)
+        grey = luma(x[:, :3])  # (nT, 1, 2S, 2S)
         rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
         cover = x[:, 3:] * alpha  # (nT, 1, 2S, 2S)
         ground = palette[torch.as_tensor(self.colours[rows])].repeat_interleave(frames, 0)  # (nT, 3)

@@ -12,18 +12,27 @@ import json
 import warnings
 from pathlib import Path
 
-import common
+from contrastive.data.views import key_hash
+from contrastive.encoders.tokenizers import build_tokenizer
+from contrastive.encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
+from contrastive.engine.processes import (
+    UserError,
+    first_line,
+    gather_objects,
+    on_card,
+    on_main,
+    read_json,
+    write_json,
+    write_tensors,
+)
+from contrastive.evaluation.by_class import recall_by_frequency
+from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.metrics import normalize, retrieval_metrics
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-
-from contrastive.engine.base import UserError, first_line, gather_objects, on_card, read_json, write_json, write_tensors
-from contrastive.engine.processes import main_first
-from contrastive.evaluation.by_class import recall_by_frequency
-from contrastive.evaluation.embed import encode_images
-from contrastive.evaluation.metrics import normalize, retrieval_metrics
 
 CLASSES = ("label", "verb", "noun", "verb-noun")  # columns of the data, or two of them together
 STREAMED = 20_000  # captions of a stream that are clustered; others get the cluster with the nearest centroid
@@ -53,7 +62,7 @@ class Clusters:
 
     def look_up(self, keys, texts):
         """Clusters of B captions of the examples with these keys: (B,) long, -1 = none; and how many were not found."""
-        wanted = np.array([common.key_hash(entry(self.by, k, t)) for k, t in zip(keys, texts)], np.int64)  # (B,)
+        wanted = np.array([key_hash(entry(self.by, k, t)) for k, t in zip(keys, texts)], np.int64)  # (B,)
         at = np.searchsorted(self.ids, wanted).clip(max=len(self.ids) - 1)
         labels = np.where(self.ids[at] == wanted, self.labels[at], -1)  # (B,)
         lost = np.flatnonzero(labels < 0)
@@ -92,8 +101,8 @@ class SentenceEncoder:
             if name == "tf-idf":
                 self._count_words(texts)
             else:
-                self.tokenizer = common.build_tokenizer(name, 128)
-                self.model = common.TextEncoder(name, 0, pooling="mean").to(device).eval().requires_grad_(False)
+                self.tokenizer = build_tokenizer(name, 128)
+                self.model = TextEncoder(name, 0, pooling="mean").to(device).eval().requires_grad_(False)
         except UserError as error:
             raise UserError(str(error).replace("--text-encoder", "--cluster-encoder", 1)) from error
 
@@ -191,7 +200,7 @@ def open_clusters(folder, args, train, device, kmeans):
     path = folder / "clusters.json"
     if not args.resume or not gather_objects(path.is_file())[0]:
         pictures = embed_pictures(args, train, device) if args.clusters == "vision" else None
-        main_first(lambda: make_clusters(folder, args, train, device, kmeans, pictures), path)
+        on_main(make_clusters, folder, args, train, device, kmeans, pictures)
     return Clusters(folder, device)
 
 
@@ -237,7 +246,7 @@ def make_clusters(folder, args, train, device, kmeans, pictures=None):
         some = np.random.default_rng(args.seed).permutation(len(labels))[:SAMPLE]
         tensors = {"centroids": centroids(embeddings, labels, counts), "sample": embeddings[some],
                    "sample_labels": labels[some]}
-    ids, place = np.unique([common.key_hash(e) for e in entries], return_index=True)  # (M,), (M,)
+    ids, place = np.unique([key_hash(e) for e in entries], return_index=True)  # (M,), (M,)
     tensors |= {"ids": torch.from_numpy(ids), "labels": labels[torch.from_numpy(place)], "sizes": sizes}
     K, examples = len(sizes), []
     for c in sorted({*range(min(5, K)), K // 2, *range(max(0, K - 5), K)}):
@@ -329,9 +338,9 @@ def read_clusters(path, train):
 def embed_pictures(args, train, device):
     """(rows, embeddings (M, D)) of the training images or clips; the processes share the work. Collective."""
     try:
-        vision = common.VisionEncoder(args.cluster_encoder, 0, True, args.image_size)
-        transform = common.EvalTransform(args.image_size, *vision.stats)
-        tower = common.TwoTower(vision, None).to(device)
+        vision = VisionEncoder(args.cluster_encoder, 0, True, args.image_size)
+        transform = EvalTransform(args.image_size, *vision.stats)
+        tower = TwoTower(vision, None).to(device)
         rows, embeddings, _, _ = encode_images(tower, train, transform, device, args.eval_batch, args.workers,
                                                list(first_rows(train).values()))
     except (RuntimeError, TypeError, UserError) as error:
