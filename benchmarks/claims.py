@@ -222,15 +222,16 @@ def command(claim, trial, suite, seed):
     """The words of one run, without its output folder; they are also its name."""
     script, *flags = shlex.split(trial.replace(" --caption-noise 0", "") if OWN else trial)  # moving-emoji's flag
     of_claim = claim["flags"].replace(MOVING, OWN) if OWN else claim["flags"]
-    words = [script, "--seed", str(seed), "--threads", "1", *shlex.split(of_claim), *flags]
+    words = [script, "--seed", str(seed), *shlex.split(of_claim), *flags]
     larger = ("--image-size 64 --frames 8" if script != "temperature_schedules.py" else
               "--image-encoder resnet18-cifar --head-norm batch --index-file '' --mixed-precision bf16")  # all images
     return words + {"quick": ["--max-steps", "3"], "full": [], "gpu": shlex.split(larger)}[suite]
 
 
 def file_of(words):
-    """results/claims/SCRIPT-HASH.json of a command; its hash does not depend on folders of this machine."""
-    key = hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
+    """results/claims/SCRIPT-HASH.json of a command; its hash does not depend on folders of this machine. Names are of
+    the time when OMP_NUM_THREADS=1 was a flag."""
+    key = hashlib.sha256(" ".join([*words[:3], "--threads", "1", *words[3:]]).encode()).hexdigest()[:12]
     return RESULTS / "claims" / f"{Path(words[0]).stem}-{key}.json"
 
 
@@ -266,7 +267,7 @@ def run(words, places, keep=None):
     with tempfile.TemporaryDirectory() as folder:
         flags = [word.format(**places) for word in words[1:]] + ["--output-dir", folder, "--run-name", "r"]
         result = subprocess.run([sys.executable, str(ROOT / words[0]), *flags], stdout=subprocess.DEVNULL,
-                                stderr=subprocess.PIPE, text=True)
+                                stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         summary = read_json(Path(folder) / "r" / "summary.json", {})
         if keep and summary:
             shutil.copytree(Path(folder) / "r", Path(keep) / file.stem, dirs_exist_ok=True,
@@ -275,7 +276,7 @@ def run(words, places, keep=None):
         last = (result.stderr.strip().splitlines() or ["no words"])[-1]
         print(f"failed ({result.returncode}): {' '.join(words)}\n  {last}", flush=True)
         return None
-    record = {"command": "python " + " ".join(words), "commit": summary["commit"], "date": str(datetime.date.today()),
+    record = {"command": "OMP_NUM_THREADS=1 python " + " ".join(words), "commit": summary["commit"], "date": str(datetime.date.today()),
               "machine": machine(), "versions": versions().split("\n")[:9], **{k: summary[k] for k in KEPT}}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, record)
@@ -355,8 +356,9 @@ def chosen(name, arm, trials, seeds):
 
 def evaluate(run, folder, *flags):
     """Runs eval.py on a run folder, only retrieval; its files go to `folder`."""
-    words = ["--checkpoint", str(run), "--tasks", "retrieval", "--threads", "1", "--output-dir", folder, *flags]
-    subprocess.run([sys.executable, str(ROOT / "eval.py"), *words], check=True, stdout=subprocess.DEVNULL)
+    words = ["--checkpoint", str(run), "--tasks", "retrieval", "--output-dir", folder, *flags]
+    subprocess.run([sys.executable, str(ROOT / "eval.py"), *words], check=True, stdout=subprocess.DEVNULL,
+                   env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def interval(differences):

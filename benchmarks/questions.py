@@ -19,7 +19,7 @@ from contrastive.engine.ranges import count  # noqa: E402
 
 from benchmarks import claims  # noqa: E402
 
-FLAGS = "--threads 1 --eval-every 0"
+FLAGS = "--eval-every 0"
 ROWS = {
     "qa-open": {
         "margin and weights (default)": "", "no margin": "--margin-schedule none", "no weights": "--weighting none",

@@ -15,7 +15,6 @@ import common
 from contrastive.data.open import open_data
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, opening, say
-from contrastive.engine.ranges import picture_file
 from contrastive.evaluation import answers, retrieval
 from contrastive.evaluation.metrics import retrieval_metrics
 from contrastive.figures.base import figure, save_figure
@@ -99,7 +98,7 @@ def main(argv=None):
     p = OneLine("python -m tools.concepts", __doc__.splitlines()[0])
     p.add_argument("base", metavar="BASE", help="folder of a finished run of mama.py")
     p.add_argument("other", metavar="RUN", help="folder of a run on the same data, whose gain over BASE is drawn")
-    p.add_argument("--out", type=picture_file, default="concepts.png", metavar="FILE", help="picture, .png or .pdf")
+    p.add_argument("--out", default="concepts.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
     runs = [finished(folder)[0] for folder in (args.base, args.other)]
     for k in DATA:

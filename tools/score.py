@@ -18,8 +18,8 @@ import common
 from contrastive.data.open import data_options
 from contrastive.data.texts import add_captions
 from contrastive.engine.flags import OneLine
-from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say, set_threads
-from contrastive.engine.ranges import count, new_file, whole
+from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
+from contrastive.engine.ranges import count, whole
 from contrastive.evaluation.embed import encode_images, encode_texts, say_unreadable
 from contrastive.evaluation.metrics import normalize
 from contrastive.figures.base import draw_picture
@@ -27,7 +27,6 @@ from contrastive.figures.mama import draw_scores
 
 import numpy as np
 import torch
-from readers import text
 
 
 def short_captions(data, wanted):
@@ -51,7 +50,8 @@ def short_captions(data, wanted):
             message = str(error).replace("--extra-captions", "--short").replace("(train)", f"({data.split})")
             raise UserError(message) from error
         return [next((t for t in with_them.captions(i) if t not in texts), "") for i, texts in enumerate(own)]
-    of = {row["video"]: row["caption"] for _, row in text.csv_rows(wanted, ["video", "caption"])}
+    with opening(wanted), open(wanted, newline="", encoding="utf-8-sig") as f:
+        of = {row["video"]: row["caption"] for row in csv.DictReader(f, strict=True)}
     return [of.get(key, "") for key in data.keys()]
 
 
@@ -120,7 +120,7 @@ def parse_args(argv=None):
                    help="csv of video and caption (tools/caption.py writes one), or a column whose class names are the "
                         "short captions (noun); default: each video's caption with the fewest words")
     p.add_argument("--show", type=count, default=4, help="videos in the picture, drawn with a fixed seed")
-    p.add_argument("--out", type=new_file(), required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
+    p.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
     p.add_argument("--eval-batch", type=count, default=256, help="images or frames encoded at a time")
     p.add_argument("--workers", type=whole, default=2, help="processes that read videos")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
@@ -132,7 +132,6 @@ def main(argv=None):
     args = parse_args(argv)
     out = Path(args.out)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
-    set_threads(argparse.Namespace(threads=0))
     data = data_of(args.runs[0], args.split)
     pairs, found = caption_pairs(data, args.short), []
     for folder in args.runs:
