@@ -37,7 +37,7 @@ import shlex
 import sys
 from pathlib import Path
 
-import common
+from contrastive.data import splits_of
 from contrastive.data.images import TEMO_17
 from contrastive.data.open import data_options, other_options
 from contrastive.engine.flags import OneLine
@@ -222,7 +222,7 @@ def wanted_sets(args, own):
         raise UserError("--datasets is needed: the data set of this model is not known")
     if args.datasets:
         return wanted
-    there = [w for w in wanted if args.split in common.splits_of(w[0], args.hold_out_val or own.get("hold_out_val"))]
+    there = [w for w in wanted if args.split in splits_of(w[0], args.hold_out_val or own.get("hold_out_val"))]
     if without := ", ".join(name for name, _ in wanted if name not in dict(there or wanted)):
         say(f"WARNING: left out, since they have no {args.split} split: {without}")
     return there or wanted

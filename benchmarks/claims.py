@@ -276,8 +276,9 @@ def run(words, places, keep=None):
         last = (result.stderr.strip().splitlines() or ["no words"])[-1]
         print(f"failed ({result.returncode}): {' '.join(words)}\n  {last}", flush=True)
         return None
-    record = {"command": "OMP_NUM_THREADS=1 python " + " ".join(words), "commit": summary["commit"], "date": str(datetime.date.today()),
-              "machine": machine(), "versions": versions().split("\n")[:9], **{k: summary[k] for k in KEPT}}
+    record = {"command": "OMP_NUM_THREADS=1 python " + " ".join(words), "commit": summary["commit"],
+              "date": str(datetime.date.today()), "machine": machine(), "versions": versions().split("\n")[:9],
+              **{k: summary[k] for k in KEPT}}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, record)
     print(f"{record['wall_s']:6.0f} s  {' '.join(words)}", flush=True)
