@@ -74,7 +74,7 @@ def forked(work, log, **environment):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
-        with engine.base.clean_exit():
+        with engine.processes.clean_exit():
             work()
     process = multiprocessing.get_context("fork").Process(target=inside)
     process.start()
@@ -132,5 +132,5 @@ def _run(script, flags, log, environment, hold):
         if run.step == hold:
             time.sleep(600)
     Run.done = done_and_held
-    with engine.base.clean_exit():
+    with engine.processes.clean_exit():
         module.main(module.parse_args(flags))

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-from contrastive import sets
-from contrastive.engine.base import UserError
-from contrastive.readers.stream import Stream
-from contrastive.sets import hub as hub_sets
+from contrastive.data import images as data_images
+from contrastive.data import images as hub_sets
+from contrastive.data.stream import Stream
+from contrastive.engine.processes import UserError
 
 import datasets
 import numpy as np
@@ -204,7 +204,7 @@ def test_gated_sets_say_how_to_get_in():
     def gated(_):
         raise GatedRepoError.__new__(GatedRepoError, "403: access to this data set is restricted")
     with pytest.raises(UserError, match="accept its terms .* `hf auth login`"):
-        sets.hub.hub_call("imagenet", "ILSVRC/imagenet-1k", gated)
+        data_images.hub_call("imagenet", "ILSVRC/imagenet-1k", gated)
 
 
 def test_the_17_sets_of_table_7_are_there():
@@ -219,7 +219,7 @@ def test_the_cc3m_recipe_trains_on_tars_and_is_evaluated_on_three_sets(streaming
     others = [f"{name}={hub / name}" for name in ("cc3m", "coco", "flickr30k")]
     flags = ["--dataset", "cc3m", "--data-dir", str(hub / "cc3m"), "--eval-datasets", *others,
              "--image-encoder", "small", "--text-encoder", "small", "--no-pretrained", "--batch-size", "8",
-             "--max-steps", "2", "--image-size", "24", "--cpu", "--threads", "1", "--workers", "2",
+             "--max-steps", "2", "--image-size", "24", "--cpu", "--workers", "2",
              "--mixed-precision", "bf16", "--output-dir", str(tmp_path), "--run-name", "r"]
     summary = temo.main(temo.parse_args(flags + ["--streaming"] * streaming))
     assert set(summary["test"]) == {"coco", "flickr30k"} and set(summary["val"]) == {"cc3m"}

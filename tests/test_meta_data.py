@@ -6,8 +6,10 @@ from collections import Counter
 
 import common
 from contrastive import engine
-from contrastive.engine.base import UserError
-from contrastive.engine.data import balanced_rows, open_data
+from contrastive.data import open as data_open
+from contrastive.data.meta import balanced_rows
+from contrastive.data.open import open_data
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import mama
 from helpers import refused, rows, run_script, write_rows, write_video
 from tools import concepts, margins
 
-SMALL = ("--workers 0 --cpu --threads 1 --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
+SMALL = ("--workers 0 --cpu --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
          "--image-size 32 --frames 2 --text-length 16 --text-pooling mean --log-every 1 --batch-size 8 --max-steps 2 "
          "--meta-batch-size 2 --lr 1e-3").split()
 CATEGORY = {**{k: 0 if k < 9 else 7 if k < 11 else 19 for k in range(12)}, 12: 0, 13: 7, 14: 19, 15: 19}  # 12..: test
@@ -43,7 +45,7 @@ def opened(flags, *more):
 
 
 def meta_of(train, evals, args):
-    return engine.data.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
+    return data_open.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
                                       args.task, args.meta_balance)[0]
 
 
@@ -128,7 +130,7 @@ def test_clusters_of_captions_in_turn():
 def test_only_the_first_rows_by_hash_are_clustered(monkeypatch):
     data, kind = talk([30, 30])
     monkeypatch.setattr(engine.data, "CLUSTERED", 10)
-    seen, true = [], engine.data.caption_clusters
+    seen, true = [], data_open.caption_clusters
     monkeypatch.setattr(engine.data, "caption_clusters", lambda d, r: seen.append(len(r)) or true(d, r))
     assert len(balanced_rows(data, 4, (), captions=True)[0]) == 4
     assert len(balanced_rows(data, 20, (), captions=True)[0]) == 20 and seen == [10, 20]

@@ -4,11 +4,13 @@ import json
 import pickle
 
 import common
-from contrastive import encoders, engine, evaluation
-from contrastive.engine.base import UserError
+from contrastive import encoders, evaluation
+from contrastive.data import epic as sets_epic
+from contrastive.data import open as data_open
+from contrastive.data import videos as ssv2
+from contrastive.data.load import EmptySplit
+from contrastive.engine.processes import UserError
 from contrastive.evaluation.metrics import class_relevancy, multi_hot
-from contrastive.sets import epic as sets_epic
-from contrastive.sets import ssv2
 
 import numpy as np
 import pytest
@@ -344,7 +346,7 @@ def test_what_epic_kitchens_refuses(kitchen, tmp_path):
         common.load_data("moving-emoji", "train", clips=[30, 4, 4], caption_relevancy=0.1)
     flags = ["--dataset", "emoji", "--eval-datasets", "emoji", f"epic-kitchens-100={kitchen}", "--cpu"]
     with pytest.raises(UserError, match="--caption-relevancy: emoji has no sentences"):  # known, since a set has it
-        engine.data.open_data(temo.parse_args([*flags, "--caption-relevancy", "0.1"]))
+        data_open.open_data(temo.parse_args([*flags, "--caption-relevancy", "0.1"]))
     chunks = tmp_path / "cut" / "P01" / "P01_01.MP4"
     chunks.mkdir(parents=True)
     for k in (0, 30):  # 15.MP4 is not there
@@ -378,7 +380,7 @@ def test_ssv2_lt(tmp_path, monkeypatch):
     assert "1 videos are not in" in train.note and "1 clips of train.csv are not in" in train.note
     assert list(test.keys()) == ["201"] and shown(test.read(0)) == [201, 203, 206]
     assert "WARNING: 2 examples, 50,418 expected" in train.note and "WARNING: 1 examples, 2,610 expected" in test.note
-    with pytest.raises(common.EmptySplit, match="trainval.csv, its validation split, is not in --data-dir"):
+    with pytest.raises(EmptySplit, match="trainval.csv, its validation split, is not in --data-dir"):
         read("val")
     (tmp_path / "labels" / "trainval.csv").write_text("original_vido_id\n105 0 0 a.jpg\n201 0 0 a.jpg\n")
     val = read("val")  # whichever of the two files of labels has them
@@ -402,7 +404,7 @@ def test_a_run_and_eval_report_the_same_numbers(kitchen, tmp_path, capsys, monke
     monkeypatch.setattr(temo, "draw", lambda run: None)
     flags = ["--dataset", "epic-kitchens-100", "--data-dir", kitchen, "--video-dir", kitchen / "chunks", "--cpu",
              "--frames", 2, "--frame-sampling", "random", "--image-size", 16, "--text-length", 8, "--batch-size", 3,
-             "--max-steps", 2, "--workers", 0, "--threads", 1, "--output-dir", tmp_path, "--run-name", "r"]
+             "--max-steps", 2, "--workers", 0, "--output-dir", tmp_path, "--run-name", "r"]
     summary = temo.main(temo.parse_args([str(f) for f in flags]))
     out = capsys.readouterr().out
     assert "6 clips, 6 captions" in out and "text -> video" in out and "video -> text" in out and "R-Mean" in out
@@ -410,13 +412,13 @@ def test_a_run_and_eval_report_the_same_numbers(kitchen, tmp_path, capsys, monke
     own, chance = (summary[k]["epic-kitchens-100"] for k in ("test", "chance"))
     assert own["mir"]["text_to_image"]["queries"] == 6 and own["mir"].keys() == chance["mir"].keys()
 
-    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu", "--threads", "1",
+    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu",
                                               "--workers", "0", "--tasks", "mir", "retrieval"]))
     got = result["datasets"]["epic-kitchens-100"]
     assert got["metrics"]["mir"] == own["mir"] and got["chance"]["mir"] == chance["mir"]
     assert "mir video to text" in capsys.readouterr().out
     others = ["--datasets", "moving-emoji", "emoji", "--tasks", "mir", "--limit", "40", "--split", "val"]
-    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu", "--threads", "1",
+    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(tmp_path / "r"), "--cpu",
                                               "--workers", "0", *others]))["datasets"]
     assert 0 < result["moving-emoji"]["metrics"]["mir"]["mAP"] < 100
     assert result["emoji"]["left_out"]["mir"] == "the set has no relevancies (no verb and noun classes)"
@@ -474,8 +476,7 @@ def test_what_is_no_video_tower(tiny_vit):
 
 def test_a_run_with_the_video_tower(tiny_vit, tmp_path, monkeypatch):
     monkeypatch.setattr(temo, "draw", lambda run: None)
-    flags = ["--image-encoder", VIT, "--image-size", "32", "--image-stats", "encoder", "--no-pretrained", "--cpu",
-             "--threads", "1", "--batch-size", "8", "--chunk-size", "4", "--max-steps", "2",
+    flags = ["--image-encoder", VIT, "--image-size", "32", "--image-stats", "encoder", "--no-pretrained", "--cpu", "--batch-size", "8", "--chunk-size", "4", "--max-steps", "2",
              "--output-dir", str(tmp_path)]
     clips = ["--dataset", "moving-emoji", "--clips", "16", "8", "8", "--run-name", "r"]
     summary = temo.main(temo.parse_args([*clips, *flags]))

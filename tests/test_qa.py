@@ -9,7 +9,7 @@ from pathlib import Path
 import common
 from contrastive import evaluation
 from contrastive.encoders.base import STATS
-from contrastive.engine.base import UserError
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from test_models import logged
 from tools import concepts, margins, score
 
 CPU = torch.device("cpu")
-BASE = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
+BASE = ["--cpu", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
         "--meta-size", "24", "--log-every", "1", "--eval-every", "0", "--max-steps", "2"]
 
 
@@ -34,7 +34,7 @@ def main(folder, *flags):
 
 
 def evaluate(checkpoint, *flags):
-    flags = ["--checkpoint", str(checkpoint), "--cpu", "--threads", "1", *flags]
+    flags = ["--checkpoint", str(checkpoint), "--cpu", *flags]
     return eval_py.main(eval_py.parse_args(flags))["datasets"]["moving-emoji"]
 
 

@@ -5,7 +5,7 @@ import pickle
 
 import common
 from contrastive import evaluation
-from contrastive.engine.base import UserError
+from contrastive.engine.processes import UserError
 from contrastive.evaluation.metrics import answer_hits
 
 import pytest

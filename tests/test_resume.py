@@ -24,7 +24,7 @@ import launch
 import temo
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = ["--cpu", *"--threads 1 --image-size 24 --batch-size 64 --max-steps 12".split(),
+FLAGS = ["--cpu", *" --image-size 24 --batch-size 64 --max-steps 12".split(),
          *"--save-every 5 --log-every 1 --eval-every 0".split()]
 STEPS, KEPT = 12, ["step_10", "step_12"]
 TAIL = ["--imbalance-ratio", "50"]  # fewer images to evaluate
@@ -145,7 +145,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(runs, name):
     # weights, tau, optimiser, random state of each process
     assert same_tensors(*(folder / "checkpoints" / "step_12" / "state.safetensors" for folder in (ours, whole)))
     assert {p.name for p in (whole / "checkpoints" / "step_12").iterdir()} == {"state.safetensors", "state.json"}
-    ours, whole = (engine.base.read_json(folder / "summary.json") for folder in (ours, whole))
+    ours, whole = (engine.processes.read_json(folder / "summary.json") for folder in (ours, whole))
     assert ours["test"] == whole["test"] and ours.get("eval_epoch") == whole.get("eval_epoch")
 
 
@@ -189,7 +189,7 @@ def test_a_fork_is_another_script(runs, tmp_path, monkeypatch, capsys):
     """Its name stands in its folder, its args and its banner, it knows its flag again; its temperature serves loss, log
     and Fig. 2."""
     folder = runs["whole", "fork"]
-    assert {engine.base.read_json(folder / file)["script"] for file in ("args.json", "summary.json")} == {"mine"}
+    assert {engine.processes.read_json(folder / file)["script"] for file in ("args.json", "summary.json")} == {"mine"}
     assert (folder.parents[1] / "whole fork.txt").read_text().startswith("mine.py\n")
     temo.main(temo.parse_args([*FLAGS, "--max-steps", "1", "--dataset", str(folder.parents[1] / "set"),
                                "--output-dir", str(tmp_path), "--run-name", "a"]))
@@ -207,9 +207,9 @@ def test_a_fork_is_another_script(runs, tmp_path, monkeypatch, capsys):
 
 def test_a_fork_is_evaluated(runs):
     folder = runs["whole", "fork"]
-    flags = ["--checkpoint", str(folder), "--cpu", "--threads", "1", "--tasks", "retrieval"]
+    flags = ["--checkpoint", str(folder), "--cpu", "--tasks", "retrieval"]
     result, = eval_py.main(eval_py.parse_args(flags))["datasets"].values()
-    trained, = engine.base.read_json(folder / "summary.json")["test"].values()
+    trained, = engine.processes.read_json(folder / "summary.json")["test"].values()
     assert all(result["metrics"]["retrieval"][k] == trained[k] for k in ("text_to_image", "R-Mean"))
 
 
@@ -223,7 +223,7 @@ def resume_here(runs, tmp_path):
 
 def test_resume_of_a_finished_run_only_evaluates(resume_here, runs):
     folder, resume = resume_here
-    before = engine.base.read_json(folder / "summary.json")
+    before = engine.processes.read_json(folder / "summary.json")
     summary = resume()
     assert summary["steps"] == STEPS and summary["val"] == before["val"] and summary["test"] == before["test"]
     assert same_tensors(folder / "model.safetensors", runs["whole", "folder"] / "model.safetensors")

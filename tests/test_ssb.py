@@ -9,8 +9,9 @@ import common
 from contrastive import engine, figures
 from contrastive.encoders.base import SmallText
 from contrastive.encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
+from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.encoders.towers import set_dropout
-from contrastive.engine.base import UserError
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_no_row_of_the_own_video_is_support():
 # ---------------------------------------------------- towers --------------------------------------------------------
 def test_towers(root):
     """A text's embedding does not depend on the padding of its batch; order matters; dropout is that of its flags."""
-    tokenizer = common.Tokenizer.load(root / "t5", 12)
+    tokenizer = Tokenizer.load(root / "t5", 12)
     torch.manual_seed(0)
     vision = common.VisionEncoder("ssb", D, features=(5, 10))
     model = common.TwoTower(vision, text_encoder(root)).train()
@@ -151,7 +152,7 @@ def test_a_t5_that_is_not_whole_is_refused(root, tmp_path):
 
 # ---------------------------------------------------- runs ----------------------------------------------------------
 def flags(root, *more):
-    given = ["--cpu", "--threads", 1, "--workers", 0, "--dataset", root / "clips.csv", "--image-encoder", "ssb",
+    given = ["--cpu", "--workers", 0, "--dataset", root / "clips.csv", "--image-encoder", "ssb",
              "--feature-dir", root / "motion", root / "appearance", "--text-encoder", root / "t5", "--text-length", 12,
              "--embed-dim", D, "--frames", 5, "--batch-size", 8, "--max-steps", 4, "--log-every", 1, "--save-every", 2,
              "--queue-size", 40, "--unfold-captions", *more]
@@ -184,7 +185,7 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, run, tmp_path):
         image, text = model(data.read(0)[None])[0], model(tokens=tokenizer(["one number 3"]))[1]
     assert image.shape == text.shape == (1, D) and image.isfinite().all() and text.isfinite().all()
     def evaluate(*more):
-        command = ["--cpu", "--threads", 1, "--workers", 0, "--tasks", "retrieval", "--checkpoint", folder,
+        command = ["--cpu", "--workers", 0, "--tasks", "retrieval", "--checkpoint", folder,
                    "--output-dir", tmp_path, *more]
         result, = eval_py.main(eval_py.parse_args([str(word) for word in command]))["datasets"].values()
         return result["metrics"]
@@ -279,4 +280,4 @@ def test_refusals(root, tmp_path, capsys):
     with pytest.raises(UserError, match="samples cannot be read, above --max-bad-fraction"):
         run_script(ncl, tmp_path / "v", base=wrong)
     summary = run_script(ncl, tmp_path / "w", base=[*wrong, "--max-bad-fraction", "0.5", "--max-steps", "8"])
-    assert summary["bad_samples"] == 2 and engine.base.read_json(tmp_path / "w" / "model.json")["features"] == [5, 10]
+    assert summary["bad_samples"] == 2 and engine.processes.read_json(tmp_path / "w" / "model.json")["features"] == [5, 10]

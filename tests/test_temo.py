@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-from contrastive import encoders, engine, figures, sets
+from contrastive import encoders, engine, figures
 
 import pytest
 import torch
@@ -227,7 +227,7 @@ def test_the_views_flip_by_flags_of_their_own(flags, flips, tmp_path, monkeypatc
         raise Views([v.flip for v in views])
     monkeypatch.setattr(engine.run.Run, "batches", stop)
     with pytest.raises(Views) as found:
-        temo.main(temo.parse_args([*flags, "--cpu", "--threads", "1", "--output-dir", str(tmp_path)]))
+        temo.main(temo.parse_args([*flags, "--cpu", "--output-dir", str(tmp_path)]))
     assert found.value.args[0] == flips
 
 
@@ -267,7 +267,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     assert not any("WARNING" in temo.second_texts(train, None, d) for d in ("emoji", "captions.csv"))
 
 
-QUICK = "--cpu --threads 1 --workers 0 --max-steps 2 --batch-size 16 --log-every 1".split()
+QUICK = "--cpu --workers 0 --max-steps 2 --batch-size 16 --log-every 1".split()
 
 
 def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):

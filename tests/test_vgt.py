@@ -7,9 +7,10 @@ from argparse import Namespace
 
 import common
 from contrastive import evaluation
+from contrastive.data.clips import Regions
+from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, places
-from contrastive.engine.base import UserError
-from contrastive.readers.clips import Regions
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from helpers import drift, equal_files, of_set, refused, run_script, write_rows
 from test_models import logged
 
 CPU = torch.device("cpu")
-BASE = ["--cpu", "--threads", "1", "--clips", "32", "8", "8", "--batch-size", "8", "--meta-batch-size", "4",
+BASE = ["--cpu", "--clips", "32", "8", "8", "--batch-size", "8", "--meta-batch-size", "4",
         "--meta-size", "12", "--log-every", "1", "--eval-every", "0", "--max-steps", "2", "--qa-model", "vgt",
         "--image-size", "16", "--frames", "4", "--embed-dim", "32"]
 SGD = "--optimizer sgd --grad-clip 0 --lr-schedule constant --warmup-epochs 0".split()  # as near as gradients are
@@ -116,7 +117,7 @@ def test_words_past_a_text_s_length_and_absent_choices_have_no_part():
 # ---------------------------------------------------- the model -----------------------------------------------------
 def model_of(answers=(), **more):
     torch.manual_seed(0)
-    tokenizer = common.Tokenizer(common.train_wordpiece(["a b c d e f", "yes no two"]), 12)
+    tokenizer = Tokenizer(common.train_wordpiece(["a b c d e f", "yes no two"]), 12)
     spec = {"image_encoder": "small", "text_encoder": "small", "embed_dim": 16, "image_size": 16, "text_length": 12,
             "text_pooling": "mean", "image_stats": "half", "eval_resize": "crop",
             "questions": {"answers": list(answers), "model": "vgt", "regions": 5} | more}
