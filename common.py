@@ -16,10 +16,12 @@ import math
 # ---- contrastive/data: from a file to batch["views"] ----
 from contrastive.data.batches import Batches  # the training batches
 from contrastive.data.frames import read_frames  # frames of one video
-from contrastive.data.load import load_data, long_tail_counts  # one split of a data set
 from contrastive.data.long_tail import labelled_splits  # images with classes, cut to a long tail
-from contrastive.data.meta import meta_data  # a few clean examples (MAMA)
-from contrastive.data.open import open_data  # all splits of a run, as its flags say
+from contrastive.data.open import (  # one split of a data set
+    load_data,
+    long_tail_counts,
+    open_data,  # all splits of a run, as its flags say
+)
 from contrastive.data.table import Data, make_table
 from contrastive.data.texts import Paraphrases, drop_and_swap, text_pair  # T and its other view T~ (TeMo)
 from contrastive.data.views import Augment, key_hash, uniforms  # image views from numbers by key
@@ -82,6 +84,7 @@ from contrastive.evaluation.clusters import (  # of captions (MM-TS)
     open_clusters,
 )
 from contrastive.evaluation.embed import encode_texts
+from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
 from contrastive.evaluation.metrics import (
     embedding_health,
     knn_accuracy,

@@ -11,7 +11,8 @@ import zlib
 from pathlib import Path
 
 import common
-from contrastive.data.load import HELD_OUT, EmptySplit, held_out_place
+from contrastive.data.open import HELD_OUT, held_out_place
+from contrastive.data.table import EmptySplit
 from contrastive.engine.processes import UserError
 
 import numpy as np

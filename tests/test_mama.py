@@ -11,8 +11,8 @@ from pathlib import Path
 import common
 from contrastive import encoders, engine
 from contrastive.data import open as data_open
-from contrastive.data.meta import balanced_rows, meta_data
 from contrastive.engine.processes import UserError, write_json
+from contrastive.evaluation.meta import balanced_rows, meta_data
 
 import numpy as np
 import pytest

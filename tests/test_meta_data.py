@@ -7,9 +7,9 @@ from collections import Counter
 import common
 from contrastive import engine
 from contrastive.data import open as data_open
-from contrastive.data.meta import balanced_rows
 from contrastive.data.open import open_data
 from contrastive.engine.processes import UserError
+from contrastive.evaluation.meta import balanced_rows
 
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ from contrastive import encoders, evaluation
 from contrastive.data import epic as sets_epic
 from contrastive.data import open as data_open
 from contrastive.data import videos as ssv2
-from contrastive.data.load import EmptySplit
+from contrastive.data.table import EmptySplit
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.metrics import class_relevancy, multi_hot
 

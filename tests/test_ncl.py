@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import common
 from contrastive import engine, evaluation, figures
 from contrastive.data.batches import epoch_batches
-from contrastive.data.load import HELD_OUT, held_out_place
+from contrastive.data.open import HELD_OUT, held_out_place
 from contrastive.engine.processes import UserError
 
 import numpy as np

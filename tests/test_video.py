@@ -24,7 +24,7 @@ from contrastive.data import clips as data_clips
 from contrastive.data import frames as data_frames
 from contrastive.data.clips import Clips
 from contrastive.data.frames import read_frames
-from contrastive.data.load import EmptySplit
+from contrastive.data.table import EmptySplit
 from contrastive.engine.processes import UserError
 
 import av

@@ -5,7 +5,7 @@
 
 import common
 from contrastive.data import splits_of
-from contrastive.data.load import EmptySplit
+from contrastive.data.table import EmptySplit
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import clean_exit, first_line
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from contrastive.data import splits_of
-from contrastive.data.load import load_data, long_tail_counts
-from contrastive.data.open import data_options
+from contrastive.data.open import data_options, load_data, long_tail_counts
 from contrastive.data.table import Data, make_table
 from contrastive.engine.processes import UserError, opening, say_once
 

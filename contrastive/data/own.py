@@ -2,7 +2,6 @@
 or tars, as {split: Data}. A column `split` divides the rows of one table."""
 
 import csv
-import functools
 import glob
 import os
 from pathlib import Path
@@ -10,9 +9,8 @@ from pathlib import Path
 from contrastive.data import MODULES
 from contrastive.data.annotations import Videos, video_folder, window_key
 from contrastive.data.clips import clip_options
-from contrastive.data.load import hold_out
 from contrastive.data.stream import open_tars
-from contrastive.data.table import SPLITS, VIDEO_TYPES, Data, generating, make_table, notes, pick, with_classes
+from contrastive.data.table import SPLITS, VIDEO_TYPES, Data, generating, pick, with_classes, with_note
 from contrastive.engine.processes import UserError, opening
 
 import numpy as np
@@ -22,20 +20,19 @@ IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "fil
 VIDEO_COLUMNS = ("video", "video_path", "video_id", "clip_id")  # a path, a file name or its stem
 CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentence", "sentences", "title", "description")
 LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
-WINDOW_COLUMNS = (("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds"))
 
-@functools.lru_cache(maxsize=8)
+
 def own_data(name, options):
-    """{split: Data} of the user's own data. Missing val and test splits are held out of train, by image."""
-    options, path = dict(options), Path(name).expanduser()
+    """{split: Data} of the user's own data, as it is given."""
+    path = Path(name).expanduser()
     if path.suffix == ".tar" or path.is_dir() and any(path.rglob("*.tar")):
-        return hold_out(open_tars(name, path, options))
+        return open_tars(name, path, options)
     if not path.exists() and name.count("/") != 1:
         raise UserError(f"--dataset {name}: no such file or folder, no hub id (org/name), and no known set: "
                         + ", ".join(MODULES))
     root = options.get("data_dir") or (path if path.is_dir() else path.parent)
     with opening(f"--dataset {name}"):
-        return hold_out(splits_of_tables(name, read_tables(path if path.exists() else name), options, root))
+        return splits_of_tables(name, read_tables(path if path.exists() else name), options, Path(root).expanduser())
 
 
 # ---- tables ----
@@ -80,98 +77,109 @@ def splits_of_tables(name, tables, options, root):
 
 
 def _data_of(name, split, table, options, root, rows=None):
-    """Data of a table; rows: numbers of those to use, None = all."""
+    """Data of a table: all rows of an image, or of a window of a video, are one example; a file inside the table is an
+    example of its own and stays on the disk.   rows: numbers of the rows to use, None = all."""
+    import datasets
+    import pyarrow as pa
     import pyarrow.compute as pc
-    names = table.column_names
-    pixels = [c for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")]
-    image = pick("--image-column", options, names, (*pixels, *IMAGE_COLUMNS, *VIDEO_COLUMNS))
+    names, video = table.column_names, False
+    media = {c: f for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")}
+    image = pick("--image-column", options, names, (*media, *IMAGE_COLUMNS, *VIDEO_COLUMNS))
     label = pick("--label-column", options, names, LABEL_COLUMNS, required=False)
     classes = getattr(table.features.get(label), "names", None)
     caption = pick("--caption-column", options, names, CAPTION_COLUMNS, required=not classes)
-    if image in pixels:
-        table = table.cast_column(image, type(table.features[image])(decode=False))
-        whole = pc.struct_field(table.data.column(image), "bytes")
-        if whole.null_count < len(whole):
-            return _of_bytes(name, split, table, rows, image, caption, label, options)
-    return _of_paths(name, split, table, rows, image, caption, label, options, Path(root).expanduser(), image in pixels)
-
-
-def _of_paths(name, split, table, rows, image, caption, label, options, root, absolute):
-    """Data of rows of paths: all rows of an image, or of a window of a video, are one example. absolute: the paths are
-    those that `datasets` has found in a folder."""
-    import datasets
-    import pyarrow as pa
-    found, silent = examples(table if rows is None else table.select(rows), image, caption, label, absolute)
-    paths = found["path"].to_pylist()
-    by_name = options.get("feature_dir") or image in VIDEO_COLUMNS and not absolute
-    videos = by_name or any(os.path.splitext(p)[1][1:].lower() in VIDEO_TYPES for p in paths[:1])
-    if videos and not absolute:
-        where = Videos(video_folder(options, root))
-        place = {p: where[p] for p in dict.fromkeys(paths)}
+    numbers = np.arange(len(table)) if rows is None else rows
+    table = table if rows is None else table.select(rows)
+    if image in media:  # as bytes, or as paths that `datasets` has found in a folder
+        table = table.cast_column(image, type(media[image])(decode=False))
+        content, video = table.with_format("arrow")[image][:], type(media[image]).__name__ == "Video"
+    inside = image in media and pc.struct_field(content, "bytes").null_count < len(table)
+    paths = None if inside else pc.struct_field(content, "path") if image in media else None
+    found, silent = examples(table, image, caption, label, paths, inside)
+    path, missing = found["path"].to_pylist(), []
+    if inside:
+        at = [int(p) for p in path]  # (M,) row of each example
+        named = table["__key__"][:] if "__key__" in names else pc.struct_field(content, "path").to_pylist()
+        one_name = len(named) > 1 and len({*named}) == 1  # "image.png" in every row identifies nothing
+        keys = [str(numbers[i] if one_name or named[i] is None else named[i]) for i in at]
+        source = (table if at == [*range(len(table))] else table.select(at)).select_columns(image)
+        source = source.rename_column(image, "source")
     else:
-        place = {p: os.path.join(root, p) for p in dict.fromkeys(paths)}
-    kept = np.flatnonzero([place[p] is not None for p in paths])
-    missing = [p for p, at in place.items() if at is None]
-    if not len(kept):
+        video = video or bool(options.get("feature_dir")) or image in VIDEO_COLUMNS
+        video = video or any(os.path.splitext(p)[1][1:].lower() in VIDEO_TYPES for p in path[:1])
+        places = Videos(video_folder(options, root)) if video and paths is None else _Below(root)
+        place = {p: places[p] for p in dict.fromkeys(path)}
+        missing = [p for p, file in place.items() if file is None]
+        found = found.filter(pa.array([place[p] is not None for p in path])) if missing else found
+        path = found["path"].to_pylist()
+        keys = path if paths is None else [os.path.relpath(p, root) for p in path]
+        columns = {"path": pa.array([place[p] for p in path], pa.string())}
+        if video:
+            windows = [found[side].to_pylist() for side in ("start", "end")]
+            keys = [window_key(*key) for key in zip(keys, *windows)]
+            columns |= {side: pa.array(w, pa.float64()) for side, w in zip(("start", "end"), windows)}
+        source = pa.StructArray.from_arrays([*columns.values()], [*columns])
+        source = datasets.Dataset(datasets.table.InMemoryTable(pa.table({"source": source})))
+    if not len(found):
         raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
                         + (f" (looked for {missing[0]})" if missing else ""))
-    found = found if len(kept) == len(paths) else found.take(kept)
-    paths = [paths[i] for i in kept] if missing else paths
-    keys = [os.path.relpath(p, root) for p in paths] if absolute else paths
-    source = {"path": pa.array([place[p] for p in paths])}
-    if videos:
-        starts, ends = found["start"].to_pylist(), found["end"].to_pylist()
-        keys = [window_key(*window) for window in zip(keys, starts, ends)]
-        source |= {"start": found["start"].combine_chunks(), "end": found["end"].combine_chunks()}
-    columns = {"source": pa.StructArray.from_arrays([*source.values()], [*source]), "captions": found["captions"],
-               "key": pa.array(keys)}
-    table_of = datasets.Dataset(datasets.table.InMemoryTable(pa.table(columns)))
-    data = Data(name, split, table_of, has_captions=bool(caption), clip=clip_options(options) if videos else None)
-    said = [f"{silent:,} rows without an image or a caption left out" if silent else "",
-            f"{len(missing):,} videos are not there, first {missing[0]}" if missing else "",
-            "" if caption else "no captions: the class names serve as captions"]
+    beside = pa.table({"captions": found["captions"], "key": pa.array(keys)})
+    beside = datasets.Dataset(datasets.table.InMemoryTable(beside))
+    data = Data(name, split, datasets.concatenate_datasets([source, beside], axis=1), has_captions=bool(caption),
+                clip=clip_options(options) if video else None)
+    labels = [-1]
     if label:
-        names = getattr(table.features[label], "names", None)
         words = found["label"].to_pylist()
-        names = names or sorted({w for w in words if w is not None})
-        number = {w: k for k, w in enumerate(names)}
+        classes = classes or sorted({w for w in words if w is not None})
+        number = {w: k for k, w in enumerate(classes)}
         labels = [number.get(w, -1) for w in words]
-        data = with_classes(data, labels, names)
-        said.append(f"{labels.count(-1):,} without a class" if -1 in labels else "")
-    data.note = notes(*said)
-    return data
+        data = with_classes(data, labels, classes)
+    return with_note(data, f"{silent:,} rows without an image or a caption left out" if silent else "",
+                     f"{len(missing):,} videos are not there, first {missing[0]}" if missing else "",
+                     "" if caption else "no captions: the class names serve as captions",
+                     f"{labels.count(-1):,} without a class" if label and -1 in labels else "")
 
 
-def examples(table, image, caption, label=None, absolute=False):
+class _Below:
+    """Paths below a folder: _Below(root)["a.jpg"] is root/a.jpg, whether it is there or not."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def __getitem__(self, path):
+        return os.path.join(self.root, path)
+
+
+def examples(table, image, caption, label=None, paths=None, inside=False):
     """(an arrow table of path, start, end, captions (list), label (the text of its class, None for several): one row
-    per (path, start, end), in the order of their first rows; how many rows lack a path or a caption)."""
+    per (path, start, end), in the order of their first rows; how many rows lack a path or a caption).
+
+    paths: in place of the column `image`.   inside: the images are in the table; `path` is then the row's number."""
     import pyarrow as pa
     import pyarrow.compute as pc
-    names, class_names = table.column_names, getattr(table.features.get(label), "names", None)
-    pair = next((p for p in WINDOW_COLUMNS if {*p} <= {*names}), None)
-    used = {image, caption, label, *(pair or ()), "segment"} & {*names}
+    window = ("start", "end") if {"start", "end"} <= {*table.column_names} else ()
+    used = {caption, label, *window} - {None} | ({image} if paths is None and not inside else set())
     content = table.select_columns([*used]).with_format("arrow")[:]
-    path = content[image] if not absolute else pc.struct_field(content[image], "path")
-    out = {"path": pc.utf8_trim_whitespace(path.cast(pa.string())), "row": np.arange(len(table))}
-    windows = [pc.list_element(content["segment"], k) for k in (0, 1)] if "segment" in names else \
-        [content[c] for c in pair] if pair else [pa.nulls(len(table), pa.float64())] * 2
-    out |= {side: _seconds(column) for side, column in zip(("start", "end"), windows)}
-    out["label"] = _texts(content[label], class_names) if label else pa.nulls(len(table), pa.string())
-    if caption is None:
-        content = content.append_column("said", pc.replace_substring(out["label"], "_", " "))
-    said = content[caption or "said"]
+    rows = np.arange(len(table))
+    path = pa.array(rows) if inside else content[image] if paths is None else paths
+    out = {"path": pc.utf8_trim_whitespace(path.cast(pa.string())), "row": rows}
+    for side in ("start", "end"):
+        out[side] = _seconds(content[side]) if window else pa.nulls(len(table), pa.float64())
+    names = getattr(table.features.get(label), "names", None)
+    out["label"] = _texts(content[label], names) if label else pa.nulls(len(table), pa.string())
+    said = content[caption] if caption else pc.replace_substring(out["label"], "_", " ")
     out = pa.table(out)
     if pa.types.is_list(said.type) or pa.types.is_large_list(said.type):
         out, said = out.take(pc.list_parent_indices(said)), pc.list_flatten(said)
     out = out.append_column("said", pc.utf8_trim_whitespace(said.cast(pa.string())))
     out = out.filter(pc.and_(pc.greater(pc.utf8_length(out["said"]), 0), pc.greater(pc.utf8_length(out["path"]), 0)))
-    window, lost = ["path", "start", "end"], len(table) - pc.count_distinct(out["row"]).as_py()
+    example, lost = ["path", "start", "end"], len(table) - pc.count_distinct(out["row"]).as_py()
     out = out.append_column("n", pa.array(np.arange(len(out))))  # group_by keeps no order
-    once = out.group_by([*window, "said"]).aggregate([("n", "min")]).sort_by("n_min")  # each caption of an example once
-    once = once.group_by(window, use_threads=False).aggregate([("said", "list"), ("n_min", "min")])
-    once = once.rename_columns([*window, "captions", "n"]).sort_by("n")
+    once = out.group_by([*example, "said"]).aggregate([("n", "min")]).sort_by("n_min")  # a caption comes once
+    once = once.group_by(example, use_threads=False).aggregate([("said", "list"), ("n_min", "min")])
+    once = once.rename_columns([*example, "captions", "n"]).sort_by("n")
     if label:
-        of = out.group_by(window).aggregate([("label", "min"), ("label", "max"), ("n", "min")]).sort_by("n_min")
+        of = out.group_by(example).aggregate([("label", "min"), ("label", "max"), ("n", "min")]).sort_by("n_min")
         one = pc.if_else(pc.equal(of["label_min"], of["label_max"]), of["label_min"], None)
         once = once.append_column("label", one)
     return once, lost
@@ -195,41 +203,6 @@ def _texts(column, names=None):
         return pa.array(names).take(pc.if_else(pc.equal(column, -1), None, column))
     text = pc.utf8_trim_whitespace(column.cast(pa.string()))
     return pc.if_else(pc.is_in(text, pa.array(["", "-1", "nan"])), None, text)
-
-
-def _of_bytes(name, split, table, rows, image, caption, label, options):
-    """Data of a table that holds the images or videos themselves; they stay on disk, captions and labels in memory."""
-    import datasets
-    import pyarrow.compute as pc
-    video = type(table.features[image]).__name__ == "Video"
-    paths = pc.struct_field(table.data.column(image), "path").to_pylist()
-    if len(paths) > 1 and len(set(paths)) == 1:  # "image.png" in every row identifies nothing
-        paths = [None] * len(paths)
-    named = table["__key__"][:] if "__key__" in table.column_names else paths
-    keys = [str(k or i) for i, k in enumerate(named)]
-    words, names = None, None
-    if label:
-        names = getattr(table.features[label], "names", None)
-        words = _texts(table.select_columns([label]).with_format("arrow")[:][label], names).to_pylist()
-        names = names or sorted({w for w in words if w is not None})
-    said = table[caption][:] if caption else [w and w.replace("_", " ") for w in words]
-    said = [texts if isinstance(texts, list) else [texts] for texts in said]
-    captions = [[str(t).strip() for t in texts if str(t or "").strip()] for texts in said]
-    beside = make_table(captions, keys)
-    whole = datasets.concatenate_datasets([table.select_columns(image).rename_column(image, "source"), beside], axis=1)
-    data = Data(name, split, whole, clip=clip_options(options) if video else None, has_captions=bool(caption))
-    lost, note = "", "" if caption else "no captions: the class names serve as captions"
-    if label:
-        number = {w: k for k, w in enumerate(names)}
-        labels = [number.get(w, -1) for w in words]
-        data = with_classes(data, labels, names)
-        lost = f"{labels.count(-1):,} without a class" if -1 in labels else ""
-    rows = np.arange(len(data)) if rows is None else rows
-    kept = rows[[bool(captions[i]) for i in rows]]
-    silent = f"{len(rows) - len(kept):,} without a caption left out" if len(kept) < len(rows) else ""
-    data = data if len(kept) == len(data) else data.select(kept)
-    data.note = notes(note, silent, lost)
-    return data
 
 
 def same_classes(splits):

@@ -18,6 +18,10 @@ SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "
 IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are read row by row
 
 
+class EmptySplit(UserError):
+    """An evaluation split that the data do not have, or for which no row was held out."""
+
+
 @dataclasses.dataclass
 class Data:
     """One split of a data set: a `datasets.Dataset` table with one row per example, and how its pixels are read.

@@ -1,11 +1,9 @@
-"""The texts of a batch: captions and their other views, paraphrases, further captions of training clips."""
+"""The texts of a batch: a caption and its other view, paraphrases (TeMo)."""
 
 import itertools
-from pathlib import Path
 
-from contrastive.data.table import with_captions, with_note
 from contrastive.data.views import key_hash
-from contrastive.engine.processes import UserError, opening
+from contrastive.engine.processes import opening
 
 import numpy as np
 
@@ -78,39 +76,3 @@ class Paraphrases:
         found = self.hashes[at] == wanted
         lists = self.table[self.order[at]]["paraphrases"]
         return [[p for p in texts or () if p] if ok else [] for texts, ok in zip(lists, found)]
-
-
-def add_captions(data, file):
-    """The data with additional captions from a file with columns video (or image), caption, and start, end for windows
-    (tools/caption.py writes such a file). Rows of the file that match no row of the data are counted.
-
-    A clip is matched by its window and its file name without extension; if two files share a name, by their folders
-    too. All rows of the clip get the caption. A question that served as the caption is replaced.
-    Raises: UserError if nothing matches, and for data without files of their own."""
-    from contrastive.data.own import listed
-    if data.streamed or data.sources is None:
-        raise UserError(f"--extra-captions {file}: {data.name} has no files of its own to which captions could belong")
-    rows, captions, new, lost = {}, list(data.column("captions")), 0, []
-    asked = data.column("question") or [None] * len(data)
-    for i, source in enumerate(data.sources["source"][:]):
-        inside = source.get("size") is not None or source.get("bytes") or not source.get("path")
-        path = Path(data.key(i) if inside else source["path"]).with_suffix("")
-        rows.setdefault((path.name, source.get("start"), source.get("end")), []).append((i, path.parts))
-    extra = listed(f"--extra-captions {file}", file)
-    for name, start, end, texts in extra:
-        path = Path(name)
-        found = rows.get((path.stem, start, end)) or rows.get((path.name, start, end)) or []
-        if len({own for _, own in found}) > 1:  # a.mp4 in two folders
-            whole = path.with_suffix("").parts
-            found = [(i, own) for i, own in found if own[-len(whole):] == whole]
-        for i, _ in found:
-            more = [t for t in texts if t not in captions[i]]
-            kept = [] if more and captions[i] == [asked[i]] else captions[i]
-            captions[i], new = [*kept, *more], new + len(more)
-        lost += [] if found else [name]
-    if len(lost) == len(extra):
-        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows matches a clip of {data.name} "
-                        f"(train), first {lost[0]}; names and windows (start, end) must agree")
-    note = f"{new:,} captions added from {Path(file).name}"
-    note += f", {len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else ""
-    return with_note(with_captions(data, captions), note)

@@ -18,8 +18,7 @@ from contrastive.data.annotations import (
     video_index,
 )
 from contrastive.data.clips import clip_options
-from contrastive.data.load import EmptySplit
-from contrastive.data.table import Data, generating, with_note
+from contrastive.data.table import Data, EmptySplit, generating, with_note
 from contrastive.engine.processes import UserError, opening
 
 HUB_FILES = ["*.json", "*.jsonl", "*.csv", "*.parquet"]  # what is downloaded from a repository: no videos

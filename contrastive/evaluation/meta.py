@@ -6,8 +6,10 @@ from pathlib import Path
 
 from contrastive.data.views import key_hash
 from contrastive.engine.processes import UserError, opening
+from contrastive.evaluation.clusters import SentenceEncoder, k_means
 
 import numpy as np
+import torch
 
 CLUSTERS = 50  # of captions; they take the place of classes to balance meta-data
 CLUSTERED = 20_000  # rows that are clustered: the first in the order of the hash of their names
@@ -78,9 +80,6 @@ def turns(kinds):
 def caption_clusters(data, rows):
     """[cluster number of each row]: K-Means on tf-idf, with all captions of a row as one text (mmts.py clusters single
     captions). The result is the same on every process and for every --seed."""
-    from contrastive.evaluation.clusters import SentenceEncoder, k_means
-
-    import torch
     texts = [" ".join(data.captions(i)) for i in rows]
     encoder = SentenceEncoder("tf-idf", torch.device("cpu"), texts)
     return k_means(encoder(texts).numpy(), min(CLUSTERS, len({*texts})), seed=0).tolist()
