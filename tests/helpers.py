@@ -13,7 +13,6 @@ from pathlib import Path
 import common
 from contrastive.data.open import HELD_OUT, held_out_place
 from contrastive.data.table import EmptySplit
-from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -285,15 +284,35 @@ def losses(folder):
     return [r["loss"] for r in steps(folder)]
 
 
+def tensors_of(folder, step):
+    """{part/name: tensor} of a run's checkpoint after so many steps."""
+    return tensors_in(folder / "checkpoints" / f"step_{step}.pt")
+
+
+def tensors_in(path):
+    """{name: tensor} of a safetensors file or of a checkpoint: its parts and, of each process, its random state."""
+    if path.suffix == ".safetensors":
+        return load_file(path)
+
+    def flat(value, name):
+        if torch.is_tensor(value):
+            return {name: value}
+        many = enumerate(value) if isinstance(value, (list, tuple)) else ()
+        pairs = value.items() if isinstance(value, dict) else many
+        return {k: x for key, of in pairs for k, x in flat(of, f"{name}/{key}".lstrip("/")).items()}
+    return flat(torch.load(path, weights_only=True), "")
+
+
 def equal_files(a, b):
-    """Are two safetensors files the same, bit by bit?"""
-    a, b = load_file(a), load_file(b)
+    """Are the tensors of two safetensors files, or of two checkpoints, the same, bit by bit?"""
+    a, b = tensors_in(a), tensors_in(b)
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def refused(parse_args, flags, capsys=None):
+def refused(parse_args, flags, capsys):
     """The one line with which flags are refused."""
-    with pytest.raises(UserError) as error:
+    with pytest.raises(SystemExit) as stop:
         parse_args([*flags])
-    assert "\n" not in str(error.value), error.value
-    return f"error: {error.value}\n"
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error

@@ -27,7 +27,7 @@ import eval as eval_py
 import helpers
 import launch
 import mama
-from helpers import drift, equal_files, of_set, refused, run_script, steps, unit
+from helpers import drift, equal_files, of_set, refused, run_script, steps, tensors_of, unit
 from tools import concepts, margins, score
 
 DRAWS = True  # main below says which runs do
@@ -456,7 +456,7 @@ def test_fast_is_low_on_one_and_two_processes(tmp_path):
         launch.finish("mama", flags, tmp_path / "log.txt", processes)
 
     def part(name, kind):
-        state = load_file(tmp_path / name / "checkpoints/step_5/state.safetensors")
+        state = tensors_of(tmp_path / name, 5)
         return {k: v for k, v in state.items() if k.startswith(kind)}
     ours = [r["w"] for r in steps(tmp_path / "low")]
     assert len(ours) == 5 and abs(ours[0] - ours[-1]) > 0.1
@@ -585,7 +585,7 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
     assert last and last.name in ("step_3", "step_6"), "killed too early or too late"
     main(tmp_path / "whole", *LONG[len(BASE):])
     launch.finish("mama", ["--resume", str(tmp_path / "killed")], tmp_path / "resumed.txt")
-    ours, theirs = (tmp_path / r / "checkpoints/step_9/state.safetensors" for r in ("whole", "killed"))
+    ours, theirs = (tmp_path / r / "checkpoints/step_9.pt" for r in ("whole", "killed"))
     assert equal_files(ours, theirs)
     a = load_file(ours)
     assert {k.split("/")[0] for k in a} == {"model", "own", "optimizer", "second", "tensors", "random_0"}

@@ -60,17 +60,17 @@ def test_categories_of_msrvtt_are_its_classes(tmp_path):
     assert test.labels.tolist() == [0, 7, 19, 19]
     assert [train.label_names[k] for k in (0, 7, 19)] == ["music", "movie", "advertisement"]
     assert "category" not in train.note and train.captions(0)[0] == "words 0 of a"
-    common._known_set.cache_clear()
+    data_open._named.cache_clear()
     msrvtt(tmp_path, {k: c for k, c in CATEGORY.items() if k != 5} | {6: 99, 14: None})
     train, evals, _ = opened(flags)
     labels = dict(zip(train.column("key"), train.labels.tolist()))
     assert [labels[f"video{k}"] for k in range(4, 8)] == [0, -1, -1, 0] and "2 without a category" in train.note
     assert evals["msrvtt"]["test"].labels.tolist() == [0, 7, -1, 19]
-    common._known_set.cache_clear()
+    data_open._named.cache_clear()
     msrvtt(tmp_path, {})
     train, evals, _ = opened(flags)
     assert train.labels is None and evals["msrvtt"]["test"].labels is None
-    common._known_set.cache_clear()
+    data_open._named.cache_clear()
     (tmp_path / "MSRVTT_data.json").write_text(json.dumps({"videos": ["video0"], "sentences": [
         {"video_id": "video0", "caption": "x"}]}))
     with pytest.raises(UserError, match="MSRVTT_data.json has another layout than expected"):

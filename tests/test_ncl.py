@@ -25,7 +25,20 @@ import helpers
 import launch
 import ncl
 import temo
-from helpers import equal_files, fork, losses, panel, refused, rows, run_script, steps, unit, write_images, write_rows
+from helpers import (
+    equal_files,
+    fork,
+    losses,
+    panel,
+    refused,
+    rows,
+    run_script,
+    steps,
+    tensors_of,
+    unit,
+    write_images,
+    write_rows,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 N, D = 12, 6
@@ -468,7 +481,7 @@ def test_evaluation_never_reaches_the_queues(run):
     evaluations = [len([r for r in rows(f) if "eval" in r]) for f in (folder, folder.parent / "unseen")]
     assert evaluations == [3, 2]
     assert equal_files(folder / "queues.safetensors", folder.parent / "unseen" / "queues.safetensors")
-    last = load_file(folder / "checkpoints" / "step_4" / "state.safetensors")
+    last = tensors_of(folder, 4)
     assert last["own/texts.count"] == last["own/videos.count"] == 4 * 16
     assert len(load_file(folder / "queues.safetensors")["texts"]) == 64
 
@@ -577,9 +590,9 @@ def long_runs(tmp_path_factory):
 
 def test_killed_and_resumed_is_the_uninterrupted_run(long_runs):
     (whole, expected), (killed, summary) = long_runs["whole"], long_runs["killed"]
-    for file in ("model.safetensors", "queues.safetensors", "checkpoints/step_12/state.safetensors"):
+    for file in ("model.safetensors", "queues.safetensors", "checkpoints/step_12.pt"):
         assert equal_files(whole / file, killed / file), file
-    last = load_file(killed / "checkpoints/step_12/state.safetensors")
+    last = tensors_of(killed, 12)
     own = {k.removeprefix("own/") for k in last if k.startswith("own/")}
     assert {"texts.queries", "texts.count", "videos.queries", "videos.count"} == own
     assert len(load_file(killed / "queues.safetensors")["videos"]) == 100  # it has wrapped around

@@ -3,7 +3,6 @@ model, their gradients, chunks and processes, what is refused."""
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import common
@@ -482,7 +481,7 @@ def test_a_fused_run_goes_on_bitwise(tmp_path):
     weights = tmp_path / "run" / "model.safetensors"
     whole = load_file(weights)
     weights.unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_3")
+    (tmp_path / "run" / "checkpoints" / "step_3.pt").unlink()
     mama.main(mama.parse_args(["--resume", str(tmp_path / "run")]))
     again = load_file(weights)
     assert again.keys() == whole.keys() and all(torch.equal(whole[k], again[k]) for k in whole)

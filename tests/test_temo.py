@@ -241,7 +241,7 @@ COMMANDS = sorted({c for c in COMMANDS if not re.search(r"\$|\\|\.\.\.|--help|--
 def test_commands_are_not_refused(command):
     """The flags parse; with --chunk-size the image encoder has no BatchNorm."""
     args = temo.parse_args(shlex.split(command))
-    if args.chunk_size and not args.allow_batchnorm_chunks:
+    if args.chunk_size:
         with torch.device("meta"):
             model = common.VisionEncoder(args.image_encoder, args.embed_dim, False, args.image_size)
         assert not encoders.base.has_batchnorm(model)
@@ -258,7 +258,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     lines = [json.dumps({"caption": c, "paraphrases": ["other words"]}) + "\n" for c in train.first_captions(3)]
     for name, some in (("all", lines), ("two", lines[:2])):
         (tmp_path / f"{name}.jsonl").write_text("".join(some))
-    full, partial = (sets.paraphrases.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
+    full, partial = (common.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
     for dataset in ("cc3m", "cc12m"):
         assert temo.second_texts(train, None, dataset).startswith("WARNING: NOT THE PAPER'S T~")
         assert temo.second_texts(train, full, dataset) == "paraphrases of 3 captions"

@@ -272,7 +272,7 @@ def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
 def test_without_h5py_its_files_are_refused(tmp_path, monkeypatch):
     (tmp_path / "acregion_8c5b_val.h5").write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
-    with pytest.raises(UserError, match=r"acregion_8c5b_val.h5 is read with h5py: pip install h5py"):
+    with pytest.raises(UserError, match=r"acregion_8c5b_val.h5 import of h5py"):
         Regions(tmp_path, "val", 5, 32)
 
 
@@ -347,7 +347,7 @@ def test_a_run_its_checkpoint_and_its_resume(tmp_path, task, capsys):
     assert found["metrics"]["qa"] == {k: v for k, v in test.items() if k != "unreadable"}
     assert set(found["left_out"].values()) == {"the model needs boxes, which only questions bring: --tasks qa"}
     weights.rename(tmp_path / "whole.safetensors")
-    shutil.rmtree(folder / "checkpoints" / "step_3")
+    (folder / "checkpoints" / "step_3.pt").unlink()
     capsys.readouterr()
     assert "--regions was 5" in refused(mama.parse_args, ["--resume", str(folder), "--regions", "4"], capsys)
     mama.main(mama.parse_args(["--resume", str(folder)]))

@@ -200,7 +200,8 @@ def clips_of(name, split, rows, options, root=None, classes=None, clip=None, vid
     sources = [{"path": paths[str(r["video"])], "start": r.get("start"), "end": r.get("end")} for r in kept]
     keys = [r.get("key") or window_key(r["video"], r.get("start"), r.get("end")) for r in kept]
     table = make_table([row["captions"] for row in kept], keys, sources, classes, **more)
-    note = notes(f"{len(missing):,} videos are not in {folder}, first {missing[0]}" if missing else "",
+    lost = f"{len(missing):,} videos ({len(said) - len(kept):,} rows) are not in {folder}"
+    note = notes(f"{lost}, first {missing[0]}" if missing else "",
                  f"{len(rows) - len(said):,} without a caption left out" if len(said) < len(rows) else "",
                  f"{more['label'].count(-1):,} without a class" if -1 in more.get("label", ()) else "")
     return Data(name, split, table, clip=clip or clip_options(options), note=note, **attributes)

@@ -44,10 +44,10 @@ def load(name, split, options):
         clips = read_clips(files, split)
         sentences = Sentences(files, split, clips)
         names = {"verb": class_names(files, "verb", VERBS), "noun": class_names(files, "noun", NOUNS)}
-    places = _Known(_places(str(video_folder(options))))
-    sentences.clips = np.array([i for i, c in enumerate(clips) if places[c["video"]]])
-    data = clips_of(name, split, clips, options, classes=names, clip=clip_options(options, Chunks), videos=places,
-                    sentences=sentences)
+        places = _Known(_places(str(video_folder(options))))
+        sentences.clips = np.array([i for i, c in enumerate(clips) if places[c["video"]]])
+        data = clips_of(name, split, clips, options, classes=names, clip=clip_options(options, Chunks), videos=places,
+                        sentences=sentences)
     return with_note(data, sentences.note, count_note(name, split, len(data), SETS[name]["splits"][split]))
 
 

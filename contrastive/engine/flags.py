@@ -10,7 +10,7 @@ from pathlib import Path
 from contrastive import CORES
 from contrastive.data import MODULES, find_set
 from contrastive.engine.checkpoints import folder_of
-from contrastive.engine.processes import UserError, read_json
+from contrastive.engine.processes import read_json
 from contrastive.engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
 
 
@@ -22,8 +22,10 @@ class OneLine(argparse.ArgumentParser):
                          formatter_class=argparse.ArgumentDefaultsHelpFormatter, **more)
 
     def error(self, message):
-        """Ends with one line."""
-        raise UserError(re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1 ", message))
+        """Ends with one line, from the main process."""
+        if os.environ.get("RANK", "0") == "0":
+            print("error:", re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1: ", message), file=sys.stderr)
+        sys.exit(2)
 
     def require(self, holds, message):
         """Refuse the flags with this message unless the condition holds."""
@@ -86,12 +88,15 @@ class Parser(OneLine):
         chooser.add_argument("--eval-datasets", nargs="*", default=[])
         chosen, _ = chooser.parse_known_args(argv)
         saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
-        script = Path(self.prog).stem
-        self.require(saved.pop("script", script) == script, f"--resume {chosen.resume}: a run of another script")
+        of = saved.pop("script", Path(self.prog).stem)
+        self.require(of == Path(self.prog).stem, f"--resume {chosen.resume}: a run of {of}.py, not of {self.prog}")
         chosen.dataset = chosen.dataset or saved.get("dataset") or next(iter(recipes))
         self._add_flags_of_sets([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
-        defaults = recipes.get(chosen.dataset, recipes["own"]) | {"dataset": chosen.dataset} | own | saved
+        recipe = recipes.get(chosen.dataset, recipes["own"])
+        if chosen.image_encoder not in ("", recipe["image_encoder"]):  # its chunks fit the recipe's encoder
+            recipe = {k: v for k, v in recipe.items() if k != "chunk_size"}
+        defaults = recipe | {"dataset": chosen.dataset} | own | saved
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume")})
         args = self.parse_args(argv)
         unknown_set = chosen.dataset not in recipes and not saved  # then Run fits these two to the data
@@ -108,7 +113,7 @@ class Parser(OneLine):
             self.only(when(args), g.title, *(a.option_strings[0] for a in g._group_actions))
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
-        for name in ("data_dir", "video_dir", "init_from", "extra_captions"):
+        for name in ("data_dir", "video_dir", "region_dir", "init_from", "extra_captions"):
             path = getattr(args, name, "")
             self.require(not path or Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")
         return args
