@@ -37,28 +37,27 @@ import shlex
 import sys
 from pathlib import Path
 
-import common
-from engine.base import UserError, clean_exit, first_line, lost_another, plain, rank, say, world, write_json
-from engine.data import data_options, named_as, other_options
-from engine.flags import OneLine
-from engine.folder import versions
-from engine.processes import join_processes, set_threads
-from engine.ranges import count, nonnegative, whole
+from contrastive.data import splits_of
+from contrastive.data.images import TEMO_17
+from contrastive.data.open import data_options, other_options
+from contrastive.engine.flags import OneLine
+from contrastive.engine.log import versions
+from contrastive.engine.processes import UserError, clean_exit, first_line, join, rank, say, world, write_json
+from contrastive.engine.ranges import count, nonnegative, whole
+from contrastive.evaluation import answers, mir
+from contrastive.evaluation.by_class import TASKS
+from contrastive.evaluation.case import ALTER_TRAINING, Case, Subject, keep_earlier, table
+from contrastive.evaluation.embed import together
+from contrastive.evaluation.metrics import NotFinite, embedding_health, modality_gap
+from contrastive.evaluation.retrieval import retrieval_both_ways
+from contrastive.evaluation.search import search
+from contrastive.evaluation.stand_ins import queues_of, stand_ins
+from contrastive.figures.base import draw_histograms, draw_picture, draw_retrieval, similarity_histograms
+from contrastive.figures.ncl import draw_normalization
 
 import numpy as np
 
-from evaluation import answers, mir
-from evaluation.by_class import TASKS
-from evaluation.case import ALTER_TRAINING, Case, Subject, keep_earlier, table
-from evaluation.embed import together
-from evaluation.metrics import NotFinite, embedding_health, modality_gap
-from evaluation.retrieval import retrieval_both_ways
-from evaluation.search import search
-from evaluation.stand_ins import queues_of, stand_ins
-from figures.base import draw_histograms, draw_picture, draw_retrieval, similarity_histograms
-from figures.ncl import draw_normalization
 from ncl import normalization_table, normalized_retrieval, retrieval_biases
-from sets.hub import TEMO_17
 
 SEVENTEEN = "temo-17"
 
@@ -93,7 +92,6 @@ def parse_args(argv=None):
     g.add_argument("--frames", type=whole, default=0, help="frames of a clip; 0 = as in training, 12 for one by name")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR", help="as in training")
     g.add_argument("--hold-out-val", action="store_true", help="as in training")
-    g.add_argument("--max-pixels", type=whole, default=0, help="a larger image is not read; 0 = as in training")
     g.add_argument("--max-captions", type=whole, default=0,
                    help="captions used per image; 5 = COCO's usual protocol of 25,000 captions; 0 = all, or as many as "
                         "the set's own protocol has")
@@ -131,7 +129,6 @@ def parse_args(argv=None):
     g.add_argument("--eval-batch", type=count, default=256, help="images at a time")
     g.add_argument("--workers", type=whole, default=4, help="loader processes")
     g.add_argument("--cpu", action=yesno, default=False, help="stay on the CPU")
-    g.add_argument("--threads", type=whole, default=0, help="CPU threads of each process; 0 = cores / local processes")
     args = p.parse_args(argv)
     p.require(args.checkpoint or (args.image_encoder and args.text_encoder),
               "give what to evaluate: --checkpoint RUN_DIR, or --image-encoder and --text-encoder")
@@ -215,7 +212,7 @@ def wanted_sets(args, own):
     comes twice."""
     words = args.datasets or own.get("eval_datasets") or []
     pairs = [pair for w in words for pair in _pairs(w)]
-    wanted = list(dict.fromkeys((named_as(name, own.get("dataset")), folder) for name, folder in pairs))
+    wanted = list(dict.fromkeys(pairs))
     names = [name for name, _ in wanted]
     if "" in names:
         raise UserError(f"--datasets {' '.join(words)}: expected NAME or NAME=DIR, but a name is empty")
@@ -228,7 +225,7 @@ def wanted_sets(args, own):
         raise UserError("--datasets is needed: the data set of this model is not known")
     if args.datasets:
         return wanted
-    there = [w for w in wanted if args.split in common.splits_of(w[0], args.hold_out_val or own.get("hold_out_val"))]
+    there = [w for w in wanted if args.split in splits_of(w[0], args.hold_out_val or own.get("hold_out_val"))]
     if without := ", ".join(name for name, _ in wanted if name not in dict(there or wanted)):
         say(f"WARNING: left out, since they have no {args.split} split: {without}")
     return there or wanted
@@ -250,18 +247,17 @@ def options_of_set(subject, name, data_dir):
     saved = other_options(own, name, data_dir)
     if name == own.get("dataset"):
         saved = data_options(argparse.Namespace(**own)) | ({"data_dir": data_dir} if data_dir else {})
-    given = data_options(subject.args)
-    columns = saved.pop("columns_of_training", {})
-    saved["columns_of_training"] = {k: v for k, v in columns.items() if k not in given}
-    return saved | given | {"image_size": subject.transform.size} | dict.fromkeys(ALTER_TRAINING, 0)
+    size = {"image_size": subject.transform.size}
+    return saved | data_options(subject.args) | size | dict.fromkeys(ALTER_TRAINING, 0)
 
 
 def evaluate(subject, name, options, first=True):
-    """Runs all tasks on one data set -> ({metrics, chance, left_out: {task: why the set does not support it}, changed:
-    how its data differ from the run's}, {task: why it failed}); pictures go to the folder.
+    """Runs all tasks on one data set -> ({metrics, chance, left_out: {task: why the set does not support it}}, {task:
+    why it failed}); pictures go to the folder.
 
     Args: options: of common.load_data; first: its picture is retrieval.png, without the set's name. Collective."""
-    args, case, left_out, failed = subject.args, Case(subject, name, options), {}, {}
+    args, left_out, failed = subject.args, {}, {}
+    case = Case(subject, name, options)
     for task in args.tasks:
         step = task                                                        # left out if it fails
         try:
@@ -272,10 +268,6 @@ def evaluate(subject, name, options, first=True):
                 normalize(case)
         except (UserError, ValueError) as error:
             (failed if isinstance(error, NotFinite) else left_out)[step] = first_line(error)
-        except RuntimeError as error:                                      # a card without memory, say
-            if lost_another(error):
-                raise
-            failed[step] = first_line(error)
         if step == "normalize" and step in failed | left_out:
             case.metrics["normalized_by"] = "none"
             say(f"WARNING: {name}: --normalize {args.normalize} is not possible; the retrieval numbers are without "
@@ -284,8 +276,7 @@ def evaluate(subject, name, options, first=True):
         path = subject.folder / f"retrieval.{args.figures}" if first else case.picture("retrieval")
         bias, *_ = case.pieces.get("biases", {}).get(case.metrics.get("normalized_by"), [None])
         draw_picture(path, draw_retrieval, case.pieces, bias=bias)
-    found = {"metrics": case.metrics, "chance": case.chance, "left_out": left_out}
-    return found | ({"changed": case.changed} if case.changed else {}), failed
+    return {"metrics": case.metrics, "chance": case.chance, "left_out": left_out}, failed
 
 
 def evaluate_all(subject):
@@ -299,7 +290,7 @@ def evaluate_all(subject):
         try:
             options = options_of_set(subject, name, data_dir)
             found[name], failed = evaluate(subject, name, options, first=name == wanted[0][0])
-        except (UserError, ValueError, RuntimeError) as error:
+        except (UserError, ValueError) as error:
             if len(wanted) == 1:
                 raise UserError(f"{name}: {error}" if not isinstance(error, UserError) else str(error)) from error
             errors[name] = first_line(error)
@@ -316,19 +307,16 @@ def evaluate_all(subject):
 
 def main(args):
     """Evaluate, print, write eval.json; returns its content."""
-    set_threads(args)
-    join_processes(args)
-    subject = Subject(args)
+    subject = Subject(args, join(args.cpu))
     result = {"command": shlex.join([Path(sys.executable).name, *sys.argv]),
               "checkpoint": args.checkpoint or f"{args.image_encoder} + {args.text_encoder}", "split": args.split,
               "versions": versions(args.cpu).splitlines(), "processes": world()}
-    args.dataset = named_as(args.dataset, subject.own.get("dataset"))
     result |= search(subject, options_of_set(subject, args.dataset, "")) if args.query else evaluate_all(subject)
     if rank() == 0:
         keep_earlier(subject.folder / "eval.json", result["command"])
         write_json(subject.folder / "eval.json", result)
     say(f"\nwritten to {subject.folder}")
-    return json.loads(json.dumps(result, default=plain))
+    return json.loads(json.dumps(result, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)))
 
 
 def complain(result):

@@ -93,18 +93,18 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
 """
 
 import copy
+import functools
 import math
 import os
 import warnings
 from pathlib import Path
 
 import common
-from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
-from engine.base import UserError, clean_exit, rank, say_once, world, write_json, write_tensors
-from engine.data import meta_data, open_data, verified
-from engine.flags import OneLine, Parser
-from engine.ranges import between, count, nonnegative, part, positive, rate, whole
-from engine.run import Run
+
+from common import (  # isort: skip
+    Evaluator, OneLine, Parser, Run, UserError, answers, between, by_rows, clean_exit, count, fp32, gather,
+    has_batchnorm, meta_data, nonnegative, normalize, open_data, pair_cosines, part, per_anchor, positive,
+    positive_index, rank, rate, say_once, whole, world, write_json, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -113,11 +113,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from encoders.base import has_batchnorm
-from evaluation import answers
-from evaluation.metrics import pair_cosines
-from evaluation.retrieval import Evaluator
-from figures.mama import draw
+from contrastive.figures.mama import draw  # isort: skip
 
 
 # ======================================================= METHOD ======================================================
@@ -483,13 +479,11 @@ def main(args):
         meta, evals = meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
                                 args.task, args.meta_balance)
     run = Run(__file__, args, train, evals, recipes_of(args))
-    train, evals = run.train, run.evals                                    # --verify-images leaves some out
-    meta = meta and verified(meta, run.unreadable.get("train"), args)
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)
     contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
-    tower.block = args.loss_block                                          # of the pairs that a fusion sees
+    tower.by_rows = functools.partial(by_rows, block=args.loss_block)      # of the pairs that a fusion sees
     if looks_ahead(args) and world() > 1 and has_batchnorm(tower):
         raise UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
                         "over several processes have no forward mode; use one process or another encoder")

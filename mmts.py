@@ -71,21 +71,18 @@ import math
 from pathlib import Path
 
 import common
-from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
-from engine.base import UserError, all_sum, clean_exit, to_device
-from engine.clusters import check_source, head_mid_tail, head_mid_tail_table, k_means, largest_first, open_clusters
-from engine.data import open_data
-from engine.flags import Parser
-from engine.ranges import between, count, nonnegative, part, positive, whole
-from engine.run import Run
+
+from common import (  # isort: skip
+    Evaluator, Parser, Run, UserError, all_sum, between, by_rows, check_source, clean_exit, count, fp32, gather,
+    head_mid_tail, head_mid_tail_table, k_means, largest_first, nonnegative, normalize, open_clusters, open_data,
+    part, per_anchor, positive, positive_index, to_device, whole)
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from evaluation.retrieval import Evaluator
-from figures.mmts import draw
+from contrastive.figures.mmts import draw  # isort: skip
 
 
 # ======================================================= METHOD ======================================================
@@ -377,7 +374,6 @@ def main(args):
     train, evals = open_data(args)
     check_source(train, args.clusters)
     run = Run(__file__, args, train, evals, RECIPES)
-    train, evals = run.train, run.evals                                    # --verify-images leaves some out
     period = args.period or run.total / args.periods                       # in steps
     if refusal := out_of_range(args, run.total, period):                   # now with the number of steps
         raise UserError(refusal)

@@ -72,22 +72,17 @@ import functools
 import math
 
 import common
-from common import by_rows, fp32, gather, normalize, one_number, per_anchor, positive_index
-from engine.base import clean_exit, on_card, rank, to_device, write_tensors
-from engine.data import open_data
-from engine.flags import Parser
-from engine.ranges import count, nonnegative, part, positive, whole
-from engine.run import Run
+
+from common import (  # isort: skip
+    Captioner, Evaluator, FEATURES, Parser, Run, by_rows, captioning_loss, clean_exit, count, feature_recipe,
+    feature_words, fp32, gather, nonnegative, normalize, on_card, one_number, open_data, part, per_anchor, positive,
+    positive_index, rank, retrieval_both_ways, set_dropout, support_summary, to_device, whole, write_tensors)
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.base import FEATURES
-from encoders.ssb import Captioner, captioning_loss, feature_recipe, feature_words, support_summary
-from encoders.towers import set_dropout
-from evaluation.retrieval import Evaluator, retrieval_both_ways
-from figures.ncl import draw, first_captions
+from contrastive.figures.ncl import draw, first_captions  # isort: skip
 
 
 # ======================================================= METHOD ======================================================
@@ -349,7 +344,6 @@ def main(args):
     # ------------------------------------------- data (before any process group: its errors are quick) ---------------
     train, evals = open_data(args)
     run = Run(__file__, args, train, evals, RECIPES)
-    train, evals = run.train, run.evals                                    # --verify-images may leave out rows
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()

@@ -73,22 +73,16 @@ import functools
 import math
 
 import common
-from common import by_rows, fp32, gather, normalize, one_number, per_anchor, positive_index
-from engine.base import clean_exit
-from engine.data import open_data
-from engine.flags import Parser
-from engine.ranges import between, nonnegative, part, positive, whole
-from engine.run import Run
+
+from common import (  # isort: skip
+    Evaluator, Expert, Paraphrases, Parser, Run, between, by_rows, clean_exit, fp32, gather, nonnegative, normalize,
+    one_number, open_data, part, per_anchor, positive, positive_index, text_pair, text_words, whole, zero_shot_of_run)
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from encoders.frozen import Expert
-from evaluation.by_class import zero_shot_of_run
-from evaluation.retrieval import Evaluator
-from figures.temo import draw
-from sets.paraphrases import Paraphrases, text_pair, text_words
+from contrastive.figures.temo import draw  # isort: skip
 
 
 # ======================================================= METHOD ======================================================
@@ -473,7 +467,6 @@ def main(args):
     train, evals = open_data(args)
     paraphrases = Paraphrases(args.paraphrases) if args.paraphrases else None
     run = Run(__file__, args, train, evals, RECIPES)
-    train, evals = run.train, run.evals                                    # --verify-images leaves some out
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()

@@ -76,11 +76,11 @@ import functools
 import math
 
 import common
-from common import by_rows, fp32, gather, normalize, per_anchor, positive_index
-from engine.base import UserError, clean_exit, rank, read_json, say, to_device, world, write_json
-from engine.flags import Parser
-from engine.ranges import between, count, nonnegative, part, positive, whole
-from engine.run import Run
+
+from common import (  # isort: skip
+    ClassEvaluator, Parser, Run, UserError, between, by_rows, class_table, clean_exit, count, fp32, gather,
+    has_batchnorm, labelled_splits, nonnegative, normalize, part, per_anchor, positive, positive_index, rank,
+    read_json, say, to_device, whole, world, write_json)
 
 import numpy as np
 import torch
@@ -88,10 +88,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from encoders.base import has_batchnorm
-from evaluation.by_class import ClassEvaluator, class_table
-from figures.ts import draw
-from sets.long_tail import labelled_splits
+from contrastive.figures.ts import draw  # isort: skip
 
 
 # ======================================================= METHOD ======================================================
@@ -430,7 +427,6 @@ def main(args):
         raise UserError(f"--dataset {args.dataset}: all of its training images are of one class, so nothing can "
                         "be classified; --label-column names another column")
     run = Run(__file__, args, train, evals, RECIPES)
-    train = run.train                                                      # --verify-images leaves some out
     sets = sets | {"train": train} | run.evals[args.dataset]                # and the images of --few-shot-file
     run.last = last_step(run)                                              # the schedules still span run.total
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) training images of each

@@ -35,10 +35,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
-from engine.base import flatten, read_json, write_json  # noqa: E402
-from engine.folder import versions  # noqa: E402
-
-from figures.base import figure  # noqa: E402
+from contrastive.engine.log import versions  # noqa: E402
+from contrastive.engine.processes import flatten, read_json, write_json  # noqa: E402
+from contrastive.figures.base import figure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
@@ -219,15 +218,16 @@ def command(claim, trial, suite, seed):
     """The words of one run, without its output folder; they are also its name."""
     script, *flags = shlex.split(trial.replace(" --caption-noise 0", "") if OWN else trial)  # moving-emoji's flag
     of_claim = claim["flags"].replace(MOVING, OWN) if OWN else claim["flags"]
-    words = [script, "--seed", str(seed), "--threads", "1", *shlex.split(of_claim), *flags]
+    words = [script, "--seed", str(seed), *shlex.split(of_claim), *flags]
     larger = ("--image-size 64 --frames 8" if script != "temperature_schedules.py" else
               "--image-encoder resnet18-cifar --head-norm batch --index-file '' --mixed-precision bf16")  # all images
     return words + {"quick": ["--max-steps", "3"], "full": [], "gpu": shlex.split(larger)}[suite]
 
 
 def file_of(words):
-    """results/claims/SCRIPT-HASH.json of a command; its hash does not depend on folders of this machine."""
-    key = hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
+    """results/claims/SCRIPT-HASH.json of a command; its hash does not depend on folders of this machine. Names are of
+    the time when OMP_NUM_THREADS=1 was a flag."""
+    key = hashlib.sha256(" ".join([*words[:3], "--threads", "1", *words[3:]]).encode()).hexdigest()[:12]
     return RESULTS / "claims" / f"{Path(words[0]).stem}-{key}.json"
 
 
@@ -263,7 +263,7 @@ def run(words, places, keep=None):
     with tempfile.TemporaryDirectory() as folder:
         flags = [word.format(**places) for word in words[1:]] + ["--output-dir", folder, "--run-name", "r"]
         result = subprocess.run([sys.executable, str(ROOT / words[0]), *flags], stdout=subprocess.DEVNULL,
-                                stderr=subprocess.PIPE, text=True)
+                                stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         summary = read_json(Path(folder) / "r" / "summary.json", {})
         if keep and summary:
             shutil.copytree(Path(folder) / "r", Path(keep) / file.stem, dirs_exist_ok=True,
@@ -272,8 +272,9 @@ def run(words, places, keep=None):
         last = (result.stderr.strip().splitlines() or ["no words"])[-1]
         print(f"failed ({result.returncode}): {' '.join(words)}\n  {last}", flush=True)
         return None
-    record = {"command": "python " + " ".join(words), "commit": summary["commit"], "date": str(datetime.date.today()),
-              "machine": machine(), "versions": versions().split("\n")[:9], **{k: summary[k] for k in KEPT}}
+    record = {"command": "OMP_NUM_THREADS=1 python " + " ".join(words), "commit": summary["commit"],
+              "date": str(datetime.date.today()), "machine": machine(), "versions": versions().split("\n")[:9],
+              **{k: summary[k] for k in KEPT}}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, record)
     print(f"{record['wall_s']:6.0f} s  {' '.join(words)}", flush=True)
@@ -352,8 +353,9 @@ def chosen(name, arm, trials, seeds):
 
 def evaluate(run, folder, *flags):
     """Runs eval.py on a run folder, only retrieval; its files go to `folder`."""
-    words = ["--checkpoint", str(run), "--tasks", "retrieval", "--threads", "1", "--output-dir", folder, *flags]
-    subprocess.run([sys.executable, str(ROOT / "eval.py"), *words], check=True, stdout=subprocess.DEVNULL)
+    words = ["--checkpoint", str(run), "--tasks", "retrieval", "--output-dir", folder, *flags]
+    subprocess.run([sys.executable, str(ROOT / "eval.py"), *words], check=True, stdout=subprocess.DEVNULL,
+                   env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def interval(differences):

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.base import flatten, read_json, write_json  # noqa: E402
-from engine.folder import commit  # noqa: E402
+from contrastive.engine.log import commit  # noqa: E402
+from contrastive.engine.processes import flatten, read_json, write_json  # noqa: E402
 
 from benchmarks import claims  # noqa: E402
 

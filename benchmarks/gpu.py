@@ -31,9 +31,9 @@ DRY = "--dry" in sys.argv  # known before torch looks for a card
 if DRY:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import common  # noqa: E402
-from engine.base import read_json, write_json  # noqa: E402
-from engine.folder import commit, versions  # noqa: E402
-from engine.run import Run  # noqa: E402
+from contrastive.engine.log import commit, versions  # noqa: E402
+from contrastive.engine.processes import read_json, write_json  # noqa: E402
+from contrastive.engine.run import Run  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -50,7 +50,7 @@ from benchmarks import speed
 if DRY:  # without inductor, which compiles C++ for minutes
     torch.compile = functools.partial(torch.compile, backend="eager")
 DEVICE = torch.device("cpu" if DRY else "cuda")
-ON_CPU = ["--cpu", "--threads", "1"] if DRY else []
+ON_CPU = ["--cpu"] if DRY else []
 QUIET = "--log-every 1 --eval-every 0".split()
 TOY = "--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16".split() if DRY else []
 MODULES = {"temo": temo, "temperature_schedules": ts, "ncl": ncl, "mmts": mmts, "mama": mama}
@@ -203,10 +203,10 @@ def fp16():
         process.send_signal(signal.SIGKILL)
         if process.wait() != -signal.SIGKILL:
             raise SystemExit("fp16: the run ended before it could be killed")
-        last = max(int(path.name[5:]) for path in (killed / "checkpoints").glob("step_*") if path.suffix != ".tmp")
+        last = max(int(path.stem[5:]) for path in (killed / "checkpoints").glob("step_*.pt"))
         finish(start("--resume", killed))
         runs = {name: Path(folder) / name for name in ("whole", "killed")}
-        scales = {name: read_json(run / "checkpoints" / f"step_{steps}" / "state.json")["scaler"]
+        scales = {name: torch.load(run / "checkpoints" / f"step_{steps}.pt", weights_only=True)["scaler"]
                   for name, run in runs.items()}
         weights = [(run / "model.safetensors").read_bytes() for run in runs.values()]
         rows = {name: log_of(run) for name, run in runs.items()}
@@ -331,7 +331,6 @@ def scale():
         text_length""".split())
     chunks = ["--chunk-size", size(128, 4)]
     cases = {"ResNet-50": (RESNET, 512, []),
-             "ResNet-50, N = 2,048, chunks of 128": (RESNET, 2048, [*chunks, "--allow-batchnorm-chunks"]),
              "ViT-B/16": (VIT, 512, []), "ViT-B/16, chunks of 128": (VIT, 512, chunks),
              "ViT-B/16, N = 2,048, chunks of 128": (VIT, 2048, chunks)}
     cases["ViT-B/16, InfoNCE"] = (VIT, 512, ["--loss", "infonce"])

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.base import read_json, write_json  # noqa: E402
+from contrastive.engine.processes import read_json, write_json  # noqa: E402
 
 from benchmarks import claims  # noqa: E402
 

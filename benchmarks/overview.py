@@ -14,7 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
-from engine.base import read_json  # noqa: E402
+from contrastive.engine.processes import read_json  # noqa: E402
+from contrastive.evaluation.metrics import normalize  # noqa: E402
+from contrastive.figures.base import figure, save_figure  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -24,8 +26,6 @@ import mmts  # noqa: E402
 import ncl  # noqa: E402
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
-from evaluation.metrics import normalize  # noqa: E402
-from figures.base import figure, save_figure  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "results" / "pictures"
 DRAWN = {"ts": "figures", "mmts": "clusters", "ncl": "normalization", "mama": "weights", "temo": "positive_pairs"}

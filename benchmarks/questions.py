@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.base import write_json  # noqa: E402
-from engine.ranges import count  # noqa: E402
+from contrastive.engine.processes import write_json  # noqa: E402
+from contrastive.engine.ranges import count  # noqa: E402
 
 from benchmarks import claims  # noqa: E402
 
-FLAGS = "--threads 1 --eval-every 0"
+FLAGS = "--eval-every 0"
 ROWS = {
     "qa-open": {
         "margin and weights (default)": "", "no margin": "--margin-schedule none", "no weights": "--weighting none",

@@ -32,15 +32,17 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
-from engine.base import read_json, write_json  # noqa: E402
-from engine.clusters import open_clusters  # noqa: E402
-from engine.folder import commit  # noqa: E402
+from contrastive.data.pictures import decode  # noqa: E402
+from contrastive.data.table import IN_MEMORY  # noqa: E402
+from contrastive.data.views import OPERATIONS, crop_batch, randaugment  # noqa: E402
+from contrastive.encoders.base import STATS  # noqa: E402
+from contrastive.engine.log import commit  # noqa: E402
+from contrastive.engine.processes import read_json, write_json  # noqa: E402
+from contrastive.evaluation.clusters import open_clusters  # noqa: E402
 
-import encoders.base
 import mama  # noqa: E402
 import mmts  # noqa: E402
 import ncl  # noqa: E402
-import readers.pictures
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
 from benchmarks.claims import machine  # noqa: E402
@@ -150,7 +152,7 @@ def jpeg(rounds, n=192):
     for out, small in zip(files, np.random.default_rng(0).integers(0, 255, (16, 24, 42, 3), dtype=np.uint8)):
         write_jpeg(out, small, (500, 375))
     files = [out.getvalue() for out in files]
-    mean, std = encoders.base.STATS["imagenet"]
+    mean, std = STATS["imagenet"]
     pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1)), T.ToTensor(), T.Normalize(mean, std)])
     view, transform = common.Augment(224, 0.5), common.EvalTransform(224, mean, std)
     batches = [range(i, i + 32) for i in range(0, n, 32)]
@@ -160,7 +162,7 @@ def jpeg(rounds, n=192):
 
     def worker(rows):
         draws = common.uniforms(0, 0, rows, view.DRAWS)                      # (32, DRAWS)
-        crops = [view.crop_one(readers.pictures.decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)]
+        crops = [view.crop_one(decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)]
         return torch.stack(crops), draws                                     # (32, 3, 224, 224) uint8
 
     def ours():
@@ -191,7 +193,7 @@ def views(rounds, n=256):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 255, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
     pictures = [Image.fromarray(x.permute(1, 2, 0).numpy()) for x in images]
-    mean, std = encoders.base.STATS["imagenet"]
+    mean, std = STATS["imagenet"]
     pil = T.Compose([
         T.RandomResizedCrop(32, (0.1, 1), interpolation=T.InterpolationMode.BICUBIC), T.RandomHorizontalFlip(),
         T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8), T.RandomGrayscale(0.2),
@@ -202,7 +204,7 @@ def views(rounds, n=256):
 
     def ours(augment):
         draws = common.uniforms(0, 0, range(n), augment.DRAWS)               # (n, DRAWS)
-        return transform.normalise(augment.finish(common.crop_batch(augment, images, draws), draws))
+        return transform.normalise(augment.finish(crop_batch(augment, images, draws), draws))
 
     ours(fused)  # compiles
     variants = {"pil": lambda: torch.stack([pil(p) for p in pictures]), "eager": lambda: ours(eager),
@@ -247,13 +249,13 @@ def cc3m_views(rounds, n=512, batch=64):
 
     args, rng = temo.parse_args(["--dataset", "cc3m"]), np.random.default_rng(0)
     files = [photograph(rng, (500 + 10 * k, 400 - 4 * k)) for k in range(-8, 8)]
-    ends, rows = np.cumsum([len(f) for f in files]), common.IN_MEMORY + 1    # more rows than are kept as lists
+    ends, rows = np.cumsum([len(f) for f in files]), IN_MEMORY + 1    # more rows than are kept as lists
     asked = args.randaugment_ops, args.randaugment_magnitude
     base = common.Augment(args.image_size, args.crop_min, randaugment=asked)
     crop, none = common.Augment(args.image_size, args.crop_min), np.zeros(base.DRAWS, np.float32)
-    crops = [crop.crop_one(readers.pictures.decode(f), none) for f in files]
+    crops = [crop.crop_one(decode(f), none) for f in files]
     theirs = v2.RandAugment(num_ops=1, magnitude=asked[1])
-    theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in common.OPERATIONS}
+    theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in OPERATIONS}
 
     def torchvision(image, u, operations, magnitude):
         with torch.random.fork_rng(devices=[]):
@@ -285,7 +287,7 @@ def cc3m_views(rounds, n=512, batch=64):
             with mock.patch.object(common, "randaugment", torchvision):
                 read(base, base)
         t = Times({"ours": lambda: read(base, base), "torchvision": read_torchvision, "read": read, "query": query,
-                   "randaugment": lambda: augment(common.randaugment),
+                   "randaugment": lambda: augment(randaugment),
                    "randaugment_torchvision": lambda: augment(torchvision)}, rounds)
     return {"jpeg_bytes": int(np.mean([len(f) for f in files])), "ours_samples_per_s": n / t.median("ours"),
             "torchvision_samples_per_s": n / t.median("torchvision"), "ratio": t.ratio("torchvision", "ours")} | {

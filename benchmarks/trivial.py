@@ -14,16 +14,17 @@ import tempfile
 from pathlib import Path
 
 import common
-from engine.base import read_json, write_json
-from engine.folder import commit
+from contrastive.encoders.models import spec_of
+from contrastive.engine.log import commit
+from contrastive.engine.processes import read_json, write_json
+from contrastive.evaluation.by_class import nearest
+from contrastive.evaluation.embed import encode_images
 
 import numpy as np
 import torch
 
 import temo
 from benchmarks.claims import RESULTS, machine, markdown
-from evaluation.by_class import nearest
-from evaluation.embed import encode_images
 
 
 def raw_pixels(images):
@@ -72,7 +73,7 @@ def main(argv=None):
     train = common.load_data(args.dataset, "train", **options)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = common.build_tokenizer("small", recipe.text_length, train.first_captions, folder)
-    model, transform = common.build_model(common.spec_of(recipe), tokenizer, False)
+    model, transform = common.build_model(spec_of(recipe), tokenizer, False)
     models = [("trivial", None), ("untrained tower", (model.eval(), transform))]
     for run in args.runs:
         own, (model, _, transform) = read_json(Path(run) / "args.json"), common.load_model(run)

@@ -11,14 +11,14 @@ import zlib
 from pathlib import Path
 
 import common
+from contrastive.data.open import HELD_OUT, held_out_place
+from contrastive.data.table import EmptySplit
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-
-import readers.columns
 
 CLASSES = ["apple", "pear_tree", "zebra"]  # sample i has class i % 3
 
@@ -90,8 +90,8 @@ def write_rows(path, header, rows):
 def open_splits(name, **options):
     """{split: Data} of the splits that have something in them: in a tiny set nothing may fall into a held-out one."""
     out = {}
-    for split in readers.columns.SPLIT_NAMES:
-        with contextlib.suppress(common.EmptySplit):
+    for split in ("train", "val", "test"):
+        with contextlib.suppress(EmptySplit):
             out[split] = common.load_data(str(name), split, **options)
     return out
 
@@ -100,7 +100,7 @@ def held_out(names):
     """{split: names} as the hash of each name places it, where train alone is given."""
     out = {"val": [], "test": [], "train": []}
     for name in names:
-        out[("val", "test", "train")[min(2, int(common.held_out_place(name) / common.HELD_OUT))]].append(name)
+        out[("val", "test", "train")[min(2, int(held_out_place(name) / HELD_OUT))]].append(name)
     return out
 
 
@@ -284,9 +284,28 @@ def losses(folder):
     return [r["loss"] for r in steps(folder)]
 
 
+def tensors_of(folder, step):
+    """{part/name: tensor} of a run's checkpoint after so many steps."""
+    return tensors_in(folder / "checkpoints" / f"step_{step}.pt")
+
+
+def tensors_in(path):
+    """{name: tensor} of a safetensors file or of a checkpoint: its parts and, of each process, its random state."""
+    if path.suffix == ".safetensors":
+        return load_file(path)
+
+    def flat(value, name):
+        if torch.is_tensor(value):
+            return {name: value}
+        many = enumerate(value) if isinstance(value, (list, tuple)) else ()
+        pairs = value.items() if isinstance(value, dict) else many
+        return {k: x for key, of in pairs for k, x in flat(of, f"{name}/{key}".lstrip("/")).items()}
+    return flat(torch.load(path, weights_only=True), "")
+
+
 def equal_files(a, b):
-    """Are two safetensors files the same, bit by bit?"""
-    a, b = load_file(a), load_file(b)
+    """Are the tensors of two safetensors files, or of two checkpoints, the same, bit by bit?"""
+    a, b = tensors_in(a), tensors_in(b)
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import engine.base
+from contrastive import engine
 
 from torch.utils.data._utils import signal_handling
 
@@ -74,7 +74,7 @@ def forked(work, log, **environment):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
-        with engine.base.clean_exit():
+        with engine.processes.clean_exit():
             work()
     process = multiprocessing.get_context("fork").Process(target=inside)
     process.start()
@@ -122,7 +122,7 @@ def _run(script, flags, log, environment, hold):
     sys.path.insert(0, str(Path(script).parent))
     script = Path(script).stem
     sys.argv = [f"{script}.py", *flags]
-    from engine.run import Run
+    from contrastive.engine.run import Run
     module = importlib.import_module(script)
     module.draw = lambda *_, **__: None  # the pictures take longer than these runs
     done = Run.done
@@ -132,5 +132,5 @@ def _run(script, flags, log, environment, hold):
         if run.step == hold:
             time.sleep(600)
     Run.done = done_and_held
-    with engine.base.clean_exit():
+    with engine.processes.clean_exit():
         module.main(module.parse_args(flags))

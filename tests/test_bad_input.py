@@ -10,18 +10,15 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import common
-import engine.base
-import engine.checkpoints
-import engine.data
-import engine.flags
-from engine.base import UserError
+from contrastive import engine, evaluation
+from contrastive.data import open as data_open
+from contrastive.data.batches import epoch_batches
+from contrastive.engine.processes import UserError
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import evaluation.by_class
-import evaluation.embed
 import helpers
 import launch
 import mama
@@ -30,7 +27,7 @@ import ncl
 import temo
 import temperature_schedules
 
-TINY = "--cpu --workers 0 --threads 1 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 2".split()
+TINY = "--cpu --workers 0 --image-size 16 --embed-dim 16 --batch-size 8 --max-steps 2".split()
 
 
 def run(dataset, out, *flags):
@@ -64,7 +61,7 @@ def spoil(folder, n=60):
     """n pictures; of the first training batch one is missing, one cut off, one a text. Returns the csv and the keys."""
     csv = helpers.write_captions(folder, n)
     train = common.load_data(str(csv), "train")
-    order = next(common.epoch_batches(len(train), 8, 42, 0, 1))[1]
+    order = next(epoch_batches(len(train), 8, 42, 0, 1))[1]
     missing, cut, text = (train.key(int(i)) for i in order[[1, 4, 6]])  # the second of two processes reads the last two
     (folder / missing).unlink()
     (folder / cut).write_bytes(helpers.TRUNCATED)
@@ -262,9 +259,9 @@ def test_batch_not_divisible_by_the_processes(capsys, monkeypatch):
 
 def test_the_batch_that_processes_can_share(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert [engine.data.largest_batch(SimpleNamespace(examples=n)) for n in (23, 24, 3)] == [20, 24, 0]
+    assert [data_open.largest_batch(SimpleNamespace(examples=n)) for n in (23, 24, 3)] == [20, 24, 0]
     with pytest.raises(UserError, match="larger than the 3 training examples of x; give more data"):
-        engine.data.fit_to(SimpleNamespace(batch_size=8, fit_batch=True, epochs=1.0),
+        data_open.fit_to(SimpleNamespace(batch_size=8, fit_batch=True, epochs=1.0),
                            SimpleNamespace(examples=3, name="x"))
 
 
@@ -275,7 +272,7 @@ def test_hold_out_val_is_refused_where_it_would_do_nothing(capsys):
 
 def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     """And say so; a resumed run keeps it. A set with a recipe, or a --batch-size, is left alone."""
-    flags = ["--dataset", good, *"--cpu --threads 1 --workers 0 --max-steps 1 --image-size 16".split()]
+    flags = ["--dataset", good, *"--cpu --workers 0 --max-steps 1 --image-size 16".split()]
     flags += ["--output-dir", tmp_path, "--run-name", "r"]
     summary = temo.main(temo.parse_args(list(map(str, flags))))
     out = capsys.readouterr().out
@@ -326,7 +323,7 @@ def test_resume_with_a_changed_flag(words, tmp_path, capsys):
 
 def test_flags_of_a_data_set_that_is_evaluated_alone_are_used(capsys):
     args = temo.parse_args("--dataset emoji --eval-datasets emoji moving-emoji --clips 50 20 10 --fold 3".split())
-    sets = engine.data.evaluation_sets(args)
+    sets = data_open.evaluation_sets(args)
     assert [len(sets["moving-emoji"][s]) for s in ("val", "test")] == [20, 10]
     assert len(sets["emoji"]["test"]) == len(common.load_data("emoji", "test", fold=3)) != 168
     refused(capsys, "--dataset", "cc3m", "--fold=")
@@ -338,11 +335,11 @@ def test_flags_of_a_data_set_that_is_evaluated_alone_are_used(capsys):
 def test_resume_with_another_architecture_in_the_checkpoint(finished, tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(finished[0], folder)
-    saved = folder / "checkpoints" / "step_2" / "state.safetensors"
+    saved = folder / "checkpoints" / "step_2.pt"
     weights, state = load_file(saved), json.loads(saved.with_suffix(".json").read_text())
     weights["model/vision.projection.weight"] = weights["model/vision.projection.weight"][:8].clone()
     save_file(weights, saved)
-    state["sha256"] = engine.base.checksum(saved)
+    state["sha256"] = engine.processes.checksum(saved)
     state["own_sha256"] = engine.checkpoints._digest(state)
     saved.with_suffix(".json").write_text(json.dumps(state))
     words = "another architecture than these flags .1 tensors differ, first vision.projection.weight"
@@ -493,14 +490,14 @@ def test_resume_remembers_changed_flags_and_refuses_fewer_steps(good, tmp_path, 
 def test_a_process_that_alone_refuses_a_flag_says_so(monkeypatch, capsys):
     """On a node without the folder, say; the main process could only say that the other did not come."""
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(engine.base.time, "sleep", lambda _: None)
+    monkeypatch.setattr(engine.processes.time, "sleep", lambda _: None)
     with pytest.raises(SystemExit, match="2"):
         temo.parse_args(["--tau", "0"])
     assert capsys.readouterr().err.startswith("error (process 3): --tau ")
 
 
 def test_two_data_sets_that_declare_one_flag(monkeypatch, capsys):
-    from sets import emoji, ssv2
+    from contrastive.data import emoji, ssv2
     own = emoji.SETS["emoji"]["options"]
     monkeypatch.setitem(ssv2.SETS["ssv2-lt"], "options", own)                # of one family: one flag
     assert temo.parse_args(["--fold", "3", "--eval-datasets", "ssv2-lt"]).fold == 3

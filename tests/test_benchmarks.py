@@ -10,8 +10,8 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import engine.folder
-from engine.run import Run
+from contrastive import engine
+from contrastive.engine.run import Run
 
 import pytest
 import torch
@@ -181,15 +181,15 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     monkeypatch.setattr(engine.folder, "__file__", str(tmp_path / "engine" / "folder.py"))
     (tmp_path / "benchmarks/results/claims.md").write_text("after")
-    assert len(engine.folder.commit()) == 12
+    assert len(engine.log.commit()) == 12
     (tmp_path / "mine.py").write_text("a fork that git does not know")
     for script, changed in (("temo.py", False), ("mine.py", True)):
         monkeypatch.setattr(sys, "argv", [str(tmp_path / script)])
-        assert engine.folder.commit().endswith("+changes") == changed
+        assert engine.log.commit().endswith("+changes") == changed
     monkeypatch.undo()
     monkeypatch.setattr(engine.folder, "__file__", str(tmp_path / "engine" / "folder.py"))
     (tmp_path / "temo.py").write_text("after")
-    assert engine.folder.commit().endswith("+changes")
+    assert engine.log.commit().endswith("+changes")
 
 
 def test_every_claim_names_flags_that_its_script_has(places):

@@ -12,20 +12,18 @@ import time
 from pathlib import Path
 
 import common
-import engine.base
-import engine.data
-from engine.base import UserError
+from contrastive import encoders, figures
+from contrastive.data import open as data_open
+from contrastive.data import own as data_own
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-import encoders.frozen
-import figures.mama
 import launch
 import mama
-import sets.own
 from helpers import TEXT, frame, frame_number, open_splits, write_captions, write_rows, write_video
 from tools import caption
 
@@ -234,7 +232,7 @@ def test_a_csv_of_captions_that_the_scripts_read(kind, models, videos, tmp_path,
 def test_mama_trains_on_its_csv(models, videos, tmp_path):
     run(videos, tmp_path / "captions.csv", models["llava"])
     flags = ["--dataset", str(tmp_path / "captions.csv"), "--video-dir", str(videos), "--output-dir", str(tmp_path)]
-    flags += "--run-name run --cpu --threads 1 --workers 0 --image-size 32 --frames 2 --batch-size 2".split()
+    flags += "--run-name run --cpu --workers 0 --image-size 32 --frames 2 --batch-size 2".split()
     flags += "--meta-batch-size 2 --meta-size 2 --embed-dim 16 --max-steps 2 --eval-every 0 --log-every 1".split()
     summary = mama.main(mama.parse_args(flags))
     assert summary["steps"] == 2 and not summary["errors"]
@@ -442,11 +440,11 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
                           ("video,caption", "odd.csv: it has no rows")):
         (tmp_path / "odd.csv").write_text(f"{header}\n" if "rows" in words or "line" in words else f"{header}\nx,y\n")
         with pytest.raises(UserError) as info:
-            sets.own.add_captions(plain, tmp_path / "odd.csv")
+            data_own.add_captions(plain, tmp_path / "odd.csv")
         assert str(info.value).startswith("--extra-captions") and words in str(info.value), info.value
     drawn = common.Data("drawn", "train", common.make_table([["x"]], ["0"]), pixels=torch.zeros(1, 2, 3, 8, 8).byte())
     with pytest.raises(UserError, match="drawn has no files of its own"):
-        sets.own.add_captions(drawn, tmp_path / "none.csv")
+        data_own.add_captions(drawn, tmp_path / "none.csv")
 
 
 def test_extra_captions_after_rows_were_held_out(models, videos, tmp_path):
@@ -465,7 +463,7 @@ def pairs_of(tmp_path, more, evals=(), **flags):
     args = argparse.Namespace(**({"video_dir": str(tmp_path), "frames": 2} | flags))
     own = {k: getattr(args, k) for k in ("video_dir", "frames", "unfold_captions") if hasattr(args, k)}
     data = common.load_data(str(tmp_path / "own.csv"), "train", **own)
-    return data, engine.data.add_pairs(data, more, args, {"x": dict(evals)})
+    return data, data_open.add_pairs(data, more, args, {"x": dict(evals)})
 
 
 def test_captions_of_more_pairs_are_joined_as_those_of_the_set(tmp_path):
@@ -500,7 +498,7 @@ def test_pairs_of_another_set_join_training(tmp_path):
     for words in ("4 more pairs from howto100m, 50% of an epoch", "2 of clips that the evaluation reads left out",
                   "only captions are joined, without label"):
         assert words in both.note, both.note
-    meta, _ = engine.data.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
+    meta, _ = data_open.meta_data(both, {}, "own", "train", 8, 2)  # clean examples are the set's own
     assert sorted(meta.keys()) == sorted(data.keys())
     cut = both.select([5, 0])
     assert cut.own is None and torch.equal(cut.read(0), both.read(5))
@@ -520,7 +518,7 @@ def test_pairs_come_from_the_csv_of_this_tool_and_train(tmp_path):
              str(tmp_path / "runs"), "--run-name", "r", "--cpu", "--frames", "2", "--image-size", "32", "--workers",
              "0", "--batch-size", "12", "--weighting", "none", "--eval-every", "0", "--max-steps", "1"]
     args = mama.parse_args(flags)
-    train, evals = engine.data.open_data(args)
+    train, evals = data_open.open_data(args)
     assert len(train) == 12 and len(evals[str(tmp_path / "own.csv")]["val"]) == 1
     assert sorted({c.split()[0] for i in range(12) for c in train.captions(i)}) == ["more", "own"]
     mama.main(args)
@@ -548,7 +546,7 @@ def test_pairs_that_cannot_join_are_refused(tmp_path):
             pairs_of(tmp_path, more, evals)
         assert str(info.value).startswith("--extra-pairs") and words in str(info.value), info.value
     with pytest.raises(UserError, match=f"^--extra-captions {tmp_path}: no such file"):
-        sets.own.add_captions(data, tmp_path)
+        data_own.add_captions(data, tmp_path)
 
 
 def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
@@ -567,7 +565,7 @@ def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
     assert len(both) == 6 and "2 more pairs" in both.note
     assert "1 of clips that are trained on already" in both.note
     table = common.make_table([["t"]] * 2, ["0", "1"], [{"bytes": b"a", "path": "0.png"}] * 2)  # no file to know it by
-    assert len({*engine.data.places(common.Data("x", "train", table))}) == 2
+    assert len({*data_open.places(common.Data("x", "train", table))}) == 2
 
 
 def test_the_help_says_what_the_paper_leaves_open(capsys):

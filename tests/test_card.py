@@ -11,11 +11,18 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
-from engine import checkpoints, flags, processes
-from engine.base import UserError, read_json, write_tensors
-from engine.clusters import head_mid_tail
-from engine.processes import set_card
-from engine.run import Run
+from contrastive.data.batches import SLICE, in_slices
+from contrastive.data.pictures import part_of
+from contrastive.encoders.base import channels_last, small_cnn
+from contrastive.encoders.frozen import Expert
+from contrastive.engine import checkpoints, flags, processes
+from contrastive.engine.processes import UserError, read_json, set_card, write_tensors
+from contrastive.engine.run import Run
+from contrastive.evaluation.by_class import class_metrics, nearest
+from contrastive.evaluation.clusters import head_mid_tail
+from contrastive.evaluation.embed import together
+from contrastive.evaluation.mir import mir_of
+from contrastive.evaluation.retrieval import retrieval_both_ways
 
 import numpy as np
 import pytest
@@ -30,18 +37,12 @@ import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from encoders.base import channels_last, small_cnn
-from encoders.frozen import Expert
-from evaluation.by_class import class_metrics, nearest
-from evaluation.embed import together
-from evaluation.mir import mir_of
-from evaluation.retrieval import retrieval_both_ways
 from helpers import losses, run_script, unit
 
 SCRIPTS = {temo: [], ts: [], ncl: [], mmts: ["--num-clusters", 2],
            mama: ["--meta-size", 4, "--meta-batch-size", 2]}
 TOY = ["--dataset", "moving-emoji", "--clips", 12, 6, 6, "--image-size", 16, "--frames", 2, "--batch-size", 6,
-       "--max-steps", 2, "--log-every", 1, "--save-every", 0, "--cpu", "--threads", 1]
+       "--max-steps", 2, "--log-every", 1, "--save-every", 0, "--cpu"]
 HALF = ["--compile", "--mixed-precision", "bf16"]
 
 
@@ -223,8 +224,8 @@ def test_a_process_without_a_card_is_told(monkeypatch):
 def test_a_run_on_the_cpu_leaves_the_card_alone(tmp_path, monkeypatch):
     def touched(*_):
         raise AssertionError("the card was opened")
-    for name in ("engine.folder.torch.cuda.get_device_name", "engine.checkpoints.torch.cuda.get_rng_state"):
-        monkeypatch.setattr(name, touched)
+    for name in ("folder.torch.cuda.get_device_name", "checkpoints.torch.cuda.get_rng_state"):
+        monkeypatch.setattr(f"contrastive.engine.{name}", touched)
     available = torch.cuda.is_available
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "torch/" not in sys._getframe(1).f_code.co_filename
                         or available())  # for our files
@@ -266,8 +267,8 @@ def test_adam_in_one_kernel_is_the_same_adam(tmp_path, monkeypatch):
 
 
 def test_experts_of_a_card_run_in_half_precision(monkeypatch):
-    monkeypatch.setattr("encoders.frozen.hub_encoder", lambda *_: (torch.nn.Linear(2, 2), 2, None, {}))
-    monkeypatch.setattr("encoders.frozen.build_tokenizer", lambda *_: None)
+    monkeypatch.setattr("contrastive.encoders.frozen.hub_encoder", lambda *_: (torch.nn.Linear(2, 2), 2, None, {}))
+    monkeypatch.setattr("contrastive.encoders.frozen.build_tokenizer", lambda *_: None)
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)
     monkeypatch.setattr(Expert, "_features", lambda self, inputs: torch.zeros(1, 2))
     kinds = {(kind, device): Expert("x", "text", None, torch.device(device), kind).autocast.keywords["enabled"]
@@ -292,10 +293,10 @@ def test_views_in_slices_are_the_whole_to_the_bit():
     def finish(frames, draws):
         seen.append(len(frames))
         return view.photometric(frames.float().div_(255), draws)
-    whole = common.in_slices(finish, 0, frames, draws)
-    assert torch.equal(common.in_slices(finish, common.SLICE, frames, draws), whole)
+    whole = in_slices(finish, 0, frames, draws)
+    assert torch.equal(in_slices(finish, SLICE, frames, draws), whole)
     assert seen == [600, 200, 200, 200]
-    assert torch.equal(common.in_slices(finish, 599, frames, draws), whole)
+    assert torch.equal(in_slices(finish, 599, frames, draws), whole)
 
 
 # ----------------------------------------------------- loader --------------------------------------------------------
@@ -311,7 +312,7 @@ def test_a_tar_is_opened_once(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("builtins.open", lambda path, *more, open=open, **how: opened.append(path) or open(
         path, *more, **how))
-    parts = [common.part_of(str(tmp_path / "0.tar"), k, 2) for k in (4, 0, 9)]
+    parts = [part_of(str(tmp_path / "0.tar"), k, 2) for k in (4, 0, 9)]
     assert parts == [b"45", b"01", b"9"] and len(opened) == 1
 
 

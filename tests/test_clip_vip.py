@@ -1,16 +1,14 @@
 """CLIP-ViP's tower: its attention against a mask and loops, one frame against CLIP, its released names, whole runs."""
 
 import common
-from engine.base import UserError
+from contrastive import encoders
+from contrastive.engine.processes import UserError
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel
 
-import encoders.base
-import encoders.clip_vip
-import encoders.weights
 import eval as eval_py
 import launch
 import mama
@@ -196,7 +194,7 @@ def test_a_released_file_that_does_not_fit(clip, tmp_path, capsys):
 
 # ---------------------------------------------------- runs ----------------------------------------------------------
 def flags(clip, folder, *more):
-    return ["--cpu", "--threads", "1", "--clips", "32", "16", "16", "--batch-size", "16", "--log-every", "1",
+    return ["--cpu", "--clips", "32", "16", "16", "--batch-size", "16", "--log-every", "1",
             "--image-encoder", f"clip_vip:{clip[0]}", "--text-encoder", str(clip[0]), "--pretrained", "--text-length",
             "12", "--embed-dim", "16", "--image-stats", "encoder", "--output-dir", str(folder), *more]
 
@@ -214,7 +212,7 @@ def test_a_run_with_the_look_ahead_loads_and_evaluates(clip, tmp_path):
         image, text, _ = model(torch.randn(2, 3, 3, 32, 32), words(["red apple", "green pear"]))
     assert image.shape == text.shape == (2, 16)
     def evaluate(*these):
-        these = [*these, "--cpu", "--threads", "1", "--tasks", "retrieval", "--output-dir", str(tmp_path / "eval")]
+        these = [*these, "--cpu", "--tasks", "retrieval", "--output-dir", str(tmp_path / "eval")]
         result, = eval_py.main(eval_py.parse_args(these))["datasets"].values()
         return result["metrics"]["retrieval"]["text_to_image"]
     own = summary["test"]["moving-emoji"]["text_to_image"]

@@ -12,7 +12,15 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import common
-from engine.base import UserError
+from contrastive import data as data_sets
+from contrastive import encoders
+from contrastive.data import emoji as emoji_set
+from contrastive.data import stream as data_stream
+from contrastive.data.batches import SHARDS_AT_ONCE, epoch_batches, epoch_order
+from contrastive.data.pictures import decode
+from contrastive.data.texts import Paraphrases
+from contrastive.data.views import OPERATIONS, crop_batch, gaussian_blur, randaugment, shift_hue
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -22,13 +30,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
-import encoders.base
 import launch
-import readers.pictures
-import readers.stream
-import readers.tars
-import sets
-import sets.paraphrases
 import temo
 from helpers import (
     CLASSES,
@@ -48,9 +50,6 @@ from helpers import (
     write_tar,
     write_video,
 )
-from readers.pictures import decode
-from sets import emoji as emoji_set
-from sets.paraphrases import Paraphrases, drop_and_swap, text_pair
 from tools import paraphrase
 
 SPLITS = ("train", "val", "test")
@@ -684,16 +683,16 @@ def forty():
 @pytest.mark.parametrize("seed, epoch", [(3, 0), (3, 1), (8, 0)])
 def test_many_shards_are_read_a_few_at_a_time(seed, epoch, forty):
     n = len(forty)
-    order = common.epoch_order(n, seed, epoch, forty)
+    order = epoch_order(n, seed, epoch, forty)
     assert sorted(order.tolist()) == list(range(n))
-    assert np.array_equal(order, common.epoch_order(n, seed, epoch, forty))  # of (seed, epoch) alone
-    assert np.array_equal(order, common.epoch_order(n, seed, epoch, 7 * forty + 2))  # and of no shard's number
+    assert np.array_equal(order, epoch_order(n, seed, epoch, forty))  # of (seed, epoch) alone
+    assert np.array_equal(order, epoch_order(n, seed, epoch, 7 * forty + 2))  # and of no shard's number
     for other in ((seed, epoch + 1), (seed + 1, epoch)):
-        assert not np.array_equal(order, common.epoch_order(n, *other, forty))
+        assert not np.array_equal(order, epoch_order(n, *other, forty))
     read = forty[order]  # (n,) the shard of each row in the order of reading
     begin, end = (np.array([np.flatnonzero(read == s)[k] for s in range(40)]) for k in (0, -1))  # (40,) of each shard
     open_at = ((begin[:, None] <= np.arange(n)) & (np.arange(n) <= end[:, None])).sum(0)  # (n,) shards begun, not done
-    assert open_at.max() <= common.SHARDS_AT_ONCE == 16
+    assert open_at.max() <= SHARDS_AT_ONCE == 16
     sizes = np.bincount(forty)
     turns = np.argsort(begin)  # shards as they are begun
     windows = [turns[:16], turns[16:32], turns[32:]]
@@ -708,7 +707,7 @@ def test_many_shards_are_read_a_few_at_a_time(seed, epoch, forty):
 def test_few_shards_are_the_plain_permutation(shards):
     numbers = None if shards is None else np.arange(100) % shards
     plain = np.random.default_rng([5, 2]).permutation(100)
-    assert np.array_equal(common.epoch_order(100, 5, 2, numbers), plain)
+    assert np.array_equal(epoch_order(100, 5, 2, numbers), plain)
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -716,13 +715,13 @@ def test_epoch_batches(many, forty):
     n, size, shards = (len(forty), 32, forty) if many else (50, 12, None)
     per_epoch = n // size
     last = 2 * per_epoch + 1
-    steps = list(common.epoch_batches(n, size, 7, 0, last, shards))
+    steps = list(epoch_batches(n, size, 7, 0, last, shards))
     assert [e for e, _ in steps] == [0] * per_epoch + [1] * per_epoch + [2]
     for e in (0, 1):
         rows = np.concatenate([b for epoch, b in steps if epoch == e])  # what is left waits for another epoch
-        assert np.array_equal(rows, common.epoch_order(n, 7, e, shards)[:per_epoch * size])
+        assert np.array_equal(rows, epoch_order(n, 7, e, shards)[:per_epoch * size])
         assert len(set(rows.tolist())) == len(rows)
-    later = list(common.epoch_batches(n, size, 7, 5, last, shards))
+    later = list(epoch_batches(n, size, 7, 5, last, shards))
     assert all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in zip(steps[5:], later, strict=True))
 
 
@@ -733,7 +732,7 @@ def test_batches_of_forty_tars_are_read_in_windows(tmp_path):
     write_tar(tmp_path / "test.tar", tar_samples(range(82, 84), "png", "txt"))
     data = common.load_data(str(tmp_path), "train")
     assert data.shards.tolist() == [i // 2 for i in range(80)]
-    order = common.epoch_order(80, 3, 0, data.shards)
+    order = epoch_order(80, 3, 0, data.shards)
     for workers in (0, 2):
         keys = [k for b in batches_of(data, size=8, last=10, workers=workers) for k in b["keys"]]
         assert keys == [data.key(i) for i in order] and len({int(k) // 2 for k in keys[:32]}) == 16
@@ -800,7 +799,7 @@ def test_bad_samples_are_replaced_by_the_next_counted_and_listed(workers, spoilt
     batches = batches_of(common.load_data(csv, "train"), last=12, workers=workers, folder=tmp_path)
     seen = [k for b in batches for k in b["keys"]]
     after = {keys[3]: keys[5], keys[4]: keys[5], keys[35]: keys[0]}
-    order = [keys[i] for _, batch in common.epoch_batches(36, 6, 3, 0, 12) for i in batch]
+    order = [keys[i] for _, batch in epoch_batches(36, 6, 3, 0, 12) for i in batch]
     assert seen == [after.get(k, k) for k in order]  # the same rule with and without workers
     lines = (tmp_path / "bad_samples.txt").read_text(encoding="utf8").splitlines()
     reasons = dict(line.split("\t") for line in lines)
@@ -819,7 +818,7 @@ def test_too_many_bad_samples_stop_the_run(spoilt, tmp_path):
 
 # ---------------------------------------------------- the index of tars ----------------------------------------------
 def indexed(path, **options):
-    data = readers.tars.index("mine", "train", [path], options)
+    data = data_stream.index("mine", "train", [path], options)
     return [(data.key(i), *data.captions(i)) for i in range(len(data))], data
 
 
@@ -861,7 +860,7 @@ def test_a_json_that_is_nested_too_deeply_is_one_bad_sample(tmp_path):
     path = write_tar(tmp_path / "train-0.tar", samples)
     rows, data = indexed(path, caption_column="json.title")
     assert rows == [("000000", caption(0)), ("000002", caption(2))] and "its json is nested too deeply" in data.note
-    stream = readers.stream.Stream("mine", [str(path)], {"caption_column": "json.title"})
+    stream = data_stream.Stream("mine", [str(path)], {"caption_column": "json.title"})
     assert list(stream.first_captions()) == [caption(0), caption(2)]
 
 
@@ -882,7 +881,7 @@ def stream(folder, buffer=1):
 
 def items(data, process=0, processes=1, count=None, positions=None):
     """(key, epoch, ordinal, views) of one reader: `count` of them, or an epoch of its shards."""
-    reader = iter(readers.stream.StreamViews(data, VIEWS, 3, process, processes, positions or {}))
+    reader = iter(data_stream.StreamViews(data, VIEWS, 3, process, processes, positions or {}))
     count = count or 6 * len(data.urls[process::processes])
     some = (next(reader) for _ in range(count))
     return [(item["key"], item["epoch"], item["positions"]["0"], item["views"]) for item in some]
@@ -981,7 +980,7 @@ def draws(n=4, **at):
 def test_crop_batch_is_torchvisions_resized_crop(scale_min, size):
     images, u = noise(8), common.uniforms(0, 0, range(8), 16)
     augment = common.Augment(size, scale_min)
-    out = common.crop_batch(augment, images, u)
+    out = crop_batch(augment, images, u)
     for x, y, (top, left, h, w) in zip(images, out, augment.boxes(37, 53, u).tolist(), strict=True):
         assert 0 <= top <= top + h <= 37 and 0 <= left <= left + w <= 53 and h > 0 and w > 0
         close(y, V.resized_crop(x, top, left, h, w, [size, size], antialias=True))
@@ -1002,7 +1001,7 @@ def test_crop_one_and_crop_batch_see_the_same_boxes():
     augment = common.Augment(24, 0.3)
     one = torch.stack([augment.crop_one(x, row) for x, row in zip(images, u)])
     assert one.dtype == torch.uint8
-    close(one.float() / 255, common.crop_batch(augment, images, u), 1.5 / 255)  # but for rounding to uint8
+    close(one.float() / 255, crop_batch(augment, images, u), 1.5 / 255)  # but for rounding to uint8
 
 
 @pytest.mark.parametrize("column, strength, function", [
@@ -1018,7 +1017,7 @@ def test_colour_jitter_is_torchvisions(column, strength, function, draw):
 def test_hue_is_torchvisions(shift):
     grey, primaries = torch.full((1, 3, 16, 16), 0.4), torch.eye(3)[:, :, None, None].expand(3, 3, 16, 16)
     x = torch.cat([noise(2, 16, 16), grey, primaries])
-    close(common.shift_hue(x, torch.full((len(x), 1, 1, 1), shift)), V.adjust_hue(x, shift))
+    close(shift_hue(x, torch.full((len(x), 1, 1, 1), shift)), V.adjust_hue(x, shift))
     if abs(shift) <= 0.1:
         u = draws(len(x), _5=0.0, _9=shift / 0.2 + 0.5)
         close(common.Augment(16, jitter_p=1.0, hue=0.1).finish(x, u), V.adjust_hue(x, shift))
@@ -1036,7 +1035,7 @@ def test_grey_and_flip_are_torchvisions():
 def test_blur_is_torchvisions(sigma, size):
     x = noise(2, size, size)
     width = 2 * max(1, size // 20) + 1
-    close(common.gaussian_blur(x, torch.full((2,), sigma)), V.gaussian_blur(x, [width, width], [sigma, sigma]))
+    close(gaussian_blur(x, torch.full((2,), sigma)), V.gaussian_blur(x, [width, width], [sigma, sigma]))
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.9])
@@ -1044,7 +1043,7 @@ def test_the_strength_of_a_blur_has_a_draw_of_its_own(draw):
     """0.1 to 2 pixels, as SimCLR."""
     x = noise(2, 48, 48)
     close(common.Augment(48, blur=0.5).finish(x, draws(2, _11=0.2, _14=draw)),
-          common.gaussian_blur(x, torch.full((2,), 0.1 + 1.9 * draw)))
+          gaussian_blur(x, torch.full((2,), 0.1 + 1.9 * draw)))
 
 
 def test_probabilities_choose_samples_one_by_one():
@@ -1061,8 +1060,8 @@ def test_operations_of_randaugment_are_torchvision_s():
     """In its order, within one grey level; a rotation takes the next pixel now and then."""
     clip, theirs = (noise(2, 40, 56) * 255).byte(), v2.RandAugment(num_ops=1)
     clip[0, 0] = 7  # nothing to stretch or to equalise
-    assert list(common.OPERATIONS) == [k for k in theirs._AUGMENTATION_SPACE if k in common.OPERATIONS]
-    for name, (change, most) in common.OPERATIONS.items():
+    assert list(OPERATIONS) == [k for k in theirs._AUGMENTATION_SPACE if k in OPERATIONS]
+    for name, (change, most) in OPERATIONS.items():
         strengths, signed = theirs._AUGMENTATION_SPACE[name]
         assert signed == bool(most)
         for magnitude, sign in itertools.product((0, 7, 21, 30), (1, -1)):
@@ -1076,10 +1075,10 @@ def test_operations_of_randaugment_are_torchvision_s():
 def test_randaugment_chooses_as_torchvision_and_leaves_the_gpu_s_random_numbers_alone(monkeypatch):
     clips, u = (noise(120, 32, 40) * 255).byte().unflatten(0, (60, 2)), common.uniforms(0, 0, range(60), 16)
     theirs, asked = v2.RandAugment(num_ops=1, magnitude=21), []
-    theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in common.OPERATIONS}
+    theirs._AUGMENTATION_SPACE = {k: theirs._AUGMENTATION_SPACE[k] for k in OPERATIONS}
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "manual_seed_all", asked.append)
-        found = [common.randaugment(x, row, 2, 21) for x, row in zip(clips, u)]
+        found = [randaugment(x, row, 2, 21) for x, row in zip(clips, u)]
     assert not asked and sum(not torch.equal(a, b) for a, b in zip(found, clips)) > 30
     for x, row, y in zip(clips, u, found):
         with torch.random.fork_rng(devices=[]):
@@ -1150,19 +1149,19 @@ def test_text_pair_takes_the_first_source_there_is(tmp_path):
     captions, u = [["a cat"], ["a dog"], ["a cow", "moo"]], np.full((3, 32), 0.0, np.float32)
     u[:, 1] = 0.9
     templates = ("icon of {}", "{} drawn")
-    first, other = text_pair(captions, u, known, templates)
+    first, other = common.text_pair(captions, u, known, templates)
     assert first == ["a cat", "a dog", "a cow"]
     assert other == ["one cat", "a dog drawn", "some cow"]  # the file, else templates
-    assert text_pair(captions, u, None, templates)[1] == ["a cat drawn", "a dog drawn", "moo drawn"]
+    assert common.text_pair(captions, u, None, templates)[1] == ["a cat drawn", "a dog drawn", "moo drawn"]
     u[:, 2:] = 0.99  # nothing is dropped or swapped; the anchor is the last of the caption and its paraphrases
-    assert text_pair(captions, u)[1] == ["a cat", "a dog", "moo"]  # another caption, else words
-    assert text_pair(captions, u, known) == (["one cat", "a dog", "some cow"], ["one cat", "a dog", "some cow"])
-    assert text_pair(captions, u, known, anchor=False)[0] == ["a cat", "a dog", "a cow"]
-    assert text_pair(captions, u, known, second=False) == (["a cat", "a dog", "a cow"], [])
+    assert common.text_pair(captions, u)[1] == ["a cat", "a dog", "moo"]  # another caption, else words
+    assert common.text_pair(captions, u, known) == (["one cat", "a dog", "some cow"], ["one cat", "a dog", "some cow"])
+    assert common.text_pair(captions, u, known, anchor=False)[0] == ["a cat", "a dog", "a cow"]
+    assert common.text_pair(captions, u, known, second=False) == (["a cat", "a dog", "a cow"], [])
     u[:, 0] = 0.7
-    assert text_pair(captions, u)[0][2] == "moo" and text_pair(captions, u)[1][2] == "a cow"
+    assert common.text_pair(captions, u)[0][2] == "moo" and common.text_pair(captions, u)[1][2] == "a cow"
     many = np.random.default_rng(0).random((3000, 32), dtype=np.float32)  # T is uniform over three, T~ over two
-    first, other = text_pair([["a cat"]] * 3000, many, known)
+    first, other = common.text_pair([["a cat"]] * 3000, many, known)
     assert all(first.count(t) == pytest.approx(1000, abs=100) for t in ("a cat", "the cat", "one cat"))
     assert all(other.count(t) == pytest.approx(1500, abs=100) for t in ("the cat", "one cat"))
     assert sum(a == b for a, b in zip(first, other)) == pytest.approx(1000, abs=100)  # drawn independently
@@ -1180,14 +1179,14 @@ def test_paraphrases_file_errors(tmp_path):
 def test_drop_and_swap():
     text = "one two three four five six seven"
     u = common.uniforms(0, 0, range(400), 30)
-    out = [drop_and_swap(text, row, 0.3, 0.2) for row in u]
-    assert out == [drop_and_swap(text, row, 0.3, 0.2) for row in u]
+    out = [common.drop_and_swap(text, row, 0.3, 0.2) for row in u]
+    assert out == [common.drop_and_swap(text, row, 0.3, 0.2) for row in u]
     assert all(out) and all(not Counter(o.split()) - Counter(text.split()) for o in out)
     kept = np.mean([len(o.split()) for o in out]) / 7
     assert abs(kept - 0.7) < 0.04 and any(sorted(o.split()) == sorted(text.split()) and o != text for o in out)
-    assert all(drop_and_swap(t, row, 1.0, 1.0) for row in u[:20] for t in ("word", "two words"))  # never empty
-    assert all(drop_and_swap(text, row, 0.0, 0.0) == text for row in u[:20])
-    swapped = np.mean([drop_and_swap(text, row, 0.0, 0.1) != text for row in u])
+    assert all(common.drop_and_swap(t, row, 1.0, 1.0) for row in u[:20] for t in ("word", "two words"))  # never empty
+    assert all(common.drop_and_swap(text, row, 0.0, 0.0) == text for row in u[:20])
+    swapped = np.mean([common.drop_and_swap(text, row, 0.0, 0.1) != text for row in u])
     assert abs(swapped - 0.7) < 0.07  # 0.1 swaps a word, of seven words
 
 
@@ -1318,8 +1317,7 @@ def test_a_new_set_is_one_file_and_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sets.MODULES, "zz-noise", "zz_test_set")
     summary = temo.main(temo.parse_args([
-        "--dataset", "zz-noise", "--image-encoder", "small", "--text-encoder", "small", "--no-pretrained", "--cpu",
-        "--threads", "1", "--max-steps", "2", "--batch-size", "8", "--image-size", "16", "--workers", "0",
+        "--dataset", "zz-noise", "--image-encoder", "small", "--text-encoder", "small", "--no-pretrained", "--cpu", "--max-steps", "2", "--batch-size", "8", "--image-size", "16", "--workers", "0",
         "--output-dir", str(tmp_path), "--run-name", "r"]))
     said = capsys.readouterr().out
     assert "24 training examples" in said and "zz was here" in said
@@ -1371,7 +1369,8 @@ def test_a_folder_and_where_its_paths_start(tmp_path):
 
 
 def test_every_set_says_what_it_is():
-    files = [f"sets.{file.stem}" for file in (ROOT / "sets").glob("*.py") if file.stem != "__init__"]
+    folder = ROOT / "contrastive" / "sets"
+    files = [f"contrastive.data.{file.stem}" for file in folder.glob("*.py") if file.stem != "__init__"]
     rooms = [room for room in map(importlib.import_module, files) if hasattr(room, "SETS")]
     names = [name for room in rooms for name in room.SETS]
     assert len(names) == len(set(names)) and all(callable(room.load) for room in rooms)
@@ -1379,5 +1378,5 @@ def test_every_set_says_what_it_is():
     for room in rooms:
         for name, facts in room.SETS.items():
             assert set(facts["splits"]) <= set(SPLITS) and facts["licence"], name
-            assert common.find_set(name) is room and common.splits_of(name) == tuple(facts["splits"])
-    assert common.find_set("no/such") is None and common.splits_of("no/such") == SPLITS
+            assert data_sets.find_set(name) is room and data_sets.splits_of(name) == tuple(facts["splits"])
+    assert data_sets.find_set("no/such") is None and data_sets.splits_of("no/such") == SPLITS

@@ -12,13 +12,10 @@ from argparse import Namespace
 from pathlib import Path
 
 import common
-import engine
-import engine.base
-import engine.folder
-import engine.processes
-import engine.run
-from engine.base import UserError, flatten
-from engine.folder import start_run
+from contrastive import engine
+from contrastive.engine.log import start_run
+from contrastive.engine.processes import UserError, flatten
+from contrastive.evaluation.embed import encode_images, gather_rows
 
 import pytest
 import torch
@@ -32,7 +29,6 @@ import launch
 import mmts
 import ncl
 import temo
-from evaluation.embed import encode_images, gather_rows
 from helpers import write_captions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,7 +184,7 @@ def compare(rank, folder, worlds=(2, 4), device="cpu"):
         with group(rank, world, f"file://{folder}/init_{world}"):
             for name, dtype in keys:
                 loss, grads = step(name, DTYPES[dtype], rows, DistributedDataParallel)
-                mean = engine.base.all_sum(loss.item(), device=DEVICE)[0] / world
+                mean = engine.processes.all_sum(loss.item(), device=DEVICE)[0] / world
                 expected, expected_grads = alone[name, dtype]
                 out[f"{name} {dtype}"] = [abs(mean / expected.item() - 1), relative(grads, expected_grads)]
             for loss, expected in sgd_alone.items():
@@ -330,7 +326,7 @@ def test_evaluation_takes_each_item_once(differences, world, n):
 def broken(rank, world, init, log):
     with open(log, "a") as err:
         os.dup2(err.fileno(), 2)
-    with group(rank, world, init), engine.base.clean_exit():
+    with group(rank, world, init), engine.processes.clean_exit():
         e = torch.full((2, D), float("nan") if rank == 1 else 1.0)
         common.check_finite(e.sum(), 7, 0.05, [e], [f"key{rank}a", f"key{rank}b"])
         time.sleep(600)
@@ -354,7 +350,7 @@ def alone(rank, init, log, error):
         dist.barrier()  # else one of them may still be connecting when the other fails
         dist.get_backend = lambda *_: "nccl"  # gloo closes at once; what NCCL's closing waits for is put in its place
         dist.destroy_process_group = lambda *_: time.sleep(300)
-        with engine.base.clean_exit():
+        with engine.processes.clean_exit():
             if rank:
                 raise error
             dist.barrier()
@@ -387,7 +383,7 @@ def meeting(rank, port, folder, shared):
     engine.run.set_up(args)
     store, out = dist.distributed_c10d._get_default_store(), {}
     out["minutes"], out["threads"] = store.timeout.total_seconds() / 60, torch.get_num_threads()
-    engine.folder.GRACE = 20 if shared else 1
+    engine.log.GRACE = 20 if shared else 1
     here = Path(folder, str(rank))
     here.mkdir(exist_ok=True)
     os.chdir(here)  # so `runs` is a folder of each process
@@ -395,7 +391,7 @@ def meeting(rank, port, folder, shared):
         threading.Timer(1, lambda: (here / "runs").symlink_to("../0/runs")).start()
     try:
         made = start_run(args, "temo")[0]
-        engine.base.barrier()  # the main process removes its token after all have seen it
+        engine.processes.barrier()  # the main process removes its token after all have seen it
         out["folder"] = [str(made), sorted(p.name for p in Path("runs/a").glob("seen*"))]
     except UserError as error:
         out["error"] = str(error)
@@ -437,7 +433,7 @@ def test_nccl_is_told_its_card_and_connects_at_the_start(tmp_path):
 
 
 # ----------------------------------------------- whole runs ----------------------------------------------------------
-SMALL = "--cpu --threads 1 --image-size 24 --batch-size 32 --max-steps 20".split()
+SMALL = "--cpu --image-size 24 --batch-size 32 --max-steps 20".split()
 SMALL += "--log-every 1 --eval-every 0 --save-every 0".split()
 SMALL += ["--lr", "3e-4"]  # AdamW lets rounding grow: 1e-7 at step 2 becomes 2e-4 at step 20 with the recipe's 2e-3
 

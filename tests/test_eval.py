@@ -7,9 +7,10 @@ import shutil
 import types
 
 import common
-import engine.base
-import engine.data
-from engine.base import UserError
+from contrastive import encoders, engine, evaluation
+from contrastive.data import open as data_open
+from contrastive.data.own import own_data
+from contrastive.engine.processes import UserError
 
 import datasets
 import numpy as np
@@ -21,26 +22,17 @@ from safetensors.torch import save_file
 from sklearn.svm import LinearSVC
 from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
-import encoders.base
-import encoders.tokenizers
-import encoders.two_tower
 import eval as eval_py
-import evaluation.by_class
-import evaluation.case
-import evaluation.embed
-import evaluation.metrics
-import evaluation.stand_ins
 import launch
 import mama
 import temo
 import temperature_schedules
 from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
-from sets.own import own_data
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
 from test_temperature_schedules import cifar  # noqa: F401
 
-SMALL = ["--cpu", "--threads", "1", "--workers", "0"]
+SMALL = ["--cpu", "--workers", "0"]
 
 
 def train(folder, *flags, script=temo):
@@ -174,7 +166,7 @@ def test_temo_17_is_one_word_for_seventeen_sets(run, hub, tmp_path, capsys):  # 
         shutil.copytree(hub / name, tmp_path / "sets" / name)
     flags = ["--checkpoint", run, "--datasets", f"temo-17={tmp_path / 'sets'}", "--output-dir", tmp_path / "out"]
     result = evaluate(*flags)
-    from sets.hub import TEMO_17
+    from contrastive.data.images import TEMO_17
     assert list(result["datasets"]) == ["cifar100", "dtd"] and len(result["errors"]) == 15
     assert set(result["datasets"]) | set(result["errors"]) == set(TEMO_17)
     assert all({"zero-shot"} == set(d["metrics"]) & set(eval_py.TASKS) for d in result["datasets"].values())
@@ -294,7 +286,7 @@ def test_a_folder_is_the_run_s_own_by_any_spelling(tmp_path, monkeypatch):
         args = eval_py.parse_args(["--checkpoint", "x", "--datasets", word])
         assert eval_py.wanted_sets(args, {"dataset": "photos"}) == [("photos", "")], word
         args = temo.parse_args(["--dataset", "photos", "--eval-datasets", word, "--cpu"])
-        assert [*engine.data.evaluation_sets(args)] == ["photos"]
+        assert [*data_open.evaluation_sets(args)] == ["photos"]
     write_captions(tmp_path / "emoji", 60)                                 # a folder with the name of a set
     args = eval_py.parse_args(["--checkpoint", "x", "--datasets", "./emoji"])
     assert eval_py.wanted_sets(args, {"dataset": "emoji"}) == [("./emoji", "")]
@@ -312,7 +304,7 @@ def test_two_processes_count_each_item_once(run, tmp_path):
     flags = ["--checkpoint", str(run), "--cpu", "--tasks", "retrieval", "zero-shot", "knn", "gap", "--output-dir"]
     eval_py.main(eval_py.parse_args([*flags, str(tmp_path / "1")]))
     launch.finish("eval", [*flags, tmp_path / "2"], tmp_path / "log", processes=2)
-    a, b = (engine.base.flatten(json.loads((tmp_path / n / "eval.json").read_text())["datasets"]) for n in "12")
+    a, b = (engine.processes.flatten(json.loads((tmp_path / n / "eval.json").read_text())["datasets"]) for n in "12")
     assert a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-3, abs=1e-3) for k in a)
     assert (tmp_path / "log").read_text().count("written to") == 1
 
@@ -593,7 +585,7 @@ def test_what_would_be_lost_in_silence_is_refused(run, hub, tmp_path):  # noqa: 
     with pytest.raises(UserError, match="--datasets dtd: named with two folders"):
         evaluate("--checkpoint", run, "--datasets", *sets)
     with pytest.raises(UserError, match="--eval-datasets dtd: named with two folders"):
-        engine.data.evaluation_sets(temo.parse_args(["--eval-datasets", *sets, "--cpu"]))
+        data_open.evaluation_sets(temo.parse_args(["--eval-datasets", *sets, "--cpu"]))
     with pytest.raises(UserError, match="--normalize oracle is for the task retrieval; the tasks are knn gap"):
         evaluate("--checkpoint", run, "--tasks", "knn", "gap", "--normalize", "oracle")
     once = evaluate("--checkpoint", run, "--datasets", *sets[:2], sets[0], "--tasks", "zero-shot", "--output-dir",

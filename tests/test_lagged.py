@@ -6,17 +6,15 @@ import re
 import signal
 
 import common
-import engine.base
-import engine.checkpoints
-import engine.run
-from engine.base import UserError, rank
-from engine.run import Run
+from contrastive import encoders, engine
+from contrastive.data.batches import epoch_batches
+from contrastive.engine.processes import UserError, rank
+from contrastive.engine.run import Run
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import encoders.two_tower
 import helpers
 import launch
 import mmts
@@ -24,7 +22,7 @@ import ncl
 import temo
 import temperature_schedules as ts
 
-TINY = ["--cpu", "--threads", 1, "--workers", 0, "--image-size", 16, "--embed-dim", 16, "--batch-size", 8,
+TINY = ["--cpu", "--workers", 0, "--image-size", 16, "--embed-dim", 16, "--batch-size", 8,
         "--loss", "infonce", "--learnable-tau", "--eval-every", 0, "--max-bad-fraction", 0.1]
 
 
@@ -33,7 +31,7 @@ def data(tmp_path_factory):
     """80 pictures, of which one cannot be read."""
     csv = helpers.write_captions(tmp_path_factory.mktemp("data"), 80)
     train = common.load_data(str(csv), "train")
-    bad = train.key(int(next(common.epoch_batches(len(train), 8, 42, 1, 2))[1][3]))  # of the second batch
+    bad = train.key(int(next(epoch_batches(len(train), 8, 42, 1, 2))[1][3]))  # of the second batch
     (csv.parent / bad).write_bytes(helpers.TRUNCATED)
     return csv
 
@@ -81,7 +79,7 @@ def test_a_signal_and_a_resume_change_nothing(data, whole, tmp_path, lagged, mon
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(Run, "set_lr", interrupt)
         run(data, tmp_path / "a", "--max-steps", 9, "--log-every", 6, "--save-every", 6)
-    assert end.value.code == 143 and engine.checkpoints.latest_checkpoint(tmp_path / "a").name == "step_4"
+    assert end.value.code == 143 and engine.checkpoints.checkpoints_of(tmp_path / "a")[0].stem == "step_4"
     temo.main(temo.parse_args(["--resume", str(tmp_path / "a")]))
     assert same(tmp_path / "a", whole)
 
@@ -101,7 +99,7 @@ def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(with_sig
     monkeypatch.setattr(Run, "set_lr", note)
     monkeypatch.setattr(temo, "multimodal_loss", lambda *x: loss(*x) * (
         math.nan if (now[0], rank()) == (4, 1) else 1))
-    monkeypatch.setattr(engine.base.time, "sleep", lambda _: None)  # of the second process, before it speaks
+    monkeypatch.setattr(engine.processes.time, "sleep", lambda _: None)  # of the second process, before it speaks
     every = 8 if with_signal else 4
     (code, said), (other, theirs) = launch.ranks(tmp_path, lambda rank: run(
         data, folder, "--max-steps", 12, "--log-every", every, "--save-every", every))
@@ -157,7 +155,7 @@ def test_no_step_waits_for_the_card(script, flags, tmp_path, lagged, monkeypatch
     monkeypatch.setattr(Run, "set_lr", begin)
     monkeypatch.setattr(Run, "done", end)
     toy = ["--dataset", "moving-emoji", "--clips", 24, 6, 6, "--image-size", 16, "--frames", 2, "--batch-size", 6,
-           "--max-steps", 4, "--log-every", 4, "--save-every", 0, "--eval-every", 0, "--cpu", "--threads", 1]
+           "--max-steps", 4, "--log-every", 4, "--save-every", 0, "--eval-every", 0, "--cpu"]
     with reads:
         helpers.run_script(script, tmp_path / "a", *flags, base=toy)
     assert reads.number == 0

@@ -3,7 +3,7 @@
 import functools
 import importlib
 
-import engine.run
+from contrastive import engine
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from helpers import run_script, steps
 
 NAMES = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
 BATCH, TOTAL, CLIP = 16, 10, 1e-2
-SMALL = [*"--cpu --threads 1 --workers 0 --dataset moving-emoji --clips 32 16 16".split(),
+SMALL = [*"--cpu --workers 0 --dataset moving-emoji --clips 32 16 16".split(),
          *f"--batch-size {BATCH} --log-every 1 --eval-every 0".split()]  # two steps an epoch
 PLAIN = [*"--optimizer sgd --beta1 0 --weight-decay 0 --warmup-epochs 0 --lr 1".split(), "--grad-clip", CLIP]
 SLOPE = [*PLAIN, *f"--max-steps {TOTAL} --warmup-epochs 1 --lr-schedule linear --lr-end 0.1".split()]

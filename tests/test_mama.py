@@ -9,12 +9,10 @@ import time
 from pathlib import Path
 
 import common
-import engine.base
-import engine.checkpoints
-import engine.data
-import engine.run
-from engine.base import UserError, write_json
-from engine.data import balanced_rows, meta_data
+from contrastive import encoders, engine
+from contrastive.data import open as data_open
+from contrastive.engine.processes import UserError, write_json
+from contrastive.evaluation.meta import balanced_rows, meta_data
 
 import numpy as np
 import pytest
@@ -25,18 +23,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import encoders.base
-import encoders.video
 import eval as eval_py
 import helpers
 import launch
 import mama
-from helpers import drift, equal_files, of_set, refused, run_script, steps, unit
+from helpers import drift, equal_files, of_set, refused, run_script, steps, tensors_of, unit
 from tools import concepts, margins, score
 
 DRAWS = True  # main below says which runs do
 CPU = torch.device("cpu")
-BASE = ["--cpu", "--threads", "1", "--clips", "64", "16", "16", "--batch-size", "16", "--meta-batch-size", "8",
+BASE = ["--cpu", "--clips", "64", "16", "16", "--batch-size", "16", "--meta-batch-size", "8",
         "--meta-size", "24", "--log-every", "1", "--eval-every", "0"]
 
 
@@ -288,7 +284,7 @@ def test_a_network_that_has_saturated_is_said(capsys):
     """All weights at 1 or 0: as no weights at all, and dw / dtheta is 0."""
     args, losses, swapped = mama.parse_args(["--batch-size", "4"]), torch.rand(4), torch.zeros(4)
     for weights, said in (([0.995, 0.98, 1, 1], False), ([0.995] * 4, True), ([0.003] * 4, True), ([0.02] * 4, False)):
-        engine.base.say_once.cache_clear()
+        engine.processes.say_once.cache_clear()
         mama.keep_for_pictures({}, 1, torch.stack([losses, torch.tensor(weights), swapped], 1), args, mama.WeightNet())
         assert ("WARNING: the weight network gives all pairs of a batch one weight" in capsys.readouterr().out) == said
 
@@ -332,7 +328,7 @@ def meta_of(train, evals, args):
 
 def test_meta_data_are_clean_balanced_and_stay_in_train():
     args = arguments("--caption-noise", "0.5", "--clips", "400", "40", "16", "--meta-size", "48")
-    train, evals = engine.data.open_data(args)
+    train, evals = data_open.open_data(args)
     meta, rest = meta_of(train, evals, args)
     assert len(meta) == 48 and not any(meta.column("noisy")) and any(train.column("noisy"))
     assert set(meta.column("key")) <= set(train.column("key")) and rest is evals
@@ -354,7 +350,7 @@ def test_rows_without_a_class_are_no_class_of_the_meta_data():
 def test_meta_data_of_val_leave_every_evaluation():
     for weighting in ("meta", "none"):
         args = arguments("--meta-set", "val", "--meta-size", "10", "--weighting", weighting)
-        train, evals = engine.data.open_data(args)
+        train, evals = data_open.open_data(args)
         meta, rest = meta_of(train, evals, args)
         assert len(rest["moving-emoji"]["val"]) == 6 and len(evals["moving-emoji"]["val"]) == 16
         assert rest["moving-emoji"]["test"] is evals["moving-emoji"]["test"]
@@ -365,7 +361,7 @@ def test_meta_data_by_name(tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("".join(f"train {i}\n" for i in (9, 3, 5, 9, 7, 8, 1, 2, 0)))
     args = arguments("--meta-set", str(names))
-    train, evals = engine.data.open_data(args)
+    train, evals = data_open.open_data(args)
     assert meta_of(train, evals, args)[0].column("key") == [f"train {i}" for i in (0, 1, 2, 3, 5, 7, 8, 9)]
     names.write_text("train 1\nnobody\n")
     with pytest.raises(UserError, match="1 of its 2 names are not in train, first 'nobody'"):
@@ -460,7 +456,7 @@ def test_fast_is_low_on_one_and_two_processes(tmp_path):
         launch.finish("mama", flags, tmp_path / "log.txt", processes)
 
     def part(name, kind):
-        state = load_file(tmp_path / name / "checkpoints/step_5/state.safetensors")
+        state = tensors_of(tmp_path / name, 5)
         return {k: v for k, v in state.items() if k.startswith(kind)}
     ours = [r["w"] for r in steps(tmp_path / "low")]
     assert len(ours) == 5 and abs(ours[0] - ours[-1]) > 0.1
@@ -543,7 +539,7 @@ def test_a_stream_trains_without_a_look_ahead(tmp_path):
         samples = helpers.tar_samples(range(40 * shard, 40 * shard + 40), "png", "txt")
         helpers.write_tar(tmp_path / "data" / f"train-{shard:03}.tar", samples)
     flags = ["--dataset", str(tmp_path / "data"), "--streaming", "--workers", "0", "--batch-size", "8"]
-    flags += ["--cpu", "--threads", "1", "--max-steps", "2", "--log-every", "1", "--output-dir", str(tmp_path)]
+    flags += ["--cpu", "--max-steps", "2", "--log-every", "1", "--output-dir", str(tmp_path)]
     mama.main(mama.parse_args([*flags, "--weighting", "focal", "--run-name", "run"]))
     log = steps(tmp_path / "run")
     assert [row["step"] for row in log] == [1, 2] and all("w_mismatched" not in row for row in log)
@@ -589,7 +585,7 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
     assert last and last.name in ("step_3", "step_6"), "killed too early or too late"
     main(tmp_path / "whole", *LONG[len(BASE):])
     launch.finish("mama", ["--resume", str(tmp_path / "killed")], tmp_path / "resumed.txt")
-    ours, theirs = (tmp_path / r / "checkpoints/step_9/state.safetensors" for r in ("whole", "killed"))
+    ours, theirs = (tmp_path / r / "checkpoints/step_9.pt" for r in ("whole", "killed"))
     assert equal_files(ours, theirs)
     a = load_file(ours)
     assert {k.split("/")[0] for k in a} == {"model", "own", "optimizer", "second", "tensors", "random_0"}
@@ -782,6 +778,6 @@ def test_gain_by_concept(run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         (tmp_path / "args").mkdir()
         for name, more in (("args.json", {"clips": [9, 9, 9]}), ("summary.json", {})):
-            write_json(tmp_path / "args" / name, engine.base.read_json(folder / name) | more)
+            write_json(tmp_path / "args" / name, engine.processes.read_json(folder / name) | more)
         concepts.main([str(folder), str(tmp_path / "args")])
     assert "differ in --clips: they cannot be compared" in capsys.readouterr().err

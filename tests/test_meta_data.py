@@ -5,9 +5,11 @@ import json
 from collections import Counter
 
 import common
-import engine.data
-from engine.base import UserError
-from engine.data import balanced_rows, open_data
+from contrastive import engine
+from contrastive.data import open as data_open
+from contrastive.data.open import open_data
+from contrastive.engine.processes import UserError
+from contrastive.evaluation.meta import balanced_rows
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import mama
 from helpers import refused, rows, run_script, write_rows, write_video
 from tools import concepts, margins
 
-SMALL = ("--workers 0 --cpu --threads 1 --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
+SMALL = ("--workers 0 --cpu --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
          "--image-size 32 --frames 2 --text-length 16 --text-pooling mean --log-every 1 --batch-size 8 --max-steps 2 "
          "--meta-batch-size 2 --lr 1e-3").split()
 CATEGORY = {**{k: 0 if k < 9 else 7 if k < 11 else 19 for k in range(12)}, 12: 0, 13: 7, 14: 19, 15: 19}  # 12..: test
@@ -43,7 +45,7 @@ def opened(flags, *more):
 
 
 def meta_of(train, evals, args):
-    return engine.data.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
+    return data_open.meta_data(train, evals, args.dataset, args.meta_set, args.meta_size, args.meta_batch_size,
                                       args.task, args.meta_balance)[0]
 
 
@@ -58,17 +60,17 @@ def test_categories_of_msrvtt_are_its_classes(tmp_path):
     assert test.labels.tolist() == [0, 7, 19, 19]
     assert [train.label_names[k] for k in (0, 7, 19)] == ["music", "movie", "advertisement"]
     assert "category" not in train.note and train.captions(0)[0] == "words 0 of a"
-    common._known_set.cache_clear()
+    data_open._named.cache_clear()
     msrvtt(tmp_path, {k: c for k, c in CATEGORY.items() if k != 5} | {6: 99, 14: None})
     train, evals, _ = opened(flags)
     labels = dict(zip(train.column("key"), train.labels.tolist()))
     assert [labels[f"video{k}"] for k in range(4, 8)] == [0, -1, -1, 0] and "2 without a category" in train.note
     assert evals["msrvtt"]["test"].labels.tolist() == [0, 7, -1, 19]
-    common._known_set.cache_clear()
+    data_open._named.cache_clear()
     msrvtt(tmp_path, {})
     train, evals, _ = opened(flags)
     assert train.labels is None and evals["msrvtt"]["test"].labels is None
-    common._known_set.cache_clear()
+    data_open._named.cache_clear()
     (tmp_path / "MSRVTT_data.json").write_text(json.dumps({"videos": ["video0"], "sentences": [
         {"video_id": "video0", "caption": "x"}]}))
     with pytest.raises(UserError, match="MSRVTT_data.json has another layout than expected"):
@@ -128,7 +130,7 @@ def test_clusters_of_captions_in_turn():
 def test_only_the_first_rows_by_hash_are_clustered(monkeypatch):
     data, kind = talk([30, 30])
     monkeypatch.setattr(engine.data, "CLUSTERED", 10)
-    seen, true = [], engine.data.caption_clusters
+    seen, true = [], data_open.caption_clusters
     monkeypatch.setattr(engine.data, "caption_clusters", lambda d, r: seen.append(len(r)) or true(d, r))
     assert len(balanced_rows(data, 4, (), captions=True)[0]) == 4
     assert len(balanced_rows(data, 20, (), captions=True)[0]) == 20 and seen == [10, 20]

@@ -5,15 +5,13 @@ import re
 import types
 
 import common
+from contrastive import evaluation
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
-
-import evaluation.metrics
-import evaluation.retrieval
 
 
 def brute_ranks(query, gallery, positives, bias=None):

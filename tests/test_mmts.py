@@ -6,10 +6,10 @@ import math
 from types import SimpleNamespace
 
 import common
-import engine.base
-import engine.clusters
-from engine.base import UserError
-from engine.clusters import SentenceEncoder
+from contrastive import evaluation, figures
+from contrastive.encoders.tokenizers import Tokenizer
+from contrastive.engine.processes import UserError
+from contrastive.evaluation.clusters import SentenceEncoder
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import eval as eval_py
-import figures.mmts
 import helpers
 import launch
 import mmts
@@ -26,7 +25,7 @@ from helpers import equal_files, losses, refused, run_script, steps, unit, write
 
 N, D = 7, 5
 DRAWS = True  # main below says which runs do
-TINY = ["--cpu", "--threads", "1", "--clips", "64", "24", "24", "--batch-size", "32", "--num-clusters", "12"]
+TINY = ["--cpu", "--clips", "64", "24", "24", "--batch-size", "32", "--num-clusters", "12"]
 TINY += ["--image-size", "16", "--embed-dim", "16", "--max-steps", "4", "--log-every", "1", "--eval-every", "0"]
 
 
@@ -197,12 +196,12 @@ def test_cluster_captions_refuses():
 
 
 def test_centroids_and_order():
-    labels, sizes, names = engine.clusters.largest_first(["b", "a", "b", "c", "b", "c"])
+    labels, sizes, names = evaluation.clusters.largest_first(["b", "a", "b", "c", "b", "c"])
     assert (labels.tolist(), sizes.tolist(), names) == ([0, 2, 0, 1, 0, 1], [3, 2, 1], ["b", "c", "a"])
     x = unit(6, 3).float()
     expected = torch.stack([x[labels == c].mean(0) for c in range(3)])
-    assert torch.allclose(engine.clusters.centroids(x, labels), expected)
-    doubled = engine.clusters.centroids(x, labels, [2, 1, 1, 1, 1, 1])
+    assert torch.allclose(evaluation.clusters.centroids(x, labels), expected)
+    doubled = evaluation.clusters.centroids(x, labels, [2, 1, 1, 1, 1, 1])
     assert torch.allclose(doubled[0], (2 * x[0] + x[2] + x[4]) / 4)
 
 
@@ -219,9 +218,9 @@ def opened(folder, train, source, k=3, encoder="tf-idf", **more):
     args = SimpleNamespace(**{"clusters": str(source), "cluster_encoder": encoder, "num_clusters": k, "dataset": "made",
                               "cluster_starts": 3, "seed": 0, "image_size": 16, "eval_batch": 8, "workers": 0,
                               "resume": ""} | more)
-    engine.clusters.check_source(train, args.clusters)
+    evaluation.clusters.check_source(train, args.clusters)
     kmeans = functools.partial(mmts.cluster_captions, k=k, seed=args.seed, starts=3)
-    return engine.clusters.open_clusters(folder, args, train, torch.device("cpu"), kmeans)
+    return evaluation.clusters.open_clusters(folder, args, train, torch.device("cpu"), kmeans)
 
 
 KINDS = ["a red apple", "the green pear", "some blue birds"]
@@ -239,7 +238,7 @@ def test_captions_are_looked_up_by_their_words(tmp_path):
     unfolded = opened(tmp_path / "b", train.unfold(), "captions")
     assert torch.equal(unfolded.tensors["labels"], found.tensors["labels"])
     assert unfolded.sizes.tolist() == [8, 6, 4]
-    again = engine.clusters.Clusters(tmp_path / "a", torch.device("cpu"))  # another process: tf-idf comes from the file
+    again = evaluation.clusters.Clusters(tmp_path / "a", torch.device("cpu"))  # another process: tf-idf comes from the file
     assert again.look_up(["", ""], ["green pear", "blue birds, blue birds"])[0].tolist() == [1, 2]
     meta = json.loads((tmp_path / "a" / "clusters.json").read_text())
     assert [e["size"] for e in meta["examples"]] == meta["sizes"] == [8, 6, 4]
@@ -264,7 +263,7 @@ def test_classes_are_counted(tmp_path):
     owner = {"owner": np.arange(8), "index": np.arange(8), "positives": torch.arange(8)[:, None], "texts": ["x"] * 8}
     pieces = owner | {"data": made([["x"]] * 8, noun=np.array(names)), "text": x, "image": y}
     ranks = [sum(float(x[i] @ y[j]) >= float(x[i] @ y[i]) for j in range(8)) for i in range(8)]
-    thirds = engine.clusters.head_mid_tail(pieces, found)["by_cluster_size"]
+    thirds = evaluation.clusters.head_mid_tail(pieces, found)["by_cluster_size"]
     for part, noun, size in (("head", 0, 4), ("mid", 2, 2), ("tail", 1, 1)):
         own = [r for r, n in zip(ranks, names, strict=True) if n == noun]
         assert thirds[part]["MnR"] == pytest.approx(sum(own) / len(own))
@@ -348,7 +347,7 @@ def encoders(tmp_path_factory):
     """Folders of tiny models: bert, clip, and a bert with a weight that is not a number."""
     from test_models import tiny_clip, tiny_text
     root = tmp_path_factory.mktemp("encoders")
-    tokenizer = common.Tokenizer(common.train_wordpiece([c for row in CAPTIONS for c in row]), 12)
+    tokenizer = Tokenizer(common.train_wordpiece([c for row in CAPTIONS for c in row]), 12)
     reference = {"bert": tiny_text(root / "bert", tokenizer, "bert"), "clip": tiny_clip(root / "clip", tokenizer)}
     broken = tiny_text(root / "broken", tokenizer, "bert")
     broken.embeddings.LayerNorm.weight.data.fill_(math.nan)
@@ -425,7 +424,7 @@ def test_what_a_run_leaves(run):
 
 def test_eval_evaluates_it(run, tmp_path):
     folder, summary = run
-    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(folder), "--cpu", "--threads", "1",
+    result = eval_py.main(eval_py.parse_args(["--checkpoint", str(folder), "--cpu",
                                               "--tasks", "retrieval", "--output-dir", str(tmp_path)]))
     found = result["datasets"]["moving-emoji"]["metrics"]["retrieval"]
     assert found["text_to_image"] == summary["test"]["moving-emoji"]["text_to_image"]

@@ -6,8 +6,14 @@ import json
 import shutil
 
 import common
-import engine.base
-from engine.base import UserError
+from contrastive import encoders, engine, evaluation
+from contrastive.encoders.frozen import Expert
+from contrastive.encoders.tokenizers import Tokenizer
+from contrastive.encoders.towers import refuse_blind
+from contrastive.encoders.weights import init_from
+from contrastive.engine.processes import UserError
+from contrastive.evaluation.embed import encode_texts
+from contrastive.evaluation.retrieval import evaluate
 
 import numpy as np
 import pytest
@@ -27,28 +33,17 @@ from transformers import (
     ViTForImageClassification,
 )
 
-import encoders.base
-import encoders.frozen
-import encoders.towers
-import encoders.weights
-import evaluation.embed
-import evaluation.retrieval
 import launch
 import mama
 import mmts
 import ncl
 import temo
 import temperature_schedules as ts
-from encoders.frozen import Expert
-from encoders.towers import refuse_blind
-from encoders.weights import init_from
-from evaluation.embed import encode_texts
-from evaluation.retrieval import evaluate
 from helpers import write_captions
 
 SPEC = dict(image_encoder="small", text_encoder="small", embed_dim=16, image_size=32, text_length=12,
             text_pooling="mean", image_stats="half", eval_resize="crop")
-RUN = ["--cpu", "--threads", "1", "--workers", "0", "--max-steps", "2", "--batch-size", "16"]
+RUN = ["--cpu", "--workers", "0", "--max-steps", "2", "--batch-size", "16"]
 
 
 def logged(folder):
@@ -65,7 +60,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return common.Tokenizer(common.train_wordpiece(["red apple", "green pear", "blue bird on a tree"] * 3), 12)
+    return Tokenizer(common.train_wordpiece(["red apple", "green pear", "blue bird on a tree"] * 3), 12)
 
 
 def tiny_text(folder, tokenizer, kind):
@@ -270,7 +265,7 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
         common.build_tokenizer("small", 16, lambda: captions, tmp_path / name / "tokenizer", start=start)
         return (tmp_path / name / "tokenizer" / "tokenizer.json").read_text()
     first, other = words("a", ["red apple"] * 9), words("b", ["green pear"] * 9)
-    model = common.build_model(dict(SPEC), common.Tokenizer.load(tmp_path / "a" / "tokenizer", 16), False)[0]
+    model = common.build_model(dict(SPEC), Tokenizer.load(tmp_path / "a" / "tokenizer", 16), False)[0]
     weights = tmp_path / "a" / "model.safetensors"
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, weights)
     for k, start in enumerate((tmp_path / "a", weights)):
@@ -287,7 +282,7 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
 def test_words_of_a_run_with_another_text_encoder_stay_there(tmp_path, tokenizer):
     """Its tokenizer is of a BERT, say, whose vocabulary a small text encoder has no use for."""
     tokenizer.save(tmp_path / "a" / "tokenizer")
-    engine.base.write_json(tmp_path / "a" / "model.json", {"text_encoder": "some/bert"})
+    engine.processes.write_json(tmp_path / "a" / "model.json", {"text_encoder": "some/bert"})
     common.build_tokenizer("small", 16, lambda: ["quartz"] * 9, tmp_path / "b", start=str(tmp_path / "a"))
     assert "apple" not in (tmp_path / "b" / "tokenizer.json").read_text()
 
@@ -369,11 +364,11 @@ def test_load_model_gives_the_run_s_embeddings(runs, data, name):
     text = encode_texts(model, tokenizer, [test.captions(i)[0] for i in range(len(test))], torch.device("cpu"))
     summary = json.loads((folder / "summary.json").read_text())
     own = evaluate(model, tokenizer, transform, test, torch.device("cpu"))[0]
-    expected = engine.base.flatten(summary["test"][data])
-    assert image.shape == text.shape and engine.base.flatten(own) == pytest.approx(expected, rel=1e-4)
+    expected = engine.processes.flatten(summary["test"][data])
+    assert image.shape == text.shape and engine.processes.flatten(own) == pytest.approx(expected, rel=1e-4)
     one = model(transform(test.read(3))[None])[0]
     assert torch.allclose(one[0], image[3], atol=1e-4)
-    assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
+    assert not [p for p in folder.rglob("*") if p.suffix in (".bin", ".pkl", ".pth")]
 
 
 def test_a_masked_autoencoder_sees_all_patches_and_i_jepa_is_their_mean(tmp_path):

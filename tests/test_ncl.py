@@ -9,9 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-import engine.base
-import engine.checkpoints
-from engine.base import UserError
+from contrastive import engine, evaluation, figures
+from contrastive.data.batches import epoch_batches
+from contrastive.data.open import HELD_OUT, held_out_place
+from contrastive.engine.processes import UserError
 
 import numpy as np
 import pytest
@@ -20,20 +21,30 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import eval as eval_py
-import evaluation.embed
-import evaluation.retrieval
-import figures.ncl
 import helpers
 import launch
 import ncl
 import temo
-from helpers import equal_files, fork, losses, panel, refused, rows, run_script, steps, unit, write_images, write_rows
+from helpers import (
+    equal_files,
+    fork,
+    losses,
+    panel,
+    refused,
+    rows,
+    run_script,
+    steps,
+    tensors_of,
+    unit,
+    write_images,
+    write_rows,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 N, D = 12, 6
 SHAPES = [(16, 16), (40, 17), (5, 60)]
 DRAWS = True  # where a test asks for it, see `main`
-BASE = ["--cpu", "--threads", "1"]
+BASE = ["--cpu"]
 SMALL = [*BASE, "--clips", "64", "16", "16", "--batch-size", "16", "--max-steps", "4", "--log-every", "1"]
 SMALL += ["--eval-every", "0"]
 BOTH = ("text_to_image", "image_to_text")
@@ -470,7 +481,7 @@ def test_evaluation_never_reaches_the_queues(run):
     evaluations = [len([r for r in rows(f) if "eval" in r]) for f in (folder, folder.parent / "unseen")]
     assert evaluations == [3, 2]
     assert equal_files(folder / "queues.safetensors", folder.parent / "unseen" / "queues.safetensors")
-    last = load_file(folder / "checkpoints" / "step_4" / "state.safetensors")
+    last = tensors_of(folder, 4)
     assert last["own/texts.count"] == last["own/videos.count"] == 4 * 16
     assert len(load_file(folder / "queues.safetensors")["texts"]) == 64
 
@@ -490,7 +501,7 @@ def test_the_queues_are_the_training_batches(tmp_path):
         captions = [[data.captions(i)[k] for i in index] for k in range(3)]
         texts = [evaluation.embed.encode_texts(model, tokenizer, c, device) for c in captions]
         return common.normalize(video), common.normalize(torch.stack(texts))  # (M, D), (3, M, D)
-    order = torch.from_numpy(np.concatenate([batch for _, batch in common.epoch_batches(64, 16, 42, 0, 4)]))
+    order = torch.from_numpy(np.concatenate([batch for _, batch in epoch_batches(64, 16, 42, 0, 4)]))
     video, text = encoded("train")
     assert torch.allclose(queues["videos"], video[order], atol=1e-4)
     # one of the example's three captions
@@ -573,15 +584,15 @@ def long_runs(tmp_path_factory):
         patch.setattr(ncl, "draw", lambda *args: None)
         resumed = ncl.main(ncl.parse_args(["--resume", str(root / "killed")]))
     launch.finish("ncl", [*flags, "two"], root / "two.txt", processes=2)
-    summaries = {"whole": whole, "killed": resumed, "two": engine.base.read_json(root / "two" / "summary.json")}
+    summaries = {"whole": whole, "killed": resumed, "two": engine.processes.read_json(root / "two" / "summary.json")}
     return {name: (root / name, summary) for name, summary in summaries.items()}
 
 
 def test_killed_and_resumed_is_the_uninterrupted_run(long_runs):
     (whole, expected), (killed, summary) = long_runs["whole"], long_runs["killed"]
-    for file in ("model.safetensors", "queues.safetensors", "checkpoints/step_12/state.safetensors"):
+    for file in ("model.safetensors", "queues.safetensors", "checkpoints/step_12.pt"):
         assert equal_files(whole / file, killed / file), file
-    last = load_file(killed / "checkpoints/step_12/state.safetensors")
+    last = tensors_of(killed, 12)
     own = {k.removeprefix("own/") for k in last if k.startswith("own/")}
     assert {"texts.queries", "texts.count", "videos.queries", "videos.count"} == own
     assert len(load_file(killed / "queues.safetensors")["videos"]) == 100  # it has wrapped around
@@ -596,7 +607,7 @@ def test_two_processes_are_one(long_runs):
     assert all(torch.allclose(a[k], b[k], atol=1e-3) for k in a)  # the order too
     for split in ("val", "test"):
         a, b = (s[split]["moving-emoji"] for s in (expected, summary))
-        assert engine.base.flatten(a).keys() == engine.base.flatten(b).keys()
+        assert engine.processes.flatten(a).keys() == engine.processes.flatten(b).keys()
         assert all(a[k] == b[k] for k in ("images", "captions", "unreadable"))
         for mode in ("none", "queue", "oracle"):  # rounding may turn a rank or two
             assert b["normalize"][mode]["R-Mean"] == pytest.approx(a["normalize"][mode]["R-Mean"], abs=3)
@@ -605,7 +616,7 @@ def test_two_processes_are_one(long_runs):
 
 def test_two_processes_evaluate_as_one(long_runs, tmp_path):
     """The same weights: before training, and the end of the run on two processes seen by eval.py on one."""
-    a, b = (engine.base.flatten(rows(long_runs[name][0])[0]) for name in ("whole", "two"))
+    a, b = (engine.processes.flatten(rows(long_runs[name][0])[0]) for name in ("whole", "two"))
     words = {key for key, value in a.items() if isinstance(value, str)}  # which normalisation the numbers have
     assert a["step"] == 0 and a.keys() == b.keys() and all(a.pop(key) == b.pop(key) for key in words)
     assert b == pytest.approx(a, rel=1e-4, abs=1e-4)
@@ -617,7 +628,7 @@ def test_two_processes_evaluate_as_one(long_runs, tmp_path):
 # ---------------------------------------------------- eval.py -------------------------------------------------------
 def same_numbers(a, b):
     """Nested dicts of the same keys, with the same numbers up to rounding."""
-    return engine.base.flatten(a) == pytest.approx(engine.base.flatten(b), rel=1e-4, abs=1e-4)
+    return engine.processes.flatten(a) == pytest.approx(engine.processes.flatten(b), rel=1e-4, abs=1e-4)
 
 
 def evaluate(checkpoint, out, *flags, pictures=False):
@@ -638,10 +649,10 @@ def test_eval_gives_the_numbers_of_the_run(run, normalize, tmp_path):
     folder, summary = run
     own = summary["test"]["moving-emoji"]["normalize"]
     got = evaluate(folder, tmp_path, "--normalize", normalize, pictures=normalize != "oracle")
-    numbers = {k: v for k, v in engine.base.flatten(own[normalize]).items() if not k.startswith("error")}
-    assert engine.base.flatten(got["retrieval"]) == numbers
+    numbers = {k: v for k, v in engine.processes.flatten(own[normalize]).items() if not k.startswith("error")}
+    assert engine.processes.flatten(got["retrieval"]) == numbers
     if normalize != "none":
-        assert engine.base.flatten(got["normalize"]) == pytest.approx(engine.base.flatten(own), rel=1e-4, abs=1e-4)
+        assert engine.processes.flatten(got["normalize"]) == pytest.approx(engine.processes.flatten(own), rel=1e-4, abs=1e-4)
     drawn = {"none": {"retrieval.png"}, "queue": {"retrieval.png", "normalization_moving-emoji.png"}, "oracle": set()}
     assert {p.name for p in tmp_path.glob("*.png") if p.stat().st_size > 5000} == drawn[normalize]
 
@@ -676,10 +687,10 @@ def test_eval_takes_the_learnt_gamma(script, tmp_path):
     more = [*OF_TEMO, "--loss", "infonce"] if script is temo else []
     main(tmp_path / "a", *more, "--learnable-tau", "--lr", 0.02, script=script)
     taus = [r["tau"] for r in steps(tmp_path / "a")]
-    assert abs(taus[-1] / engine.base.read_json(tmp_path / "a" / "args.json")["tau"] - 1) > 0.01
+    assert abs(taus[-1] / engine.processes.read_json(tmp_path / "a" / "args.json")["tau"] - 1) > 0.01
     got, given = (evaluate(tmp_path / "a", tmp_path / "eval", "--normalize", "oracle", *flags)["normalize"]
                   for flags in ([], ["--gamma", taus[-1]]))
-    assert engine.base.flatten(got) == pytest.approx(engine.base.flatten(given), rel=1e-4, abs=1e-4)
+    assert engine.processes.flatten(got) == pytest.approx(engine.processes.flatten(given), rel=1e-4, abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -704,8 +715,8 @@ def test_eval_normalizes_checkpoints_of_other_scripts(temo_run, tmp_path):
     texts = evaluation.embed.encode_texts(model, tokenizer, captions, device)
     index, image, _, _ = evaluation.embed.encode_images(model, test, transform, device)
     pieces = evaluation.retrieval.retrieval_pieces(model, tokenizer, test, index, image, device)
-    expected, _ = ncl.normalized_retrieval(pieces, engine.base.read_json(folder / "args.json")["tau"], 4, texts, videos)
-    assert engine.base.flatten(got["normalize"]) == pytest.approx(engine.base.flatten(expected), rel=1e-4, abs=1e-4)
+    expected, _ = ncl.normalized_retrieval(pieces, engine.processes.read_json(folder / "args.json")["tau"], 4, texts, videos)
+    assert engine.processes.flatten(got["normalize"]) == pytest.approx(engine.processes.flatten(expected), rel=1e-4, abs=1e-4)
     few = evaluate(folder, tmp_path / "few", "--normalize", "queue", "--queue-size", 10)
     assert few["normalize"]["queue"] != got["normalize"]["queue"]
     oracle = evaluate(folder, tmp_path / "oracle", "--normalize", "oracle")
@@ -763,7 +774,7 @@ def test_val_held_out_of_a_set_that_has_none(tmp_path, capsys):
     """MSR-VTT (here with features): --eval-every has nothing to look at and says so; --hold-out-val takes it out of
     training, by the names of the videos, and eval.py finds the same val, training set and numbers."""
     names, rng = [f"video{i}" for i in range(200)], np.random.default_rng(0)
-    held = {n for n in names if common.held_out_place(f"{n}.mp4") < common.HELD_OUT}
+    held = {n for n in names if held_out_place(f"{n}.mp4") < HELD_OUT}
     names = [n for n in names if n not in held][:20] + sorted(held)[:4]
     held &= set(names)
     (tmp_path / "motion").mkdir()

@@ -4,13 +4,14 @@ import json
 import pickle
 
 import common
-from engine.base import UserError
+from contrastive import evaluation
+from contrastive.data import open as data_open
+from contrastive.engine.processes import UserError
+from contrastive.evaluation.metrics import answer_hits
 
 import pytest
 import torch
 
-import evaluation.metrics
-from evaluation.metrics import answer_hits
 from helpers import write_rows, write_video
 
 OPTIONS = {"frames": 2, "image_size": 32}
@@ -47,7 +48,7 @@ def test_msrvtt_qa(tmp_path, capsys):
     assert data.captions(0) == ["what is a man sitting on?"] and not data.has_captions
     assert data.read(2).shape == (2, 3, 37, 56) and torch.equal(data.read(0), data.read(1))
     for words in ("1 questions without a question left out", "1 questions without an answer left out",
-                  f"1 videos (1 questions) are not in {videos}, first video9", "3 questions, 158,581 expected"):
+                  f"1 videos (1 rows) are not in {videos}, first video9", "3 examples, 158,581 expected"):
         assert words in data.note
     assert "not comparable" in capsys.readouterr().out
     assert data.select([2])[0]["answer"] == "two" and data.select([2])[0]["choices"] == []
@@ -88,7 +89,7 @@ def test_tgif_choices(kind, tmp_path, capsys):
         "tumblr_a_250 ACTION7": ("What does the cat do 3 times ?", 'say "no', choices, ""),
         "tumblr_b_250 ACTION8": ("What does it do before yawn ?", "yell", ["nod", "yell", "sit", "run"], "")}
     for words in ("1 questions had the answer twice", "1 questions without choices left out",
-                  "1 questions whose answer is none of the choices left out", "1 videos (1 questions) are not in"):
+                  "1 questions whose answer is none of the choices left out", "1 videos (1 rows) are not in"):
         assert words in data.note
     assert "TGIF-QA's" not in data.note and len(data.read(1)) == 2
 
@@ -102,7 +103,7 @@ def test_held_out_questions_are_of_other_videos(tmp_path):
     held, rest = (common.load_data("tgif-qa-r-action", split, data_dir=str(tmp_path), hold_out_val=True, **OPTIONS)
                   for split in ("val", "train"))
     assert len(held) and len(held) + len(rest) == 240 and not {*held.column("video")} & {*rest.column("video")}
-    assert f"{len(held)} of its 240 rows, held out" in held.note
+    assert "held out of 240" in held.note
 
 
 def test_the_choices_of_tgif_qa_before_they_were_drawn_anew_are_told(tmp_path, capsys):
@@ -111,7 +112,7 @@ def test_the_choices_of_tgif_qa_before_they_were_drawn_anew_are_told(tmp_path, c
     row = ("tumblr_a_250", "What does the man do before point to the camera ?", *known, 4, "TRANS23", 23)
     write_tgif(tmp_path, "Test_transition_question.csv", CHOICE, [row])
     data = common.load_data("tgif-qa-r-transition", "test", data_dir=str(tmp_path), **OPTIONS)
-    assert "TGIF-QA's, not the new ones" in data.note and "gives the answer away" in capsys.readouterr().out
+    assert "the choices are TGIF-QA's" in data.note and "gives the answer away" in capsys.readouterr().out
 
 
 def test_tgif_frame(tmp_path):
@@ -173,11 +174,11 @@ def test_causal_vidqa_asks_six_times_and_pairs_answer_and_reason(tmp_path):
     pair = data.column("pair").tolist()
     assert pair == [0, 1, 2, 2, 3, 3, 4, 5, 6, 6]
     for words in ("1 questions whose answer is none of the choices left out", "1 questions (all of a video without",
-                  "1 questions whose other half is left out", "1 videos (6 questions) are not in"):
+                  "1 questions whose other half is left out", "1 videos (6 rows) are not in"):
         assert words in data.note
     code = b"cos\nsystem\n(S'true'\ntR."  # a pickle that calls a program
     (tmp_path / "split" / "valid.pkl").write_bytes(code)
-    common._known_set.cache_clear()
+    data_open._named.cache_clear()
     with pytest.raises(UserError, match="only plain data is read from pickles"):
         opened("causal-vidqa", tmp_path, "val", video_dir=videos)
 
@@ -191,17 +192,17 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
         return str(info.value)
 
     root = str(tmp_path)
-    assert "msrvtt-qa needs --video-dir" in refused() and "train_qa.json" in refused()
-    assert "none of train_qa.json is in" in refused(data_dir=root)
+    assert "msrvtt-qa needs --data-dir" in refused()
+    assert "none of train_qa.json is there" in refused(data_dir=root)
     assert "no val split; it has: train, test" in refused("tgif-qa-r-frame", "val", data_dir=root)
     (tmp_path / "train_qa.json").write_text('[{"question": "what?", "answer": "cat", "id": 1}]')
-    assert "has another layout than expected (KeyError: 'video_id')" in refused(data_dir=root)
+    assert "train_qa.json: no 'video_id'; is it the right file" in refused(data_dir=root)
     (tmp_path / "train_qa.json").write_text('[{"question": "what?", "answer": "cat", "id": 1, "video_id": 3}]')
-    common._known_set.cache_clear()
+    data_open._named.cache_clear()
     assert "looked for video3); --video-dir names" in refused(data_dir=root)
     assert "no such folder" in refused(data_dir=root, video_dir=str(tmp_path / "no"))
     (tmp_path / "Test_frameqa_question.csv").write_text("gif_name\tquestion\na\tb\tc\n")
-    assert "line 2: 3 fields, where the header has 2" in refused("tgif-qa-r-frame", "test", data_dir=root)
+    assert "row 2 has not as many fields as the header" in refused("tgif-qa-r-frame", "test", data_dir=root)
 
 
 # ---------------------------------------------------- scores -------------------------------------------------------

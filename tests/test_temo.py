@@ -9,16 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
-import engine.run
+from contrastive import encoders, engine, figures
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import encoders.base
-import figures.base
-import figures.temo
-import sets.paraphrases
 import temo
 import temperature_schedules
 from helpers import fork, panel, picture, run_script, steps, unit, write_images
@@ -297,7 +293,7 @@ def test_the_views_by_image_aug(flags, flips, tmp_path, monkeypatch):
         raise Views([v.flip for v in views])
     monkeypatch.setattr(engine.run.Run, "batches", stop)
     with pytest.raises(Views) as found:
-        temo.main(temo.parse_args([*flags, "--cpu", "--threads", "1", "--output-dir", str(tmp_path)]))
+        temo.main(temo.parse_args([*flags, "--cpu", "--output-dir", str(tmp_path)]))
     assert found.value.args[0] == flips
 
 
@@ -311,7 +307,7 @@ COMMANDS = sorted({c for c in COMMANDS if not re.search(r"\$|\\|\.\.\.|--help|--
 def test_commands_are_not_refused(command):
     """The flags parse; with --chunk-size the image encoder has no BatchNorm."""
     args = temo.parse_args(shlex.split(command))
-    if args.chunk_size and not args.allow_batchnorm_chunks:
+    if args.chunk_size:
         with torch.device("meta"):
             model = common.VisionEncoder(args.image_encoder, args.embed_dim, False, args.image_size)
         assert not encoders.base.has_batchnorm(model)
@@ -328,8 +324,8 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     lines = [json.dumps({"caption": c, "paraphrases": ["other words"]}) + "\n" for c in train.first_captions(3)]
     for name, some in (("all", lines), ("two", lines[:2])):
         (tmp_path / f"{name}.jsonl").write_text("".join(some))
-    full, partial = (sets.paraphrases.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
-    words = functools.partial(sets.paraphrases.text_words, train)
+    full, partial = (common.Paraphrases(tmp_path / f"{name}.jsonl") for name in ("all", "two"))
+    words = functools.partial(common.text_words, train)
     paper = temo.CC3M["recipe"]
     assert words(None, True, paper).startswith("WARNING: NOT THE PAPER'S T~")
     assert words(full, True, paper) == "T is the caption or a paraphrase, T~ a paraphrase; paraphrases of 3 captions"
@@ -339,7 +335,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     assert "WARNING" not in words(None, True, temo.OWN["recipe"])
 
 
-QUICK = "--cpu --threads 1 --workers 0 --max-steps 2 --batch-size 16 --log-every 1".split()
+QUICK = "--cpu --workers 0 --max-steps 2 --batch-size 16 --log-every 1".split()
 
 
 @pytest.mark.parametrize("flags", [[], ["--grad-augmented"], ["--chunk-size", "5"], ["--detach-tau"],

@@ -18,7 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
-from engine.base import UserError
+from contrastive import evaluation
+from contrastive.data import annotations, moving_emoji, videos
+from contrastive.data import clips as data_clips
+from contrastive.data import frames as data_frames
+from contrastive.data.clips import Clips
+from contrastive.data.frames import read_frames
+from contrastive.data.table import EmptySplit
+from contrastive.engine.processes import UserError
 
 import av
 import numpy as np
@@ -26,17 +33,8 @@ import pytest
 import torch
 from PIL import Image
 
-import evaluation.embed
-import evaluation.retrieval
 import helpers
-import readers.clips
-import readers.frames
-import readers.text
-import readers.videos
 from helpers import TEXT, frame, frame_number, open_splits, write_rows, write_video
-from readers.clips import Clips
-from readers.frames import read_frames
-from sets import moving_emoji, videos
 
 SPLITS = ("train", "val", "test")
 CPU = torch.device("cpu")
@@ -466,15 +464,15 @@ def test_packed_b_frames(tmp_path):
 def test_a_large_clip_is_counted_without_keeping_its_frames(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.avi", range(60), codec="mpeg4", fps=25, options={"bf": "2"})
     expected = read_frames(path, 8)
-    monkeypatch.setattr(readers.frames, "KEPT", 10_000)
+    monkeypatch.setattr(data_frames, "KEPT", 10_000)
     assert np.array_equal(read_frames(path, 8), expected)
-    monkeypatch.setattr(readers.frames, "_decode_frames", lambda *_: pytest.fail("two passes"))
-    monkeypatch.setattr(readers.frames, "KEPT", 2**27)
+    monkeypatch.setattr(data_frames, "_decode_frames", lambda *_: pytest.fail("two passes"))
+    monkeypatch.setattr(data_frames, "KEPT", 2**27)
     assert np.array_equal(read_frames(path, 8), expected)
 
 
 def test_containers_with_sure_times_are_decoded_no_further_than_wanted(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers.frames, "_count_frames", lambda *_: pytest.fail("counted"))
+    monkeypatch.setattr(data_frames, "_count_frames", lambda *_: pytest.fail("counted"))
     for name, codec in (("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")):
         assert len(read_frames(write_video(tmp_path / name, range(12), codec=codec), 4)) == 4
 
@@ -852,7 +850,7 @@ def test_didemo_in_the_hub_s_layout_is_the_same_set(tmp_path):
     write_rows(tmp_path / "didemo_train.json", ["video", "caption"], [("a.mov", ["first a.", "then a."])])
     train = common.load_data("didemo", "train", data_dir=str(tmp_path), frames=60)
     assert train.captions(0) == ["first a. then a."] and numbers(train.read(0)) == list(range(60))
-    with pytest.raises(common.EmptySplit, match="no annotation file of its val split"):
+    with pytest.raises(EmptySplit, match="no annotation file of its val split"):
         common.load_data("didemo", "val", data_dir=str(tmp_path), frames=4)
 
 
@@ -925,7 +923,7 @@ def test_howto100m_is_one_example_a_line_of_speech(tmp_path):
         common.load_data("howto100m", "test", data_dir=str(tmp_path))
     # the table on disk is of this file and of these videos: with another one it is written anew
     write_video(tmp_path / "videos" / "gone.mp4", range(60, 80))
-    readers.videos.video_index.cache_clear()  # as in another process
+    annotations.video_index.cache_clear()  # as in another process
     more = videos.load("howto100m", "train", options)
     assert list(more.first_captions()) == ["a zero", "a one", "a two", "never", "b zero", "b one"]
     assert set(numbers(more.read(3))) <= set(range(60, 71)) and "1 of 4 videos" in more.note
@@ -1400,9 +1398,9 @@ def features(tmp_path):
 def test_features_of_two_folders_stand_side_by_side(features):
     path, folders = features
     sets = [common.load_data(str(path), s, frames=4, feature_dir=folders) for s in SPLITS]
-    assert sum(map(len, sets)) == 8 and readers.clips.feature_shape(sets[0]) == [4, 5]
+    assert sum(map(len, sets)) == 8 and data_clips.feature_shape(sets[0]) == [4, 5]
     with pytest.raises(UserError, match="^--image-encoder features: the data set has pixels"):
-        readers.clips.feature_shape(small("test"))
+        data_clips.feature_shape(small("test"))
     for d in sets:
         for i in range(len(d)):
             k, x = int(d.key(i)[1]), d[i]["pixels"]
@@ -1417,7 +1415,7 @@ def test_features_of_two_folders_stand_side_by_side(features):
 def test_a_vector_is_a_row_and_another_width_a_bad_sample(features):
     path, folders = features
     np.save(Path(folders[1]) / "v3.npy", np.float32([7, 8]))
-    clip = readers.clips.Features(folders, 4)
+    clip = data_clips.Features(folders, 4)
     x = clip("v3.mp4")
     assert x.shape == (4, 5) and x[:, 3:].tolist() == [[7, 8]] * 4
     clip.width = 6

@@ -6,6 +6,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 torch.set_num_threads(1)
 
-from sets import emoji
+from contrastive.data import emoji
 
 emoji.drawings()

@@ -28,20 +28,30 @@ import re
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, rank, read_json, say, say_once, world, write_json, writing
-from engine.flags import OneLine
-from engine.processes import join_processes, set_threads
-from engine.ranges import count, new_file, nonnegative, positive, whole
+from contrastive.data.frames import read_frames
+from contrastive.data.table import VIDEO_TYPES
+from contrastive.encoders.frozen import frame_features, summary_model, vision_language_model
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import (
+    UserError,
+    clean_exit,
+    first_line,
+    join,
+    opening,
+    rank,
+    read_json,
+    say,
+    say_once,
+    world,
+    write_json,
+)
+from contrastive.engine.ranges import count, nonnegative, positive, whole
+from contrastive.figures.base import draw_picture
+from contrastive.figures.mama import draw_descriptions
 
 import torch
 
-from encoders.frozen import frame_features, summary_model, vision_language_model
-from figures.base import draw_picture
-from figures.mama import draw_descriptions
 from mama import key_frames
-from readers import text
-from readers.columns import SPLIT_NAMES, is_video
-from readers.frames import read_frames
 
 PROMPT = "Write a short caption sentence for the video in order from left to right, top to bottom"  # Sec. 3.3
 FRAME_PROMPT = "Write a short caption sentence for the image"
@@ -96,7 +106,7 @@ def clips_of(args):
     path, kinds = Path(args.dataset).expanduser(), ("metadata.*", "captions.csv", "*.tar", "*.parquet", "*.jsonl")
     described = {f.resolve() for kind in kinds for f in path.rglob(kind)} if path.is_dir() else set()
     if path.is_dir() and not described - {Path(args.out).resolve()}:  # videos alone, captions or not
-        files = sorted(str(f) for f in path.rglob("*") if is_video(f) or f.suffix.lower() == ".gif")
+        files = sorted(str(f) for f in path.rglob("*") if f.suffix.lower()[1:] in (*VIDEO_TYPES, "gif"))
         found = [(f, None, None) for f in files]
     else:
         names = ("data_dir", "video_dir", "image_column", "caption_column")
@@ -138,36 +148,30 @@ def read_known(out):
     """{(video, start, end): {caption} or {error}} from the csv and part files of an earlier call, without cut lines.
 
     Raises: UserError if the csv, or a part file of a process beside it, was not written by this tool."""
-    found, cut = [], 0  # found: [(file and line, row)]
-    try:
+    rows, cut = [], 0
+    with opening(f"--out {out}: not a file of this tool; name another one"):
         if Path(out).exists():
-            found = [(f"{out}, line {line}", row) for line, row in text.csv_rows(out, COLUMNS)]
+            with open(out, newline="", encoding="utf-8-sig") as f:
+                rows = list(csv.DictReader(f, strict=True))
         for file in sorted(glob.glob(f"{glob.escape(str(out))}.part*")):
-            for number, line in enumerate(text.read_text(file).split("\n"), 1):
-                try:
-                    found += [(f"{file}, line {number}", json.loads(line))] if line.strip() else []
-                except (ValueError, RecursionError):  # cut when a process was killed
-                    cut += 1
-        known = [_known(*row) for row in found]
-    except UserError as error:
-        raise UserError(f"--out {out}: exists already and is not a file of this tool ({error}); name another "
-                        "one") from error
+            for line in filter(str.strip, Path(file).read_text(encoding="utf8").split("\n")):
+                whole = line.endswith("}")  # else cut when a process was killed
+                rows, cut = rows + [json.loads(line)] * whole, cut + (not whole)
+        known = [_known(row) for row in rows]
     if cut:
         say_once(f"{out}: {cut:,} lines of an earlier call were cut; their clips are captioned again")
     return dict(sorted(known, key=lambda pair: "caption" in pair[1]))  # a caption overrides an earlier error
 
 
-def _known(where, row):
-    """((video, start, end), {caption} or {error}) of one row.   Raises: UserError."""
-    with text.expected_layout(where):
-        start, end = (None if row[k] in (None, "") else text.number(row[k]) for k in ("start", "end"))
-        record = {k: text.words(row[k]) for k in ("caption", "error") if row.get(k)}
-        return (text.words(row["video"]), start, end), record
+def _known(row):
+    """((video, start, end), {caption} or {error}) of one row."""
+    start, end = (None if row[k] in (None, "") else float(row[k]) for k in ("start", "end"))
+    return (row["video"], start, end), {k: row[k] for k in ("caption", "error") if row.get(k)}
 
 
 def write_lines(file, records):
     """Appends {(video, start, end): record} to a process's own part file."""
-    with writing(file), open(file, "a", encoding="utf8") as f:
+    with opening(file), open(file, "a", encoding="utf8") as f:
         f.write("\n")  # in case a kill left an unfinished line
         for (video, start, end), record in records.items():
             f.write(json.dumps({"video": video, "start": start, "end": end} | record) + "\n")
@@ -181,7 +185,7 @@ def merge(args, clips):
     rows = [(*clip, record["caption"]) for clip, record in known.items() if "caption" in record]
     bad = {clip: record.get("error", "") for clip, record in known.items() if "caption" not in record}
     temporary = Path(f"{out}.tmp")
-    with writing(out):
+    with opening(out):
         with open(temporary, "w", newline="", encoding="utf8") as f:
             csv.writer(f).writerows([COLUMNS, *(["" if x is None else x for x in row] for row in rows)])
         os.replace(temporary, out)
@@ -266,13 +270,13 @@ def parse_args(argv=None):
     """The flags."""
     p = OneLine("python -m tools.caption", __doc__.splitlines()[0])
     p.add_argument("--dataset", required=True, help="folder of videos, or name, folder, file or hub id as for mama.py")
-    p.add_argument("--split", choices=list(SPLIT_NAMES), default="train", help="which split, if the set has splits")
+    p.add_argument("--split", choices=["train", "val", "test"], default="train", help="which split of the set")
     p.add_argument("--data-dir", help="where annotations lie and relative paths start")
     p.add_argument("--video-dir", help="folder of the videos")
     p.add_argument("--image-column", help="column of the videos; else found by its name")
     p.add_argument("--caption-column", help="column of the existing captions; else found by its name")
     p.add_argument("--limit", type=whole, default=0, help="only the first clips; 0 = all")
-    p.add_argument("--out", type=new_file(), required=True, metavar="FILE", help="csv to write, or to go on with")
+    p.add_argument("--out", required=True, metavar="FILE", help="csv to write, or to go on with")
     p.add_argument("--model", default="llava-hf/llava-1.5-7b-hf", help="image-text-to-text model, hub id or folder")
     p.add_argument("--augment-mode", choices=["grid", "per-frame-summary"], default="grid",
                    help="grid: one caption of a picture of all key frames; per-frame-summary: a caption per key frame, "
@@ -320,8 +324,7 @@ def main(argv=None):
     """The command line. Raises: UserError."""
     args = parse_args(argv)
     clips = clips_of(args)
-    set_threads(argparse.Namespace(threads=0))
-    join_processes(argparse.Namespace(cpu=True))  # the processes share only files
+    join(cpu=True)  # the processes share only files
     if args.frame_encoder == "colour":
         say("--frame-encoder colour: key frames by mean colours, a crude stand-in for learned features")
     done = write_captions(args, clips)

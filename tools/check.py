@@ -1,39 +1,35 @@
-"""Checks a data set before training: fingerprints, images that are in two splits, and a strict reading of every file.
+"""Reads every example of a data set before training, and lists what cannot be read.
 
-    python -m tools.check --dataset photos/            # reads every image strictly and lists what cannot be read
+    python -m tools.check --dataset photos/
 """
 
 import common
-from engine.base import UserError, clean_exit
-from engine.flags import OneLine
-from engine.verify import fingerprint, twin_words, twins, unreadable
+from contrastive.data import splits_of
+from contrastive.data.table import EmptySplit
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import clean_exit, first_line
 
 
 def main(argv=None):
-    """The command line: what a data set holds, and what of it cannot be read."""
+    """The command line: how many examples each split has, its note, and {key: reason} of those that cannot be read."""
     parser = OneLine("python -m tools.check", __doc__.splitlines()[0])
     parser.add_argument("--dataset", required=True, help="as in training")
     for flag in ("--data-dir", "--video-dir", "--image-column", "--caption-column", "--label-column"):
         parser.add_argument(flag, default="", help="as in training")
     args = parser.parse_args(argv)
     options = {k: v for k, v in vars(args).items() if k != "dataset"}
-    splits, reasons = {}, []
-    for split in common.splits_of(args.dataset):
+    for split in splits_of(args.dataset):
         try:
-            splits[split] = common.load_data(args.dataset, split, **options)
-        except UserError as error:  # other splits may exist, for example test images alone
-            reasons.append(error)
+            data = common.load_data(args.dataset, split, **options)
+        except EmptySplit as error:
+            print(error)
             continue
-        print(f"{split}: {fingerprint(splits[split])} {splits[split].note}")
-    if not splits:
-        raise reasons[0]
-    for error in reasons:
-        print(error)
-    for split, data in splits.items():
-        if split != "train" and "train" in splits:
-            print(f"{split}: {twin_words(twins(splits['train'], data), data)}")
-        for key, why in unreadable(data).items():
-            print(f"{split}: {key}: {why}")
+        print(f"{split}: {len(data):,} examples; {data.note}")
+        for i in range(len(data)):
+            try:
+                data.read(i)
+            except Exception as error:  # of any decoder
+                print(f"{split}: {data.key(i)}: {first_line(error)}")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,16 @@ import argparse
 from collections import Counter
 
 import common
-from engine.base import UserError, clean_exit, say, writing
-from engine.data import open_data
-from engine.flags import OneLine
-from engine.ranges import picture_file
+from contrastive.data.open import open_data
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit, opening, say
+from contrastive.evaluation import answers, retrieval
+from contrastive.evaluation.metrics import retrieval_metrics
+from contrastive.figures.base import figure, save_figure
 
 import numpy as np
 import torch
 
-from evaluation import answers, retrieval
-from evaluation.metrics import retrieval_metrics
-from figures.base import figure, save_figure
 from tools.margins import finished
 
 DATA = ("dataset", "data_dir", "task", "clips", "clip_law", "fold", "caption_column", "label_column", "hold_out_val",
@@ -99,7 +98,7 @@ def main(argv=None):
     p = OneLine("python -m tools.concepts", __doc__.splitlines()[0])
     p.add_argument("base", metavar="BASE", help="folder of a finished run of mama.py")
     p.add_argument("other", metavar="RUN", help="folder of a run on the same data, whose gain over BASE is drawn")
-    p.add_argument("--out", type=picture_file, default="concepts.png", metavar="FILE", help="picture, .png or .pdf")
+    p.add_argument("--out", default="concepts.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
     runs = [finished(folder)[0] for folder in (args.base, args.other)]
     for k in DATA:
@@ -124,7 +123,7 @@ def main(argv=None):
     right.set(title="by thirds of the queries", xlabel="how frequent in training", ylabel="gain, points")
     what = "text -> video R@1" if runs[0]["task"] == "retrieval" else "accuracy"
     fig.suptitle(f"test {what}: {100 * base.mean():.1f} -> {100 * other.mean():.1f} %")
-    with writing(args.out):
+    with opening(args.out):
         save_figure(fig, args.out)
     said = [f"{100 * f:8.2f} % {g:+8.1f} {n:6d}  {c}" for f, g, n, c in found]
     said += [f"{name}: {100 * low:.2f} to {100 * high:.2f} % of the training rows, gain {gain:+.2f}"

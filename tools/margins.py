@@ -9,14 +9,11 @@ left one (a1 = 10 throughout); its text says a2, which is drawn here. (Right pan
 
 from pathlib import Path
 
-from engine.base import UserError, clean_exit, read_json, say, writing
-from engine.flags import OneLine
-from engine.ranges import picture_file
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
+from contrastive.figures.base import figure, line_style, save_figure
 
 import numpy as np
-
-from figures.base import figure, line_style, save_figure
-from readers.text import expected_layout, number
 
 VARIED = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_every", "eval_every", "log_every",
@@ -46,14 +43,14 @@ def same_but(folders, runs, varied):
 def point(folder, args, summary):
     """{mu, a2, value} of a run: a0 / a1 in radians (0 = no margin; the limit if a2 > 0), a2 (None if not used), and val
     accuracy in %."""
-    with expected_layout(f"{folder}: what its args.json and summary.json hold"):
+    with opening(f"{folder}: what its args.json and summary.json hold"):
         schedule, val = args["margin_schedule"], summary.get("val", {}).get(args["dataset"])
         if not val:
             raise UserError(f"{folder}: no evaluation on val of {args['dataset']}")
         value = val["text_to_image"]["R@1"] if args["task"] == "retrieval" else val["accuracy"]
-        mu = 0.0 if schedule == "none" else number(args["a0"]) / number(args["a1"])
-        return {"mu": mu, "schedule": schedule, "value": number(value),
-                "a2": number(args["a2"]) if schedule == "logistic" else None}
+        mu = 0.0 if schedule == "none" else float(args["a0"]) / float(args["a1"])
+        return {"mu": mu, "schedule": schedule, "value": float(value),
+                "a2": float(args["a2"]) if schedule == "logistic" else None}
 
 
 def lines(points, axis, same):
@@ -73,7 +70,7 @@ def main(argv=None):
     """The command line. Raises: UserError."""
     p = OneLine("python -m tools.margins", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs of mama.py")
-    p.add_argument("--out", type=picture_file, default="margins.png", metavar="FILE", help="picture, .png or .pdf")
+    p.add_argument("--out", default="margins.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
     runs = [finished(folder) for folder in args.runs]
     same_but(args.runs, runs, VARIED)
@@ -95,7 +92,7 @@ def main(argv=None):
         ax.set(title=title, xlabel=xlabel, ylabel=f"val {name}, %")
         ax.locator_params(axis="x", nbins=6)
         ax.legend(frameon=False)
-    with writing(args.out):
+    with opening(args.out):
         save_figure(fig, args.out)
     say("\n".join([*said, f"written to {args.out}"]))
 

@@ -12,11 +12,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, first_line, hub_reason, say
-from engine.data import data_options
-from engine.flags import OneLine
-from engine.folder import inside
-from engine.ranges import count
+from contrastive.data.open import data_options
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit, first_line, hub_reason, opening, say
+from contrastive.engine.ranges import count
 
 MODEL = "tuner007/pegasus_paraphrase"
 
@@ -37,7 +36,7 @@ def write_paraphrases(captions, path, model=MODEL, per_caption=5, batch=16, devi
         return
     answers = _paraphraser(model, per_caption, device, max_tokens)
     from tqdm import tqdm
-    with inside("--out", path), open(path, "a", encoding="utf8") as f:
+    with opening(path), open(path, "a", encoding="utf8") as f:
         for i in tqdm(range(0, len(todo), batch), desc="paraphrases", unit="batch"):
             texts = todo[i:i + batch]
             for text, lines in zip(texts, answers(texts), strict=True):

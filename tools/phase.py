@@ -10,14 +10,12 @@ highest mean.
 import json
 from pathlib import Path
 
-from engine.base import UserError, clean_exit, first_line, read_json, say, say_once, writing
-from engine.flags import OneLine
-from engine.ranges import picture_file
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit, first_line, opening, read_json, say, say_once
+from contrastive.figures.base import figure, save_figure
 
 import numpy as np
 
-from figures.base import figure, save_figure
-from readers import text
 from tools.margins import same_but
 
 VARIED = {"period", "epochs", "min_steps", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
@@ -27,7 +25,7 @@ GRID = np.linspace(0, 1, 41)  # phases
 
 def rows_of(file):
     """(line, row) of a run's metrics.jsonl; a cut last line is left out with a warning.   Raises: UserError."""
-    lines = text.read_text(file).rstrip("\n").split("\n")
+    lines = Path(file).read_text(encoding="utf8").rstrip("\n").split("\n")
     for number, line in enumerate(lines, 1):
         try:
             yield number, json.loads(line)
@@ -51,18 +49,18 @@ def last_period(folder, measure="few-shot/top1"):
         raise UserError(f"{folder}: a run with --schedule {args['schedule']}, which has no phases")
     if args.get("tau_head"):
         raise UserError(f"{folder}: a run with --tau-head, whose temperatures do not change")
-    with text.expected_layout(f"{folder}: what its args.json and summary.json hold"):
-        period, epochs, steps = text.number(args["period"]), text.number(summary["epochs"]), summary["steps"]
-        per_epoch, data = text.number(steps) / epochs, args["dataset"]
+    with opening(f"{folder}: what its args.json and summary.json hold"):
+        period, epochs, steps = float(args["period"]), float(summary["epochs"]), summary["steps"]
+        per_epoch, data = float(steps) / epochs, args["dataset"]
         end = int(epochs / period + 1e-6) * period
     task, name = measure.split("/", 1)
     found, file = {}, folder / "metrics.jsonl"
     for number, row in rows_of(file):
-        with text.expected_layout(f"{file}, line {number}"):
+        with opening(f"{file}, line {number}"):
             value = row.get("eval", {}).get(data, {}).get(task, {}).get(name)
             phase = 1 - (end - row["step"] / per_epoch) / period
             if value is not None and row["step"] and -1e-6 <= phase <= 1 + 1e-6:
-                found[min(max(phase, 0.0), 1.0)] = text.number(value)
+                found[min(max(phase, 0.0), 1.0)] = float(value)
     if not end or len(found) < 2:
         raise UserError(f"{folder}: {len(found)} evaluations on val of {measure} in its last full period of "
                         f"{period:g} epochs; at least two are needed (--eval-every)")
@@ -81,7 +79,7 @@ def main(argv=None):
     p.add_argument("--measure", default="few-shot/top1", metavar="TASK/NAME",
                    help="a number of the val evaluations. TASK: few-shot, all, knn@1 or knn@10; NAME: top1, "
                         "mean_per_class, head, mid or tail")
-    p.add_argument("--out", type=picture_file, default="phase.png", metavar="FILE", help="picture, .png or .pdf")
+    p.add_argument("--out", default="phase.png", metavar="FILE", help="picture, .png or .pdf")
     args = p.parse_args(argv)
     p.require(args.measure.count("/") == 1, f"--measure {args.measure}: must be TASK/NAME, as few-shot/top1")
     values = over_phases(args.runs, args.measure)                          # (runs, phases)
@@ -99,7 +97,7 @@ def main(argv=None):
         beside = ax.twinx()
         beside.plot(GRID, (1 + np.cos(2 * np.pi * GRID)) / 2, color="tab:orange")
         beside.set_ylabel("tau of the cosine, relative", color="tab:orange")
-    with writing(args.out):
+    with opening(args.out):
         save_figure(fig, args.out)
     lines = [f"{g:6.3f} {m:8.2f} {s:8.2f}" for g, m, s in zip(grid, mean, std)]
     say("\n".join([" phase     mean      std", *lines, f"best at phase {grid[mean.argmax()]:.3f}: {args.out}"]))

@@ -15,21 +15,17 @@ import csv
 from pathlib import Path
 
 import common
-from engine.base import UserError, clean_exit, read_json, say, writing
-from engine.data import data_options
-from engine.flags import OneLine
-from engine.processes import set_threads
-from engine.ranges import count, new_file, whole
+from contrastive.data.open import add_captions, data_options
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
+from contrastive.engine.ranges import count, whole
+from contrastive.evaluation.embed import encode_images, encode_texts, say_unreadable
+from contrastive.evaluation.metrics import normalize
+from contrastive.figures.base import draw_picture
+from contrastive.figures.mama import draw_scores
 
 import numpy as np
 import torch
-
-from evaluation.embed import encode_images, encode_texts, say_unreadable
-from evaluation.metrics import normalize
-from figures.base import draw_picture
-from figures.mama import draw_scores
-from readers import text
-from sets.own import add_captions
 
 
 def short_captions(data, wanted):
@@ -53,7 +49,8 @@ def short_captions(data, wanted):
             message = str(error).replace("--extra-captions", "--short").replace("(train)", f"({data.split})")
             raise UserError(message) from error
         return [next((t for t in with_them.captions(i) if t not in texts), "") for i, texts in enumerate(own)]
-    of = {row["video"]: row["caption"] for _, row in text.csv_rows(wanted, ["video", "caption"])}
+    with opening(wanted), open(wanted, newline="", encoding="utf-8-sig") as f:
+        of = {row["video"]: row["caption"] for row in csv.DictReader(f, strict=True)}
     return [of.get(key, "") for key in data.keys()]
 
 
@@ -122,7 +119,7 @@ def parse_args(argv=None):
                    help="csv of video and caption (tools/caption.py writes one), or a column whose class names are the "
                         "short captions (noun); default: each video's caption with the fewest words")
     p.add_argument("--show", type=count, default=4, help="videos in the picture, drawn with a fixed seed")
-    p.add_argument("--out", type=new_file(), required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
+    p.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
     p.add_argument("--eval-batch", type=count, default=256, help="images or frames encoded at a time")
     p.add_argument("--workers", type=whole, default=2, help="processes that read videos")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
@@ -134,7 +131,6 @@ def main(argv=None):
     args = parse_args(argv)
     out = Path(args.out)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
-    set_threads(argparse.Namespace(threads=0))
     data = data_of(args.runs[0], args.split)
     pairs, found = caption_pairs(data, args.short), []
     for folder in args.runs:
@@ -145,7 +141,7 @@ def main(argv=None):
     rows = [i for i in pairs if all(i in scores for scores in found)]
     names = [Path(folder).resolve().name for folder in args.runs]
     scores = np.array([[of[i] for i in rows] for of in found])                                        # (R, M, 2)
-    with writing(out), open(f"{out}.csv", "w", newline="", encoding="utf8") as f:
+    with opening(out), open(f"{out}.csv", "w", newline="", encoding="utf8") as f:
         csv.writer(f).writerows([("video", "detail", "caption", *names), *(
             (data.key(i), kind, pairs[i][k], *(f"{x:.4f}" for x in scores[:, at, k]))
             for at, i in enumerate(rows) for k, kind in enumerate(("short", "detailed")))])

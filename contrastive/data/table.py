@@ -1,0 +1,264 @@
+"""One split of a data set: a table with a row per example, and how its pixels are read."""
+
+import contextlib
+import dataclasses
+import hashlib
+
+from contrastive.data.pictures import decode, part_of
+from contrastive.data.views import uniforms
+from contrastive.engine.processes import UserError
+
+import numpy as np
+import torch
+
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jfif", "jp2", "ppm", "pgm")
+VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "m2ts", "wmv", "flv", "ogv", "3gp")
+SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
+          "test": "test", "testing": "test"}  # words for a split -> ours
+IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are read row by row
+
+
+class EmptySplit(UserError):
+    """An evaluation split that the data do not have, or for which no row was held out."""
+
+
+@dataclasses.dataclass
+class Data:
+    """One split of a data set: a `datasets.Dataset` table with one row per example, and how its pixels are read.
+
+    Columns of the table: source (struct of path or bytes; offset and size inside a tar; start and end in seconds),
+    captions (list of str), key, and where the set has them label (ClassLabel), group (rows of one group are positives
+    of each other), verb, noun, question, answer, choices, question_type, pair (questions.py); question is None in rows
+    of --extra-pairs.
+    To change an attribute: dataclasses.replace(data, note=...).
+    """
+    name: str
+    split: str
+    table: object                     # datasets.Dataset
+    pixels: torch.Tensor = None       # (M, [T,] 3, H, W) uint8 if the whole split is in memory
+    clip: object = None               # how a video becomes frames (clips.py); None for images
+    note: str = ""                    # what was left out or held out, for the banner
+    templates: tuple = ()             # formats around a caption that serve as paraphrases, "a drawing of {}"
+    prompts: tuple = None             # zero-shot templates with {c}
+    has_captions: bool = True         # False if class names take their place
+    grouped: bool = False             # video -> text ranks videos by their best caption (MSVD's protocol)
+    max_captions: int = 0             # captions of an example used in evaluation; 0 = all
+    shards: np.ndarray = None         # (M,) number of the tar of each row
+    rows: np.ndarray = None           # (M,) row numbers in the table that was opened first
+    which: np.ndarray = None          # (M,) number of the one caption of each row, after unfold()
+    sentences: object = None          # the texts that multi-instance retrieval ranks, and relevancies (epic.py)
+    caption_relevancy: float = 0.0    # training draws among the sentences above this relevancy; 0 = own captions
+    own: object = None                # the set's own rows, which come first, if --extra-pairs added others
+    streamed = False                  # stream.Stream answers True
+
+    def __post_init__(self):
+        table = self.table
+        # reading a caption must not read image bytes
+        self.texts = table.remove_columns("source") if "source" in table.column_names else table
+        self.sources = table.select_columns("source") if "source" in table.column_names else None
+        self.rows = np.arange(len(table)) if self.rows is None else self.rows
+        self.columns, self.features = {}, self.texts.features  # asking the table for these copies them each time
+
+    def __len__(self):
+        return len(self.table)
+
+    examples = distinct = property(__len__)  # rows per epoch, and distinct rows; a stream may not know them
+
+    def column(self, name):
+        """A whole column: numbers as an array (M,), anything else as a list; None where the set has no such column."""
+        if name not in self.texts.column_names:
+            return None
+        if name not in self.columns:
+            values, kind = self.texts[name][:], getattr(self.features[name], "dtype", "list")
+            self.columns[name] = values if kind in ("list", "string", "large_string") else np.asarray(values, kind)
+        return self.columns[name]
+
+    def names(self, column):
+        """Class names of a column; None where it has none."""
+        return getattr(self.features.get(column), "names", None)
+
+    @property
+    def labels(self):
+        """(M,) class of each row, -1 = unknown; or None."""
+        return self.column("label")
+
+    @property
+    def label_names(self):
+        """Names of the classes, or None."""
+        return self.names("label")
+
+    @property
+    def groups(self):
+        """(M,) ids: rows of one group are positives of each other; each row for itself where the set has no groups."""
+        return self.rows if self.column("group") is None else self.column("group")
+
+    def cell(self, column, i):
+        """The value of one column in row i."""
+        return self.column(column)[i] if len(self) <= IN_MEMORY else self.texts[int(i)][column]
+
+    def captions(self, i):
+        """The captions of row i; its pixels are not read."""
+        captions = self.cell("captions", i)
+        return captions if self.which is None else [captions[self.which[i]]]
+
+    def training_captions(self, i, seed, epoch, number):
+        """The captions of row i; with caption_relevancy one sentence that is relevant to it, drawn for sample `number`
+        of the epoch."""
+        if not self.caption_relevancy:
+            return self.captions(i)
+        u = uniforms(seed, epoch, [number], 1, stream=98)[0, 0]
+        drawn = self.sentences.draw(int(self.rows[i]), self.caption_relevancy, u)
+        return self.captions(i) if drawn is None else [drawn]
+
+    def key(self, i):
+        """The name of row i: it does not change with the split or with other rows."""
+        return self.cell("key", i)
+
+    def read(self, i, draws=None):
+        """Image (3, H, W) or clip (T, 3, H, W), uint8; draws (T,) place random frames. Raises what a reader raises."""
+        if self.pixels is not None:
+            return self.pixels[i]
+        return self.read_source(self.sources[int(i)]["source"], draws)
+
+    def read_source(self, source, draws=None):
+        """As `read`, of a cell of the column source."""
+        content = source.get("bytes") or source["path"]
+        if source.get("size") is not None:
+            content = part_of(source["path"], source["offset"], source["size"])
+        if self.clip:
+            return self.clip(content, source.get("start"), source.get("end"), draws)
+        return decode(content)
+
+    def __getitem__(self, i):
+        more = {c: self.column(c)[i] for c in self.texts.column_names if c not in ("captions", "key", "group")}
+        return {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)} | more
+
+    def select(self, rows, split=None):
+        """The same data set with only these rows, in this order; a row may come twice."""
+        rows = np.asarray(rows, dtype=None if len(rows) else np.int64)  # numpy takes an empty list for floats
+        cut = {k: v[rows] for k in ("rows", "which", "shards") if (v := getattr(self, k)) is not None}
+        pixels = None if self.pixels is None else self.pixels[torch.from_numpy(rows)]
+        table = self.table.select(rows)
+        return dataclasses.replace(self, split=split or self.split, table=table, pixels=pixels, own=None, **cut)
+
+    def unfold(self):
+        """One example for each (image or clip, caption): an epoch sees every caption, and a batch may hold a clip twice
+        (CLIP4Clip on MSR-VTT and MSVD)."""
+        batches = self.texts.select_columns("captions").iter(10_000)
+        of_row = np.array([len(captions) for batch in batches for captions in batch["captions"]])  # (M,)
+        rows, which = np.repeat(np.arange(len(self)), of_row), np.concatenate([np.arange(n) for n in of_row])
+        return dataclasses.replace(self.select(rows), which=which)
+
+    def in_memory(self, limit=96):
+        """The same examples, with pixels in one uint8 tensor if they are small and all of one size; else unchanged."""
+        try:
+            if self.pixels is not None or not len(self) or max(self.read(0).shape[-2:]) > limit:
+                return self
+            images = [self.read(i) for i in range(len(self))]  # (3, H, W) each
+        except Exception:  # an unreadable one is counted when it is drawn
+            return self
+        return dataclasses.replace(self, pixels=torch.stack(images)) if len({x.shape for x in images}) == 1 else self
+
+    def keys(self):
+        """The names of all rows in order, in batches, since row by row takes minutes."""
+        for batch in self.texts.select_columns("key").iter(10_000):
+            yield from batch["key"]
+
+    def identity(self):
+        """What a resumed run compares: the number of examples and a hash of their names."""
+        digest = hashlib.sha256()
+        for key in self.keys():
+            digest.update(f"{key}\n".encode())
+        return {"examples": len(self), "names": digest.hexdigest()[:16]}
+
+    def first_captions(self, limit=None):
+        """Captions in order (of the first `limit` examples): for a tokenizer or paraphrases."""
+        for i in range(min(len(self), limit or len(self))):
+            yield from self.captions(i)
+
+
+# ---- making Data ----
+@contextlib.contextmanager
+def generating():
+    """Inside, what `datasets` cannot generate is an error with its cause's own words."""
+    import datasets
+    try:
+        yield
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise (error.__cause__ or error) from None
+
+
+def pick(flag, options, columns, usual, required=True):
+    """The column that a flag names, else the first usual one that exists; a wrong name lists those that exist."""
+    wanted = options.get(flag[2:].replace("-", "_"))
+    found = wanted if wanted in columns else None if wanted else next((c for c in usual if c in columns), None)
+    if found is None and (wanted or required):
+        what = f"{flag} {wanted}: there is no such column" if wanted else f"{flag}: none of {', '.join(usual)} is there"
+        raise UserError(f"{what}; there are: {', '.join(columns)}")
+    return found
+
+
+def make_table(captions, keys, sources=None, classes=None, **columns):
+    """A table in memory for `Data`.
+
+    Args: captions: M lists of str; keys: M str; sources: M paths, or dicts as in the column `source`, or None where
+        pixels are in memory; classes: {column: class names}; columns: label=..., group=..., verb=...: M values each.
+    """
+    import datasets
+    text, number, seconds = (datasets.Value(kind) for kind in ("string", "int64", "float64"))
+    kinds = {"path": text, "bytes": datasets.Value("binary"), "offset": number, "size": number,
+             "start": seconds, "end": seconds}
+    features, content = {"captions": [text], "key": text}, {"captions": list(captions), "key": list(keys)}
+    if sources is not None:
+        content["source"] = [{"path": s} if isinstance(s, str) else s for s in sources]
+        features["source"] = {k: kinds[k] for k in kinds if any(k in s for s in content["source"][:1])}
+    for name, values in columns.items():
+        content[name] = values.tolist() if isinstance(values, np.ndarray) else list(values)
+        known = (classes or {}).get(name)
+        inferred = datasets.Dataset.from_dict({name: content[name]}).features[name]
+        features[name] = datasets.ClassLabel(names=list(known)) if known is not None else inferred
+    return datasets.Dataset.from_dict(content, features=datasets.Features(features))
+
+
+def notes(*words):
+    """The notes that are not empty, in one line."""
+    return "; ".join(filter(None, words))
+
+
+def with_note(data, *words):
+    """The data with these words added to its note."""
+    return dataclasses.replace(data, note=notes(data.note, *words))
+
+
+def with_classes(data, labels, names):
+    """The data with new labels, (M,) numbers, and new class names."""
+    import datasets
+    table = data.table.remove_columns("label") if data.labels is not None else data.table
+    table = table.add_column("label", np.asarray(labels), feature=datasets.ClassLabel(names=list(names)))
+    return dataclasses.replace(data, table=table)
+
+
+def with_captions(data, captions):
+    """The data with other captions, a list for each row."""
+    import datasets
+    kind = datasets.Features({"captions": data.features["captions"]})
+    beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
+    table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
+    return dataclasses.replace(data, table=table)
+
+
+def joined(data):
+    """The data with all captions of a row as one text (--join-captions)."""
+    return with_captions(data, [[" ".join(of_row)] for of_row in data.column("captions")])
+
+
+def has_clips(data):
+    """Whether its examples are clips; tables then say video instead of image."""
+    return bool(data.clip) or data.pixels is not None and data.pixels.ndim == 5
+
+
+def frames_of(data):
+    """T of a clip; 1 for images."""
+    if data.pixels is not None and data.pixels.ndim == 5:
+        return data.pixels.shape[1]
+    return data.clip.frames if data.clip else 1

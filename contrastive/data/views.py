@@ -1,0 +1,248 @@
+"""Random numbers, image views, and the texts of a batch."""
+
+import hashlib
+
+from contrastive.engine.processes import to_device
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+
+
+# ================================================== random numbers ==================================================
+def _mix(x):
+    """splitmix64 finaliser on uint64 arrays."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seed, epoch, keys, n, stream=0):
+    """(len(keys), n) float32 numbers in [0, 1): a function of (seed, epoch, key, stream) and of nothing else.
+
+    epoch: one, or one per key.   keys: integers (the sample's index, or `key_hash` of its name).   stream: one per
+    view: views are independent.
+    """
+    with np.errstate(over="ignore"):
+        golden = np.uint64(0x9E3779B97F4A7C15)
+        x = _mix(np.asarray(keys, dtype=np.int64).astype(np.uint64) * golden + np.uint64(seed))
+        x = _mix(x ^ _mix(np.uint64(epoch) * golden + np.uint64(stream) * np.uint64(0xD1B54A32D192ED03)))
+        x = _mix(x[:, None] + np.arange(1, n + 1, dtype=np.uint64)[None] * golden)
+    return (x >> np.uint64(40)).astype(np.float32) / np.float32(2**24)  # 24 bits: exact in float32
+
+
+def key_hash(key):
+    """63-bit integer of a sample's name, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+# =================================================== image views ====================================================
+GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
+
+
+class Augment:
+    """One random image view: crop and RandAugment per sample, then flip, colour, grey and blur in batch, on the device.
+
+    Every decision is read from a row of `uniforms`, never from a global generator.
+
+    Args: size (pixels); scale_min: smallest area of the random crop, as a part of the image (1 = no crop); flip, grey,
+        blur, jitter_p: probabilities; brightness, contrast, saturation, hue: strengths as in torchvision.ColorJitter;
+        randaugment: (operations, magnitude out of 30), or (0, 0); squash: with no crop, do not keep the aspect.
+    """
+    DRAWS = 16
+
+    def __init__(self, size, scale_min=1.0, flip=0.0, jitter_p=0.0, brightness=0.0, contrast=0.0, saturation=0.0,
+                 hue=0.0, grey=0.0, blur=0.0, randaugment=(0, 0), squash=False):
+        self.size, self.scale_min, self.squash, self.randaugment = size, scale_min, squash, randaugment
+        self.flip, self.grey, self.blur = flip, grey, blur
+        self.jitter_p, self.brightness, self.contrast = jitter_p, brightness, contrast
+        self.saturation, self.hue = saturation, hue
+
+    def boxes(self, height, width, u):
+        """Random-resized-crop boxes (B, 4) long (top, left, height, width) for draws u (B, DRAWS); aspect 3/4..4/3.
+
+        With scale_min = 1 it is the evaluation view: the centre square, or with squash the whole image. Sides longer
+        than the image's are cut to them (torchvision draws again, up to ten times)."""
+        if self.scale_min == 1:
+            h, w = (height, width) if self.squash else (min(height, width),) * 2
+            return np.tile(np.array([[(height - h) // 2, (width - w) // 2, h, w]]), (len(u), 1))
+        area = height * width * (self.scale_min + (1 - self.scale_min) * u[:, 0])  # (B,)
+        ratio = np.exp(np.log(3 / 4) + np.log(16 / 9) * u[:, 1])
+        h = np.clip(np.round(np.sqrt(area / ratio)), 1, height)
+        w = np.clip(np.round(np.sqrt(area * ratio)), 1, width)
+        top, left = np.floor(u[:, 2] * (height - h + 1)), np.floor(u[:, 3] * (width - w + 1))
+        return np.stack([top, left, h, w], 1).astype(np.int64)
+
+    def crop_one(self, image, u):
+        """Worker side: (..., 3, H, W) uint8 of any size -> (..., 3, size, size) uint8, all frames alike; u (DRAWS,)."""
+        from torchvision.transforms.v2 import functional as V
+        top, left, h, w = self.boxes(*image.shape[-2:], u[None])[0].tolist()
+        image = V.resized_crop(image, top, left, h, w, [self.size, self.size], antialias=True)
+        return randaugment(image, u, *self.randaugment) if self.randaugment[0] else image
+
+    def finish(self, x, u):
+        """Device side: (B, 3, S, S) float in 0..1 -> the same after flip, jitter, grey and blur; u (B, DRAWS).
+
+        The four colour operations come in the fixed order brightness, contrast, saturation, hue (torchvision permutes
+        them per sample); each equals torchvision's functional at the same parameter."""
+        return self.photometric(x, torch.from_numpy(u).to(x.device)[:, :, None, None, None])
+
+    def photometric(self, x, u):
+        """finish for draws as a tensor (B, DRAWS, 1, 1, 1); fuses well under torch.compile."""
+        if self.flip:
+            x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
+        if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
+            on = (u[:, 5] < self.jitter_p).flatten()  # (B,)
+            everywhere = x.is_cuda or torch.compiler.is_compiling()
+            rows = slice(None) if everywhere else on.nonzero().flatten()  # on a CPU only the rows that are jittered
+            f = 2 * u[rows] - 1  # (b, DRAWS, 1, 1, 1)
+            y = (x[rows] * (1 + f[:, 6] * self.brightness)).clamp_(0, 1)
+            y = _blend(y, luma(y).mean((-2, -1), keepdim=True), 1 + f[:, 7] * self.contrast)
+            y = _blend(y, luma(y), 1 + f[:, 8] * self.saturation)
+            y = shift_hue(y, f[:, 9] * self.hue) if self.hue else y
+            x = torch.where(on[:, None, None, None], y, x) if everywhere else x.index_copy(0, rows, y)
+        if self.grey:
+            x = torch.where(u[:, 10] < self.grey, luma(x).expand_as(x), x)
+        if self.blur:
+            x = torch.where(u[:, 11] < self.blur, gaussian_blur(x, 0.1 + 1.9 * u[:, 14, 0, 0, 0]), x)
+        return x
+
+
+LEVELS = np.arange(256.0)
+# RandAugment's operations in torchvision's order: a function of one plane (H, W) uint8 and a strength; the strength at
+# magnitude 30 (of shears and light a factor, of shifts a part of the side, of rotations degrees; 0: it has none).
+OPERATIONS = {
+    "Identity": (lambda p, m: p, 0),
+    "ShearX": (lambda p, m: _moved(p, 1, m, 0, 0, 1, 0), 0.3),
+    "ShearY": (lambda p, m: _moved(p, 1, 0, 0, m, 1, 0), 0.3),
+    "TranslateX": (lambda p, m: _moved(p, 1, 0, -int(m * p.shape[1]), 0, 1, 0), 150 / 331),
+    "TranslateY": (lambda p, m: _moved(p, 1, 0, 0, 0, 1, -int(m * p.shape[0])), 150 / 331),
+    "Rotate": (lambda p, m: np.asarray(Image.fromarray(p).rotate(m)), 30),
+    "Brightness": (lambda p, m: _looked_up(p, LEVELS * (1 + m)), 0.9),
+    "Sharpness": (lambda p, m: _sharpened(p, 1 + m), 0.9),
+    "AutoContrast": (lambda p, m: _stretched(p, int(p.min()), int(p.max())), 0),
+    "Equalize": (lambda p, m: np.asarray(ImageOps.equalize(Image.fromarray(p))), 0)}
+
+
+def randaugment(image, u, operations, magnitude):
+    """Applies `operations` random OPERATIONS to (..., 3, H, W) uint8, each with probability 1/2, as the sample's own
+    draws u (DRAWS,) say; magnitude: out of 30.
+
+    Choices, signs and strengths are those of torchvision's v2.RandAugment after torch.manual_seed. The images equal its
+    within one grey level, except where a shear hits the middle between two pixels, and for 1 pixel in 400 of a rotation
+    at 256 px. Plane by plane, temporaries fit the cache: allocating larger ones costs more than the work."""
+    random = torch.Generator().manual_seed(int(u[12] * 2**24) * 2**24 + int(u[13] * 2**24))
+    for _ in range(operations):
+        if torch.rand((), generator=random) >= 0.5:
+            continue
+        change, most = [*OPERATIONS.values()][torch.randint(len(OPERATIONS), (), generator=random)]
+        strength = most * magnitude / 30
+        if most and torch.rand((), generator=random) <= 0.5:
+            strength = -strength
+        planes = image.numpy().reshape(-1, *image.shape[-2:])  # (... * 3, H, W)
+        image = torch.from_numpy(np.stack([change(p, strength) for p in planes])).view(image.shape)
+    return image
+
+
+def _moved(plane, *matrix):
+    """At each (x, y) the plane's (H, W) pixel nearest to (a x + b y + c, d x + e y + f); black outside the plane."""
+    return np.asarray(Image.fromarray(plane).transform(plane.shape[::-1], Image.Transform.AFFINE, matrix))
+
+
+def _looked_up(plane, levels):
+    """The plane with new grey levels (256,), rounded down."""
+    table = levels.clip(0, 255).astype(np.uint8).tobytes()
+    return np.frombuffer(plane.tobytes().translate(table), np.uint8).reshape(plane.shape)
+
+
+def _stretched(plane, low, high):
+    """The plane with its grey levels low..high stretched to 0..255."""
+    return _looked_up(plane, (LEVELS - low) * 255 / (high - low)) if high > low else plane
+
+
+def _sharpened(plane, ratio):
+    """The plane (H, W) moved away from (ratio > 1) or towards the mean of 3 x 3 pixels, in which the centre counts 5
+    times; the border stays."""
+    x, out = plane.astype(np.int16), plane.copy()
+    rows = x[:, :-2] + x[:, 1:-1] + x[:, 2:]  # (H, W - 2)
+    x = x[1:-1, 1:-1]  # (H - 2, W - 2)
+    mean = (rows[:-2] + rows[1:-1] + rows[2:] + 4 * x + 6) // 13  # rounded: a thirteenth is never half way
+    out[1:-1, 1:-1] = (mean + np.float32(ratio) * (x - mean)).clip(0, 255)
+    return out
+
+
+def luma(x):
+    """Brightness of RGB images by ITU-R 601, (..., 3, H, W) -> (..., 1, H, W)."""
+    r, g, b = x.unbind(-3)
+    return (GREY[0] * r + GREY[1] * g + GREY[2] * b).unsqueeze(-3)
+
+
+def _blend(x, other, ratio):
+    return torch.lerp(other.expand_as(x), x, ratio.expand_as(x) if torch.is_tensor(ratio) else ratio).clamp_(0, 1)
+
+
+def shift_hue(x, shift):
+    """Hue rotated by `shift` turns ((B, 1, 1, 1), -0.5..0.5): (B, 3, S, S) in 0..1. Closed form of HSV -> RGB."""
+    r, g, b = x.unbind(-3)  # (B, S, S)
+    high, low = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
+    chroma = high - low
+    c = chroma.clamp(min=1e-8)
+    sextant = torch.where(r == high, (g - b) / c, torch.where(g == high, 2 + (b - r) / c, 4 + (r - g) / c))
+    sextant = sextant + 6 * shift.squeeze(-3)
+    def channel(n):
+        k = sextant + n
+        k = k - 6 * torch.floor(k / 6)  # 0..6
+        return high - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
+    return torch.stack([channel(5), channel(3), channel(1)], -3)
+
+
+def gaussian_blur(x, sigma):
+    """Gaussian blur with one sigma (pixels) per sample: (B, 3, S, S), (B,) -> (B, 3, S, S).
+
+    Reflected borders, radius S/20 as SimCLR."""
+    B, C, S, _ = x.shape
+    radius = max(1, S // 20)
+    t = torch.arange(-radius, radius + 1, device=x.device)
+    kernel = torch.exp(-0.5 * (t / sigma[:, None]) ** 2)  # (B, 2r+1)
+    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(C, 0)
+    y = F.pad(x.reshape(1, B * C, S, S), (radius,) * 4, mode="reflect")
+    y = F.conv2d(y, kernel[:, None, :, None], groups=B * C)
+    return F.conv2d(y, kernel[:, None, None, :], groups=B * C).reshape(B, C, S, S)
+
+
+def crop_batch(augment, images, u):
+    """(B, [T,] 3, H, W) uint8 -> (B, [T,] 3, size, size) float in 0..1; the boxes of Augment.crop_one for draws u."""
+    boxes = to_device(torch.from_numpy(augment.boxes(*images.shape[-2:], u)), images.device)  # (B, 4)
+    frames = images.reshape(-1, *images.shape[-3:])  # (B * T, 3, H, W)
+    boxes = boxes.repeat_interleave(len(frames) // len(images), 0)  # (B * T, 4): one box for all frames of a clip
+    out = resize_boxes(frames, boxes, augment.size).unflatten(0, images.shape[:-3])  # (B, [T,] 3, size, size)
+    if augment.randaugment[0]:
+        pairs = zip((out * 255).round().byte().cpu(), u)
+        views = [randaugment(x, row, *augment.randaugment) for x, row in pairs]
+        out = torch.stack(views).to(images.device) / 255
+    return out
+
+
+def resize_boxes(images, boxes, size):
+    """Crop and resize each image by its own box, antialiased bilinear as torchvision: two small matrix products.
+
+    images (B, 3, H, W) uint8 or float; boxes (B, 4) top, left, height, width -> (B, 3, size, size) float, in 0..1.
+    """
+    x = images.float() / 255 if images.dtype == torch.uint8 else images
+    rows = _resize_weights(boxes[:, 0], boxes[:, 2], size, x.shape[-2])  # (B, size, H)
+    cols = _resize_weights(boxes[:, 1], boxes[:, 3], size, x.shape[-1])  # (B, size, W)
+    B, C, H, W = x.shape
+    x = torch.bmm(x.reshape(B, C * H, W), cols.transpose(1, 2))  # (B, C * H, size), one product for each image
+    return (rows[:, None] @ x.view(B, C, H, size)).clamp_(0, 1)
+
+
+def _resize_weights(start, length, size, side):
+    """(B, size, side): weight of each input pixel in each output pixel; triangle filter as wide as the shrinking."""
+    start, length = start[:, None, None].float(), length[:, None, None].float()
+    scale = length / size
+    centre = start + (torch.arange(size, device=start.device)[:, None] + 0.5) * scale  # (B, size, 1)
+    pixel = torch.arange(side, device=start.device) + 0.5  # (side,)
+    inside = (pixel > start) & (pixel < start + length)
+    weight = (1 - (pixel - centre).abs() / scale.clamp(min=1)).clamp(min=0) * inside
+    return weight / weight.sum(-1, keepdim=True)

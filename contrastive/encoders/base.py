@@ -1,0 +1,197 @@
+"""The parts of encoders: pixel statistics, the small towers, the description of a tower, transformers by id."""
+
+import typing
+
+from contrastive.engine.processes import UserError, hub_reason
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+STATS = {  # mean and standard deviation of the pixels, named after the weights or code that use them
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "half": ((0.5,) * 3, (0.5,) * 3),
+    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))}
+VIDEO_SWIN = ("swin3d_t", "swin3d_s", "swin3d_b")  # of torchvision, Kinetics-400
+FEATURES = ("features", "ssb")  # towers over precomputed features of a clip, of ncl.py
+FROM_FILES = (*FEATURES, "regions")  # and VGT's, of mama.py: all that read no pixels
+VIDEO = "video_"  # prefix of a timm ViT's name: one transformer over the patches of all frames
+CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same with proxy tokens, encoders/clip_vip.py
+
+
+def has_batchnorm(model):
+    """Whether any layer keeps batch statistics."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+class GroupNorm(nn.GroupNorm):
+    """torch's, whose derivative in forward mode, that of mama.py, refuses channels-last images before torch 2.14."""
+    REFUSES = torch.__version__ < "2.14"
+
+    def forward(self, x):
+        dual = self.REFUSES and forward_ad.unpack_dual(x).tangent is not None
+        return super().forward(x.contiguous() if dual else x)
+
+
+class _Block(nn.Module):
+    """Two 3x3 convolutions with a skip; starts as the identity."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), GroupNorm(8, width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), GroupNorm(8, width)
+        nn.init.zeros_(self.norm2.weight)
+
+    def forward(self, x):
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+def masked_mean(x, keep):
+    """Mean of x (..., L, width) over the places where keep (..., L) is 1 or True: (..., width)."""
+    return (x * keep[..., None]).sum(-2) / keep.sum(-1, keepdim=True)
+
+
+def small_cnn(width=32):
+    """A four-stage residual network of about a million weights, GroupNorm only: (B, 3, S, S) -> (B, 4 * width)."""
+    layers, channels = [], 3
+    for stage in range(4):
+        out = width // 2 if stage == 0 else width * 2 ** (stage - 1)
+        layers += [nn.Conv2d(channels, out, 3, 2, 1, bias=False), GroupNorm(8, out), nn.ReLU()]
+        layers += [_Block(out)] if stage else []
+        channels = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+class Transformer(nn.ModuleList):
+    """Pre-norm layers, dropout 0 unless set: x (B, L, width), keep (B, L) bool, True at a token -> (B, L, width).
+
+    first: the last layer returns only so many of the first tokens, (B, first, width); 0 = all."""
+
+    def __init__(self, width, layers, heads):
+        super().__init__([nn.ModuleDict({
+            "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
+            "norm2": nn.LayerNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)})
+            for _ in range(layers)])
+        self.heads, self.dropout = heads, 0.0
+
+    def drop(self, x):
+        return F.dropout(x, self.dropout, self.training)
+
+    def forward(self, x, keep, first=0):
+        B, L = keep.shape
+        for b in self:
+            qkv = b["qkv"](b["norm1"](x)).view(B, L, 3, self.heads, -1)  # (B, L, 3, heads, width / heads)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, width / heads) each
+            if first and b is self[-1]:
+                q, x = q[:, :, :first], x[:, :first]
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None])
+            x = x + self.drop(b["out"](y.transpose(1, 2).flatten(2)))
+            x = x + self.drop(b["fc2"](F.gelu(b["fc1"](b["norm2"](x)))))
+        return x
+
+
+class SmallText(nn.Module):
+    """A transformer over WordPiece ids; mean over the tokens: (B, L) -> (B, width). dropout: see set_dropout."""
+
+    def __init__(self, vocabulary, length, width=128, layers=1, heads=4):
+        super().__init__()
+        self.width = width
+        self.token = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.position = nn.Parameter(torch.randn(length + 3, width) * 0.01)
+        nn.init.normal_(self.token.weight, std=0.02)
+        self.blocks = Transformer(width, layers, heads)
+        self.norm = nn.LayerNorm(width)
+
+    def words(self, input_ids, attention_mask):
+        """Hidden states of the tokens, (B, L, width), and their mean, (B, width)."""
+        keep = attention_mask.bool()  # (B, L)
+        x = self.blocks.drop(self.token(input_ids) + self.position[:keep.shape[1]])  # (B, L, width)
+        x = self.norm(self.blocks(x, keep))
+        return x, masked_mean(x, keep)
+
+    def forward(self, input_ids, attention_mask):
+        return self.words(input_ids, attention_mask)[1]
+
+
+def channels_last(network):
+    """Stores the kernels of a convolutional network, not a ViT's, in channels-last order, which is faster on GPUs."""
+    if sum(isinstance(m, nn.Conv2d) for m in network.modules()) > 1:
+        network.to(memory_format=torch.channels_last)
+
+
+class Tower(typing.NamedTuple):
+    """A network from images or clips to features (., width), and its properties."""
+    body: nn.Module
+    width: int
+    projection: nn.Module = None      # a CLIP's own
+    config: dict = None               # of transformers
+    stats: tuple = STATS["half"]      # of its pixels
+    whole_clips: bool = False         # False: a clip is the mean of its frames
+    read: object = None               # function (encoder, pixels) -> features, if body(frames) does not return them
+
+
+def hub_encoder(name, tower, pretrained, config):
+    """A transformers model, its width, its CLIP projection (or None) and its config as a dict."""
+    import transformers
+    try:
+        if config is None:
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        else:
+            config = transformers.AutoConfig.for_model(**config)
+        if config.model_type == "clip":
+            kind = transformers.CLIPModel
+            whole = published(kind, name, config) if pretrained else kind(config)  # the plain class
+            body = whole.vision_model if tower == "vision" else whole.text_model
+            projection = whole.visual_projection if tower == "vision" else whole.text_projection
+            return body, body.config.hidden_size, projection, config.to_dict()
+        encoder_alone = tower == "text" and config.model_type == "t5"
+        auto = transformers.AutoModelForTextEncoding if encoder_alone else transformers.AutoModel
+        if getattr(config, "mask_ratio", 0):
+            config.mask_ratio = 0.0  # of ViT-MAE, which would drop patches in evaluation, too
+        if pretrained:
+            body = published(auto, name, config, trust_remote_code=False)
+        else:
+            body = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)  # some are saved in half
+    except Exception as error:  # a cut file, other shapes, no such field: each library has errors of its own
+        raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {hub_reason(error)}") from error
+    known = config.to_dict()
+    width = known.get("hidden_size") or (known.get("hidden_sizes") or [0])[-1] or known.get("d_model") or 0
+    return body, width or getattr(config, "hidden_size", 0), None, known
+
+
+def published(kind, name, config, **more):
+    """The transformers model of a class, id and config with its published weights, in float32.
+
+    Raises: UserError if they lack most of the model's tensors, which would silently be random."""
+    model, found = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True, **more)
+    missing = sorted(k for k in found["missing_keys"] if "pooler" not in k)
+    if 2 * len(missing) > len(model.state_dict()):
+        raise UserError(f"its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")
+    return model
+
+
+def read_hub(encoder, pixels):
+    """Pooled features of a transformers model, or its class token if it has none, or a pooler with a layer of its own,
+    which many published weights lack (ViT, DeiT); I-JEPA: the mean of the patches.
+
+    Returns: (B * T, width)."""
+    frames = pixels.flatten(0, 1) if pixels.ndim == 5 else pixels  # (B * T, 3, S, S)
+    found = encoder.body(pixel_values=frames)
+    pooled = getattr(found, "pooler_output", None)
+    if (encoder.config or {}).get("model_type") == "ijepa":  # it has neither
+        return found.last_hidden_state.mean(1)
+    if pooled is None or hasattr(getattr(encoder.body, "pooler", None), "dense"):
+        return found.last_hidden_state[:, 0]
+    return pooled.flatten(1)  # a ResNet's is (B * T, width, 1, 1)
+
+
+def read_words(encoder, input_ids, attention_mask):
+    """Hidden states of the tokens, (B, L, width), and pooled, (B, width): CLIP's pooling, the first token, the mean."""
+    found = encoder.body(input_ids=input_ids, attention_mask=attention_mask)
+    words = found.last_hidden_state
+    if encoder.config["model_type"].startswith("clip"):
+        return words, found.pooler_output
+    if encoder.pooling == "mean":
+        return words, masked_mean(words, attention_mask)
+    return words, words[:, 0]

@@ -1,0 +1,137 @@
+"""CLIP-ViP's video tower (Xue et al., ICLR 2023) and its released weights.
+
+CLIP's vision transformer reads all frames of a clip at once: the L patches of each of T frames, and M = 1 + 3 video
+proxy tokens, namely CLIP's class token and three new ones. Each patch gets the embedding of its position, as in an
+image, and of its frame. Proxies attend to everything; a patch attends only to the proxies and to its own frame. Frames
+thus exchange information through the proxies, at a cost that grows with T and not T^2. The class token after the last
+layer is the feature of the clip. An image is a clip of one frame. The text tower is CLIP's:
+
+    --image-encoder clip_vip:openai/clip-vit-base-patch32 --text-encoder openai/clip-vit-base-patch32 --embed-dim 512
+    --init-from pretrain_clipvip_base_32.pt
+"""
+
+from contrastive.encoders.base import CLIP_VIP, hub_encoder
+from contrastive.engine.processes import UserError, say
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+PROXIES, TIMES = 3, 12  # of the released weights: proxies beside the class token, frames of the temporal embedding
+
+
+class ClipViP(nn.Module):
+    """Clips (B, T, 3, S, S) or images (B, 3, S, S) -> the class token, (B, width).
+
+    Args: clip: the vision transformer of a transformers CLIP; its weights are used in place.
+        proxies: proxy tokens beside the class token.   times: rows of the temporal embedding; for other numbers
+        of frames it is interpolated linearly, as in the authors' code.
+    """
+
+    def __init__(self, clip, proxies=PROXIES, times=TIMES):
+        super().__init__()
+        self.clip, width = clip, clip.config.hidden_size
+        self.added_cls = nn.Parameter(torch.randn(proxies, width))         # (M - 1, width), the authors' init
+        self.temporal = nn.Parameter(torch.zeros(times, width))
+
+    def embed(self, pixels):
+        """(B, M + T * L, width): the proxies, then the patches frame by frame; and M, T."""
+        clips = pixels if pixels.ndim == 5 else pixels[:, None]            # (B, T, 3, S, S)
+        B, T = clips.shape[:2]
+        known = self.clip.embeddings
+        place = known.position_embedding.weight                            # (1 + L, width)
+        patches = known.patch_embedding(clips.flatten(0, 1)).flatten(2).transpose(1, 2).unflatten(0, (B, T))
+        if 1 + patches.shape[2] != len(place):
+            raise ValueError(f"{patches.shape[2]} patches of a frame, but its weights have {len(place) - 1} positions")
+        time = self.temporal                                               # (T, width)
+        if T != len(time):
+            time = F.interpolate(time.T[None], T, mode="linear")[0].T
+        patches = patches + place[1:] + time[:, None]                      # (B, T, L, width)
+        proxies = torch.cat([known.class_embedding[None], self.added_cls]) + place[:1]                   # (M, width)
+        return torch.cat([proxies.expand(B, -1, -1), patches.flatten(1, 2)], 1), len(proxies), T
+
+    def forward(self, pixels):
+        x, M, T = self.embed(pixels)
+        x = self.clip.pre_layrnorm(x)                                      # (B, M + T * L, width)
+        for layer in self.clip.encoder.layers:
+            x = x + attend(layer.self_attn, layer.layer_norm1(x), M, T)
+            x = x + layer.mlp(layer.layer_norm2(x))
+        return self.clip.post_layernorm(x[:, 0])                           # (B, width)
+
+
+def attend(attention, x, M, T):
+    """CLIP's self-attention over M proxies and T frames of L patches: x (B, M + T * L, width) -> the same shape.
+
+    Proxies attend to all, a patch to the proxies and its own frame: two dense attentions, without a mask."""
+    B, drop = len(x), attention.dropout if attention.training else 0.0
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (p(x).unflatten(2, (attention.num_heads, -1)).transpose(1, 2) for p in projections)  # (B, H, M + T L, d)
+
+    def frames(y):                                                         # (B * T, H, L, d), the patches of each
+        return y[:, :, M:].unflatten(2, (T, -1)).transpose(1, 2).flatten(0, 1)
+
+    def beside(y):                                                         # (B * T, H, M + L, d), proxies before them
+        return torch.cat([y[:, :, :M].repeat_interleave(T, 0), frames(y)], 2)
+    proxies = F.scaled_dot_product_attention(q[:, :, :M], k, v, dropout_p=drop)                    # (B, H, M, d)
+    patches = F.scaled_dot_product_attention(frames(q), beside(k), beside(v), dropout_p=drop)      # (B * T, H, L, d)
+    patches = patches.unflatten(0, (B, T)).transpose(1, 2).flatten(2, 3)   # (B, H, T * L, d)
+    return attention.out_proj(torch.cat([proxies, patches], 2).transpose(1, 2).flatten(2))
+
+
+def tower(name, pretrained, config):
+    """(ClipViP, width, projection, config as a dict) for a name: `clip_vip:` and a CLIP's transformers id or folder.
+
+    Raises: UserError if it is not a CLIP."""
+    of = name.removeprefix(CLIP_VIP)
+    body, width, projection, config = hub_encoder(of, "vision", pretrained, config)
+    if config["model_type"] != "clip":
+        raise UserError(f"--image-encoder {name}: {of} is not a CLIP but {config['model_type']}; use "
+                        f"{CLIP_VIP}openai/clip-vit-base-patch32, for example")
+    if pretrained:
+        say(f"--image-encoder {name}: CLIP's weights; proxy tokens and temporal embedding start anew unless "
+            "--init-from brings CLIP-ViP's")
+    return ClipViP(body), width, projection, config
+
+
+# ---------------------------------------------------- released weights ----------------------------------------------
+def renamed(weights):
+    """{our name: tensor} of CLIP-ViP's state dict, {its name: tensor} without `clipmodel.` in front."""
+    out = {}
+    for name, x in weights.items():
+        where, _, rest = name.partition(".")
+        own = {"vision_model": f"vision.body.clip.{rest}", "text_model": f"text.body.{rest}",
+               "visual_projection": f"vision.projection.{rest}", "text_projection": f"text.projection.{rest}"}
+        if name == "vision_model.embeddings.added_cls":
+            out["vision.body.added_cls"] = x
+        elif name == "vision_model.embeddings.temporal_embedding":
+            out["vision.body.temporal"] = x[0]                             # (1, times, width) as released
+        else:
+            out[own.get(where, name)] = x
+    return out
+
+
+def load(model, weights, path):
+    """Loads the released weights into a TwoTower: all of the video tower and, if it is a CLIP's, of the text tower.
+
+    Says which tensors were not used. Raises: UserError if one is missing, fits nowhere, or has another shape."""
+    own = model.state_dict()
+    if not isinstance(model.vision.body, ClipViP):
+        raise UserError(f"--init-from {path}: CLIP-ViP's video tower; load it into --image-encoder "
+                        f"{CLIP_VIP}openai/clip-vit-base-patch32 (or -patch16)")
+    texts = model.text is not None and (model.text.config or {}).get("model_type") == "clip"
+    fit, unused = {}, ["logit_scale"] if "logit_scale" in weights else []
+    for name, x in renamed(weights).items():
+        if name.endswith("position_ids") or (name.startswith("text.") and not texts) or (
+                name == "vision.projection.weight" and isinstance(model.vision.projection, nn.Identity)):
+            unused.append(name)
+        elif name != "logit_scale":
+            fit[name] = x
+    wrong = [f"{k} {tuple(x.shape)} fits nowhere" for k, x in fit.items() if k not in own or own[k].shape != x.shape]
+    wrong += [f"there is none for {k}" for k in own
+              if k not in fit and k.startswith(("vision.", "text.") if texts else "vision.")]
+    if wrong:
+        raise UserError(f"--init-from {path}: CLIP-ViP's names, but {wrong[0]}; its weights are for "
+                        "openai/clip-vit-base-patch32 and -patch16 with --embed-dim 512 --image-size 224")
+    model.load_state_dict(fit, strict=False)
+    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by CLIP-ViP's names; not used: "
+        f"{', '.join(unused) or 'none'}" + ("" if texts else "; the text encoder, not a CLIP, keeps its weights"))

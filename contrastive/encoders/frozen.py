@@ -1,0 +1,154 @@
+"""Frozen models: experts whose similarities set temperatures (TeMo, App. F), and captioners for tools/caption.py."""
+
+import contextlib
+import functools
+import math
+
+from contrastive.encoders.base import STATS, hub_encoder, masked_mean
+from contrastive.encoders.tokenizers import build_tokenizer
+from contrastive.encoders.towers import hub_stats
+from contrastive.encoders.two_tower import EvalTransform, VisionEncoder, colours
+from contrastive.engine.processes import UserError, first_line, hub_reason
+from contrastive.evaluation.metrics import normalize
+
+import torch
+import torch.nn.functional as F
+
+TEMPLATES = {"llava": "USER: <image>\n{} ASSISTANT:", "blip-2": "Question: {} Answer:"}  # without a chat template
+
+
+class Expert:
+    """A frozen model whose similarities set temperatures: (B, ...) inputs -> (B, width) unit features.
+
+    name: a transformers id or folder. kind: 'image', the class token ('cls') or the mean of the patch features (pooling
+    'patches'), and the mean over a clip's frames; or 'text', the mean over the tokens. precision: bf16 and fp16 have an
+    effect only on a card."""
+
+    def __init__(self, name, kind, transform, device, precision="no", pooling="cls"):
+        self.kind, self.transform, self.device, self.pooling = kind, transform, device, pooling
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision) if device.type == "cuda" else None
+        self.autocast = functools.partial(torch.autocast, device.type, half, enabled=half is not None)
+        self.model, _, _, self.config = hub_encoder(name, "vision" if kind == "image" else "text", True, None)
+        self.model = self.model.to(device).eval().requires_grad_(False)
+        self.tokenizer = build_tokenizer(name, 128) if kind == "text" else None
+        side = self.config.get("image_size") or self.config.get("vision_config", {}).get("image_size") or 224
+        family = self.config.get("model_type", "")
+        fixed = not family.startswith("dino")  # DINO's positions are interpolated
+        self.size = (side, side) if fixed or side <= 256 else (224, 224)
+        self.stats = hub_stats(name, STATS["clip" if family.startswith("clip") else "imagenet"])
+        try:
+            one = self(["a"] if kind == "text" else torch.zeros(1, 3, side, side, device=device))         # (1, width)
+        except (ValueError, RuntimeError, AttributeError) as error:
+            raise UserError(f"--{kind}-expert {name}: {first_line(error)}") from error
+        if one.ndim != 2:
+            raise UserError(f"--{kind}-expert {name}: its features have the shape {tuple(one.shape)}, not (1, width)")
+
+    @torch.no_grad()
+    def __call__(self, inputs, batch=256):
+        with self.autocast():
+            features = torch.cat([self._features(inputs[i:i + batch]) for i in range(0, len(inputs), batch)])
+        return normalize(features)
+
+    def _features(self, inputs):
+        if self.kind == "text":
+            tokens = {k: v.to(self.device) for k, v in self.tokenizer(inputs).items()}
+            return masked_mean(self.model(**tokens).last_hidden_state, tokens["attention_mask"])
+        mean, std = (colours(v, self.device) for v in (self.transform.mean, self.transform.std))  # (3, 1, 1)
+        frames = inputs.flatten(0, 1) if inputs.ndim == 5 else inputs  # (b, 3, S, S) or (b * T, 3, S, S)
+        pixels = F.interpolate(frames * std + mean, size=self.size, mode="bilinear", antialias=True)
+        mean, std = (colours(v, self.device) for v in self.stats)
+        tokens = self.model(pixel_values=(pixels - mean) / std).last_hidden_state  # (b, 1 + registers + patches, width)
+        patches = tokens[:, 1 + (self.config.get("num_register_tokens") or 0):]
+        if math.isqrt(patches.shape[1]) ** 2 != patches.shape[1]:  # SigLIP, Swin: the first would be a patch
+            raise ValueError(f"its {tokens.shape[1]} tokens are not a class token and a square of patches")
+        features = tokens[:, 0] if self.pooling == "cls" else patches.mean(1)  # (b, width) or (b * T, width)
+        return features.unflatten(0, (len(inputs), -1)).mean(1) if inputs.ndim == 5 else features  # (b, width)
+
+
+def frame_features(name, device):
+    """A function frames (T, 3, H, W) uint8 -> (T, D) features. 'colour': mean colours on a 4 x 4 grid, without a model;
+    else unit features of a timm or transformers model. Raises: UserError."""
+    if name == "colour":
+        return lambda frames: F.adaptive_avg_pool2d(frames.float() / 255, 4).flatten(1) / 48**0.5  # (T, 48)
+    if name in ("small", "features", "resnet18-cifar"):
+        raise UserError(f"--frame-encoder {name} has no learned weights; use a timm or transformers model, or "
+                        "colour")
+    try:
+        encoder = VisionEncoder(name, 0).to(device).eval()
+    except UserError as error:
+        raise UserError(str(error).replace("--image-encoder", "--frame-encoder")) from error
+    side = (encoder.config or {}).get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other size
+    view = EvalTransform(side, *encoder.stats, resize="squash")
+
+    @torch.inference_mode()
+    def features(frames):
+        pixels = view.normalise(view.raw(frames).to(device).float() / 255)  # (T, 3, side, side)
+        return normalize(encoder(pixels)[0])  # (T, D)
+    return features
+
+
+def vision_language_model(args, device):
+    """A function (pictures, prompt) -> one text each, by an image-text-to-text model. Raises: UserError."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    load = {"trust_remote_code": False}
+    with _loading("--model", args.model):
+        processor = AutoProcessor.from_pretrained(args.model, **load)
+        processor.tokenizer.padding_side = "left"
+        model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype, **load)
+    model = model.to(device).eval()
+    template = args.template or TEMPLATES.get(model.config.model_type, "{}")
+
+    def asked(prompt):
+        if args.template or not getattr(processor, "chat_template", None):
+            return template.replace("{}", prompt)
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
+        return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+
+    def answers(pictures, prompt):
+        texts = [asked(prompt)] * len(pictures)
+        inputs = processor(images=[[p] for p in pictures], text=texts, padding=True, return_tensors="pt")
+        return _generate(model, inputs.to(device, model.dtype), processor.tokenizer, args)
+    return answers
+
+
+def summary_model(args, device):
+    """A function texts -> one text each, by a decoder or encoder-decoder language model. Raises: UserError."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    load = {"trust_remote_code": False}
+    with _loading("--summary-model", args.summary_model):
+        config = AutoConfig.from_pretrained(args.summary_model, **load)
+        tokenizer = AutoTokenizer.from_pretrained(args.summary_model, padding_side="left", **load)
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = auto.from_pretrained(args.summary_model, dtype=args.dtype, **load).to(device).eval()
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+    def answers(texts):
+        if tokenizer.chat_template:
+            texts = [tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True,
+                                                   tokenize=False) for t in texts]
+        inputs = tokenizer(texts, padding=True, return_tensors="pt").to(device)
+        inputs.pop("token_type_ids", None)
+        return _generate(model, inputs, tokenizer, args)
+    return answers
+
+
+@contextlib.contextmanager
+def _loading(flag, name):
+    """Around the loading of a model: turns its many kinds of errors into one line with the flag."""
+    try:
+        yield
+    except (ImportError, ValueError, OSError, AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{flag} {name}: {hub_reason(error)}") from error
+
+
+@torch.inference_mode()
+def _generate(model, inputs, tokenizer, args):
+    """The text that the model generates after each prompt, as one line."""
+    how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {
+        "do_sample": False, "num_beams": 1}
+    out = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **how)  # (B, length)
+    prompt = inputs["input_ids"]  # (B, L); a decoder repeats it, an encoder-decoder does not
+    if out.shape[1] >= prompt.shape[1] and torch.equal(out[:, :prompt.shape[1]], prompt):
+        out = out[:, prompt.shape[1]:]
+    return [" ".join(text.split()) for text in tokenizer.batch_decode(out, skip_special_tokens=True)]

@@ -1,0 +1,69 @@
+"""Towers over whole clips, or over precomputed features of a clip."""
+
+from contrastive.encoders.base import STATS, VIDEO, SmallText
+from contrastive.engine.processes import UserError, first_line
+
+import torch
+import torch.nn as nn
+
+
+class FeatureEncoder(SmallText):
+    """Precomputed features of a clip -> projection, one transformer layer, mean over time: (B, T, F) -> (B, width)."""
+
+    def __init__(self, features, length, width=256):
+        super().__init__(1, length, width)
+        self.token = nn.Linear(features, width)
+
+    def forward(self, x):
+        return super().forward(x, torch.ones(x.shape[:2], dtype=torch.long, device=x.device))
+
+
+class VideoViT(nn.Module):
+    """A timm ViT over the patches of all frames at once, after AVION: clips (B, T, 3, S, S) -> (B, width).
+
+    Each patch gets the embedding of its position, as in an image, and of its frame (`temporal`, zeros at the start).
+    One class token attends to all T * P patches in every layer and is the feature. Unlike AVION: no patch dropout, no
+    checkpointing of layers (--chunk-size saves more memory), and positions have weight decay like other matrices.
+    """
+
+    def __init__(self, vit, frames):
+        super().__init__()
+        self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
+        for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
+            norm.eps = 1e-6  # AVION's; CLIP has 1e-5
+
+    def forward(self, clips):
+        if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
+            given = f"clips of {clips.shape[1]}" if clips.ndim == 5 else "images"
+            made = f"made for clips of {len(self.temporal)} frames"
+            raise UserError(f"--image-encoder {VIDEO}...: {made}, not for {given}")
+        x = self.vit.patch_embed(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])  # (B, T, P, width)
+        first, place = self.vit.pos_embed[0, :1], self.vit.pos_embed[0, 1:]  # (1, width), (P, width)
+        x = (x + place + self.temporal[:, None]).flatten(1, 2)  # (B, T * P, width)
+        token = (self.vit.cls_token + first).expand(len(x), -1, -1)  # (B, 1, width)
+        x = self.vit.blocks(self.vit.norm_pre(torch.cat([token, x], 1)))  # (B, 1 + T * P, width)
+        return self.vit.norm(x[:, 0])
+
+
+def video_swin(name, pretrained):
+    """torchvision's Video Swin without its classifier, (B, 3, T, S, S) -> (B, width * times), its width and its pixel
+    statistics."""
+    from torchvision.models import get_model
+    try:
+        body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
+    except Exception as error:
+        raise UserError(f"--image-encoder {name}: {first_line(error)} (no access to download.pytorch.org? give "
+                        "torchvision's file of its weights by --init-from)") from error
+    width = body.head.in_features
+    body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
+    return body, width, STATS["imagenet"]
+
+
+def video_vit(name, vit, frames):
+    """A VideoViT of this timm model. Raises: UserError if it is no ViT with a class token, or the data are images."""
+    if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
+        raise UserError(f"--image-encoder {name}: after {VIDEO} give a timm ViT that reads its class token, "
+                        "such as vit_base_patch16_clip_224.openai")
+    if not frames:
+        raise UserError(f"--image-encoder {name}: it is for clips, but this data set has images")
+    return VideoViT(vit, frames)

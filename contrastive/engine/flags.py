@@ -1,0 +1,215 @@
+"""Flags: errors in one line, and the flags that all scripts share. Recipes and saved runs give defaults."""
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from pathlib import Path
+
+from contrastive import CORES
+from contrastive.data import MODULES, find_set
+from contrastive.engine.checkpoints import folder_of
+from contrastive.engine.processes import read_json
+from contrastive.engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
+
+
+class OneLine(argparse.ArgumentParser):
+    """argparse whose errors are one line from the main process, exit code 2; --help shows the effective defaults."""
+
+    def __init__(self, prog, description, **more):
+        super().__init__(prog=prog, description=description, allow_abbrev=False, usage="%(prog)s [flags]",
+                         formatter_class=argparse.ArgumentDefaultsHelpFormatter, **more)
+
+    def error(self, message):
+        """Ends with one line, from the main process."""
+        if os.environ.get("RANK", "0") == "0":
+            print("error:", re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1: ", message), file=sys.stderr)
+        sys.exit(2)
+
+    def require(self, holds, message):
+        """Refuse the flags with this message unless the condition holds."""
+        if not holds:
+            self.error(message)
+
+    def only(self, holds, where, *flags):
+        """Refuse these flags if the command line has them, unless the condition holds: only then they have an effect.
+        Values from a recipe or a saved run are never refused."""
+        wrong = [f for flag in flags for f in (flag, flag.replace("--", "--no-", 1)) if f in self.given]
+        self.require(holds or not wrong, f"{''.join(wrong[:1])}: only {where}; it would have no effect")
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does; `given` are the flags of the command line. An unknown one is answered with the nearest."""
+        self.given = {str(word).partition("=")[0] for word in (sys.argv[1:] if args is None else args)}
+        args, unknown = self.parse_known_args(args, namespace)
+        near = difflib.get_close_matches("".join(unknown[:1]), self._option_string_actions, 1)
+        self.require(not unknown, f"unknown: {' '.join(unknown)}; near it: {' '.join(near) or 'nothing'}")
+        return args
+
+
+# Flags that a resumed run may change: none of them changes what a step computes, but for --max-steps and --epochs.
+CHANGEABLE = {"--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
+              "--data-dir", "--video-dir", "--frame-cache", "--max-bad-fraction", "--workers", "--eval-batch",
+              "--eval-datasets", "--max-steps", "--epochs", "--chunk-size", "--mixed-precision", "--tf32", "--lr"}
+
+
+class Parser(OneLine):
+    """The flags of a script: its own groups, then those that all scripts share; plain argparse inside.
+
+    `parse` works in two stages: --dataset, --loss, --resume and a script's own choosers set the defaults, and the other
+    flags override them.
+    The data sets that are named add flags of their own (their SETS says which).
+
+    Args: file: the script's __file__, which names it.   texts: whether the script trains on captions.
+    """
+
+    def __init__(self, file, description, texts=True):
+        super().__init__(Path(file).name, description)
+        self.texts, self.conditions = texts, []
+
+    def group(self, title, when=None, description=None):
+        """A group of flags; for one without a default, every recipe has a value. when: function of the parsed flags ->
+        whether these flags have an effect; if not, they are refused. The title then names the condition ("with --loss
+        ts")."""
+        g = self.add_argument_group(title, description)
+        self.conditions += [(g, when)] if when else []
+        return g
+
+    def parse(self, argv, recipes, losses=None, choosers=()):
+        """Parsed flags.
+
+        Args: recipes: {dataset: {flag: default}}; the first is the default set, 'own' is for any other; the entry
+            'recipe' is a remark.   losses: {loss: {flag: default}}, or a function of the choosing flags -> defaults.
+            choosers: further flags of the script that choose defaults, as --dataset and --loss do.
+        """
+        self._add_shared()
+        chooser = OneLine(self.prog, "", add_help=False)
+        first = {"--dataset": None, "--loss": self.get_default("loss"), "--resume": "", "--image-encoder": ""}
+        first |= {flag: self.get_default(flag[2:].replace("-", "_")) for flag in choosers}
+        for flag, default in first.items():
+            chooser.add_argument(flag, default=default)
+        chooser.add_argument("--eval-datasets", nargs="*", default=[])
+        chosen, _ = chooser.parse_known_args(argv)
+        saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
+        of = saved.pop("script", Path(self.prog).stem)
+        self.require(of == Path(self.prog).stem, f"--resume {chosen.resume}: a run of {of}.py, not of {self.prog}")
+        chosen.dataset = chosen.dataset or saved.get("dataset") or next(iter(recipes))
+        self._add_flags_of_sets([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
+        own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
+        recipe = recipes.get(chosen.dataset, recipes["own"])
+        if chosen.image_encoder not in ("", recipe["image_encoder"]):  # its chunks fit the recipe's encoder
+            recipe = {k: v for k, v in recipe.items() if k != "chunk_size"}
+        defaults = recipe | {"dataset": chosen.dataset} | own | saved
+        self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume")})
+        args = self.parse_args(argv)
+        unknown_set = chosen.dataset not in recipes and not saved  # then Run fits these two to the data
+        args.fit_batch = unknown_set and "--batch-size" not in self.given
+        args.fit_epochs = unknown_set and not {"--epochs", "--max-steps"} & self.given
+        lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
+        self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
+        wrong = sorted(self.given & {o for a in self._actions for o in a.option_strings} - CHANGEABLE) if saved else []
+        self.require(not wrong, f"--resume {chosen.resume}: {wrong[:1]} cannot change in a run that was begun")
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        self.require(args.fit_batch or args.batch_size % processes == 0,
+                     f"--batch-size {args.batch_size}: not divisible by {processes} processes")
+        for g, when in self.conditions:
+            self.only(when(args), g.title, *(a.option_strings[0] for a in g._group_actions))
+        self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
+        self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
+        for name in ("data_dir", "video_dir", "region_dir", "init_from", "extra_captions"):
+            path = getattr(args, name, "")
+            self.require(not path or Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")
+        return args
+
+    def _add_flags_of_sets(self, words):
+        """Adds the own flags of the named data sets; two sets of a family share a flag."""
+        for name in dict.fromkeys(word.partition("=")[0] for word in words):
+            options = find_set(name).SETS[name].get("options", {}) if name in MODULES else {}
+            g = self.add_argument_group(f"--dataset {name}") if options else None
+            for flag, how in options.items():
+                if flag not in self._option_string_actions and (self.texts or not how.get("texts")):
+                    g.add_argument(flag, **{k: v for k, v in how.items() if k != "texts"})
+
+    def _add_shared(self):
+        """Adds the flags that all scripts have; the recipe gives the defaults of those without one."""
+        yesno = argparse.BooleanOptionalAction
+        add = self.add_argument_group("data").add_argument
+        add("--dataset", help="the name of a set; or a folder, csv, jsonl, parquet, tar, or hub id (org/name)")
+        add("--data-dir", default="", help="where relative paths start, and where annotation files lie")
+        add("--video-dir", default="", help="folder of the videos, by path, file name or stem; empty = --data-dir")
+        add("--image-column", default="", help="column (or tar extension) of the images or videos")
+        add("--label-column", default="", help="column of the class, for kNN")
+        add("--frame-cache", default="", metavar="DIR", help="decode each video once, into a small JPEG in DIR")
+        add("--max-bad-fraction", type=part, default=0.01,
+            help="stop when more than this part of the samples tried cannot be read, 0..1")
+        cores = CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        add("--workers", type=whole, default=max(4, min(16, cores)), help="loader processes per process; 0 = none")
+        if self.texts:
+            add("--caption-column", default="", help="column (or tar extension, or json.KEY) of the captions")
+            add("--extra-captions", default="", metavar="FILE",
+                help="csv, jsonl or parquet of video, start, end, caption: further captions of training clips")
+            add("--extra-pairs", nargs="+", default=[], metavar="NAME[=DIR]",
+                help="data sets whose pairs are added to the training set: howto100m=DIR, or captions.csv=DIR")
+            add("--streaming", action=yesno, default=False, help="read tars in order, without indexing them first")
+        add = self.add_argument_group("evaluation").add_argument
+        add("--eval-batch", type=count, default=256, help="images, or frames of clips, at a time")
+        add("--hold-out-val", action=yesno, default=False,
+            help="in a set by name without a val split, hold out 5%% of train as val")
+        if self.texts:
+            add("--knn-features", choices=["projected", "backbone"], default="projected",
+                help="features of the nearest neighbours: after the projection (TeMo's code) or before it")
+            add("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
+                help="data sets to evaluate (val and test splits), each with an optional folder; none = --dataset")
+            add = self.add_argument_group("texts").add_argument
+            add("--text-encoder", help="small, or a transformers id or folder (CLIP: its text tower)")
+            add("--text-pooling", choices=["cls", "mean", "ssb"],
+                help="pooling of a transformers text encoder (CLIP has its own); CC3M trainer: cls; ssb: SSB's")
+            add("--text-length", type=between(4, 4096, int), help="most tokens of a caption; the rest is cut")
+            add("--clean-captions", action=yesno, help="lower case, no punctuation, 30 words, as the CC3M trainer")
+            add("--join-captions", action=yesno, help="join the captions of a video to one paragraph")
+            add("--unfold-captions", action=yesno, help="make each (image or clip, caption) a training example")
+        add = self.add_argument_group("pixels").add_argument
+        add("--image-size", type=between(8, 4096, int), help="pixels of a side")
+        add("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
+            help="mean and std of the pixels; encoder = those its weights were trained with")
+        add("--eval-resize", choices=["crop", "squash"],
+            help="evaluation view: resize the short side and crop the centre, or resize both sides (CC3M trainer)")
+        add("--frames", type=count, help="T, frames of a clip; CLIP4Clip: 12, for paragraphs 64")
+        add("--frame-sampling", choices=["uniform", "middle", "random"],
+            help="frames from the first to the last; the middles of T segments; a random one in each (in training)")
+        add = self.add_argument_group("model").add_argument
+        add("--image-encoder", help="small, resnet18-cifar, any timm name, or a transformers id or folder")
+        add("--pretrained", action=yesno, help="start from published weights; --no-pretrained = from scratch")
+        add("--init-from", default="", help="a .safetensors, .pt or .bin file, or a run folder, for the first weights")
+        add("--embed-dim", type=between(2, 10**6, int), help="D, width of the space of the loss")
+        add = self.add_argument_group("optimisation").add_argument
+        add("--seed", type=between(0, 2**32 - 1, int), default=42, help="seed of weights, order and views")
+        add("--epochs", type=positive, help="passes over the training set; a paper's recipe has the paper's value")
+        add("--max-steps", type=whole, default=0,
+            help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
+        add("--batch-size", type=between(2, 10**9, int),
+            help="N, GLOBAL: split over processes; sets the negatives; a paper's recipe has the paper's value")
+        add("--chunk-size", type=whole, default=0,
+            help="examples encoded at a time on each process: less memory, the full batch's gradient; 0 = all")
+        add("--optimizer", choices=["adamw", "adam", "sgd"], help="sgd takes --beta1 as its momentum")
+        add("--lr", type=rate, help="peak learning rate")
+        add("--lr-end", type=rate, help="last learning rate of a cosine or linear schedule")
+        add("--lr-schedule", choices=["cosine", "linear", "constant"], help="after the warm-up")
+        add("--warmup-epochs", type=nonnegative, help="epochs of linear warm-up; at most a tenth of the run")
+        add("--weight-decay", type=rate, help="decay of matrices and kernels; none for biases, norms and scalars")
+        add("--beta1", type=below_one, help="Adam's first moment")
+        add("--beta2", type=below_one, help="Adam's second moment")
+        add("--eps", type=between(1e-30, 1e30), help="Adam's epsilon; CLIP4Clip 1e-6")
+        add("--grad-clip", type=nonnegative, help="largest global gradient norm; 0 = off")
+        add("--mixed-precision", choices=["no", "fp16", "bf16"], help="for the encoders; the loss is always float32")
+        add("--tf32", action=yesno, default=True, help="on a CUDA card, TF32 in the encoders; never for the loss")
+        add = self.add_argument_group("run").add_argument
+        add("--output-dir", default="runs", help="folder of all runs")
+        add("--run-name", default="", help="folder of this run; empty = script, data set, seed and time")
+        add("--resume", default="", metavar="RUN_DIR", help="continue this run exactly, from its last checkpoint")
+        add("--cpu", action=yesno, default=False, help="stay on the CPU even if there is a GPU")
+        add("--compile", action=yesno, default=False, help="torch.compile the encoders and the colours of the views")
+        add("--save-every", type=whole, help="optimiser steps between checkpoints (two are kept); 0 = only at the end")
+        add("--eval-every", type=whole, help="optimiser steps between evaluations on val; 0 = at start and end only")
+        add("--log-every", type=whole, help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
+        add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="", help="log there as well")

@@ -1,0 +1,310 @@
+"""Errors that a user can mend, how a process ends, and what the processes of a run exchange."""
+
+import contextlib
+import datetime
+import functools
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from contrastive import CORES
+
+import torch
+import torch.distributed as dist
+
+LAUNCHED = bool(os.environ.keys() & {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"})  # torchrun, accelerate
+
+
+# ====================================================== errors ======================================================
+class UserError(ValueError):
+    """Something the user can mend: one line that says what, where and what to do. Exit code 2 at the entry point."""
+
+
+def first_line(error):
+    """The first line of an error's message, or its type if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
+
+
+def with_place(error):
+    """The first line of an error and, unless it is one of ours, where in our files (or a fork's) it happened."""
+    theirs = type(error).__module__ in ("builtins", "torch")
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if theirs and "site-packages" not in f.filename]
+    return first_line(error) + (f" ({Path(ours[-1].filename).name}, line {ours[-1].lineno})" if ours else "")
+
+
+def lost_another(error):
+    """Whether the error says that another process ended or hangs, so that no exchange can follow."""
+    return isinstance(error, RuntimeError) and world() > 1 and bool(re.search("gloo|NCCL", first_line(error)))
+
+
+def hub_reason(error):
+    """What a failed download or load says, in one line, with a hint if there may be no access to the hub."""
+    text, whole = first_line(error), " ".join(str(error).split())
+    text = whole if f"{text}: " in whole else text  # "Couldn't do one of:", and then a list
+    offline = isinstance(error, OSError) or any(word in text for word in ("onnect", "offline", "resolve"))
+    hint = " (no access to the hub? download it once and give the folder, or --no-pretrained for a timm model's name)"
+    return text[:300] + hint * offline
+
+
+@contextlib.contextmanager
+def opening(path):
+    """Around whatever opens or writes a file: what a library raises becomes one line with the path."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def clean_exit():
+    """Entry point: a UserError is one line and exit code 2, a bug of ours a traceback. The process ends
+    here, without the end of the interpreter, where gloo's threads sometimes abort it and loader workers, which ignore
+    SIGTERM, would be waited for for ever; a launcher ends the other processes."""
+    if LAUNCHED:
+        end_with_parent(signal.SIGTERM)  # `accelerate launch` of one process passes on no signal
+    code = 0
+    try:
+        yield
+    except SystemExit as end:
+        code = end.code or 0
+    except KeyboardInterrupt:
+        code = 130
+    except UserError as error:
+        place = int(os.environ.get("RANK", 0))
+        time.sleep(2 * (place > 0))  # if the main process fails too, it prints, and a launcher ends this one meanwhile
+        from tqdm import tqdm
+        tqdm.write(f"error{f' (process {place})' * (place > 0)}: {error}", file=sys.stderr)  # above the progress bar
+        code = 2
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end_with_parent(number):
+    """From now on this process gets the signal when its parent ends, for whatever reason (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
+
+
+def say(*words):
+    """print, on the main process only, above any progress bar."""
+    if rank() == 0 and os.environ.get("RANK", "0") == "0":
+        from tqdm import tqdm
+        tqdm.write(" ".join(map(str, words)))
+        sys.stdout.flush()
+
+
+say_once = functools.cache(say)  # the same words once
+
+
+# ====================================================== files =======================================================
+def read_json(path, default=None):
+    """Content of a JSON file; default if there is no file."""
+    if default is not None and not Path(path).is_file():
+        return default
+    with opening(path):
+        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
+
+
+def write_json(path, value):
+    """Writes a JSON file under a temporary name, then renames it; tensors and arrays as their numbers."""
+    def plain(x):
+        return x.tolist() if hasattr(x, "tolist") else str(x)
+    with opening(path):
+        temporary = Path(path).with_suffix(".tmp")
+        temporary.write_text(json.dumps(value, indent=1, default=plain), encoding="utf8")
+        os.replace(temporary, path)
+
+
+def write_tensors(path, tensors):
+    """A safetensors file of {name: tensor}."""
+    from safetensors.torch import save_file
+    with opening(path):
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path)
+
+
+def slug(name):
+    """A data set's name as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip("-")
+
+
+def flatten(d, prefix=""):
+    """{'a': {'b': 1}} -> {'a/b': 1}."""
+    out = {}
+    for k, v in d.items():
+        out.update(flatten(v, f"{prefix}{k}/") if isinstance(v, dict) else {f"{prefix}{k}": v})
+    return out
+
+
+# ==================================================== processes =====================================================
+WAIT = datetime.timedelta(hours=3)  # for another process: the clusters of CC3M take the main one so long
+
+
+def join(cpu=False):
+    """The process group of a launcher, for programs beside training.   Returns: the device of this process."""
+    from accelerate import PartialState
+    return PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=WAIT).device
+
+
+def set_up(args):
+    """Seeds, process group and cards: the Accelerator."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, DistributedType
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
+    set_seed(args.seed)
+    kinds = [DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+             InitProcessGroupKwargs(timeout=WAIT)]
+    AcceleratorState._reset_state(reset_partial_state=True)  # a second run in this process may choose again
+    with opening("accelerate"):  # fp16 on a CPU, a tracker that is not installed
+        accelerator = Accelerator(cpu=args.cpu or not torch.cuda.is_available(), mixed_precision=args.mixed_precision,
+                                  log_with=args.tracker or None, project_dir=args.output_dir, kwargs_handlers=kinds,
+                                  dynamo_backend="no")
+    plain = DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU
+    if accelerator.distributed_type not in plain:
+        raise UserError(f"accelerate is configured for {accelerator.distributed_type.value}; only plain processes give "
+                        "the gradient of the whole batch: `accelerate config` again, or torchrun")
+    if accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("highest")  # a container may have chosen TF32; the encoders: common.tf32
+        torch.backends.cudnn.benchmark = True  # a run has few shapes
+        torch.backends.cudnn.allow_tf32 = args.tf32
+    if LAUNCHED and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # a launcher's own choice
+        torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return accelerator
+
+
+def sync_batchnorm(model, args):
+    """The model with SyncBatchNorm on several cards. Chunks are refused: their statistics would be their own."""
+    if not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        return model
+    if args.chunk_size:
+        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
+                        "be those of a chunk; give --chunk-size 0, or an encoder without it")
+    if world() > 1 and torch.cuda.is_available() and not args.cpu:
+        from timm.layers import convert_sync_batchnorm  # torch's own loses the activations inside timm's norms
+        return convert_sync_batchnorm(model)
+    if world() > 1:
+        say("BatchNorm on several CPU processes: statistics are per process, so the run differs from that of one")
+    return model
+
+
+def world():
+    """Number of processes W (1 when not distributed)."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank():
+    """Index of this process, 0..W-1."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def barrier():
+    """Wait for all processes."""
+    if world() > 1:
+        dist.barrier()
+
+
+def all_sum(*values, device="cpu", op=dist.ReduceOp.SUM):
+    """Sum (or with op another reduction) of each plain number over processes; returns a list of floats."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    if world() > 1:
+        dist.all_reduce(total, op=op)
+    return total.tolist()
+
+
+def mean_over_processes(numbers, device):
+    """{name: () tensor or float} of each process -> {name: float}, the mean over processes. Collective."""
+    values = [v.item() if torch.is_tensor(v) else v for v in numbers.values()]
+    return {k: v / world() for k, v in zip(numbers, all_sum(*values, device=device))}
+
+
+def gather_objects(value):
+    """List of every process's picklable value, by rank. Collective."""
+    values = [value] * world()
+    if world() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(work, *args):
+    """Runs work(*args) on the main process; all get its result, or raise its UserError. Collective."""
+    answer = None
+    if rank() == 0:
+        try:
+            answer = work(*args)
+        except UserError as error:
+            answer = error
+    answer = gather_objects(answer)[0]
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def to_device(x, device):
+    """Copies a tensor to the device; from a CPU to a card from pinned memory, so that the host does not wait."""
+    pinned = device.type == "cuda" and x.device.type == "cpu"
+    return x.pin_memory().to(device, non_blocking=True) if pinned else x.to(device)
+
+
+def on_card(device, *tensors):
+    """Embeddings for large products: on the device if it is a CUDA card; unchanged on others, or if it is None."""
+    return [x.to(device) for x in tensors] if device is not None and device.type == "cuda" else tensors
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return _all_rows(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _SumRows.apply(grad)
+
+    @staticmethod
+    def jvp(ctx, tangent):  # forward mode: tangents are gathered as the values are
+        return _all_rows(tangent)
+
+
+class _SumRows(torch.autograd.Function):
+    """The transpose of _Gather, (N, ...) -> (B, ...), so that a gradient has a gradient."""
+
+    @staticmethod
+    def forward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)  # every process used our rows as its columns: sum their gradients
+        return grad.chunk(world())[rank()]  # (B, ...)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad)
+
+
+def _all_rows(x):
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(world())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)  # (N, ...)
+
+
+def gather(x):
+    """Concatenate the rows of all processes, with gradient: (B, ...) -> (N, ...); the identity on one process.
+
+    With a loss that is the mean over local rows, DDP's mean over processes makes the gradient exactly that of one
+    process with the whole batch. Every process must pass the same B.
+    """
+    return _Gather.apply(x) if world() > 1 else x
+
+
+def positive_index(anchor):
+    """Column of each local row's own pair among the gathered candidates: (B,) long."""
+    return rank() * len(anchor) + torch.arange(len(anchor), device=anchor.device)

@@ -1,0 +1,399 @@
+"""The book-keeping of a run: folder, log, checkpoints, signals, evaluation, summary, progress bar."""
+
+import collections
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from contrastive.data.batches import Batches
+from contrastive.data.clips import feature_shape
+from contrastive.data.table import frames_of, has_clips
+from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last
+from contrastive.encoders.models import build_model, spec_of
+from contrastive.encoders.tokenizers import build_tokenizer
+from contrastive.engine import checkpoints
+from contrastive.engine.log import Log, commit, peak_memory_mb, versions
+from contrastive.engine.processes import (
+    UserError,
+    barrier,
+    gather_objects,
+    mean_over_processes,
+    on_main,
+    opening,
+    rank,
+    say,
+    set_up,
+    slug,
+    sync_batchnorm,
+    to_device,
+    world,
+    write_json,
+    write_tensors,
+)
+from contrastive.evaluation.retrieval import report
+from contrastive.figures.base import draw_picture, similarity_histograms
+
+import torch
+import torch.distributed as dist
+
+ENOUGH_STEPS = 500  # of own data without --epochs and --max-steps
+
+
+class Run:
+    """The book-keeping of a run. It never runs a forward, a loss, a backward or an optimiser step: the script does.
+
+    Scripts call, in this order: Run(...), towers(), wrap(...), resume(), batches(...), begin(...), then in each step
+    set_lr(...), check_finite(...), done(...), and at last finish(...).
+
+    Attributes: step (done so far), total (of the schedules), last (where this run ends), per_epoch, warmup (steps);
+    device, fused (of Adam), folder, args, train, evals, log; start (published weights or not, --init-from); tensors
+    (more tensors of the checkpoint, by name); val (the latest result).
+    """
+
+    def __init__(self, file, args, train, evals, recipes=None):
+        self.started, self.script = time.time(), Path(file).stem
+        self.args, self.train, self.evals, self.recipes = args, train, evals, recipes or {}
+        self.fitted = self._fit()
+        self.per_epoch = train.examples // args.batch_size
+        self.total = self.last = args.max_steps or max(1, round(args.epochs * self.per_epoch))
+        self.warmup = min(round(args.warmup_epochs * self.per_epoch), self.total // 10)
+        self.accelerator = set_up(args)
+        self.device = self.accelerator.device
+        self.fused = True if self.device.type == "cuda" else None  # Adam in one kernel; None: torch chooses
+        self.lagged = self.device.type == "cuda"  # what a step says is read a step later, so that no step waits for it
+        self.folder = on_main(self._open_folder)
+        self.step, self.wall_before, self.tracker_id, self.positions, self.tensors, self.bad = 0, 0.0, None, {}, {}, {}
+        self.said, self.asked, self.signal, self.in_loop = collections.deque(), 0, 0, False
+        self.commit = commit()  # as it is now: files may change
+        self.loss_word, self.tau_word = "loss", "tau"  # in the bar and the banner; columns of the log, or others
+        self.negatives = args.batch_size - 1  # of an anchor, for the banner
+
+    # ---------------------------------------- set-up ------------------------------------------------------------------
+    def _fit(self):
+        """Own data without --batch-size take the batch that fits them; without --epochs and --max-steps, as many epochs
+        as make 500 steps.   Returns: words for the banner.   Raises: UserError for a batch that does not fit."""
+        args, examples, said = self.args, self.train.examples, ""
+        processes = int(os.environ.get("WORLD_SIZE", 1))  # there is no process group yet
+        if args.fit_batch and processes < examples < args.batch_size:
+            said = f"; --batch-size {args.batch_size} -> {examples // processes * processes}, which fits the data"
+            args.batch_size = examples // processes * processes
+        if examples < args.batch_size:
+            raise UserError(f"--batch-size {args.batch_size}: larger than the {examples} training examples of "
+                            f"{self.train.name}")
+        few = args.epochs * (examples // args.batch_size) < ENOUGH_STEPS
+        if args.fit_epochs and few and not args.max_steps:
+            epochs = float(math.ceil(ENOUGH_STEPS / (examples // args.batch_size)))
+            said += f"; --epochs {args.epochs:g} -> {epochs:g}, which make {ENOUGH_STEPS} steps"
+            args.epochs, args.warmup_epochs = epochs, args.warmup_epochs * epochs / args.epochs
+        return said
+
+    def _open_folder(self):
+        args, stamp = self.args, time.strftime("%Y%m%d-%H%M%S")
+        name = args.run_name or f"{self.script}__{slug(args.dataset)}__s{args.seed}__{stamp}"
+        folder = checkpoints.folder_of(args.resume) if args.resume else Path(args.output_dir) / name
+        if not args.resume and (folder / "args.json").exists():
+            raise UserError(f"{folder}: holds a run already; --resume {folder}, or another --run-name")
+        with opening(folder):
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        write_json(folder / "args.json", {"script": self.script} | vars(args) | {"resume": ""})
+        return folder
+
+    def towers(self, texts=None, questions=None):
+        """(TwoTower on the device, tokenizer or None, EvalTransform) that the model flags describe.
+
+        texts: the texts that a tokenizer learns from, instead of the captions; questions: keywords of QuestionAnswerer.
+        """
+        args, tokenizer, self.spec = self.args, None, spec_of(self.args)
+        if self.spec["text_encoder"]:
+            texts = texts or (lambda: self.train.first_captions(200_000))
+            tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
+                                        args.clean_captions, keep=bool(args.resume), start=args.init_from)
+            tokenizer.device = self.device
+        if args.image_encoder in FROM_FILES:
+            self.spec["features"] = feature_shape(self.train, args.image_encoder)
+            for data in (d for of in self.evals.values() for d in of.values() if hasattr(d.clip, "width")):
+                data.clip.width = self.spec["features"][1]
+        if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
+            self.spec["frames"] = frames_of(self.train)
+        if questions:
+            self.spec["questions"] = questions
+        again = args.resume and checkpoints.checkpoints_of(self.folder)  # its weights are in the checkpoint
+        self.start = (False, "") if again else (args.pretrained, args.init_from)
+        self.tower, transform = build_model(self.spec, tokenizer, *self.start)
+        self.tower.to(self.device)
+        if self.device.type == "cuda":
+            channels_last(self.tower.vision)
+        self.tokenizer = tokenizer
+        return self.tower, tokenizer, transform
+
+    def wrap(self, trained, own, optimizer, second=None):
+        """(model, optimizer) as a step uses them: SyncBatchNorm, torch.compile, DDP.
+
+        Args: trained: the module that DDP wraps.   own: parameters and buffers of the loss, outside DDP.
+            second: an optimiser of the loss's own parameters, which is also saved; the script runs its step.
+        """
+        self.trained, self.own, self.second = sync_batchnorm(trained, self.args), own, second
+        torch.manual_seed(self.args.seed + rank())  # the weights are the same on all processes; dropout should not be
+        model = torch.compile(self.trained) if self.args.compile else self.trained
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        return self.model, self.optimizer
+
+    def resume(self):
+        """With --resume, restores weights, optimisers, step and random state. Always opens the log."""
+        if self.args.resume:
+            checkpoints.load(self)
+        self.log = Log(self)
+
+    def batches(self, views, transform):
+        """The training batches from here to the last step; views: one Augment for each view."""
+        args = self.args
+        self.data = Batches(self.train, views, transform, args.batch_size, args.seed, self.step, self.last, self.device,
+                            args.workers, args.max_bad_fraction, self.folder, self.positions, args.compile)
+        self.data.lagged, self.data.bad = True, dict(self.bad)  # check_finite counts the bad samples
+        return self.data
+
+    def begin(self, evaluator, guess, lines, after_val=None):
+        """Banner, the evaluation before the first step (the left end of every curve), progress bar. Collective.
+
+        Args:
+            evaluator: Evaluator or ClassEvaluator.   lines: {word: text}, the script's own lines of the banner.
+            guess: the loss of a random guess at the start and at the end of the run.
+            after_val: function(row, pieces) that adds to each row of a val evaluation.
+        Returns: picture pieces of the val split before training; {} in a resumed run.
+        """
+        from tqdm import tqdm
+        self.evaluator, self.after_val, pieces = evaluator, after_val, {}
+        self.banner(guess, lines)
+        evaluator.check()
+        if self.step == self.last:
+            self.in_float32()
+        if self.step == 0 or self._due(self.step)["eval"]:  # of a checkpoint, which is written before its evaluation
+            pieces = self.evaluate_val()
+        if self.step == 0 and rank() == 0 and self.tokenizer:
+            before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
+            write_json(self.folder / "similarity_before.json", before)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signalled)
+        self.bar = tqdm(total=self.last, initial=self.step, disable=rank() > 0, dynamic_ncols=True, unit="step")
+        self.trained.train()
+        self.own.train()
+        self.start_clock()
+        self.in_loop = True
+        return pieces if self.step == 0 else {}
+
+    def banner(self, guess, lines):
+        """Prints once, before training, what the flags amount to."""
+        args, train, tower = self.args, self.train, self.tower
+        recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
+        sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
+                                         for d in of.values()) for name, of in self.evals.items()]
+        names = {args.image_encoder: tower.vision} | ({args.text_encoder: tower.text} if tower.text else {})
+        towers = ", ".join(f"{name} {millions(module):.1f} M" for name, module in names.items())
+        whole = millions(self.trained) + millions(self.own)
+        local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
+        start, end = f"{guess[0]:.3f}", f"{guess[1]:.3f}"
+        words = {
+            "recipe": f"{args.dataset} ({recipe})",
+            "data": f"{train.examples:,} training examples" + f"; {train.note}" * bool(train.note),
+            "evaluation": "; ".join(sizes),
+            "model": f"{towers} parameters, {whole:.1f} M with the loss's; "
+                     + (f"weights of {self.start[1]}" if self.start[1] else
+                        "published weights where there are some" if self.start[0] else "from scratch"),
+            "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
+                         f"{args.mixed_precision}, {self.data.workers} workers each",
+            "batch": f"{args.batch_size} = {world()} x {local}{chunks}; {self.negatives:,} negatives per anchor",
+            "random guess": f"{self.loss_word} {start}" + f" at the start, {end} at the end" * (start != end),
+            "steps": f"{self.total:,} ({self.total / self.per_epoch:.1f} epochs of {self.per_epoch:,}); warm-up "
+                     f"{self.warmup}; lr {args.lr:g} -> {args.lr_end:g}, {args.lr_schedule}{self.fitted}",
+            **lines, "run": self.folder}
+        say("\n".join([f"{self.script}.py"] + [f"  {k:<12} {v}" for k, v in words.items()]))
+
+    # ---------------------------------------- in the loop -------------------------------------------------------------
+    def set_lr(self, lr):
+        """Write the learning rate into the optimiser: in a group with `lr_scale`, times that factor."""
+        self.lr = lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1)
+
+    def _due(self, step):
+        """Which of log, eval and save are due at this step, counted from 1; an interval of 0 = only at the end."""
+        every = {"log": self.args.log_every, "eval": self.args.eval_every, "save": self.args.save_every}
+        return {k: step == self.last or bool(n and step % n == 0) for k, n in every.items()}
+
+    def logs_now(self):
+        """Whether the step in progress is logged: then `done` takes numbers, which other steps need not compute."""
+        return self._due(self.step + 1)["log"]
+
+    def check_finite(self, loss, tau, embeddings, batch, rates="--lr"):
+        """The one message of a step: a loss that is not finite, a bad sample, a signal, on any process? Collective.
+
+        A loss that is not finite stops all processes. On a card the answer is read a step later, except before a
+        checkpoint or an evaluation.   rates: the flags of the learning rates that may be too high."""
+        numbers = to_device(torch.tensor([self.asked, len(batch["bad"])], dtype=torch.float), self.device)
+        answer = torch.cat([numbers, 1 - loss.detach().isfinite().float()[None]])  # (3,)
+        if world() > 1:
+            dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        self.said.append((answer.to("cpu", non_blocking=True), torch.cuda.Event() if self.lagged else None,
+                          (loss.detach(), tau, [e.detach() for e in embeddings], batch, rates, self.step)))
+        if self.lagged:
+            self.said[-1][1].record()
+        due = self._due(self.step + 1)
+        self._hear(but=int(self.lagged and not (due["save"] or due["eval"])))
+
+    def _hear(self, but=0):
+        """Acts on what all but the last `but` steps said."""
+        while len(self.said) > but:
+            answer, there, (loss, tau, embeddings, batch, rates, step) = self.said.popleft()
+            if there:
+                there.synchronize()
+            number, bad, broken = answer.tolist()
+            self.signal = max(self.signal, int(number))  # of any process
+            if bad:
+                self.data.count_bad(batch["bad"], step)
+            if broken:
+                norms = [e.float().norm(dim=-1) for e in embeddings]  # (B,) each
+                rows = torch.stack(norms).isfinite().all(0).logical_not().nonzero().flatten().tolist()
+                keys = [batch["keys"][i] for i in rows or range(len(batch["keys"]))][:8]
+                mine = f"process {rank()}: norms up to {', '.join(f'{n.max():.3g}' for n in norms)}, keys {keys}"
+                lines = gather_objects("" if loss.isfinite() else mine)
+                tau = tau.mean() if torch.is_tensor(tau) else tau
+                raise UserError(f"the loss is not finite at step {step} (tau {tau:.4g}); "
+                                f"{'; '.join(filter(None, lines))}. Try a lower {rates}, --grad-clip 1 or a higher "
+                                "temperature")
+
+    def done(self, batch, loss, tau, numbers=None):
+        """Call it after each optimiser step. It counts the step, logs, saves and evaluates if these are due, and ends
+        the run if a signal asked for it. Collective.
+
+        Args: loss: () tensor of this process; tau: float, () or (B,), whose mean over processes is logged, too;
+            numbers: further columns of the log, as they are logged."""
+        self.step += 1
+        self.waited += batch["seconds"]
+        due = self._due(self.step)
+        if due["log"]:
+            steps = self.step - self.logged
+            seconds = (time.perf_counter() - self.clock) / steps
+            means = {"loss": loss, "data_s": self.waited / steps, "tau": tau.mean() if torch.is_tensor(tau) else tau}
+            means = mean_over_processes(means, self.device)
+            tau = means["tau"] if torch.is_tensor(tau) else tau  # a number as it is, without the rounding of a mean
+            row = {"step": self.step, "epoch": batch["epoch"], "samples_seen": self.step * self.args.batch_size,
+                   "loss": means["loss"], "lr": self.lr, self.tau_word: tau, "step_s": seconds,
+                   "data_s": means["data_s"], "samples_per_s": self.args.batch_size / seconds} | (numbers or {})
+            self.log.write(row)
+            self.start_clock()
+            shown = {self.loss_word: f"{row.get(self.loss_word, row['loss']):.3f}",
+                     self.tau_word: f"{row.get('tau_pos', tau):.3f}"}
+            self.bar.set_postfix(shown | {"samples": f"{row['samples_per_s']:.0f}/s"}, refresh=False)
+        self.bar.update()
+        stopping = self.signal and self.step < self.last
+        if due["save"] or due["eval"] or stopping:  # a signal may end an evaluation at once: all before it is saved
+            checkpoints.save(self)
+        if stopping:
+            self.stop()
+        if self.step == self.last:
+            self.in_float32()
+        if due["eval"]:
+            self.in_loop = False
+            self.evaluate_val()
+            self.in_loop = True
+        if due["eval"] or due["save"]:
+            self.start_clock()  # so that the speed is that of training only
+
+    def _signalled(self, number, _):
+        """In the loop, a signal ends the run after the step in which all processes have heard of it; elsewhere, or at
+        a second Ctrl-C, at once."""
+        if not self.in_loop or number == self.asked == signal.SIGINT:
+            raise SystemExit(128 + number)
+        self.asked = number
+
+    def stop(self):
+        """Ends the run after a signal; its checkpoint is written. Collective."""
+        self.bar.close()
+        say(f"stopped after step {self.step} by {signal.Signals(self.signal).name}; to go on: python {sys.argv[0]} "
+            f"--resume {self.folder} (with the same launcher)")
+        barrier()
+        self.accelerator.end_training()
+        raise SystemExit(128 + self.signal)
+
+    def start_clock(self):
+        """Speed and waiting for data are those of the steps after this call."""
+        self.clock, self.logged, self.waited = time.perf_counter(), self.step, 0.0
+
+    def in_float32(self):
+        """The last evaluations are in float32, as those of eval.py."""
+        if self.args.compile:  # only the compiled module has autocast, and evaluations never call it
+            vars(self.trained).pop("_original_forward", None)
+        else:
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+
+    def evaluate_val(self):
+        """Evaluates the val splits, logs the result and keeps it in self.val. Returns: picture pieces. Collective."""
+        self.val, _, self.val_pieces = self.evaluator("val")
+        row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
+        if self.after_val and self.val_pieces:
+            self.after_val(row, self.val_pieces)
+        self.log.write(row)
+        return self.val_pieces
+
+    def wall(self):
+        """Seconds of this run so far, including those before a resume."""
+        return self.wall_before + time.time() - self.started
+
+    # ---------------------------------------- the end -----------------------------------------------------------------
+    def finish(self, draw, table=None, more=None, **extra):
+        """Saves the encoders, evaluates them on test, writes summary.json, draws, prints. Collective.
+
+        Args: draw: function(run) for the pictures.   table: function(title, metrics, chance) -> lines of text.
+            more: function(test metrics) -> text after the tables.   extra: further entries of the summary.
+        Returns: the summary."""
+        self.in_loop = False
+        self.bar.close()
+        on_main(self.save_model)
+        test, chance, self.test_pieces = self.evaluator("test")
+        summary = self.summarize(test, chance) | extra
+        if rank() == 0:
+            write_json(self.folder / "summary.json", summary)
+            draw_picture(self.folder / "pictures", lambda _: draw(self))
+        say(report(summary, self.folder, table))
+        if more:
+            say(more(test))
+        barrier()
+        self.accelerator.end_training()  # trackers and the process group are closed
+        if summary["errors"]:
+            raise UserError("evaluation failed: " + "; ".join(f"{k}: {v}" for k, v in summary["errors"].items()))
+        return summary
+
+    def save_model(self):
+        """Writes the encoders, which load_model reads (model.safetensors, model.json, tokenizer/), and own.safetensors,
+        the parameters of the loss."""
+        write_tensors(self.folder / "model.safetensors", self.tower.state_dict())
+        own = {k: p for k, p in self.own.named_parameters() if p.requires_grad}
+        write_tensors(self.folder / "own.safetensors", own)
+        write_json(self.folder / "model.json", self.spec)
+        if self.tokenizer:
+            self.tokenizer.save(self.folder / "tokenizer")
+
+    def picture(self, name, function, *args, **options):
+        """Draws one picture into the run folder by function(*args, path, **options). If it fails, that is said."""
+        draw_picture((self.folder / name).with_suffix(".png"), function, *args, **options)
+
+    def summarize(self, test, chance):
+        """The content of summary.json. Collective."""
+        args, wall = self.args, self.wall()
+        memory = max(gather_objects(peak_memory_mb()))
+        own = (p for p in self.own.parameters() if p.requires_grad)  # without MoCo's second encoder
+        return {"script": self.script, "dataset": args.dataset, "method": getattr(args, "loss", self.script),
+                "seed": args.seed, "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
+                "samples_per_s": self.step * args.batch_size / wall, "peak_memory_mb": memory,
+                "parameters": sum(p.numel() for p in (*self.trained.parameters(), *own)), "processes": world(),
+                "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val, "test": test,
+                "chance": chance, "errors": self.evaluator.errors, "commit": self.commit,
+                "versions": versions(args.cpu).splitlines()}
+
+
+def millions(module):
+    """Parameters of a module, in millions."""
+    return sum(p.numel() for p in module.parameters()) / 1e6

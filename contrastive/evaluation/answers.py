@@ -1,0 +1,334 @@
+"""Questions about videos: the input of the model that answers them, and its scores.
+
+The model is a small VIOLET (Fu et al. 2021). [CLS], one token per frame and the words of the question go through one
+transformer, and a linear layer on [CLS] scores the answers. An open question has one score per answer of a vocabulary.
+A question with choices has one score per text "question choice", fused in the same way. The model `dual` has no fusion:
+its scores are cosines of the video with these texts. Below the fusion there are always two towers, and by default their
+embeddings give the cosine of a video and a text. With `similarity` fused, every video goes through the fusion with
+every text, after one token for the video and one for the text in place of [CLS]; the cosine is that of their outputs.
+The model `vgt` is in encoders/vgt.py.
+
+The other models are common.QuestionAnswerer. This file has the flags, prepares the input and scores the output.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections import Counter
+
+from contrastive.encoders.vgt import ANSWER, FRAMES
+from contrastive.engine.processes import UserError, mean_over_processes, rank, say, to_device
+from contrastive.engine.ranges import below_one, between, count
+from contrastive.evaluation.embed import encode_images, say_unreadable
+from contrastive.evaluation.metrics import answer_hits, answer_numbers, answer_vocabulary, question_metrics
+from contrastive.evaluation.retrieval import Evaluator
+from contrastive.figures.base import draw_answers, draw_picture
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+def refuse_untrained(model):
+    """Raises: UserError if the embeddings of a question-answering model were not trained by any loss."""
+    if getattr(model, "similarity", "") == "fused":
+        raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
+    if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
+        raise UserError("the model needs boxes, which only questions bring: --tasks qa")
+
+
+# ======================================================= flags =======================================================
+def add_flags(p):
+    """The flags of mama.py's models that answer questions."""
+    g = p.group("questions")
+    g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
+                   help="fusion: frames and words in one transformer; dual, for qa-choice: cosines of the video with "
+                        "texts 'question choice'; vgt: VGT's graph of regions (encoders/vgt.py)")
+    g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
+                   help="s_ij of Eq. 1: cosine of video and text before the fusion; or of two tokens in it, for which "
+                        "all B x N pairs go through it (--loss-block: the texts at a time)")
+    g.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
+                   help="a control: every question, in training and evaluation, gets the video of another")
+    g = p.group("with --task qa-open", lambda a: a.task == "qa-open")
+    g.add_argument("--answers", type=between(2, 10**6, int), default=1500,
+                   help="of --task qa-open: the most frequent answers of training that the model knows; all others "
+                        "count as wrong")
+    g = p.group("where questions have --qa-model fusion", lambda a: a.task != "retrieval" and a.qa_model == "fusion")
+    g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
+    g = p.group("with --qa-model vgt", lambda a: a.qa_model == "vgt")
+    g.add_argument("--region-dir", default="", metavar="DIR",
+                   help="folder with features of frames and regions in VGT's files (docs/data.md); empty = "
+                        "--image-encoder makes them from boxes that the set has (moving-emoji)")
+    g.add_argument("--regions", type=count, default=0,
+                   help="R: the first R boxes of a frame are read; NExT-QA 5, other sets 10")
+    g.add_argument("--dropout", type=below_one, default=0.3, help="of VGT's own layers, 0..1; BERT keeps its own")
+
+
+def check_flags(p, args):
+    """Refuses flags of questions that do not go together."""
+    model, asked, vgt = args.qa_model, args.task != "retrieval", args.qa_model == "vgt"
+    p.require(model != "dual" or args.task == "qa-choice", "--qa-model dual: only for --task qa-choice")
+    p.require(not vgt or asked, "--qa-model vgt: only for --task qa-open and qa-choice")
+    fused = args.qa_similarity == "fused"
+    p.require(not fused or (asked and model == "fusion"),
+              "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fusion")
+    p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at "
+                                               "once; --loss-block bounds the memory of its pairs")
+    p.require(asked or not args.shuffle_video, "--shuffle-video: only where there are questions")
+    files = bool(args.region_dir)
+    p.require(files == (args.image_encoder == "regions"),
+              "--region-dir DIR and --image-encoder regions go together, and both need --qa-model vgt")
+    p.require(not vgt or args.frames % FRAMES == 0,
+              f"--frames {args.frames}: VGT has clips of {FRAMES} frames; use a multiple of {FRAMES}")
+    p.require(not vgt or (args.crop_min, args.flip) == (1, 0),
+              "--qa-model vgt: its boxes follow neither crop nor mirror image; use --crop-min 1 --flip 0")
+    p.require(not (vgt and args.clean_captions), "--qa-model vgt: --clean-captions would break up its [SEP]")
+    p.only(not vgt, "without --qa-model vgt, which reads all words", "--text-pooling")
+    p.only(not files, "without --region-dir", "--video-dir", "--frame-cache", "--frame-sampling", "--jitter",
+           "--eval-datasets", "--image-stats", "--eval-resize")
+
+
+# ======================================================= rows ========================================================
+AT_FRAMES = ("tgif-qa-r-action", "tgif-qa-r-transition")  # the sets in which VGT's step 8 also sees single frames
+
+
+def check(data, choices):
+    """Raises: UserError if the rows have no questions, or lack the choices that --task qa-choice needs."""
+    where = f"{data.name} ({data.split})"
+    if data.streamed or data.column("question") is None or data.column("answer") is None:
+        raise UserError(f"{where} has no questions; moving-emoji and the sets of sets/questions.py have some")
+    data = asked(data)
+    lacking = sum(len(c) < 2 for c in data.column("choices") or [[]] * len(data)) if choices else 0
+    if lacking:
+        raise UserError(f"{where}: {lacking:,} of its {len(data):,} questions have no choices; use --task "
+                        "qa-open")
+
+
+def asked(data):
+    """The rows that have a question. Those of --extra-pairs have none; their answer loss is 0 (eta_i of Eq. 3)."""
+    data = data.own or data
+    rows = [i for i, question in enumerate(data.column("question")) if question is not None]
+    return data if len(rows) == len(data) else data.select(rows)
+
+
+def texts(data, limit=None):
+    """All texts to train a tokenizer on: captions, questions, answers and choices."""
+    for i in range(min(len(data), limit or len(data))):
+        said = [text for c in ("question", "answer") if (text := data.cell(c, i)) is not None]
+        yield from (*data.captions(i), *said, *_choices(data, i))
+
+
+def inputs(data, rows, tokenizer, vocabulary, device, model="fusion"):
+    """The inputs of QuestionAnswerer for these rows, apart from the pixels, on the device.
+
+    Returns: question {..: (B, L)} and, if the set has regions for VGT, its boxes (B, T, R, 4); answers (B,), see
+        right_answers; and without a vocabulary choices {..: (B, C, L), there: (B, C)}, C = the largest number of
+        choices of these rows. A row without a question gets its caption as question and one choice: its scores are
+        finite but enter no loss.
+    """
+    questions = [data.captions(i)[0] if (q := data.cell("question", i)) is None else q for i in rows]
+    found = {"question": tokenizer(questions), "answers": right_answers(data, rows, vocabulary)}
+    if "boxes" in data.texts.column_names:
+        found["question"]["boxes"] = torch.tensor([data.cell("boxes", i) for i in rows])                 # (B, T, R, 4)
+    if not vocabulary:
+        choices = [_choices(data, i) or [""] for i in rows]
+        C = max(map(len, choices))
+        join = separator(model, tokenizer)
+        words = [f"{q}{join}{c}" for q, some in zip(questions, choices) for c in [*some, *[""] * (C - len(some))]]
+        there = torch.tensor([[k < len(some) for k in range(C)] for some in choices])                    # (B, C)
+        found["choices"] = {k: v.unflatten(0, (-1, C)) for k, v in tokenizer(words).items()} | {"there": there}
+    return {k: {n: to_device(t, device) for n, t in v.items()} if isinstance(v, dict) else to_device(v, device)
+            for k, v in found.items()}
+
+
+def separator(model, tokenizer):
+    """What stands between a question and its choice: for VGT the text encoder's own token, BERT's [SEP]; or a blank."""
+    token = tokenizer.tokenizer.sep_token if model == "vgt" else ""
+    return f" {token} " if token else " "
+
+
+def right_answers(data, rows, vocabulary):
+    """(B,) long: index of each row's right answer in the vocabulary, -1 if it is not there or the row has no question.
+    Without a vocabulary: its index among the row's choices."""
+    answers = [data.cell("answer", i) for i in rows]
+    return answer_numbers(answers, vocabulary, None if vocabulary else [_choices(data, i) for i in rows])
+
+
+def questions_of(train, args):
+    """The settings of the question-answering model; None for retrieval.
+
+    Raises: UserError if the rows do not have such questions."""
+    if args.task == "retrieval":
+        return None
+    choices = args.task == "qa-choice"
+    check(train, choices)
+    known = [] if choices else answer_vocabulary(asked(train).column("answer"), args.answers)
+    if args.qa_model == "vgt" and args.image_encoder != "regions" and train.column("boxes") is None:
+        raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as moving-emoji has; give features of "
+                        "regions with --region-dir DIR --image-encoder regions")
+    if args.qa_model == "vgt":
+        return {"answers": known, "model": "vgt", "regions": args.regions, "dropout": args.dropout,
+                "at_frames": args.dataset in AT_FRAMES}
+    return {"answers": known, "model": args.qa_model, "layers": args.fusion_layers, "frames": args.frames,
+            "similarity": args.qa_similarity}
+
+
+def guess_of(train, questions):
+    """Mean answer loss of a random guess, in nats: the logarithm of the size of the vocabulary or of the mean number of
+    choices, times the share of the rows that have a question; 0 for retrieval."""
+    if not questions:
+        return 0.0
+    some = asked(train)
+    many = len(questions["answers"]) or sum(map(len, some.column("choices"))) / len(some)
+    return math.log(many) * len(some) / len(train)
+
+
+def cut_short(data, tokenizer, choices, join=" ", limit=1000):
+    """(cut, n): `cut` of the first n <= `limit` questions (with choices) have more tokens than the tokenizer keeps."""
+    n, cut = min(limit, len(data)), 0
+    for i in range(n):
+        q = data.column("question")[i]
+        longest = max([f"{q}{join}{c}" for c in _choices(data, i)] if choices else [q], key=len)
+        cut += len(tokenizer.tokenizer(longest)["input_ids"]) > tokenizer.length
+    return cut, n
+
+
+def question_lines(questions, train, tokenizer, args):
+    """The banner's lines about a run's questions and the texts that are paired with the videos: {word: text}."""
+    some, rows = asked(train), len(train)
+    cut, tried = cut_short(some, tokenizer, not questions["answers"], separator(questions["model"], tokenizer))
+    words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
+    if questions["model"] == "vgt":
+        origin = "from files" if args.region_dir else "by a frozen image encoder"
+        words += f"; {args.regions} regions of a frame, {origin}"
+    if questions["answers"]:
+        known = set(questions["answers"])
+        wrong = sum(a not in known for a in some.column("answer"))
+        words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
+                  "have another answer, which enters no loss")
+        if questions["model"] == "vgt":
+            long = sum(len(tokenizer.tokenizer(answer)["input_ids"]) > ANSWER for answer in known)
+            words += f"; {long:,} answers are cut at {ANSWER} tokens" if long else ""
+    words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
+    bare = sum(some.captions(i) == [question] for i, question in enumerate(some.column("question")))
+    paired = f"of {rows:,} rows {rows - bare:,} have a caption, {bare:,} use the question in its place"
+    paired += f"; {rows - len(some):,} have no question, and eta 0" if len(some) < rows else ""
+    return {"questions": words + ("; SHUFFLED VIDEOS, a control" if args.shuffle_video else ""), "paired text": paired}
+
+
+def numbers(scores, right, losses, rows, data, device):
+    """Columns of the log: CE, the mean answer loss, 0 for rows without a question (Eq. 3); and answered, the share of
+    the batch's questions that are answered right, %. Collective.
+
+    Args: scores (B, A), right (B,), losses (B,): of this process; rows (B,): of data."""
+    known = torch.tensor([data.cell("question", i) is not None for i in rows])                           # (B,)
+    means = mean_over_processes({"CE": losses.mean(), "answered": 100 * answer_hits(scores, right).float().mean(),
+                                 "known": known.float().mean()}, device)
+    share, right = means.pop("known"), means.pop("answered")
+    return means | ({"answered": right / share} if share else {})
+
+
+def _choices(data, i):
+    return data.cell("choices", i) or [] if "choices" in data.texts.column_names else []
+
+
+def shuffled(data, seed=0):
+    """The same questions, each with the video of another row. It shows what a model can tell without the video."""
+    rows = np.random.default_rng([7, seed]).permutation(len(data))
+    rows = np.roll(rows, 1)[np.argsort(rows)]                              # a single cycle: no row keeps its video
+    if (boxes := data.column("boxes")) is not None:                        # they go with the video
+        moved = data.table.remove_columns("boxes").add_column("boxes", [boxes[i] for i in rows])
+        data = dataclasses.replace(data, table=moved)
+    if data.pixels is not None:
+        return dataclasses.replace(data, pixels=data.pixels[torch.from_numpy(rows)])
+    import datasets
+    table = datasets.concatenate_datasets([data.texts, data.sources.select(rows)], axis=1)
+    return dataclasses.replace(data, table=table)
+
+
+def whole_pairs(data, index):
+    """(Q,) bool, False for an answer whose reason is not among these rows of data, or the reverse (because of meta-data
+    or --limit). Alone, it would count as a question, and as an easier one.
+
+    Raises: UserError if no pair is complete."""
+    pairs, types = data.column("pair"), data.column("question_type")
+    if pairs is None:
+        return np.ones(len(index), bool)
+    here = Counter(pairs[index].tolist())
+    whole = np.array([here[pairs[i]] > 1 or len(types[i].split()) < 2 for i in index])                   # (Q,)
+    if not whole.all():
+        say(f"{data.name} ({data.split}): {(~whole).sum():,} of {len(index):,} questions are left out: answers "
+            "without their reason, or the reverse")
+    if not whole.any():
+        raise UserError(f"{data.name} ({data.split}): no question has both its answer and its reason here")
+    return whole
+
+
+def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
+    """Accuracy of the answers, as in question_metrics, and of guessing. Collective.
+
+    Returns: metrics; chance: of the most frequent training answer, or of a random choice; the pieces that `draw` needs.
+        Videos that cannot be read are left out and counted."""
+    check(data, not model.answers)
+    width = len(model.answers) or max(len(_choices(data, i)) for i in range(len(data)))
+
+    def answer(rows, pixels):
+        asked = inputs(data, rows, tokenizer, model.answers, device, getattr(model, "model", "fusion"))
+        video, _, scores = model(pixels, None, asked["question"], asked.get("choices"))
+        return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
+    index, _, scores, bad = encode_images(model, data, transform, device, batch, workers, forward=answer)
+    say_unreadable(data, bad)
+    whole = whole_pairs(data, index)
+    index, scores = index[whole], scores[torch.from_numpy(whole)]
+    right = right_answers(data, index, model.answers)                      # (Q,)
+    hits = answer_hits(scores, right).numpy()                              # (Q,)
+    types, pairs = ([data.column(c)[i] for i in index] if data.column(c) is not None else None
+                    for c in ("question_type", "pair"))
+    known = (right >= 0).numpy() if model.answers else None
+    guess = (right == 0).numpy() if model.answers else [1 / len(_choices(data, i)) for i in index]
+    metrics = question_metrics(hits, types, pairs, known) | {"questions": len(index), "unreadable": len(bad)}
+    chance = question_metrics(guess, types, pairs)
+    given = [model.answers[k] if model.answers else _choices(data, i)[k]
+             for i, k in zip(index, scores.argmax(1).tolist())]
+    return metrics, chance, {"data": data, "index": index, "given": given, "hits": hits}
+
+
+class AnswerEvaluator(Evaluator):
+    """The Evaluator for questions."""
+
+    def check(self):
+        """Before training. Raises: UserError if a split lacks questions of this kind, or readable videos."""
+        for splits in self.sets.values():
+            for data in splits.values():
+                check(data, not self.model.answers)
+        super().check()
+
+    def measure(self, data, train):
+        """metrics, chance and pieces of one split."""
+        towers = self.model, self.tokenizer, self.transform
+        return evaluate(*towers, data, self.device, self.args.eval_batch, self.args.workers)
+
+
+def table(title, metrics, chance):
+    """The result as lines of text, each accuracy with that of guessing."""
+    lines = [f"{title}: {metrics['questions']} questions"]
+    lines += [f"{name:<28}{metrics[name]:8.1f} ({value:6.1f})" for name, value in chance.items()]
+    if "upper_bound" in metrics:
+        lines.append(f"{'answers in the vocabulary':<28}{metrics['upper_bound']:8.1f}")
+    guess = "the most frequent answer of training" if "upper_bound" in metrics else "a random choice"
+    return "\n".join([*lines, f"(in brackets: {guess})"])
+
+
+def task(case):
+    """The task qa of eval.py: writes the numbers of a Case, accuracy by type of question and its chance level: the most
+    frequent answer, or a random choice."""
+    subject, args = case.subject, case.args
+    transform = subject.transform_of(*subject.view("qa", case.name))
+    how = transform, case.data, subject.device, args.eval_batch, args.workers
+    if subject.own.get("shuffle_video"):
+        say(f"WARNING: {case.name}: the run was a control (--shuffle-video); here each question has its own "
+            "video")
+    metrics, case.chance["qa"], pieces = evaluate(subject.model, subject.tokenizer, *how)
+    case.metrics["qa"] = {k: v for k, v in metrics.items() if k != "unreadable"}
+    if rank() == 0:
+        draw_picture(case.picture("answers"), draw_answers, pieces)

@@ -1,0 +1,135 @@
+"""Pictures of MM-TS: temperatures or margins of clusters over a run (Figs. 3, 5, 8 to 11); the clusters (4, 6, 7)."""
+
+from types import SimpleNamespace
+
+from contrastive.figures import base
+from contrastive.figures.base import draw_curves, figure, save_figure, whole_ticks
+
+import numpy as np
+
+
+def draw_cluster_curves(steps, values, sizes, path, title, label, lines=5):
+    """Draws the temperature or margin of a few clusters over a run, from the largest cluster to the smallest.
+
+    Args: steps (S,); values (S, K): of each cluster; sizes (K,): largest first; label: of the values."""
+    fig, (ax,) = figure(1, width=6.4, height=3.6)
+    shown = np.unique(np.linspace(sizes[0], sizes[-1], lines).round())[::-1]  # evenly spaced in size
+    shown = np.unique([np.abs(sizes - s).argmin() for s in shown])
+    for k, c in enumerate(shown):
+        ax.plot(steps, values[:, c], label=f"{sizes[c]:,}", color=f"C{k}", **base.line_style(k, len(shown)))
+    ax.set(title=title, xlabel="step", ylabel=label)
+    ax.set_ylim(*_with_air(min(0, values.min()), values.max()))
+    whole_ticks(ax)
+    ax.legend(title="cluster size", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    save_figure(fig, path)
+
+
+def draw_distribution(sizes, values, path, title, label):
+    """Draws the sizes of clusters, largest first, and beside them each cluster's temperature or margin with its range.
+
+    Args: sizes (K,); values (S, K): at each step; label: of the values."""
+    fig, (left, right) = figure(2)
+    x = np.arange(1, len(sizes) + 1)
+    left.bar(x, sizes, width=1.0)
+    left.set(title="how many captions or examples", xlabel="cluster, largest first", ylabel="size")
+    low, high = values.min(0), values.max(0)                               # (K,)
+    right.fill_between(x, low, high, step="mid", color="C1", alpha=0.3, lw=0, label="range over the run")
+    right.step(x, (low + high) / 2, where="mid", color="C1", label="middle")
+    right.set(title=f"{label} of each", xlabel="cluster, largest first", ylabel=label)
+    right.set_ylim(*_with_air(min(0, low.min()), high.max()))
+    right.legend(frameon=False)
+    for ax in (left, right):
+        whole_ticks(ax)
+    fig.suptitle(title)
+    save_figure(fig, path)
+
+
+def draw_map(embeddings, labels, path, title):
+    """Draws embeddings (n, D) in the plane by t-SNE, coloured by their clusters, labels (n,)."""
+    from sklearn.manifold import TSNE
+
+    fig, (ax,) = figure(1, width=5.5, height=5)
+    plane = TSNE(perplexity=min(30, max(1, len(embeddings) // 4)), init="pca", random_state=0,
+                 metric="cosine").fit_transform(np.asarray(embeddings, np.float64))  # (n, 2)
+    ax.scatter(*plane.T, c=labels * 7 % 20, cmap="tab20", s=8)
+    below = f"{len(plane):,} points of {len(set(labels.tolist()))} clusters; a colour serves several"
+    ax.set(title=title, xticks=[], yticks=[], xlabel=below)
+    save_figure(fig, path)
+
+
+def draw_clusters(data, examples, path, title, unit="captions"):
+    """Draws pictures and captions from the largest, a middle and the smallest cluster.
+
+    Args: examples: list of {size, captions, rows}, largest cluster first; rows: of data; unit: what a size counts."""
+    shown = [examples[k] for k in sorted({0, len(examples) // 2, len(examples) - 1})]
+    shown = [e for e in shown if e["rows"]]
+    columns = min(3, max(len(e["rows"]) for e in shown))         # five are kept; three are large enough to be seen
+    width, height = base.cell(data, shown[0]["rows"])
+    fig, axes = figure(columns, len(shown), width=max(2.2, width + 0.4), height=height + 0.7)
+    axes = axes.reshape(len(shown), columns)
+    for row, e in zip(axes, shown, strict=True):
+        for k, ax in enumerate(row):
+            if k >= len(e["rows"]):
+                ax.set_axis_off()
+                continue
+            base.show(ax, data, e["rows"][k])
+            ax.set_xlabel(base.wrap(e["captions"][k], 22))
+        row[0].set_ylabel(f"{e['size']:,} {unit}")
+    fig.suptitle(f"{title}: clusters by size")
+    save_figure(fig, path)
+
+
+def _with_air(low, high):
+    air = 0.05 * (high - low) or 1
+    return low - air * (low < 0), high + air
+
+
+def draw(run, clusters, shifts, period, curve):
+    """The pictures of a run: curves, retrieval, and the paper's Figures 3 to 11 from its own clusters.
+
+    shifts (K + 1,) or (1,): one per cluster, or one for all. curve: the script's own function, (step, shifts) ->
+    temperatures or margins."""
+    args, log = run.args, run.log
+    word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
+    points = min(run.total, max(1000, round(20 * run.total / period)))     # 20 per period, if the run has so many steps
+    steps = np.unique(np.linspace(0, run.total, points + 1).round())       # (S,)
+    values = np.array([curve(t, shifts).numpy() for t in steps])           # (S, K + 1) or (S, 1)
+    of_the_batch = f"{long_word} of the batch"
+    if args.schedule and 1 < args.log_every > period / 4:                  # the log's few points would alias the wave
+        ends = {f"{word}_max": values.max(1), f"{word}_min": values.min(1)}              # (S,) each, by the schedule
+        known = {k: (steps.tolist(), end.tolist()) for k, end in ends.items()} | {f"{word}_mean": ([], [])}
+        log = SimpleNamespace(column=lambda name, x="step": known.get(name) or run.log.column(name, x))
+        of_the_batch = f"{long_word} by the schedule (the log has one step in {args.log_every})"
+    run.picture("curves.png", draw_curves, log, [
+        ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
+        (of_the_batch, word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}), *base.BATCH])
+    for name, suffix, pieces in base.by_set(run.val_pieces):
+        it = base.kind_of(pieces)
+        ways = {f"to {it}": "text_to_image", "to text": "image_to_text"}
+        recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
+        thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}
+        scores = {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}
+        mir = [("multi-instance retrieval, val", "%", scores)] if log.column(scores["mAP"])[0] else []
+        run.picture(f"evaluation{suffix}.png", draw_curves, log, [
+            ("retrieval, val", "%", recalls), *mir,
+            ("by the size of the query's cluster, val", f"R@1, text -> {it}, %", thirds),
+            ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})])
+    for _, suffix, pieces in base.by_set(run.test_pieces):
+        run.picture(f"retrieval{suffix}.png", base.draw_retrieval, pieces)
+    if clusters is None:
+        return
+    source = f"{args.dataset}, {args.clusters}"
+    if not args.learnable_tau:                                             # a learnable tau ignores the clusters
+        sizes = clusters.sizes.numpy()
+        values = values[:, :-1] if args.shifts else values.repeat(len(sizes), 1)                 # (S, K)
+        run.picture("temperatures.png", draw_cluster_curves, steps, values, sizes,
+                    title=f"{long_word} of clusters over the run (Fig. 3): {source}", label=word)
+        run.picture("distribution.png", draw_distribution, sizes, values,
+                    title=f"{source}: {len(sizes)} clusters (Figs. 5, 8 to 11)", label=word)
+    if "sample" in clusters.tensors:
+        run.picture("tsne.png", draw_map, clusters.tensors["sample"].numpy(),
+                    clusters.tensors["sample_labels"].numpy(), title=f"{source}: embeddings by t-SNE (Figs. 4, 7)")
+    if not run.train.streamed:
+        unit = "captions" if clusters.by in ("caption", "both") else "examples"
+        run.picture("clusters.png", draw_clusters, run.train, clusters.meta["examples"],
+                    title=f"{source} (Fig. 6)", unit=unit)

@@ -1,0 +1,141 @@
+"""The pictures of temperature_schedules.py: class sizes, temperature and coverage; the paper's Figures 1 to 5.
+
+sizes: (classes,) training images of each class.   tau_of: the schedule epoch -> tau, as the loss uses it.
+"""
+
+import math
+
+from contrastive.evaluation.metrics import normalize
+from contrastive.figures.base import draw_curves, figure, legend_above, save_figure, whole_ticks
+
+import numpy as np
+import torch
+
+
+def draw_classes(run, sizes, tau_of, path):
+    """Draws the class sizes, and beside them the temperature of each epoch and the coverage of the sphere."""
+    args, sizes = run.args, np.sort(sizes)[::-1]
+    fig, (left, right) = figure(2)
+    left.bar(range(len(sizes)), sizes, width=1.0)
+    left.set(title="training images of each class", xlabel="class, largest first", ylabel="images")
+    epochs = max(1, math.ceil(run.step / run.per_epoch))
+    taus, title = [tau_of(epoch) for epoch in range(epochs)], f"temperature ({args.schedule})"
+    if args.tau_head:
+        taus, title = [args.tau_tail, args.tau_head], "temperature (coarse: tail and head classes)"
+        right.hlines(taus, 0, epochs, color="tab:orange")
+    else:
+        right.stairs(taus, baseline=None, color="tab:orange")
+    right.set(title=f"{title} and coverage of the sphere", xlabel="epoch", ylim=(0, 1.1 * max(taus)))
+    whole_ticks(right)
+    right.set_ylabel("tau", color="tab:orange")
+    steps, covered = run.log.column("coverage")
+    beside = right.twinx()
+    beside.plot(np.array(steps) / run.per_epoch, covered, "o-", ms=3)
+    beside.set_ylabel("effective part of 500 directions", color="tab:blue")
+    save_figure(fig, path)
+
+
+def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
+    """Figures 1 to 5 of the paper.
+
+    Args: pieces: what ClassEvaluator kept of the test.   features (M, width), truth (M,), z (M, D): features, labels
+        and unit z of some training images.
+    """
+    order = np.argsort(-sizes, kind="stable")                              # classes, largest first
+    mean = f"mean of all classes {np.mean(list(pieces['per_class'].values())):.1f} %"
+    fig, axes = figure(2, 4, panels=7)
+
+    for row in run.log.rows:
+        if "sphere" in row:
+            axes[0].plot(row["sphere"], color=shade(row["step"], run))
+    axes[0].set(title="coverage of the sphere (Fig. 1)", xlabel="of 500 directions, fullest first; light = early",
+                ylabel="images nearest to it", yscale="log")
+    draw_shares(axes[1:4], z, run.args)
+
+    present = [c for c in order if (truth == c).any()]
+    centred = normalize(features).numpy()
+    centred = centred - centred.mean(0)
+    space = centred @ np.linalg.svd(centred, full_matrices=False)[2][:3].T                        # (M, 3)
+    place = axes[4].get_subplotspec()
+    axes[4].remove()
+    solid = fig.add_subplot(place, projection="3d")
+    solid.scatter(*space.T, s=4, color="lightgrey", alpha=0.3)
+    for c, colour, name in ((present[0], "tab:red", "head"), (present[-1], "tab:blue", "tail")):
+        label = f"{name}: {pieces['names'][c]} ({sizes[c]}), kNN@1 {pieces['per_class'].get(int(c), 0):.0f} %"
+        solid.scatter(*space[truth == c].T, s=14, color=colour, label=label)
+    solid.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)  # wider than axes
+    solid.set(title=f"three PCA directions, a head and a tail class (Fig. 3)\nkNN@1, {mean}", xticklabels=(),
+              yticklabels=(), zticklabels=())
+
+    draw_phase(axes[5], run, tau_of)
+    axes[6].bar(range(len(order)), [pieces["per_class"].get(int(c), 0) for c in order], width=1.0)
+    axes[6].set(title=f"kNN@1 per class, {mean} (Fig. 5)", xlabel="class, largest first", ylabel="test accuracy, %")
+    save_figure(fig, path)
+
+
+def shade(step, run):
+    """A grey for a step: light = early, black = the end."""
+    return str(0.85 * (1 - step / run.step))
+
+
+def draw_shares(axes, unit, args):
+    """Fig. 2: for each cosine, the weight of one negative in the loss, the number of negatives, and their total weight.
+
+    Args: axes: three.   unit: (M, D) normalised z, M > 1.
+    """
+    single, histogram, together = axes
+    cosines = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)].numpy()
+    edges = np.linspace(-1, 1, 101)
+    middle, number = (edges[1:] + edges[:-1]) / 2, np.histogram(cosines, edges)[0]                          # (100,)
+    taus = {args.tau_min, (args.tau_min + args.tau_max) / 2, args.tau_max}
+    if args.schedule == "fixed":
+        taus = {args.tau_min, 0.5, 1.0}
+    if args.tau_head:
+        taus = {args.tau_head, args.tau_tail}
+    for tau in sorted(taus):
+        share = np.exp((middle - 1) / tau)                                 # (100,), before the scale
+        single.plot(middle, share / share.max(), label=f"tau {tau:g}")
+        together.plot(middle, share * number / max((share * number).max(), 1e-30), label=f"tau {tau:g}")
+    histogram.fill_between(middle, number / number.max(), color="tab:grey", step="mid")
+    for ax, title in ((single, "share of one negative (Fig. 2a)"), (histogram, "negatives (Fig. 2b)"),
+                      (together, "share of all negatives (Fig. 2c)")):
+        ax.set(title=title, xlabel="cosine of z to the anchor", xticks=(-1, -0.5, 0, 0.5, 1))
+        ax.set_ylabel("number, maximum 1" if ax is histogram else "of the loss, maximum 1")
+        if ax is not histogram:
+            legend_above(ax)
+
+
+def draw_phase(ax, run, tau_of):
+    """Fig. 4: the few-shot probe on val over the phase of the period, with the temperature beside it."""
+    args = run.args
+    steps, values = run.log.column(f"eval/{args.dataset}/few-shot/top1")
+    epochs = np.array(steps[1:]) / run.per_epoch                           # not before the first step
+    phase = 1 - (-epochs % args.period) / args.period                      # a period ends at 1, not at 0
+    ax.scatter(phase, values[1:], s=20, color=[shade(s, run) for s in steps[1:]])
+    ax.set(title="few-shot probe over the period (Fig. 4)", xlabel="phase of the period; light = early",
+           ylabel="val top-1, %", xlim=(-0.05, 1.05))
+    if args.tau_head or args.schedule == "random" or not len(phase):       # no wave, or no evaluation on val
+        return
+    beside, trained = ax.twinx(), np.arange(math.ceil(run.step / run.per_epoch))  # epochs; tau is constant in each
+    beside.plot(trained % args.period / args.period, [tau_of(e) for e in trained], ".", ms=3, color="tab:orange")
+    beside.set_ylabel("tau", color="tab:orange")
+
+
+def draw(run, sizes, tau_of, sphere):
+    """The pictures of a run: curves, class sizes with tau beside them, and the paper's Figures 1 to 5.
+
+    sizes (classes,). The script's own functions: tau_of: epoch -> tau; sphere: features (M, width) -> (M, D)."""
+    name = run.args.dataset
+    run.picture("curves.png", draw_curves, run.log, [
+        ("loss", "L_c", {"L_c": "loss"}), ("temperature", "tau", {"tau": "tau"}),
+        ("learning rate", "lr", {"lr": "lr"}),
+        ("cosine", "mean over the batch", {"views of one image": "pos_cos", "other images": "neg_cos"}),
+        ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"view 1": "std_image"}),
+        ("kNN@1, val", "%", {"top-1": f"eval/{name}/knn@1/top1", "tail": f"eval/{name}/knn@1/tail"})])
+    run.picture("classes.png", draw_classes, run, sizes, tau_of)
+    if name in run.test_pieces:
+        pieces = run.test_pieces[name]
+        some = np.random.default_rng(0).permutation(len(pieces["train_labels"]))[:4000]
+        features, truth = pieces["train_features"][some], pieces["train_labels"][some]            # (M, width), (M,)
+        run.picture("figures.png", draw_figures, run, sizes, tau_of, pieces, features, truth,
+                    sphere(features))
