@@ -195,11 +195,6 @@ def temo_loss(image, text, image_aug, text_aug, progress, tau=0.01, tau_min=0.01
     """
     weights = term_weights(progress, base, modulated, unimodal, blend)
     terms = temo_terms(image, text, image_aug, text_aug, tau, tau_min, tau_alpha, names=weights, **more)
-    return weighted_sum(terms, weights)
-
-
-def weighted_sum(terms, weights):
-    """Sum of the terms {name: ()}, each times its weight {name: float}."""
     return sum(weights[name] * term for name, term in terms.items())
 
 
@@ -299,8 +294,7 @@ CC3M = dict(
     mixed_precision="bf16", eval_datasets=["cc3m", "coco", "flickr30k"], log_every=50, save_every=1000, eval_every=0)
 CC12M = CC3M | dict(
     recipe="paper; optimiser, views and captions from the code (SLIP)",
-    # this id gives the configuration and tokenizer of CLIP's text transformer (12 layers, 512 wide, 8 heads, 77 BPE
-    # tokens); its weights are trained from scratch; offline: --text-encoder FOLDER with these files
+    # configuration and tokenizer of CLIP's text transformer, trained from scratch; offline: a folder with these files
     image_encoder="vit_base_patch16_224", text_encoder="openai/clip-vit-base-patch32", pretrained=False, embed_dim=512,
     image_size=224, image_stats="imagenet", eval_resize="crop", text_length=77, clean_captions=False,
     batch_size=4096, chunk_size=128, warmup_epochs=1.0, beta2=0.98, tau_clamp=[0.01, 1.0],
@@ -339,7 +333,7 @@ ROWS = {  # Table 3: which terms the loss has, and their weights
 def defaults_of(chosen):
     """Defaults that follow from what was chosen first: loss, row, experts, data set and image encoder."""
     row = "" if has_expert(chosen) or chosen.loss != "temo" else chosen.row
-    found = {"row": row} | ROWS.get(row, ROWS["a"])                        # with experts L_MM alone is left of Eq. 8
+    found = {"row": row, "detach_tau": False, "similarity": "shifted"} | ROWS.get(row, ROWS["a"])  # experts: L_MM alone
     if chosen.loss == "slip":
         found |= dict(tau=0.07, learnable_tau=True, tau_clamp=[0.01, 1.0])  # paper, Section 4; clamp of SLIP's code
     if chosen.dataset not in ("cc3m", "cc12m"):
@@ -417,9 +411,9 @@ def parse_args(argv=None):
     g.add_argument("--tau-alpha", type=nonnegative,
                    help="range of the modulated temperature, >= 0; paper 0.04; code 0.05 in row b, 0.03 for dystress")
     g = p.group("with --loss temo (a modulated term) or dystress", per_pair)
-    g.add_argument("--detach-tau", action=yesno, default=False, help="no gradient through the per-pair temperature")
+    g.add_argument("--detach-tau", action=yesno, help="no gradient through the per-pair temperature")
     g = p.group("with --loss temo (a modulated term)", lambda a: a.loss == "temo" and per_pair(a))
-    g.add_argument("--similarity", choices=["shifted", "cosine"], default="shifted",
+    g.add_argument("--similarity", choices=["shifted", "cosine"],
                    help="s of Eq. 4: (1 + cosine) / 2, or the cosine, 0 where it is negative")
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
@@ -528,7 +522,7 @@ def main(args):
         features = {k: experts[k](batch["views"][0] if k == "image" else texts) for k in experts}  # (B, width) each
         if experts:
             terms = expert_terms({"image": image, "text": text}, features, tau, **eq_4, block=args.loss_block)
-            loss = weighted_sum(terms, weights_of(args, progress))
+            loss = sum(weight * terms[name] for name, weight in weights_of(args, progress).items())
         elif args.loss == "temo":
             loss = temo_loss(image, text, *(more or (None, None)), progress, tau, base=args.base, block=args.loss_block,
                              modulated=args.modulated, unimodal=args.unimodal, blend=args.blend, **how)
@@ -560,16 +554,10 @@ def main(args):
 
 
 def loss_words(args):
-    """The loss, for the banner: the row of Table 3 and the flags that depart from the code's run, or the experts."""
+    """The loss, for the banner: the row of Table 3, or the terms with experts."""
     if has_expert(args):
         return " + ".join(f"{w:g} {name}" for name, w in weights_of(args, 0).items())
-    if args.loss != "temo":
-        return args.loss
-    usual = ROWS[args.row] | dict(detach_tau=False, similarity="shifted") | {
-        k: RECIPES.get(args.dataset, OWN)[k] for k in ("grad_augmented", "image_aug")}
-    flags = [(k.replace("_", "-"), getattr(args, k)) for k, v in usual.items() if getattr(args, k) != v]
-    changed = [f"--{k} {v}" if isinstance(v, str) else f"--{'' if v else 'no-'}{k}" for k, v in flags]
-    return f"temo, row {args.row}" + f", but {' '.join(changed)}" * bool(changed)
+    return args.loss + f", row {args.row}" * bool(args.row)
 
 
 def tau_words(args, tau_of):

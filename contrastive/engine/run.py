@@ -196,7 +196,7 @@ class Run:
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
         start, end = f"{guess[0]:.3f}", f"{guess[1]:.3f}"
         words = {
-            "recipe": f"{args.dataset} ({recipe})",
+            "recipe": f"{args.dataset} ({recipe})" + f", but {' '.join(args.changed)}" * bool(args.changed),
             "data": f"{train.examples:,} training examples" + f"; {train.note}" * bool(train.note),
             "evaluation": "; ".join(sizes),
             "model": f"{towers} parameters, {whole:.1f} M with the loss's; "
