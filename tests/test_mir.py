@@ -475,8 +475,8 @@ def test_what_is_no_video_tower(tiny_vit):
 
 def test_a_run_with_the_video_tower(tiny_vit, tmp_path, monkeypatch):
     monkeypatch.setattr(temo, "draw", lambda run: None)
-    flags = ["--image-encoder", VIT, "--image-size", "32", "--image-stats", "encoder", "--no-pretrained", "--cpu", "--batch-size", "8", "--chunk-size", "4", "--max-steps", "2",
-             "--output-dir", str(tmp_path)]
+    flags = ["--image-encoder", VIT, "--image-size", "32", "--image-stats", "encoder", "--no-pretrained", "--cpu",
+             "--batch-size", "8", "--chunk-size", "4", "--max-steps", "2", "--output-dir", str(tmp_path)]
     clips = ["--dataset", "moving-emoji", "--clips", "16", "8", "8", "--run-name", "r"]
     summary = temo.main(temo.parse_args([*clips, *flags]))
     assert summary["steps"] == 2 and 0 < summary["test"]["moving-emoji"]["mir"]["mAP"] < 100

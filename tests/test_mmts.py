@@ -238,7 +238,7 @@ def test_captions_are_looked_up_by_their_words(tmp_path):
     unfolded = opened(tmp_path / "b", train.unfold(), "captions")
     assert torch.equal(unfolded.tensors["labels"], found.tensors["labels"])
     assert unfolded.sizes.tolist() == [8, 6, 4]
-    again = evaluation.clusters.Clusters(tmp_path / "a", torch.device("cpu"))  # another process: tf-idf comes from the file
+    again = evaluation.clusters.Clusters(tmp_path / "a", torch.device("cpu"))  # another process: from the file
     assert again.look_up(["", ""], ["green pear", "blue birds, blue birds"])[0].tolist() == [1, 2]
     meta = json.loads((tmp_path / "a" / "clusters.json").read_text())
     assert [e["size"] for e in meta["examples"]] == meta["sizes"] == [8, 6, 4]
@@ -295,7 +295,7 @@ def test_a_cluster_file_knows_the_number_of_a_caption(tmp_path):
 
 def test_bad_cluster_files(tmp_path):
     for content, words in (('{"a": 1}', "it has none of the 8 examples of made, first k0; its own first is a"),
-                           ("{", "damaged"), ("[1]", "damaged"), ('{"k0": {"a": 1}}', "expected JSON"),
+                           ("{", "Expecting property name"), ("[1]", "expected JSON|has no attribute"), ('{"k0": {"a": 1}}', "expected JSON"),
                            ("{}", "expected JSON")):
         (tmp_path / "mine.json").write_text(content)
         with pytest.raises(UserError, match=words):
@@ -475,8 +475,7 @@ def test_learnable_tau_moves_within_its_limits(tmp_path, capsys):
     taus = [r["tau"] for r in steps(tmp_path / "a")]
     assert len(set(taus)) > 1 and min(taus) >= 0.0699 - 1e-6
     assert not (tmp_path / "a" / "clusters.json").exists()
-    (folder,) = [p for p in (tmp_path / "a" / "checkpoints").iterdir()]
-    assert load_file(folder / "state.safetensors")["own/tau.log_tau"].exp().item() == pytest.approx(taus[-1], rel=1e-6)
+    assert load_file(tmp_path / "a" / "own.safetensors")["tau.log_tau"].exp().item() == pytest.approx(taus[-1], rel=1e-6)
 
 
 def test_a_resumed_run_keeps_its_clusters(short, tmp_path, capsys):
@@ -485,7 +484,7 @@ def test_a_resumed_run_keeps_its_clusters(short, tmp_path, capsys):
     folder = shutil.copytree(short, tmp_path / "a")
     for flag in ("--num-clusters 9", "--clusters verb", "--cluster-starts 2", "--cluster-encoder some/model"):
         words = refused(mmts.parse_args, ["--resume", str(folder), *flag.split()], capsys)
-        assert f"error: --resume {folder}: {flag.split()[0]} was " in words
+        assert f"error: --resume {folder}: {flag.split()[0]} cannot change" in words
     before = (folder / "clusters.json").read_bytes()
     assert main(folder, "--resume", folder, "--max-steps", 3)["steps"] == 3
     assert (folder / "clusters.json").read_bytes() == before
@@ -511,8 +510,7 @@ def test_a_cluster_file_decides(tmp_path):
     assert losses(tmp_path / "verb") == losses(tmp_path / "file")
     assert all(a != b for a, b in zip(losses(tmp_path / "verb"), losses(tmp_path / "turned"), strict=True))
     (tmp_path / "turned.json").unlink()  # a resumed run has its clusters
-    summary = main(tmp_path / "turned", "--resume", tmp_path / "turned", "--clusters", tmp_path / "turned.json",
-                   "--max-steps", 3)
+    summary = main(tmp_path / "turned", "--resume", tmp_path / "turned", "--max-steps", 3)
     assert summary["steps"] == 3
 
 
@@ -652,7 +650,7 @@ def test_ssv2_lt_with_real_clips(tmp_path, capsys):
     summary = main(tmp_path / "run", "--dataset", "ssv2-lt", "--data-dir", tmp_path, "--video-dir", tmp_path / "clips",
                    *OWN_TOWERS, *"--frames 2 --batch-size 8 --workers 0 --max-steps 2".split())
     words = capsys.readouterr().out
-    assert "trainval.csv, its validation split, is not in --data-dir" in words and "no val evaluation" in words
+    assert "no annotation file of its val split" in words and "no val evaluation" in words
     assert "by label; largest" in words and "(paper: a cell of Table 8; Table 7 does not say)" in words
     assert summary["test"]["ssv2-lt"]["images"] == 2 and summary["bad_samples"] == 0
 

@@ -12,7 +12,7 @@ import common
 from contrastive import engine, evaluation, figures
 from contrastive.data.batches import epoch_batches
 from contrastive.data.open import HELD_OUT, held_out_place
-from contrastive.engine.processes import UserError
+from contrastive.engine.processes import UserError, flatten, read_json
 
 import numpy as np
 import pytest
@@ -578,13 +578,13 @@ def long_runs(tmp_path_factory):
     killed.kill()
     killed.join(300)
     whole = main(root / "whole", base=LONG)
-    last = engine.checkpoints.latest_checkpoint(root / "killed")
-    assert last and last.name != "step_12", "killed too early or too late"
+    last = next(iter(engine.checkpoints.checkpoints_of(root / "killed")), None)
+    assert last and last.stem != "step_12", "killed too early or too late"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ncl, "draw", lambda *args: None)
         resumed = ncl.main(ncl.parse_args(["--resume", str(root / "killed")]))
     launch.finish("ncl", [*flags, "two"], root / "two.txt", processes=2)
-    summaries = {"whole": whole, "killed": resumed, "two": engine.processes.read_json(root / "two" / "summary.json")}
+    summaries = {"whole": whole, "killed": resumed, "two": read_json(root / "two" / "summary.json")}
     return {name: (root / name, summary) for name, summary in summaries.items()}
 
 
@@ -607,7 +607,7 @@ def test_two_processes_are_one(long_runs):
     assert all(torch.allclose(a[k], b[k], atol=1e-3) for k in a)  # the order too
     for split in ("val", "test"):
         a, b = (s[split]["moving-emoji"] for s in (expected, summary))
-        assert engine.processes.flatten(a).keys() == engine.processes.flatten(b).keys()
+        assert flatten(a).keys() == flatten(b).keys()
         assert all(a[k] == b[k] for k in ("images", "captions", "unreadable"))
         for mode in ("none", "queue", "oracle"):  # rounding may turn a rank or two
             assert b["normalize"][mode]["R-Mean"] == pytest.approx(a["normalize"][mode]["R-Mean"], abs=3)
@@ -616,7 +616,7 @@ def test_two_processes_are_one(long_runs):
 
 def test_two_processes_evaluate_as_one(long_runs, tmp_path):
     """The same weights: before training, and the end of the run on two processes seen by eval.py on one."""
-    a, b = (engine.processes.flatten(rows(long_runs[name][0])[0]) for name in ("whole", "two"))
+    a, b = (flatten(rows(long_runs[name][0])[0]) for name in ("whole", "two"))
     words = {key for key, value in a.items() if isinstance(value, str)}  # which normalisation the numbers have
     assert a["step"] == 0 and a.keys() == b.keys() and all(a.pop(key) == b.pop(key) for key in words)
     assert b == pytest.approx(a, rel=1e-4, abs=1e-4)
@@ -628,7 +628,7 @@ def test_two_processes_evaluate_as_one(long_runs, tmp_path):
 # ---------------------------------------------------- eval.py -------------------------------------------------------
 def same_numbers(a, b):
     """Nested dicts of the same keys, with the same numbers up to rounding."""
-    return engine.processes.flatten(a) == pytest.approx(engine.processes.flatten(b), rel=1e-4, abs=1e-4)
+    return flatten(a) == pytest.approx(flatten(b), rel=1e-4, abs=1e-4)
 
 
 def evaluate(checkpoint, out, *flags, pictures=False):
@@ -649,10 +649,10 @@ def test_eval_gives_the_numbers_of_the_run(run, normalize, tmp_path):
     folder, summary = run
     own = summary["test"]["moving-emoji"]["normalize"]
     got = evaluate(folder, tmp_path, "--normalize", normalize, pictures=normalize != "oracle")
-    numbers = {k: v for k, v in engine.processes.flatten(own[normalize]).items() if not k.startswith("error")}
-    assert engine.processes.flatten(got["retrieval"]) == numbers
+    numbers = {k: v for k, v in flatten(own[normalize]).items() if not k.startswith("error")}
+    assert flatten(got["retrieval"]) == numbers
     if normalize != "none":
-        assert engine.processes.flatten(got["normalize"]) == pytest.approx(engine.processes.flatten(own), rel=1e-4, abs=1e-4)
+        assert flatten(got["normalize"]) == pytest.approx(flatten(own), rel=1e-4, abs=1e-4)
     drawn = {"none": {"retrieval.png"}, "queue": {"retrieval.png", "normalization_moving-emoji.png"}, "oracle": set()}
     assert {p.name for p in tmp_path.glob("*.png") if p.stat().st_size > 5000} == drawn[normalize]
 
@@ -687,10 +687,10 @@ def test_eval_takes_the_learnt_gamma(script, tmp_path):
     more = [*OF_TEMO, "--loss", "infonce"] if script is temo else []
     main(tmp_path / "a", *more, "--learnable-tau", "--lr", 0.02, script=script)
     taus = [r["tau"] for r in steps(tmp_path / "a")]
-    assert abs(taus[-1] / engine.processes.read_json(tmp_path / "a" / "args.json")["tau"] - 1) > 0.01
+    assert abs(taus[-1] / read_json(tmp_path / "a" / "args.json")["tau"] - 1) > 0.01
     got, given = (evaluate(tmp_path / "a", tmp_path / "eval", "--normalize", "oracle", *flags)["normalize"]
                   for flags in ([], ["--gamma", taus[-1]]))
-    assert engine.processes.flatten(got) == pytest.approx(engine.processes.flatten(given), rel=1e-4, abs=1e-4)
+    assert flatten(got) == pytest.approx(flatten(given), rel=1e-4, abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -715,8 +715,8 @@ def test_eval_normalizes_checkpoints_of_other_scripts(temo_run, tmp_path):
     texts = evaluation.embed.encode_texts(model, tokenizer, captions, device)
     index, image, _, _ = evaluation.embed.encode_images(model, test, transform, device)
     pieces = evaluation.retrieval.retrieval_pieces(model, tokenizer, test, index, image, device)
-    expected, _ = ncl.normalized_retrieval(pieces, engine.processes.read_json(folder / "args.json")["tau"], 4, texts, videos)
-    assert engine.processes.flatten(got["normalize"]) == pytest.approx(engine.processes.flatten(expected), rel=1e-4, abs=1e-4)
+    expected, _ = ncl.normalized_retrieval(pieces, read_json(folder / "args.json")["tau"], 4, texts, videos)
+    assert flatten(got["normalize"]) == pytest.approx(flatten(expected), rel=1e-4, abs=1e-4)
     few = evaluate(folder, tmp_path / "few", "--normalize", "queue", "--queue-size", 10)
     assert few["normalize"]["queue"] != got["normalize"]["queue"]
     oracle = evaluate(folder, tmp_path / "oracle", "--normalize", "oracle")
@@ -848,7 +848,7 @@ BAD = {
     "--loss max-margin --loss-block 8": "--loss-block",
     "--clips 1 1 1": "--clips 1: must be at least 2",
     "--caption-noise 2": "--caption-noise 2: must be between 0 and 1",
-    "--feature-dir /no/such": "--feature-dir /no/such: no such folder",
+    "--feature-dir /no/such": "--feature-dir /no/such: no such path",
     "--image-encoder features": "--feature-dir",
     "--feature-dir .": "--image-encoder features",
     "--dropout 0.1": "--dropout 0.1: only for --image-encoder features",
@@ -869,7 +869,7 @@ def test_bad_data(features, tmp_path):
             main(tmp_path / "r", *flags)
         assert "\n" not in str(error.value)
         return str(error.value)
-    assert stopped("--dataset", "msrvtt").startswith("--dataset msrvtt needs --video-dir")
+    assert stopped("--dataset", "msrvtt").startswith("--dataset msrvtt needs --data-dir")
     assert "none of MSRVTT_train.9k.csv" in stopped("--dataset", "msrvtt", "--data-dir", tmp_path)
     (tmp_path / "empty").mkdir()
     by_features = ["--dataset", csv, "--image-encoder", "features", "--feature-dir"]

@@ -325,9 +325,6 @@ def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
                          (["--short", "question"], "neither a file nor a column")):
         with pytest.raises(UserError, match=words):
             run(*flags)
-    with pytest.raises(SystemExit):
-        run("--out", str(tmp_path / "no" / "x"))
-    assert "there is no folder" in capsys.readouterr().err
     main(tmp_path / "fewer", "--task", "qa-open", "--clips", "64", "24", "23", "--max-steps", "1")
     with pytest.raises(UserError, match="a run on other videos than"):
         run("--short", "noun", of=[folders[0], str(tmp_path / "fewer")])
@@ -348,7 +345,7 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     with pytest.raises(UserError, match=r"--short .*none of its 1 rows matches a clip of files \(test\)"):
         score.short_captions(data, str(tmp_path / "none.csv"))
     write_rows(tmp_path / "odd.csv", ["file", "words"], [("a.mp4", "x")])
-    with pytest.raises(UserError, match="--short: a column of videos is needed: odd.csv has none of video"):
+    with pytest.raises(UserError, match="--image-column: none of video"):
         score.short_captions(data, str(tmp_path / "odd.csv"))
     table = common.make_table([["one two three"]] * 2, ["a", "b"], paths[:2], {"label": ["ox", "bee"]}, label=[0, -1])
     some = common.Data("files", "test", table)
@@ -533,7 +530,7 @@ def test_bad_flags(flags, words, capsys):
 def test_a_resumed_run_keeps_its_task(runs_of, capsys):
     with pytest.raises(SystemExit):
         mama.parse_args(["--resume", str(runs_of[0] / "qa-open"), "--task", "qa-choice"])
-    assert "--task was qa-open in that run and cannot become qa-choice" in capsys.readouterr().err
+    assert "--task cannot change in a run" in capsys.readouterr().err
 
 
 def test_recipes_are_the_paper_s():

@@ -6,12 +6,12 @@ import shutil
 from types import SimpleNamespace
 
 import common
-from contrastive import engine, figures
+from contrastive import figures
 from contrastive.encoders.base import SmallText
 from contrastive.encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
 from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.encoders.towers import set_dropout
-from contrastive.engine.processes import UserError
+from contrastive.engine.processes import UserError, read_json
 
 import numpy as np
 import pytest
@@ -215,7 +215,7 @@ def test_a_resumed_run_is_the_whole_one(run, tmp_path, capsys, monkeypatch, pict
     (folder / "checkpoints" / "step_4.pt").unlink()
     assert ncl.main(ncl.parse_args(["--resume", str(folder)]))["test"] == run[1]["test"]
     said = capsys.readouterr().out
-    assert "step_2 at step 2 of 4" in said and "published weights of the text encoder" in said
+    assert "step_2.pt at step 2 of 4" in said
     for name in ("model.safetensors", "checkpoints/step_4.pt"):
         assert equal_files(folder / name, run[0] / name), name
     assert any("captioner" in n for n in tensors_of(folder, 4))
@@ -274,12 +274,10 @@ def test_refusals(root, tmp_path, capsys):
     with pytest.raises(UserError, match="--captioning-weight: a T5's decoder .* --text-encoder small is not a T5"):
         main(root, tmp_path / "r", "--text-encoder", "small")
     said = refused(ncl.parse_args, flags(root, "--feature-dir", str(root / "motion"), str(root / "no")), capsys)
-    assert f"--feature-dir {root / 'no'}: no such folder" in said
+    assert f"--feature-dir {root / 'no'}: no such path" in said
     assert "go together" in refused(ncl.parse_args, ["--image-encoder", "ssb"], capsys)
     assert "only with --captioning-weight" in refused(ncl.parse_args, ["--support-tau", "0.2"], capsys)
     assert "--crop-min: only with frames" in refused(ncl.parse_args, flags(root, "--crop-min", 0.5), capsys)
-    said = refused(ncl.parse_args, flags(root, "--eval-datasets", root / "clips.csv", "msvd"), capsys)
-    assert f"--eval-datasets: --feature-dir is of {root / 'clips.csv'} alone" in said
     ncl.parse_args(flags(root, "--eval-datasets", root / "clips.csv"))
     with pytest.raises(UserError, match="--image-encoder ssb: the data set has pixels"):
         run_script(ncl, tmp_path / "p", base=["--cpu", "--clips", 8, 4, 4, "--batch-size", 4, "--image-encoder", "ssb",
@@ -292,4 +290,4 @@ def test_refusals(root, tmp_path, capsys):
     with pytest.raises(UserError, match="samples cannot be read, above --max-bad-fraction"):
         run_script(ncl, tmp_path / "v", base=wrong)
     summary = run_script(ncl, tmp_path / "w", base=[*wrong, "--max-bad-fraction", "0.5", "--max-steps", "8"])
-    assert summary["bad_samples"] == 2 and engine.processes.read_json(tmp_path / "w" / "model.json")["features"] == [5, 10]
+    assert summary["bad_samples"] == 2 and read_json(tmp_path / "w" / "model.json")["features"] == [5, 10]

@@ -22,6 +22,7 @@ from contrastive import evaluation
 from contrastive.data import annotations, moving_emoji, videos
 from contrastive.data import clips as data_clips
 from contrastive.data import frames as data_frames
+from contrastive.data.annotations import Files
 from contrastive.data.clips import Clips
 from contrastive.data.frames import read_frames
 from contrastive.data.table import EmptySplit
@@ -998,7 +999,7 @@ def test_a_pickle_is_data_or_refused(tmp_path):
              "b": np.arange(6.0).reshape(2, 3), "c": np.float32(2), "d": np.array(["a", "bc"])}
     for protocol in range(6):
         (tmp_path / "plain.pkl").write_bytes(pickle.dumps(plain, protocol=protocol))
-        back = readers.text.load_plain_pickle(tmp_path / "plain.pkl")
+        back = Files(tmp_path).pickle("plain.pkl")
         assert back["a"] == plain["a"] and all(np.array_equal(back[k], plain[k]) for k in "bcd")
 
 

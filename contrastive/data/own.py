@@ -69,7 +69,7 @@ def splits_of_tables(name, tables, options, root):
         words = np.array(table["split"][:])  # (rows,)
         odd = sorted({*words} - {*SPLITS})
         if odd:
-            raise UserError(f"--dataset {name}: {odd[0]!r} in the column split is none of {', '.join(SPLITS)}")
+            raise UserError(f"--dataset {name}: '{odd[0]}' in the column split is none of {', '.join(SPLITS)}")
         of = np.array([SPLITS[w] for w in words])
         out = {s: _data_of(name, s, table, options, root, np.flatnonzero(of == s)) for s in ("train", "val", "test")
                if s in of}

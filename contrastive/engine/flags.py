@@ -24,7 +24,7 @@ class OneLine(argparse.ArgumentParser):
     def error(self, message):
         """Ends with one line, from the main process."""
         if os.environ.get("RANK", "0") == "0":
-            print("error:", re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1: ", message), file=sys.stderr)
+            print("error:", re.sub(r"^argument (--[\w-]+)[^:]*: ", r"\1 ", message), file=sys.stderr)
         sys.exit(2)
 
     def require(self, holds, message):
@@ -110,7 +110,7 @@ class Parser(OneLine):
         lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
         self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
         wrong = sorted(self.given & {o for a in self._actions for o in a.option_strings} - CHANGEABLE) if saved else []
-        self.require(not wrong, f"--resume {chosen.resume}: {wrong[:1]} cannot change in a run that was begun")
+        self.require(not wrong, f"--resume {chosen.resume}: {''.join(wrong[:1])} cannot change in a run")
         processes = int(os.environ.get("WORLD_SIZE", 1))
         self.require(args.fit_batch or args.batch_size % processes == 0,
                      f"--batch-size {args.batch_size}: not divisible by {processes} processes")
@@ -118,9 +118,10 @@ class Parser(OneLine):
             self.only(when(args), g.title, *(a.option_strings[0] for a in g._group_actions))
         self.only(args.optimizer != "sgd", "with --optimizer adamw or adam", "--beta2", "--eps")
         self.only(args.lr_schedule != "constant", "with --lr-schedule cosine or linear", "--lr-end")
-        for name in ("data_dir", "video_dir", "region_dir", "init_from", "extra_captions"):
-            path = getattr(args, name, "")
-            self.require(not path or Path(path).exists(), f"--{name.replace('_', '-')} {path}: no such path")
+        for name in ("data_dir", "video_dir", "region_dir", "feature_dir", "init_from", "extra_captions"):
+            paths = getattr(args, name, "")
+            for path in filter(None, paths if isinstance(paths, list) else [paths]):
+                self.require(Path(path).expanduser().exists(), f"--{name.replace('_', '-')} {path}: no such path")
         return args
 
     def _add_flags_of_sets(self, words):

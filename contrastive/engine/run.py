@@ -94,7 +94,7 @@ class Run:
         args, stamp = self.args, time.strftime("%Y%m%d-%H%M%S")
         name = args.run_name or f"{self.script}__{slug(args.dataset)}__s{args.seed}__{stamp}"
         folder = checkpoints.folder_of(args.resume) if args.resume else Path(args.output_dir) / name
-        if not args.resume and (folder / "args.json").exists():
+        if not args.resume and (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder}: holds a run already; --resume {folder}, or another --run-name")
         with opening(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
