@@ -159,7 +159,8 @@ def test_functions_of_the_equations_exist():
 def test_flags_exist():
     """Every --flag of the pages stands in a parser of ours, but for those of the launchers."""
     text = re.sub(r"```bash\n#SBATCH.*?```", "", "\n".join(PAGES.values()), flags=re.S)
-    sources = "".join(p.read_text(encoding="utf8") for p in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")])
+    sources = "".join(p.read_text(encoding="utf8") for p in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"),
+                                                                 *ROOT.glob("contrastive/*/*.py")])
     others = {"--multi_gpu", "--num_processes", "--nproc_per_node", "--shm-size"}  # of the launchers, of Docker
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - others
     known = set(re.findall(r'"(--[a-z][\w-]*)"', sources)) | {"--help"}
