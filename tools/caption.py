@@ -155,8 +155,10 @@ def read_known(out):
                 rows = list(csv.DictReader(f, strict=True))
         for file in sorted(glob.glob(f"{glob.escape(str(out))}.part*")):
             for line in filter(str.strip, Path(file).read_text(encoding="utf8").split("\n")):
-                whole = line.endswith("}")  # else cut when a process was killed
-                rows, cut = rows + [json.loads(line)] * whole, cut + (not whole)
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:  # cut when a process was killed
+                    cut += 1
         known = [_known(row) for row in rows]
     if cut:
         say_once(f"{out}: {cut:,} lines of an earlier call were cut; their clips are captioned again")

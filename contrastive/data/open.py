@@ -254,6 +254,7 @@ def add_captions(data, file):
         if len({own for _, own in found}) > 1:  # a.mp4 in two folders
             whole = path.with_suffix("").parts
             found = [(i, own) for i, own in found if own[-len(whole):] == whole]
+            found = found if len({own for _, own in found}) == 1 else []
         for i, _ in found:
             more = [t for t in texts if t not in captions[i]]
             kept = [] if more and captions[i] == [asked[i]] else captions[i]

@@ -19,6 +19,7 @@ IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "file_name", "fil
                  "path")
 VIDEO_COLUMNS = ("video", "video_path", "video_id", "clip_id")  # a path, a file name or its stem
 CAPTION_COLUMNS = ("caption", "captions", "text", "txt", "sentence", "sentences", "title", "description")
+WINDOW_COLUMNS = (("start", "end"), ("start_time", "end_time"), ("start_seconds", "end_seconds"))
 LABEL_COLUMNS = ("label", "cls", "fine_label", "class")
 
 
@@ -116,6 +117,8 @@ def _data_of(name, split, table, options, root, rows=None):
         columns = {"path": pa.array([place[p] for p in path], pa.string())}
         if video:
             windows = [found[side].to_pylist() for side in ("start", "end")]
+            if options.get("feature_dir") and len({*path}) < len(path):
+                raise UserError(f"{name}: several windows of one video, but --feature-dir has only one file per video")
             keys = [window_key(*key) for key in zip(keys, *windows)]
             columns |= {side: pa.array(w, pa.float64()) for side, w in zip(("start", "end"), windows)}
         source = pa.StructArray.from_arrays([*columns.values()], [*columns])
@@ -157,14 +160,14 @@ def examples(table, image, caption, label=None, paths=None, inside=False):
     paths: in place of the column `image`.   inside: the images are in the table; `path` is then the row's number."""
     import pyarrow as pa
     import pyarrow.compute as pc
-    window = ("start", "end") if {"start", "end"} <= {*table.column_names} else ()
+    window = next((pair for pair in WINDOW_COLUMNS if {*pair} <= {*table.column_names}), ())
     used = {caption, label, *window} - {None} | ({image} if paths is None and not inside else set())
     content = table.select_columns([*used]).with_format("arrow")[:]
     rows = np.arange(len(table))
     path = pa.array(rows) if inside else content[image] if paths is None else paths
     out = {"path": pc.utf8_trim_whitespace(path.cast(pa.string())), "row": rows}
-    for side in ("start", "end"):
-        out[side] = _seconds(content[side]) if window else pa.nulls(len(table), pa.float64())
+    for k, side in enumerate(("start", "end")):
+        out[side] = _seconds(content[window[k]]) if window else pa.nulls(len(table), pa.float64())
     names = getattr(table.features.get(label), "names", None)
     out["label"] = _texts(content[label], names) if label else pa.nulls(len(table), pa.string())
     said = content[caption] if caption else pc.replace_substring(out["label"], "_", " ")

@@ -35,7 +35,7 @@ def save(run, keep=2):
     """Writes checkpoints/step_N.pt under a temporary name, synced and then renamed. Collective: every process adds its
     random state and its place in a stream.   Raises: UserError on all processes; earlier checkpoints stay."""
     kind, numbers, *more = np.random.get_state()
-    mine = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if run.lagged else None,
+    mine = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if run.device.type == "cuda" else None,
             "python": random.getstate(), "numpy": (kind, numbers.tolist(), *more), "positions": run.data.positions}
     processes = gather_objects(mine)
 
@@ -75,7 +75,7 @@ def load(run):
     if len(state["processes"]) == world():
         mine = state["processes"][rank()]
         torch.set_rng_state(mine["cpu"])
-        if mine["cuda"] is not None and run.lagged:
+        if mine["cuda"] is not None and run.device.type == "cuda":
             torch.cuda.set_rng_state(mine["cuda"])
         random.setstate(mine["python"])
         np.random.set_state(mine["numpy"])
