@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(with_sig
         data, folder, "--max-steps", 12, "--log-every", every, "--save-every", every))
     assert code == other == 2 and "Traceback" not in said + theirs
     error, = [line for line in said.splitlines() if line.startswith("error:")]
-    assert re.search(r"not finite at step 4 \(tau 0\.1\d+\); process 1: embedding norms .*, keys \[.\d+.png", error)
+    assert re.search(r"not finite at step 4 \(tau 0\.1\d+\); process 1: norms up to .*, keys \[.\d+.png", error)
     assert max(row["step"] for row in helpers.rows(folder)) == (0 if with_signal else 4)
     kept = [path.name for path in engine.checkpoints.checkpoints_of(folder)]
     assert kept == ([] if with_signal else ["step_4"])

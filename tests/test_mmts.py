@@ -295,7 +295,8 @@ def test_a_cluster_file_knows_the_number_of_a_caption(tmp_path):
 
 def test_bad_cluster_files(tmp_path):
     for content, words in (('{"a": 1}', "it has none of the 8 examples of made, first k0; its own first is a"),
-                           ("{", "Expecting property name"), ("[1]", "expected JSON|has no attribute"), ('{"k0": {"a": 1}}', "expected JSON"),
+                           ("{", "Expecting property name"), ("[1]", "expected JSON|has no attribute"),
+                           ('{"k0": {"a": 1}}', "expected JSON"),
                            ("{}", "expected JSON")):
         (tmp_path / "mine.json").write_text(content)
         with pytest.raises(UserError, match=words):
@@ -475,7 +476,8 @@ def test_learnable_tau_moves_within_its_limits(tmp_path, capsys):
     taus = [r["tau"] for r in steps(tmp_path / "a")]
     assert len(set(taus)) > 1 and min(taus) >= 0.0699 - 1e-6
     assert not (tmp_path / "a" / "clusters.json").exists()
-    assert load_file(tmp_path / "a" / "own.safetensors")["tau.log_tau"].exp().item() == pytest.approx(taus[-1], rel=1e-6)
+    tau = load_file(tmp_path / "a" / "own.safetensors")["tau.log_tau"].exp().item()
+    assert tau == pytest.approx(taus[-1], rel=1e-6)
 
 
 def test_a_resumed_run_keeps_its_clusters(short, tmp_path, capsys):

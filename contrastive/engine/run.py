@@ -236,10 +236,11 @@ class Run:
         answer = torch.cat([numbers, 1 - loss.detach().isfinite().float()[None]])  # (3,)
         if world() > 1:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        self.said.append((answer.to("cpu", non_blocking=True), torch.cuda.Event() if self.device.type == "cuda" else None,
-                          (loss.detach(), tau, [e.detach() for e in embeddings], batch, rates, self.step)))
-        if self.device.type == "cuda":
-            self.said[-1][1].record()
+        there = torch.cuda.Event() if self.device.type == "cuda" else None
+        of_step = loss.detach(), tau, [e.detach() for e in embeddings], batch, rates, self.step
+        self.said.append((answer.to("cpu", non_blocking=True), there, of_step))
+        if there:
+            there.record()
         due = self._due(self.step + 1)
         self._hear(but=int(self.lagged and not (due["save"] or due["eval"])))
 
