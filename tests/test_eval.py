@@ -99,7 +99,8 @@ def test_all_tasks_on_several_sets(run, hub, capsys):  # noqa: F811
     tasks = ["retrieval", "zero-shot", "knn", "probe", "gap", "histograms"]
     result = evaluate("--checkpoint", run, "--datasets", *sets, "--tasks", *tasks, "--knn-k", "1", "3",
                       "--max-captions", "1")
-    assert set(result["datasets"]) == {"emoji", "dtd", "coco"} and "no such file or folder" in result["errors"]["/no/such/set"]
+    assert set(result["datasets"]) == {"emoji", "dtd", "coco"}
+    assert "no such file or folder" in result["errors"]["/no/such/set"]
     dtd, coco = result["datasets"]["dtd"], result["datasets"]["coco"]
     assert dtd["left_out"]["retrieval"] == "the set has no captions"
     assert coco["left_out"]["knn"] == "the set has no labels"
@@ -227,8 +228,13 @@ def test_images_without_a_class_count_nowhere_among_classes(run, tmp_path):
     assert metrics["images"] == 12 and metrics["without_class"] == 3
     for numbers in (metrics["knn"]["k=1"], metrics["probe"]["all"]):  # test images are training images
         assert numbers["top1"] == pytest.approx(100, abs=100 / 9 * 3.1)
+<<<<<<< ours
     assert metrics["knn"]["k=1"]["top1"] >= 800 / 9  # one of the training images may be held out for val
     assert (metrics["zero-shot"]["names_top1"] * 9 / 100 + 0.5) % 1 == pytest.approx(0.5)  # of nine images
+=======
+    assert metrics["knn"]["k=1"]["top1"] >= 800 / 9  # one may be held out
+    assert (metrics["zero-shot"]["names"]["top1"] * 9 / 100 + 0.5) % 1 == pytest.approx(0.5)  # of nine images
+>>>>>>> theirs
 
 
 def test_search_draws_the_hits(run, tmp_path):
