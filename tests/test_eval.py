@@ -228,13 +228,8 @@ def test_images_without_a_class_count_nowhere_among_classes(run, tmp_path):
     assert metrics["images"] == 12 and metrics["without_class"] == 3
     for numbers in (metrics["knn"]["k=1"], metrics["probe"]["all"]):  # test images are training images
         assert numbers["top1"] == pytest.approx(100, abs=100 / 9 * 3.1)
-<<<<<<< ours
     assert metrics["knn"]["k=1"]["top1"] >= 800 / 9  # one of the training images may be held out for val
     assert (metrics["zero-shot"]["names_top1"] * 9 / 100 + 0.5) % 1 == pytest.approx(0.5)  # of nine images
-=======
-    assert metrics["knn"]["k=1"]["top1"] >= 800 / 9  # one may be held out
-    assert (metrics["zero-shot"]["names"]["top1"] * 9 / 100 + 0.5) % 1 == pytest.approx(0.5)  # of nine images
->>>>>>> theirs
 
 
 def test_search_draws_the_hits(run, tmp_path):
