@@ -190,8 +190,8 @@ class Run:
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
-        names = {args.image_encoder: tower.vision} | ({args.text_encoder: tower.text} if tower.text else {})
-        towers = ", ".join(f"{name} {millions(module):.1f} M" for name, module in names.items())
+        named = [(args.image_encoder, tower.vision)] + ([(args.text_encoder, tower.text)] if tower.text else [])
+        towers = ", ".join(f"{name} {millions(module):.1f} M" for name, module in named)
         whole = millions(self.trained) + millions(self.own)
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
         start, end = f"{guess[0]:.3f}", f"{guess[1]:.3f}"
