@@ -291,6 +291,7 @@ class Run:
         self.bar.update()
         stopping = self.signal and self.step < self.last
         if due["save"] or due["eval"] or stopping:  # a signal may end an evaluation at once: all before it is saved
+            self._hear()  # a step whose loss is not finite is not saved
             checkpoints.save(self)
         if stopping:
             self.stop()
@@ -348,8 +349,7 @@ class Run:
         """Saves the encoders, evaluates them on test, writes summary.json, draws, prints. Collective.
 
         Args: draw: function(run) for the pictures.   table: function(title, metrics, chance) -> lines of text.
-            more: function(test metrics) -> text after the tables.   extra: further entries of the summary.
-        Returns: the summary."""
+            more: function(test metrics) -> text after the tables.   extra: further entries of the summary, returned."""
         self.in_loop = False
         self.bar.close()
         on_main(self.save_model)
