@@ -80,7 +80,7 @@ import common
 from common import (  # isort: skip
     ClassEvaluator, Parser, Run, UserError, between, by_rows, class_table, clean_exit, count, fp32, gather,
     has_batchnorm, labelled_splits, nonnegative, normalize, part, per_anchor, positive, positive_index, rank,
-    read_json, say, to_device, whole, world, write_json)
+    say, to_device, whole, world, write_json)
 
 import numpy as np
 import torch
@@ -400,11 +400,6 @@ def parse_args(argv=None):
               f"--eval-epoch {epoch}: --stop-at-phase {args.stop_at_phase} ends the run as well; give one of them")
     p.require(not auto or args.eval_every,
               "--eval-epoch auto: needs --eval-every > 0, the steps between the evaluations that it chooses from")
-    if args.resume:
-        saved = read_json(f"{args.resume}/args.json", {})
-        p.require(auto == (saved.get("eval_epoch") == "auto"),
-                  "--eval-epoch: a resumed run cannot turn auto on or off, since auto keeps the best weights from the "
-                  "start")
     p.require(args.loss != "moco" or not args.chunk_size,
               "--chunk-size: MoCo's loss is linear in the batch and its key encoder has no gradient; lower "
               "--batch-size instead")

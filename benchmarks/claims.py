@@ -245,7 +245,7 @@ def machine():
 
 def record_of(words):
     """The record of a command that ended well; None if there is none."""
-    return read_json(file_of(words))
+    return read_json(file_of(words)) if file_of(words).exists() else None
 
 
 def missing(commands):

@@ -17,7 +17,7 @@ from contrastive.engine.processes import UserError
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import helpers
 import launch
@@ -80,13 +80,15 @@ def finished(tmp_path_factory):
 
 # ---------------------------------------------------- the data set --------------------------------------------------
 def test_missing_path(tmp_path):
-    for name in ("/no/such", "no/such/folder", "./none.csv", "nowhere/captions.csv"):  # the last is no hub id
-        assert f"--dataset {name}: no such path" in stopped(name, tmp_path)
+    for name in ("/no/such", "no/such/folder", "none.csv"):
+        assert f"--dataset {name}: no such file or folder" in stopped(name, tmp_path)
+    for name in ("./none.csv", "nowhere/captions.csv"):  # these might be hub ids
+        assert stopped(name, tmp_path).startswith(f"--dataset {name}: ")
 
 
 def test_unknown_name(tmp_path):
     message = stopped("emojis", tmp_path)
-    assert "--dataset emojis: no such path" in message and "org/name" in message
+    assert "--dataset emojis: no such file or folder" in message and "org/name" in message
     known = message.split("known set: ")[1].split(", ")
     assert {"emoji", "moving-emoji", "cc3m", "cifar10-lt", "msrvtt"} <= set(known)
 
@@ -97,11 +99,10 @@ def test_unknown_hub_id_offline(tmp_path):
 
 def test_empty_folder(tmp_path):
     (tmp_path / "empty" / "inside").mkdir(parents=True)
-    message = stopped(tmp_path / "empty", tmp_path)
-    assert "the folder is empty" in message and "metadata.csv" in message
+    assert re.match(f"--dataset {tmp_path}/empty: .*any data files", stopped(tmp_path / "empty", tmp_path))
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
 def test_empty_or_broken_captions_file(name, tmp_path):
     (tmp_path / name).write_text("")
     message = stopped(tmp_path / name, tmp_path)
@@ -111,38 +112,38 @@ def test_empty_or_broken_captions_file(name, tmp_path):
 
 def test_unknown_kind_of_file(tmp_path):
     (tmp_path / "a.xyz").write_text("x")
-    assert "a .xyz file is not one of csv, tsv, json" in stopped(tmp_path / "a.xyz", tmp_path)
+    assert "a .xyz file is not one of csv, json, jsonl, parquet, tar" in stopped(tmp_path / "a.xyz", tmp_path)
     (tmp_path / "a.tar").write_bytes(helpers.TEXT * 100)
-    assert "is not a readable tar" in stopped(tmp_path / "a.tar", tmp_path)
+    assert "a.tar: not a tar that can be read to its end" in stopped(tmp_path / "a.tar", tmp_path)
 
 
 def test_too_few_examples(tmp_path):
-    assert "2 readable examples are too few" in stopped(helpers.write_captions(tmp_path, 2), tmp_path)
+    message = stopped(helpers.write_captions(tmp_path, 2), tmp_path)
+    assert "--batch-size 8: larger than the 2 training examples of" in message
 
 
 def test_wrong_column_of_other_layouts(tmp_path):
     helpers.write_parquet_images(tmp_path / "p" / "train.parquet", range(6))
-    assert re.search("--caption-column nope: .* it has: image, caption, label",
+    assert re.search("--caption-column nope: there is no such column; there are: image, caption, label",
                      stopped(tmp_path / "p", tmp_path, "--caption-column", "nope"))
     helpers.write_tar(tmp_path / "t" / "a.tar", helpers.tar_samples(range(6), "jpg", "json"))
-    assert re.search("--caption-column is needed: .* it has: jpg, json", stopped(tmp_path / "t", tmp_path))
-    assert re.search("--caption-column json.nope: .* it has: jpg, json, json.title, json.width",
+    assert re.search("--caption-column.* there are: jpg, json", stopped(tmp_path / "t", tmp_path))
+    assert re.search("--caption-column json.nope: .* there are: jpg, json, json.title, json.width",
                      stopped(tmp_path / "t", tmp_path, "--caption-column", "json.nope"))
 
 
 def test_no_usual_column(tmp_path):
     names = helpers.write_images(tmp_path, range(4))
     path = helpers.write_rows(tmp_path / "a.csv", ["foto", "worte"], [(x, "some words") for x in names])
-    assert re.search("--image-column is needed: a.csv has none of image, .*; it has: foto, worte",
-                     stopped(path, tmp_path))
-    assert re.search("--caption-column is needed: a.csv has none of caption, .*; it has: foto, worte",
+    assert re.search("--image-column: none of image, .* is there; there are: foto, worte", stopped(path, tmp_path))
+    assert re.search("--caption-column: none of caption, .* is there; there are: foto, worte",
                      stopped(path, tmp_path, "--image-column", "foto"))
 
 
 def test_labels_in_tars_must_be_numbers(tmp_path):
     samples = {k: v | {"cls": b"cat"} for k, v in helpers.tar_samples(range(6), "jpg", "txt").items()}
     helpers.write_tar(tmp_path / "t" / "a.tar", samples)
-    assert re.search("sample 000000 of .*a.tar: .*cat", stopped(tmp_path / "t", tmp_path))
+    assert re.search("000000 of .*a.tar: .*cat", stopped(tmp_path / "t", tmp_path))
 
 
 # ---------------------------------------------------- samples that cannot be read ------------------------------------
@@ -174,7 +175,8 @@ def test_captions_of_pictures_that_are_elsewhere(tmp_path):
 def test_too_many_bad_samples_stop_both_processes(finished, tmp_path):
     _, _, csv, bad = finished
     (code, said), (other, theirs) = launch.ranks(tmp_path, lambda rank: run(csv, tmp_path, "--run-name", "c"))
-    error, = [x for x in said.splitlines() if x.startswith("error:")]  # a line, not the end of a progress bar
+    # a line, not the end of a progress bar; bars that earlier tests left put the cursor up before it
+    error, = [x for x in said.replace("\x1b[A", "").splitlines() if x.startswith("error:")]
     assert "3 of about 56 samples cannot be read" in error and any(k in error for k in bad)
     assert code == other == 2 and "UserError" not in said + theirs
     assert (tmp_path / "c" / "bad_samples.txt").read_text().count("\n") == 3
@@ -182,35 +184,32 @@ def test_too_many_bad_samples_stop_both_processes(finished, tmp_path):
 
 # ---------------------------------------------------- flags ----------------------------------------------------------
 OUT_OF_RANGE = {
-    "--tau 0": "must be > 0", "--tau -1": "must be > 0", "--tau nan": "must be > 0 and finite",
-    "--tau inf": "must be > 0 and finite", "--tau-min 0": "must be > 0", "--tau-min inf": "must be > 0 and finite",
-    "--tau-alpha -0.1": "must be at least 0", "--tau-alpha nan": "must be at least 0 and finite",
-    "--chunk-size -1": "must be at least 0", "--max-bad-fraction 2": "must be between 0 and 1",
-    "--batch-size 1": "must be at least 2", "--batch-size many": "must be a whole number", "--epochs 0": "must be > 0",
-    "--epochs inf": "must be > 0 and finite", "--lr nan": "must be at least 0 and finite",
-    "--lr x": "must be a number", "--beta2 1.5": "must be at least 0 and below 1",
-    "--eps inf": "must be at least 1e-30 and finite", "--workers -1": "must be between 0 and 1024",
-    "--threads 100000": "must be between 0 and 1024", "--image-size 100000": "must be between 8 and 4096",
-    "--seed -1": "must be at least 0", "--jitter -1": "must be between", "--crop-min 2": "must be between 0 and 1",
+    "--tau 0": "must be at least 1e-12", "--tau -1": "must be at least", "--tau nan": "must be at least",
+    "--tau inf": "must be at least", "--tau-min 0": "must be at least 1e-12", "--tau-min inf": "must be at least",
+    "--tau-alpha -0.1": "must be at least 0", "--tau-alpha nan": "must be at least 0",
+    "--chunk-size -1": "must be between 0", "--max-bad-fraction 2": "must be between 0 and 1",
+    "--batch-size 1": "must be between 2", "--epochs 0": "must be at least 1e-12", "--epochs inf": "must be at least",
+    "--lr nan": "must be between 0", "--beta2 1": "must be between 0 and 1", "--beta2 1.5": "must be between 0 and 1",
+    "--eps inf": "must be between 1e-30", "--workers -1": "must be between 0",
+    "--image-size 100000": "must be between 8 and 4096",
+    "--seed -1": "must be between 0", "--jitter -1": "must be between", "--crop-min 2": "must be between 0 and 1",
     "--aug-crop-min -0.1": "must be between 0 and 1", "--flip 2": "must be between 0 and 1",
     "--aug-hue 0.7": "must be between 0 and 0.5",
     "--randaugment-magnitude 40": "must be between 0 and 30",
-    "--log-every 10000000000": "must be at most 1,000,000,000"}
+    "--log-every 10000000000": "must be between 0 and 1e+09"}
 REFUSED = {
-    "--chunk-size 16 --batch-size 8": "--chunk-size 16: larger than the 8 examples",
+    "--batch-size many": "--batch-size invalid whole number value: 'many'", "--lr x": "--lr invalid number value: 'x'",
     "--init-from /no/such": "--init-from /no/such: no such path",
     "--dataset a.csv --data-dir /no/such": "--data-dir /no/such: no such path",
     "--mixed-precision fp8": "--mixed-precision invalid choice: 'fp8'",
     "--no-base --no-modulated --unimodal none": "leaves no loss",
     "--learnable-tau": "--loss temo has no single temperature to learn", "--loss slip --tau 1.5": "--tau-clamp",
     "--loss infonce --text-expert a/b": "--text-expert: only with --loss temo",
-    "--clip-law zipf": "--clip-law zipf: not a flag of --dataset emoji, but of moving-emoji",
+    "--clip-law zipf": "unknown: --clip-law zipf; near it:",  # of moving-emoji, and not of emoji
     "--dataset moving-emoji --clip-law twice": "--clip-law invalid choice: 'twice'",
-    "--clips 40 20 20": "--clips 40 20 20: not a flag of --dataset emoji, but of moving-emoji",
-    "--caption-noise 0.2": "--caption-noise 0.2: not a flag of --dataset emoji, but of moving-emoji",
-    "--dataset moving-emoji --fold 3": "--fold 3: not a flag of --dataset moving-emoji, but of emoji",
-    "--fold 10": "--fold 10: must be between 0 and 9", "--max-step 2": "unrecognized arguments: --max-step",
-    "--batch 8": "unrecognized arguments: --batch", "--pretrained false": "unrecognized arguments: false"}
+    "--dataset moving-emoji --fold 3": "unknown: --fold 3; near it:", "--fold 10": "--fold 10: must be between 0 and 9",
+    "--max-step 2": "unknown: --max-step 2; near it: --max-steps", "--batch 8": "unknown: --batch 8",
+    "--pretrained false": "unknown: false; near it: nothing"}
 
 
 @pytest.mark.parametrize("flag", OUT_OF_RANGE)
@@ -223,26 +222,18 @@ def test_flag(flags, capsys):
     assert REFUSED[flags] in refused(capsys, *flags.split())
 
 
-@pytest.mark.parametrize("flag", ["--dataset", "--resume", "--eval-datasets"])
-def test_a_variable_that_is_not_set(flag, capsys):
-    """An empty word would be the current folder, or a new run in place of the one that is to go on."""
-    assert f"{flag}: empty; is a variable of the shell not set?" in refused(capsys, flag, "")
-
-
-COLUMNS = "captions.csv has no such column; it has: image, caption"
+COLUMNS = "there is no such column; there are: image, caption"
 STOPPED = {
     "--image-column nope": f"--image-column nope: {COLUMNS}", "--label-column nope": f"--label-column nope: {COLUMNS}",
     "--caption-column nope": f"--caption-column nope: {COLUMNS}",
-    "--batch-size 64": "--batch-size 64: larger than the 23 training examples of .*; --batch-size 23 fits, and "
-                       "--fit-batch sets it by itself",
+    "--batch-size 64": "--batch-size 64: larger than the 23 training examples of .*captions.csv",
     "--image-encoder resnet_99": "--image-encoder resnet_99: not small, features, ssb, .* a timm model [(]near",
     "--image-encoder no/such": "--image-encoder no/such: ",
-    "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: no such file",
+    "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: .*/no.jsonl",
     "--text-encoder nobody/none": "--text-encoder nobody/none: .*download it once and give the folder",
-    "--image-encoder resnet18-cifar --chunk-size 4": "--chunk-size 4: resnet18-cifar has BatchNorm.*; "
-                                                     "--allow-batchnorm-chunks",
-    "--lr 1e30 --lr-end 1e30 --grad-clip 0": r"the loss is not finite at step 1 \(tau 0.1\); process 0: embedding "
-                                             r"norms .*keys \['\d+.png'.*--lr"}
+    "--image-encoder resnet18-cifar --chunk-size 4": "--chunk-size 4: resnet18-cifar has BatchNorm.* chunk",
+    "--lr 1e30 --lr-end 1e30 --grad-clip 0": r"the loss is not finite at step 1 \(tau 0.1\); process 0: norms "
+                                             r"up to .*keys \['\d+.png'.*--lr"}
 
 
 @pytest.mark.parametrize("words", STOPPED)
@@ -253,21 +244,25 @@ def test_what_ends_a_run_before_or_in_its_first_steps(words, good, tmp_path):
 def test_batch_not_divisible_by_the_processes(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     message = refused(capsys, "--batch-size", 8)
-    assert "--batch-size 8: not divisible by 3 processes; use 6" in message
-    assert "--chunk-size 8: larger than the 3 examples" in refused(capsys, "--batch-size", 9, "--chunk-size", 8)
+    assert "--batch-size 8: not divisible by 3 processes" in message
+    assert temo.parse_args(["--batch-size", "9"]).batch_size == 9
 
 
-def test_the_batch_that_processes_can_share(monkeypatch):
+@pytest.mark.parametrize("examples, batch, epochs", [(23, 20, 500), (24, 24, 500), (600, 256, 250)])
+def test_own_data_take_the_batch_that_processes_share_and_500_steps(examples, batch, epochs, monkeypatch):
+    """Without --batch-size; without --epochs as many whole epochs as make 500 steps, the warm-up in proportion."""
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert [data_open.largest_batch(SimpleNamespace(examples=n)) for n in (23, 24, 3)] == [20, 24, 0]
-    with pytest.raises(UserError, match="larger than the 3 training examples of x; give more data"):
-        data_open.fit_to(SimpleNamespace(batch_size=8, fit_batch=True, epochs=1.0),
-                           SimpleNamespace(examples=3, name="x"))
-
-
-def test_hold_out_val_is_refused_where_it_would_do_nothing(capsys):
-    assert "--hold-out-val: only for a set by name with just train and test, not emoji" in refused(
-        capsys, "--hold-out-val")
+    args = temo.parse_args(["--dataset", "x.csv"])
+    before = args.warmup_epochs / args.epochs
+    run = SimpleNamespace(args=args, train=SimpleNamespace(examples=examples, name="x"))
+    said = engine.run.Run._fit(run)
+    assert (args.batch_size, args.epochs) == (batch, epochs) and args.warmup_epochs / args.epochs == before
+    assert (f"--batch-size 256 -> {batch}" in said) == (batch < 256) and f"-> {epochs}, which make 500 steps" in said
+    asked = temo.parse_args(["--dataset", "x.csv", "--epochs", "3", "--batch-size", "20"])
+    assert engine.run.Run._fit(SimpleNamespace(args=asked, train=run.train)) == "" and asked.epochs == 3
+    with pytest.raises(UserError, match="--batch-size 256: larger than the 3 training examples of x"):
+        engine.run.Run._fit(SimpleNamespace(args=temo.parse_args(["--dataset", "x.csv"]),
+                                            train=SimpleNamespace(examples=3, name="x")))
 
 
 def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
@@ -276,13 +271,12 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
     flags += ["--output-dir", tmp_path, "--run-name", "r"]
     summary = temo.main(temo.parse_args(list(map(str, flags))))
     out = capsys.readouterr().out
-    assert summary["batch"] == 23 and "LOWERED      --batch-size 256 -> 23: the training set has 23 examples" in out
+    assert summary["batch"] == 23 and "; --batch-size 256 -> 23, which fits the data" in out
     assert "batch        23 = 1 x 23; 22 negatives per anchor" in out
     assert "FEW QUERIES: of " in out and " images one is worth " in out
     args = temo.parse_args(["--resume", str(tmp_path / "r")])
     assert args.batch_size == 23 and json.loads((tmp_path / "r" / "args.json").read_text())["batch_size"] == 23
     assert not temo.parse_args([]).fit_batch and not temo.parse_args(["--dataset", "x.csv", "--batch-size=8"]).fit_batch
-    assert temo.parse_args(["--dataset", "x.csv", "--batch-size", "512", "--fit-batch"]).fit_batch
 
 
 def test_few_queries():
@@ -295,15 +289,14 @@ def test_few_queries():
 
 
 # ---------------------------------------------------- runs and folders ----------------------------------------------
-@pytest.mark.parametrize("saved, words", [
-    ("", "no args.json there; give the run folder"),
-    ('{"script": "ncl", "seed": 1}', "a run of ncl.py, not of temo.py; use python ncl.py"),
-    ('{"script": "temo", "tau_beta": 0.5}', "it was run with --tau-beta, which temo.py does not know"),
-    ('{"script": "temo", "se', "its args.json is damaged ("), ("[]", "its args.json is damaged (")])
-def test_resume_of_what_this_script_cannot_go_on_with(saved, words, tmp_path, capsys):
-    if saved:
-        (tmp_path / "args.json").write_text(saved)
-    assert f"--resume {tmp_path}: {words}" in refused(capsys, "--resume", tmp_path)
+def test_resume_of_what_this_script_cannot_go_on_with(tmp_path, capsys):
+    with pytest.raises(UserError, match=f"{tmp_path}/args.json: .*No such file"):
+        temo.parse_args(["--resume", str(tmp_path)])
+    (tmp_path / "args.json").write_text('{"script": "ncl", "seed": 1}')
+    assert f"--resume {tmp_path}: a run of ncl.py, not of temo.py" in refused(capsys, "--resume", tmp_path)
+    (tmp_path / "args.json").write_text('{"script": "temo", "se')
+    with pytest.raises(UserError, match=f"{tmp_path}/args.json: "):
+        temo.parse_args(["--resume", str(tmp_path)])
 
 
 @pytest.mark.parametrize("words", [
@@ -316,9 +309,7 @@ def test_resume_with_a_changed_flag(words, tmp_path, capsys):
     more = ["--loss", "infonce", "--learnable-tau"] if dataset == "learnt" else ["--dataset", dataset]
     saved = vars(temo.parse_args(more)) | {"script": "temo"}
     (tmp_path / "args.json").write_text(json.dumps(saved))
-    was = saved[flag[2:].replace("-", "_")]
-    message = refused(capsys, "--resume", tmp_path, flag, now)
-    assert f"{flag} was {was} in that run and cannot become {now}; start a new run" in message
+    assert f"{flag} cannot change in a run" in refused(capsys, "--resume", tmp_path, flag, now)
 
 
 def test_flags_of_a_data_set_that_is_evaluated_alone_are_used(capsys):
@@ -329,47 +320,42 @@ def test_flags_of_a_data_set_that_is_evaluated_alone_are_used(capsys):
     refused(capsys, "--dataset", "cc3m", "--fold=")
     with pytest.raises(SystemExit):
         temperature_schedules.parse_args(["--dataset", "emoji", "--fold", "3"])
-    assert "unrecognized arguments: --fold 3" in capsys.readouterr().err
+    assert "unknown: --fold 3" in capsys.readouterr().err
 
 
 def test_resume_with_another_architecture_in_the_checkpoint(finished, tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(finished[0], folder)
     saved = folder / "checkpoints" / "step_2.pt"
-    weights, state = load_file(saved), json.loads(saved.with_suffix(".json").read_text())
-    weights["model/vision.projection.weight"] = weights["model/vision.projection.weight"][:8].clone()
-    save_file(weights, saved)
-    state["sha256"] = engine.processes.checksum(saved)
-    state["own_sha256"] = engine.checkpoints._digest(state)
-    saved.with_suffix(".json").write_text(json.dumps(state))
-    words = "another architecture than these flags .1 tensors differ, first vision.projection.weight"
-    with pytest.raises(UserError, match=words):
+    state = torch.load(saved, weights_only=True)
+    state["model"]["vision.projection.weight"] = state["model"]["vision.projection.weight"][:8].clone()
+    torch.save(state, saved)
+    with pytest.raises(UserError, match=f"{saved}: ") as error:
         temo.main(temo.parse_args(["--resume", str(folder)]))
+    assert "\n" not in str(error.value)
 
 
 def test_run_name_of_an_existing_run(finished, good):
     folder = finished[0]
     before = (folder / "args.json").read_text()
     message = stopped(good, folder.parent, "--run-name", "a")
-    assert (f"--run-name a: {folder} holds a run already" in message and "--resume" in message
+    assert (f"{folder}: holds a run already; --resume {folder}" in message
             and (folder / "args.json").read_text() == before)
 
 
-@pytest.mark.parametrize("flags, why", [(["--max-steps", "1"], "beyond the 1 steps"),
-                                        (["--caption-column", "image"], "other captions")], ids=["steps", "column"])
-def test_a_refused_resume_leaves_the_flags_of_the_run(flags, why, finished):
+def test_a_refused_resume_leaves_the_flags_of_the_run(finished):
     """Else the next --resume without any flag would be refused as well."""
     folder = finished[0]
     before = (folder / "args.json").read_text()
-    with pytest.raises(UserError, match=why):
-        temo.main(temo.parse_args(["--resume", str(folder), *flags]))
+    with pytest.raises(UserError, match="beyond the 1 steps"):
+        temo.main(temo.parse_args(["--resume", str(folder), "--max-steps", "1"]))
     assert (folder / "args.json").read_text() == before
 
 
 @pytest.mark.parametrize("inside", ["file", "file/deeper"])
 def test_output_that_cannot_be_written(inside, good, tmp_path):
     (tmp_path / "file").write_text("")
-    assert f"--output-dir {tmp_path / inside}: cannot be written" in stopped(good, tmp_path / inside)
+    assert re.match(f"{tmp_path / inside}.*: .*Not a directory", stopped(good, tmp_path / inside))
 
 
 # ---------------------------------------------------- models ---------------------------------------------------------
@@ -423,7 +409,7 @@ def test_a_flag_of_another_loss_is_refused(script, words, refused, capsys):
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="it is installed")
 def test_missing_tracker(good, tmp_path):
-    assert "--tracker wandb is not installed: pip install wandb" in stopped(good, tmp_path, "--tracker", "wandb")
+    assert "--tracker wandb: not installed: pip install wandb" in stopped(good, tmp_path, "--tracker", "wandb")
 
 
 # ---------------------------------------------------- numbers that explode ------------------------------------------
@@ -435,13 +421,13 @@ def test_nan_weights_stop_at_the_first_step(good, tmp_path, capsys):
 
 # ---------------------------------------------------- the command line -----------------------------------------------
 @pytest.mark.parametrize("script", [temo, ncl, mmts, mama, temperature_schedules])
-def test_the_command_prints_one_line_and_ends_with_2(script, monkeypatch, capsys):
+def test_the_command_prints_one_line_and_ends_with_2(script, monkeypatch, tmp_path):
+    """In a process of its own, which clean_exit ends."""
     monkeypatch.setattr(sys, "argv", [script.__file__, "--dataset", "/no/such"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(script.__file__, run_name="__main__")
-    said = capsys.readouterr()
-    assert end.value.code == 2 and said.err.startswith("error: --dataset /no/such: no such path") and not said.out
-    assert said.err.count("\n") == 1
+    process = launch.forked(lambda: runpy.run_path(script.__file__, run_name="__main__"), tmp_path / "said")
+    assert launch.ended(process) == 2
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("error: --dataset /no/such: no such file or folder") and said.count("\n") == 1
 
 
 HELP = [(temo, "--batch-size", "--chunk-size CHUNK", {"cc3m": 2048, "cc12m": 4096, "emoji": 256}),
@@ -453,7 +439,8 @@ HELP = [(temo, "--batch-size", "--chunk-size CHUNK", {"cc3m": 2048, "cc12m": 409
 @pytest.mark.parametrize("script, flag, after, defaults", HELP, ids=["temo", "ncl", "mmts", "mama"])
 def test_help(script, flag, after, defaults, monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(engine.flags.Parser, "_check", lambda parser, args, saved: seen.append(parser))
+    parse = engine.flags.OneLine.parse_args
+    monkeypatch.setattr(engine.flags.OneLine, "parse_args", lambda p, *words: seen.append(p) or parse(p, *words))
     script.parse_args([])
     actions = [a for a in seen[0]._actions if not isinstance(a, argparse._HelpAction)]
     assert len(actions) > 60
@@ -477,31 +464,17 @@ def test_resume_remembers_changed_flags_and_refuses_fewer_steps(good, tmp_path, 
     run(good, tmp_path, "--run-name", "r")
     folder = ["--resume", str(tmp_path / "r")]
     assert temo.main(temo.parse_args([*folder, "--max-steps", "4"]))["steps"] == 4
-    assert "--resume: --max-steps was 2, is 4 from here on" in capsys.readouterr().out
     assert temo.parse_args(folder).max_steps == 4
-    with pytest.raises(UserError, match="its checkpoint is at step 4, beyond the 3 steps"):
+    with pytest.raises(UserError, match="step_4.pt: is beyond the 3 steps"):
         temo.main(temo.parse_args([*folder, "--max-steps", "3"]))
     longer = temo.parse_args([*folder, "--epochs", "50"])
     assert (longer.epochs, longer.max_steps) == (50, 0)  # the saved number of steps would win
     for flag in ("--run-name", "--output-dir"):
-        assert f"{flag}: only without --resume" in refused(capsys, *folder, flag, "x")
+        assert f"{flag} cannot change in a run" in refused(capsys, *folder, flag, "x")
 
 
-def test_a_process_that_alone_refuses_a_flag_says_so(monkeypatch, capsys):
-    """On a node without the folder, say; the main process could only say that the other did not come."""
+def test_one_process_says_which_flag_is_wrong(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(engine.processes.time, "sleep", lambda _: None)
     with pytest.raises(SystemExit, match="2"):
         temo.parse_args(["--tau", "0"])
-    assert capsys.readouterr().err.startswith("error (process 3): --tau ")
-
-
-def test_two_data_sets_that_declare_one_flag(monkeypatch, capsys):
-    from contrastive.data import emoji, ssv2
-    own = emoji.SETS["emoji"]["options"]
-    monkeypatch.setitem(ssv2.SETS["ssv2-lt"], "options", own)                # of one family: one flag
-    assert temo.parse_args(["--fold", "3", "--eval-datasets", "ssv2-lt"]).fold == 3
-    monkeypatch.setitem(ssv2.SETS["ssv2-lt"], "options", {"--fold": {"type": str, "default": "a", "help": "another"}})
-    with pytest.raises(SystemExit):
-        temo.parse_args(["--eval-datasets", "emoji", "ssv2-lt"])
-    assert "--dataset ssv2-lt: its file declares --fold, which exists already" in capsys.readouterr().err
+    assert not capsys.readouterr().err

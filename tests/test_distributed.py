@@ -6,14 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from argparse import Namespace
 from pathlib import Path
 
 import common
-from contrastive import engine
-from contrastive.engine.log import start_run
+from contrastive import CORES, engine
 from contrastive.engine.processes import UserError, flatten
 from contrastive.evaluation.embed import encode_images, gather_rows
 
@@ -131,20 +129,20 @@ def queue(rows):
     return queue
 
 
-def main_first(folder, world):
+def on_main(folder, world):
     """What each process gets from long work of the main process that ends well, and from one that fails."""
     def fail():
         raise UserError("too few")
 
     def write():
         time.sleep(0.5)
-        done.write_text("made")
-    done = Path(folder, f"done_{world}")
-    engine.processes.main_first(write, done)
+        Path(folder, f"done_{world}").write_text("made")
+        return "done"
+    done = engine.processes.on_main(write)
     try:
-        engine.processes.main_first(fail, Path(folder, f"failed_{world}"))
+        engine.processes.on_main(fail)
     except UserError as error:
-        return [done.read_text(), str(error)]
+        return [done, Path(folder, f"done_{world}").read_text(), str(error)]
 
 
 def relative(a, b):
@@ -195,7 +193,7 @@ def compare(rank, folder, worlds=(2, 4), device="cpu"):
                 both = evaluation(n)
                 once = both[0].tolist() == index.tolist() == list(range(n))
                 out[f"evaluation {n}"] = [once, (both[1] - image).abs().max().item()]
-            out["main first"] = main_first(folder, world)
+            out["on main"] = on_main(folder, world)
             ours = queue(rows)
             out["queue"] = [ours.count.item(), torch.equal(ours.queries, queued.queries)]
         Path(folder, f"{world}_{rank}.json").write_text(json.dumps(out))
@@ -220,7 +218,7 @@ def test_gradients_are_those_of_one_process(differences, world, name):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_work_of_the_main_process_is_waited_for_and_its_failure_is_everyone_s(differences, world):
-    assert [rank["main first"] for rank in differences[world]] == [["made", "too few"]] * world
+    assert [rank["on main"] for rank in differences[world]] == [["done", "made", "too few"]] * world
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -322,114 +320,18 @@ def test_evaluation_takes_each_item_once(differences, world, n):
         assert rank[f"evaluation {n}"] == [True, 0.0]
 
 
-# ----------------------------------------------- a broken loss stops everyone ----------------------------------------
-def broken(rank, world, init, log):
-    with open(log, "a") as err:
-        os.dup2(err.fileno(), 2)
-    with group(rank, world, init), engine.processes.clean_exit():
-        e = torch.full((2, D), float("nan") if rank == 1 else 1.0)
-        common.check_finite(e.sum(), 7, 0.05, [e], [f"key{rank}a", f"key{rank}b"])
-        time.sleep(600)
-
-
-def test_non_finite_loss_on_one_rank_stops_all_with_one_message(tmp_path):
-    processes = launch.spawn(broken, (2, f"file://{tmp_path}/init", tmp_path / "log"), 2, join=False).processes
-    for p in processes:
-        p.join(300)
-    assert [p.exitcode for p in processes] == [2, 2]
-    err = (tmp_path / "log").read_text()
-    message, = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert re.search(r"step 7 \(tau 0.05\).*process 1.*key1a", message)
-    assert "key0a" not in message and "Traceback" not in err
-
-
-def alone(rank, init, log, error):
-    with open(log, "a") as err:
-        os.dup2(err.fileno(), 2)
-    with group(rank, 2, init):
-        dist.barrier()  # else one of them may still be connecting when the other fails
-        dist.get_backend = lambda *_: "nccl"  # gloo closes at once; what NCCL's closing waits for is put in its place
-        dist.destroy_process_group = lambda *_: time.sleep(300)
-        with engine.processes.clean_exit():
-            if rank:
-                raise error
-            dist.barrier()
-
-
-@pytest.mark.parametrize("error, code, words", [
-    (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 2, r"error \(process 1\): not enough memory"),
-    (KeyError("a mistake"), 1, "Traceback(.|\n)*KeyError: 'a mistake'")])
-def test_a_process_that_fails_alone_waits_for_no_other_over_nccl(error, code, words, tmp_path):
-    """ProcessGroupNCCL::shutdown waits for what is in flight, so for the others, who wait for this process."""
-    processes = launch.spawn(alone, (f"file://{tmp_path}/init", tmp_path / "log", error), 2, join=False).processes
-    for p in processes:
-        p.join(90)
-    codes = [p.exitcode for p in processes]
-    for p in processes:
-        p.kill()
-    assert codes == [2, code]
-    assert re.search(words, (tmp_path / "log").read_text())
-
-
-# ----------------------------------------------- how they meet, and where they write ---------------------------------
-def meeting(rank, port, folder, shared):
-    """set_up under a launcher that says nothing of threads, then start_run in a folder that each process has, or that
-    appears late; writes what came of it."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
-                      WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.pop("OMP_NUM_THREADS", None)
-    args = Namespace(output_dir="runs", run_name="a", dataset="emoji", seed=1, resume="", threads=3, tracker="",
-                     cpu=True, mixed_precision="no")
-    engine.run.set_up(args)
-    store, out = dist.distributed_c10d._get_default_store(), {}
-    out["minutes"], out["threads"] = store.timeout.total_seconds() / 60, torch.get_num_threads()
-    engine.log.GRACE = 20 if shared else 1
-    here = Path(folder, str(rank))
-    here.mkdir(exist_ok=True)
-    os.chdir(here)  # so `runs` is a folder of each process
-    if shared and rank == 1:  # as a network file system
-        threading.Timer(1, lambda: (here / "runs").symlink_to("../0/runs")).start()
-    try:
-        made = start_run(args, "temo")[0]
-        engine.processes.barrier()  # the main process removes its token after all have seen it
-        out["folder"] = [str(made), sorted(p.name for p in Path("runs/a").glob("seen*"))]
-    except UserError as error:
-        out["error"] = str(error)
-    Path(folder, f"{rank}.json").write_text(json.dumps(out))
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_run_folder_that_not_all_processes_see_is_refused_at_the_start(shared, tmp_path):
-    if not shared:  # the same path on each node: that it is there says nothing
-        (tmp_path / "1/runs/a").mkdir(parents=True)
-    launch.spawn(meeting, (launch.free_port(), str(tmp_path), shared), 2)
-    both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    for out in both:
-        assert out["threads"] == 3  # not what accelerate takes for the best
-        assert out["minutes"] == 30  # not the two in which they must meet: NCCL asks the store in the first collective
-        if shared:
-            assert out["folder"] == ["runs/a", []]
-        else:
-            assert re.fullmatch("--output-dir runs: process 1 on .* does not see the folder runs/a of the main "
-                                "process; give a folder that all nodes share", out["error"])
-
-
-def connect(rank, port, folder):
-    """What join_processes asks of torch where there are cards."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
-                      WORLD_SIZE="2")
-    torch.cuda.is_available, torch.cuda.set_device, torch.cuda.device_count = lambda: True, lambda _: None, lambda: 2
-    dist.init_process_group = lambda backend, **how: asked.update(backend=backend, card=str(how.get("device_id")))
-    asked = {}
-    engine.processes.join_processes(Namespace(cpu=False))
-    Path(folder, f"{rank}.json").write_text(json.dumps(asked))
-
-
-def test_nccl_is_told_its_card_and_connects_at_the_start(tmp_path):
-    launch.spawn(connect, (launch.free_port(), str(tmp_path)), 2)
-    both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    assert both == [{"backend": "nccl", "card": f"cuda:{rank}"} for rank in (0, 1)]
+# ----------------------------------------------- a process that fails alone -----------------------------------------
+@pytest.mark.parametrize("error, code, words", [(UserError("too few"), 2, r"error \(process 1\): too few\n"),
+                                                (KeyError("a mistake"), 1, "Traceback(.|\n)*KeyError: 'a mistake'")])
+def test_a_process_that_fails_alone_waits_for_no_other(error, code, words, tmp_path):
+    def work(rank):
+        engine.processes.join(cpu=True)
+        engine.processes.barrier()  # else one of them may still be connecting when the other fails
+        if rank:
+            raise error
+        engine.processes.barrier()
+    (other, _), (own, said) = launch.ranks(tmp_path, work)
+    assert own == code and other and re.fullmatch(words, said) if code == 2 else re.match(words, said)
 
 
 # ----------------------------------------------- whole runs ----------------------------------------------------------
@@ -483,7 +385,7 @@ def test_two_processes_evaluate_as_one(runs):
 def test_several_processes_on_a_cpu_average_gradients_without_the_word(cpu, local_rank, tmp_path, monkeypatch):
     """accelerate wraps no model in DDP there if it is not told --cpu, nor on a card without LOCAL_RANK."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    args = Namespace(cpu=cpu, threads=1, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path), tf32=False)
+    args = Namespace(cpu=cpu, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path), tf32=False)
 
     def work(rank):
         if not local_rank:
@@ -496,25 +398,20 @@ def test_several_processes_on_a_cpu_average_gradients_without_the_word(cpu, loca
         assert code == 0 and "DistributedDataParallel 1.5" in words, words
 
 
-@pytest.mark.parametrize("environment, words", [
-    ({"SLURM_STEP_NUM_TASKS": "2"}, "WARNING: srun has started 2 tasks, and each is a run of its own"),
-    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "Linear")])
-def test_what_a_scheduler_or_accelerate_s_file_asks_for(environment, words, tmp_path):
-    """Runs that do not find each other are said; only --compile compiles."""
-    program = (f"import argparse; from engine import base, processes; import torch\n"
-               f"args = argparse.Namespace(cpu=True, threads=1, seed=0, tracker='', mixed_precision='no', tf32=False,"
+def test_only_compile_compiles_whatever_accelerate_s_file_asks_for(tmp_path):
+    program = (f"import argparse, torch; from contrastive.engine import processes\n"
+               f"args = argparse.Namespace(cpu=True, seed=0, tracker='', mixed_precision='no', tf32=False,"
                f" output_dir={str(tmp_path)!r})\n"
-               "with base.clean_exit():\n"
-               "    print(type(processes.set_up(args).prepare(torch.nn.Linear(1, 1))).__name__)")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | environment, capture_output=True,
-                          text=True)
-    assert words in done.stdout and done.returncode == 0, done
+               "print(type(processes.set_up(args).prepare(torch.nn.Linear(1, 1))).__name__)")
+    environment = os.environ | {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "Linear\n" and done.returncode == 0, done
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_a_sharded_model_is_refused(kind, tmp_path, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
-    args = Namespace(cpu=True, threads=1, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path))
+    args = Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path), tf32=False)
     with pytest.raises(UserError, match=f"accelerate is configured for {kind}; only plain processes"):
         engine.processes.set_up(args)
 
@@ -522,7 +419,7 @@ def test_a_sharded_model_is_refused(kind, tmp_path, monkeypatch):
 def test_rows_of_all_processes_in_pieces(tmp_path):
     """Uneven shares, a process without a row, rows without columns; more pieces than one."""
     def work(rank):
-        engine.processes.join_processes(Namespace(cpu=True))
+        engine.processes.join(cpu=True)
         mine = torch.arange(15.0).view(5, 3) if rank else torch.ones(2, 3)
         for rows in (mine, mine if rank else None, mine[:, :0], None):
             found = gather_rows(rows, torch.device("cpu"), piece=24)  # two rows
@@ -537,7 +434,7 @@ def test_rows_of_all_processes_in_pieces(tmp_path):
 def test_rows_without_room_on_one_process_fail_on_all(tmp_path):
     """They then go on together to the next exchange."""
     def work(rank):
-        engine.processes.join_processes(Namespace(cpu=True))
+        engine.processes.join(cpu=True)
         made = torch.zeros
 
         def no_room(*shape, **how):
@@ -551,14 +448,6 @@ def test_rows_without_room_on_one_process_fail_on_all(tmp_path):
     assert launch.ranks(tmp_path, work) == [(0, "[[[1.0]], [[1.0]]]\n")] * 2
 
 
-def test_a_main_process_that_is_killed_is_not_waited_for(tmp_path):
-    def work(rank):
-        engine.processes.join_processes(Namespace(cpu=True))
-        engine.processes.main_first(lambda: os._exit(9), tmp_path / "done.json")
-    (killed, _), (code, words) = launch.ranks(tmp_path, work)
-    assert (killed, code) == (9, 2) and f"the main process ended before it had written {tmp_path}/done.json" in words
-
-
 def test_workers_change_nothing(runs, tmp_path):
     run_here(tmp_path / "a", "--dataset", str(runs / "set"), "--workers", "2")
     assert losses(tmp_path / "a") == losses(runs / "one")
@@ -566,10 +455,12 @@ def test_workers_change_nothing(runs, tmp_path):
 
 # ----------------------------------------------- threads and cores ---------------------------------------------------
 THREADS = """import argparse, os, sys
-import engine, engine.processes, torch
+from contrastive import engine
+from contrastive.engine import processes
+import contrastive, torch
 os.environ["LOCAL_WORLD_SIZE"] = "1"  # all cores for each, or one thread would be the launcher's and ours
-engine.processes.set_threads(argparse.Namespace(threads=0))
-sys.stdout.write(f"{torch.get_num_threads()} of {engine.CORES}\\n")"""
+processes.set_up(argparse.Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", tf32=False, output_dir="."))
+sys.stdout.write(f"{torch.get_num_threads()} of {contrastive.CORES}\\n")"""
 
 
 def threads(folder, *launcher, **environment):
@@ -591,7 +482,7 @@ subprocess.run([sys.executable, *sys.argv[1:]], env=os.environ | {"ACCELERATE_MI
 def test_threads_are_those_of_the_user_and_not_of_the_launcher(launcher, by_hand, tmp_path):
     """Without OMP_NUM_THREADS torchrun and accelerate launch tell each process to take one thread."""
     found = threads(tmp_path, *launcher, **({"OMP_NUM_THREADS": by_hand} if by_hand else {}))
-    assert found == {f"{by_hand or engine.CORES} of {engine.CORES}"}
+    assert found == {f"{by_hand or CORES} of {CORES}"}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not restrict a process to cores")
@@ -601,24 +492,12 @@ def test_cores_are_those_that_the_process_may_use(tmp_path):
     assert threads(tmp_path, sys.executable, "-c", only) == {"1 of 1"}
 
 
-def test_the_threads_flag_is_above_the_variable_and_the_variable_above_the_cores(monkeypatch):
-    found = {}
-    for variable in ("3", "4,2", "many", ""):
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-        for flag in (0, 5):
-            engine.processes.set_threads(Namespace(threads=flag))
-            found[variable, flag] = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert [found[v, 0] for v in ("3", "4,2", "many", "")] == [3, 4, engine.CORES, engine.CORES]
-    assert {found[v, 5] for v in ("3", "4,2", "many", "")} == {5}
-
-
-@pytest.mark.parametrize("dataset, asked, started", [("folder", "1000", str(engine.CORES)), ("emoji", "4", "0")])
+@pytest.mark.parametrize("dataset, asked, started", [("folder", "1000", str(CORES)), ("emoji", "4", "0")])
 def test_the_banner_says_how_many_workers_are_started(dataset, asked, started, runs, tmp_path, monkeypatch, capsys):
     """Of a set in memory none."""
     def stop(_):
         raise UserError("after the banner")
-    monkeypatch.setattr(engine.run, "listen", stop)
+    monkeypatch.setattr(engine.run.Run, "evaluate_val", stop)
     with pytest.raises(UserError, match="after the banner"):
         run_here(tmp_path / "a", "--dataset", str(runs / "set") if dataset == "folder" else dataset, "--workers", asked)
     assert re.findall("([0-9]+) workers each", capsys.readouterr().out) == [started]

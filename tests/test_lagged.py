@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite_stops_all_before_anything_is_written(with_sig
     assert re.search(r"not finite at step 4 \(tau 0\.1\d+\); process 1: norms up to .*, keys \[.\d+.png", error)
     assert max(row["step"] for row in helpers.rows(folder)) == (0 if with_signal else 4)
     kept = [path.name for path in engine.checkpoints.checkpoints_of(folder)]
-    assert kept == ([] if with_signal else ["step_4"])
+    assert kept == ([] if with_signal else ["step_4.pt"])
     assert [(tmp_path / f"begun {r}").read_text() for r in (0, 1)] == ["4" if with_signal else "5"] * 2
 
 

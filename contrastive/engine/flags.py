@@ -102,6 +102,8 @@ class Parser(OneLine):
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume")})
         args = self.parse_args(argv)
+        if {"--epochs", "--max-steps"} & self.given == {"--epochs"}:
+            args.max_steps = 0  # a saved number of steps would win
         unknown_set = chosen.dataset not in recipes and not saved  # then Run fits these two to the data
         args.fit_batch = unknown_set and "--batch-size" not in self.given
         args.fit_epochs = unknown_set and not {"--epochs", "--max-steps"} & self.given

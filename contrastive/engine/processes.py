@@ -170,6 +170,8 @@ def set_up(args):
         accelerator = Accelerator(cpu=args.cpu or not torch.cuda.is_available(), mixed_precision=args.mixed_precision,
                                   log_with=args.tracker or None, project_dir=args.output_dir, kwargs_handlers=kinds,
                                   dynamo_backend="no")
+    if args.tracker and not accelerator.log_with:  # accelerate leaves it out without a word
+        raise UserError(f"--tracker {args.tracker}: not installed: pip install {args.tracker}")
     plain = DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU
     if accelerator.distributed_type not in plain:
         raise UserError(f"accelerate is configured for {accelerator.distributed_type.value}; only plain processes give "

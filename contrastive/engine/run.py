@@ -98,7 +98,6 @@ class Run:
             raise UserError(f"{folder}: holds a run already; --resume {folder}, or another --run-name")
         with opening(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        write_json(folder / "args.json", {"script": self.script} | vars(args) | {"resume": ""})
         return folder
 
     def towers(self, texts=None, questions=None):
@@ -118,8 +117,7 @@ class Run:
                 data.clip.width = self.spec["features"][1]
         if args.image_encoder.startswith(VIDEO) and has_clips(self.train):
             self.spec["frames"] = frames_of(self.train)
-        if questions:
-            self.spec["questions"] = questions
+        self.spec |= {"questions": questions} if questions else {}
         again = args.resume and checkpoints.checkpoints_of(self.folder)  # its weights are in the checkpoint
         self.start = (False, "") if again else (args.pretrained, args.init_from)
         self.tower, transform = build_model(self.spec, tokenizer, *self.start)
@@ -166,6 +164,8 @@ class Run:
         """
         from tqdm import tqdm
         self.evaluator, self.after_val, pieces = evaluator, after_val, {}
+        if rank() == 0:  # a resume that is refused before leaves the flags of the run
+            write_json(self.folder / "args.json", {"script": self.script} | vars(self.args) | {"resume": ""})
         self.banner(guess, lines)
         evaluator.check()
         if self.step == self.last:
@@ -291,6 +291,7 @@ class Run:
         self.bar.update()
         stopping = self.signal and self.step < self.last
         if due["save"] or due["eval"] or stopping:  # a signal may end an evaluation at once: all before it is saved
+            self._hear()  # a step whose loss is not finite is not saved
             checkpoints.save(self)
         if stopping:
             self.stop()
@@ -348,8 +349,7 @@ class Run:
         """Saves the encoders, evaluates them on test, writes summary.json, draws, prints. Collective.
 
         Args: draw: function(run) for the pictures.   table: function(title, metrics, chance) -> lines of text.
-            more: function(test metrics) -> text after the tables.   extra: further entries of the summary.
-        Returns: the summary."""
+            more: function(test metrics) -> text after the tables.   extra: further entries of the summary, returned."""
         self.in_loop = False
         self.bar.close()
         on_main(self.save_model)
