@@ -1060,7 +1060,7 @@ def test_paraphrases_file_errors(tmp_path):
         Paraphrases(tmp_path / "none.jsonl")
     for name, text in (("a.jsonl", '{"words": "x"}\n'), ("b.jsonl", "not json\n"), ("c.jsonl", "")):
         (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match="--paraphrases .*a.jsonl: "):
+        with pytest.raises(UserError, match=f"^--paraphrases .*{name}: "):
             Paraphrases(tmp_path / name)
 
 

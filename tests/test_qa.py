@@ -351,7 +351,7 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     some = common.Data("files", "test", table)
     assert score.short_captions(some, "label") == ["an ox", ""]  # a row without a class has no name of one
     drawn = common.load_data("moving-emoji", "test", clips=(8, 8, 8))  # no files: a row's key is its name
-    with pytest.raises(UserError, match=r"has no column video, caption"):
+    with pytest.raises(UserError, match=r"odd.csv: 'video'"):
         score.short_captions(drawn, str(tmp_path / "odd.csv"))
 
 

@@ -10,6 +10,7 @@ from contrastive.data import open as data_open
 from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.engine.processes import UserError
 from contrastive.evaluation import answers
+from contrastive.evaluation.meta import meta_data
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_pairs_beside_questions_have_none(files, name):
     assert asked["answers"].tolist() == [-1, 0]
     if name == "nextqa":
         assert asked["choices"]["there"].sum(1).tolist() == [1, 5]
-    meta, _ = data_open.meta_data(data, evals, name, "train", 8, 4, args.task)
+    meta, _ = meta_data(data, evals, name, "train", 8, 4, args.task)
     assert None not in meta.column("question") and len(meta) == 8
 
 

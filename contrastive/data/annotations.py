@@ -121,9 +121,12 @@ def count_note(name, split, found, expected, part=0.0):
 
 
 # ---- videos ----
+WHOLE_FILES = "the features are those of whole files, not of the windows (start, end)"
+
+
 class Videos:
     """The videos (or feature files) below a folder: `videos[name]` is a path or None. A name is a path below the
-    folder, a file name or a stem, with or without `v_` before it; if several match, folders in the name decide."""
+    folder, a file name or a stem, with or without `v_` before it; folders in the name decide."""
 
     def __init__(self, folder):
         self.folder = Path(folder).expanduser()
@@ -202,6 +205,7 @@ def clips_of(name, split, rows, options, root=None, classes=None, clip=None, vid
     table = make_table([row["captions"] for row in kept], keys, sources, classes, **more)
     lost = f"{len(missing):,} videos ({len(said) - len(kept):,} rows) are not in {folder}"
     note = notes(f"{lost}, first {missing[0]}" if missing else "",
+                 WHOLE_FILES if options.get("feature_dir") and any({*w[1:]} != {None} for w in windows) else "",
                  f"{len(rows) - len(said):,} without a caption left out" if len(said) < len(rows) else "",
                  f"{more['label'].count(-1):,} without a class" if -1 in more.get("label", ()) else "")
     return Data(name, split, table, clip=clip or clip_options(options), note=note, **attributes)

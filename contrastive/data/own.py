@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from contrastive.data import MODULES
-from contrastive.data.annotations import Videos, video_folder, window_key
+from contrastive.data.annotations import WHOLE_FILES, Videos, video_folder, window_key
 from contrastive.data.clips import clip_options
 from contrastive.data.stream import open_tars
 from contrastive.data.table import SPLITS, VIDEO_TYPES, Data, generating, pick, with_classes, with_note
@@ -139,6 +139,7 @@ def _data_of(name, split, table, options, root, rows=None):
         data = with_classes(data, labels, classes)
     return with_note(data, f"{silent:,} rows without an image or a caption left out" if silent else "",
                      f"{len(missing):,} videos are not there, first {missing[0]}" if missing else "",
+                     WHOLE_FILES if video and options.get("feature_dir") and any(map(any, windows)) else "",
                      "" if caption else "no captions: the class names serve as captions",
                      f"{labels.count(-1):,} without a class" if label and -1 in labels else "")
 
