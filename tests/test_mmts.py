@@ -392,6 +392,11 @@ def main(folder, *flags, pictures=False):
     return run_script(mmts, folder, *flags, base=TINY, pictures=pictures)
 
 
+def resume(folder, last):
+    """To step `last`."""
+    return mmts.main(mmts.parse_args(["--resume", str(folder), "--max-steps", str(last)]))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A default run with its pictures: (folder, summary)."""
@@ -488,7 +493,7 @@ def test_a_resumed_run_keeps_its_clusters(short, tmp_path, capsys):
         words = refused(mmts.parse_args, ["--resume", str(folder), *flag.split()], capsys)
         assert f"error: --resume {folder}: {flag.split()[0]} cannot change" in words
     before = (folder / "clusters.json").read_bytes()
-    assert main(folder, "--resume", folder, "--max-steps", 3)["steps"] == 3
+    assert resume(folder, 3)["steps"] == 3
     assert (folder / "clusters.json").read_bytes() == before
 
 
@@ -512,8 +517,7 @@ def test_a_cluster_file_decides(tmp_path):
     assert losses(tmp_path / "verb") == losses(tmp_path / "file")
     assert all(a != b for a, b in zip(losses(tmp_path / "verb"), losses(tmp_path / "turned"), strict=True))
     (tmp_path / "turned.json").unlink()  # a resumed run has its clusters
-    summary = main(tmp_path / "turned", "--resume", tmp_path / "turned", "--max-steps", 3)
-    assert summary["steps"] == 3
+    assert resume(tmp_path / "turned", 3)["steps"] == 3
 
 
 def test_examples_without_a_cluster_are_said_and_counted(tmp_path, capsys):
