@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import types
 
@@ -9,6 +10,7 @@ import common
 from contrastive import encoders, engine, evaluation
 from contrastive.engine.processes import UserError
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,7 @@ import launch
 import mama
 import temo
 import temperature_schedules
-from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar
+from helpers import TEXT, tar_samples, write_captions, write_images, write_rows, write_tar, write_video
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
 from test_temperature_schedules import cifar  # noqa: F401
@@ -326,10 +328,10 @@ def test_a_search_reads_clips_as_the_run_did(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--loss ts", "no single temperature"), ("--loss infonce --learnable-tau", "which are gone; give --gamma")])
+    ("--loss ts", "no single temperature"), ("--loss infonce --learnable-tau", "own.safetensors: No such file")])
 def test_a_temperature_that_a_run_does_not_have_is_not_made_up(flags, words, tmp_path):
     folder, _ = train(tmp_path / "r", *flags.split())
-    shutil.rmtree(folder / "checkpoints")
+    (folder / "own.safetensors").unlink()                                  # the learnt one
     asked = ["--checkpoint", folder, "--tasks", "retrieval", "--normalize", "oracle"]
     assert words in evaluate(*asked)["datasets"]["emoji"]["left_out"]["normalize"]
     assert not evaluate(*asked, "--gamma", "0.1")["datasets"]["emoji"]["left_out"]
@@ -579,3 +581,74 @@ def test_no_image_is_its_own_negative():
     assert list(case.metrics["gap"]) == ["modality_gap"]  # a spread of one is nan, which is no JSON
 
 
+def test_other_classes_leave_both_tasks_out(run, tmp_path):
+    for split, names in (("train", "abc"), ("test", "abd")):
+        for c in names:
+            write_images(tmp_path / split / c, range(4))
+    tasks = ["knn", "probe", "zero-shot"]
+    result = evaluate("--checkpoint", run, "--datasets", tmp_path, "--tasks", *tasks, "--output-dir", tmp_path / "out")
+    assert not result["datasets"][str(tmp_path)]["left_out"]  # one list of names for both: a split may lack a class
+    emoji = common.load_data("emoji", "test")
+    table = emoji.table.cast_column("label", datasets.ClassLabel(names=[f"{n} " for n in emoji.label_names]))
+    with pytest.MonkeyPatch.context() as patch:
+        data = {"train": common.load_data("emoji", "train"), "test": dataclasses.replace(emoji, table=table)}
+        patch.setattr(evaluation.case, "load_data", lambda name, split, **options: data[split])
+        result = evaluate("--checkpoint", run, "--tasks", *tasks, "--output-dir", tmp_path / "out")["datasets"]["emoji"]
+    assert result["left_out"] == dict.fromkeys(("knn", "probe"), "train and test name different classes")
+    assert result["chance"]["zero-shot"]["top1"] == pytest.approx(100 / len(emoji.label_names))
+
+
+def test_what_would_be_lost_in_silence_is_refused(run, hub, tmp_path):  # noqa: F811
+    """A set with two folders has one place in eval.json; a normalisation without retrieval changes nothing."""
+    sets = [f"dtd={hub / 'dtd'}", "emoji", f"dtd={tmp_path}"]
+    with pytest.raises(UserError, match="--datasets dtd: named with two folders"):
+        evaluate("--checkpoint", run, "--datasets", *sets)
+    with pytest.raises(UserError, match="--normalize oracle is for the task retrieval; the tasks are knn gap"):
+        evaluate("--checkpoint", run, "--tasks", "knn", "gap", "--normalize", "oracle")
+    once = evaluate("--checkpoint", run, "--datasets", *sets[:2], sets[0], "--tasks", "zero-shot", "--output-dir",
+                    tmp_path)
+    assert list(once["datasets"]) == ["dtd", "emoji"]
+
+
+def test_class_names_as_captions_and_what_a_fork_adds(tmp_path, monkeypatch, capsys):
+    """Every image of a class is right for its name; a tower that a fork adds is rebuilt; what a method measures itself
+    stands in the table, and what an evaluation set has lost in the banner and beside the table."""
+    for i in range(12):
+        write_images(tmp_path / "classes" / ("train", "test")[i % 2] / "abc"[i % 3], [i])
+    rows = [(x, f"picture {i}" if i % 5 else "") for i, x in enumerate(write_images(tmp_path / "own", range(40)))]
+    whole, test = (str(write_rows(tmp_path / "own" / f"{name}.csv", ["image", "caption", "split"], [
+        (*row, split) for row in rows])) for name, split in (("all", "train"), ("eval", "test")))
+    by_name = encoders.two_tower.image_tower
+    def image_tower(name, *args):
+        body = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
+        return encoders.base.Tower(body, 12) if name == "mean_tower" else by_name(name, *args)
+    monkeypatch.setattr(encoders.two_tower, "image_tower", image_tower)
+    name = str(tmp_path / "classes")
+    folder, own = train(tmp_path / "r", "--dataset", whole, "--eval-datasets", name, test, "--image-encoder",
+                        "mean_tower", "--batch-size", "8")
+    said, chance = capsys.readouterr().out, json.loads((folder / "summary.json").read_text())["chance"]
+    assert re.search(r"\nzero-shot +top1 +[0-9.]+ +top3 100.000 ", said)
+    assert "32 test (8 rows without an image or a caption left out" in said
+    assert own[name]["captions"] == 6
+    assert chance[name]["text_to_image"]["R@1"] == pytest.approx(100 / 3)  # 2 of 6 images
+    assert own[name]["image_to_text"]["R@1"] == own[name]["zero-shot"]["top1"]
+    result = evaluate("--checkpoint", folder, "--datasets", test, "--tasks", "retrieval")
+    assert result["datasets"][test]["metrics"]["retrieval"]["R-Mean"] == own[test]["R-Mean"]
+    assert f"{test} (test): 8 rows without an image or a caption left out" in capsys.readouterr().out
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="^--image-encoder mean_tower: not small"):
+        common.load_model(folder)
+
+
+def test_other_videos_are_seen_as_in_training(tmp_path):
+    """--frame-sampling of the run counts for the sets that it evaluates beside its own."""
+    rows = [(f"{i}.mp4", f"picture {i}", "val" if i < 2 else "test") for i in range(6)]
+    write_rows(tmp_path / "videos" / "metadata.csv", ["file_name", "caption", "split"], rows)
+    for i, (name, *_) in enumerate(rows):
+        write_video(tmp_path / "videos" / name, range(8 * i, 8 * i + 8))
+    folder, own = train(tmp_path / "r", "--dataset", "moving-emoji", "--clips", "40", "8", "8", "--frames", "2",
+                        "--frame-sampling", "middle", "--eval-datasets", tmp_path / "videos", "--eval-every", "0")
+    own = own[str(tmp_path / "videos")]
+    found = evaluate("--checkpoint", folder, "--tasks", "gap")["datasets"][str(tmp_path / "videos")]["metrics"]
+    assert found["clips"] == own["clips"] == 4
+    assert found["gap"]["modality_gap"] == pytest.approx(own["modality_gap"], rel=1e-4)

@@ -295,7 +295,7 @@ def test_a_cluster_file_knows_the_number_of_a_caption(tmp_path):
 
 def test_bad_cluster_files(tmp_path):
     for content, words in (('{"a": 1}', "it has none of the 8 examples of made, first k0; its own first is a"),
-                           ("{", "Expecting property name"), ("[1]", "expected JSON|has no attribute"),
+                           ("{", "Expecting property name"), ("[1]", "expected JSON"),
                            ('{"k0": {"a": 1}}', "expected JSON"),
                            ("{}", "expected JSON")):
         (tmp_path / "mine.json").write_text(content)
@@ -390,6 +390,11 @@ def test_clusters_of_encoders(encoders, tmp_path):
 # ---------------------------------------------------- whole runs ----------------------------------------------------
 def main(folder, *flags, pictures=False):
     return run_script(mmts, folder, *flags, base=TINY, pictures=pictures)
+
+
+def resume(folder, last):
+    """To step `last`."""
+    return mmts.main(mmts.parse_args(["--resume", str(folder), "--max-steps", str(last)]))
 
 
 @pytest.fixture(scope="module")
@@ -488,7 +493,7 @@ def test_a_resumed_run_keeps_its_clusters(short, tmp_path, capsys):
         words = refused(mmts.parse_args, ["--resume", str(folder), *flag.split()], capsys)
         assert f"error: --resume {folder}: {flag.split()[0]} cannot change" in words
     before = (folder / "clusters.json").read_bytes()
-    assert main(folder, "--resume", folder, "--max-steps", 3)["steps"] == 3
+    assert resume(folder, 3)["steps"] == 3
     assert (folder / "clusters.json").read_bytes() == before
 
 
@@ -512,8 +517,7 @@ def test_a_cluster_file_decides(tmp_path):
     assert losses(tmp_path / "verb") == losses(tmp_path / "file")
     assert all(a != b for a, b in zip(losses(tmp_path / "verb"), losses(tmp_path / "turned"), strict=True))
     (tmp_path / "turned.json").unlink()  # a resumed run has its clusters
-    summary = main(tmp_path / "turned", "--resume", tmp_path / "turned", "--max-steps", 3)
-    assert summary["steps"] == 3
+    assert resume(tmp_path / "turned", 3)["steps"] == 3
 
 
 def test_examples_without_a_cluster_are_said_and_counted(tmp_path, capsys):

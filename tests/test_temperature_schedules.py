@@ -320,7 +320,10 @@ def test_val_is_no_part_of_train(cifar, tmp_path):
     held = long_tail.labelled_sets("cifar10", hold_out_val=True, **where)
     train, val = (set(keys_of(held[s])) for s in ("train", "val"))
     assert val and not train & val and len(train | val) == 200
-    assert len(long_tail.labelled_sets("cifar10-lt", 9, 0, hold_out_val=True, **where)["val"]) == 20  # has its own
+    own, same = (long_tail.labelled_sets("cifar10-lt", 9, 0, hold_out_val=h, **where) for h in (False, True))
+    assert len(own["val"]) == 20 and all(keys_of(own[s]) == keys_of(same[s]) for s in own)  # it has its own
+    with pytest.raises(UserError, match="--hold-out-val: nothing is held out of imagenet100-lt; --val-file"):
+        long_tail.labelled_sets("imagenet100-lt", hold_out_val=True)
 
 
 TAIL_OF = [3, 7, 1, 0, 9, 2, 8, 5, 6, 4]  # classes, largest first, of the index files below

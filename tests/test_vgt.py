@@ -252,10 +252,9 @@ def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
         np.savez(tmp_path / "npz" / "region_feat_aln" / f"{name}.npz", feat=feat[0, :clips, :2, :boxes],
                  bbox=bbox[0, :clips, :2, :boxes])
         np.save(tmp_path / "npz" / "frame_feat" / f"{name}.npy", frames[0, :clips, :2])
-    for name, regions, words in (("b", 5, "pickled"), ("c", 9, "expected"),
-                                 ("none", 5, "expected"), ("short", 5, "expected"),
-                                 ("bare", 5, "expected")):
-        with pytest.raises((ValueError, RuntimeError), match=words if words != "expected" else ""):
+    for name, regions, words in (("b", 5, "pickled"), ("c", 9, None), ("none", 5, None), ("short", 5, None),
+                                 ("bare", 5, None)):
+        with pytest.raises((ValueError, RuntimeError), match=words):
             Regions(tmp_path / "npz", "val", regions, 32)(name)
     with pytest.raises(UserError, match="neither an h5 file of VGT.s nor a VIDEO.npz is there"):
         Regions(tmp_path / "h5", "train", 5, 32)
@@ -313,7 +312,7 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
     assert "5 regions of a frame, from files" in said
     assert "nextqa (val): 1 of 9 images cannot be read" in said and "(val) failed" not in said           # other width
     args = mama.parse_args([*map(str, of_set(BASE, flags)), *map(str, flags), "--extra-pairs", "moving-emoji"])
-    with pytest.raises(UserError, match="rendered in memory, or read as features"):
+    with pytest.raises(UserError, match="only joins files .* nextqa is a stream, in memory, read as features"):
         mama.main(args)
 
 

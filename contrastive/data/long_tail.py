@@ -53,6 +53,8 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
     splits, base = ("train", "val", "test"), SETS.get(name, {}).get("base", "")
     files = {"index": index_file, "val": val_file, "test": test_file, "few-shot": few_shot_file}
     used = ("index", "val") if base else tuple(files) if name in SETS else ()
+    if name in SETS and options.pop("hold_out_val", False) and not (base or val_file):
+        raise UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
     for kind in [k for k, file in files.items() if file and k not in used]:
         raise UserError(f"--{kind}-file {files[kind]}: --dataset {name} does not use it")
     if name == "emoji":

@@ -172,6 +172,9 @@ class Run:
             self.in_float32()
         if self.step == 0 or self._due(self.step)["eval"]:  # of a checkpoint, which is written before its evaluation
             pieces = self.evaluate_val()
+        failed = {place.rpartition("/")[0] for place in evaluator.errors}
+        if self.step == 0 and failed and failed >= {*self.evals}:  # every set: it would fail at the end, too
+            raise UserError(f"evaluation failed before the first step: {'; '.join(evaluator.errors.values())}")
         if self.step == 0 and rank() == 0 and self.tokenizer:
             before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
             write_json(self.folder / "similarity_before.json", before)

@@ -305,7 +305,7 @@ def read_clusters(path, train):
     Returns: by ('example' or 'both'); the lists of entries, rows and clusters; how many have no cluster.
     """
     known = read_json(path)
-    if not known or not all(isinstance(v, (int, str, list)) for v in known.values()):
+    if not known or not isinstance(known, dict) or not all(isinstance(v, (int, str, list)) for v in known.values()):
         raise UserError(f'--clusters {path}: expected JSON, {{"KEY": cluster}} or {{"KEY": [cluster of each caption]}}')
     for key, value in known.items():
         several = value if isinstance(value, list) else [value]  # NaN, 1.0 and lists name no cluster
