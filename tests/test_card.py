@@ -26,6 +26,7 @@ from contrastive.evaluation.retrieval import retrieval_both_ways
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -166,7 +167,7 @@ def test_kernels_of_a_convolutional_network_have_the_layout_of_cards():
 
 
 @pytest.mark.parametrize("saved, here", [(None, None), (True, True), (True, None), (None, True)])
-def test_a_resumed_adam_has_the_kernel_of_this_device_and_moments_in_the_layout_of_the_weights(saved, here, tmp_path):
+def test_a_resumed_adam_has_moments_in_the_layout_of_the_weights(saved, here, tmp_path):
     """Adam in one kernel reads memory as it lies: moments of another layout would meet other weights."""
     def make(fused):
         torch.manual_seed(0)
@@ -185,7 +186,6 @@ def test_a_resumed_adam_has_the_kernel_of_this_device_and_moments_in_the_layout_
     torch.save(optimizer.state_dict(), tmp_path / "moments")
     again.load_state_dict(model.state_dict())
     resumed.load_state_dict(torch.load(tmp_path / "moments", weights_only=True))
-    assert {group["fused"] for group in resumed.param_groups} == {here}
     step(model, optimizer)
     step(again, resumed)
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
@@ -222,6 +222,7 @@ def test_a_run_on_the_cpu_leaves_the_card_alone(tmp_path, monkeypatch):
 def test_a_failure_of_one_process_is_raised_on_all(tmp_path):
     """A card without memory, say: the other would read the next set while this one waits for the rest of this set."""
     def work(rank):
+        AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one is a fork of
         processes.join(cpu=True)
 
         def part():
@@ -234,7 +235,7 @@ def test_a_failure_of_one_process_is_raised_on_all(tmp_path):
             print(f"raised: {error}", file=sys.stderr)
 
     for code, words in launch.ranks(tmp_path, work):
-        assert code == 0 and "raised: OutOfMemoryError: the card is full" in words, words
+        assert code == 0 and "raised: the card is full" in words, words
 
 
 def test_adam_in_one_kernel_is_the_same_adam(tmp_path, monkeypatch):

@@ -15,12 +15,13 @@ from contrastive import CORES, engine
 from contrastive.engine.processes import UserError, flatten
 from contrastive.evaluation.embed import encode_images, gather_rows
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 import launch
@@ -143,6 +144,12 @@ def on_main(folder, world):
         engine.processes.on_main(fail)
     except UserError as error:
         return [done, Path(folder, f"done_{world}").read_text(), str(error)]
+
+
+def join():
+    """In a fork of this process, which may have had an accelerator of its own."""
+    AcceleratorState._reset_state(True)
+    engine.processes.join(cpu=True)
 
 
 def relative(a, b):
@@ -325,13 +332,13 @@ def test_evaluation_takes_each_item_once(differences, world, n):
                                                 (KeyError("a mistake"), 1, "Traceback(.|\n)*KeyError: 'a mistake'")])
 def test_a_process_that_fails_alone_waits_for_no_other(error, code, words, tmp_path):
     def work(rank):
-        engine.processes.join(cpu=True)
+        join()
         engine.processes.barrier()  # else one of them may still be connecting when the other fails
         if rank:
             raise error
         engine.processes.barrier()
     (other, _), (own, said) = launch.ranks(tmp_path, work)
-    assert own == code and other and re.fullmatch(words, said) if code == 2 else re.match(words, said)
+    assert own == code and other and re.match(words, said)
 
 
 # ----------------------------------------------- whole runs ----------------------------------------------------------
@@ -359,9 +366,9 @@ def runs(tmp_path_factory):
     """Ten epochs of a folder on one process, on two, and on two in chunks."""
     folder = tmp_path_factory.mktemp("runs")
     write_captions(folder / "set", 80)
-    run_here(folder / "one", "--dataset", str(folder / "set"), "--workers", "0")
+    run_here(folder / "one", "--dataset", str(folder / "set/captions.csv"), "--workers", "0")
     for name, flags in (("two", []), ("chunks", ["--chunk-size", "8"])):
-        flags = [*SMALL, "--dataset", folder / "set", "--output-dir", folder, "--run-name", name, *flags]
+        flags = [*SMALL, "--dataset", folder / "set/captions.csv", "--output-dir", folder, "--run-name", name, *flags]
         launch.finish("temo", flags, folder / f"{name}.txt", processes=2)
     return folder
 
@@ -410,7 +417,8 @@ def test_only_compile_compiles_whatever_accelerate_s_file_asks_for(tmp_path):
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_a_sharded_model_is_refused(kind, tmp_path, monkeypatch):
-    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    made = Namespace(distributed_type=DistributedType[kind], log_with=[])
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: made)
     args = Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path), tf32=False)
     with pytest.raises(UserError, match=f"accelerate is configured for {kind}; only plain processes"):
         engine.processes.set_up(args)
@@ -419,7 +427,7 @@ def test_a_sharded_model_is_refused(kind, tmp_path, monkeypatch):
 def test_rows_of_all_processes_in_pieces(tmp_path):
     """Uneven shares, a process without a row, rows without columns; more pieces than one."""
     def work(rank):
-        engine.processes.join(cpu=True)
+        join()
         mine = torch.arange(15.0).view(5, 3) if rank else torch.ones(2, 3)
         for rows in (mine, mine if rank else None, mine[:, :0], None):
             found = gather_rows(rows, torch.device("cpu"), piece=24)  # two rows
@@ -434,7 +442,7 @@ def test_rows_of_all_processes_in_pieces(tmp_path):
 def test_rows_without_room_on_one_process_fail_on_all(tmp_path):
     """They then go on together to the next exchange."""
     def work(rank):
-        engine.processes.join(cpu=True)
+        join()
         made = torch.zeros
 
         def no_room(*shape, **how):
@@ -442,14 +450,14 @@ def test_rows_without_room_on_one_process_fail_on_all(tmp_path):
                 raise torch.OutOfMemoryError("no room")
             return made(*shape, **how)
         torch.zeros = no_room
-        with pytest.raises(RuntimeError, match="OutOfMemoryError: no room"):
+        with pytest.raises(RuntimeError, match="no room"):
             gather_rows(torch.ones(2, 3), torch.device("cpu"))
         print([x.tolist() for x in gather_rows(torch.ones(1, 1), torch.device("cpu"))], file=sys.stderr)
     assert launch.ranks(tmp_path, work) == [(0, "[[[1.0]], [[1.0]]]\n")] * 2
 
 
 def test_workers_change_nothing(runs, tmp_path):
-    run_here(tmp_path / "a", "--dataset", str(runs / "set"), "--workers", "2")
+    run_here(tmp_path / "a", "--dataset", str(runs / "set/captions.csv"), "--workers", "2")
     assert losses(tmp_path / "a") == losses(runs / "one")
 
 
@@ -473,16 +481,14 @@ def threads(folder, *launcher, **environment):
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-# what the latter comes to where OMP_NUM_THREADS is set, without its imports
-LIKE_ACCELERATE = [sys.executable, "-c", """import os, subprocess, sys
-subprocess.run([sys.executable, *sys.argv[1:]], env=os.environ | {"ACCELERATE_MIXED_PRECISION": "no"}, check=True)"""]
 
 
-@pytest.mark.parametrize("launcher, by_hand", [(TORCHRUN, ""), (ACCELERATE, ""), (LIKE_ACCELERATE, "1")])
-def test_threads_are_those_of_the_user_and_not_of_the_launcher(launcher, by_hand, tmp_path):
+@pytest.mark.parametrize("launcher, by_hand, found", [
+    (TORCHRUN, "", CORES), (ACCELERATE, "", CORES), ([sys.executable], "1", 1)])
+def test_threads_are_those_of_the_user_and_not_of_the_launcher(launcher, by_hand, found, tmp_path):
     """Without OMP_NUM_THREADS torchrun and accelerate launch tell each process to take one thread."""
-    found = threads(tmp_path, *launcher, **({"OMP_NUM_THREADS": by_hand} if by_hand else {}))
-    assert found == {f"{by_hand or CORES} of {CORES}"}
+    environment = {"OMP_NUM_THREADS": by_hand} if by_hand else {}
+    assert threads(tmp_path, *launcher, **environment) == {f"{found} of {CORES}"}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not restrict a process to cores")
@@ -499,5 +505,5 @@ def test_the_banner_says_how_many_workers_are_started(dataset, asked, started, r
         raise UserError("after the banner")
     monkeypatch.setattr(engine.run.Run, "evaluate_val", stop)
     with pytest.raises(UserError, match="after the banner"):
-        run_here(tmp_path / "a", "--dataset", str(runs / "set") if dataset == "folder" else dataset, "--workers", asked)
+        run_here(tmp_path / "a", "--dataset", str(runs / "set/captions.csv") if dataset == "folder" else dataset, "--workers", asked)
     assert re.findall("([0-9]+) workers each", capsys.readouterr().out) == [started]
