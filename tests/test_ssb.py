@@ -273,12 +273,15 @@ def test_recipe(tmp_path, monkeypatch):
 def test_refusals(root, tmp_path, capsys):
     with pytest.raises(UserError, match="--captioning-weight: a T5's decoder .* --text-encoder small is not a T5"):
         main(root, tmp_path / "r", "--text-encoder", "small")
+    capsys.readouterr()
     said = refused(ncl.parse_args, flags(root, "--feature-dir", str(root / "motion"), str(root / "no")), capsys)
     assert f"--feature-dir {root / 'no'}: no such path" in said
     assert "go together" in refused(ncl.parse_args, ["--image-encoder", "ssb"], capsys)
     assert "only with --captioning-weight" in refused(ncl.parse_args, ["--support-tau", "0.2"], capsys)
     assert "--crop-min: only with frames" in refused(ncl.parse_args, flags(root, "--crop-min", 0.5), capsys)
     ncl.parse_args(flags(root, "--eval-datasets", root / "clips.csv"))
+    said = refused(ncl.parse_args, flags(root, "--eval-datasets", root / "clips.csv", "msvd"), capsys)
+    assert f"--eval-datasets: --feature-dir is of {root / 'clips.csv'} alone" in said
     with pytest.raises(UserError, match="--image-encoder ssb: the data set has pixels"):
         run_script(ncl, tmp_path / "p", base=["--cpu", "--clips", 8, 4, 4, "--batch-size", 4, "--image-encoder", "ssb",
                                               "--feature-dir", tmp_path, "--text-encoder", root / "t5"])
