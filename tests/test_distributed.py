@@ -498,12 +498,13 @@ def test_cores_are_those_that_the_process_may_use(tmp_path):
     assert threads(tmp_path, sys.executable, "-c", only) == {"1 of 1"}
 
 
-@pytest.mark.parametrize("dataset, asked, started", [("folder", "1000", str(CORES)), ("emoji", "4", "0")])
+@pytest.mark.parametrize("dataset, asked, started", [("own", "1000", str(CORES)), ("emoji", "4", "0")])
 def test_the_banner_says_how_many_workers_are_started(dataset, asked, started, runs, tmp_path, monkeypatch, capsys):
     """Of a set in memory none."""
     def stop(_):
         raise UserError("after the banner")
     monkeypatch.setattr(engine.run.Run, "evaluate_val", stop)
     with pytest.raises(UserError, match="after the banner"):
-        run_here(tmp_path / "a", "--dataset", str(runs / "set/captions.csv") if dataset == "folder" else dataset, "--workers", asked)
+        own = str(runs / "set/captions.csv")
+        run_here(tmp_path / "a", "--dataset", own if dataset == "own" else dataset, "--workers", asked)
     assert re.findall("([0-9]+) workers each", capsys.readouterr().out) == [started]

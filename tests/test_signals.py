@@ -28,7 +28,8 @@ def whole(tmp_path_factory):
 
 def fork(folder, name, old, new):
     """temo.py with another way to average L_MM: the path of the copy."""
-    text, line = (launch.ROOT / "temo.py").read_text(encoding="utf8"), "+ info_nce(text, image, tau, block)) / 2"
+    text = (launch.ROOT / "temo.py").read_text(encoding="utf8")
+    line = "    return (info_nce(image, text, tau, block) + info_nce(text, image, tau, block)) / 2"
     assert text.count(line) == 1
     path = Path(folder) / f"{name}.py"
     path.write_text(text.replace(line, line.replace(old, new)), encoding="utf8")
