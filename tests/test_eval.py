@@ -8,6 +8,7 @@ import types
 
 import common
 from contrastive import encoders, engine, evaluation
+from contrastive.data.open import evaluation_sets
 from contrastive.engine.processes import UserError
 
 import datasets
@@ -603,6 +604,8 @@ def test_what_would_be_lost_in_silence_is_refused(run, hub, tmp_path):  # noqa: 
     sets = [f"dtd={hub / 'dtd'}", "emoji", f"dtd={tmp_path}"]
     with pytest.raises(UserError, match="--datasets dtd: named with two folders"):
         evaluate("--checkpoint", run, "--datasets", *sets)
+    with pytest.raises(UserError, match="--eval-datasets dtd: named with two folders"):
+        evaluation_sets(temo.parse_args(["--eval-datasets", *sets, "--cpu"]))
     with pytest.raises(UserError, match="--normalize oracle is for the task retrieval; the tasks are knn gap"):
         evaluate("--checkpoint", run, "--tasks", "knn", "gap", "--normalize", "oracle")
     once = evaluate("--checkpoint", run, "--datasets", *sets[:2], sets[0], "--tasks", "zero-shot", "--output-dir",

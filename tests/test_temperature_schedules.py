@@ -394,12 +394,13 @@ def test_index_files_that_name_no_long_tail(torchvision_s, tmp_path):
         return str(error.value)
     balanced = np.concatenate([np.flatnonzero(labels == c)[:16] for c in range(10)])
     assert "not a long tail of --imbalance-ratio 10: " in refused(balanced)
-    assert "not equal classes: 34, 34" in refused(np.arange(300), name="cifar100_split1_D_b.npy")
-    assert "not a long tail: " in refused(np.random.default_rng(2).permutation(500)[:400], ratio=0)
-    assert "999 is beyond the 500" in refused([3, 999]) and "-1 is beyond" in refused([3, -1])
-    assert "a vector of whole numbers" in refused([0.5]) and "whole numbers" in refused([[1, 2]])
+    words = "the images it names are not a long tail or equal classes: "
+    assert words in refused(np.arange(300), name="cifar100_split1_D_b.npy")
+    assert words in refused(np.random.default_rng(2).permutation(500)[:400], ratio=0)
+    for odd in ([3, 999], [3, -1], [0.5], [[1, 2]]):
+        assert refused(odd).endswith("some.npy: expected a vector of whole numbers in 0..499")
     (tmp_path / "text.npy").write_text("1 2 3")
-    with pytest.raises(UserError, match="text.npy: not an .npy file"):
+    with pytest.raises(UserError, match="^--index-file .*text.npy: "):
         long_tail.labelled_sets("cifar10-lt", index_file=str(tmp_path / "text.npy"), data_dir=str(hub))
     with pytest.raises(UserError, match="--few-shot-file x: --dataset cifar10-lt does not use it"):
         long_tail.labelled_sets("cifar10-lt", few_shot_file="x", data_dir=str(hub))
@@ -547,7 +548,7 @@ def test_resume_goes_on_as_if_never_stopped(tmp_path, monkeypatch, pictures, los
     monkeypatch.setattr(ts, "draw", lambda *a: None)  # once is enough
     a = resumed(tmp_path, 7)  # from step 6
     more = {"moco": {"own"}, "sdclr": {"tensors"}}.get(loss, set())        # queue and keys, masks
-    assert {k.split("/")[0] for k in a} == {"model", "optimizer", "random_0"} | more
+    assert {k.split("/")[0] for k in a} == {"model", "optimizer", "processes"} | more
     trained = sum(v.numel() for k, v in a.items() if k.startswith("model/"))  # not MoCo's second encoder
     assert engine.processes.read_json(tmp_path / "whole" / "summary.json")["parameters"] == trained
     whole, cut = ([(r["step"], r["loss"], r["tau"]) for r in steps(tmp_path / name)] for name in ("whole", "cut"))

@@ -155,6 +155,8 @@ def evaluation_sets(args):
     evals = {}
     for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
         name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
+        if name in evals:
+            raise UserError(f"--eval-datasets {name}: named with two folders")
         options = other_options(vars(args), name, folder)
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder} if folder else {}))
