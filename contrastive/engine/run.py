@@ -15,7 +15,7 @@ from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last
 from contrastive.encoders.models import build_model, spec_of
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.engine import checkpoints
-from contrastive.engine.log import Log, commit, peak_memory_mb, versions
+from contrastive.engine.log import Log, commit, millions, peak_memory_mb, versions
 from contrastive.engine.processes import (
     UserError,
     barrier,
@@ -396,8 +396,3 @@ class Run:
                 "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val, "test": test,
                 "chance": chance, "errors": self.evaluator.errors, "commit": self.commit,
                 "versions": versions(args.cpu).splitlines()}
-
-
-def millions(module):
-    """Parameters of a module, in millions."""
-    return sum(p.numel() for p in module.parameters()) / 1e6
