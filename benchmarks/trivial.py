@@ -62,8 +62,8 @@ def main(argv=None):
     """Measures and writes the table."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("runs", nargs="*", help="run folders on this set")
-    p.add_argument("--dataset", default="emoji")
-    p.add_argument("--clips", type=int, nargs=3, default=None)
+    p.add_argument("--dataset", default="emoji", help="a set with classes")
+    p.add_argument("--clips", type=int, nargs=3, default=None, help="of moving-emoji: train, val and test clips")
     args = p.parse_args(argv)
     clips = {"clips": args.clips} if args.clips else {}
     flags = ["--dataset", args.dataset, *(["--clips", *map(str, args.clips)] if args.clips else [])]
