@@ -423,6 +423,19 @@ def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
     assert titles.count("zero-shot by prompts, val (Fig. 7)") == 1 and "retrieval, val" in titles
 
 
+def test_the_threshold_of_figures_4_and_5():
+    """The first cosine above the negatives' mode where positives are denser; none if the two are alike."""
+    image, noise = unit(300, 64, seed=1), unit(300, 64, seed=2)
+    pieces = {"image": image, "text": F.normalize(image + noise), "owner": list(range(300)),
+              "positives": torch.arange(300)[:, None]}                     # cosines of pairs about 0.7, of others 0
+    found = figures.base.similarity_histograms(pieces)
+    negative = (F.normalize(image + noise) @ image.T)[~torch.eye(300, dtype=bool)]
+    assert negative.quantile(0.97).item() < found["threshold"] < 0.65
+    low = next(k for k, edge in enumerate(found["edges"]) if edge == found["threshold"])
+    assert found["positive"][low] > found["negative"][low] and found["positive"][low - 1] <= found["negative"][low - 1]
+    assert figures.base.similarity_histograms(pieces | {"text": -image})["threshold"] is None
+
+
 def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, pictures):
     """Its modulated_temperature serves the loss, the columns of the log and what is drawn from them."""
     flags = [*QUICK, *"--eval-every 0 --dataset moving-emoji --clips 32 16 16".split()]

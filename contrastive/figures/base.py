@@ -379,11 +379,11 @@ def draw_histograms(stages, path, title):
                 ax.stairs(h[kind], h["edges"], label=name, fill=True, facecolor=to_rgba(f"C{k}", 0.35),
                           edgecolor=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
             if h.get("threshold") is not None:
-                ax.axvline(h["threshold"], color=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
+                ax.axvline(h["threshold"], ymax=0.6, color=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
         ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density", xlim=_mass(stages))
         if ax.patches and len(stages) > 1:
             legend_above(ax)
-    fig.suptitle(title)
+    fig.suptitle(f"{title}\nlines: above the negatives' mode, the first cosine where positives are denser")
     save_figure(fig, path)
 
 
