@@ -32,6 +32,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
+import contrastive.data.views as views_of_common  # noqa: E402
 from contrastive.data.pictures import decode  # noqa: E402
 from contrastive.data.table import IN_MEMORY  # noqa: E402
 from contrastive.data.views import OPERATIONS, crop_batch, randaugment  # noqa: E402
@@ -284,7 +285,7 @@ def cc3m_views(rounds, n=512, batch=64):
                 pass
 
         def read_torchvision():
-            with mock.patch.object(common, "randaugment", torchvision):
+            with mock.patch.object(views_of_common, "randaugment", torchvision):
                 read(base, base)
         t = Times({"ours": lambda: read(base, base), "torchvision": read_torchvision, "read": read, "query": query,
                    "randaugment": lambda: augment(randaugment),
