@@ -1,11 +1,11 @@
 """Everything between a file (or a hub id) and batch["views"].
 
-table.py      Data, one split: a table with a row per example, and how its pixels are read; load_data
-open.py       the data sets of a run, as its flags say             meta.py      MAMA's meta-data
+table.py      Data, one split: a table with a row per example, and how its pixels are read
+open.py       load_data, and the data sets of a run, as its flags say
 own.py        the user's own files and folders, and hub ids        stream.py    tars: indexed, or read in order
 batches.py    training batches                                     views.py     random numbers and image views
 pictures.py, frames.py, clips.py    bytes of an image or a video -> uint8 pixels (or features)
-annotations.py    what the readers of annotation files share       texts.py     captions: further ones, paraphrases
+annotations.py    what the readers of annotation files share       texts.py     captions and their paraphrases
 
 Data sets by name stand in one file per family. Such a file has SETS = {name: facts} and load(name, split, options) ->
 Data. Facts: splits {split: expected count or None}, licence, drawn (no files are needed), and options {flag: keywords

@@ -172,7 +172,7 @@ class Case:
         """Features (K, width) and labels (K,) of the training images that have a class, encoded once per view, as the
         run's own evaluation does (--train-features). Raises: UserError without a training set."""
         view = self.subject.view(task, self.name)
-        if (task, view) not in self.known:
+        if view not in self.known:
             train = self.open("train")
             if train.streamed:
                 raise UserError("the training set is a stream: no kNN or probe")
@@ -180,19 +180,24 @@ class Case:
                 raise UserError("train and test name different classes")
             if self.sets and self.subject.own.get("train_features") == "augmented":
                 train = padded_and_flipped(train, self.subject.own["seed"])
-            self.known[task, view] = self._features(train, view, task == "knn")
-        return self.known[task, view]
+            self.known[view] = self._features(train, view)
+        (image, features), labels = self.known[view]
+        projected = task == "knn" and self.subject.knn_features == "projected"
+        return image if projected else features, labels                    # (K, D) or (K, width), (K,)
 
     def few_shot(self, task):
         """The same for the images from which the run's few-shot probe learns (--few-shot-file), or None."""
         listed = self.sets and "few-shot" in self.sets and not self.args.few_shot
-        return self._features(self.sets["few-shot"], self.subject.view(task, self.name)) if listed else None
+        if listed:
+            (_, features), labels = self._features(self.sets["few-shot"], self.subject.view(task, self.name))
+        return (features, labels) if listed else None
 
-    def _features(self, data, view, knn=False):
+    def _features(self, data, view):
+        """((K, D) embeddings, (K, width) features), (K,) labels of the images that have a class."""
         rows, image, features, _ = self.subject.images(data, view)
-        features = image if knn and self.subject.knn_features == "projected" else features  # (K, D) or (K, width)
         labels = torch.from_numpy(data.labels[rows])                       # (K,)
-        return features[labels >= 0], labels[labels >= 0]
+        known = labels >= 0
+        return (image[known], features[known]), labels[known]
 
     def picture(self, kind):
         """Path of a picture of this set."""
