@@ -93,7 +93,7 @@ def load(name, split, options):
     question, answer, choices (five), question_type, row; with regions also boxes.
     Raises: UserError if there are too few training clips to leave val or test a pair, or for more than five regions.
     """
-    frames, size, regions = (options.get(k) or n for k, n in (("frames", 4), ("image_size", 32), ("regions", 0)))
+    frames, size, regions = options.get("frames") or 4, options.get("image_size") or 32, options.get("regions") or 0
     if regions > 5:
         raise UserError(f"--regions {regions}: a frame of moving-emoji has 5")
     law, noise = options.get("clip_law") or "once", options.get("caption_noise") or 0.0
@@ -151,21 +151,21 @@ def _pairs(clips, law):
     train = rng.choice(len(p), clips[0], p=p / p.sum())
     pairs, (verbs, nouns) = {"train": train}, np.divmod(np.arange(len(p)), NOUNS)
     known = np.isin(verbs, train // NOUNS) & np.isin(nouns, train % NOUNS)  # (pairs,)
+    once = law == "once"  # every pair once, then again
     for number, split in enumerate(("val", "test")):
-        p = np.where(known & (part == number if law == "once" else part > 1), weight, 0)
+        p = np.where(known & (part == number if once else part > 1), weight, 0)
         if not p.any():
             raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {split} "
                             f"a pair of known verb and noun")
-        once = law == "once"  # every pair once, then again
-        drawn = rng.choice(len(p), (p > 0).sum() if once else clips[number + 1], replace=not once, p=p / p.sum())
-        pairs[split] = np.resize(drawn, clips[number + 1])
+        wanted = clips[number + 1]
+        drawn = rng.choice(len(p), np.count_nonzero(p) if once else wanted, replace=not once, p=p / p.sum())
+        pairs[split] = np.resize(drawn, wanted)
     return pairs
 
 
 def _captions(names, verb, colour, u):
-    """Three captions of one clip that mean the same in different words; u (8,) picks template, phrase and name.
-
-    names: of the noun."""
+    """Three captions of one clip that mean the same in different words; u (8,) picks template, phrase and name (of
+    those of the noun)."""
     captions, phrases = [], MOTIONS[verb][0]
     for k in range(3):
         template = TEMPLATES[(int(u[7] * len(TEMPLATES)) + k) % len(TEMPLATES)]
@@ -176,10 +176,9 @@ def _captions(names, verb, colour, u):
 
 
 def _givers(pairs, share):
-    """(M,) the clip whose captions each clip gets: itself, and for a share of them one of another pair (if any is
-    left)."""
-    givers, n = np.arange(len(pairs)), round(share * len(pairs))
-    chosen = np.random.default_rng([7, 2]).permutation(len(pairs))[:n]
+    """(M,) whose captions each clip gets: its own, or, for a share of them, those of another pair (if any is left)."""
+    givers = np.arange(len(pairs))
+    chosen = np.random.default_rng([7, 2]).permutation(len(pairs))[:round(share * len(pairs))]
     giver = np.roll(chosen, 1)
     for k in np.flatnonzero(pairs[chosen] == pairs[giver]):
         # this giver shows the same pair: swap givers with the first clip for which both then differ
