@@ -85,7 +85,7 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
 13. Its Video Swin-B has torchvision's weights of Kinetics-400, the paper's of Kinetics-600; each token of it is a time,
     the mean over the picture. Any other --image-encoder gives one token a frame.
 14. An answer outside --answers has no loss in training and is wrong in evaluation, whose upper bound is printed, as in
-    the authors' code, which tests the best epoch; here it is the last. Table 2's accuracies by type: docs/recipes.md.
+    the authors' code, which tests the best epoch; here it is the last. Table 2's accuracies by type: docs/methods.md.
 15. --qa-model vgt is the base of Table 2's best rows. It reads features of regions (--region-dir DIR), and
     encoders/vgt.py lists its differences. The paper takes "BERT-Base embeddings" and 32 random frames; here it is all
     of BERT and the 32 frames of VGT's files, as in VGT's code. The base's number on NExT-QA (61.8) is neither in VGT's
@@ -307,7 +307,7 @@ def l2rw_weights(losses, parameters, batch, meta_batch):
     return len(gather(useful)) * useful / total if total > 0 else useful
 
 
-# --weighting: losses (B,), own, progress 0..1 of the run, args -> weights (B,). A fork adds a line (docs/fork.md); what
+# --weighting: losses (B,), own, progress 0..1 of the run, args -> weights (B,). A fork adds a line (docs/forking.md); what
 # is learnt, said and drawn follows the name. 'meta' has the new theta (Eq. 11), which the loss of 'joint' alone trains.
 WEIGHTINGS = {
     "meta": lambda losses, own, progress, args: own["weight_net"](losses),

@@ -106,7 +106,7 @@ def code_of(page, word):
 
 
 def test_the_loop_with_weights(monkeypatch):
-    """docs/equations.md: the weight network learns, and its weights are in the encoders' loss."""
+    """docs/forking.md: the weight network learns, and its weights are in the encoders' loss."""
     class Pair(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -119,7 +119,7 @@ def test_the_loop_with_weights(monkeypatch):
     loader = [(torch.randn(6, 8), torch.randn(6, 8)) for _ in range(3)]
     names = dict(model=model, loader=loader, meta_loader=loader[::-1], lr=5e-6, tau=0.5,
                  optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    code = code_of("equations.md", "weightnet_gradient")
+    code = code_of("forking.md", "weightnet_gradient")
     assert code.count("\n") <= 22
     before = model.video.weight.clone()
     exec(code, names)
@@ -132,7 +132,7 @@ def test_the_loop_with_weights(monkeypatch):
 
 def test_a_model_gives_embeddings_that_the_page_normalises():
     assert "not of unit length" in common.load_model.__doc__
-    assert "not of unit length" in (ROOT / "docs" / "evaluate.md").read_text(encoding="utf8")
+    assert "not of unit length" in (ROOT / "docs" / "running.md").read_text(encoding="utf8")
 
 
 TRAIN = """
@@ -173,9 +173,9 @@ def test_from_another_folder_beside_its_own_files(tmp_path):
 
 
 def test_a_common_py_of_the_user_s_is_named(tmp_path):
-    """As docs/troubleshooting.md has it."""
+    """As docs/running.md has it."""
     (tmp_path / "common.py").write_text("OURS = 2")
     said = elsewhere(tmp_path, "-c", "from temo import temo_loss").splitlines()[-1]
     assert re.fullmatch(r"ImportError: cannot import name '\w+' from 'common' \(.*common\.py\)", said)
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf8")
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf8")
     assert "ImportError: cannot import name ... from 'common'" in page and "from mycode import common" in page

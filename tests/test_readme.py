@@ -147,7 +147,8 @@ def test_commands_of_the_pages_parse(place, monkeypatch):
 
 def test_functions_of_the_equations_exist():
     modules = {"TeMo": temo, "TS": temperature_schedules, "MM-TS": mmts, "NCL": ncl, "MAMA": mama}
-    rows = [line.split("|") for line in PAGES[ROOT / "docs" / "equations.md"].splitlines() if line.startswith("|")][2:]
+    rows = [line.split("|") for line in PAGES[ROOT / "docs" / "methods.md"].split("## Recipes")[0].splitlines()
+            if line.startswith("|")][2:]
     names = [(row[1].split()[0].rstrip(","), name) for row in rows for name in re.findall(r"`(\w+)`", row[2])]
     assert {paper for paper, _ in names} == set(modules) and len(names) >= 30
     unknown = [(paper, name) for paper, name in names if not hasattr(modules[paper], name)]

@@ -179,6 +179,6 @@ def load_model(run_dir):
         if more := sorted(tensors.keys() - model.state_dict().keys()):
             raise UserError(f"{run_dir}: its model.safetensors holds {more[0]}, which a fork added to the encoders and "
                             "model.json cannot describe; modules of a loss belong into `own`, and a backbone needs a "
-                            "name in image_tower (docs/fork.md)")
+                            "name in image_tower (docs/forking.md)")
         model.load_state_dict(tensors)
     return model.eval(), tokenizer, transform
