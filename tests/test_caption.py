@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import common
+from contrastive import data as data_sets
 from contrastive import encoders, figures
-from contrastive.data import open as data_open
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.meta import meta_data
 
@@ -438,10 +438,10 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
                           ("video,words", "--caption-column: none of caption, captions")):
         (tmp_path / "odd.csv").write_text(f"{header}\nx,y\n")
         with pytest.raises(UserError, match=f"^{words}.* is there; there are: {header.replace(',', ', ')}$"):
-            data_open.add_captions(plain, tmp_path / "odd.csv")
+            data_sets.add_captions(plain, tmp_path / "odd.csv")
     drawn = common.Data("drawn", "train", common.make_table([["x"]], ["0"]), pixels=torch.zeros(1, 2, 3, 8, 8).byte())
     with pytest.raises(UserError, match="drawn has no files of its own"):
-        data_open.add_captions(drawn, tmp_path / "none.csv")
+        data_sets.add_captions(drawn, tmp_path / "none.csv")
 
 
 def test_extra_captions_after_rows_were_held_out(models, videos, tmp_path):
@@ -460,7 +460,7 @@ def pairs_of(tmp_path, more, evals=(), **flags):
     args = argparse.Namespace(**({"video_dir": str(tmp_path), "frames": 2} | flags))
     own = {k: getattr(args, k) for k in ("video_dir", "frames", "unfold_captions") if hasattr(args, k)}
     data = common.load_data(str(tmp_path / "own.csv"), "train", **own)
-    return data, data_open.add_pairs(data, more, args, {"x": dict(evals)})
+    return data, data_sets.add_pairs(data, more, args, {"x": dict(evals)})
 
 
 def test_captions_of_more_pairs_are_joined_as_those_of_the_set(tmp_path):
@@ -514,7 +514,7 @@ def test_pairs_come_from_the_csv_of_this_tool_and_train(tmp_path):
              str(tmp_path / "runs"), "--run-name", "r", "--cpu", "--frames", "2", "--image-size", "32", "--workers",
              "0", "--batch-size", "12", "--weighting", "none", "--eval-every", "0", "--max-steps", "1"]
     args = mama.parse_args(flags)
-    train, evals = data_open.open_data(args)
+    train, evals = data_sets.open_data(args)
     assert len(train) == 12 and len(evals[str(tmp_path / "own.csv")]["val"]) == 1
     assert sorted({c.split()[0] for i in range(12) for c in train.captions(i)}) == ["more", "own"]
     mama.main(args)
@@ -541,7 +541,7 @@ def test_pairs_that_cannot_join_are_refused(tmp_path):
             pairs_of(tmp_path, more, evals)
         assert str(info.value).startswith("--extra-pairs") and words in str(info.value), info.value
     with pytest.raises(UserError, match=f"^--extra-captions {tmp_path}/gone.csv: "):
-        data_open.add_captions(data, tmp_path / "gone.csv")
+        data_sets.add_captions(data, tmp_path / "gone.csv")
 
 
 def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
@@ -560,7 +560,7 @@ def test_pairs_that_are_there_already_are_counted_or_refused(tmp_path):
     assert len(both) == 6 and "2 more pairs" in both.note
     assert "1 of clips that are trained on already" in both.note
     table = common.make_table([["t"]] * 2, ["0", "1"], [{"bytes": b"a", "path": "0.png"}] * 2)  # no file to know it by
-    assert len({*data_open.places(common.Data("x", "train", table))}) == 2
+    assert len({*data_sets.places(common.Data("x", "train", table))}) == 2
 
 
 def test_the_help_says_what_the_paper_leaves_open(capsys):

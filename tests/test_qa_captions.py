@@ -6,7 +6,7 @@ import json
 import shutil
 
 import common
-from contrastive.data import open as data_open
+from contrastive import data as data_sets
 from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.engine.processes import UserError
 from contrastive.evaluation import answers
@@ -54,7 +54,7 @@ def files(tmp_path_factory):
 def opened(files, name="msrvtt-qa", more=(), **options):
     """(training data, evaluation sets) of mama.py's flags."""
     flags = [*flags_of(files, name), *more]
-    return data_open.open_data(mama.parse_args(flags))
+    return data_sets.open_data(mama.parse_args(flags))
 
 
 def flags_of(files, name="nextqa"):
@@ -92,7 +92,7 @@ def test_a_caption_stands_for_one_question_in_place_of_it_and_windows_count(tmp_
     paths = [str(tmp_path / "videos" / f"{name}.mp4") for name in ("x/a", "x/a", "y/a", "b")]
     data = common.Data("asked", "train", common.make_table(
         [[q] for q in "stuv"], list("0123"), paths, question=list("stuv"), answer=list("pppq")))
-    from contrastive.data.open import add_captions
+    from contrastive.data import add_captions
     file = write_rows(tmp_path / "c.csv", ["video", "start", "end", "caption"], [
         ("x/a.mp4", "", "", "one"), ("x/a.mp4", "", "", "two"), ("a.mp4", "", "", "of which?"),
         ("b.mp4", "0", "1", "of no window")])
@@ -247,4 +247,4 @@ def test_what_has_only_questions_is_no_pair(files, tmp_path):
     shutil.copy(files / "train_qa.json", more)
     args = mama.parse_args(["--dataset", str(tmp_path / "own.csv"), "--extra-pairs", f"msrvtt-qa={more}"])
     with pytest.raises(UserError, match="only joins files that have captions"):
-        data_open.open_data(args)
+        data_sets.open_data(args)

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from contrastive.data import splits_of
-from contrastive.data.open import data_options, load_data, long_tail_counts
+from contrastive.data import data_options, load_data, splits_of
 from contrastive.data.table import Data, make_table
 from contrastive.engine.processes import UserError, opening, say_once
 
@@ -177,3 +176,8 @@ def _list_file(name, split, file, root):
     table = make_table([[f"class {y}"] for y in labels], paths, classes={"label": names}, label=labels,
                        sources=[{"path": str(Path(root) / path)} for path in paths])
     return Data(name, split, table, has_captions=False)
+
+
+def long_tail_counts(n_max, classes, ratio):
+    """Images per class of an exponential tail, int(n_max * ratio ** (-c / (classes - 1))): n_max to n_max / ratio."""
+    return [int(n_max * ratio ** (-c / max(1, classes - 1))) for c in range(classes)]

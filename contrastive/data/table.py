@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+from pathlib import Path
 
 from contrastive.data.pictures import decode, part_of
 from contrastive.data.views import uniforms
@@ -129,10 +130,6 @@ class Data:
             return self.clip(content, source.get("start"), source.get("end"), draws)
         return decode(content)
 
-    def __getitem__(self, i):
-        more = {c: self.column(c)[i] for c in self.texts.column_names if c not in ("captions", "key", "group")}
-        return {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)} | more
-
     def select(self, rows, split=None):
         """The same data set with only these rows, in this order; a row may come twice."""
         rows = np.asarray(rows, dtype=None if len(rows) else np.int64)  # numpy takes an empty list for floats
@@ -175,6 +172,26 @@ class Data:
         """Captions in order (of the first `limit` examples): for a tokenizer or paraphrases."""
         for i in range(min(len(self), limit or len(self))):
             yield from self.captions(i)
+
+
+# ---- the hub ----
+COMMITS = {}  # {repository: commit} of what this process has read from the hub or its cache, for summary.json
+
+
+def hub_folder(repo, patterns, revision=None):
+    """A folder with the files of a data set on the hub whose names have these patterns, or those in the hub's cache."""
+    from huggingface_hub import snapshot_download
+    folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=patterns, revision=revision))
+    COMMITS[repo] = folder.name
+    return folder
+
+
+def note_commit(model):
+    """Notes the commit of a model that has been loaded by its hub id; a folder has none."""
+    from huggingface_hub import try_to_load_from_cache
+    config = None if Path(model).exists() else try_to_load_from_cache(model, "config.json")
+    if isinstance(config, str):
+        COMMITS[model] = Path(config).parent.name
 
 
 # ---- making Data ----
@@ -245,11 +262,6 @@ def with_captions(data, captions):
     beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
     table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
     return dataclasses.replace(data, table=table)
-
-
-def joined(data):
-    """The data with all captions of a row as one text (--join-captions)."""
-    return with_captions(data, [[" ".join(of_row)] for of_row in data.column("captions")])
 
 
 def has_clips(data):
