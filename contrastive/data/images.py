@@ -8,7 +8,15 @@ from pathlib import Path
 from contrastive.data.annotations import count_note
 from contrastive.data.own import read_tables, splits_of_tables
 from contrastive.data.stream import Stream, index
-from contrastive.data.table import Data, make_table, with_captions, with_classes, with_note
+from contrastive.data.table import (
+    COMMITS,
+    Data,
+    hub_folder,
+    make_table,
+    with_captions,
+    with_classes,
+    with_note,
+)
 from contrastive.engine.processes import UserError, opening, say
 
 import torch
@@ -62,7 +70,8 @@ def from_tables(name, split, folder, options):
         return fashion_json(folder, split)
     repo = SETS[name]["repo"]
     with opening(f"{name}: {folder or repo} (--data-dir names a local copy)"):
-        tables = splits_of_tables(name, read_tables(folder or repo), options, folder or repo)
+        tables = read_tables(folder or repo, options.get("revision"))
+        tables = splits_of_tables(name, tables, options, folder or repo)
     word = "val" if name == "imagenet" and split == "test" else split  # the papers' test is its validation split
     if word not in tables:
         raise UserError(f"{name}: {folder or repo} has no {word} split; it has: {', '.join(tables)}")
@@ -99,9 +108,8 @@ def from_tars(name, split, folder, options):
         return _stream(name, folder, repo, pattern, held, options)
     if folder is None:
         with opening(f"{name}: {repo} (--data-dir names a local copy, --streaming reads it in order)"):
-            from huggingface_hub import snapshot_download
             say(f"{name}: {repo} from the hub or its cache; --streaming starts at once, without a download")
-            folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=[pattern, "*.txt"]))
+            folder = hub_folder(repo, [pattern, "*.txt"], options.get("revision"))
     data = index(name, split, _tars_below(folder, pattern, held), options)
     prompts, names = (_lines(folder / f) for f in ("zeroshot_classification_templates.txt", "classnames.txt"))
     data = dataclasses.replace(data, prompts=prompts)
@@ -122,8 +130,9 @@ def _stream(name, folder, repo, pattern, held, options):
         urls = [str(tar) for tar in _tars_below(folder, pattern, held)]
         return Stream(name, urls, options, SETS[name]["splits"]["train"])
     with opening(f"{name}: {repo} (--data-dir names a local copy)"):
-        from huggingface_hub import HfFileSystem
-        paths = sorted(HfFileSystem().glob(f"datasets/{repo}/{pattern}"))
+        from huggingface_hub import HfApi, HfFileSystem
+        commit = COMMITS[repo] = HfApi().dataset_info(repo, revision=options.get("revision")).sha
+        paths = sorted(HfFileSystem().glob(f"datasets/{repo}@{commit}/{pattern}"))
     urls = [f"hf://{path}" for path in paths if Path(path).name != held]
     return Stream(name, urls, options, SETS[name]["splits"]["train"])
 

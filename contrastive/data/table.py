@@ -187,11 +187,12 @@ def hub_folder(repo, patterns, revision=None):
 
 
 def note_commit(model):
-    """Notes the commit of a model that has been loaded by its hub id; a folder has none."""
-    from huggingface_hub import try_to_load_from_cache
-    config = None if Path(model).exists() else try_to_load_from_cache(model, "config.json")
-    if isinstance(config, str):
-        COMMITS[model] = Path(config).parent.name
+    """Notes the commit of a model that has just been loaded by its hub id; a folder has none."""
+    from huggingface_hub import constants, file_download
+    folder = file_download.repo_folder_name(repo_id=model, repo_type="model")
+    latest = Path(constants.HF_HUB_CACHE) / folder / "refs" / "main"
+    if latest.is_file() and not Path(model).exists():
+        COMMITS[model] = latest.read_text()
 
 
 # ---- making Data ----
