@@ -77,6 +77,7 @@ def test_columns_of_data(ten):
     assert ten.labels.tolist() == [i % 3 for i in range(10)] and ten.label_names == ten.names("label") == CLASSES
     assert ten.groups.tolist() == [i // 2 for i in range(10)]
     assert ten.column("remark")[7] == "no 7" and ten.column("nothing") is None and ten.names("remark") is None
+    assert set(ten[4]) == {"pixels", "captions", "key", "label", "remark"} and ten[4]["label"] == 1
     assert list(ten.first_captions(2)) == [caption(0), caption(1), caption(1, 1)]
     assert list(ten.first_captions()) == [c for i in range(10) for c in ten.captions(i)]
     plain = common.Data("plain", "test", common.make_table([["a"], ["b"]], ["x", "y"]), pixels=pixels_of(0, 1))
@@ -240,10 +241,11 @@ def test_layout(layout, tmp_path):
         numbers[split] = [int(Path(data.key(k)).stem) for k in range(len(data))]
         assert (data.split, len(set(numbers[split]))) == (split, len(data))
         for k, i in enumerate(numbers[split]):
-            pixels = data.read(k)
-            assert data.captions(k) == captions(i) and (data.labels[k] == label(i) if label else data.labels is None)
-            assert pixels.dtype == torch.uint8 and pixels.shape == (3, 20, 24)
-            off = np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - picture(i)).max()
+            example = data[k]
+            assert example["captions"] == data.captions(k) == captions(i) and example["key"] == data.key(k)
+            assert example.get("label") == (label(i) if label else None)
+            assert example["pixels"].dtype == torch.uint8 and example["pixels"].shape == (3, 20, 24)
+            off = np.abs(example["pixels"].permute(1, 2, 0).numpy().astype(int) - picture(i)).max()
             assert off <= (0 if "tar" not in layout else 8)  # the tars hold jpegs
         if label and layout != "tars jpg cls":
             assert data.label_names == CLASSES

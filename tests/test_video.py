@@ -535,7 +535,10 @@ def test_moving_emoji_counts_and_shapes(moving):
     for d in moving.values():
         assert d.pixels.dtype == torch.uint8 and len(d) == len(d.pixels) == len(d.groups)
         assert all(len(d.column(c)) == len(d) for c in columns)
-        assert d.labels.tolist() == d.column("verb").tolist()
+        example = d[5]
+        assert set(example) == {"pixels", "captions", "key", *columns} - {"group"}
+        verb, noun = d.column("verb")[5], d.column("noun")[5]
+        assert (example["label"], example["verb"], example["noun"]) == (verb, verb, noun)
         assert d.label_names == d.names("verb") == list(moving_emoji.MOTIONS)
         assert d.names("colour") == list(moving_emoji.COLOURS)
         assert d.names("noun") == [n[0] for n in moving_emoji.sprites(32)[0]] and len(d.names("noun")) == 120
@@ -916,7 +919,7 @@ def test_howto100m_is_one_example_a_line_of_speech(tmp_path):
     frames = [numbers(data.read(i)) for i in range(5)]
     assert frames == [[0, 1, 2, 3], [10, 13, 16, 19], [30, 31, 32, 33], [125, 126, 127, 128], [140, 141, 142, 143]]
     assert len({data.key(i) for i in range(5)}) == 5 and all("aaa" in data.key(i) for i in range(3))
-    assert "2 of 4 videos" in data.note and data.captions(4) == ["b one"]
+    assert "2 of 4 videos" in data.note and data[4]["captions"] == ["b one"]
     with pytest.raises(UserError, match="howto100m has no test split"):
         common.load_data("howto100m", "test", data_dir=str(tmp_path))
     # the table on disk is of this file and of these videos: with another one it is written anew

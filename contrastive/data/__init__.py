@@ -83,38 +83,35 @@ def load_data(name, split, **options):
     Raises: UserError naming the path or column and what exists instead.
     """
     name, revision = at_revision(name)
+    own, options = options_of(name), options | ({"revision": revision} if revision else {})
     later = ("join_captions", "unfold_captions", "extra_captions", "caption_relevancy")
-    own, asked = options_of(name), {k: v for k in later if (v := options.get(k))}
-    given = options | ({"revision": revision} if revision else {})
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()
-             if (v or k in own and v is not None) and k not in later}
-    data = (_named if name in MODULES else _own)(name, split, tuple(sorted(given.items())))
-    if split == "train" and given.get("streaming") and (not data.streamed or "feature_dir" in given or {*asked} & {
-            *later[:3]}):
-        raise UserError(f"--streaming: needs tars ({name}), and none of --unfold-captions, --join-captions, "
-                        "--extra-captions and --feature-dir")
-    if given.get("feature_dir") and data.sources is not None:
+    join, unfold, extra, relevancy = (options.pop(k, None) for k in later)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v or k in own and v is not None}
+    data = (_named if name in MODULES else _own)(name, split, tuple(sorted(options.items())))
+    if split == "train" and options.get("streaming"):
+        if not data.streamed or join or unfold or extra or options.get("feature_dir"):
+            raise UserError(f"--streaming: needs tars ({name}), and none of --unfold-captions, --join-captions, "
+                            "--extra-captions and --feature-dir")
+    if options.get("feature_dir") and data.sources is not None:
         data = _of_whole_files(data)
-    if asked.get("join_captions"):
+    if join:
         data = with_captions(data, [[" ".join(of_row)] for of_row in data.column("captions")])
     if split != "train":
         return data
-    if asked.get("caption_relevancy"):
-        if data.sentences is None or "unfold_captions" in asked or "extra_captions" in asked:
-            raise UserError("--caption-relevancy: draws sentences of epic-kitchens-100, without --unfold-captions and "
-                            "--extra-captions")
-        data = dataclasses.replace(data, caption_relevancy=asked["caption_relevancy"])
-    if asked.get("extra_captions"):
-        data = add_captions(data, asked["extra_captions"])
-    return data.unfold() if asked.get("unfold_captions") else data
+    if relevancy and (data.sentences is None or unfold or extra):
+        raise UserError("--caption-relevancy: draws sentences of epic-kitchens-100, without --unfold-captions and "
+                        "--extra-captions")
+    data = dataclasses.replace(data, caption_relevancy=relevancy) if relevancy else data
+    data = add_captions(data, extra) if extra else data
+    return data.unfold() if unfold else data
 
 
 @functools.lru_cache(maxsize=32)
 def _named(name, split, options):
     """One split of a set by name; with hold_out_val a part of train becomes val, and the rest stays train."""
     options, facts = dict(options), facts_of(name)
-    if options.get("revision") and (options.get("data_dir") or not (facts.get("repo") or facts.get("base"))):
-        raise UserError(f"{name}@{options['revision']}: only what is read from the hub has a revision")
+    on_the_hub = (facts.get("repo") or facts.get("base")) and not options.get("data_dir")
+    _check_revision(name, options, on_the_hub)
     lacks_val = set(facts["splits"]) == {"train", "test"}
     held = options.pop("hold_out_val", False) and lacks_val and split != "test"
     if split not in facts["splits"] and not held:
@@ -123,6 +120,11 @@ def _named(name, split, options):
     data = find_set(name).load(name, "train" if held else split, options)
     data = _counted(data, facts) if not data.streamed else data
     return hold_out({"train": data, "test": ()})[split] if held else data
+
+
+def _check_revision(name, options, on_the_hub):
+    if options.get("revision") and not on_the_hub:
+        raise UserError(f"--dataset {name}@{options['revision']}: only what is read from the hub has a revision")
 
 
 def _counted(data, facts):
@@ -150,12 +152,11 @@ def _of_whole_files(data):
 
 @functools.lru_cache(maxsize=8)
 def _own_splits(name, options):
-    path, options = Path(name).expanduser(), dict(options)
-    if not path.exists() and name.count("/") != 1:
+    there, options = Path(name).expanduser().exists(), dict(options)
+    if not there and name.count("/") != 1:
         raise UserError(f"--dataset {name}: no such file or folder, no hub id (org/name), and no known set: "
                         + ", ".join(MODULES))
-    if options.get("revision") and path.exists():
-        raise UserError(f"--dataset {name}@{options['revision']}: only what is read from the hub has a revision")
+    _check_revision(name, options, not there)
     return hold_out(own_data(name, options))
 
 
@@ -295,12 +296,11 @@ def add_pairs(data, word, args, evals):
     if not len(kept):
         raise UserError(f"--extra-pairs {word}: all of its rows belong to clips that are evaluated")
     dropped, more = len(more) - len(kept), more.select(kept)
+    columns = ["source", "captions", "key"]
     asked = [c for c in ("question", "answer", "choices", "question_type") if c in data.table.column_names]
-    parts = [data.table.select_columns(["source", "captions", "key", *asked]),
-             more.table.select_columns(["source", "captions", "key"])]
-    kinds = parts[0].features | {"source": parts[0].features["source"] | parts[1].features["source"]}
-    parts = [part.cast(datasets.Features({c: kinds[c] for c in part.features})) for part in parts]
-    table = datasets.concatenate_datasets(parts)
+    with opening(f"--extra-pairs {word}"):
+        table = datasets.concatenate_datasets([data.table.select_columns(columns + asked),
+                                               more.table.select_columns(columns)])
     which = None if data.which is None else np.concatenate([data.which, more.which])
     shards = None if data.shards is None else np.concatenate([data.shards, more.shards + data.shards.max() + 1])
     note = f"{len(more):,} more pairs from {more.name}, {len(more) / len(table):.0%} of an epoch"
@@ -319,18 +319,19 @@ def add_captions(data, file):
     Raises: UserError if nothing matches, or two files of one name, and for data without files of their own."""
     if data.streamed or data.sources is None:
         raise UserError(f"--extra-captions {file}: {data.name} has no files of its own to which captions could belong")
-    rows, paths, captions, new, lost = {}, {}, list(data.column("captions")), 0, []
-    asked = data.column("question") or [None] * len(data)
+    rows, paths = {}, {}  # {(stem, start, end): rows}, {stem: its files}
     for i, (place, source) in enumerate(places(data)):
         rows.setdefault((place.stem, source.get("start"), source.get("end")), []).append(i)
-        paths.setdefault(place.stem, set()).add(place)
+        paths.setdefault(place.stem, set()).add(str(place))
     with opening(f"--extra-captions {file}"):
         extra = listed(file)
+    captions, new, lost = list(data.column("captions")), 0, []
+    asked = data.column("question") or [None] * len(data)
     for name, start, end, texts in extra:
-        found = rows.get((Path(name).stem, start, end), [])
-        if len(paths.get(Path(name).stem, ())) > 1:
-            raise UserError(f"--extra-captions {file}: {name} may be any of "
-                            + ", ".join(sorted(map(str, paths[Path(name).stem]))))
+        stem = Path(name).stem
+        found = rows.get((stem, start, end), [])
+        if len(paths.get(stem, ())) > 1:
+            raise UserError(f"--extra-captions {file}: {name} may be any of {', '.join(sorted(paths[stem]))}")
         for i in found:
             more = [t for t in texts if t not in captions[i]]
             kept = [] if more and captions[i] == [asked[i]] else captions[i]

@@ -130,6 +130,10 @@ class Data:
             return self.clip(content, source.get("start"), source.get("end"), draws)
         return decode(content)
 
+    def __getitem__(self, i):
+        more = {c: self.column(c)[i] for c in self.texts.column_names if c not in ("captions", "key", "group")}
+        return {"pixels": self.read(i), "captions": self.captions(i), "key": self.key(i)} | more
+
     def select(self, rows, split=None):
         """The same data set with only these rows, in this order; a row may come twice."""
         rows = np.asarray(rows, dtype=None if len(rows) else np.int64)  # numpy takes an empty list for floats
@@ -188,9 +192,8 @@ def hub_folder(repo, patterns, revision=None):
 
 def note_commit(model):
     """Notes the commit of a model that has just been loaded by its hub id; a folder has none."""
-    from huggingface_hub import constants, file_download
-    folder = file_download.repo_folder_name(repo_id=model, repo_type="model")
-    latest = Path(constants.HF_HUB_CACHE) / folder / "refs" / "main"
+    from huggingface_hub import constants
+    latest = Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}" / "refs" / "main"
     if latest.is_file() and not Path(model).exists():
         COMMITS[model] = latest.read_text()
 
@@ -209,7 +212,7 @@ def generating():
 def pick(flag, options, columns, usual, required=True):
     """The column that a flag names, else the first usual one that exists; a wrong name lists those that exist."""
     wanted = options.get(flag[2:].replace("-", "_"))
-    found = wanted if wanted in columns else None if wanted else next((c for c in usual if c in columns), None)
+    found = next((c for c in ((wanted,) if wanted else usual) if c in columns), None)
     if found is None and (wanted or required):
         what = f"{flag} {wanted}: there is no such column" if wanted else f"{flag}: none of {', '.join(usual)} is there"
         raise UserError(f"{what}; there are: {', '.join(columns)}")
@@ -258,10 +261,7 @@ def with_classes(data, labels, names):
 
 def with_captions(data, captions):
     """The data with other captions, a list for each row."""
-    import datasets
-    kind = datasets.Features({"captions": data.features["captions"]})
-    beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
-    table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
+    table = data.table.remove_columns("captions").add_column("captions", captions, feature=data.features["captions"])
     return dataclasses.replace(data, table=table)
 
 

@@ -140,8 +140,8 @@ class Parser(OneLine):
         """Adds the flags that all scripts have; the recipe gives the defaults of those without one."""
         yesno = argparse.BooleanOptionalAction
         add = self.add_argument_group("data").add_argument
-        add("--dataset", help="the name of a set, or a folder, csv, jsonl, parquet, tar, or hub id (org/name); from the hub, "
-            "NAME@COMMIT is the one of that commit")
+        add("--dataset",
+            help="the name of a set, or a folder, csv, jsonl, parquet, tar, or hub id (org/name); NAME@COMMIT of the hub")
         add("--data-dir", default="", help="where relative paths start, and where annotation files lie")
         add("--video-dir", default="", help="folder of the videos, by path, file name or stem; empty = --data-dir")
         add("--image-column", default="", help="column (or tar extension) of the images or videos")
