@@ -66,7 +66,7 @@ class Paraphrases:
 
 
 def text_words(train, paraphrases, anchor, recipe):
-    """The sources of T and T~, for the banner, with a warning if captions have no paraphrases, or a paper's recipe none.
+    """The sources of T and T~, for the banner, with a warning if paraphrases are lacking.
 
     Args: train: Data; paraphrases: a Paraphrases or None; anchor: as in text_pair; recipe: its remark."""
     other = "templates around the captions" if train.templates else "another caption, else word dropout and swap"

@@ -141,7 +141,7 @@ class Parser(OneLine):
         yesno = argparse.BooleanOptionalAction
         add = self.add_argument_group("data").add_argument
         add("--dataset",
-            help="the name of a set, or a folder, csv, jsonl, parquet, tar, or hub id (org/name); NAME@COMMIT of the hub")
+            help="name of a set; or a folder, csv, jsonl, parquet, tar, or hub id (org/name); of the hub: NAME@COMMIT")
         add("--data-dir", default="", help="where relative paths start, and where annotation files lie")
         add("--video-dir", default="", help="folder of the videos, by path, file name or stem; empty = --data-dir")
         add("--image-column", default="", help="column (or tar extension) of the images or videos")
