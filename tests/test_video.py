@@ -1401,6 +1401,7 @@ def test_a_vector_is_a_row_and_another_width_a_bad_sample(features):
 
 def test_features_have_no_windows(features):
     path, folders = features
+    assert "whole files" not in common.load_data(str(path), "train", feature_dir=folders).note
     rows = [("v0.mp4", f"part {k}", k, k + 1) for k in range(4)]
     path = write_rows(path.with_name("b.csv"), ["video", "caption", "start", "end"], rows)
     with pytest.raises(UserError, match="several windows"):

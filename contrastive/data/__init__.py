@@ -83,7 +83,10 @@ def load_data(name, split, **options):
     Raises: UserError naming the path or column and what exists instead.
     """
     name, revision = at_revision(name)
-    own, options = options_of(name), options | ({"revision": revision} if revision else {})
+    own, facts, options = options_of(name), facts_of(name), options | ({"revision": revision} if revision else {})
+    local = options.get("data_dir") or not (facts.get("repo") or facts.get("base"))
+    if options.get("revision") and (local if facts else Path(name).expanduser().exists()):
+        raise UserError(f"--dataset {name}@{options['revision']}: only what is read from the hub has a revision")
     later = ("join_captions", "unfold_captions", "extra_captions", "caption_relevancy")
     join, unfold, extra, relevancy = (options.pop(k, None) for k in later)
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v or k in own and v is not None}
@@ -110,8 +113,6 @@ def load_data(name, split, **options):
 def _named(name, split, options):
     """One split of a set by name; with hold_out_val a part of train becomes val, and the rest stays train."""
     options, facts = dict(options), facts_of(name)
-    on_the_hub = (facts.get("repo") or facts.get("base")) and not options.get("data_dir")
-    _check_revision(name, options, on_the_hub)
     lacks_val = set(facts["splits"]) == {"train", "test"}
     held = options.pop("hold_out_val", False) and lacks_val and split != "test"
     if split not in facts["splits"] and not held:
@@ -120,11 +121,6 @@ def _named(name, split, options):
     data = find_set(name).load(name, "train" if held else split, options)
     data = _counted(data, facts) if not data.streamed else data
     return hold_out({"train": data, "test": ()})[split] if held else data
-
-
-def _check_revision(name, options, on_the_hub):
-    if options.get("revision") and not on_the_hub:
-        raise UserError(f"--dataset {name}@{options['revision']}: only what is read from the hub has a revision")
 
 
 def _counted(data, facts):
@@ -146,18 +142,16 @@ def _of_whole_files(data):
                for batch in data.sources.iter(10_000) for source in batch["source"]}
     if len({path for path, *_ in windows}) < len(windows):
         raise UserError(f"{data.name}: several windows of one video, but --feature-dir has only one file per video")
-    part = any(window != (None, None) for _, *window in windows)
+    part = any({*window} != {None} for _, *window in windows)
     return with_note(data, "the features are those of whole files, not of the windows (start, end)" if part else "")
 
 
 @functools.lru_cache(maxsize=8)
 def _own_splits(name, options):
-    there, options = Path(name).expanduser().exists(), dict(options)
-    if not there and name.count("/") != 1:
+    if not Path(name).expanduser().exists() and name.count("/") != 1:
         raise UserError(f"--dataset {name}: no such file or folder, no hub id (org/name), and no known set: "
                         + ", ".join(MODULES))
-    _check_revision(name, options, not there)
-    return hold_out(own_data(name, options))
+    return hold_out(own_data(name, dict(options)))
 
 
 def _own(name, split, options):
