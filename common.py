@@ -14,22 +14,18 @@ import functools
 import math
 
 # ---- contrastive/data: from a file to batch["views"] ----
+from contrastive.data import load_data, open_data  # one split of a data set; all of a run, as its flags say
 from contrastive.data.batches import Batches  # the training batches
 from contrastive.data.frames import read_frames  # frames of one video
-from contrastive.data.long_tail import labelled_splits  # images with classes, cut to a long tail
-from contrastive.data.open import (  # one split of a data set
-    load_data,
-    long_tail_counts,
-    open_data,  # all splits of a run, as its flags say
-)
+from contrastive.data.long_tail import labelled_splits, long_tail_counts  # images with classes, cut to a long tail
 from contrastive.data.table import Data, make_table
-from contrastive.data.texts import Paraphrases, drop_and_swap, pick, text_pair, text_words  # captions; T and T~ (TeMo)
-from contrastive.data.views import Augment, key_hash, uniforms  # image views from numbers by key
+from contrastive.data.views import Augment, key_hash, pick, uniforms  # image views and captions from numbers by key
 
 # ---- contrastive/encoders: towers by name ----
 from contrastive.encoders.base import FEATURES, has_batchnorm
 from contrastive.encoders.frozen import Expert  # a frozen encoder beside the towers (TeMo)
 from contrastive.encoders.models import QuestionAnswerer, build_model, load_model
+from contrastive.encoders.paraphrases import Paraphrases, drop_and_swap, text_pair, text_words  # T and T~ (TeMo)
 from contrastive.encoders.ssb import (  # towers over features, and captioning (NCL)
     Captioner,
     captioning_loss,

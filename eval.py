@@ -37,9 +37,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from contrastive.data import splits_of
+from contrastive.data import data_options, other_options, splits_of
 from contrastive.data.images import TEMO_17
-from contrastive.data.open import data_options, other_options
 from contrastive.engine.flags import OneLine
 from contrastive.engine.log import versions
 from contrastive.engine.processes import UserError, clean_exit, first_line, join, rank, say, world, write_json

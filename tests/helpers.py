@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 
 import common
-from contrastive.data.open import HELD_OUT, held_out_place
+from contrastive.data import HELD_OUT, held_out_place
 from contrastive.data.table import EmptySplit
 
 import numpy as np

@@ -8,7 +8,7 @@ import types
 
 import common
 from contrastive import encoders, engine, evaluation
-from contrastive.data.open import evaluation_sets
+from contrastive.data import evaluation_sets
 from contrastive.engine.processes import UserError
 
 import datasets

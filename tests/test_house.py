@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
-ROOMS = {"data": 20, "encoders": 13, "evaluation": 12, "engine": 8, "figures": 8}  # files
+ROOMS = {"data": 18, "encoders": 14, "evaluation": 12, "engine": 8, "figures": 8}  # files
 FILES = sorted(f for folder in (".", "contrastive", *(f"contrastive/{room}" for room in ROOMS), "tools", "benchmarks")
                for f in (ROOT / folder).glob("*.py"))
 # lines of a file, and of a loop; all else: 400

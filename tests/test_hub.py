@@ -7,15 +7,26 @@ from pathlib import Path
 import common
 from contrastive.data import images as hub_sets
 from contrastive.data.stream import Stream
+from contrastive.data.table import COMMITS
+from contrastive.encoders.base import hub_encoder
 from contrastive.engine.processes import UserError
 
 import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import temo
-from helpers import CLASSES, encode, picture, tar_samples, write_parquet_images, write_tar
+from helpers import (
+    CLASSES,
+    encode,
+    picture,
+    tar_samples,
+    write_parquet_images,
+    write_rows,
+    write_tar,
+)
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +196,54 @@ def test_cc3m_is_that_of_temo_or_of_mm_ts(n, there):
     """Pages vanished between the two papers; a count between them is neither's."""
     counts = [hub_sets.SETS["cc3m"]["splits"]["train"], hub_sets.SETS["cc3m"]["also"]["train"]]
     assert any(abs(n - count) <= hub_sets.SETS["cc3m"]["about"] * count for count in counts) == there
+
+
+A, B, C = "a" * 40, "b" * 40, "c" * 40  # commits
+
+
+def test_a_data_set_of_the_hub_at_a_commit(tmp_path, monkeypatch):
+    """dtd@COMMIT is read at that commit; a commit that the cache lacks, and one of what is not from the hub, are
+    refused; a path is a path."""
+    repo = tmp_path / "datasets--clip-benchmark--wds_vtab-dtd"
+    for commit, classes in ((A, "x y z"), (B, "p q r")):
+        samples = {f"s{i}": {"cls": str(i % 3).encode(), "png": encode(picture(i))} for i in range(6)}
+        write_tar(repo / "snapshots" / commit / "test" / "0.tar", samples)
+        (repo / "snapshots" / commit / "classnames.txt").write_text("\n".join(classes.split()))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(A)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name, names in (("dtd", ["x", "y", "z"]), (f"dtd@{B}", ["p", "q", "r"])):
+        data = common.load_data(name, "test")
+        assert data.label_names == names and data.name == "dtd" and COMMITS[hub_sets.SETS["dtd"]["repo"]] == (
+            A if name == "dtd" else B)
+    with pytest.raises(UserError, match="^dtd: clip-benchmark/wds_vtab-dtd "):
+        common.load_data(f"dtd@{C}", "test")
+    path = write_rows(tmp_path / "a@home.csv", ["image", "caption"], [("1.png", "x")])
+    assert len(common.load_data(str(path), "train")) == 1
+    for name, options in ((f"dtd@{B}", {"data_dir": str(tmp_path)}), (f"emoji@{B}", {}), (f"{tmp_path}@{B}", {})):
+        with pytest.raises(UserError, match="only what is read from the hub has a revision"):
+            common.load_data(name, "test", **options)
+
+
+def test_a_run_on_a_commit_of_own_data_and_weights_says_which(tmp_path, monkeypatch):
+    """The caches of `datasets` and of transformers, as a first run with the hub leaves them."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    for split, numbers in (("train", range(30)), ("test", range(30, 40))):
+        write_parquet_images(tmp_path / "pictures" / f"{split}.parquet", numbers)
+    builder = datasets.load_dataset_builder(str(tmp_path / "pictures"))
+    builder.download_and_prepare(str(tmp_path / "datasets" / "some___pictures" / "default" / "0.0.0" / A))
+    with pytest.raises(UserError, match=f"the cache of some/pictures has the commit {A} alone"):
+        common.load_data(f"some/pictures@{B}", "train")
+    args = temo.parse_args(["--dataset", f"some/pictures@{A}", "--image-encoder", "small", "--text-encoder", "small",
+                            "--no-pretrained", "--batch-size", "8", "--max-steps", "1", "--image-size", "24", "--cpu",
+                            "--workers", "0", "--eval-every", "0", "--output-dir", str(tmp_path), "--run-name", "r"])
+    assert (args.dataset, args.revision) == ("some/pictures", A)
+    summary = temo.main(args)
+    assert summary["hub"]["some/pictures"] == A and summary["dataset"] == "some/pictures"
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    transformers.BertModel(config).save_pretrained(tmp_path / "models--some--bert" / "snapshots" / C)
+    (tmp_path / "models--some--bert" / "refs").mkdir()
+    (tmp_path / "models--some--bert" / "refs" / "main").write_text(C)
+    hub_encoder("some/bert", "text", True, None)
+    assert COMMITS["some/bert"] == C

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import common
+from contrastive import data as data_sets
 from contrastive import encoders, engine
-from contrastive.data import open as data_open
 from contrastive.engine.processes import UserError, write_json
 from contrastive.evaluation.meta import balanced_rows, meta_data
 
@@ -327,7 +327,7 @@ def meta_of(train, evals, args):
 
 def test_meta_data_are_clean_balanced_and_stay_in_train():
     args = arguments("--caption-noise", "0.5", "--clips", "400", "40", "16", "--meta-size", "48")
-    train, evals = data_open.open_data(args)
+    train, evals = data_sets.open_data(args)
     meta, rest = meta_of(train, evals, args)
     assert len(meta) == 48 and not any(meta.column("noisy")) and any(train.column("noisy"))
     assert set(meta.column("key")) <= set(train.column("key")) and rest is evals
@@ -349,7 +349,7 @@ def test_rows_without_a_class_are_no_class_of_the_meta_data():
 def test_meta_data_of_val_leave_every_evaluation():
     for weighting in ("meta", "none"):
         args = arguments("--meta-set", "val", "--meta-size", "10", "--weighting", weighting)
-        train, evals = data_open.open_data(args)
+        train, evals = data_sets.open_data(args)
         meta, rest = meta_of(train, evals, args)
         assert len(rest["moving-emoji"]["val"]) == 6 and len(evals["moving-emoji"]["val"]) == 16
         assert rest["moving-emoji"]["test"] is evals["moving-emoji"]["test"]
@@ -360,7 +360,7 @@ def test_meta_data_by_name(tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("".join(f"train {i}\n" for i in (9, 3, 5, 9, 7, 8, 1, 2, 0)))
     args = arguments("--meta-set", str(names))
-    train, evals = data_open.open_data(args)
+    train, evals = data_sets.open_data(args)
     assert meta_of(train, evals, args)[0].column("key") == [f"train {i}" for i in (0, 1, 2, 3, 5, 7, 8, 9)]
     names.write_text("train 1\nnobody\n")
     with pytest.raises(UserError, match="1 of its 2 names are not in train, first 'nobody'"):

@@ -5,9 +5,9 @@ import json
 from collections import Counter
 
 import common
+from contrastive import data as data_sets
 from contrastive import evaluation
-from contrastive.data import open as data_open
-from contrastive.data.open import open_data
+from contrastive.data import open_data
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.meta import balanced_rows, meta_data
 
@@ -60,13 +60,13 @@ def test_categories_of_msrvtt_are_its_classes(tmp_path):
     assert test.labels.tolist() == [0, 7, 19, 19]
     assert [train.label_names[k] for k in (0, 7, 19)] == ["music", "movie", "advertisement"]
     assert "category" not in train.note and train.captions(0)[0] == "words 0 of a"
-    data_open._named.cache_clear()
+    data_sets._named.cache_clear()
     msrvtt(tmp_path, {k: c for k, c in CATEGORY.items() if k not in (5, 6, 14)})
     train, evals, _ = opened(flags)
     labels = dict(zip(train.column("key"), train.labels.tolist()))
     assert [labels[f"video{k}"] for k in range(4, 8)] == [0, -1, -1, 0] and "without a class" in train.note
     assert evals["msrvtt"]["test"].labels.tolist() == [0, 7, -1, 19]
-    data_open._named.cache_clear()
+    data_sets._named.cache_clear()
     msrvtt(tmp_path, {})
     train, evals, _ = opened(flags)
     assert train.labels is None and evals["msrvtt"]["test"].labels is None

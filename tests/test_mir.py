@@ -4,9 +4,9 @@ import json
 import pickle
 
 import common
+from contrastive import data as data_sets
 from contrastive import encoders, evaluation
 from contrastive.data import epic as sets_epic
-from contrastive.data import open as data_open
 from contrastive.data.table import EmptySplit
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.metrics import class_relevancy, multi_hot
@@ -261,14 +261,14 @@ def test_the_published_relevancies_and_those_of_the_classes_are_equal(kitchen, t
         published = matrix.copy()
         published[2, 1] += lie
         file.write_bytes(pickle.dumps(published))
-        data_open._named.cache_clear()
+        data_sets._named.cache_clear()
         data = read()
         assert file.name in data.note
         got = data.sentences.relevancy(np.arange(6))
         assert np.allclose(got, published[:6])
         assert ("1 of 36 relevancies differ from those" in capsys.readouterr().out) == bool(lie)
     file.write_bytes(pickle.dumps(matrix[:, :4]))
-    data_open._named.cache_clear()
+    data_sets._named.cache_clear()
     with pytest.raises(UserError, match=r"it holds \(7, 4\), expected \(7, 6\)"):
         read()
 
@@ -344,7 +344,7 @@ def test_what_epic_kitchens_refuses(kitchen, tmp_path):
         common.load_data("moving-emoji", "train", clips=[30, 4, 4], caption_relevancy=0.1)
     flags = ["--dataset", "emoji", "--eval-datasets", "emoji", f"epic-kitchens-100={kitchen}", "--cpu"]
     with pytest.raises(UserError, match="--caption-relevancy: draws sentences"):  # known, since a set has it
-        data_open.open_data(temo.parse_args([*flags, "--caption-relevancy", "0.1"]))
+        data_sets.open_data(temo.parse_args([*flags, "--caption-relevancy", "0.1"]))
     chunks = tmp_path / "cut" / "P01" / "P01_01.MP4"
     chunks.mkdir(parents=True)
     for k in (0, 30):  # 15.MP4 is not there
@@ -383,7 +383,7 @@ def test_ssv2_lt(tmp_path):
     (tmp_path / "labels" / "trainval.csv").write_text("original_vido_id\n105 0 0 a.jpg\n201 0 0 a.jpg\n")
     val = read("val")  # whichever of the two files of labels has them
     assert list(val.keys()) == ["105", "201"] and val.clip.at_rest == "middle" and "6,960 expected" in val.note
-    data_open._named.cache_clear()
+    data_sets._named.cache_clear()
     lines = "".join(f"{i} 0 0 a.jpg\n" for i in range(24_777))  # the validation split of the full set
     (tmp_path / "labels" / "val.csv").write_text(f"original_vido_id\n{lines}")
     with pytest.raises(UserError, match="val.csv: names all of Something-Something v2 and not its long tail"):

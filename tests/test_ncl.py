@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import common
 from contrastive import engine, evaluation, figures
+from contrastive.data import HELD_OUT, held_out_place
 from contrastive.data.batches import epoch_batches
-from contrastive.data.open import HELD_OUT, held_out_place
 from contrastive.engine.processes import UserError, flatten, read_json
 
 import numpy as np

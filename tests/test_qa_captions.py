@@ -6,7 +6,7 @@ import json
 import shutil
 
 import common
-from contrastive.data import open as data_open
+from contrastive import data as data_sets
 from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.engine.processes import UserError
 from contrastive.evaluation import answers
@@ -54,7 +54,7 @@ def files(tmp_path_factory):
 def opened(files, name="msrvtt-qa", more=(), **options):
     """(training data, evaluation sets) of mama.py's flags."""
     flags = [*flags_of(files, name), *more]
-    return data_open.open_data(mama.parse_args(flags))
+    return data_sets.open_data(mama.parse_args(flags))
 
 
 def flags_of(files, name="nextqa"):
@@ -87,18 +87,19 @@ def test_all_questions_about_a_video_take_its_caption(files):
 
 def test_a_caption_stands_for_one_question_in_place_of_it_and_windows_count(tmp_path):
     """Several captions of one video; a window that no row has; a name that two folders have."""
-    for name in ("x/a", "y/a", "b"):
+    for name in ("c", "x/a", "y/a", "b"):
         write_video(tmp_path / "videos" / f"{name}.mp4", [1, 2, 3])
-    paths = [str(tmp_path / "videos" / f"{name}.mp4") for name in ("x/a", "x/a", "y/a", "b")]
+    paths = [str(tmp_path / "videos" / f"{name}.mp4") for name in ("c", "c", "y/a", "b", "x/a")]
     data = common.Data("asked", "train", common.make_table(
-        [[q] for q in "stuv"], list("0123"), paths, question=list("stuv"), answer=list("pppq")))
-    from contrastive.data.open import add_captions
+        [[q] for q in "stuvw"], list("01234"), paths, question=list("stuvw"), answer=list("pppqq")))
+    from contrastive.data import add_captions
     file = write_rows(tmp_path / "c.csv", ["video", "start", "end", "caption"], [
-        ("x/a.mp4", "", "", "one"), ("x/a.mp4", "", "", "two"), ("a.mp4", "", "", "of which?"),
-        ("b.mp4", "0", "1", "of no window")])
+        ("c.mp4", "", "", "one"), ("c.mp4", "", "", "two"), ("b.mp4", "0", "1", "of no window")])
     found = add_captions(data, file)
     assert [found.captions(i) for i in range(4)] == [["one", "two"], ["one", "two"], ["u"], ["v"]]
-    assert "4 captions added from c.csv, 2 of its rows match no training clip" in found.note
+    assert "4 captions added from c.csv, 1 of its rows match no training clip" in found.note
+    with pytest.raises(UserError, match="x/a.mp4 may be any of .*x/a.mp4, .*y/a.mp4"):
+        add_captions(data, write_rows(tmp_path / "e.csv", ["video", "caption"], [("x/a.mp4", "of which?")]))
     inside = common.make_table([["p"], ["q"]], ["0", "1"], [{"path": "image.png", "bytes": b"x"}] * 2)
     with pytest.raises(UserError, match="none of its 1 rows matches a clip"):  # one name for all is none
         add_captions(common.Data("x", "train", inside), write_rows(tmp_path / "d.csv", ["image", "caption"],
@@ -247,4 +248,4 @@ def test_what_has_only_questions_is_no_pair(files, tmp_path):
     shutil.copy(files / "train_qa.json", more)
     args = mama.parse_args(["--dataset", str(tmp_path / "own.csv"), "--extra-pairs", f"msrvtt-qa={more}"])
     with pytest.raises(UserError, match="only joins files that have captions"):
-        data_open.open_data(args)
+        data_sets.open_data(args)

@@ -4,8 +4,8 @@ import json
 import pickle
 
 import common
+from contrastive import data as data_sets
 from contrastive import evaluation
-from contrastive.data import open as data_open
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.metrics import answer_hits
 
@@ -178,7 +178,7 @@ def test_causal_vidqa_asks_six_times_and_pairs_answer_and_reason(tmp_path):
         assert words in data.note
     code = b"cos\nsystem\n(S'true'\ntR."  # a pickle that calls a program
     (tmp_path / "split" / "valid.pkl").write_bytes(code)
-    data_open._named.cache_clear()
+    data_sets._named.cache_clear()
     with pytest.raises(UserError, match="only plain data is read from pickles"):
         opened("causal-vidqa", tmp_path, "val", video_dir=videos)
 
@@ -198,7 +198,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
     (tmp_path / "train_qa.json").write_text('[{"question": "what?", "answer": "cat", "id": 1}]')
     assert "train_qa.json: no 'video_id'; is it the right file" in refused(data_dir=root)
     (tmp_path / "train_qa.json").write_text('[{"question": "what?", "answer": "cat", "id": 1, "video_id": 3}]')
-    data_open._named.cache_clear()
+    data_sets._named.cache_clear()
     assert "looked for video3); --video-dir names" in refused(data_dir=root)
     assert "no such folder" in refused(data_dir=root, video_dir=str(tmp_path / "no"))
     (tmp_path / "Test_frameqa_question.csv").write_text("gif_name\tquestion\na\tb\tc\n")

@@ -1083,11 +1083,10 @@ def test_a_stream_of_videos(folder, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["a.csv", "a.jsonl", "a.parquet"])
-@pytest.mark.parametrize("columns", [("start", "end"), ("start_time", "end_time")])
-def test_windows_of_one_video_are_examples_of_their_own(file, columns, tmp_path):
+def test_windows_of_one_video_are_examples_of_their_own(file, tmp_path):
     write_video(tmp_path / "long.mp4", range(100))
     rows = [("long.mp4", k, k + 0.5, f"window {k}, take {t}") for t in range(2) for k in range(8)]
-    path = str(write_rows(tmp_path / file, ["video", *columns, "caption"], rows))
+    path = str(write_rows(tmp_path / file, ["video", "start", "end", "caption"], rows))
     seen, every = [], examples(path, frames=5)
     assert len({d.key(i) for d, i in every}) == 8
     for data, i in every:
@@ -1399,6 +1398,7 @@ def test_a_vector_is_a_row_and_another_width_a_bad_sample(features):
 
 def test_features_have_no_windows(features):
     path, folders = features
+    assert "whole files" not in common.load_data(str(path), "train", feature_dir=folders).note
     rows = [("v0.mp4", f"part {k}", k, k + 1) for k in range(4)]
     path = write_rows(path.with_name("b.csv"), ["video", "caption", "start", "end"], rows)
     with pytest.raises(UserError, match="several windows"):

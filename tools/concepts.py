@@ -12,7 +12,7 @@ import argparse
 from collections import Counter
 
 import common
-from contrastive.data.open import open_data
+from contrastive.data import open_data
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, opening, say
 from contrastive.evaluation import answers, retrieval

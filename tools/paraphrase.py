@@ -12,7 +12,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import common
-from contrastive.data.open import data_options
+from contrastive.data import data_options
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, first_line, hub_reason, opening, say
 from contrastive.engine.ranges import count

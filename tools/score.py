@@ -15,7 +15,7 @@ import csv
 from pathlib import Path
 
 import common
-from contrastive.data.open import add_captions, data_options
+from contrastive.data import add_captions, data_options
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
 from contrastive.engine.ranges import count, whole

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from contrastive.data.own import read_tables, splits_of_tables
 from contrastive.data.stream import Stream, index
-from contrastive.data.table import Data, make_table, with_captions, with_classes
+from contrastive.data.table import COMMITS, Data, hub_folder, make_table, with_captions, with_classes
 from contrastive.engine.processes import UserError, opening, say
 
 import torch
@@ -86,7 +86,8 @@ def from_table(name, split, folder, options):
     """A split of a table with a column of images and one of classes."""
     repo = SETS[name]["repo"]
     with opening(f"{name}: {folder or repo} (--data-dir names a local copy)"):
-        tables = splits_of_tables(name, read_tables(folder or repo), options, folder or repo)
+        tables = read_tables(folder or repo, options.get("revision"))
+        tables = splits_of_tables(name, tables, options, folder or repo)
     word = "val" if name == "imagenet" and split == "test" else split  # the papers' test is its validation split
     if word not in tables:
         raise UserError(f"{name}: {folder or repo} has no {word} split; it has: {', '.join(tables)}")
@@ -121,15 +122,15 @@ def from_tars(name, split, folder, options):
     streaming = options.get("streaming") and split == "train"
     if folder is None and not streaming:
         with opening(f"{name}: {repo} (--data-dir names a local copy, --streaming reads it in order)"):
-            from huggingface_hub import snapshot_download
             say(f"{name}: {repo} from the hub or its cache; --streaming starts at once, without a download")
-            folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=[pattern, "*.txt"]))
+            folder = hub_folder(repo, [pattern, "*.txt"], options.get("revision"))
     if folder:
         tars = [str(path) for path in sorted(folder.glob(pattern))]
     else:
         with opening(f"{name}: {repo} (--data-dir names a local copy)"):
-            from huggingface_hub import HfFileSystem
-            paths = sorted(HfFileSystem().glob(f"datasets/{repo}/{pattern}"))
+            from huggingface_hub import HfApi, HfFileSystem
+            commit = COMMITS[repo] = HfApi().dataset_info(repo, revision=options.get("revision")).sha
+            paths = sorted(HfFileSystem().glob(f"datasets/{repo}@{commit}/{pattern}"))
         tars = [f"hf://{path}" for path in paths]
     tars = [tar for tar in tars if Path(tar).name != held]
     if not tars:

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from contrastive.data import splits_of
-from contrastive.data.open import data_options, load_data, long_tail_counts
+from contrastive.data import data_options, load_data, splits_of
 from contrastive.data.table import Data, make_table
 from contrastive.engine.processes import UserError, opening, say_once
 
@@ -146,3 +145,8 @@ def _listed(name, files, root):
         split = "train" if kind == "index" else kind
         sets[split] = Data(name, split, table, has_captions=False)
     return sets
+
+
+def long_tail_counts(n_max, classes, ratio):
+    """Images per class of an exponential tail, int(n_max * ratio ** (-c / (classes - 1))): n_max to n_max / ratio."""
+    return [int(n_max * ratio ** (-c / max(1, classes - 1))) for c in range(classes)]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+from pathlib import Path
 
 from contrastive.data.pictures import decode, part_of
 from contrastive.data.views import uniforms
@@ -177,6 +178,26 @@ class Data:
             yield from self.captions(i)
 
 
+# ---- the hub ----
+COMMITS = {}  # {repository: commit} of what this process has read from the hub or its cache, for summary.json
+
+
+def hub_folder(repo, patterns, revision=None):
+    """A folder with the files of a data set on the hub whose names have these patterns, or those in the hub's cache."""
+    from huggingface_hub import snapshot_download
+    folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=patterns, revision=revision))
+    COMMITS[repo] = folder.name
+    return folder
+
+
+def note_commit(model):
+    """Notes the commit of a model that has just been loaded by its hub id; a folder has none."""
+    from huggingface_hub import constants
+    latest = Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}" / "refs" / "main"
+    if latest.is_file() and not Path(model).exists():
+        COMMITS[model] = latest.read_text()
+
+
 # ---- making Data ----
 @contextlib.contextmanager
 def generating():
@@ -191,7 +212,7 @@ def generating():
 def pick(flag, options, columns, usual, required=True):
     """The column that a flag names, else the first usual one that exists; a wrong name lists those that exist."""
     wanted = options.get(flag[2:].replace("-", "_"))
-    found = wanted if wanted in columns else None if wanted else next((c for c in usual if c in columns), None)
+    found = next((c for c in ((wanted,) if wanted else usual) if c in columns), None)
     if found is None and (wanted or required):
         what = f"{flag} {wanted}: there is no such column" if wanted else f"{flag}: none of {', '.join(usual)} is there"
         raise UserError(f"{what}; there are: {', '.join(columns)}")
@@ -240,16 +261,8 @@ def with_classes(data, labels, names):
 
 def with_captions(data, captions):
     """The data with other captions, a list for each row."""
-    import datasets
-    kind = datasets.Features({"captions": data.features["captions"]})
-    beside = datasets.Dataset.from_dict({"captions": captions}, features=kind)
-    table = datasets.concatenate_datasets([data.table.remove_columns("captions"), beside], axis=1)
+    table = data.table.remove_columns("captions").add_column("captions", captions, feature=data.features["captions"])
     return dataclasses.replace(data, table=table)
-
-
-def joined(data):
-    """The data with all captions of a row as one text (--join-captions)."""
-    return with_captions(data, [[" ".join(of_row)] for of_row in data.column("captions")])
 
 
 def has_clips(data):

@@ -18,7 +18,7 @@ from contrastive.data.annotations import (
     video_index,
 )
 from contrastive.data.clips import clip_options
-from contrastive.data.table import Data, EmptySplit, generating, with_note
+from contrastive.data.table import Data, EmptySplit, generating, hub_folder, with_note
 from contrastive.engine.processes import UserError, opening
 
 HUB_FILES = ["*.json", "*.jsonl", "*.csv", "*.parquet"]  # what is downloaded from a repository: no videos
@@ -149,10 +149,9 @@ def load(name, split, options):
     """Data of one split: annotation files in --data-dir (or from the hub, if it has them), videos below --video-dir."""
     facts, files = SETS[name], files_of(name, options)
     patterns = facts["files"][split]
-    if facts["repo"] and not options.get("data_dir") and not files.has(*patterns):
+    if options.get("revision") or facts["repo"] and not options.get("data_dir") and not files.has(*patterns):
         with opening(f"{name}: {facts['repo']} on the hub (--data-dir names a local copy)"):
-            from huggingface_hub import snapshot_download
-            files = Files(snapshot_download(facts["repo"], repo_type="dataset", allow_patterns=HUB_FILES))
+            files = Files(hub_folder(facts["repo"], HUB_FILES, options.get("revision")))
     if split == "val" and not files.has(*patterns):
         raise EmptySplit(f"{name}: {files.root} has no annotation file of its val split")
     files.find(*patterns)

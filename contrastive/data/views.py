@@ -37,6 +37,12 @@ def key_hash(key):
     return int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
+# ====================================================== texts =======================================================
+def pick(captions, u):
+    """One caption of each example, by its draws: captions: B lists of str; u (B, >= 1) in 0..1 -> B str."""
+    return [c[int(r[0] * len(c))] for c, r in zip(captions, u)]
+
+
 # =================================================== image views ====================================================
 GREY = (0.2989, 0.587, 0.114)  # ITU-R 601 luma, as torchvision
 

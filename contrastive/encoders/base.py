@@ -2,6 +2,7 @@
 
 import typing
 
+from contrastive.data.table import note_commit
 from contrastive.engine.processes import UserError, hub_reason
 
 import torch
@@ -165,6 +166,7 @@ def published(kind, name, config, **more):
 
     Raises: UserError if they lack most of the model's tensors, which would silently be random."""
     model, found = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True, **more)
+    note_commit(name)
     missing = sorted(k for k in found["missing_keys"] if "pooler" not in k)
     if 2 * len(missing) > len(model.state_dict()):
         raise UserError(f"its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+from contrastive.data.table import note_commit
 from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, VIDEO_SWIN, Tower, hub_encoder, read_hub
 from contrastive.encoders.clip_vip import tower
 from contrastive.encoders.video import FeatureEncoder, video_swin, video_vit
@@ -73,6 +74,8 @@ def timm_encoder(name, pretrained, image_size):
             body = create()
     except Exception as error:
         raise UserError(f"--image-encoder {name}: {hub_reason(error)}") from error
+    if pretrained and not cifar:
+        note_commit(body.pretrained_cfg.get("hf_hub_id") or "")
     if cifar:
         body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
     stats = STATS["imagenet"] if cifar else (body.pretrained_cfg["mean"], body.pretrained_cfg["std"])

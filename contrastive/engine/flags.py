@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from contrastive import CORES
-from contrastive.data import MODULES, find_set
+from contrastive.data import at_revision, facts_of
 from contrastive.engine.checkpoints import folder_of
 from contrastive.engine.processes import read_json
 from contrastive.engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
@@ -93,7 +93,7 @@ class Parser(OneLine):
         saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
         of = saved.pop("script", Path(self.prog).stem)
         self.require(of == Path(self.prog).stem, f"--resume {chosen.resume}: a run of {of}.py, not of {self.prog}")
-        chosen.dataset = chosen.dataset or saved.get("dataset") or next(iter(recipes))
+        chosen.dataset, revision = at_revision(chosen.dataset or saved.get("dataset") or next(iter(recipes)))
         self._add_flags_of_sets([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
         recipe = recipes.get(chosen.dataset, recipes["own"])
@@ -102,6 +102,7 @@ class Parser(OneLine):
         defaults = recipe | {"dataset": chosen.dataset} | own | saved
         self.set_defaults(**{k: v for k, v in defaults.items() if k not in ("recipe", "resume")})
         args = self.parse_args(argv)
+        args.dataset, args.revision = chosen.dataset, revision or saved.get("revision", "")
         if {"--epochs", "--max-steps"} & self.given == {"--epochs"}:
             args.max_steps = 0  # a saved number of steps would win
         unknown_set = chosen.dataset not in recipes and not saved  # then Run fits these two to the data
@@ -129,7 +130,7 @@ class Parser(OneLine):
     def _add_flags_of_sets(self, words):
         """Adds the own flags of the named data sets; two sets of a family share a flag."""
         for name in dict.fromkeys(word.partition("=")[0] for word in words):
-            options = find_set(name).SETS[name].get("options", {}) if name in MODULES else {}
+            options = facts_of(name).get("options", {})
             g = self.add_argument_group(f"--dataset {name}") if options else None
             for flag, how in options.items():
                 if flag not in self._option_string_actions and (self.texts or not how.get("texts")):
@@ -139,7 +140,8 @@ class Parser(OneLine):
         """Adds the flags that all scripts have; the recipe gives the defaults of those without one."""
         yesno = argparse.BooleanOptionalAction
         add = self.add_argument_group("data").add_argument
-        add("--dataset", help="the name of a set; or a folder, csv, jsonl, parquet, tar, or hub id (org/name)")
+        add("--dataset",
+            help="name of a set; or a folder, csv, jsonl, parquet, tar, or hub id (org/name); of the hub: NAME@COMMIT")
         add("--data-dir", default="", help="where relative paths start, and where annotation files lie")
         add("--video-dir", default="", help="folder of the videos, by path, file name or stem; empty = --data-dir")
         add("--image-column", default="", help="column (or tar extension) of the images or videos")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from contrastive.data.batches import Batches
 from contrastive.data.clips import feature_shape
-from contrastive.data.table import frames_of, has_clips
+from contrastive.data.table import COMMITS, frames_of, has_clips
 from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last
 from contrastive.encoders.models import build_model, spec_of
 from contrastive.encoders.tokenizers import build_tokenizer
@@ -164,6 +164,7 @@ class Run:
         """
         from tqdm import tqdm
         self.evaluator, self.after_val, pieces = evaluator, after_val, {}
+        self.args.hub = getattr(self.args, "hub", {}) | COMMITS  # a resumed run reads no published weights
         if rank() == 0:  # a resume that is refused before leaves the flags of the run
             write_json(self.folder / "args.json", {"script": self.script} | vars(self.args) | {"resume": ""})
         self.banner(guess, lines)
@@ -395,4 +396,4 @@ class Run:
                 "parameters": sum(p.numel() for p in (*self.trained.parameters(), *own)), "processes": world(),
                 "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val, "test": test,
                 "chance": chance, "errors": self.evaluator.errors, "commit": self.commit,
-                "versions": versions(args.cpu).splitlines()}
+                "hub": args.hub, "versions": versions(args.cpu).splitlines()}

@@ -6,10 +6,9 @@ import functools
 import itertools
 from pathlib import Path
 
-from contrastive.data import splits_of
+from contrastive.data import load_data, splits_of
 from contrastive.data.images import CIFAR_STATS
 from contrastive.data.long_tail import labelled_splits
-from contrastive.data.open import load_data
 from contrastive.data.table import has_clips
 from contrastive.encoders.base import CLIP_VIP, STATS
 from contrastive.encoders.models import build_model, load_model

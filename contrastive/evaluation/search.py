@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from contrastive.data.open import load_data
+from contrastive.data import load_data
 from contrastive.data.table import IMAGE_TYPES, Data, make_table
 from contrastive.engine.processes import UserError, rank, say
 from contrastive.evaluation.answers import refuse_untrained

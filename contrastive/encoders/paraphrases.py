@@ -1,8 +1,8 @@
-"""The texts of a batch: one caption of each example; TeMo's T and T~, and their paraphrases."""
+"""TeMo's texts T and T~ of a batch: a caption of each example, and its paraphrase."""
 
 import itertools
 
-from contrastive.data.views import key_hash
+from contrastive.data.views import key_hash, pick
 from contrastive.engine.processes import opening
 
 import numpy as np
@@ -20,12 +20,7 @@ def drop_and_swap(text, u, drop=0.1, swap=0.1):
     return " ".join(kept)
 
 
-def pick(captions, u):
-    """One caption of each example, by its draws: captions: B lists of str; u (B, >= 1) in 0..1 -> B str."""
-    return [c[int(r[0] * len(c))] for c, r in zip(captions, u)]
-
-
-def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, second=True, anchor=True):
+def text_pair(captions, u, paraphrases=None, templates=(), second=True, anchor=True):
     """Pick T and its other view T~ for a batch.
 
     Args: captions: B lists of str; u (B, 32) draws; paraphrases: a Paraphrases or None; templates: formats such as
@@ -42,7 +37,7 @@ def text_pair(captions, u, paraphrases=None, templates=(), drop=0.1, swap=0.1, s
         texts.append([text, *found][int(r[2] * (1 + len(found)))] if anchor else text)
         options = found or [t.format(c) for c in all_captions for t in templates]
         options = options or [c for c in all_captions if c != text]
-        other.append(options[int(r[1] * len(options))] if options else drop_and_swap(text, r[2:], drop, swap))
+        other.append(options[int(r[1] * len(options))] if options else drop_and_swap(text, r[2:]))
     return texts, other
 
 
@@ -62,18 +57,6 @@ class Paraphrases:
     def __len__(self):
         return len(self.hashes)
 
-    def note(self, train, other):
-        """A line for the banner: their number, and a warning if training captions have none (T~ is then `other`)."""
-        note = f"paraphrases of {len(self):,} captions"
-        if train.streamed:
-            return f"{note}; a stream is not checked for captions without one: for these {other}"
-        some = list(itertools.islice(train.first_captions(LOOKED_AT), LOOKED_AT))
-        missing = sum(not p for i in range(0, len(some), 1000) for p in self.get(some[i:i + 1000]))
-        if not missing:
-            return note
-        return (f"WARNING: {note}, but {missing:,} of the first {len(some):,} training captions have none: for these "
-                f"{other}")
-
     def get(self, captions):
         wanted = np.array([key_hash(c) for c in captions], dtype=np.int64)
         at = np.searchsorted(self.hashes, wanted).clip(max=len(self.hashes) - 1)
@@ -83,12 +66,20 @@ class Paraphrases:
 
 
 def text_words(train, paraphrases, anchor, recipe):
-    """The sources of T and T~, for the banner, with a warning if a recipe of the paper runs without its paraphrases.
+    """The sources of T and T~, for the banner, with a warning if paraphrases are lacking.
 
     Args: train: Data; paraphrases: a Paraphrases or None; anchor: as in text_pair; recipe: its remark."""
     other = "templates around the captions" if train.templates else "another caption, else word dropout and swap"
-    note = f"T is the caption, T~ {other} (not the paper's paraphrases; see tools/paraphrase.py)"
-    if paraphrases:
-        return f"T is the caption{' or a paraphrase' * anchor}, T~ a paraphrase; {paraphrases.note(train, note)}"
-    warning = "WARNING: NOT THE PAPER'S T~, which are paraphrases by PEGASUS; give --paraphrases FILE. Now: "
-    return warning + note if recipe.startswith("paper") else note
+    without = f"T is the caption, T~ {other} (not the paper's paraphrases; see tools/paraphrase.py)"
+    if not paraphrases:
+        warning = "WARNING: NOT THE PAPER'S T~, which are paraphrases by PEGASUS; give --paraphrases FILE. Now: "
+        return warning + without if recipe.startswith("paper") else without
+    note = f"T is the caption{' or a paraphrase' * anchor}, T~ a paraphrase, of {len(paraphrases):,} captions"
+    if train.streamed:
+        return f"{note}; a stream is not checked for captions without one: for these {without}"
+    some = list(itertools.islice(train.first_captions(LOOKED_AT), LOOKED_AT))
+    missing = sum(not p for i in range(0, len(some), 1000) for p in paraphrases.get(some[i:i + 1000]))
+    if not missing:
+        return note
+    return (f"WARNING: {note}, but {missing:,} of the first {len(some):,} training captions have none: for these "
+            f"{without}")
