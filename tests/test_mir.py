@@ -249,7 +249,7 @@ def plain_relevancy(a, b):
     return ((verb == other) + len(set(nouns) & set(others)) / len(set(nouns) | set(others))) / 2
 
 
-def test_the_published_relevancies_and_those_of_the_classes_are_equal(kitchen, tmp_path, capsys):
+def test_relevancies_are_the_published_ones_else_those_of_the_classes(kitchen, tmp_path):
     matrix = np.array([[plain_relevancy(a, b) for b in SENTENCES] for a in CLIPS])
     computed = kitchens(kitchen).sentences.relevancy(np.array([5, 0]))
     assert np.allclose(computed, matrix[[5, 0]]) and computed.dtype == torch.float32
@@ -257,16 +257,11 @@ def test_the_published_relevancies_and_those_of_the_classes_are_equal(kitchen, t
     file = annotations / "relevancy" / "caption_relevancy_EPIC_100_retrieval_test.pkl"
     file.parent.mkdir()
     read = lambda: kitchens(tmp_path, video_dir=str(kitchen / "chunks"), frames=4)
-    for lie in (0, 0.25):
-        published = matrix.copy()
-        published[2, 1] += lie
-        file.write_bytes(pickle.dumps(published))
-        data_sets._named.cache_clear()
-        data = read()
-        assert file.name in data.note
-        got = data.sentences.relevancy(np.arange(6))
-        assert np.allclose(got, published[:6])
-        assert ("1 of 36 relevancies differ from those" in capsys.readouterr().out) == bool(lie)
+    published = matrix + 0.25
+    file.write_bytes(pickle.dumps(published))
+    data = read()
+    assert file.name in data.note
+    assert np.allclose(data.sentences.relevancy(np.arange(6)), published[:6])
     file.write_bytes(pickle.dumps(matrix[:, :4]))
     data_sets._named.cache_clear()
     with pytest.raises(UserError, match=r"it holds \(7, 4\), expected \(7, 6\)"):
@@ -322,8 +317,8 @@ SENTENCE_TABLE = "retrieval_annotations/EPIC_100_retrieval_test_sentence.csv"
     (lambda root: write_annotations(root, "test", clips=CLIPS | {"P01_01_0": ("P01_01", 0, 1, "x", 97, [1])}),
      "Class label 97 greater than"),
     (lambda root: write_rows(root / SENTENCE_TABLE, ["a", "b"], [["P77_1_0", "x"]]),
-     "no 'P77_1_0'"),
-    (lambda root: write_rows(root / TABLE, ["a", "b"], [["1", "2"]]), "test.csv: no 'noun_class'")])
+     "'P77_1_0'"),
+    (lambda root: write_rows(root / TABLE, ["a", "b"], [["1", "2"]]), "test.csv: 'noun_class'")])
 def test_annotations_that_are_not_right(change, words, kitchen, tmp_path):
     write_annotations(tmp_path, "test")
     change(tmp_path)
@@ -338,8 +333,10 @@ def test_what_epic_kitchens_refuses(kitchen, tmp_path):
         kitchens(kitchen, "val")
     with pytest.raises(UserError, match="none of 3 videos is below .*looked for P01_01"):
         kitchens(kitchen, video_dir=str(tmp_path))
+    (tmp_path / "features").mkdir()
+    np.save(tmp_path / "features" / "P01_01.npy", np.zeros((5, 2)))
     with pytest.raises(UserError, match="several windows"):
-        kitchens(kitchen, feature_dir=(str(tmp_path),))
+        kitchens(kitchen, feature_dir=(str(tmp_path / "features"),))
     with pytest.raises(UserError, match="--caption-relevancy: draws sentences"):
         common.load_data("moving-emoji", "train", clips=[30, 4, 4], caption_relevancy=0.1)
     flags = ["--dataset", "emoji", "--eval-datasets", "emoji", f"epic-kitchens-100={kitchen}", "--cpu"]
@@ -384,10 +381,6 @@ def test_ssv2_lt(tmp_path):
     val = read("val")  # whichever of the two files of labels has them
     assert list(val.keys()) == ["105", "201"] and val.clip.at_rest == "middle" and "6,960 expected" in val.note
     data_sets._named.cache_clear()
-    lines = "".join(f"{i} 0 0 a.jpg\n" for i in range(24_777))  # the validation split of the full set
-    (tmp_path / "labels" / "val.csv").write_text(f"original_vido_id\n{lines}")
-    with pytest.raises(UserError, match="val.csv: names all of Something-Something v2 and not its long tail"):
-        read("test")
     (tmp_path / "labels" / "train.csv").unlink()
     with pytest.raises(UserError, match="none of train.csv is there"):
         read("train")

@@ -1407,7 +1407,8 @@ def test_features_have_no_windows(features):
     path = write_rows(path.with_name("c.csv"), ["video", "caption", "start", "end", "split"],
                       [(*row, "train") for row in rows])
     assert "those of whole files, not of the windows" in common.load_data(str(path), "train", feature_dir=folders).note
-    (path.parent / "caption.json").write_text(json.dumps({}))
+    speech = {"v0": {"start": [0.0, 1.0], "end": [1.0, 2.0], "text": ["a", "b"]}}
+    (path.parent / "caption.json").write_text(json.dumps(speech))
     complains("howto100m", "train", "several windows", data_dir=str(path.parent), feature_dir=folders)
 
 

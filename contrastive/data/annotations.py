@@ -1,13 +1,11 @@
 """What the readers of annotation files share: finding and reading files, finding videos, and Data of annotated videos.
 
 A reader is a function of (files, split), or of what its family says, that yields rows: dicts of video, captions (a text
-or a list), perhaps start, end (seconds) and label. Whatever is wrong in a file is one line with its name.
+or a list), perhaps start, end (seconds) and label.
 """
 
-import contextlib
 import csv
 import functools
-import glob
 import json
 import os
 import pickle
@@ -15,15 +13,22 @@ from pathlib import Path
 
 from contrastive.data.clips import clip_options
 from contrastive.data.table import VIDEO_TYPES, Data, make_table, notes
-from contrastive.engine.processes import UserError, first_line, say
+from contrastive.engine.processes import UserError
 
 
 # ---- annotation files ----
 class Files:
-    """The annotation files of a set below a folder. `last` is the one that is read, for the message of an error."""
+    """The annotation files of a set below a folder. `last` is the one that is read: `opening(files)` names it."""
 
     def __init__(self, root):
         self.root = self.last = Path(root).expanduser()
+
+    def __str__(self):
+        return str(self.last)
+
+    def has(self, *patterns):
+        """Whether there is a file with one of these names or patterns."""
+        return any(f.is_file() for pattern in patterns for f in self.root.rglob(pattern))
 
     def find(self, *patterns):
         """The first file with one of these names or patterns, tried in order. Raises UserError if there is none."""
@@ -33,10 +38,6 @@ class Files:
             raise UserError(f"{self.root}: none of {', '.join(patterns)} is there; --data-dir names the folder of the "
                             "annotation files")
         return self.last
-
-    def has(self, *patterns):
-        """Whether `find` would find one."""
-        return any(f.is_file() for pattern in patterns for f in self.root.rglob(pattern))
 
     def json(self, *patterns):
         """What the first of these JSON files holds."""
@@ -49,46 +50,20 @@ class Files:
 
     def csv(self, *patterns, separator=","):
         """The rows of the first of these files, {column: text}."""
-        csv.field_size_limit(2**31 - 1)
         with open(self.find(*patterns), newline="", encoding="utf-8-sig") as f:
-            rows = list(csv.DictReader(f, delimiter=separator, strict=True))
-        odd = next((k for k, row in enumerate(rows, 2) if None in row or None in row.values()), 0)
-        if odd:
-            raise ValueError(f"row {odd} has not as many fields as the header")
-        return rows
-
-    def rows(self, *patterns):
-        """The rows of the first of these files, dicts: json, jsonl, csv or parquet, as `datasets` reads it."""
-        import datasets
-        kind = self.find(*patterns).suffix[1:].replace("jsonl", "json")
-        if kind == "csv":
-            return self.csv(*patterns)
-        return datasets.load_dataset(kind, data_files=glob.escape(str(self.last)), split="train")
+            header, *rows = csv.reader(f, delimiter=separator, strict=True)
+        return [dict(zip(header, row, strict=True)) for row in rows if row]
 
     def pickle(self, *patterns):
         """What the first of these pickles holds, plain values only."""
         with open(self.find(*patterns), "rb") as f:
             return PlainPickle(f, encoding="latin1").load()
 
-    @contextlib.contextmanager
-    def border(self):
-        """Around the reading of these files: whatever goes wrong is one line with the name of the last file."""
-        try:
-            yield
-        except UserError:
-            raise
-        except KeyError as error:
-            raise UserError(f"{self.last}: no {error}; is it the right file, and whole?") from error
-        except Exception as error:
-            raise UserError(f"{self.last}: {type(error).__name__}: {first_line(error)[:200]}") from error
 
-
-# what a pickle of plain values and numpy arrays imports; numpy 1 and 2 name their modules differently
-ARRAYS = {("numpy", "ndarray"), ("numpy", "dtype"),
-          *((f"numpy.{core}.{file}", name) for core in ("core", "_core")
-            for file, name in (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer")))}
-VALUES = {(module, name) for module in ("builtins", "__builtin__")
-          for name in ("set", "frozenset", "complex", "bytearray", "unicode", "long")}
+# what sets and numpy arrays (of numpy 1 and 2) import in a pickle; lists, dicts, numbers and texts import nothing
+PLAIN_MODULES = ("builtins", "__builtin__", "numpy",
+                 *(f"numpy.{core}.{file}" for core in ("core", "_core") for file in ("multiarray", "numeric")))
+PLAIN_NAMES = ("set", "frozenset", "ndarray", "dtype", "_reconstruct", "scalar", "_frombuffer")
 
 
 class PlainPickle(pickle.Unpickler):
@@ -97,7 +72,7 @@ class PlainPickle(pickle.Unpickler):
     def find_class(self, module, name):
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes, and so arrays, for Python 2
             return lambda text, _: text.encode("latin1")
-        if (module, name) in ARRAYS | VALUES:
+        if module in PLAIN_MODULES and name in PLAIN_NAMES:
             return super().find_class(module, name)
         raise ValueError(f"asks for {module}.{name}; only plain data is read from pickles")
 
@@ -110,50 +85,37 @@ def files_of(name, options):
     return Files(root)
 
 
-def count_note(name, split, found, expected, part=0.0):
-    """A warning, printed and returned for the note, if a split's count differs from the papers' by more than `part` of
-    it; else ""."""
-    if expected is None or abs(found - expected) <= part * expected:
-        return ""
-    say(f"WARNING: {name} ({split}) has {found:,} examples, {expected:,} are expected: the numbers are not comparable "
-        "with the papers'")
-    return f"WARNING: {found:,} examples, {expected:,} expected"
-
-
 # ---- videos ----
-WHOLE_FILES = "the features are those of whole files, not of the windows (start, end)"
-
-
 class Videos:
-    """The videos (or feature files) below a folder: `videos[name]` is a path or None. A name is a path below the
-    folder, a file name or a stem, with or without `v_` before it; folders in the name decide."""
+    """The videos (or feature files) below a folder: `videos[name]` is a path or None. A name is a path, from the folder
+    or from any folder below it on, or a file name; with or without suffix, and `v_` before it. index: of features in
+    place of the folder's own."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, index=None):
         self.folder = Path(folder).expanduser()
-        self.index = video_index(str(self.folder))
+        self.index = video_index(str(self.folder)) if index is None else index
 
     def __getitem__(self, name):
         if os.path.isfile(self.folder / name):
             return str(self.folder / name)
-        video = Path(name)
-        names = (video.name, video.stem, video.stem.removeprefix("v_"), f"v_{video.stem}")
-        found = next((self.index[n] for n in names if n in self.index), [])
-        if len(video.parts) > 1:
-            tails = tuple(f"/{v.as_posix()}" for v in (video, video.with_suffix("")))
-            found = [p for p in found if p.endswith(tails) or os.path.splitext(p)[0].endswith(tails)]
-        return next(iter(found), None)
+        stem = os.path.splitext(name)[0]
+        names = (name, stem, stem.removeprefix("v_"), f"v_{stem}")
+        return next((self.index[n] for n in names if n in self.index), None)
 
 
 @functools.lru_cache(maxsize=16)
 def video_index(folder):
-    """{name: paths} of all videos (or feature files) below a folder; each is listed by file name and by stem."""
+    """{name: path} of all videos (or feature files) below a folder. A name is the end of the path, from any folder on,
+    with or without suffix; of several videos of one name it is that of the first."""
     if not os.path.isdir(folder):
         raise UserError(f"--video-dir {folder}: no such folder")
     out = {}
     for path in sorted(p for p in Path(folder).rglob("*") if p.suffix.lower()[1:] in (*VIDEO_TYPES, "gif", "npy")):
+        folders = path.relative_to(folder).parts[:-1]
         if path.is_file():  # EPIC-KITCHENS has folders called P01_01.MP4
-            for name in (path.name, path.stem):
-                out.setdefault(name, []).append(str(path))
+            for k in range(len(folders) + 1):
+                for last in (path.name, path.stem):
+                    out.setdefault("/".join((*folders[k:], last)), str(path))
     return out
 
 
@@ -163,56 +125,52 @@ def video_folder(options, root=None):
     return Path(folders[0]).expanduser()
 
 
+# ---- Data of them ----
 def one_caption_list(rows):
     """Rows of one (video, start, end) become one row with all their captions, in the order of the first of each."""
     out = {}
     for row in rows:
         said = row["captions"] if isinstance(row["captions"], list) else [row["captions"]]
-        key = str(row["video"]), row.get("start"), row.get("end")
-        out.setdefault(key, row | {"captions": []})["captions"].extend(said)
+        key = row["video"], row.get("start"), row.get("end")
+        out.setdefault(key, row | {"captions": []})["captions"] += [c.strip() for c in said if c and c.strip()]
     return list(out.values())
 
 
-def clips_of(name, split, rows, options, root=None, classes=None, clip=None, videos=None, **attributes):
-    """Data of rows {video, captions[, start, end, key, and columns of the table]}; those without a caption or a video
-    are left out and counted. label: the name of a class, or None.
+def clips_of(name, split, rows, options, classes=None, clip=None, videos=None, **attributes):
+    """Data of rows {video, captions (a list)[, start, end, key, and columns of the table]}; those without a caption or
+    a video are left out and counted. label: the name of a class, or None.
 
-    Args: root: where the videos are if no option says so; classes: {column: names} if not those of the rows;
-        clip: how videos are read; videos: name -> path or None, if not by the folder's index."""
-    folder = video_folder(options, root)
+    Args: classes: {column: names} if not those of the rows; clip: how videos are read; videos: {name: path or None}, if
+        not by the folder's index."""
+    folder = video_folder(options)
     videos = Videos(folder) if videos is None else videos
-    said = [row | {"captions": [str(c).strip() for c in row["captions"] if str(c or "").strip()]} for row in rows]
-    said = [row for row in said if row["captions"]]
-    paths = {v: videos[v] for v in dict.fromkeys(str(row["video"]) for row in said)}  # None where it is missing
-    kept, missing = [row for row in said if paths[str(row["video"])]], [v for v, path in paths.items() if not path]
+    said = [row for row in rows if row["captions"]]
+    paths = {v: videos[v] for v in dict.fromkeys(row["video"] for row in said)}  # None where it is missing
+    kept = [{"start": None, "end": None} | row for row in said if paths[row["video"]]]
+    missing = [v for v, path in paths.items() if not path]
     if not kept:
         raise UserError(f"{name} ({split}): none of {len(paths):,} videos is below {folder}"
                         + (f" (looked for {missing[0]})" if missing else "") + "; --video-dir names their folder")
-    windows = {(paths[str(r["video"])], r.get("start"), r.get("end")) for r in kept if "key" not in r}
-    if options.get("feature_dir") and len({path for path, *_ in windows}) < len(windows):
-        raise UserError(f"{name}: several windows of one video, but --feature-dir has only one file per video")
-    classes, more = dict(classes or {}), {}
-    if any("label" in row for row in said):
+    classes, of_row = dict(classes or {}), ("captions", "start", "end", "key")
+    columns = {c: [row[c] for row in kept] for c in kept[0] if c not in of_row}
+    if "key" not in kept[0]:  # else rows of one video have names of their own
+        del columns["video"]
+    if "label" in columns:
         classes.setdefault("label", sorted({row["label"] for row in said} - {None}))
         number = {y: k for k, y in enumerate(classes["label"])}
-        more["label"] = [number.get(row["label"], -1) for row in kept]
-    columns = [c for c in kept[0] if c not in ("video", "captions", "start", "end", "label", "key")]
-    more |= {c: [row[c] for row in kept] for c in columns}
-    if "key" in kept[0]:  # rows of one video then have names of their own
-        more["video"] = [str(row["video"]) for row in kept]
-    sources = [{"path": paths[str(r["video"])], "start": r.get("start"), "end": r.get("end")} for r in kept]
-    keys = [r.get("key") or window_key(r["video"], r.get("start"), r.get("end")) for r in kept]
-    table = make_table([row["captions"] for row in kept], keys, sources, classes, **more)
+        columns["label"] = [number.get(y, -1) for y in columns["label"]]
+    sources = [{"path": paths[row["video"]], "start": row["start"], "end": row["end"]} for row in kept]
+    keys = [row.get("key") or window_key(row["video"], row["start"], row["end"]) for row in kept]
+    table = make_table([row["captions"] for row in kept], keys, sources, classes, **columns)
     lost = f"{len(missing):,} videos ({len(said) - len(kept):,} rows) are not in {folder}"
     note = notes(f"{lost}, first {missing[0]}" if missing else "",
-                 WHOLE_FILES if options.get("feature_dir") and any({*w[1:]} != {None} for w in windows) else "",
                  f"{len(rows) - len(said):,} without a caption left out" if len(said) < len(rows) else "",
-                 f"{more['label'].count(-1):,} without a class" if -1 in more.get("label", ()) else "")
+                 f"{columns['label'].count(-1):,} without a class" if -1 in columns.get("label", ()) else "")
     return Data(name, split, table, clip=clip or clip_options(options), note=note, **attributes)
 
 
 def window_key(video, start=None, end=None):
     """The key of a clip: the video's name and, if it has a window, the seconds: 'yt1 2-4 s'."""
     if start is None and end is None:
-        return f"{video}"
+        return video
     return f"{video} {'-'.join('' if t is None else f'{t:g}' for t in (start, end))} s"

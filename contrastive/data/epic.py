@@ -8,15 +8,14 @@ relevancy/caption_relevancy_*.pkl if that file exists; otherwise, and for traini
 """
 
 import ast
-import functools
-import re
+import os
 from pathlib import Path
 
-from contrastive.data.annotations import clips_of, count_note, files_of, video_folder, video_index
+from contrastive.data.annotations import clips_of, files_of, video_folder, video_index
 from contrastive.data.clips import Clips, clip_options
 from contrastive.data.frames import duration, read_frames
 from contrastive.data.table import with_note
-from contrastive.engine.processes import UserError, say
+from contrastive.engine.processes import opening
 from contrastive.engine.ranges import part
 from contrastive.evaluation.metrics import class_relevancy, multi_hot
 
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 VERBS, NOUNS = 97, 300
+SECONDS = 15  # of a chunk; the last may be longer
 SETS = {"epic-kitchens-100": {
     "splits": {"train": 67_217, "test": 9_668}, "licence": "CC BY-NC 4.0, research only; test = the papers' test",
     "options": {"--caption-relevancy": dict(
@@ -38,24 +38,16 @@ def load(name, split, options):
 
     Clips whose video is missing are left out and counted; their sentences are still ranked."""
     files = files_of(name, options)
-    if options.get("feature_dir"):
-        raise UserError(f"{name}: several windows of one video, but --feature-dir has only one file per video")
-    with files.border():
+    with opening(files):
         clips = read_clips(files, split)
         sentences = Sentences(files, split, clips)
-        names = {"verb": class_names(files, "verb", VERBS), "noun": class_names(files, "noun", NOUNS)}
-        places = _Known(_places(str(video_folder(options))))
-        sentences.clips = np.array([i for i, c in enumerate(clips) if places[c["video"]]])
-        data = clips_of(name, split, clips, options, classes=names, clip=clip_options(options, Chunks), videos=places,
+        classes = {"verb": class_names(files, "verb", VERBS), "noun": class_names(files, "noun", NOUNS)}
+        index = video_index(str(video_folder(options)))
+        videos = {c["video"]: place_of(index, c["video"]) for c in clips}
+        sentences.clips = np.array([i for i, c in enumerate(clips) if videos[c["video"]]])
+        data = clips_of(name, split, clips, options, classes, clip_options(options, Chunks), videos,
                         sentences=sentences)
-    return with_note(data, sentences.note, count_note(name, split, len(data), SETS[name]["splits"][split]))
-
-
-class _Known(dict):
-    """{video: path}; None for any other."""
-
-    def __missing__(self, name):
-        return None
+    return with_note(data, sentences.note)
 
 
 # ---- annotation files ----
@@ -69,7 +61,7 @@ def read_clips(files, split):
                     "group": number.setdefault(said, len(number)), "start": seconds(row["start_timestamp"]),
                     "end": seconds(row["stop_timestamp"]),
                     "verb": int(row["verb_class"]), "noun": noun,
-                    "nouns": sorted({*map(int, ast.literal_eval(row["all_noun_classes"]))}) or [noun]})
+                    "nouns": sorted({*map(int, ast.literal_eval(row["all_noun_classes"]))})})
     return out
 
 
@@ -80,12 +72,10 @@ def seconds(stamp):
 
 
 def class_names(files, kind, n):
-    """Class names from EPIC_100_verb_classes.csv (or noun), wherever it is below the folder; else their numbers."""
-    names, patterns = [str(i) for i in range(n)], (f"EPIC_100_{kind}_classes*.csv", f"{kind}_classes.csv")
-    for row in files.csv(*patterns) if files.has(*patterns) else ():
-        number, word = row.get("id") or row.get(f"{kind}_id"), row.get("key") or row.get("class_key")
-        if int(number) < n and word and word not in names:
-            names[int(number)] = word
+    """The names of EPIC_100_verb_classes.csv (or noun), wherever it is below the folder; else their numbers."""
+    names, file = [str(i) for i in range(n)], f"EPIC_100_{kind}_classes.csv"
+    for row in files.csv(file) if files.has(file) else ():
+        names[int(row["id"])] = row["key"]
     return names
 
 
@@ -100,19 +90,16 @@ class Sentences:
         row, stem = {c["key"]: c for c in clips}, f"EPIC_100_retrieval_{split}"
         ids = [next(iter(line.values())) for line in files.csv(f"{stem}_sentence.csv")]  # the first column, any name
         said = [row[i] for i in ids]
-        if len({*ids}) < len(ids) or not ids:
-            raise ValueError("it names a clip twice, or none")
         self.texts, self.verbs = [c["captions"][0] for c in said], torch.tensor([c["verb"] for c in said])  # (C,) each
         self.nouns = multi_hot([c["nouns"] for c in said], NOUNS)  # (C, NOUNS)
         self.clip_verbs, self.clip_nouns = [c["verb"] for c in clips], [c["nouns"] for c in clips]
-        self.clips, self.file = np.arange(len(clips)), None
+        self.clips, self.of_file, source = np.arange(len(clips)), None, "the classes"
         pickle = f"relevancy/caption_relevancy_{stem}.pkl"
         if split == "test" and files.has(pickle):
-            matrix = self._of_file = np.asarray(files.pickle(pickle))  # (clips, C)
-            self.file = files.last
-            if matrix.shape != (len(clips), len(ids)) or not ((matrix >= 0) & (matrix <= 1)).all():
-                raise ValueError(f"it holds {matrix.shape}, expected {(len(clips), len(ids))} relevancies in 0..1")
-        self.note = f"{len(ids):,} sentences, relevancies from {self.file or 'the classes'}"
+            self.of_file, source = np.asarray(files.pickle(pickle)), files.last  # (clips, C)
+            if self.of_file.shape != (len(clips), len(ids)):
+                raise ValueError(f"it holds {self.of_file.shape}, expected {(len(clips), len(ids))} relevancies")
+        self.note = f"{len(ids):,} sentences, relevancies from {source}"
 
     def by_classes(self, rows, dtype=torch.float32):
         """(len(rows), C) relevancies of these csv rows, computed from the classes."""
@@ -122,14 +109,9 @@ class Sentences:
     def relevancy(self, rows):
         """(len(rows), C) float32 relevancies of these rows of the data, from the file if there is one."""
         rows = self.clips[rows]
-        if self.file is None:
+        if self.of_file is None:
             return self.by_classes(rows)
-        found, by_classes = torch.from_numpy(self._of_file[rows].astype(np.float32)), self.by_classes(rows)
-        other = int(((found - by_classes).abs() > 1e-4).sum())
-        if other:
-            say(f"WARNING: {self.file.name}: {other:,} of {found.numel():,} relevancies differ from those of the "
-                "classes; the file's are used")
-        return found
+        return torch.from_numpy(self.of_file[rows].astype(np.float32))
 
     def draw(self, row, above, u):
         """A text drawn uniformly (by u in 0..1) from those with relevancy > above to this row of the data, or None."""
@@ -139,22 +121,10 @@ class Sentences:
 
 
 # ---- videos, whole or in chunks ----
-def _places(folder):
-    """{video id: path of the video, or of the folder of its chunks} below a folder."""
-    out = {}
-    for paths in video_index(folder).values():
-        for path in map(Path, paths):
-            if path.stem.isdecimal() and re.fullmatch(r"P\d+_\d+(\.\w+)?", path.parent.name):
-                out[path.parent.name.split(".")[0]] = str(path.parent)
-            else:
-                out.setdefault(path.stem, str(path))
-    return out
-
-
-@functools.lru_cache(maxsize=1024)
-def _chunks(folder):
-    """[(first second, path)] of a folder of chunks, in order."""
-    return sorted((int(f.stem), str(f)) for f in Path(folder).iterdir() if f.stem.isdecimal())
+def place_of(index, video):
+    """The path of a video, or of the folder of its chunks, or None. index: as annotations.video_index has it."""
+    first = index.get(f"{video}.MP4/0.MP4")
+    return os.path.dirname(first) if first else index.get(video)
 
 
 class Chunks(Clips):
@@ -166,7 +136,7 @@ class Chunks(Clips):
         """(n, H, W, 3) uint8; a window may span several chunks. Raises: ValueError if a chunk is missing."""
         if not Path(source).is_dir():
             return super().decode(source, n, start, end, sampling, draws)
-        chunks = _chunks(str(source))
+        chunks = sorted((int(f.stem), str(f)) for f in Path(source).glob("*.MP4"))  # (first second, path) of each
         firsts = np.array([first for first, _ in chunks])
         if end > firsts[-1]:  # the video may end before the window does
             end = max(start, min(end, firsts[-1] + duration(chunks[-1][1])))
@@ -178,10 +148,10 @@ class Chunks(Clips):
         number = np.searchsorted(firsts, at, side="right") - 1  # (n,) chunk of each
         frames = []
         for k in np.unique(number):
-            first, path = chunks[max(k, 0)]
-            own, length = at[number == k] - first, np.diff(firsts).min() if len(firsts) > 1 else np.inf
-            if own[0] < 0 or own[-1] > length + 0.5 and k + 1 < len(chunks):
-                raise ValueError(f"no chunk of {source} has second {at[number == k].max():g}")
+            first, path = chunks[k]
+            own = at[number == k] - first  # seconds of the chunk
+            if own[-1] > SECONDS + 0.5 and k + 1 < len(chunks):
+                raise ValueError(f"no chunk of {source} has second {first + own[-1]:g}")
             # start a second early: the frame shown at a given time began before it
             frames.append(read_frames(path, len(own), max(0.0, own[0] - 1), None, "at", own, self.short))
         return np.concatenate(frames)
