@@ -21,7 +21,6 @@ from contrastive.engine.processes import UserError, clean_exit, opening, read_js
 from contrastive.engine.ranges import count, whole
 from contrastive.evaluation.embed import encode_images, encode_texts, say_unreadable
 from contrastive.evaluation.metrics import normalize
-from contrastive.figures.base import draw_picture
 from contrastive.figures.mama import draw_scores
 
 import numpy as np
@@ -31,26 +30,20 @@ import torch
 def short_captions(data, wanted):
     """[a short caption of each row, "" if there is none].
 
-    wanted: "" = the row's own caption with the fewest words; a column with class names; or a file with columns video
-    and caption, where video is the key of a row or the name of its file (with start and end for windows).
-    Raises: UserError."""
+    wanted: "" = the row's own caption with the fewest words; a column with class names; or a csv with columns video and
+    caption, where video is the key of a row or the name of its file (with start and end for windows).   Raises:
+    UserError."""
     own = [data.captions(i) for i in range(len(data))]
     if not wanted:
         return [min(texts, key=words, default="") for texts in own]
     if (names := data.names(wanted)) is not None:
         classes = [names[c] if c >= 0 else "" for c in data.column(wanted)]  # -1: without a class
         return [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" if name else "" for name in classes]
-    if not Path(wanted).is_file():
-        raise UserError(f"--short {wanted}: neither a file nor a column of {data.name} with class names")
     if data.sources is not None:
-        try:
-            with_them = add_captions(data, Path(wanted))
-        except UserError as error:
-            message = str(error).replace("--extra-captions", "--short").replace("(train)", f"({data.split})")
-            raise UserError(message) from error
+        with_them = add_captions(data, Path(wanted))
         return [next((t for t in with_them.captions(i) if t not in texts), "") for i, texts in enumerate(own)]
-    with opening(wanted), open(wanted, newline="", encoding="utf-8-sig") as f:
-        of = {row["video"]: row["caption"] for row in csv.DictReader(f, strict=True)}
+    with opening(f"--short {wanted}"), open(wanted, newline="", encoding="utf-8-sig") as f:
+        of = {row["video"]: row["caption"] for row in csv.DictReader(f)}
     return [of.get(key, "") for key in data.keys()]
 
 
@@ -62,9 +55,9 @@ def words(text):
 def caption_pairs(data, wanted):
     """{row: [short, detailed]}. The detailed caption is the row's own with the most words; rows whose short caption is
     not shorter are left out.   Raises: UserError if none is left."""
-    short = short_captions(data, wanted)
     detailed = [max(data.captions(i), key=words, default="") for i in range(len(data))]
-    pairs = {i: [a, b] for i, (a, b) in enumerate(zip(short, detailed)) if 0 < words(a) < words(b)}
+    both = zip(short_captions(data, wanted), detailed)
+    pairs = {i: [a, b] for i, (a, b) in enumerate(both) if 0 < words(a) < words(b)}
     say(f"{data.name} ({data.split}): {len(pairs):,} of {len(data):,} videos have a short and a longer caption")
     if not pairs:
         raise UserError(f"{data.name} ({data.split}): no video has captions of different lengths; --short names "
@@ -74,15 +67,8 @@ def caption_pairs(data, wanted):
 
 def data_of(folder, split):
     """The split as a run reads it, each clip once and with its own captions.   Raises: UserError."""
-    flags = read_json(Path(folder) / "args.json", {})
-    if "dataset" not in flags:
-        raise UserError(f"{folder}: not the folder of a run (no args.json with a dataset)")
-    args = argparse.Namespace(**flags)
-    own = data_options(args, caption_noise=0.0, unfold_captions=False)
-    data = common.load_data(args.dataset, split, **own)
-    if data.streamed:
-        raise UserError(f"--split {split}: {args.dataset} is a stream in that split; use val or test")
-    return data
+    args = argparse.Namespace(**read_json(Path(folder) / "args.json"))
+    return common.load_data(args.dataset, split, **data_options(args, caption_noise=0.0, unfold_captions=False))
 
 
 def scores_of(folder, data, pairs, device, batch, workers):
@@ -101,35 +87,19 @@ def scores_of(folder, data, pairs, device, batch, workers):
     return dict(zip(index.tolist(), cosine.tolist(), strict=True))
 
 
-def table(runs, found):
-    """The means over the videos, as lines of text. found: (R runs, M, 2)."""
-    lines = [f"{'run':<34}{'short':>9}{'detailed':>10}{'detailed higher':>17}"]
-    for name, (short, detailed) in zip(runs, found.transpose(0, 2, 1)):                               # (M,) each
-        higher = 100 * (detailed > short).mean()
-        lines.append(f"{name[-32:]:<34}{short.mean():9.4f}{detailed.mean():10.4f}{higher:15.1f} %")
-    return "\n".join([*lines, f"(mean cosine over {found.shape[1]:,} videos; share with the detailed one higher)"])
-
-
-def parse_args(argv=None):
-    """The flags."""
+def main(argv=None):
+    """The command line. Returns: scores (R, M, 2): R runs, M videos, short and detailed.   Raises: UserError."""
     p = OneLine("python -m tools.score", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN_DIR", help="finished runs on one data set, the baseline first")
     p.add_argument("--split", choices=["train", "val", "test"], default="test", help="split whose videos are scored")
     p.add_argument("--short", default="", metavar="FILE|COLUMN",
                    help="csv of video and caption (tools/caption.py writes one), or a column whose class names are the "
                         "short captions (noun); default: each video's caption with the fewest words")
-    p.add_argument("--show", type=count, default=4, help="videos in the picture, drawn with a fixed seed")
     p.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
     p.add_argument("--eval-batch", type=count, default=256, help="images or frames encoded at a time")
     p.add_argument("--workers", type=whole, default=2, help="processes that read videos")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    """The command line. Returns: scores (R, M, 2): R runs, M videos, short and detailed.   Raises: UserError."""
-    args = parse_args(argv)
-    out = Path(args.out)
+    args = p.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
     data = data_of(args.runs[0], args.split)
     pairs, found = caption_pairs(data, args.short), []
@@ -141,15 +111,17 @@ def main(argv=None):
     rows = [i for i in pairs if all(i in scores for scores in found)]
     names = [Path(folder).resolve().name for folder in args.runs]
     scores = np.array([[of[i] for i in rows] for of in found])                                        # (R, M, 2)
-    with opening(out), open(f"{out}.csv", "w", newline="", encoding="utf8") as f:
+    with opening(args.out), open(f"{args.out}.csv", "w", newline="", encoding="utf8") as f:
         csv.writer(f).writerows([("video", "detail", "caption", *names), *(
             (data.key(i), kind, pairs[i][k], *(f"{x:.4f}" for x in scores[:, at, k]))
             for at, i in enumerate(rows) for k, kind in enumerate(("short", "detailed")))])
-    say(table(names, scores))
-    some = np.sort(np.random.default_rng(0).permutation(len(rows))[:args.show])
-    shown = [(rows[at], pairs[rows[at]], scores[:, at].T.tolist()) for at in some]
-    title = f"{data.name} ({data.split}): cosine with a short and a detailed caption (Tables 9, 10)"
-    draw_picture(Path(f"{out}.png"), draw_scores, data, shown, names, title=title)
+    say(f"{'run':<34}{'short':>9}{'detailed':>10}{'detailed higher':>17}")
+    for name, (short, detailed) in zip(names, scores.transpose(0, 2, 1)):                             # (M,) each
+        say(f"{name[-32:]:<34}{short.mean():9.4f}{detailed.mean():10.4f}{100 * (detailed > short).mean():15.1f} %")
+    say(f"(mean cosine over {len(rows):,} videos; share with the detailed one higher)")
+    some = np.sort(np.random.default_rng(0).permutation(len(rows))[:4])
+    draw_scores(data, [(rows[at], pairs[rows[at]], scores[:, at].T.tolist()) for at in some], names, f"{args.out}.png",
+                title=f"{data.name} ({data.split}): cosine with a short and a detailed caption (Tables 9, 10)")
     return scores
 
 

@@ -19,6 +19,7 @@ from contrastive.engine.log import Log, commit, millions, peak_memory_mb, versio
 from contrastive.engine.processes import (
     UserError,
     barrier,
+    flatten,
     gather_objects,
     mean_over_processes,
     on_main,
@@ -337,7 +338,8 @@ class Run:
 
     def evaluate_val(self):
         """Evaluates the val splits, logs the result and keeps it in self.val. Returns: picture pieces. Collective."""
-        self.val, _, self.val_pieces = self.evaluator("val")
+        self.val, chance, self.val_pieces = self.evaluator("val")
+        self.chance = {f"eval/{name}": value for name, value in flatten(chance).items()}  # by columns of the log
         row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
         if self.after_val and self.val_pieces:
             self.after_val(row, self.val_pieces)
@@ -382,7 +384,7 @@ class Run:
             self.tokenizer.save(self.folder / "tokenizer")
 
     def picture(self, name, function, *args, **options):
-        """Draws one picture into the run folder by function(*args, path, **options). If it fails, that is said."""
+        """Draws one picture into the run folder: function(*args, path, **options)."""
         draw_picture((self.folder / name).with_suffix(".png"), function, *args, **options)
 
     def summarize(self, test, chance):

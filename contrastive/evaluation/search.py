@@ -7,7 +7,7 @@ from contrastive.data.table import IMAGE_TYPES, Data, make_table
 from contrastive.engine.processes import UserError, rank, say
 from contrastive.evaluation.answers import refuse_untrained
 from contrastive.evaluation.metrics import normalize
-from contrastive.figures.base import draw_picture, figure, save_figure, show
+from contrastive.figures.base import draw_examples, draw_picture, picture
 
 
 def search(subject, options):
@@ -32,13 +32,9 @@ def search(subject, options):
 
 def draw_hits(title, data, rows, hits, path):
     """Draws the images of these rows, nearest first, with cosines above and file names below."""
-    fig, axes = figure(len(hits), width=1.8, height=2.2)
-    for ax, hit, i in zip(axes, hits, rows):
-        show(ax, data, i)
-        ax.set_title(f"cos {hit['cosine']:.2f}")
-        ax.set_xlabel(Path(hit["key"]).name[-24:])
-    fig.suptitle(title)
-    save_figure(fig, path)
+    row = [(picture(data, i), f"cos {hit['cosine']:.2f}", Path(hit["key"]).name[-24:], False)
+           for hit, i in zip(hits, rows)]
+    draw_examples([("", row)], path, title, width=1.8)
 
 
 def load_images(name, options):

@@ -1,45 +1,29 @@
-"""Pictures of runs and evaluations, fit to be shown: titles are not cut, ticks are whole steps, no panel is empty.
+"""What all pictures share, and those that every run has: curves, retrieval, answers, pairs, histograms.
 
-    from contrastive.figures.base import figure, save_figure
     fig, (left, right) = figure(2)
     left.plot(steps, loss)
-    right.plot(steps, tau)
     save_figure(fig, folder / "mine.png")      # or .pdf
 
 `pieces` is what `retrieval_pieces` returns: image (M, D), text (C, D), owner (C,) the row of each caption's image,
 texts (C captions), index (M,) into data, positives (C, P), data.
 """
 
-import contextlib
 import math
 import textwrap
-import warnings
 
 from contrastive.data.table import has_clips
-from contrastive.engine.processes import first_line, say, slug
+from contrastive.engine.processes import opening, slug
 from contrastive.evaluation.metrics import normalize
 
 import numpy as np
 import torch
 
-
-def draw_picture(path, function, *args, **options):
-    """Draws one picture, function(*args, path, **options). If it fails, it is left out with a message."""
-    try:
-        function(*args, path, **options)
-    except Exception as error:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)  # no half-written pictures
-        say(f"{path.name} cannot be drawn and is left out: {type(error).__name__}: {first_line(error)}")
-
-
-def by_set(pieces):
-    """[(name, suffix of its pictures' file names, pieces)] of the sets of a run; the first set has no suffix."""
-    return [(name, f"_{slug(name)}" if k else "", piece) for k, (name, piece) in enumerate(pieces.items())]
-
-
-GREEN, GREY = "tab:green", "lightgrey"
 LETTERS = 11  # points, for all text: readable in half a column of a paper, and from the back of a room
+STYLE = dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize",
+                       "legend.fontsize", "legend.title_fontsize", "figure.titlesize"), LETTERS) | {
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "savefig.dpi": 200,
+    "text.parse_math": False,  # a '$' in a caption is a dollar
+    "pdf.fonttype": 42}        # TrueType: journals refuse matplotlib's default, Type 3
 DASHES = ("-", (0, (4, 2)), (0, (1, 1)), (0, (4, 1.5, 1, 1.5)))
 MARKERS = "os^D"
 
@@ -49,73 +33,61 @@ def figure(columns, rows=1, width=3.6, height=2.7, panels=0):
     """A matplotlib figure without a display: (fig, flat array of axes).
 
     Args: columns, rows: of the grid; width, height: of one panel in inches; panels: how many places of the grid are
-        used, 0 = all. If the last row is not full, its panels are wider.
-    """
+        used, 0 = all."""
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams.update(STYLE)
     fig = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    rest = (panels or rows * columns) - (rows - 1) * columns     # panels of the last row
-    units = math.lcm(columns, max(1, rest))                      # a panel spans units / (panels of its row)
-    grid = fig.add_gridspec(rows, units)
-    axes = []
-    for row in range(rows):
-        in_row = rest if row == rows - 1 else columns
-        for k in range(in_row):
-            axes.append(fig.add_subplot(grid[row, k * units // in_row:(k + 1) * units // in_row]))
-            axes[-1].spines[["top", "right"]].set_visible(False)
-    return fig, np.array(axes, dtype=object)
+    axes = fig.subplots(rows, columns, squeeze=False).ravel()
+    panels = panels or len(axes)
+    for ax in axes[panels:]:
+        ax.remove()
+    return fig, axes[:panels]
 
 
 def save_figure(fig, path):
-    """Writes a figure as .png or .pdf. Empty panels say so, '$' is not read as TeX, and titles are made to fit."""
-    from matplotlib import rc_context
-
-    panels = {}  # all axes of one place: a panel and those drawn over it with twinx
+    """Writes a figure as .png or .pdf. Titles and labels of one line are wrapped to the size of their panel."""
+    fig.draw_without_rendering()  # lays the panels out, so that their sizes are known
     for ax in fig.axes:
-        panels.setdefault(ax.get_subplotspec() or ax, []).append(ax)
-    for axes in panels.values():
-        if axes[0].axison and not any(_has_data(ax) for ax in axes):
-            _say_no_data(axes)
-    for text in _written(fig):
-        text.set_parse_math(False)
-        text.set_fontsize(LETTERS)
-    for ax in fig.axes:
-        ax.tick_params(labelsize=LETTERS)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a missing letter is drawn as a box, no warning
-        fig.draw_without_rendering()  # lays out the panels, so that the space for their titles is known
-        for ax in fig.axes:
-            _fit_labels(ax)
-        if fig.get_suptitle():
-            _fit(fig._suptitle, fig.bbox.width)
-        with rc_context({"pdf.fonttype": 42}):  # TrueType: journals refuse matplotlib's default, Type 3
-            fig.savefig(path, dpi=200)
+        upright = ax.yaxis.label.get_rotation() == 90
+        for text, room in ((ax.title, ax.bbox.width), (ax.xaxis.label, ax.bbox.width),
+                           (ax.yaxis.label, ax.bbox.height if upright else math.inf)):
+            text.set_text(wrap_to(text.get_text(), room / fig.dpi))
+    fig.suptitle(wrap_to(fig.get_suptitle(), fig.get_figwidth()))
+    with opening(path):
+        fig.savefig(path)
 
 
-def line_style(k, lines):
-    """Keywords of `plot` for line k of `lines`. Later lines are thinner and dashed, so that no line hides another."""
-    return {"ls": DASHES[k % len(DASHES)], "lw": 1.5 + 0.6 * min(3, lines - 1 - k)}
+def wrap_to(text, inches):
+    """A text of one line, wrapped at words to a width; others as they are."""
+    letters = inches * 72 / (0.52 * LETTERS)                     # a letter is about half as wide as high
+    return text if "\n" in text or len(text) <= letters else textwrap.fill(text, int(letters), break_long_words=False)
 
 
-def marker_style(k, lines):
-    """Keywords of `plot` for the points of line k of `lines`; later ones are smaller, as in `line_style`."""
-    return {"marker": MARKERS[k % len(MARKERS)], "ms": 3 + 2 * min(3, lines - 1 - k)}
+def wrap(text, width, lines=3):
+    """A text wrapped at words into at most `lines` lines of at most `width` letters."""
+    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" ..."))
+
+
+def line_style(k, lines, points=False):
+    """Keywords of `plot` for line k of `lines`: later ones are thinner and dashed, so that no line hides another.
+
+    points: with markers, which are smaller for later lines."""
+    later = min(3, lines - 1 - k)
+    marks = {"marker": MARKERS[k % len(MARKERS)], "ms": 3 + 2 * later} if points else {}
+    return {"color": f"C{k}", "ls": DASHES[k % len(DASHES)], "lw": 1.5 + 0.6 * later} | marks
 
 
 def legend_above(ax):
     """A legend in room of its own: the y axis grows by what it takes, so that it covers nothing that is drawn."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    renderer = FigureCanvasAgg(ax.figure).get_renderer()  # measures text; the figure need not be laid out for it
-    names = len(ax.get_legend_handles_labels()[0])
-    for columns in (2, 1) if names > 2 else (1,):
-        legend = ax.legend(loc="upper center", ncols=columns, frameon=False, handlelength=2.4 / columns,
-                           columnspacing=0.8, handletextpad=0.5, borderaxespad=0, fontsize=LETTERS)
-        box = legend.get_window_extent(renderer)
-        if box.width <= 1.2 * ax.bbox.width:  # the layout makes panels wider than they are here, and lower
-            break
+    names = ax.get_legend_handles_labels()[1]
+    columns = 2 if len(names) > 2 and max(map(len, names)) <= 14 else 1
+    ax.legend(loc="upper center", ncols=columns, handlelength=2.4 / columns, columnspacing=0.8, handletextpad=0.5,
+              borderaxespad=0)
+    row = 1.7 * LETTERS / 72 * ax.figure.dpi / ax.bbox.height    # as a part of the panel, which the layout makes lower
     low, high = ax.get_ylim()
-    taken = min(0.6, 1.3 * box.height / ax.bbox.height)
-    ax.set_ylim(low, low + (high - low) / (1 - taken))
+    ax.set_ylim(low, low + (high - low) / (1 - min(0.6, row * math.ceil(len(names) / columns))))
 
 
 def whole_ticks(ax):
@@ -126,99 +98,63 @@ def whole_ticks(ax):
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _has_data(ax):
-    points = any(np.isfinite(np.asarray(line.get_ydata(orig=False), dtype=float)).any() for line in ax.lines)
-    scattered = any(len(c.get_offsets()) for c in ax.collections)
-    return bool(points or scattered or ax.images or ax.patches or ax.texts)
+def draw_picture(path, function, *args, **options):
+    """Draws one picture: function(*args, path, **options)."""
+    function(*args, path, **options)
 
 
-def _say_no_data(axes):
-    first, *over = axes
-    for ax in over:
-        ax.set_axis_off()
-    if first.get_legend():
-        first.get_legend().remove()
-    first.xaxis.set_visible(False)
-    first.yaxis.set_visible(False)
-    first.spines[:].set_visible(False)
-    first.text(0.5, 0.5, "no data", ha="center", va="center", color="grey", transform=first.transAxes)
-
-
-def _written(fig):
-    """All texts but the tick labels, in which matplotlib itself uses '$' on logarithmic axes."""
-    for ax in fig.axes:
-        yield from (ax.title, ax.xaxis.label, ax.yaxis.label, *ax.texts)
-        if ax.get_legend():
-            yield from (ax.get_legend().get_title(), *ax.get_legend().get_texts())
-    if fig.get_suptitle():
-        yield fig._suptitle
-
-
-def _fit_labels(ax):
-    place, width, height = ax.get_subplotspec(), *ax.figure.bbox.size
-    columns, rows = 1, 1
-    if place:
-        grid = place.get_gridspec()
-        columns, rows = grid.ncols / len(place.colspan), grid.nrows / len(place.rowspan)
-    middle = ax.bbox.x0 + ax.bbox.width / 2
-    room = min(width / columns, 2 * middle, 2 * (width - middle))  # up to the neighbour and the border
-    _fit(ax.title, room)
-    _fit(ax.xaxis.label, room)
-    if ax.yaxis.label.get_rotation() == 90:
-        _fit(ax.yaxis.label, height / rows, side="height", lines=2)
-
-
-def _fit(text, room, side="width", lines=3):
-    """Wraps a text into at most `lines` lines, then shrinks it, until it fits into `room` pixels."""
-    def size():
-        return getattr(text.get_window_extent(), side)
-
-    room, words = room - 12, text.get_text()  # with a margin on both sides
-    if not words.strip() or size() <= room:
-        return
-    if "\n" not in words:
-        for n in range(2, lines + 1):
-            text.set_text("\n".join(textwrap.wrap(words, math.ceil(1.1 * len(words) / n), break_long_words=False)))
-            if size() <= room:
-                return
-    text.set_fontsize(text.get_fontsize() * room / size())
+def by_set(pieces):
+    """[(name, suffix of its pictures' file names, pieces)] of the sets of a run; the first set has no suffix."""
+    return [(name, f"_{slug(name)}" if k else "", piece) for k, (name, piece) in enumerate(pieces.items())]
 
 
 # ======================================================= curves ======================================================
-BATCH = [("learning rate", "lr", {"lr": "lr"}),  # panels for methods that train on pairs of image and text
+BATCH = [("learning rate", "lr", {"lr": "lr"}),  # panels of all methods that train on pairs
          ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
          ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
-         ("speed", "samples per second", {"all processes": "samples_per_s"})]
+         ("space", "of the batch", {"alignment": "alignment", "uniformity": "uniformity", "gap": "gap",
+                                    "std of pairs": "pos_std"}),
+         ("speed", "samples per second", {"all processes": "samples_per_s"}),
+         ("time of a step", "seconds", {"whole": "step_s", "waiting for data": "data_s"})]
+POSITION = {"step", "epoch", "samples_seen", "tau"}  # columns that need no panel: tau is in those of its method
 
 
-def draw_curves(log, panels, path, x="step"):
-    """Draws logged numbers against optimiser steps or samples seen, in panels.
+def draw_curves(run, panels, path, x="step", rest=False):
+    """Draws logged numbers in panels; those without a number are left out. Dotted: chance, of numbers on val.
 
-    Args: log: has column(name, x) -> (xs, values); panels: list of (title, y label, {legend: column of the log});
-        x: step or samples_seen.
-    """
-    columns = min(2, len(panels))
-    fig, axes = figure(columns, math.ceil(len(panels) / columns), panels=len(panels))
-    for ax, (title, label, lines) in zip(axes, panels, strict=True):
+    Args: panels: [(title, y label, {legend: column of the log})]; x: step or samples_seen; rest: a panel more for every
+        column of the training steps that no panel has, such as those of a fork."""
+    if rest:
+        drawn = POSITION | {run.tau_word} | {name for *_, lines in panels for name in lines.values()}
+        logged = dict.fromkeys(name for row in run.log.rows if "loss" in row for name in row)
+        panels = panels + [(name, "mean over the batch", {name: name}) for name in logged if name not in drawn]
+    panels = [panel for panel in panels if any(run.log.column(name)[0] for name in panel[2].values())]
+    fig, axes = figure(2, math.ceil(len(panels) / 2), panels=len(panels))
+    for ax, (title, label, lines) in zip(axes, panels):
+        by_chance = {}                                           # value: colour
         for k, (legend, name) in enumerate(lines.items()):
-            at, values = log.column(name, x)
-            points = marker_style(k, len(lines)) if len(at) < 12 else {}
+            at, values = run.log.column(name, x)
             if at:
-                ax.plot(at, values, label=legend, color=f"C{k}", **line_style(k, len(lines)), **points)
+                ax.plot(at, values, label=legend, **line_style(k, len(lines), points=len(at) < 12))
+            if name in run.chance:
+                by_chance.setdefault(run.chance[name], f"C{k}")
+        for k, (value, colour) in enumerate(by_chance.items()):
+            ax.axhline(value, ls=":", lw=1, color=colour, label="_" * (k > 0) + "chance")
         ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)
         whole_ticks(ax)
-        if len(lines) > 1 and ax.lines:
+        if len(ax.get_legend_handles_labels()[1]) > 1:
             legend_above(ax)
     save_figure(fig, path)
 
 
 # ======================================================= examples ====================================================
 def picture(data, i, frames=4):
-    """Example i as a picture (H, W, 3) uint8: the image, or up to `frames` frames side by side.
-
-    Raises: OSError, ValueError if it cannot be read.
-    """
-    x = data.read(i)                                             # (3, H, W), (T, 3, H, W) or features (T, F)
+    """Example i as a picture (H, W, 3) uint8: the image, or up to `frames` frames side by side; white if it cannot be
+    read, as a few of a training set."""
+    try:
+        x = data.read(i)                                         # (3, H, W), (T, 3, H, W) or features (T, F)
+    except Exception:
+        x = torch.full((3, 32, 32), 255, dtype=torch.uint8)
     if x.ndim == 2:                                              # features: their first columns as grey values
         grey = 255 * (x[:, :4 * len(x)] - x.min()) / (x.max() - x.min()).clamp(min=1e-9)  # (T, up to 4 T)
         return grey.byte()[..., None].expand(-1, -1, 3).numpy()
@@ -228,37 +164,27 @@ def picture(data, i, frames=4):
     return x.permute(1, 2, 0).numpy()
 
 
-def show(ax, data, i, colour=GREY, width=1):
-    """Draws example i into a panel, with a frame around it and no ticks."""
-    pixels = picture(data, i)
-    every = max(1, min(pixels.shape[:2]) // 256)                 # thin out photographs: they are drawn small
-    ax.imshow(pixels[::every, ::every])
-    ax.set(xticks=[], yticks=[])
-    for spine in ax.spines.values():
-        spine.set(visible=True, color=colour, linewidth=width)
+def draw_examples(table, path, title, width=0.0, words=0.0):
+    """Draws pictures in rows, each with words above and below.
 
-
-def some_queries(pieces, queries):
-    """Rows of captions: the first caption of at most `queries` examples, which are drawn with a fixed seed."""
-    owner, rng = pieces["owner"], np.random.default_rng(0)
-    items = np.sort(rng.permutation(len(pieces["image"]))[:queries])
-    return [int(np.flatnonzero(owner == i)[0]) for i in items if (owner == i).any()]
-
-
-def draw_retrieval(pieces, path, queries=6, bias=None):
-    """Draws queries with their first images or strips of frames, by rank; a green frame marks a right one.
-
-    Args: pieces: see the top; queries: how many, drawn with a fixed seed; bias (M,): as in common.retrieval_metrics.
-    """
-    data, index, rows = pieces["data"], pieces["index"], some_queries(pieces, queries)
-    sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
-    sim = sim if bias is None else sim + bias
-    best = sim.topk(min(hits_shown(data, index), sim.shape[1]), dim=1)  # (q, top)
-    hits = [(pieces["texts"][row], set(pieces["positives"][row].tolist()), best.indices[r].tolist(),
-             [f"{v:.2f}" for v in best.values[r]]) for r, row in enumerate(rows)]
-    below = "cosine" if bias is None else "adjusted similarity"
-    top = best.indices.shape[1]
-    draw_hits(pieces, hits, path, f"first {top} of {len(pieces['image'])}; green = right, {below} below")
+    Args: table: [(words on the left, [(picture (H, W, 3), above, below, whether it is right: a green frame)])]; width:
+        of a panel in inches, at least; words: inches for those above and below."""
+    columns, (high, wide) = max(len(row) for _, row in table), table[0][1][0][0].shape[:2]
+    width, height = max(width, min(2.4, 1.4 * max(1, wide / high))), 1.6 if wide < 2 * high else 1.1
+    fig, axes = figure(columns, len(table), width, height + words)
+    fig.set_figwidth(columns * width + 1.9)                      # room for the words on the left
+    for line, (label, row) in zip(axes.reshape(len(table), columns), table):
+        line[0].set_ylabel(wrap(label, 18, 4), rotation=0, ha="right", va="center", labelpad=8)
+        for ax, (pixels, above, below, right) in zip(line, row):
+            every = max(1, min(pixels.shape[:2]) // 256)         # thin out photographs: they are drawn small
+            ax.imshow(pixels[::every, ::every])
+            ax.set(xticks=[], yticks=[], title=above, xlabel=below)
+            for spine in ax.spines.values():
+                spine.set(visible=True, color="tab:green" if right else "lightgrey", linewidth=3 if right else 1)
+        for ax in line[len(row):]:
+            ax.set_axis_off()
+    fig.suptitle(title)
+    save_figure(fig, path)
 
 
 def kind_of(pieces):
@@ -266,29 +192,41 @@ def kind_of(pieces):
     return "video" if has_clips(pieces["data"]) else "image"
 
 
-def hits_shown(data, index):
-    """Number of answers drawn per query: five images, or three strips of frames."""
-    return 5 if cell(data, index)[0] < 2 else 3
+def some_queries(pieces, queries):
+    """Rows of captions: the first caption of at most `queries` examples, which are drawn with a fixed seed."""
+    items = np.sort(np.random.default_rng(0).permutation(len(pieces["image"]))[:queries])
+    return [int(np.flatnonzero(pieces["owner"] == i)[0]) for i in items if (pieces["owner"] == i).any()]
+
+
+def draw_retrieval(pieces, path, queries=6, bias=None):
+    """Draws queries with their first images or strips of frames by rank, half of them hits and half of them misses, if
+    there are so many among 200 that are drawn with a fixed seed.
+
+    Args: pieces: see the top; bias (M,): as in common.retrieval_metrics."""
+    rows = np.random.default_rng(0).permutation(some_queries(pieces, 200))
+    sim = normalize(pieces["text"][rows]) @ normalize(pieces["image"]).T  # (q, M)
+    sim = sim if bias is None else sim + bias
+    right = [{j for j in pieces["positives"][row].tolist() if j >= 0} for row in rows]
+    rank = np.array([1 + int((s > s[list(r)].max()).sum()) for s, r in zip(sim, right)])  # (q,) of the best right item
+    hit, miss = np.flatnonzero(rank == 1).tolist(), np.flatnonzero(rank > 1).tolist()
+    hit = hit[:max(queries // 2, queries - len(miss))]
+    hits = [(f"{'hit' if rank[q] == 1 else f'miss (rank {rank[q]})'}: {pieces['texts'][rows[q]]}", right[q], sim[q],
+             [f"{s:.2f}" for s in sim[q]]) for q in hit + miss[:queries - len(hit)]]
+    below = "cosine" if bias is None else "adjusted similarity"
+    draw_hits(pieces, hits, path, f"{below} below; {100 * (rank == 1).mean():.0f} % of {len(rank)} queries are hits")
 
 
 def draw_hits(pieces, hits, path, title):
-    """Draws a row per query: its text on the left, then its first images or strips by rank, right ones framed in green.
+    """Draws a row per query: its text, then its first five images or three strips, right ones framed in green.
 
-    Args: hits: [(words, right items, items by rank, text below each)]."""
-    data, index = pieces["data"], pieces["index"]
-    columns, (width, height) = max(len(found) for _, _, found, _ in hits), cell(data, index)
-    fig, axes = figure(columns, len(hits), width, height)
-    fig.set_figwidth(columns * width + 1.9)                      # room for the captions on the left
-    axes = axes.reshape(len(hits), columns)
-    for row, (words, right, found, below) in zip(axes, hits, strict=True):
-        row[0].set_ylabel(wrap(words, 18), rotation=0, ha="right", va="center", labelpad=8)
-        for ax, j, number in zip(row, found, below):
-            show(ax, data, int(index[j]), *((GREEN, 3) if j in right else (GREY, 1)))
-            ax.set_xlabel(number, labelpad=2)
-    for c in range(columns):
-        axes[0, c].set_title(f"rank {c + 1}")
-    fig.suptitle(f"{data.name} ({data.split}): text -> {kind_of(pieces)}, {title}")
-    save_figure(fig, path)
+    Args: hits: [(words, right items, similarity of each item (M,), words below each)]."""
+    data, it, table = pieces["data"], kind_of(pieces), []
+    for words, right, sim, below in hits:
+        best = sim.topk(min(3 if it == "video" else 5, len(sim))).indices.tolist()
+        table.append((words, [(picture(data, int(pieces["index"][j])), f"rank {k}", below[j], j in right)
+                              for k, j in enumerate(best, 1)]))
+    draw_examples(table, path, f"{data.name} ({data.split}): text -> {it}, the first of {len(pieces['image'])}; "
+                               f"green = right, {title}", words=0.1)
 
 
 def draw_pairs(pieces, path, n=6):
@@ -297,48 +235,27 @@ def draw_pairs(pieces, path, n=6):
     sim = (normalize(pieces["text"]) * normalize(image_of_text)).sum(1)  # (C,)
     order, data = sim.argsort().tolist(), pieces["data"]
     n = min(n, len(order) // 2) or 1
-    width, height = cell(data, pieces["index"])
-    fig, axes = figure(n, 2, width=width + 0.3, height=height + 0.9)
-    for ax, row in zip(axes, order[:n] + order[-n:][::-1], strict=True):
-        show(ax, data, int(pieces["index"][pieces["owner"][row]]))
-        ax.set_title(f"cos {sim[row]:.2f}")
-        ax.set_xlabel(wrap(pieces["texts"][row], 20))
-    axes[0].set_ylabel("lowest")
-    axes[n].set_ylabel("highest")
-    fig.suptitle(f"{data.name} ({data.split}): positive pairs with the lowest (top) and highest (bottom) cosine")
-    save_figure(fig, path)
+    table = [(label, [(picture(data, int(pieces["index"][pieces["owner"][row]])), f"cos {sim[row]:.2f}",
+                       wrap(pieces["texts"][row], 20), False) for row in rows])
+             for label, rows in (("lowest", order[:n]), ("highest", order[-n:][::-1]))]
+    draw_examples(table, path, f"{data.name} ({data.split}): positive pairs with the lowest (top) and highest (bottom) "
+                               "cosine", width=1.7, words=0.9)
 
 
 def draw_answers(pieces, path, each=4):
-    """Draws questions with the given answer and, if it is wrong, the right one; a green frame marks right answers.
+    """Draws questions with the given answer and, if it is wrong, the right one.
 
-    Args: pieces: of evaluation/answers.py; each: how many right and how many wrong ones, drawn with a fixed seed.
-    """
+    Args: pieces: of evaluation/answers.py; each: how many right and how many wrong ones, drawn with a fixed seed."""
     data, index, hits = pieces["data"], pieces["index"], np.asarray(pieces["hits"])
-    order = np.random.default_rng(0).permutation(len(index))
-    rows = [r for hit in (True, False) for r in order[hits[order] == hit][:each]]
-    width, height = cell(data, index)
-    columns = min(each, len(rows))
-    fig, axes = figure(columns, math.ceil(len(rows) / columns), max(2.6, width), height + 0.7, panels=len(rows))
-    for ax, r in zip(axes, rows, strict=True):
-        show(ax, data, int(index[r]), *((GREEN, 3) if hits[r] else (GREY, 1)))
-        question, answer = (data.column(c)[int(index[r])] for c in ("question", "answer"))
-        ax.set_title(wrap(question, 34))
-        given = [f"right: {answer}"] if hits[r] else [f"given: {pieces['given'][r]}", f"right: {answer}"]
-        ax.set_xlabel("\n".join(wrap(words, 34) for words in given))
-    fig.suptitle(f"{data.name} ({data.split}): answers, {100 * hits.mean():.1f} % of {len(hits)} right")
-    save_figure(fig, path)
-
-
-def cell(data, index):
-    """Width and height in inches of a panel for this set's pictures, from the first of them."""
-    high, wide = picture(data, int(index[0])).shape[:2]
-    return min(2.4, 1.4 * max(1, wide / high)), 1.6 if wide < 2 * high else 1.1
-
-
-def wrap(text, width, lines=3):
-    """A text wrapped at words into at most `lines` lines of at most `width` letters."""
-    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" ..."))
+    questions, answers = data.column("question"), data.column("answer")
+    order, table = np.random.default_rng(0).permutation(len(index)), []
+    for label, those in (("right", order[hits[order] > 0]), ("wrong", order[hits[order] == 0])):
+        rows = [(int(index[r]), pieces["given"][r]) for r in those[:each]]
+        table.append((label, [(picture(data, i), wrap(questions[i], 34), f"given: {wrap(given, 27)}"
+                               + f"\nright: {wrap(answers[i], 27)}" * (label == "wrong"), label == "right")
+                              for i, given in rows]))
+    title = f"{data.name} ({data.split}): answers, {100 * hits.mean():.1f} % of {len(hits)} right"
+    draw_examples([row for row in table if row[1]], path, title, width=2.6, words=0.7)
 
 
 # ======================================================= histograms ==================================================
@@ -373,26 +290,18 @@ def draw_histograms(stages, path, title):
     from matplotlib.colors import to_rgba
 
     fig, axes = figure(2)
-    for ax, kind in zip(axes, ("negative", "positive"), strict=True):
+    kinds = "negative", "positive"
+    used = np.any([h[kind] for h in stages.values() for kind in kinds], axis=0)          # (bins,) some pair is there
+    for ax, kind in zip(axes, kinds):
         for k, (name, h) in enumerate(stages.items()):
-            if any(h[kind]):
-                ax.stairs(h[kind], h["edges"], label=name, fill=True, facecolor=to_rgba(f"C{k}", 0.35),
-                          edgecolor=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
-            if h.get("threshold") is not None:
-                ax.axvline(h["threshold"], ymax=0.6, color=f"C{k}", lw=1.2, ls=DASHES[k % len(DASHES)])
-        ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density", xlim=_mass(stages))
-        if ax.patches and len(stages) > 1:
+            edges, ls = np.array(h["edges"]), DASHES[k % len(DASHES)]
+            ax.stairs(h[kind], edges, label=name, fill=True, facecolor=to_rgba(f"C{k}", 0.35), edgecolor=f"C{k}",
+                      lw=1.2, ls=ls)
+            if h["threshold"] is not None:
+                ax.axvline(h["threshold"], ymax=0.6, color=f"C{k}", lw=1.2, ls=ls)
+        ax.set(title=f"{kind} pairs", xlabel="cosine", ylabel="density",
+               xlim=(edges[:-1][used].min() - 0.04, edges[1:][used].max() + 0.04))
+        if len(stages) > 1:
             legend_above(ax)
     fig.suptitle(f"{title}\nlines: above the negatives' mode, the first cosine where positives are denser")
     save_figure(fig, path)
-
-
-def _mass(stages):
-    """The range of the cosine axis, the same for both panels, in which any stage has pairs."""
-    used = [(low, high) for h in stages.values() for kind in ("negative", "positive")
-            for low, high, density in zip(h["edges"], h["edges"][1:], h[kind], strict=False) if density]
-    if not used:
-        return -1, 1
-    low, high = min(u[0] for u in used), max(u[1] for u in used)
-    air = 0.08 * (high - low)
-    return low - air, high + air

@@ -1,7 +1,5 @@
 """Pictures of MM-TS: temperatures or margins of clusters over a run (Figs. 3, 5, 8 to 11); the clusters (4, 6, 7)."""
 
-from types import SimpleNamespace
-
 from contrastive.figures import base
 from contrastive.figures.base import draw_curves, figure, save_figure, whole_ticks
 
@@ -16,11 +14,11 @@ def draw_cluster_curves(steps, values, sizes, path, title, label, lines=5):
     shown = np.unique(np.linspace(sizes[0], sizes[-1], lines).round())[::-1]  # evenly spaced in size
     shown = np.unique([np.abs(sizes - s).argmin() for s in shown])
     for k, c in enumerate(shown):
-        ax.plot(steps, values[:, c], label=f"{sizes[c]:,}", color=f"C{k}", **base.line_style(k, len(shown)))
+        ax.plot(steps, values[:, c], label=f"{sizes[c]:,}", **base.line_style(k, len(shown)))
     ax.set(title=title, xlabel="step", ylabel=label)
-    ax.set_ylim(*_with_air(min(0, values.min()), values.max()))
+    from_zero(ax, values)
     whole_ticks(ax)
-    ax.legend(title="cluster size", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.legend(title="cluster size", loc="center left", bbox_to_anchor=(1, 0.5))
     save_figure(fig, path)
 
 
@@ -36,12 +34,18 @@ def draw_distribution(sizes, values, path, title, label):
     right.fill_between(x, low, high, step="mid", color="C1", alpha=0.3, lw=0, label="range over the run")
     right.step(x, (low + high) / 2, where="mid", color="C1", label="middle")
     right.set(title=f"{label} of each", xlabel="cluster, largest first", ylabel=label)
-    right.set_ylim(*_with_air(min(0, low.min()), high.max()))
-    right.legend(frameon=False)
+    from_zero(right, values)
+    right.legend()
     for ax in (left, right):
         whole_ticks(ax)
     fig.suptitle(title)
     save_figure(fig, path)
+
+
+def from_zero(ax, values):
+    """The y axis starts at 0, if no value is below it."""
+    if values.min() >= 0:
+        ax.set_ylim(bottom=0)
 
 
 def draw_map(embeddings, labels, path, title):
@@ -58,30 +62,13 @@ def draw_map(embeddings, labels, path, title):
 
 
 def draw_clusters(data, examples, path, title, unit="captions"):
-    """Draws pictures and captions from the largest, a middle and the smallest cluster.
+    """Draws three pictures and captions each from the largest, a middle and the smallest cluster.
 
     Args: examples: list of {size, captions, rows}, largest cluster first; rows: of data; unit: what a size counts."""
     shown = [examples[k] for k in sorted({0, len(examples) // 2, len(examples) - 1})]
-    shown = [e for e in shown if e["rows"]]
-    columns = min(3, max(len(e["rows"]) for e in shown))         # five are kept; three are large enough to be seen
-    width, height = base.cell(data, shown[0]["rows"])
-    fig, axes = figure(columns, len(shown), width=max(2.2, width + 0.4), height=height + 0.7)
-    axes = axes.reshape(len(shown), columns)
-    for row, e in zip(axes, shown, strict=True):
-        for k, ax in enumerate(row):
-            if k >= len(e["rows"]):
-                ax.set_axis_off()
-                continue
-            base.show(ax, data, e["rows"][k])
-            ax.set_xlabel(base.wrap(e["captions"][k], 22))
-        row[0].set_ylabel(f"{e['size']:,} {unit}")
-    fig.suptitle(f"{title}: clusters by size")
-    save_figure(fig, path)
-
-
-def _with_air(low, high):
-    air = 0.05 * (high - low) or 1
-    return low - air * (low < 0), high + air
+    table = [(f"{e['size']:,} {unit}", [(base.picture(data, i), "", base.wrap(words, 22), False)
+                                        for i, words in zip(e["rows"][:3], e["captions"])]) for e in shown]
+    base.draw_examples(table, path, f"{title}: clusters by size", width=2.2, words=0.7)
 
 
 def draw(run, clusters, shifts, period, curve):
@@ -89,29 +76,23 @@ def draw(run, clusters, shifts, period, curve):
 
     shifts (K + 1,) or (1,): one per cluster, or one for all. curve: the script's own function, (step, shifts) ->
     temperatures or margins."""
-    args, log = run.args, run.log
+    args = run.args
     word, long_word = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     points = min(run.total, max(1000, round(20 * run.total / period)))     # 20 per period, if the run has so many steps
     steps = np.unique(np.linspace(0, run.total, points + 1).round())       # (S,)
     values = np.array([curve(t, shifts).numpy() for t in steps])           # (S, K + 1) or (S, 1)
-    of_the_batch = f"{long_word} of the batch"
-    if args.schedule and 1 < args.log_every > period / 4:                  # the log's few points would alias the wave
-        ends = {f"{word}_max": values.max(1), f"{word}_min": values.min(1)}              # (S,) each, by the schedule
-        known = {k: (steps.tolist(), end.tolist()) for k, end in ends.items()} | {f"{word}_mean": ([], [])}
-        log = SimpleNamespace(column=lambda name, x="step": known.get(name) or run.log.column(name, x))
-        of_the_batch = f"{long_word} by the schedule (the log has one step in {args.log_every})"
-    run.picture("curves.png", draw_curves, log, [
+    run.picture("curves.png", draw_curves, run, [
         ("loss", "loss", {"the run's loss": "loss", "L_v2t": "L_v2t", "L_t2v": "L_t2v"}),
-        (of_the_batch, word, {k: f"{word}_{k}" for k in ("max", "mean", "min")}), *base.BATCH])
+        (f"{long_word} of the batch", f"{word}, logged steps", {k: f"{word}_{k}" for k in ("max", "mean", "min")}),
+        *base.BATCH], rest=True)
     for name, suffix, pieces in base.by_set(run.val_pieces):
         it = base.kind_of(pieces)
         ways = {f"to {it}": "text_to_image", "to text": "image_to_text"}
         recalls = {f"{k}, {way}": f"eval/{name}/{key}/{k}" for way, key in ways.items() for k in ("R@1", "R@10")}
         thirds = {part_of: f"eval/{name}/by_cluster_size/{part_of}/R@1" for part_of in ("head", "mid", "tail")}
-        scores = {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}
-        mir = [("multi-instance retrieval, val", "%", scores)] if log.column(scores["mAP"])[0] else []
-        run.picture(f"evaluation{suffix}.png", draw_curves, log, [
-            ("retrieval, val", "%", recalls), *mir,
+        run.picture(f"evaluation{suffix}.png", draw_curves, run, [
+            ("retrieval, val", "%", recalls),
+            ("multi-instance retrieval, val", "%", {k: f"eval/{name}/mir/{k}" for k in ("mAP", "nDCG")}),
             ("by the size of the query's cluster, val", f"R@1, text -> {it}, %", thirds),
             ("modality gap, val", "distance of the means", {"gap": f"eval/{name}/modality_gap"})])
     for _, suffix, pieces in base.by_set(run.test_pieces):

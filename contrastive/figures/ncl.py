@@ -3,7 +3,7 @@
 from contrastive.evaluation.metrics import normalization_error, normalize, pair_cosines
 from contrastive.evaluation.retrieval import retrieval_both_ways
 from contrastive.figures import base
-from contrastive.figures.base import figure, save_figure
+from contrastive.figures.base import figure, line_style, save_figure
 
 import numpy as np
 import torch
@@ -18,27 +18,32 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
         biases_of: ncl.py's retrieval_biases.
     """
     image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
-    sim, biases = text @ image.T, pieces["biases"]                         # (C, M)
-    fig, axes = figure(2, 3 if len(queues["texts"]) else 2, panels=5 if len(queues["texts"]) else 4)
-    it = base.kind_of(pieces)
-    draw_errors(axes[0], sim, biases, gamma, it)
+    sim, biases, it = text @ image.T, pieces["biases"], base.kind_of(pieces)             # (C, M)
+    panels = 5 if len(queues["texts"]) else 4
+    fig, axes = figure(2, 3 if panels == 5 else 2, panels=panels)
+    for shift, label, s, side in ((-0.2, f"text -> {it}", sim, 0), (0.2, f"{it} -> text", sim.T, 1)):
+        errors = [normalization_error(s + b[side], gamma) for b in biases.values()]
+        axes[0].bar(np.arange(len(errors)) + shift, errors, 0.4, label=label)
+    axes[0].set(title="normalisation error (Fig. 2)", ylabel="mean |1 - sum P|", xticks=range(len(biases)),
+                xticklabels=list(biases))
     for k, (mode, (b, _)) in enumerate(biases.items()):
         share = collected(sim + b, gamma)                                  # (M,)
-        line, points = base.line_style(k, len(biases)), base.marker_style(k, len(biases))
+        bins = np.digitize(share.numpy(), [0.25, 0.5, 0.75, 1.25, 1.5, 2, 3])            # (M,) 0..7
+        at = np.unique(bins)
         for ax, rates in zip(axes[1:3], mistakes(sim + b, pieces["positives"])):
-            bins = np.digitize(share.numpy(), [0.25, 0.5, 0.75, 1.25, 1.5, 2, 3])
-            at = [i for i in range(8) if (bins == i).any()]
-            ax.plot(at, [100 * rates[bins == i].mean() for i in at], label=mode, **line, **points)
-        axes[3].plot(np.sort(share.numpy())[::-1], label=mode, **line)
+            ax.plot(at, [100 * rates[bins == i].mean() for i in at], label=mode,
+                    **line_style(k, len(biases), points=True))
+        axes[3].plot(np.sort(share.numpy())[::-1], label=mode, **line_style(k, len(biases)))
     for ax, title in ((axes[1], "false negatives (Fig. 3)"), (axes[2], "false positives (Fig. 3)")):
         ax.set(title=title, xlabel=f"summed probability of one {it}", ylabel="% of the queries", xticks=range(8))
         ax.set_xticklabels(["<.25", "-.5", "-.75", "-1.25", "-1.5", "-2", "-3", ">3"], rotation=45)
     axes[3].set(yscale="log", title=f"what each {it} collects", xlabel=f"{it}, most first",
                 ylabel="sum of probabilities, 1 = fair")
-    if len(queues["texts"]):
+    axes[3].yaxis.set(major_formatter="{x:g}", minor_formatter="")
+    if panels == 5:
         draw_queue_sizes(axes[4], pieces, gamma, iterations, queues, biases_of)
     for ax in axes:
-        ax.legend(frameon=False) if ax.get_yscale() == "log" else base.legend_above(ax)
+        ax.legend() if ax is axes[3] else base.legend_above(ax)
     data = pieces["data"]
     fig.suptitle(f"{data.name} ({data.split}): {len(image)} items, {len(text)} texts, gamma {gamma:.3g}")
     save_figure(fig, path)
@@ -47,37 +52,6 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
 def collected(sim, gamma):
     """Sum over all queries of each item's probability, (C, M) -> (M,), scaled so that 1 is every item's fair share."""
     return F.softmax(sim / gamma, 1).sum(0) * sim.shape[1] / sim.shape[0]
-
-
-def draw_before_after(pieces, gamma, mode, path, queries=3):
-    """Fig. 6: the same queries without and with biases, and each answer's probability summed over all queries.
-
-    Queries whose first answer changes come first.
-    Args: mode: which biases of the pieces, queue or oracle."""
-    sim = normalize(pieces["text"]) @ normalize(pieces["image"]).T         # (C, M)
-    stages = {"": sim, "the same with biases": sim + pieces["biases"][mode][0]}
-    shares = [collected(s, gamma) for s in stages.values()]                # (M,) each
-    some = base.some_queries(pieces, 200)
-    first, second = (s[some].argmax(1) for s in stages.values())           # (q,) each
-    rows = [some[k] for k in (first == second).int().sort(stable=True).indices[:queries]]
-    hits, top = [], min(base.hits_shown(pieces["data"], pieces["index"]), sim.shape[1])
-    for row in rows:
-        right = set(pieces["positives"][row].tolist())
-        for (stage, s), share in zip(stages.items(), shares):
-            best = s[row].topk(top).indices.tolist()
-            below = [f"{sim[row, j]:.2f}, sum {share[j]:.2f}" for j in best]
-            hits.append((stage or pieces["texts"][row], right, best, below))
-    base.draw_hits(pieces, hits, path, f"without and with biases ({mode}, Fig. 6); below: cosine, and what each "
-                                       "collects of all queries (1 = fair)")
-
-
-def draw_errors(ax, sim, biases, gamma, it):
-    """Fig. 2: the normalisation error in both directions with each kind of biases; sim (C, M), `it`: image or video."""
-    for shift, label, s, side in ((-0.2, f"text -> {it}", sim, 0), (0.2, f"{it} -> text", sim.T, 1)):
-        values = [normalization_error(s + b[side], gamma) for b in biases.values()]
-        ax.bar(np.arange(len(values)) + shift, values, 0.4, label=label)
-    ax.set(title="normalisation error (Fig. 2)", ylabel="mean |1 - sum P|", xticks=range(len(biases)),
-           xticklabels=list(biases))
 
 
 def mistakes(sim, positives):
@@ -98,20 +72,37 @@ def mistakes(sim, positives):
 
 def draw_queue_sizes(ax, pieces, gamma, iterations, queues, biases_of):
     """Fig. 5: R@1 with the last 16, 32, ... queries of the queues; dotted lines: without a queue."""
-    kept = len(queues["texts"])
+    kept, it = len(queues["texts"]), base.kind_of(pieces)
     sizes, found = sorted({min(kept, 2**k) for k in range(4, 20)}), []
     for size in sizes:
         biases = (biases_of(pieces["image"], queues["texts"][-size:], gamma, iterations),
                   biases_of(pieces["text"], queues["videos"][-size:], gamma, iterations))
         found.append(retrieval_both_ways(pieces, *biases)[0])
     plain = retrieval_both_ways(pieces)[0]
-    it = base.kind_of(pieces)
     for k, (way, label) in enumerate((("text_to_image", f"text -> {it}"), ("image_to_text", f"{it} -> text"))):
         ax.plot(sizes, [f[way]["R@1"] for f in found], marker="o", ms=3, label=label, color=f"C{k}")
         ax.axhline(plain[way]["R@1"], ls=":", color=f"C{k}", label=f"{label}, no queue")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:g}")
     ax.set(title="R@1 by queue size (Fig. 5)", xlabel="training queries in the queue", ylabel="R@1, %")
+
+
+def draw_before_after(pieces, gamma, mode, path, queries=3):
+    """Fig. 6: the same queries without and with biases, and each answer's probability summed over all queries.
+
+    Queries whose first answer changes come first.
+    Args: mode: which biases of the pieces, queue or oracle."""
+    sim = normalize(pieces["text"]) @ normalize(pieces["image"]).T         # (C, M)
+    stages = {"": sim, "the same with biases": sim + pieces["biases"][mode][0]}
+    shares = [collected(s, gamma) for s in stages.values()]                # (M,) each
+    some = base.some_queries(pieces, 200)
+    first, second = (s[some].argmax(1) for s in stages.values())           # (q,) each
+    rows = [some[k] for k in (first == second).int().sort(stable=True).indices[:queries]]
+    hits = [(stage or pieces["texts"][row], set(pieces["positives"][row].tolist()), s[row],
+             [f"{cosine:.2f}, sum {sum_of:.2f}" for cosine, sum_of in zip(sim[row], share)])
+            for row in rows for (stage, s), share in zip(stages.items(), shares)]
+    base.draw_hits(pieces, hits, path, f"without and with biases ({mode}, Fig. 6); below: cosine, and what each "
+                                       "collects of all queries (1 = fair)")
 
 
 def first_captions(pieces):
@@ -125,8 +116,7 @@ def draw_modalities(before, pieces, path):
 
     Args: before: {text (n, D), image (k, D)} before training, or empty.   pieces: after training.
     """
-    stages = {"before": before} if before else {}
-    stages["after"] = first_captions(pieces)
+    stages = ({"before": before} if before else {}) | {"after": first_captions(pieces)}
     fig, axes = figure(len(stages) + 1)
     it = base.kind_of(pieces)
     for (stage, e), ax, shift in zip(stages.items(), axes, (-0.2, 0.2)):
@@ -150,20 +140,20 @@ def draw(run, retrieval_biases):
     """The pictures of a run: curves; the paper's Figures 2, 3, 5 and 6 for each test set, 7 and 8 for val.
 
     retrieval_biases: the script's own function, which its evaluation uses too."""
-    args, log = run.args, run.log
+    args, val = run.args, run.val_pieces or run.test_pieces
     queues = load_file(run.folder / "queues.safetensors")
     before = load_file(run.folder / "embeddings_before.safetensors")
-    val = run.val_pieces or run.test_pieces
-    ways = {"t->v": "text_to_image", "v->t": "image_to_text"}
-    recalls = {f"{way}, {mode}": f"eval/{next(iter(val), '')}/normalize/{mode}/{key}/R@1"
-               for way, key in ways.items() for mode in ("none", "queue")}
-    run.picture("curves.png", base.draw_curves, log, [
+    of_val = f"eval/{next(iter(val), '')}"
+    recalls = {f"{way}, {mode}": f"{of_val}/normalize/{mode}/{key}/R@1"
+               for way, key in (("t->v", "text_to_image"), ("v->t", "image_to_text")) for mode in ("none", "queue")}
+    run.chance |= {name: run.chance[plain] for name in recalls.values()
+                   if (plain := f"{of_val}/{name.split('/')[-2]}/R@1") in run.chance}
+    run.picture("curves.png", base.draw_curves, run, [
         ("loss", "loss", {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t", "L_cap": "L_cap"}),
-        ("temperature", "gamma", {"gamma": "tau"}), ("learning rate", "lr", {"lr": "lr"}),
+        ("temperature", "gamma", {"gamma": "tau"}), *base.BATCH,
         ("normalisation error, batch", "mean |1 - sum P|",
          {"as it is": "error", f"{args.iterations} rounds": "error_normalized"}),
-        ("cosine", "mean over the batch", {"pairs": "pos_cos", "others": "neg_cos"}),
-        ("retrieval, val", "R@1, %", recalls)])
+        ("retrieval, val", "R@1, %", recalls)], rest=True)
     for name, suffix, pieces in base.by_set(run.test_pieces):
         of_set = queues if name == args.dataset else {"texts": [], "videos": []}
         run.picture(f"normalization{suffix}.png", draw_normalization, pieces, queues["gamma"].item(),

@@ -6,7 +6,7 @@ sizes: (classes,) training images of each class.   tau_of: the schedule epoch ->
 import math
 
 from contrastive.evaluation.metrics import normalize
-from contrastive.figures.base import draw_curves, figure, legend_above, save_figure, whole_ticks
+from contrastive.figures.base import BATCH, draw_curves, figure, legend_above, save_figure, whole_ticks
 
 import numpy as np
 import torch
@@ -41,34 +41,33 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
     Args: pieces: what ClassEvaluator kept of the test.   features (M, width), truth (M,), z (M, D): features, labels
         and unit z of some training images.
     """
-    order = np.argsort(-sizes, kind="stable")                              # classes, largest first
-    mean = f"mean of all classes {np.mean(list(pieces['per_class'].values())):.1f} %"
+    order, known = np.argsort(-sizes, kind="stable"), pieces["per_class"]  # classes, largest first; {class: kNN@1}
+    mean = f"mean of all classes {np.mean(list(known.values())):.1f} %"
     fig, axes = figure(2, 4, panels=7)
-
     for row in run.log.rows:
         if "sphere" in row:
             axes[0].plot(row["sphere"], color=shade(row["step"], run))
     axes[0].set(title="coverage of the sphere (Fig. 1)", xlabel="of 500 directions, fullest first; light = early",
                 ylabel="images nearest to it", yscale="log")
+    axes[0].yaxis.set(major_formatter="{x:g}", minor_formatter="")
     draw_shares(axes[1:4], z, run.args)
 
     present = [c for c in order if (truth == c).any()]
     centred = normalize(features).numpy()
     centred = centred - centred.mean(0)
     space = centred @ np.linalg.svd(centred, full_matrices=False)[2][:3].T                        # (M, 3)
-    place = axes[4].get_subplotspec()
+    solid = fig.add_subplot(axes[4].get_subplotspec(), projection="3d")
     axes[4].remove()
-    solid = fig.add_subplot(place, projection="3d")
     solid.scatter(*space.T, s=4, color="lightgrey", alpha=0.3)
     for c, colour, name in ((present[0], "tab:red", "head"), (present[-1], "tab:blue", "tail")):
-        label = f"{name}: {pieces['names'][c]} ({sizes[c]}), kNN@1 {pieces['per_class'].get(int(c), 0):.0f} %"
+        label = f"{name}: {pieces['names'][c]} ({sizes[c]}), kNN@1 {known.get(int(c), 0):.0f} %"
         solid.scatter(*space[truth == c].T, s=14, color=colour, label=label)
-    solid.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)  # wider than axes
+    solid.legend(loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)              # wider than the axes
     solid.set(title=f"three PCA directions, a head and a tail class (Fig. 3)\nkNN@1, {mean}", xticklabels=(),
               yticklabels=(), zticklabels=())
 
     draw_phase(axes[5], run, tau_of)
-    axes[6].bar(range(len(order)), [pieces["per_class"].get(int(c), 0) for c in order], width=1.0)
+    axes[6].bar(range(len(order)), [known.get(int(c), 0) for c in order], width=1.0)
     axes[6].set(title=f"kNN@1 per class, {mean} (Fig. 5)", xlabel="class, largest first", ylabel="test accuracy, %")
     save_figure(fig, path)
 
@@ -97,12 +96,12 @@ def draw_shares(axes, unit, args):
         single.plot(middle, share / share.max(), label=f"tau {tau:g}")
         together.plot(middle, share * number / max((share * number).max(), 1e-30), label=f"tau {tau:g}")
     histogram.fill_between(middle, number / number.max(), color="tab:grey", step="mid")
-    for ax, title in ((single, "share of one negative (Fig. 2a)"), (histogram, "negatives (Fig. 2b)"),
-                      (together, "share of all negatives (Fig. 2c)")):
-        ax.set(title=title, xlabel="cosine of z to the anchor", xticks=(-1, -0.5, 0, 0.5, 1))
-        ax.set_ylabel("number, maximum 1" if ax is histogram else "of the loss, maximum 1")
-        if ax is not histogram:
-            legend_above(ax)
+    for ax, title, label in ((single, "share of one negative (Fig. 2a)", "of the loss, maximum 1"),
+                             (histogram, "negatives (Fig. 2b)", "number, maximum 1"),
+                             (together, "share of all negatives (Fig. 2c)", "of the loss, maximum 1")):
+        ax.set(title=title, xlabel="cosine of z to the anchor", ylabel=label, xticks=(-1, -0.5, 0, 0.5, 1))
+    legend_above(single)
+    legend_above(together)
 
 
 def draw_phase(ax, run, tau_of):
@@ -125,16 +124,12 @@ def draw(run, sizes, tau_of, sphere):
     """The pictures of a run: curves, class sizes with tau beside them, and the paper's Figures 1 to 5.
 
     sizes (classes,). The script's own functions: tau_of: epoch -> tau; sphere: features (M, width) -> (M, D)."""
-    name = run.args.dataset
-    run.picture("curves.png", draw_curves, run.log, [
-        ("loss", "L_c", {"L_c": "loss"}), ("temperature", "tau", {"tau": "tau"}),
-        ("learning rate", "lr", {"lr": "lr"}),
-        ("cosine", "mean over the batch", {"views of one image": "pos_cos", "other images": "neg_cos"}),
-        ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"view 1": "std_image"}),
-        ("kNN@1, val", "%", {"top-1": f"eval/{name}/knn@1/top1", "tail": f"eval/{name}/knn@1/tail"})])
+    of_val = f"eval/{run.args.dataset}/knn@1"
+    run.picture("curves.png", draw_curves, run, [
+        ("loss", "L_c", {"L_c": "loss"}), ("temperature", "tau", {"tau": "tau"}), *BATCH,
+        ("kNN@1, val", "%", {"top-1": f"{of_val}/top1", "tail": f"{of_val}/tail"})], rest=True)
     run.picture("classes.png", draw_classes, run, sizes, tau_of)
-    if name in run.test_pieces:
-        pieces = run.test_pieces[name]
+    for pieces in run.test_pieces.values():                                # of the training's own set, if it has a test
         some = np.random.default_rng(0).permutation(len(pieces["train_labels"]))[:4000]
         features, truth = pieces["train_features"][some], pieces["train_labels"][some]            # (M, width), (M,)
         run.picture("figures.png", draw_figures, run, sizes, tau_of, pieces, features, truth,

@@ -1,0 +1,235 @@
+"""Figures of the papers over several finished runs: a picture, and its numbers as text.
+
+    python -m tools.figures phase runs/T200 runs/T400 runs/T1000           # TS, Fig. 4
+    python -m tools.figures margins runs/mu0 runs/mu1 runs/mu2             # MAMA, Fig. 4, left and middle
+    python -m tools.figures concepts runs/infonce runs/mama --out c.pdf    # MAMA, Fig. 5
+
+phase: mean and deviation of the few-shot probe on val over each run's last full period, of runs of
+temperature_schedules.py with --eval-every > 0 that differ only in seeds and periods (paper: T = 200, 400, 1000, 2000).
+--stop-at-phase should stop at the phase with the highest mean.
+
+margins: accuracy on val against the margin a0 / a1 and a2 of Eq. 6, of runs of mama.py that differ only in
+--margin-schedule, --a0, --a1, --a2 and --seed. A point is a run, lines connect the means over seeds. The paper's
+caption puts a0 in the middle panel, which would repeat the left one (a1 = 10 throughout); its text says a2, which is
+drawn here. (Right panel: weights.png of each run.)
+
+concepts: what the second run gains over the first for each concept, against the concept's frequency. A concept is the
+class (label or verb) of the clip that a caption describes, or the answer to a question; its frequency is its share of
+the training rows. (The paper's Figs. 2 and 5a count topics of a topic model, LDA, which is not here.) The test split is
+evaluated again with the encoders of both runs. The gain is a difference in points, since the paper's relative gain is
+undefined where the first run gets nothing right.
+"""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+import common
+from contrastive.data import open_data
+from contrastive.engine.flags import OneLine
+from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
+from contrastive.evaluation import answers, retrieval
+from contrastive.evaluation.metrics import retrieval_metrics
+from contrastive.figures.base import figure, legend_above, line_style, save_figure
+
+import numpy as np
+import torch
+
+ASIDE = {"output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every", "eval_batch",
+         "tracker", "loss_block", "meta_memory"}  # flags that do not change what is learnt
+PERIODS = {"period", "epochs", "min_steps", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
+           "split_seed"}
+MARGINS = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
+
+
+def args_of(folders, varied):
+    """The flags of each run.   Raises: UserError if the runs differ in others than `varied`, or one is named twice."""
+    runs = [read_json(Path(folder) / "args.json") for folder in folders]
+    for folder, args in zip(folders, runs):
+        for k in sorted({*runs[0], *args} - varied - ASIDE):
+            if runs[0].get(k) != args.get(k):
+                raise UserError(f"{folder} and {folders[0]} differ in --{k.replace('_', '-')} ({args.get(k)}, "
+                                f"{runs[0].get(k)}): they cannot be compared")
+    if len({Path(f).resolve() for f in folders}) < len(folders):
+        raise UserError(f"{folders[0]} ...: a run is named twice")
+    return runs
+
+
+# ---- TS, Fig. 4 ----
+def last_period(folder):
+    """(phases (M,), few-shot accuracies on val (M,)) of a run's last full period, which ends at phase 1."""
+    with opening(folder):
+        args, summary = (read_json(Path(folder) / name) for name in ("args.json", "summary.json"))
+        period, per_epoch = args["period"], summary["steps"] / summary["epochs"]
+        end, found = int(summary["epochs"] / period + 1e-6) * period, {}
+        for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines():
+            row = json.loads(line)
+            value = row.get("eval", {}).get(args["dataset"], {}).get("few-shot", {}).get("top1")
+            phase = 1 - (end - row["step"] / per_epoch) / period
+            if value is not None and row["step"] and -1e-6 <= phase <= 1 + 1e-6:
+                found[min(max(phase, 0.0), 1.0)] = value
+    if not end or len(found) < 2:
+        raise UserError(f"{folder}: {len(found)} evaluations on val in its last full period of {period:g} epochs; at "
+                        "least two are needed (--eval-every)")
+    return np.array(sorted(found)), np.array([found[p] for p in sorted(found)])
+
+
+def draw_phase(folders):
+    """(figure, numbers as lines): few-shot accuracy over the phase of the period."""
+    args, grid = args_of(folders, PERIODS)[0], np.linspace(0, 1, 41)       # phases
+    values = np.stack([np.interp(grid, *last_period(f), left=np.nan, right=np.nan) for f in folders])     # (runs, 41)
+    seen = ~np.isnan(values).any(0)                                        # else single runs would decide at the edges
+    if not seen.any():
+        raise UserError("no phase lies between evaluations of every run; give runs with more of them (--eval-every)")
+    at, mean, std = grid[seen], values[:, seen].mean(0), values[:, seen].std(0)
+    fig, (ax,) = figure(1)
+    ax.fill_between(at, mean - std, mean + std, color="tab:blue", alpha=0.25)
+    ax.plot(at, mean, color="tab:blue")
+    ax.set(title=f"last period of {len(values)} runs (Fig. 4)", xlabel="phase of the period",
+           ylabel="val few-shot/top1, %")
+    if args["schedule"] == "cos" and not args["tau_head"]:
+        beside = ax.twinx()
+        beside.plot(grid, (1 + np.cos(2 * np.pi * grid)) / 2, color="tab:orange")
+        beside.set_ylabel("tau of the cosine, relative", color="tab:orange")
+    lines = [f"{g:6.3f} {m:8.2f} {s:8.2f}" for g, m, s in zip(at, mean, std)]
+    return fig, [" phase     mean      std", *lines, f"best at phase {at[mean.argmax()]:.3f}"]
+
+
+# ---- MAMA, Fig. 4 ----
+def lines_over(axis, same, points):
+    """{label: {x: [values]}}: one line per value of `same`, if it has two or more x. A run without a margin belongs to
+    every line over mu.
+
+    points: {mu: a0 / a1, radians, 0 = no margin; a2, None if not used; value} of each run."""
+    out = {}
+    for p in (p for p in points if p["mu"] and p[axis] is not None):
+        label = "constant" if p[same] is None else f"{same} = {p[same]:g}"
+        out.setdefault(label, {}).setdefault(p[axis], []).append(p["value"])
+    without = {0.0: [p["value"] for p in points if not p["mu"]]}
+    if axis == "mu" and without[0.0]:
+        out = {label: without | line for label, line in out.items()}
+    return {label: line for label, line in sorted(out.items()) if len(line) > 1}
+
+
+def draw_margins(folders):
+    """(figure, numbers as lines): accuracy over the margin and over its growth."""
+    runs, points = args_of(folders, MARGINS), []
+    name = "text -> video R@1" if runs[0]["task"] == "retrieval" else "accuracy"
+    for folder, args in zip(folders, runs):
+        with opening(folder):
+            val = read_json(Path(folder) / "summary.json")["val"][args["dataset"]]
+            points.append({"value": val["accuracy"] if name == "accuracy" else val["text_to_image"]["R@1"],
+                           "mu": args["a0"] / args["a1"] if args["margin_schedule"] != "none" else 0.0,
+                           "a2": args["a2"] if args["margin_schedule"] == "logistic" else None})
+    panels = [("margin (Fig. 4, left)", "a0 / a1, radians; 0 = none", lines_over("mu", "a2", points)),
+              ("a2 of the margin's growth (Fig. 4, middle)", "a2, per step", lines_over("a2", "mu", points))]
+    panels = [panel for panel in panels if panel[2]]
+    if not panels:
+        raise UserError(f"{folders[0]} ...: the runs have one margin and one a2; give runs with two of either")
+    (fig, axes), said = figure(len(panels)), []
+    for ax, (title, xlabel, found) in zip(axes, panels):
+        for k, (label, line) in enumerate(found.items()):
+            xs = sorted(line)
+            means = [np.mean(line[x]) for x in xs]
+            ax.plot(xs, means, label=label, **line_style(k, len(found)))
+            ax.scatter([x for x in xs for _ in line[x]], [v for x in xs for v in line[x]], s=18, color=f"C{k}")
+            said += [f"{title}, {label}: {x:g}: {m:.2f} ({len(line[x])} runs)" for x, m in zip(xs, means)]
+        ax.set(title=title, xlabel=xlabel, ylabel=f"val {name}, %")
+        legend_above(ax)
+    return fig, said
+
+
+# ---- MAMA, Fig. 5 ----
+def hits(folder):
+    """(concepts (Q,), hits (Q,) 0 or 1, {concept: share of the training rows}, keys (Q,)) of a run's queries."""
+    with opening(folder):
+        args = argparse.Namespace(**read_json(Path(folder) / "args.json") | {"eval_every": 0, "extra_pairs": []})
+        train, evals = open_data(args)                                     # extra pairs have no classes
+        test = evals[args.dataset]["test"]
+        model = common.load_model(folder)
+    test = answers.shuffled(test) if args.shuffle_video else test          # the control has its own task
+    kind = retrieval.Evaluator if args.task == "retrieval" else answers.AnswerEvaluator
+    _, _, pieces = kind(*model, {args.dataset: {"test": test}}, train, torch.device("cpu"), args)("test")
+    pieces = pieces[args.dataset]
+    columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(args.task, ["label", "verb"])
+    column = next((c for c in columns if train.column(c) is not None), None)
+    if column is None:
+        raise UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)} to take concepts from")
+    rows = np.asarray(pieces["index"])
+    if args.task == "retrieval":
+        rows = rows[pieces["owner"]]                                       # (Q,) of each caption
+        right = retrieval_metrics(pieces["text"], pieces["image"], pieces["positives"], ranks=True) == 1
+    else:
+        right = np.asarray(pieces["hits"]) > 0
+    names, known = test.names(column), test.column(column)
+    has = np.array([names is None or known[i] >= 0 for i in rows])         # (Q,) -1: without a class
+    if not has.all():
+        say(f"{folder}: {(~has).sum():,} of {len(has):,} queries have no {column} and are left out")
+    rows, right = rows[has], np.asarray(right, dtype=float)[has]
+    said = names.__getitem__ if names else str
+    share = {said(c): n / len(train) for c, n in Counter(train.column(column)).items() if not names or c >= 0}
+    return np.array([said(known[i]) for i in rows]), right, share, [test.key(i) for i in rows]
+
+
+def gains(concepts, base, other, share):
+    """[(share of the training rows, gain in points, queries, concept)] from hits (Q,), the most frequent first."""
+    found = [(share.get(c, 0.0), 100 * float((other - base)[concepts == c].mean()), int((concepts == c).sum()), c)
+             for c in np.unique(concepts)]
+    return sorted(found, key=lambda g: (-g[0], g[3]))
+
+
+def thirds(found):
+    """[(name, from, to, gain)] of the thirds of the queries, sorted by the frequency of their concepts. A concept is
+    not divided: it belongs to the third in which its middle query falls."""
+    frequency, gain, queries = (np.array([g[k] for g in found]) for k in range(3))
+    where = np.minimum(3 * (queries.cumsum() - queries / 2) // queries.sum(), 2)
+    parts = [(name, where == k) for k, name in enumerate(("frequent", "middle", "rare"))]
+    return [(name, frequency[of][0], frequency[of][-1], np.average(gain[of], weights=queries[of]).round(9))
+            for name, of in parts if of.any()]
+
+
+def draw_concepts(folders):
+    """(figure, numbers as lines): the gain of the second run over the first by the frequency of concepts."""
+    (concepts, base, share, keys), (theirs, other, _, others) = map(hits, folders)
+    if (keys, concepts.tolist()) != (others, theirs.tolist()):
+        raise UserError(f"{folders[1]}: its test queries and their concepts are not those of {folders[0]}")
+    found = gains(concepts, base, other, share)
+    parts = thirds(found)
+    fig, (left, right) = figure(2)
+    x, y, size = (np.array([g[k] for g in found]) for k in range(3))
+    left.scatter(100 * x, y, s=8 + 60 * size / size.max(), alpha=0.6)
+    left.set(title="gain by concept (Fig. 5)", xlabel="part of the training rows, %; size: queries",
+             ylabel="gain, points")
+    if x.min() > 0:
+        left.set_xscale("log")
+        left.xaxis.set(major_formatter="{x:g}", minor_formatter="")
+    right.bar([name for name, *_ in parts], [gain for *_, gain in parts])
+    right.set(title="by thirds of the queries", xlabel="how frequent in training", ylabel="gain, points")
+    for ax in (left, right):
+        ax.axhline(0, color="grey", lw=0.8)
+    fig.suptitle(f"test hits: {100 * base.mean():.1f} -> {100 * other.mean():.1f} %")
+    said = [f"{100 * f:8.2f} % {g:+8.1f} {n:6d}  {c}" for f, g, n, c in found]
+    return fig, said + [f"{name}: {100 * low:.2f} to {100 * high:.2f} % of the training rows, gain {gain:+.2f}"
+                        for name, high, low, gain in parts]
+
+
+FIGURES = {"phase": draw_phase, "margins": draw_margins, "concepts": draw_concepts}
+
+
+def main(argv=None):
+    """The command line. Raises: UserError."""
+    p = OneLine("python -m tools.figures", __doc__.splitlines()[0])
+    p.add_argument("figure", choices=list(FIGURES), help="see docs/methods.md")
+    p.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs; concepts: two, the baseline first")
+    p.add_argument("--out", default="", metavar="FILE", help="picture, .png or .pdf; empty = FIGURE.png")
+    args = p.parse_args(argv)
+    p.require(args.figure != "concepts" or len(args.runs) == 2, "concepts: give two runs, the baseline first")
+    fig, said = FIGURES[args.figure](args.runs)
+    save_figure(fig, args.out or f"{args.figure}.png")
+    say("\n".join([*said, f"written to {args.out or f'{args.figure}.png'}"]))
+
+
+if __name__ == "__main__":
+    with clean_exit():
+        main()
