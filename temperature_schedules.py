@@ -29,7 +29,7 @@ Commands:
     accelerate launch temperature_schedules.py --dataset cifar10-lt --loss sdclr
     # the authors' splits; --imbalance-ratio 1 without a file is Table 10's uniform set
     accelerate launch temperature_schedules.py --dataset cifar10-lt --index-file split1_D_i.npy
-    python -m tools.phase RUN RUN ...                                            # Fig. 4 over several runs
+    python -m tools.figures phase RUN RUN ...                                    # Fig. 4 over several runs
     accelerate launch temperature_schedules.py --dataset folder/ --imbalance-ratio 100    # own data: class folders
 
 The blocks between `# >>> shared` and `# <<< shared` are the same in all scripts (a test says so) and keep runs

@@ -1099,29 +1099,28 @@ def pegasus(tmp_path_factory):
 
 
 def test_write_paraphrases(pegasus, tmp_path):
-    path, captions = tmp_path / "p.jsonl", ["a cat", "a dog sat", "a cat", "the red cow", "on a mat"]
-    paraphrase.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
+    captions = ["a cat", "a dog sat", "a cat", "the red cow", "on a mat"]
+    rows = [(name, text, "train") for name, text in zip(write_images(tmp_path, range(5)), captions)]
+    write_rows(tmp_path / "own.csv", ["image", "caption", "split"], rows)
+    path = tmp_path / "p.jsonl"
+    flags = f"--dataset {tmp_path}/own.csv --model {pegasus} --batch 2 --cpu --out".split()
+    paraphrase.main([*flags, str(path)])
     lines = path.read_text(encoding="utf8").splitlines(keepends=True)
     rows = [json.loads(line) for line in lines]
     assert [r["caption"] for r in rows] == ["a cat", "a dog sat", "the red cow", "on a mat"]  # the duplicate once
     assert all(len(r["paraphrases"]) == 5 and all(isinstance(p, str) for p in r["paraphrases"]) for r in rows)
 
-    done = json.dumps({"caption": "a cat", "paraphrases": ["kept"] * 5}) + "\n"
-    path.write_text(done + lines[1] + lines[2][:len(lines[2]) // 2], encoding="utf8")  # a crash in the third line
-    paraphrase.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
+    done = json.dumps(rows[0] | {"paraphrases": ["kept"] * 5}) + "\n"
+    path.write_text(done + lines[1] + lines[2][:len(lines[2]) // 2], encoding="utf8")  # a kill in the third line
+    paraphrase.main([*flags, str(path)])
     assert path.read_text(encoding="utf8").splitlines(keepends=True) == [done, lines[1], lines[2], lines[3]]
-    paraphrase.write_paraphrases(captions, path, pegasus, batch=2, max_tokens=8)
-    assert len(path.read_text(encoding="utf8").splitlines()) == 4  # nothing left to do
     assert len(Paraphrases(path)) == 4 and Paraphrases(path).get(["a cat"]) == [["kept"] * 5]
-    for flags in (dict(per_caption=2), dict(max_tokens=9)):
-        with pytest.raises(UserError, match="^--out [^ ]*: has 5 paraphrases of a caption by .*name another file$"):
-            paraphrase.write_paraphrases(captions, path, pegasus, batch=2, **{"max_tokens": 8} | flags)
-    own = tmp_path / "captions.jsonl"  # somebody's data
-    own.write_text('{"image": "1.png", "caption": "one"}\n{"image": "2.png", "caption": "two"}')
-    before = own.read_text()
-    with pytest.raises(UserError, match="is not a file of paraphrases"):
-        paraphrase.write_paraphrases(["two"], own, pegasus)
-    assert own.read_text() == before
+    with pytest.raises(UserError, match="^--out [^ ]*: has 5 paraphrases of a caption by .*name another file$"):
+        paraphrase.main([*flags, str(path), "--per-caption", "2"])
+    own = (tmp_path / "own.csv").read_text()                               # somebody's data
+    with pytest.raises(UserError, match="^--out "):
+        paraphrase.main([*flags, str(tmp_path / "own.csv")])
+    assert (tmp_path / "own.csv").read_text() == own
 
 
 def test_paraphrases_of_the_captions_of_videos(pegasus, tmp_path):
@@ -1131,14 +1130,6 @@ def test_paraphrases_of_the_captions_of_videos(pegasus, tmp_path):
     paraphrase.main([*f"--dataset {tmp_path}/train.csv --video-dir {tmp_path}/videos --out {tmp_path}/p.jsonl".split(),
                      *f"--model {pegasus} --per-caption 1 --cpu".split()])
     assert len(Paraphrases(tmp_path / "p.jsonl")) == 1
-
-
-def test_write_paraphrases_errors(pegasus, tmp_path):
-    with pytest.raises(UserError, match="--model no/such"):
-        paraphrase.write_paraphrases(["a cat"], tmp_path / "p.jsonl", "no/such")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--out .*cannot be written"):
-        paraphrase.write_paraphrases(["a cat"], tmp_path / "file" / "p.jsonl", pegasus)
 
 
 # ---------------------------------------------------- the house ------------------------------------------------------

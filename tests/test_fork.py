@@ -194,17 +194,6 @@ def test_mama_s_bar_and_random_guess_are_without_weights(tmp_path, capsys):
     assert "random guess L " in said.out
 
 
-def test_a_short_period_is_drawn_from_the_schedule(tmp_path, monkeypatch, pictures):
-    drawn = []
-    monkeypatch.setattr(figures.base, "save_figure", lambda *args: drawn.append(args))
-    monkeypatch.setattr(figures.mmts, "save_figure", lambda *args: None)
-    flags = [*TINY, "--num-clusters", 4, "--max-steps", 40, "--log-every", 10, "--periods", 4]
-    run_script(mmts, tmp_path / "a", *flags, pictures=True)
-    lines = {line.get_label(): line for line in panel(drawn, "by the schedule").lines}
-    assert set(lines) == {"max", "min"} and len(lines["max"].get_xdata()) == 41
-    assert max(lines["max"].get_ydata()) == pytest.approx(0.16) and min(lines["min"].get_ydata()) == pytest.approx(0.04)
-
-
 @pytest.mark.parametrize("name, lines", [("a", 2), ("L_", 5), ("a name for a line", 4)])
 def test_a_legend_covers_nothing_that_is_drawn(tmp_path, name, lines):
     fig, axes = figures.base.figure(2)
@@ -223,7 +212,7 @@ def test_letters_have_one_size_and_a_picture_200_dots_an_inch(tmp_path):
     for ax in axes:
         ax.plot([1, 2], label="line")
         ax.set(title="title", xlabel="x", ylabel="y")
-        ax.legend(title="legend", fontsize=5)
+        ax.legend(title="legend")
     figures.base.save_figure(fig, tmp_path / "a.png")
     texts = [t for ax in axes for t in (ax.title, ax.xaxis.label, *ax.get_xticklabels(), *ax.get_legend().get_texts(),
                                         ax.get_legend().get_title())]

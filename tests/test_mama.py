@@ -27,7 +27,8 @@ import helpers
 import launch
 import mama
 from helpers import drift, equal_files, of_set, refused, run_script, steps, tensors_of, unit
-from tools import concepts, margins, score
+from tools import figures as several
+from tools import score
 
 DRAWS = True  # main below says which runs do
 CPU = torch.device("cpu")
@@ -685,7 +686,7 @@ def test_random_guess_and_the_warning():
 
 # ---------------------------------------------------- pictures of several runs --------------------------------------
 def folder_of(path, val=10.0, **flags):
-    """What margins.py reads of a finished run."""
+    """What tools.figures margins reads of a finished run."""
     path.mkdir(parents=True)
     args = dict(margin_schedule="logistic", a0=2.0, a1=10.0, a2=0.1, seed=0, task="retrieval", dataset="set", tau=0.1)
     write_json(path / "args.json", args | {"run_name": path.name} | flags)
@@ -697,25 +698,18 @@ def test_margins_of_several_runs(tmp_path, capsys):
     folders = [folder_of(tmp_path / "none", 5, margin_schedule="none"), folder_of(tmp_path / "one", 10),
                folder_of(tmp_path / "two", 20, seed=1), folder_of(tmp_path / "wide", 8, a0=4.0),
                folder_of(tmp_path / "slow", 9, a2=0.01), folder_of(tmp_path / "still", 12, margin_schedule="constant")]
-    margins.main([*folders, "--out", str(tmp_path / "a.png")])
+    several.main(["margins", *folders, "--out", str(tmp_path / "a.png")])
     said = capsys.readouterr().out
     over = "margin (Fig. 4, left), a2 = 0.1: "
     assert f"{over}0: 5.00 (1 runs)\n" in said and f"{over}0.2: 15.00 (2 runs)\n" in said
     assert f"{over}0.4: 8.00" in said and "(Fig. 4, left), constant: 0.2: 12.00" in said
     assert "middle), mu = 0.2: 0.01: 9.00" in said and "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
     assert "mu = 0.4" not in said and (tmp_path / "a.png").stat().st_size > 5000
-    (tmp_path / "empty").mkdir()
-    unfinished = folder_of(tmp_path / "running")
-    (tmp_path / "running" / "summary.json").unlink()
     for bad, words in (([folders[1], folder_of(tmp_path / "tau", tau=0.2)], r"differ in --tau \(0.2, 0.1\)"),
-                       ([folders[1], str(tmp_path / "empty")], "empty/args.json: .*No such file"),
-                       ([folders[1], unfinished], "running/summary.json: .*No such file"),
-                       ([folders[1], folders[1]], "a run is named twice")):
+                       ([folders[1], folders[1]], "a run is named twice"),
+                       ([folders[1], folders[2]], "one margin and one a2")):
         with pytest.raises(UserError, match=words):
-            margins.main([*bad, "--out", str(tmp_path / "b.png")])
-    with pytest.raises(SystemExit):
-        margins.main([folders[1], folders[2], "--out", str(tmp_path / "b.png")])
-    assert "one margin and one a2" in capsys.readouterr().err and not (tmp_path / "b.png").exists()
+            several.main(["margins", *bad, "--out", str(tmp_path / "b.png")])
 
 
 def test_queries_without_a_class_are_no_concept(tmp_path, capsys):
@@ -728,7 +722,7 @@ def test_queries_without_a_class_are_no_concept(tmp_path, capsys):
     helpers.write_rows(tmp_path / "more.csv", ["image", "caption"], more)
     main(tmp_path / "r", "--dataset", str(tmp_path / "own.csv"), "--extra-pairs", str(tmp_path / "more.csv"),
          "--weighting", "none", "--max-steps", "1")
-    found, right, share, keys = concepts.hits(tmp_path / "r", margins.finished(tmp_path / "r")[0])
+    found, right, share, keys = several.hits(tmp_path / "r")
     assert sorted(found) == ["a", "a", "b", "b", "b"] and len(keys) == len(right) == 5 and "014.png" not in keys
     assert share == {"a": 0.4, "b": 0.5}
     assert "1 of 6 queries have no label and are left out" in capsys.readouterr().out
@@ -745,24 +739,22 @@ def test_scores_are_of_a_clip_s_own_captions(tmp_path):
 
 def test_gain_by_concept(run, tmp_path, capsys):
     base, other = np.array([0, 1, 0, 0, 1.0]), np.array([1, 1, 0, 1, 0.0])
-    found = concepts.gains(np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2})
+    found = several.gains(np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2})
     assert [(f, round(g, 3), n, c) for f, g, n, c in found] == [(0.5, 33.333, 3, "a"), (0.3, 100, 1, "b"),
                                                                 (0.2, -100, 1, "c")]
-    assert [(name, round(g, 3)) for name, *_, g in concepts.thirds(found)] == [("frequent", 33.333), ("rare", 0.0)]
+    assert [(name, round(g, 3)) for name, *_, g in several.thirds(found)] == [("frequent", 33.333), ("rare", 0.0)]
     folder, summary = run
     theirs = main(tmp_path / "other", "--max-steps", "4", "--margin-schedule", "none")
-    margins.main([str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "m.png")])
-    concepts.main([str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "c.png")])
+    several.main(["margins", str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "m.png")])
+    several.main(["concepts", str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "c.png")])
     ours, without = (s["val"]["moving-emoji"]["text_to_image"]["R@1"] for s in (summary, theirs))
     said = capsys.readouterr().out
     assert f"a2 = 0.1: 0: {without:.2f} (1 runs)" in said and f"a2 = 0.1: 0.01: {ours:.2f} (1 runs)" in said
     ours = summary["test"]["moving-emoji"]["text_to_image"]["R@1"]
-    _, hits, share, _ = concepts.hits(folder, margins.finished(folder)[0])
+    _, hits, share, _ = several.hits(folder)
     assert 100 * hits.mean() == pytest.approx(ours) and sum(share.values()) == pytest.approx(1)
     assert all((tmp_path / f"{k}.png").stat().st_size > 5000 for k in "cm")
-    with pytest.raises(SystemExit):
-        (tmp_path / "args").mkdir()
-        for name, more in (("args.json", {"clips": [9, 9, 9]}), ("summary.json", {})):
-            write_json(tmp_path / "args" / name, engine.processes.read_json(folder / name) | more)
-        concepts.main([str(folder), str(tmp_path / "args")])
-    assert "differ in --clips: they cannot be compared" in capsys.readouterr().err
+    third = main(tmp_path / "fewer", "--max-steps", "1", "--clips", "64", "24", "9", "--weighting", "none")
+    with pytest.raises(UserError, match="its test queries and their concepts are not those of"):
+        several.main(["concepts", str(folder), str(tmp_path / "fewer")])
+    assert third["steps"] == 1

@@ -16,7 +16,7 @@ import pytest
 
 import mama
 from helpers import rows, run_script, write_rows, write_video
-from tools import concepts, margins
+from tools import figures as several
 
 SMALL = ("--workers 0 --cpu --image-encoder small --text-encoder small --no-pretrained --embed-dim 16 "
          "--image-size 32 --frames 2 --text-length 16 --text-pooling mean --log-every 1 --batch-size 8 --max-steps 2 "
@@ -156,11 +156,11 @@ def test_gain_by_category_of_msrvtt(tmp_path, capsys):
     summary = run_script(mama, tmp_path / "mama", *flags, "--meta-size", "4")
     run_script(mama, tmp_path / "infonce", *flags[:-4], "--loss", "infonce")
     assert "balanced over label" in capsys.readouterr().out
-    found, right, share, keys = concepts.hits(tmp_path / "mama", margins.finished(tmp_path / "mama")[0])
+    found, right, share, keys = several.hits(tmp_path / "mama")
     assert found.tolist() == ["music", "movie", "advertisement", "advertisement"] and len(keys) == 4
     assert share == {"music": 9 / 12, "movie": 2 / 12, "advertisement": 1 / 12}
     assert 100 * right.mean() == pytest.approx(summary["test"]["msrvtt"]["text_to_image"]["R@1"])
-    concepts.main([str(tmp_path / "infonce"), str(tmp_path / "mama"), "--out", str(tmp_path / "c.png")])
+    several.main(["concepts", str(tmp_path / "infonce"), str(tmp_path / "mama"), "--out", str(tmp_path / "c.png")])
     said = capsys.readouterr().out
     assert "   75.00 %" in said and "  music" in said and (tmp_path / "c.png").stat().st_size > 5000
 

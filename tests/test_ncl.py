@@ -952,6 +952,21 @@ def test_the_same_queries_before_and_after(run, tmp_path, monkeypatch):
     assert [row[0].get_ylabel().replace("\n", " ") for row in rows[1::2]] == ["the same with biases"] * 3
 
 
+def test_queries_of_the_picture_are_hits_and_misses(tmp_path, monkeypatch):
+    """Three of either kind, marked, with the rank of the right item; all six of one kind where there is no other."""
+    data = common.load_data("moving-emoji", "test", clips=[12, 12, 12], image_size=16)
+    image, drawn = unit(12, 12).float(), []
+    monkeypatch.setattr(figures.base, "save_figure", lambda *args: drawn.append(args))
+    for wrong, hits in ((6, 3), (0, 6), (12, 0)):
+        text = torch.cat([-image[:wrong], image[wrong:]])                  # the first queries find their item last
+        pieces = {"image": image, "text": text, "owner": np.arange(12), "positives": torch.arange(12)[:, None],
+                  "texts": [f"text {i}" for i in range(12)], "index": np.arange(12), "data": data}
+        figures.base.draw_retrieval(pieces, tmp_path / "r.png")
+        axes = drawn.pop()[0].axes
+        assert [ax.get_ylabel()[:3] for ax in axes[::3]] == ["hit"] * hits + ["mis"] * (6 - hits)
+        assert all("(rank 12)" in ax.get_ylabel() for ax in axes[3 * hits::3])
+
+
 def test_the_table_of_normalisations():
     """Each number stands below the head of its own direction."""
     ways = {way: {"R@1": first, "R@10": tenth} for way, first, tenth in (("text_to_image", 11.5, 21.5),

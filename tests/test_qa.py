@@ -20,7 +20,8 @@ import launch
 import mama
 from helpers import drift, encode, of_set, write_rows, write_video
 from test_models import logged
-from tools import concepts, margins, score
+from tools import figures as several
+from tools import score
 
 CPU = torch.device("cpu")
 BASE = ["--cpu", "--clips", "64", "24", "24", "--batch-size", "16", "--meta-batch-size", "8",
@@ -304,7 +305,7 @@ def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
 
     def run(*flags, of=folders, split="test"):
         return score.main([*of, "--out", str(tmp_path / "scores"), "--cpu", "--split", split, *flags])
-    found = run("--short", "noun", "--show", "2")
+    found = run("--short", "noun")
     data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
     assert found.shape == (2, 24, 2) and (tmp_path / "scores.png").is_file()
     model, tokenizer, transform = common.load_model(folders[1])
@@ -342,7 +343,7 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     with pytest.raises(UserError, match="no video has captions of different lengths"):
         score.caption_pairs(data.select([1]), "")
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("x.mp4", "x")])
-    with pytest.raises(UserError, match=r"--short .*none of its 1 rows matches a clip of files \(test\)"):
+    with pytest.raises(UserError, match="none of its 1 rows matches a clip of files"):
         score.short_captions(data, str(tmp_path / "none.csv"))
     write_rows(tmp_path / "odd.csv", ["file", "words"], [("a.mp4", "x")])
     with pytest.raises(UserError, match="--image-column: none of video"):
@@ -404,7 +405,7 @@ def test_answers_are_concepts(runs_of):
     """Fig. 5 of a run with questions: a hit is a right answer."""
     folder, summaries = runs_of
     for task in ("qa-open", "qa-choice"):
-        concept, right, _, _ = concepts.hits(folder / task, margins.finished(folder / task)[0])
+        concept, right, _, _ = several.hits(folder / task)
         accuracy = summaries[task]["test"]["moving-emoji"]["accuracy"]
         assert len(concept) == len(right) == 24 and 100 * right.mean() == pytest.approx(accuracy)
 

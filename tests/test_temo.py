@@ -402,11 +402,8 @@ def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
     for split, numbers in (("train", range(12)), ("val", range(12, 21)), ("test", range(21, 30))):
         for c, name in enumerate(("apple", "pear_tree", "zebra")):
             write_images(tmp_path / "classes" / split / name, [i for i in numbers if i % 3 == c])
-    panels, draw = [], figures.temo.draw_curves
-    def drawn(log, these, *args, **options):
-        panels.extend(these)
-        draw(log, these, *args, **options)
-    monkeypatch.setattr(figures.temo, "draw_curves", drawn)
+    drawn = []
+    monkeypatch.setattr(figures.base, "save_figure", lambda *args: drawn.append(args))
     name = str(tmp_path / "classes")
     summary = run_script(temo, tmp_path / "r", *QUICK, "--eval-every", 1, "--image-size", 24, "--eval-datasets", name,
                          "emoji", pictures=True)
@@ -419,8 +416,11 @@ def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
         classes = model(tokens=tokenizer([f"a photo of a {c}." for c in ("apple", "pear tree", "zebra")]))[1]
     right = (F.normalize(images) @ F.normalize(classes).T).argmax(1) == torch.arange(21, 30) % 3
     assert summary["test"][name]["zero-shot"]["top1"] == pytest.approx(100 * right.float().mean().item())
-    titles = [p[0] for p in panels]
-    assert titles.count("zero-shot by prompts, val (Fig. 7)") == 1 and "retrieval, val" in titles
+    assert {line.get_label() for line in panel(drawn, "(Fig. 7)").lines} == {"top-1", "top-3", "top-5"}
+    recalls = [ax for fig, _ in drawn for ax in fig.axes if ax.get_title() == "retrieval, val"]
+    chance = summary["chance"]["emoji"]["text_to_image"]
+    assert any(line.get_ydata()[0] <= 2 * chance["R@1"] for ax in recalls for line in ax.lines
+               if line.get_label() == "chance") and chance["R@1"] > 0
 
 
 def test_the_threshold_of_figures_4_and_5():
@@ -441,6 +441,7 @@ def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, picture
     flags = [*QUICK, *"--eval-every 0 --dataset moving-emoji --clips 32 16 16".split()]
     own = fork(temo, tmp_path, "return tau_min + tau_alpha * ((1 + sim) / 2).clamp(min=1e-8).sqrt()",
                "return tau_min + tau_alpha + 0 * sim")
+    own = fork(own, tmp_path, 'return numbers | {"tau_pos"', 'return numbers | {"mine": 7.0, "tau_pos"')
     found = {}
     for name, script in (("ours", temo), ("fork", own)):
         drawn = []
@@ -450,6 +451,7 @@ def test_a_fork_s_temperature_is_that_of_figure_2(tmp_path, monkeypatch, picture
         lines = {line.get_label(): list(line.get_ydata()) for line in panel(drawn, "(Fig. 2)").lines}
         assert lines == {"positive pairs": log["tau_pos"], "negative pairs": log["tau_neg"]}
         found[name] = log
+    assert list(panel(drawn, "mine").lines[0].get_ydata()) == [7, 7]           # a column of its own has a panel
     assert all(found["fork"][k] == pytest.approx([0.15, 0.15], abs=1e-6) for k in ("tau_pos", "tau_neg"))
     assert all(0.05 <= tau < 0.149 for k in ("tau_pos", "tau_neg") for tau in found["ours"][k])
     assert found["fork"]["L_M-MM"][0] != pytest.approx(found["ours"]["L_M-MM"][0], rel=1e-3)

@@ -111,7 +111,8 @@ def by_set(pieces):
 # ======================================================= curves ======================================================
 BATCH = [("learning rate", "lr", {"lr": "lr"}),  # panels of all methods that train on pairs
          ("cosine", "mean over the batch", {"positive pairs": "pos_cos", "negative pairs": "neg_cos"}),
-         ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)", {"images": "std_image", "texts": "std_text"}),
+         ("spread (0 = collapsed, 1 = whole sphere)", "std x sqrt(D)",
+          {"first of a pair": "std_image", "second": "std_text"}),
          ("space", "of the batch", {"alignment": "alignment", "uniformity": "uniformity", "gap": "gap",
                                     "std of pairs": "pos_std"}),
          ("speed", "samples per second", {"all processes": "samples_per_s"}),

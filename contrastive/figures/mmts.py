@@ -16,7 +16,7 @@ def draw_cluster_curves(steps, values, sizes, path, title, label, lines=5):
     for k, c in enumerate(shown):
         ax.plot(steps, values[:, c], label=f"{sizes[c]:,}", **base.line_style(k, len(shown)))
     ax.set(title=title, xlabel="step", ylabel=label)
-    from_zero(ax, values)
+    ax.set_ylim(bottom=min(0, values.min()))
     whole_ticks(ax)
     ax.legend(title="cluster size", loc="center left", bbox_to_anchor=(1, 0.5))
     save_figure(fig, path)
@@ -34,18 +34,12 @@ def draw_distribution(sizes, values, path, title, label):
     right.fill_between(x, low, high, step="mid", color="C1", alpha=0.3, lw=0, label="range over the run")
     right.step(x, (low + high) / 2, where="mid", color="C1", label="middle")
     right.set(title=f"{label} of each", xlabel="cluster, largest first", ylabel=label)
-    from_zero(right, values)
+    right.set_ylim(bottom=min(0, values.min()))
     right.legend()
     for ax in (left, right):
         whole_ticks(ax)
     fig.suptitle(title)
     save_figure(fig, path)
-
-
-def from_zero(ax, values):
-    """The y axis starts at 0, if no value is below it."""
-    if values.min() >= 0:
-        ax.set_ylim(bottom=0)
 
 
 def draw_map(embeddings, labels, path, title):

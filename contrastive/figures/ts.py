@@ -63,7 +63,7 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
         label = f"{name}: {pieces['names'][c]} ({sizes[c]}), kNN@1 {known.get(int(c), 0):.0f} %"
         solid.scatter(*space[truth == c].T, s=14, color=colour, label=label)
     solid.legend(loc="upper center", bbox_to_anchor=(0.5, 0.1)).set_in_layout(False)              # wider than the axes
-    solid.set(title=f"three PCA directions, a head and a tail class (Fig. 3)\nkNN@1, {mean}", xticklabels=(),
+    solid.set(title=f"PCA, a head and a tail class (Fig. 3)\nkNN@1, {mean}", xticklabels=(),
               yticklabels=(), zticklabels=())
 
     draw_phase(axes[5], run, tau_of)
@@ -129,7 +129,8 @@ def draw(run, sizes, tau_of, sphere):
         ("loss", "L_c", {"L_c": "loss"}), ("temperature", "tau", {"tau": "tau"}), *BATCH,
         ("kNN@1, val", "%", {"top-1": f"{of_val}/top1", "tail": f"{of_val}/tail"})], rest=True)
     run.picture("classes.png", draw_classes, run, sizes, tau_of)
-    for pieces in run.test_pieces.values():                                # of the training's own set, if it has a test
+    if run.args.dataset in run.test_pieces:
+        pieces = run.test_pieces[run.args.dataset]
         some = np.random.default_rng(0).permutation(len(pieces["train_labels"]))[:4000]
         features, truth = pieces["train_features"][some], pieces["train_labels"][some]            # (M, width), (M,)
         run.picture("figures.png", draw_figures, run, sizes, tau_of, pieces, features, truth,
