@@ -689,7 +689,7 @@ def folder_of(path, val=10.0, **flags):
     """What tools.figures margins reads of a finished run."""
     path.mkdir(parents=True)
     args = dict(margin_schedule="logistic", a0=2.0, a1=10.0, a2=0.1, seed=0, task="retrieval", dataset="set", tau=0.1)
-    write_json(path / "args.json", args | {"run_name": path.name} | flags)
+    write_json(path / "args.json", args | {"run_name": path.name, "changed": [path.name]} | flags)
     write_json(path / "summary.json", {"val": {"set": {"text_to_image": {"R@1": val}, "accuracy": val + 1}}})
     return str(path)
 

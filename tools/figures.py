@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every", "eval_batch",
-         "tracker", "loss_block", "meta_memory"}  # flags that do not change what is learnt
+         "tracker", "loss_block", "meta_memory", "changed", "hub"}  # what does not change what is learnt
 PERIODS = {"period", "epochs", "min_steps", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
            "split_seed"}
 MARGINS = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
