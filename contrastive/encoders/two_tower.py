@@ -128,6 +128,7 @@ class TextEncoder(nn.Module):
             self.width = self.body.width
         else:
             self.body, self.width, projection, self.config = hub_encoder(name, "text", pretrained, config)
+        self.is_clip = bool(self.config) and self.config["model_type"].startswith("clip")
         self.head = TextHead(self.width, embed_dim) if pooling == "ssb" else None
         keep = projection is not None and embed_dim in (0, projection.out_features)
         new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()

@@ -1,7 +1,7 @@
 """Towers over whole clips, or over precomputed features of a clip."""
 
 from contrastive.encoders.base import STATS, VIDEO, SmallText
-from contrastive.engine.processes import UserError, first_line
+from contrastive.engine.processes import UserError, opening
 
 import torch
 import torch.nn as nn
@@ -34,9 +34,7 @@ class VideoViT(nn.Module):
 
     def forward(self, clips):
         if clips.ndim != 5 or clips.shape[1] != len(self.temporal):
-            given = f"clips of {clips.shape[1]}" if clips.ndim == 5 else "images"
-            made = f"made for clips of {len(self.temporal)} frames"
-            raise UserError(f"--image-encoder {VIDEO}...: {made}, not for {given}")
+            raise UserError(f"--image-encoder {VIDEO}...: made for clips of {len(self.temporal)} frames")
         x = self.vit.patch_embed(clips.flatten(0, 1)).unflatten(0, clips.shape[:2])  # (B, T, P, width)
         first, place = self.vit.pos_embed[0, :1], self.vit.pos_embed[0, 1:]  # (1, width), (P, width)
         x = (x + place + self.temporal[:, None]).flatten(1, 2)  # (B, T * P, width)
@@ -49,11 +47,8 @@ def video_swin(name, pretrained):
     """torchvision's Video Swin without its classifier, (B, 3, T, S, S) -> (B, width * times), its width and its pixel
     statistics."""
     from torchvision.models import get_model
-    try:
+    with opening(name):
         body = get_model(name, weights="KINETICS400_V1" if pretrained else None)
-    except Exception as error:
-        raise UserError(f"--image-encoder {name}: {first_line(error)} (no access to download.pytorch.org? give "
-                        "torchvision's file of its weights by --init-from)") from error
     width = body.head.in_features
     body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
     return body, width, STATS["imagenet"]
@@ -62,8 +57,7 @@ def video_swin(name, pretrained):
 def video_vit(name, vit, frames):
     """A VideoViT of this timm model. Raises: UserError if it is no ViT with a class token, or the data are images."""
     if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
-        raise UserError(f"--image-encoder {name}: after {VIDEO} give a timm ViT that reads its class token, "
-                        "such as vit_base_patch16_clip_224.openai")
+        raise UserError(f"--image-encoder {name}: after {VIDEO} give a timm ViT that reads its class token")
     if not frames:
         raise UserError(f"--image-encoder {name}: it is for clips, but this data set has images")
     return VideoViT(vit, frames)
