@@ -62,9 +62,7 @@ def feature_words(args):
     """The banner's words on these towers."""
     if args.image_encoder == "ssb":
         return {"recipe": f"{args.dataset} (reconstruction of SSB; encoders/ssb.py says which values are from memory)"}
-    own = "keeps its own" if args.text_dropout and args.text_encoder != "small" else "has none"
-    return {"features": "towers after SSB, without its captioning loss, epochs, batch and weight decay; "
-                        f"dropout {args.dropout:g}, {args.text_encoder} {own}"}
+    return {"features": "towers after SSB, without its captioning loss, epochs, batch and weight decay"}
 
 
 # ======================================================= towers ======================================================

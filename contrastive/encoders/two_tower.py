@@ -40,11 +40,9 @@ class EvalTransform:
         from torchvision.transforms.v2 import functional as V
         how = InterpolationMode.BICUBIC if self.bicubic else InterpolationMode.BILINEAR
         resize = functools.partial(V.resize, interpolation=how, antialias=True)
-        H, W = image.shape[-2:]
-        if self.resize == "squash" or H == W and self.short == self.size:
+        if self.resize == "squash":
             return resize(image, [self.size, self.size])
-        sides = [self.short * side // min(H, W) for side in (H, W)]  # rounded down, as torchvision and CLIP
-        return V.center_crop(resize(image, sides), [self.size, self.size])
+        return V.center_crop(resize(image, [self.short]), [self.size, self.size])
 
     def normalise(self, x):
         """(..., 3, S, S) float in 0..1 -> normalised."""

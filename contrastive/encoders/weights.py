@@ -5,9 +5,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from contrastive.encoders import avion, clip_vip
+from contrastive.encoders import clip_vip, video
 from contrastive.encoders.base import CLIP_VIP, VIDEO
-from contrastive.encoders.video import VideoViT
 from contrastive.engine.processes import UserError, opening, say
 
 import torch
@@ -16,7 +15,7 @@ import torch
 RELEASED = {
     "vision_model.embeddings.added_cls": (
         clip_vip.ClipViP, clip_vip.released_weights, f"{CLIP_VIP}openai/clip-vit-base-patch32 (or -patch16)"),
-    "visual.temporal_embedding": (VideoViT, avion.released_weights, f"{VIDEO}vit_base_patch16_clip_224")}
+    "visual.temporal_embedding": (video.VideoViT, video.released_weights, f"{VIDEO}vit_base_patch16_clip_224")}
 
 
 def init_from(model, path):
