@@ -204,7 +204,7 @@ def test_frame_features_of_models_have_unit_length(tmp_path, monkeypatch, capsys
                         functools.partial(common.VisionEncoder, pretrained=False))  # no hub
     x = caption.frame_features("resnet18", "cpu")(frames)
     assert x.shape == (3, 512) and torch.allclose(x.norm(dim=1), torch.ones(3))
-    with pytest.raises(UserError, match="--frame-encoder no-such-model: not small"):
+    with pytest.raises(UserError, match="no-such-model: Unknown model"):
         caption.frame_features("no-such-model", "cpu")
     with pytest.raises(UserError, match="--frame-encoder small has no learned weights"):
         caption.frame_features("small", "cpu")

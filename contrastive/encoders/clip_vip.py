@@ -41,7 +41,7 @@ class ClipViP(nn.Module):
         known = self.clip.embeddings
         place = known.position_embedding.weight                            # (1 + L, width)
         patches = known.patch_embedding(clips.flatten(0, 1)).flatten(2).transpose(1, 2)  # (B * T, L, width)
-        patches = patches.reshape(B, T, len(place) - 1, -1)
+        patches = patches.reshape(B, T, len(place) - 1, place.shape[1])
         time = self.temporal                                               # (T, width)
         if T != len(time):
             time = F.interpolate(time.T[None], T, mode="linear")[0].T
