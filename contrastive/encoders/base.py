@@ -161,7 +161,7 @@ def published(kind, name, config, **more):
     note_commit(name)
     missing = sorted(k for k in found["missing_keys"] if "pooler" not in k)
     if 2 * len(missing) > len(model.state_dict()):
-        raise UserError(f"its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")
+        raise UserError(f"{name}: its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")
     return model
 
 

@@ -10,9 +10,6 @@ layer is the feature of the clip. An image is a clip of one frame. The text towe
     --init-from pretrain_clipvip_base_32.pt
 """
 
-from contrastive.encoders.base import CLIP_VIP, hub_encoder
-from contrastive.engine.processes import UserError
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -75,17 +72,6 @@ def attend(attention, x, M, T):
     patches = F.scaled_dot_product_attention(frames(q), beside(k), beside(v), dropout_p=drop)      # (B * T, H, L, d)
     patches = patches.unflatten(0, (B, T)).transpose(1, 2).flatten(2, 3)   # (B, H, T * L, d)
     return attention.out_proj(torch.cat([proxies, patches], 2).transpose(1, 2).flatten(2))
-
-
-def tower(name, pretrained, config):
-    """(ClipViP, width, projection, config as a dict) for a name: `clip_vip:` and a CLIP's transformers id or folder.
-
-    Raises: UserError if it is not a CLIP."""
-    of = name.removeprefix(CLIP_VIP)
-    body, width, projection, config = hub_encoder(of, "vision", pretrained, config)
-    if config["model_type"] != "clip":
-        raise UserError(f"--image-encoder {name}: {of} is not a CLIP but {config['model_type']}")
-    return ClipViP(body), width, projection, config
 
 
 def released_weights(model, weights):

@@ -81,23 +81,20 @@ def frame_features(name, device):
 def vision_language_model(args, device):
     """A function (pictures, prompt) -> one text each, by an image-text-to-text model. Raises: UserError."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
-    load = {"trust_remote_code": False}
     with opening(args.model):
-        processor = AutoProcessor.from_pretrained(args.model, **load)
+        processor = AutoProcessor.from_pretrained(args.model, trust_remote_code=False)
         processor.tokenizer.padding_side = "left"
-        model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype, **load)
+        model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype, trust_remote_code=False)
     model = model.to(device).eval()
     template = args.template or TEMPLATES.get(model.config.model_type, "{}")
-
-    def asked(prompt):
-        if args.template or not getattr(processor, "chat_template", None):
-            return template.replace("{}", prompt)
-        content = [{"type": "image"}, {"type": "text", "text": prompt}]
-        return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    chat = getattr(processor, "chat_template", None) and not args.template
 
     def answers(pictures, prompt):
-        texts = [asked(prompt)] * len(pictures)
-        inputs = processor(images=[[p] for p in pictures], text=texts, padding=True, return_tensors="pt")
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
+        text = (processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+                if chat else template.replace("{}", prompt))
+        inputs = processor(images=[[p] for p in pictures], text=[text] * len(pictures), padding=True,
+                           return_tensors="pt")
         return _generate(model, inputs.to(device, model.dtype), processor.tokenizer, args)
     return answers
 

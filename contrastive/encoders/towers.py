@@ -5,8 +5,8 @@ from pathlib import Path
 
 from contrastive.data.table import note_commit
 from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, VIDEO_SWIN, Tower, hub_encoder, read_hub
-from contrastive.encoders.clip_vip import tower
-from contrastive.encoders.video import FeatureEncoder, video_swin, video_vit
+from contrastive.encoders.clip_vip import ClipViP
+from contrastive.encoders.video import FeatureEncoder, VideoViT, video_swin
 from contrastive.engine.processes import UserError, opening
 
 import torch
@@ -33,8 +33,10 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
         body, width, stats = video_swin(name, pretrained)
         return Tower(body, width, stats=stats, read=read_swin)
     if name.startswith(CLIP_VIP):
-        body, width, projection, config = tower(name, pretrained, config)
-        return Tower(body, width, projection, config, STATS["clip"], whole_clips=True)
+        body, width, projection, config = hub_encoder(name.removeprefix(CLIP_VIP), "vision", pretrained, config)
+        if config["model_type"] != "clip":
+            raise UserError(f"--image-encoder {name}: it is not a CLIP but {config['model_type']}")
+        return Tower(ClipViP(body), width, projection, config, STATS["clip"], whole_clips=True)
     if config or "/" in name or Path(name).is_dir():  # a hub id may also begin with VIDEO
         rebuilt = bool(config)                                             # offline; the spec has its statistics
         body, width, projection, config = hub_encoder(name, "vision", pretrained, config)
@@ -44,7 +46,7 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
     body, width, stats = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
     if not name.startswith(VIDEO):
         return Tower(body, width, stats=stats)
-    return Tower(video_vit(name, body, frames), width, stats=stats, whole_clips=True)
+    return Tower(VideoViT(body, frames), width, stats=stats, whole_clips=True)
 
 
 def hub_stats(name, otherwise):
@@ -107,7 +109,7 @@ def refuse_blind(text):
         ids = torch.tensor([[1, 2], [1, 3]])
         first = text.words(ids, torch.ones_like(ids))[0][:, 0]                                # (2, width)
         if torch.equal(*first):
-            raise UserError("its first token sees only itself; --text-pooling mean")
+            raise UserError(f"{text.name}: its first token sees only itself; --text-pooling mean")
 
 
 def set_dropout(model, features, text=True):

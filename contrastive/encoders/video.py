@@ -38,6 +38,10 @@ class VideoViT(nn.Module):
 
     def __init__(self, vit, frames):
         super().__init__()
+        if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
+            raise UserError(f"--image-encoder: after {VIDEO} give a timm ViT that reads its class token")
+        if not frames:
+            raise UserError(f"--image-encoder {VIDEO}...: it is for clips, but this data set has images")
         self.vit, self.temporal = vit, nn.Parameter(torch.zeros(frames, vit.embed_dim))  # (T, width)
         for norm in (m for m in vit.modules() if isinstance(m, nn.LayerNorm)):
             norm.eps = 1e-6  # AVION's; CLIP has 1e-5
@@ -62,15 +66,6 @@ def video_swin(name, pretrained):
     width = body.head.in_features
     body.head, body.avgpool = nn.Identity(), nn.AdaptiveAvgPool3d((None, 1, 1))
     return body, width, STATS["imagenet"]
-
-
-def video_vit(name, vit, frames):
-    """A VideoViT of this timm model. Raises: UserError if it is no ViT with a class token, or the data are images."""
-    if getattr(vit, "num_prefix_tokens", 0) != 1 or getattr(vit, "global_pool", "") != "token":
-        raise UserError(f"--image-encoder {name}: after {VIDEO} give a timm ViT that reads its class token")
-    if not frames:
-        raise UserError(f"--image-encoder {name}: it is for clips, but this data set has images")
-    return VideoViT(vit, frames)
 
 
 def released_weights(model, weights):

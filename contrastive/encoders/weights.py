@@ -38,7 +38,7 @@ def init_from(model, path):
                         f"{list(weights)[:3]}, the model's {list(own)[:3]}")
     model.load_state_dict(fit, strict=False)
     left = [k for k in own if k not in fit]
-    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, {how}"
+    say(f"--init-from: {len(fit)} of {len(own)} tensors read from the {len(weights)} of {path}, {how}"
         + (f"; the others keep their usual start, first {left[0]} {tuple(own[left[0]].shape)}" if left else ""))
     small = getattr(model.text, "name", "") == "small"
     if small and any(k.startswith("text.") for k in fit) and not (path.parent / "tokenizer").is_dir():
