@@ -170,14 +170,10 @@ def test_frames_of_a_short_video_are_repeated_in_order_and_others_are_key_frames
     assert torch.equal(chosen, many[mama.key_frames(features(many), 3, 4)])
 
 
-def test_frame_features_of_a_clip_model_have_unit_length(tmp_path):
+def test_frame_features_of_a_clip_model_have_unit_length(tiny):
     """A CLIP takes pictures of its own size alone."""
-    import transformers as T
-    config = T.CLIPConfig(text_config=SIZES | {"intermediate_size": 16, "vocab_size": 30}, projection_dim=8,
-                          vision_config=SIZES | {"intermediate_size": 16, "image_size": 48, "patch_size": 16})
-    T.CLIPModel(config).save_pretrained(tmp_path / "clip")
-    x = caption.frame_features(str(tmp_path / "clip"), "cpu")(torch.randint(256, (3, 3, 40, 50), dtype=torch.uint8))
-    assert x.shape == (3, 16) and torch.allclose(x.norm(dim=1), torch.ones(3))
+    x = caption.frame_features(tiny("clip")[0], "cpu")(torch.randint(256, (3, 3, 40, 50), dtype=torch.uint8))
+    assert x.shape == (3, 24) and torch.allclose(x.norm(dim=1), torch.ones(3))
     with pytest.raises(UserError, match="--frame-encoder small has no learned weights"):
         caption.frame_features("small", "cpu")
 
