@@ -21,10 +21,11 @@ def draw(run):
         recalls = {f"{k} {label}": f"eval/{name}/{way}/{k}" for way, label in ways for k in ("R@1", "R@10")}
         knn = {"top-1": f"eval/{name}/knn@1/top1", "mean per class": f"eval/{name}/knn@1/mean_per_class"}
         zero_shot = {f"top-{k}": f"eval/{name}/zero-shot/top{k}" for k in (1, 3, 5)}
-        run.picture(f"evaluation{suffix}.png", draw_curves, run, [
-            ("retrieval, val", "%", recalls), ("zero-shot by prompts, val (Fig. 7)", "%", zero_shot),
-            ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
-            (f"kNN@1 of {it}s, val (Fig. 3)", "%", knn)], x="samples_seen")
+        if run.val_pieces:
+            run.picture(f"evaluation{suffix}.png", draw_curves, run, [
+                ("retrieval, val", "%", recalls), ("zero-shot by prompts, val (Fig. 7)", "%", zero_shot),
+                ("modality gap, val (Fig. 3)", "distance of the means", {"gap": f"eval/{name}/modality_gap"}),
+                (f"kNN@1 of {it}s, val (Fig. 3)", "%", knn)], x="samples_seen")
         stages = {"before training": before[name]} if name in before else {}
         stages[f"after {run.args.loss}"] = base.similarity_histograms(pieces)
         run.picture(f"similarities{suffix}.png", base.draw_histograms, stages,
