@@ -322,10 +322,8 @@ def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
     assert run("--short", str(tmp_path / "short.csv")).tolist() == run(  # any order, and one run alone
         "--short", str(tmp_path / "short.csv"), of=folders[::-1]).tolist()[::-1]
     assert "2 of 24 videos have a short and a longer caption" in capsys.readouterr().out
-    for flags, words in ((["--short", "tiger"], "neither a file nor a column of moving-emoji with class names"),
-                         (["--short", "question"], "neither a file nor a column")):
-        with pytest.raises(UserError, match=words):
-            run(*flags)
+    with pytest.raises(UserError, match="^--short question: .*No such file"):  # no column with class names, either
+        run("--short", "question")
     main(tmp_path / "fewer", "--task", "qa-open", "--clips", "64", "24", "23", "--max-steps", "1")
     with pytest.raises(UserError, match="a run on other videos than"):
         run("--short", "noun", of=[folders[0], str(tmp_path / "fewer")])

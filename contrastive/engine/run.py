@@ -19,7 +19,6 @@ from contrastive.engine.log import Log, commit, millions, peak_memory_mb, versio
 from contrastive.engine.processes import (
     UserError,
     barrier,
-    flatten,
     gather_objects,
     mean_over_processes,
     on_main,
@@ -338,8 +337,7 @@ class Run:
 
     def evaluate_val(self):
         """Evaluates the val splits, logs the result and keeps it in self.val. Returns: picture pieces. Collective."""
-        self.val, chance, self.val_pieces = self.evaluator("val")
-        self.chance = {f"eval/{name}": value for name, value in flatten(chance).items()}  # by columns of the log
+        self.val, self.chance, self.val_pieces = self.evaluator("val")
         row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
         if self.after_val and self.val_pieces:
             self.after_val(row, self.val_pieces)

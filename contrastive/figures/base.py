@@ -12,7 +12,7 @@ import math
 import textwrap
 
 from contrastive.data.table import has_clips
-from contrastive.engine.processes import opening, slug
+from contrastive.engine.processes import flatten, opening, slug
 from contrastive.evaluation.metrics import normalize
 
 import numpy as np
@@ -131,14 +131,15 @@ def draw_curves(run, panels, path, x="step", rest=False):
         panels = panels + [(name, "mean over the batch", {name: name}) for name in logged if name not in drawn]
     panels = [panel for panel in panels if any(run.log.column(name)[0] for name in panel[2].values())]
     fig, axes = figure(2, math.ceil(len(panels) / 2), panels=len(panels))
+    chance = flatten({"eval": run.chance})
     for ax, (title, label, lines) in zip(axes, panels):
         by_chance = {}                                           # value: colour
         for k, (legend, name) in enumerate(lines.items()):
             at, values = run.log.column(name, x)
             if at:
                 ax.plot(at, values, label=legend, **line_style(k, len(lines), points=len(at) < 12))
-            if name in run.chance:
-                by_chance.setdefault(run.chance[name], f"C{k}")
+            if name in chance:
+                by_chance.setdefault(chance[name], f"C{k}")
         for k, (value, colour) in enumerate(by_chance.items()):
             ax.axhline(value, ls=":", lw=1, color=colour, label="_" * (k > 0) + "chance")
         ax.set(title=title, xlabel={"step": "step", "samples_seen": "samples seen"}[x], ylabel=label)

@@ -143,11 +143,11 @@ def draw(run, retrieval_biases):
     args, val = run.args, run.val_pieces or run.test_pieces
     queues = load_file(run.folder / "queues.safetensors")
     before = load_file(run.folder / "embeddings_before.safetensors")
-    of_val = f"eval/{next(iter(val), '')}"
-    recalls = {f"{way}, {mode}": f"{of_val}/normalize/{mode}/{key}/R@1"
-               for way, key in (("t->v", "text_to_image"), ("v->t", "image_to_text")) for mode in ("none", "queue")}
-    run.chance |= {name: run.chance[plain] for name in recalls.values()
-                   if (plain := f"{of_val}/{name.split('/')[-2]}/R@1") in run.chance}
+    ways = {"t->v": "text_to_image", "v->t": "image_to_text"}
+    recalls = {f"{way}, {mode}": f"eval/{next(iter(val), '')}/normalize/{mode}/{key}/R@1"
+               for way, key in ways.items() for mode in ("none", "queue")}
+    for by_chance in run.chance.values():
+        by_chance["normalize"] = dict.fromkeys(("none", "queue"), {key: by_chance[key] for key in ways.values()})
     run.picture("curves.png", base.draw_curves, run, [
         ("loss", "loss", {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t", "L_cap": "L_cap"}),
         ("temperature", "gamma", {"gamma": "tau"}), *base.BATCH,
