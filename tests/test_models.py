@@ -13,7 +13,6 @@ from contrastive.encoders.towers import refuse_blind
 from contrastive.encoders.weights import init_from
 from contrastive.engine.processes import UserError
 from contrastive.evaluation.embed import encode_texts
-from contrastive.evaluation.retrieval import evaluate
 
 import numpy as np
 import pytest
@@ -363,7 +362,8 @@ def test_load_model_gives_the_run_s_embeddings(runs, data, name):
     _, image, _, _ = evaluation.embed.encode_images(model, test, transform, torch.device("cpu"))
     text = encode_texts(model, tokenizer, [test.captions(i)[0] for i in range(len(test))], torch.device("cpu"))
     summary = json.loads((folder / "summary.json").read_text())
-    own = evaluate(model, tokenizer, transform, test, torch.device("cpu"))[0]
+    tasks = "retrieval", "gap"
+    own, *_ = evaluation.retrieval.measure((model, tokenizer, transform), test, torch.device("cpu"), tasks)
     expected = engine.processes.flatten(summary["test"][data])
     assert image.shape == text.shape and engine.processes.flatten(own) == pytest.approx(expected, rel=1e-4)
     one = model(transform(test.read(3))[None])[0]
