@@ -27,7 +27,7 @@ import launch
 import mama
 import temo
 import temperature_schedules
-from helpers import tar_samples, write_images, write_rows, write_tar, write_video
+from helpers import TEXT, tar_samples, write_images, write_rows, write_tar, write_video
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_models import tiny_clip, tokenizer  # noqa: F401
 from test_temperature_schedules import cifar  # noqa: F401
@@ -520,6 +520,14 @@ def test_other_classes_leave_both_tasks_out(run, tmp_path):
         result = evaluate("--checkpoint", run, "--tasks", *tasks, "--output-dir", tmp_path / "out")["datasets"]["emoji"]
     assert result["left_out"].keys() == {"knn", "probe"}
     assert result["chance"]["zero-shot"]["top1"] == pytest.approx(100 / len(emoji.label_names))
+
+
+def test_a_set_that_cannot_be_evaluated_ends_the_run_before_its_first_step(tmp_path):
+    (tmp_path / "some" / "test").mkdir(parents=True)
+    (tmp_path / "some" / "test" / "0.png").write_bytes(TEXT)
+    write_rows(tmp_path / "some" / "test" / "metadata.csv", ["file_name", "caption"], [("0.png", "a word")])
+    with pytest.raises(UserError, match="some: none of the first 1 images of its test split can be read, first"):
+        train(tmp_path / "r", "--eval-datasets", tmp_path / "some", "--eval-every", "0")
 
 
 def test_class_names_as_captions_and_what_a_fork_adds(tmp_path, monkeypatch, capsys):

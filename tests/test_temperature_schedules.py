@@ -876,7 +876,7 @@ def test_bad_data(tmp_path):
         ts.parse_args(["--resume", str(tmp_path / "x")])
 
 
-def test_without_auto_the_tested_weights_are_the_last_also_if_their_evaluation_failed():
+def test_which_row_s_weights_are_tested():
     rows = [{"step": s, "eval": {}} | more for s, more in ((0, {"val_mean": 1.0}), (50, {"val_mean": 9.0}), (100, {}))]
     assert ts.chosen_row(rows, SimpleNamespace(eval_epoch=""))["step"] == 100
     assert ts.chosen_row(rows, SimpleNamespace(eval_epoch="auto"))["step"] == 50

@@ -351,7 +351,7 @@ def answer_hits(scores, answers):
     Args: scores: (Q, A) of a vocabulary's answers or of the choices, -inf for choices that a question does not have;
         answers: (Q,) long, the right one; -1 = not in the vocabulary, which counts as wrong (see the upper bound).
     Raises: ValueError for NaN or +inf."""
-    finite(scores=scores.clamp(min=-1e30))  # -inf: a choice that is not there
+    finite(scores=scores.masked_fill(scores == -math.inf, 0))  # -inf: a choice that is not there
     index = answers.clamp(min=0)[:, None]  # (Q, 1)
     others = scores.scatter(1, index, -math.inf).amax(1)  # (Q,)
     return (answers >= 0) & (scores.gather(1, index)[:, 0] > others)
