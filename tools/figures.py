@@ -29,7 +29,7 @@ import common
 from contrastive.data import open_data
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
-from contrastive.evaluation import answers, retrieval
+from contrastive.evaluation import answers
 from contrastive.evaluation.metrics import retrieval_metrics
 from contrastive.figures.base import figure, legend_above, line_style, save_figure
 
@@ -149,8 +149,7 @@ def hits(folder):
         test = evals[args.dataset]["test"]
         model = common.load_model(folder)
     test = answers.shuffled(test) if args.shuffle_video else test          # the control has its own task
-    kind = retrieval.Evaluator if args.task == "retrieval" else answers.AnswerEvaluator
-    _, _, pieces = kind(*model, {args.dataset: {"test": test}}, train, torch.device("cpu"), args)("test")
+    _, _, pieces = common.Evaluator(*model, {args.dataset: {"test": test}}, train, torch.device("cpu"), args)("test")
     pieces = pieces[args.dataset]
     columns = {"qa-open": ["answer"], "qa-choice": ["question_type"]}.get(args.task, ["label", "verb"])
     column = next((c for c in columns if train.column(c) is not None), None)
