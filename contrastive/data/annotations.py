@@ -100,8 +100,7 @@ class Videos:
         if os.path.isfile(self.folder / name):
             return str(self.folder / name)
         stem = os.path.splitext(name)[0]
-        names = (name, stem, stem.removeprefix("v_"), f"v_{stem}")
-        return next((self.index[n] for n in names if n in self.index), None)
+        return next(filter(None, map(self.index.get, (name, stem, stem.removeprefix("v_"), f"v_{stem}"))), None)
 
 
 @functools.lru_cache(maxsize=16)
@@ -132,8 +131,8 @@ def one_caption_list(rows):
     out = {}
     for row in rows:
         said = row["captions"] if isinstance(row["captions"], list) else [row["captions"]]
-        key = row["video"], row.get("start"), row.get("end")
-        out.setdefault(key, row | {"captions": []})["captions"] += [c.strip() for c in said if c and c.strip()]
+        one = out.setdefault((row["video"], row.get("start"), row.get("end")), row | {"captions": []})
+        one["captions"] += [c.strip() for c in said if c and c.strip()]
     return list(out.values())
 
 

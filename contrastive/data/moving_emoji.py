@@ -7,10 +7,9 @@ A given share of the training clips can get another clip's captions (`caption_no
 """
 
 import functools
-import hashlib
 import re
 
-from contrastive.data.emoji import listed
+from contrastive.data.emoji import digest, listed
 from contrastive.data.table import Data, make_table, notes
 from contrastive.data.views import luma, uniforms
 from contrastive.engine.processes import UserError
@@ -162,10 +161,9 @@ def _givers(pairs, share):
     givers = np.arange(len(pairs))
     chosen = np.random.default_rng([7, 2]).permutation(len(pairs))[:round(share * len(pairs))]
     giver = np.roll(chosen, 1)
-    for k in np.flatnonzero(pairs[chosen] == pairs[giver]):
-        # this giver shows the same pair: swap givers with the first clip for which both then differ
+    for k in np.flatnonzero(pairs[chosen] == pairs[giver]):  # this giver shows the same pair
         useful = (pairs[giver] != pairs[chosen[k]]) & (pairs[chosen] != pairs[giver[k]])
-        for other in np.flatnonzero(useful)[:1]:
+        for other in np.flatnonzero(useful)[:1]:  # swap givers with the first clip for which both then differ
             giver[[k, other]] = giver[[other, k]]
     givers[chosen] = giver
     return givers
@@ -183,19 +181,17 @@ def _question(row, classes, shown):
 # ---- the renderer ----
 @functools.lru_cache(maxsize=4)
 def sprites(size):
-    """Names and drawings of the nouns, at about the size at which clips of `size` px show them.
-
-    Returns: NOUNS lists of names (the first is the noun's), and (NOUNS, 4, h, h) float, premultiplied by alpha.
-    """
+    """NOUNS lists of names (the first is the noun's), and their drawings (NOUNS, 4, h, h) float, premultiplied by
+    alpha, at about the size at which clips of `size` px show them."""
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms.v2 import functional as V
     names, images, seen = [], [], set()
-    for item in sorted(listed(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
-        captions = item["captions"]
-        plain = len(captions[0].split()) <= 2 and captions[0].replace(" ", "").isalpha()
-        if len(names) < NOUNS and NOUN_CLASSES.search(item["label"]) and plain and not seen & set(captions):
-            seen |= set(captions)
-            names.append([c for c in captions if c.replace(" ", "").isalpha()])  # no tiger2, no man-juggling
+    for item in sorted(listed(), key=lambda i: digest(i["key"].encode())):
+        captions = [c for c in item["captions"] if c.replace(" ", "").isalpha()]  # no tiger2, no man-juggling
+        plain = captions[:1] == item["captions"][:1] and len(captions[0].split()) <= 2
+        if len(names) < NOUNS and NOUN_CLASSES.search(item["label"]) and plain and not seen & {*item["captions"]}:
+            seen |= {*item["captions"]}
+            names.append(captions)
             images.append(decode_image(str(item["path"]), mode=ImageReadMode.RGB_ALPHA))
     x = torch.stack(images).float() / 255  # (NOUNS, 4, 72, 72)
     x[:, :3] *= x[:, 3:]
@@ -205,7 +201,7 @@ def sprites(size):
 
 class Renderer:
     """Renders clips of a split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8): place, size, tilt."""
-    sampling = "uniform"  # frames are evenly spaced over the motion, whatever --frame-sampling says
+    sampling = "uniform"  # over the motion, whatever --frame-sampling says
 
     def __init__(self, verbs, nouns, colours, draws, frames, size):
         self.verbs, self.nouns, self.colours, self.draws = verbs, nouns, colours, draws
@@ -248,11 +244,9 @@ class Renderer:
 
 def _poses(verbs, draws, frames):
     """For n clips: affine maps canvas -> sprite (n * T, 2, 3), and alpha, bright, colour, (n * T, 1, 1, 1) each."""
-    motions, t = [motion[1] for motion in MOTIONS.values()], (np.arange(frames) + 0.5) / frames  # (T,)
-    pose = {k: np.full((len(verbs), frames), rest) for k, rest in REST.items()}  # (n, T) each
-    for row, verb in enumerate(verbs):
-        for k, v in motions[verb](t).items():
-            pose[k][row] = v
+    t = (np.arange(frames) + 0.5) / frames  # (T,)
+    motions = [REST | motion(t) for _, motion in MOTIONS.values()]
+    pose = {k: np.stack([np.broadcast_to(m[k], frames) for m in motions])[verbs] for k in REST}  # (n, T) each
     u = draws[:, :, None]  # (n, 8, 1)
     x, y = pose["x"] + 0.24 * (u[:, 0] - 0.5), pose["y"] + 0.24 * (u[:, 1] - 0.5)  # (n, T)
     angle, scale = pose["angle"] + 0.5 * (u[:, 2] - 0.5), 0.42 + 0.14 * u[:, 3]  # (n, T), (n, 1)
