@@ -322,7 +322,7 @@ def test_what_epic_kitchens_refuses(kitchen, tmp_path):
     for words, ask in [
             ("needs --data-dir", lambda: common.load_data("epic-kitchens-100", "train")),
             ("has no val split; it has: train, test", lambda: kitchens(kitchen, "val")),
-            ("none of 3 videos is below .*looked for P01_01", lambda: kitchens(kitchen, video_dir=str(tmp_path))),
+            ("none of 3 videos is below .*for P01_01", lambda: kitchens(kitchen, videos="retrieval_annotations")),
             ("several windows", lambda: kitchens(kitchen, feature_dir=(str(tmp_path / "features"),))),
             ("--caption-relevancy: draws sentences", lambda: kitchens(
                 kitchen, "train", caption_relevancy=0.1, extra_captions=str(kitchen / "EPIC_100_verb_classes.csv"))),
