@@ -15,170 +15,134 @@ import torch
 from helpers import write_rows, write_video
 
 OPTIONS = {"frames": 2, "image_size": 32}
+TGIF = ["gif_name", "question", *(f"a{k}" for k in range(1, 6)), "answer", "vid_id", "key"]
+NEXTQA = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
+CAUSAL = ["-0AbC_000015_000025", "x1_1_11", "gone_1_11"]
+TYPES = ["descriptive", "explanatory", "predictive answer", "predictive reason", "counterfactual answer",
+         "counterfactual reason"]
 
 
-def write_videos(folder, names, suffix="mp4", codec="libx264", **more):
-    for k, name in enumerate(names):
-        write_video(folder / f"{name}.{suffix}", [3 * k, 3 * k + 1, 3 * k + 2], codec, **more)
-    return str(folder)
-
-
-def opened(name, root, split="train", **more):
-    """The rows of a split as {key: (question, answer, choices, question_type)}, and the data."""
-    questions_of = common.load_data(name, split, data_dir=str(root), **OPTIONS | more)
-    types = questions_of.column("question_type") or [""] * len(questions_of)
-    columns = zip(*(questions_of.column(c) for c in ("question", "answer", "choices")), types)
-    return dict(zip(questions_of.column("key"), columns)), questions_of
-
-
-# ---------------------------------------------------- MSRVTT-QA, MSVD-QA --------------------------------------------
-def test_msrvtt_qa(tmp_path, capsys):
-    videos = write_videos(tmp_path / "videos", ["video0", "video7"])
-    rows = [{"answer": "couch", "category_id": 14, "id": 0, "question": "what is a man sitting on?", "video_id": 0},
-            {"answer": "man", "category_id": 14, "id": 1, "question": "who is sitting?", "video_id": 0},
-            {"answer": "two", "category_id": 3, "id": 2, "question": "how many cars are there?", "video_id": "video7"},
-            {"answer": "dog", "category_id": 3, "id": 3, "question": "what barks?", "video_id": 9},
-            {"answer": "", "category_id": 3, "id": 4, "question": "what is it?", "video_id": 7},
-            {"answer": "cat", "category_id": 3, "id": 5, "question": " ", "video_id": 7}]
-    (tmp_path / "train_qa.json").write_text(json.dumps(rows))
-    found, data = opened("msrvtt-qa", tmp_path, video_dir=videos)
-    assert found == {"video0 0": ("what is a man sitting on?", "couch", [], ""),
-                     "video0 1": ("who is sitting?", "man", [], ""),
-                     "video7 2": ("how many cars are there?", "two", [], "")}
-    assert data.captions(0) == ["what is a man sitting on?"] and not data.has_captions
-    assert data.read(2).shape == (2, 3, 37, 56) and torch.equal(data.read(0), data.read(1))
-    for words in ("2 questions without an answer left out",
-                  f"1 videos (1 rows) are not in {videos}, first video9", "3 examples, 158,581 expected"):
-        assert words in data.note
-    assert "not comparable" in capsys.readouterr().out
-    assert data.select([2])[0]["answer"] == "two" and data.select([2])[0]["choices"] == []
-
-
-@pytest.mark.parametrize("named", ["vid1", "-4wsuPCjDBc_5_15"])
-def test_msvd_qa_by_number_or_by_the_mapping(named, tmp_path):
-    videos = write_videos(tmp_path / "YouTubeClips", [named], "avi", "mpeg4")
-    (tmp_path / "youtube_mapping.txt").write_text("-4wsuPCjDBc_5_15 vid1\n-7KMZQEsJW4_205_208 vid2\n")
-    row = {"answer": "squirrel", "id": 30933, "question": "what eats a peanut?", "video_id": 1}
-    (tmp_path / "val_qa.json").write_text(json.dumps([row]))
-    found, data = opened("msvd-qa", tmp_path, "val", video_dir=videos)
-    assert found == {"vid1 30933": ("what eats a peanut?", "squirrel", [], "")} and len(data.read(0)) == 2
-
-
-# ---------------------------------------------------- TGIF-QA-R ----------------------------------------------------
-CHOICE = ["gif_name", "question", *(f"a{k}" for k in range(1, 6)), "answer", "vid_id", "key"]
-
-
-def write_tgif(root, name, header, rows):
+def write_tgif(root, name, header, *rows):
     """Tab separated, and called csv."""
-    root.mkdir(exist_ok=True)
     (root / name).write_text("".join("\t".join(map(str, row)) + "\n" for row in [header, *rows]))
 
 
-@pytest.mark.parametrize("kind", ["action", "transition"])
-def test_tgif_choices(kind, tmp_path, capsys):
-    write_videos(tmp_path, ["tumblr_a_250", "tumblr_b_250"], "gif", "gif", pixels="rgb8")
-    write_tgif(tmp_path, f"Train_{kind}_question.csv", CHOICE, [
-        ("tumblr_a_250", "What does the cat do 3 times ?", "sit", 'say "no', "wave", "run", "nod", 1, "ACTION7", 5),
-        ("tumblr_b_250", "What does it do before yawn ?", "yell", "nod", "yell", "sit", "run", 2, "ACTION8", 6),
-        ("tumblr_b_250", "What does it do after yawn ?", "yell", "nod", "jump", "sit", "run", 5, "ACTION9", 6),
-        ("tumblr_b_250", "What does it do ?", "", "", "", "", "", 0, "ACTION10", 6),
-        ("tumblr_c_250", "What does it do 2 times ?", "yell", "nod", "jump", "sit", "run", 0, "ACTION11", 7)])
-    found, data = opened(f"tgif-qa-r-{kind}", tmp_path)
-    choices = ["sit", 'say "no', "wave", "run", "nod"]
-    assert found == {
-        "tumblr_a_250 ACTION7": ("What does the cat do 3 times ?", 'say "no', choices, ""),
-        "tumblr_b_250 ACTION8": ("What does it do before yawn ?", "yell", ["nod", "yell", "sit", "run"], "")}
-    for words in ("2 questions without an answer left out", "1 videos (1 rows) are not in"):
-        assert words in data.note
-    assert "TGIF-QA's" not in data.note and len(data.read(1)) == 2
-
-
-def test_held_out_questions_are_of_other_videos(tmp_path):
-    names = [f"tumblr_{i}" for i in range(60)]
-    write_videos(tmp_path, names, "gif", "gif", pixels="rgb8")
-    write_tgif(tmp_path, "Train_action_question.csv", CHOICE, [
-        (name, f"What does it do {k} times ?", "sit", "run", "wave", "nod", "yell", 1, f"ACTION{4 * i + k}", 5)
-        for i, name in enumerate(names) for k in range(4)])
-    held, rest = (common.load_data("tgif-qa-r-action", split, data_dir=str(tmp_path), hold_out_val=True, **OPTIONS)
-                  for split in ("val", "train"))
-    assert len(held) and len(held) + len(rest) == 240 and not {*held.column("video")} & {*rest.column("video")}
-    assert "held out of 240" in held.note
-
-
-def test_the_choices_of_tgif_qa_before_they_were_drawn_anew_are_told(tmp_path, capsys):
-    write_videos(tmp_path, ["tumblr_a_250"], "gif", "gif", pixels="rgb8")
-    known = "vacuum with unnattached tube,tilt head,tip hat,removes glasses,sing passionately".split(",")
-    row = ("tumblr_a_250", "What does the man do before point to the camera ?", *known, 4, "TRANS23", 23)
-    write_tgif(tmp_path, "Test_transition_question.csv", CHOICE, [row])
-    data = common.load_data("tgif-qa-r-transition", "test", data_dir=str(tmp_path), **OPTIONS)
-    assert "the choices are TGIF-QA's" in data.note and "gives the answer away" in capsys.readouterr().out
-
-
-def test_tgif_frame(tmp_path):
-    write_videos(tmp_path / "gifs", ["tumblr_a_250"], "gif", "gif", pixels="rgb8")
-    header = ["gif_name", "question", "answer", "type", "vid_id", "key", "description"]
-    write_tgif(tmp_path, "Test_frameqa_question.csv", header, [
-        ("tumblr_a_250", "what is the color of the shirt ?", "black", 2, "FRAMEQA4460", 87751, "a black shirt ."),
-        ("tumblr_a_250", "how many men are there ?", "two", 1, "FRAMEQA3809", 81281, "two men .")])
-    found, _ = opened("tgif-qa-r-frame", tmp_path, "test", video_dir=str(tmp_path / "gifs"))
-    assert found == {"tumblr_a_250 FRAMEQA4460": ("what is the color of the shirt ?", "black", [], "color"),
-                     "tumblr_a_250 FRAMEQA3809": ("how many men are there ?", "two", [], "number")}
-
-
-# ---------------------------------------------------- NExT-QA, Causal-VidQA -----------------------------------------
-def test_nextqa(tmp_path):
-    """The videos lie in folders of VidOR."""
-    write_videos(tmp_path / "NExTVideo" / "1164", ["4010069381", "2574374895"])
-    header = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
-    write_rows(tmp_path / "nextqa" / "val.csv", header, [
-        (4010069381, 369, 640, 480, "how do the two man play the instrument", 0, 6, "CH", "roll the handle",
-         "tap their feet", "strum the string", "hit with sticks", "pat, with hand"),
-        (4010069381, 369, 640, 480, "what did he do before sitting", 4, 7, "TP", "a", "b", "c", "d", "e"),
-        (2574374895, 719, 320, 240, "where is this place", 1, 8, "DL", "mall", "river", "pool", "room", "hill")])
-    found, data = opened("nextqa", tmp_path, "val")
-    assert list(found) == ["4010069381 6", "4010069381 7", "2574374895 8"]
-    assert found["4010069381 6"][1:] == ("roll the handle", ["roll the handle", "tap their feet", "strum the string",
-                                                             "hit with sticks", "pat, with hand"], "causal how")
-    assert [row[3] for row in found.values()] == ["causal how", "temporal next", "descriptive location"]
-    assert found["4010069381 7"][1] == "e" and data.read(2).shape[0] == 2
-
-
-def causal_video(root, name, right, **changes):
-    """QA/NAME/text.json and answer.json; right: number of the right choice everywhere."""
-    kinds = {"descriptive": 1, "explanatory": 1, "predictive": 2, "counterfactual": 2}
+def write_causal(root, name, right, **changes):
+    """QA/NAME/text.json and answer.json; right: number of the right choice everywhere but in changes."""
+    folder, kinds = root / "QA" / name, {"descriptive": 1, "explanatory": 1, "predictive": 2, "counterfactual": 2}
     text = {kind: {"question": f"{kind} of [person_1]?", "answer": [f"{kind[0]}{k}" for k in range(5)]}
             | ({"reason": [f"because {k}" for k in range(5)]} if parts == 2 else {}) for kind, parts in kinds.items()}
     answer = {kind: {part: changes.get(f"{kind} {part}", right) for part in text[kind] if part != "question"}
               for kind in kinds}
-    folder = root / "QA" / name
     folder.mkdir(parents=True)
     (folder / "text.json").write_text(json.dumps(text))
     (folder / "answer.json").write_text(json.dumps(answer))
 
 
-def test_causal_vidqa_asks_six_times_and_pairs_answer_and_reason(tmp_path):
-    names = ["-0AbC_000015_000025", "x1_1_11", "gone_1_11"]
-    videos = write_videos(tmp_path / "videos", names[:2])
-    causal_video(tmp_path, names[0], 2)
-    causal_video(tmp_path, names[1], 4, **{"predictive reason": 7})
-    causal_video(tmp_path, names[2], 0)
-    (tmp_path / "split").mkdir()
-    (tmp_path / "split" / "valid.pkl").write_bytes(pickle.dumps(names))
-    found, data = opened("causal-vidqa", tmp_path, "val", video_dir=videos)
-    types = ["descriptive", "explanatory", "predictive answer", "predictive reason", "counterfactual answer",
-             "counterfactual reason"]
-    assert [row[3] for row in found.values()] == [*types, *types[:2], *types[4:]]  # half a pair is none
-    assert found[f"{names[0]} predictive reason"] == (
-        "predictive of [person_1]?", "because 2", [f"because {k}" for k in range(5)], "predictive reason")
-    pair = data.column("pair").tolist()
-    assert pair == [0, 1, 2, 2, 3, 3, 4, 5, 7, 7]
-    for words in ("2 questions without an answer left out", "1 videos (6 rows) are not in"):
-        assert words in data.note
-    code = b"cos\nsystem\n(S'true'\ntR."  # a pickle that calls a program
-    (tmp_path / "split" / "valid.pkl").write_bytes(code)
-    data_sets._named.cache_clear()
-    with pytest.raises(UserError, match="only plain data is read from pickles"):
-        opened("causal-vidqa", tmp_path, "val", video_dir=videos)
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory):
+    """Files of all sets as their authors wrote them, and real videos of most."""
+    root = tmp_path_factory.mktemp("asked")
+    for k, name in enumerate(("video0.mp4", "video7.mp4", "vid2.avi", "-4wsuPCjDBc_5_15.avi", "tumblr_a_250.gif",
+                              "tumblr_b_250.gif", "1164/4010069381.mp4", *(f"{name}.mp4" for name in CAUSAL[:2]))):
+        codec, pixels = {"avi": ("mpeg4", "yuv420p"), "gif": ("gif", "rgb8"), "mp4": ("libx264", "yuv420p")}[name[-3:]]
+        write_video(root / "videos" / name, [3 * k, 3 * k + 1, 3 * k + 2], codec, pixels=pixels)
+    write_rows(root / "train_qa.json", ["answer", "category_id", "id", "question", "video_id"], [
+        ("couch", 14, 0, "what is a man sitting on?", 0), ("man", 14, 1, "who is sitting?", 0),
+        ("two", 3, 2, "how many cars are there?", "video7"), ("dog", 3, 3, "what barks?", 9),
+        ("", 3, 4, "what is it?", 7), ("cat", 3, 5, " ", 7)])
+    write_rows(root / "val_qa.json", ["answer", "id", "question", "video_id"], [
+        ("squirrel", 30933, "what eats a peanut?", 1), ("dog", 30934, "what runs?", 2)])
+    (root / "youtube_mapping.txt").write_text("-4wsuPCjDBc_5_15 vid1\n-7KMZQEsJW4_205_208 vid2\n")
+    for kind in ("action", "transition"):
+        write_tgif(root, f"Train_{kind}_question.csv", TGIF,
+                   ("tumblr_a_250", "What does the cat do ?", "sit", 'say "no', "wave", "run", "nod", 1, "ACTION7", 5),
+                   ("tumblr_b_250", "What before yawn ?", "yell", "nod", "yell", "sit", "run", 2, "ACTION8", 6),
+                   ("tumblr_b_250", "What after yawn ?", "yell", "nod", "jump", "sit", "run", 5, "ACTION9", 6),
+                   ("tumblr_b_250", "What does it do ?", "", "", "", "", "", 0, "ACTION10", 6),
+                   ("tumblr_c_250", "What 2 times ?", "yell", "nod", "jump", "sit", "run", 0, "ACTION11", 7))
+    known = "vacuum with unnattached tube,tilt head,tip hat,removes glasses,sing passionately".split(",")
+    write_tgif(root, "Test_transition_question.csv", TGIF,
+               ("tumblr_a_250", "What does the man do before point to the camera ?", *known, 4, "TRANS23", 23))
+    write_tgif(root, "Test_frameqa_question.csv", "gif_name question answer type vid_id key description".split(),
+               ("tumblr_a_250", "what color ?", "black", 2, "FRAMEQA4460", 87751, "a black shirt ."),
+               ("tumblr_a_250", "how many men ?", "two", 1, "FRAMEQA3809", 81281, "two men ."))
+    write_rows(root / "nextqa" / "val.csv", NEXTQA, [
+        (4010069381, 369, 640, 480, "how do they play", 0, 6, "CH", "roll", "tap", "strum", "hit", "pat, with hand"),
+        (4010069381, 369, 640, 480, "what did he do before sitting", 4, 7, "TP", "a", "b", "c", "d", "e"),
+        (4010069381, 719, 320, 240, "where is this place", 1, 8, "DL", "mall", "river", "pool", "room", "hill")])
+    write_causal(root, CAUSAL[0], 2)
+    write_causal(root, CAUSAL[1], 4, **{"predictive reason": 7})
+    write_causal(root, CAUSAL[2], 0)
+    (root / "valid.pkl").write_bytes(pickle.dumps(CAUSAL))
+    return root
+
+
+def five(letter):
+    return [f"{letter}{k}" for k in range(5)]
+
+
+# set, split, {key: (question, answer, choices, question_type)}, words of the note
+CHOICES = {"tumblr_a_250 ACTION7": ("What does the cat do ?", 'say "no', ["sit", 'say "no', "wave", "run", "nod"], ""),
+           "tumblr_b_250 ACTION8": ("What before yawn ?", "yell", ["nod", "yell", "sit", "run"], "")}
+HALVES = [(0, 2, TYPES), (1, 4, [*TYPES[:2], *TYPES[4:]])]  # the video, its right choice; half a pair is none
+EXPECTED = [
+    ("msrvtt-qa", "train", {"video0 0": ("what is a man sitting on?", "couch", [], ""),
+                            "video0 1": ("who is sitting?", "man", [], ""),
+                            "video7 2": ("how many cars are there?", "two", [], "")},
+     ["2 questions without an answer left out", "1 videos (1 rows) are not in", "first video9",
+      "3 examples, 158,581 expected"]),
+    ("msvd-qa", "val", {"vid1 30933": ("what eats a peanut?", "squirrel", [], ""),
+                        "vid2 30934": ("what runs?", "dog", [], "")}, []),
+    *[(f"tgif-qa-r-{kind}", "train", CHOICES, ["2 questions without an answer left out", "1 videos (1 rows)"])
+      for kind in ("action", "transition")],
+    ("tgif-qa-r-frame", "test", {"tumblr_a_250 FRAMEQA4460": ("what color ?", "black", [], "color"),
+                                 "tumblr_a_250 FRAMEQA3809": ("how many men ?", "two", [], "number")}, []),
+    ("nextqa", "val", {
+        "4010069381 6": ("how do they play", "roll", ["roll", "tap", "strum", "hit", "pat, with hand"], "causal how"),
+        "4010069381 7": ("what did he do before sitting", "e", [*"abcde"], "temporal next"),
+        "4010069381 8": ("where is this place", "river", ["mall", "river", "pool", "room", "hill"],
+                         "descriptive location")}, []),
+    ("causal-vidqa", "val", {f"{CAUSAL[v]} {kind if ' ' in kind else f'{kind} answer'}": (
+        f"{kind.split()[0]} of [person_1]?", choices[right], choices, kind)
+        for v, right, kinds in HALVES for kind in kinds
+        for choices in [five("because " if "reason" in kind else kind[0])]},
+     ["2 questions without an answer left out", "1 videos (6 rows) are not in"])]
+
+
+def opened(root, name, split):
+    return common.load_data(name, split, data_dir=str(root), video_dir=str(root / "videos"), **OPTIONS)
+
+
+@pytest.mark.parametrize("name, split, rows, words", EXPECTED, ids=[name for name, *_ in EXPECTED])
+def test_the_questions_of_a_set(name, split, rows, words, replica, capsys):
+    data = opened(replica, name, split)
+    columns = [data.column(c) for c in ("question", "answer", "choices")]
+    kinds = data.column("question_type") or [""] * len(data)
+    assert dict(zip(data.column("key"), zip(*columns, kinds))) == rows
+    assert all(w in data.note for w in words) and "TGIF-QA's" not in data.note
+    assert [data.captions(i) for i in range(len(data))] == [[q] for q in columns[0]] and not data.has_captions
+    assert len(data.read(len(data) - 1)) == 2 and "not comparable" in capsys.readouterr().out
+    assert data.select([1])[0]["answer"] == columns[1][1] and data.select([1])[0]["choices"] == columns[2][1]
+    if name == "causal-vidqa":  # answer and reason have one number
+        assert data.column("pair").tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 7, 7]
+
+
+def test_the_choices_of_tgif_qa_before_they_were_drawn_anew_are_told(replica, capsys):
+    data = opened(replica, "tgif-qa-r-transition", "test")
+    assert "the choices are TGIF-QA's" in data.note and "gives the answer away" in capsys.readouterr().out
+
+
+def test_held_out_questions_are_of_other_videos(tmp_path):
+    for i in range(60):
+        write_video(tmp_path / f"tumblr_{i}.gif", [i, i + 1], "gif", pixels="rgb8")
+    write_tgif(tmp_path, "Train_action_question.csv", TGIF, *[
+        (f"tumblr_{i}", f"What {k} times ?", "sit", "run", "wave", "nod", "yell", 1, f"ACTION{4 * i + k}", 5)
+        for i in range(60) for k in range(4)])
+    held, rest = (common.load_data("tgif-qa-r-action", split, data_dir=str(tmp_path), hold_out_val=True, **OPTIONS)
+                  for split in ("val", "train"))
+    assert len(held) and len(held) + len(rest) == 240 and not {*held.column("video")} & {*rest.column("video")}
+    assert "held out of 240" in held.note
 
 
 # ---------------------------------------------------- bad input -----------------------------------------------------
@@ -199,6 +163,8 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
     data_sets._named.cache_clear()
     assert "looked for video3); --video-dir names" in refused(data_dir=root)
     assert "no such folder" in refused(data_dir=root, video_dir=str(tmp_path / "no"))
+    (tmp_path / "valid.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle that calls a program
+    assert "only plain data is read from pickles" in refused("causal-vidqa", "val", data_dir=root)
     (tmp_path / "Test_frameqa_question.csv").write_text("gif_name\tquestion\na\tb\tc\n")
     assert "Test_frameqa_question.csv: zip() argument 2 is longer" in refused("tgif-qa-r-frame", "test", data_dir=root)
 

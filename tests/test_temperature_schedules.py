@@ -297,31 +297,25 @@ def test_a_ratio_that_the_data_do_not_have_is_said(capsys):
 
 
 def test_cifar_long_tail(cifar):
-    def open_sets(ratio, split_seed):
-        return long_tail.labelled_sets("cifar10-lt", ratio, split_seed, data_dir=str(cifar))
-    sets = open_sets(9, 0)
+    def open_sets(ratio, split_seed=0, name="cifar10-lt", **options):
+        return long_tail.labelled_sets(name, ratio, split_seed, data_dir=str(cifar), **options)
+    sets = open_sets(9)
     sizes = np.bincount(sets["train"].labels, minlength=10)
     assert sorted(sizes)[::-1] == common.long_tail_counts(18, 10, 9)  # a tenth of each class is set aside
-    assert len(sets["val"]) == 20 and len(sets["test"]) == 40
-    assert sets["train"].pixels.shape[1:] == (3, 32, 32)
+    assert len(sets["val"]) == 20 and len(sets["test"]) == 40 and sets["train"].pixels.shape[1:] == (3, 32, 32)
     assert not set(keys_of(sets["train"])) & set(keys_of(sets["val"]))
     other = np.bincount(open_sets(9, 1)["train"].labels, minlength=10)
     assert not np.array_equal(other, sizes)  # another split, another order of the classes
-    assert np.array_equal(np.bincount(open_sets(1, 0)["train"].labels), [18] * 10)
+    assert np.array_equal(np.bincount(open_sets(1)["train"].labels), [18] * 10)
     with pytest.raises(UserError, match="--imbalance-ratio 100 leaves 4 of 10 classes without an image; the largest"):
         common.load_data("cifar10-lt", "train", data_dir=str(cifar))  # the usual tail, in any other program
-
-
-def test_val_is_no_part_of_train(cifar, tmp_path):
-    """CIFAR by its plain name has no val: everything is trained on, or --hold-out-val takes one out."""
-    where = {"data_dir": str(cifar)}
-    plain = long_tail.labelled_sets("cifar10", **where)
+    # by its plain name it has no val: everything is trained on, or --hold-out-val takes one out; cifar10-lt has its own
+    plain, held = (open_sets(0, name="cifar10", hold_out_val=h) for h in (False, True))
     assert set(plain) == {"train", "test"} and len(plain["train"]) == 200
-    held = long_tail.labelled_sets("cifar10", hold_out_val=True, **where)
     train, val = (set(keys_of(held[s])) for s in ("train", "val"))
     assert val and not train & val and len(train | val) == 200
-    own, same = (long_tail.labelled_sets("cifar10-lt", 9, 0, hold_out_val=h, **where) for h in (False, True))
-    assert len(own["val"]) == 20 and all(keys_of(own[s]) == keys_of(same[s]) for s in own)  # it has its own
+    same = open_sets(9, hold_out_val=True)
+    assert all(keys_of(sets[s]) == keys_of(same[s]) for s in sets)
     with pytest.raises(UserError, match="--hold-out-val: nothing is held out of imagenet100-lt; --val-file"):
         long_tail.labelled_sets("imagenet100-lt", hold_out_val=True)
 
@@ -388,25 +382,17 @@ def test_index_files_of_sdclr_name_torchvision_s_images(torchvision_s, tmp_path)
 
 def test_index_files_that_name_no_long_tail(torchvision_s, tmp_path):
     labels, hub, _ = torchvision_s
-
-    def refused(rows, ratio=10):
-        file = tmp_path / "some.npy"
-        np.save(file, np.array(rows))
-        with pytest.raises(UserError) as error:
-            long_tail.labelled_sets("cifar10-lt", ratio, 0, index_file=str(file), data_dir=str(hub))
-        assert "\n" not in str(error.value)
-        return str(error.value)
+    file = tmp_path / "some.npy"
     balanced = np.concatenate([np.flatnonzero(labels == c)[:16] for c in range(10)])
-    assert "not a long tail of --imbalance-ratio 10: " in refused(balanced)
-    assert "not a long tail of --imbalance-ratio 1: " in refused(np.arange(300), ratio=1)
-    assert refused([3, 999]).endswith("some.npy: index 999 is out of bounds for axis 0 with size 500")
-    (tmp_path / "text.npy").write_text("1 2 3")
-    with pytest.raises(UserError, match="^--index-file .*text.npy: "):
-        long_tail.labelled_sets("cifar10-lt", index_file=str(tmp_path / "text.npy"), data_dir=str(hub))
-    with pytest.raises(UserError, match="--few-shot-file x: --dataset cifar10-lt does not use it"):
-        long_tail.labelled_sets("cifar10-lt", few_shot_file="x", data_dir=str(hub))
-    with pytest.raises(UserError, match="--index-file x: --dataset emoji does not use"):
-        long_tail.labelled_sets("emoji", index_file="x")
+    for named, ratio, words in ((balanced, 10, "not a long tail of --imbalance-ratio 10: "),
+                                (np.arange(300), 1, "not a long tail of --imbalance-ratio 1: "),
+                                ([3, 999], 10, "^--index-file .*some.npy: index 999 is out of bounds .* size 500$")):
+        np.save(file, np.array(named))
+        with pytest.raises(UserError, match=words):
+            long_tail.labelled_sets("cifar10-lt", ratio, 0, index_file=str(file), data_dir=str(hub))
+    for name, kind in (("cifar10-lt", "few_shot"), ("emoji", "index")):
+        with pytest.raises(UserError, match=f"-file x: --dataset {name} does not use it"):
+            long_tail.labelled_sets(name, **{f"{kind}_file": "x"})
 
 
 def test_only_cifar10_is_in_another_order(tmp_path):

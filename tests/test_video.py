@@ -530,8 +530,7 @@ def drawn(d):
 def test_moving_emoji_counts_and_shapes(moving):
     sizes = {s: (n, 4, 3, 32, 32) for s, n in zip(SPLITS, (2000, 300, 300))}
     assert {s: tuple(d.pixels.shape) for s, d in moving.items()} == sizes
-    columns = ("verb", "noun", "colour", "label", "group", "noisy", "row", "question", "question_type", "answer",
-               "choices")
+    columns = ("verb", "noun", "colour", "label", "group", "noisy", "question", "question_type", "answer", "choices")
     for d in moving.values():
         assert d.pixels.dtype == torch.uint8 and len(d) == len(d.pixels) == len(d.groups)
         assert all(len(d.column(c)) == len(d) for c in columns)

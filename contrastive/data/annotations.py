@@ -6,6 +6,7 @@ or a list), perhaps start, end (seconds) and label.
 
 import csv
 import functools
+import io
 import json
 import os
 import pickle
@@ -32,32 +33,32 @@ class Files:
 
     def find(self, *patterns):
         """The first file with one of these names or patterns, tried in order. Raises UserError if there is none."""
-        found = (f for pattern in patterns for f in sorted(self.root.rglob(pattern)) if f.is_file())
-        self.last = next(found, None)
-        if self.last is None:
+        if not self.has(*patterns):
             raise UserError(f"{self.root}: none of {', '.join(patterns)} is there; --data-dir names the folder of the "
                             "annotation files")
+        self.last = next(f for pattern in patterns for f in sorted(self.root.rglob(pattern)) if f.is_file())
         return self.last
+
+    def text(self, *patterns):
+        """What the first of these files says."""
+        return self.find(*patterns).read_text(encoding="utf-8-sig")
 
     def json(self, *patterns):
         """What the first of these JSON files holds."""
-        return json.loads(self.find(*patterns).read_text(encoding="utf-8-sig"))
+        return json.loads(self.text(*patterns))
 
     def lines(self, *patterns):
-        """The lines of the first of these text files that are not empty, stripped."""
-        lines = self.find(*patterns).read_text(encoding="utf-8-sig").splitlines()
-        return [line.strip() for line in lines if line.strip()]
+        """The lines of the first of these files that are not empty, stripped."""
+        return [line for line in map(str.strip, self.text(*patterns).splitlines()) if line]
 
     def csv(self, *patterns, separator=","):
         """The rows of the first of these files, {column: text}."""
-        with open(self.find(*patterns), newline="", encoding="utf-8-sig") as f:
-            header, *rows = csv.reader(f, delimiter=separator, strict=True)
+        header, *rows = csv.reader(io.StringIO(self.text(*patterns)), delimiter=separator, strict=True)
         return [dict(zip(header, row, strict=True)) for row in rows if row]
 
     def pickle(self, *patterns):
         """What the first of these pickles holds, plain values only."""
-        with open(self.find(*patterns), "rb") as f:
-            return PlainPickle(f, encoding="latin1").load()
+        return PlainPickle(io.BytesIO(self.find(*patterns).read_bytes()), encoding="latin1").load()
 
 
 # what sets and numpy arrays (of numpy 1 and 2) import in a pickle; lists, dicts, numbers and texts import nothing
@@ -99,8 +100,7 @@ class Videos:
         if os.path.isfile(self.folder / name):
             return str(self.folder / name)
         stem = os.path.splitext(name)[0]
-        names = (name, stem, stem.removeprefix("v_"), f"v_{stem}")
-        return next((self.index[n] for n in names if n in self.index), None)
+        return next(filter(None, map(self.index.get, (name, stem, stem.removeprefix("v_"), f"v_{stem}"))), None)
 
 
 @functools.lru_cache(maxsize=16)
@@ -131,8 +131,8 @@ def one_caption_list(rows):
     out = {}
     for row in rows:
         said = row["captions"] if isinstance(row["captions"], list) else [row["captions"]]
-        key = row["video"], row.get("start"), row.get("end")
-        out.setdefault(key, row | {"captions": []})["captions"] += [c.strip() for c in said if c and c.strip()]
+        one = out.setdefault((row["video"], row.get("start"), row.get("end")), row | {"captions": []})
+        one["captions"] += [c.strip() for c in said if c and c.strip()]
     return list(out.values())
 
 
@@ -142,9 +142,8 @@ def clips_of(name, split, rows, options, classes=None, clip=None, videos=None, *
 
     Args: classes: {column: names} if not those of the rows; clip: how videos are read; videos: {name: path or None}, if
         not by the folder's index."""
-    folder = video_folder(options)
+    folder, said = video_folder(options), [row for row in rows if row["captions"]]
     videos = Videos(folder) if videos is None else videos
-    said = [row for row in rows if row["captions"]]
     paths = {v: videos[v] for v in dict.fromkeys(row["video"] for row in said)}  # None where it is missing
     kept = [{"start": None, "end": None} | row for row in said if paths[row["video"]]]
     missing = [v for v, path in paths.items() if not path]

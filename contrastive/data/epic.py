@@ -56,19 +56,17 @@ def read_clips(files, split):
     begin with uid."""
     out, number = [], {}
     for row in files.csv(f"EPIC_100_retrieval_{split}.csv"):
-        noun, said = int(row["noun_class"]), row["narration"].strip()
+        said = row["narration"].strip()
         out.append({"key": row["narration_id"], "video": row["video_id"], "captions": [said],
                     "group": number.setdefault(said, len(number)), "start": seconds(row["start_timestamp"]),
-                    "end": seconds(row["stop_timestamp"]),
-                    "verb": int(row["verb_class"]), "noun": noun,
-                    "nouns": sorted({*map(int, ast.literal_eval(row["all_noun_classes"]))})})
+                    "end": seconds(row["stop_timestamp"]), "verb": int(row["verb_class"]),
+                    "noun": int(row["noun_class"]), "nouns": sorted({*ast.literal_eval(row["all_noun_classes"])})})
     return out
 
 
 def seconds(stamp):
     """'00:01:02.50' -> 62.5."""
-    hours, minutes, rest = stamp.split(":")
-    return int(hours) * 3600 + int(minutes) * 60 + float(rest)
+    return sum(float(x) * unit for x, unit in zip(stamp.split(":"), (3600, 60, 1), strict=True))
 
 
 def class_names(files, kind, n):

@@ -7,11 +7,10 @@ A given share of the training clips can get another clip's captions (`caption_no
 """
 
 import functools
-import hashlib
 import re
 
-from contrastive.data.emoji import listed
-from contrastive.data.table import Data, make_table
+from contrastive.data.emoji import digest, listed
+from contrastive.data.table import Data, make_table, notes
 from contrastive.data.views import luma, uniforms
 from contrastive.engine.processes import UserError
 from contrastive.engine.ranges import between, part
@@ -41,47 +40,43 @@ TEMPLATES = ("the {noun} {verb} on a {colour} background", "against a {colour} b
              "{a} {noun} that {verb}, with {colour} all around", "on {colour} ground one {noun} {verb}",
              "a {colour} scene in which the {noun} {verb}", "one {noun} {verb}, the rest is {colour}")
 QUESTIONS = {"noun": "what is in the picture?", "verb": "what does it do?", "colour": "which colour is the background?"}
-PI = np.pi
+PI, sin, cos, where = np.pi, np.sin, np.cos, np.where
 # verb: (three phrases, pose at times t (T,) in 0..1). A pose moves x (right) and y (down) in half widths, turns `angle`
 # (radians), scales sx, sy, and sets alpha, bright, colour (1 = as drawn). The *set* of poses tells verbs apart, not
 # their order: the towers average over frames.
-MOTIONS = {
-    "slides left": (("slides to the left", "moves left", "glides leftwards"), lambda t: {"x": -0.6 * t}),
-    "grows": (("grows", "gets bigger", "becomes larger"), lambda t: {"sx": 0.8 + 0.9 * t, "sy": 0.8 + 0.9 * t}),
-    "spins": (("spins around", "rotates", "turns in a circle"), lambda t: {"angle": 2 * PI * t}),
-    "falls": (("falls down", "drops", "sinks to the ground"), lambda t: {"y": 0.6 * t}),
-    "fades": (("fades away", "disappears", "becomes invisible"), lambda t: {"alpha": 1 - 0.95 * t}),
-    "slides right": (("slides to the right", "moves right", "glides rightwards"), lambda t: {"x": 0.6 * t}),
-    "bounces": (("bounces", "hops up and down", "jumps on the spot"),
-                lambda t: {"y": 0.35 - 0.75 * np.abs(np.sin(3 * PI * t))}),
-    "shrinks": (("shrinks", "gets smaller", "becomes tiny"), lambda t: {"sx": 1 - 0.65 * t, "sy": 1 - 0.65 * t}),
-    "rises": (("rises", "floats up", "goes straight up"), lambda t: {"y": -0.6 * t}),
-    "orbits": (("orbits the centre", "circles around", "goes round and round"),
-               lambda t: {"x": 0.45 * np.cos(2 * PI * t), "y": 0.45 * np.sin(2 * PI * t)}),
-    "turns grey": (("turns grey", "loses its colour", "becomes colourless"), lambda t: {"colour": 1 - t}),
-    "sways": (("sways", "rocks from side to side", "tilts back and forth"),
-              lambda t: {"angle": 0.7 * np.sin(2 * PI * t)}),
-    "stretches": (("stretches", "gets taller", "becomes long and thin"),
-                  lambda t: {"sx": 1 - 0.35 * t, "sy": 1 + 0.8 * t}),
-    "stands still": (("stands still", "does not move", "stays where it is"), lambda t: {}),
-    "rolls left": (("rolls to the left", "tumbles left", "rolls over leftwards"),
-                   lambda t: {"x": -0.55 * t, "angle": -2 * PI * t}),
-    "climbs": (("climbs to the upper right", "flies up to the right", "goes up diagonally"),
-               lambda t: {"x": 0.5 * t, "y": -0.5 * t}),
-    "flattens": (("flattens", "is squashed", "gets pressed flat"), lambda t: {"sx": 1 + 0.5 * t, "sy": 1 - 0.7 * t}),
-    "darkens": (("darkens", "turns black", "becomes a shadow"), lambda t: {"bright": 1 - 0.95 * t}),
-    "rolls right": (("rolls to the right", "tumbles right", "rolls over rightwards"),
-                    lambda t: {"x": 0.55 * t, "angle": 2 * PI * t}),
-    "pulses": (("pulses", "beats like a heart", "grows and shrinks"),
-               lambda t: {"sx": 1 + 0.5 * np.sin(2 * PI * t), "sy": 1 + 0.5 * np.sin(2 * PI * t)}),
-    "flips": (("flips over", "turns its back", "flips like a coin"),
-              lambda t: {"sx": np.where(np.abs(np.cos(PI * t)) < 0.1, 0.1, np.cos(PI * t))}),
-    "descends": (("descends to the lower left", "flies down to the left", "goes down diagonally"),
-                 lambda t: {"x": -0.5 * t, "y": 0.5 * t}),
-    "blinks": (("blinks", "flashes on and off", "appears and disappears"),
-               lambda t: {"alpha": np.where((4 * t).astype(int) % 2, 0.08, 1.0)}),
-    "shakes": (("shakes", "trembles", "jitters"),
-               lambda t: {"x": 0.22 * np.sin(9 * PI * t), "angle": 0.25 * np.cos(7 * PI * t)})}
+MOTIONS = {verb: (phrases.split(", "), pose) for verb, phrases, pose in (
+    ("slides left", "slides to the left, moves left, glides leftwards", lambda t: dict(x=-0.6 * t)),
+    ("grows", "grows, gets bigger, becomes larger", lambda t: dict(sx=0.8 + 0.9 * t, sy=0.8 + 0.9 * t)),
+    ("spins", "spins around, rotates, turns in a circle", lambda t: dict(angle=2 * PI * t)),
+    ("falls", "falls down, drops, sinks to the ground", lambda t: dict(y=0.6 * t)),
+    ("fades", "fades away, disappears, becomes invisible", lambda t: dict(alpha=1 - 0.95 * t)),
+    ("slides right", "slides to the right, moves right, glides rightwards", lambda t: dict(x=0.6 * t)),
+    ("bounces", "bounces, hops up and down, jumps on the spot", lambda t: dict(y=0.35 - 0.75 * abs(sin(3 * PI * t)))),
+    ("shrinks", "shrinks, gets smaller, becomes tiny", lambda t: dict(sx=1 - 0.65 * t, sy=1 - 0.65 * t)),
+    ("rises", "rises, floats up, goes straight up", lambda t: dict(y=-0.6 * t)),
+    ("orbits", "orbits the centre, circles around, goes round and round",
+     lambda t: dict(x=0.45 * cos(2 * PI * t), y=0.45 * sin(2 * PI * t))),
+    ("turns grey", "turns grey, loses its colour, becomes colourless", lambda t: dict(colour=1 - t)),
+    ("sways", "sways, rocks from side to side, tilts back and forth", lambda t: dict(angle=0.7 * sin(2 * PI * t))),
+    ("stretches", "stretches, gets taller, becomes long and thin", lambda t: dict(sx=1 - 0.35 * t, sy=1 + 0.8 * t)),
+    ("stands still", "stands still, does not move, stays where it is", lambda t: {}),
+    ("rolls left", "rolls to the left, tumbles left, rolls over leftwards",
+     lambda t: dict(x=-0.55 * t, angle=-2 * PI * t)),
+    ("climbs", "climbs to the upper right, flies up to the right, goes up diagonally",
+     lambda t: dict(x=0.5 * t, y=-0.5 * t)),
+    ("flattens", "flattens, is squashed, gets pressed flat", lambda t: dict(sx=1 + 0.5 * t, sy=1 - 0.7 * t)),
+    ("darkens", "darkens, turns black, becomes a shadow", lambda t: dict(bright=1 - 0.95 * t)),
+    ("rolls right", "rolls to the right, tumbles right, rolls over rightwards",
+     lambda t: dict(x=0.55 * t, angle=2 * PI * t)),
+    ("pulses", "pulses, beats like a heart, grows and shrinks",
+     lambda t: dict(sx=1 + 0.5 * sin(2 * PI * t), sy=1 + 0.5 * sin(2 * PI * t))),
+    ("flips", "flips over, turns its back, flips like a coin",
+     lambda t: dict(sx=where(abs(cos(PI * t)) < 0.1, 0.1, cos(PI * t)))),
+    ("descends", "descends to the lower left, flies down to the left, goes down diagonally",
+     lambda t: dict(x=-0.5 * t, y=0.5 * t)),
+    ("blinks", "blinks, flashes on and off, appears and disappears",
+     lambda t: dict(alpha=where((4 * t).astype(int) % 2, 0.08, 1.0))),
+    ("shakes", "shakes, trembles, jitters", lambda t: dict(x=0.22 * sin(9 * PI * t), angle=0.25 * cos(7 * PI * t))))}
 REST = {"x": 0.0, "y": 0.0, "angle": 0.0, "sx": 1.0, "sy": 1.0, "alpha": 1.0, "bright": 1.0, "colour": 1.0}
 
 
@@ -90,8 +85,8 @@ def load(name, split, options):
 
     Options: frames (4), image_size (32 px), and those of SETS; regions: boxes per frame, at most five. Columns: label =
     verb, noun, colour (classes), group (same verb, noun and colour, so captions of the same meaning), noisy (bool),
-    question, answer, choices (five), question_type, row; with regions also boxes.
-    Raises: UserError if there are too few training clips to leave val or test a pair, or for more than five regions.
+    question, answer, choices (five), question_type; with regions also boxes.
+    Raises: UserError for too few training clips to leave val or test a pair, or for more than five regions.
     """
     frames, size, regions = options.get("frames") or 4, options.get("image_size") or 32, options.get("regions") or 0
     if regions > 5:
@@ -104,72 +99,58 @@ def load(name, split, options):
     shown = {"verb": verbs, "noun": nouns, "colour": colours}  # numbers of the classes
     groups = pairs * len(COLOURS) + colours  # (M,)
     own = [_captions(names[n], classes["verb"][v], classes["colour"][c], u)
-           for n, v, c, u in zip(nouns, verbs, colours, draws, strict=True)]
+           for n, v, c, u in zip(nouns, verbs, colours, draws)]
     giver = _givers(pairs, noise if split == "train" else 0.0)  # (M,)
     noisy = groups != groups[giver]  # (M,) captions that are wrong
-    rows = range(len(pairs))
-    questions = [_question(row, classes, shown) for row in rows]
+    questions = [_question(row, classes, shown) for row in range(len(pairs))]
     columns = {column: [q[column] for q in questions] for column in questions[0]}
     render = Renderer(verbs, nouns, colours, draws, frames, size)
     if regions:
         columns["boxes"] = render.boxes()[:, :, :regions].tolist()
     fits = len(pairs) * frames * 3 * size * size <= IN_MEMORY
-    table = make_table(
-        [own[i] for i in giver], [f"{split} {row}" for row in rows],
-        sources=None if fits else [{"path": str(row)} for row in rows], classes=classes | {"label": classes["verb"]},
-        label=verbs, **shown, group=groups, noisy=noisy, row=rows, **columns)
-    note = (f"{frames} frames of {size} px; {len(set(pairs))} pairs of {len(set(verbs))} verbs and {len(set(nouns))} "
-            f"nouns, {len(set(groups))} descriptions; law of val and test: {law}")
-    if noisy.any():
-        note += f"; {int(noisy.sum())} clips with another's captions"
-    pixels = {"pixels": render.all()} if fits else {"clip": render}
-    return Data(name, split, table, **pixels, note=note)
+    keys, sources = [f"{split} {row}" for row in range(len(pairs))], [{"path": str(row)} for row in range(len(pairs))]
+    table = make_table([own[i] for i in giver], keys, None if fits else sources, classes | {"label": classes["verb"]},
+                       label=verbs, **shown, group=groups, noisy=noisy, **columns)
+    note = f"{len({*groups})} descriptions; law of val and test: {law}"
+    note = notes(f"{int(noisy.sum())} clips with another's captions" if noisy.any() else "", note)
+    return Data(name, split, table, **({"pixels": render.all()} if fits else {"clip": render}), note=note)
 
 
 # ---- scenes, captions and questions ----
 def _scenes(split, clips, law):
-    """What the clips of a split show: pairs (M,), colours (M,), and draws (M, 8) in [0, 1) for all that varies."""
-    pairs = _pairs(clips, law)[split]
-    rows = np.arange(len(pairs))
-    draws = uniforms(7, ("train", "val", "test").index(split), rows, 8)
-    colours = (draws[:, 4] * len(COLOURS)).astype(int)
-    if split != "train" and law == "once":  # when the pairs repeat, each takes its next colour
-        again, first = np.divmod(rows, len(set(pairs)))
-        colours = (colours[first] + again) % len(COLOURS)
-    return pairs, colours, draws
-
-
-def _pairs(clips, law):
-    """{split: (M,) numbers of the pairs shown}, pair = verb * NOUNS + noun; one draw for all splits.
+    """What the clips of a split show: pairs (M,), verb * NOUNS + noun; colours (M,); and draws (M, 8) in [0, 1).
 
     law: that of val and test; the training clips are the same under both. zipf draws from the same pairs as training,
     so most of its clips, but not all, show a pair that occurs in training."""
-    rng = np.random.default_rng([7, 1])
+    rng, once = np.random.default_rng([7, 1]), law == "once"
     weight = np.outer(1 / np.arange(1, len(MOTIONS) + 1), 1 / np.arange(1, NOUNS + 1)).flatten()  # (pairs,)
     part = rng.integers(8, size=len(weight))  # 0 val, 1 test, others train
     p = np.where(part > 1, weight, 0)
-    train = rng.choice(len(p), clips[0], p=p / p.sum())
-    pairs, (verbs, nouns) = {"train": train}, np.divmod(np.arange(len(p)), NOUNS)
-    known = np.isin(verbs, train // NOUNS) & np.isin(nouns, train % NOUNS)  # (pairs,)
-    once = law == "once"  # every pair once, then again
-    for number, split in enumerate(("val", "test")):
+    pairs = [rng.choice(len(p), clips[0], p=p / p.sum())]  # of train, val and test
+    verbs, nouns = np.divmod(np.arange(len(p)), NOUNS)
+    known = np.isin(verbs, pairs[0] // NOUNS) & np.isin(nouns, pairs[0] % NOUNS)  # (pairs,)
+    for number, wanted in enumerate(clips[1:]):
         p = np.where(known & (part == number if once else part > 1), weight, 0)
         if not p.any():
-            raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave {split} "
-                            f"a pair of known verb and noun")
-        wanted = clips[number + 1]
+            raise UserError(f"--clips {' '.join(map(str, clips))}: too few training clips to leave val and test a pair "
+                            "of known verb and noun")
         drawn = rng.choice(len(p), np.count_nonzero(p) if once else wanted, replace=not once, p=p / p.sum())
-        pairs[split] = np.resize(drawn, wanted)
-    return pairs
+        pairs.append(np.resize(drawn, wanted))  # every pair once, then again
+    number = ("train", "val", "test").index(split)
+    shown, rows = pairs[number], np.arange(clips[number])
+    draws = uniforms(7, number, rows, 8)
+    colours = (draws[:, 4] * len(COLOURS)).astype(int)
+    if split != "train" and once:  # when the pairs repeat, each takes its next colour
+        again, first = np.divmod(rows, len({*shown}))
+        colours = (colours[first] + again) % len(COLOURS)
+    return shown, colours, draws
 
 
 def _captions(names, verb, colour, u):
-    """Three captions of one clip that mean the same in different words; u (8,) picks template, phrase and name (of
-    those of the noun)."""
-    captions, phrases = [], MOTIONS[verb][0]
+    """Three captions of one clip that mean the same in different words; u (8,) picks template, name and phrase."""
+    captions, many = [], (TEMPLATES, names, MOTIONS[verb][0])
     for k in range(3):
-        template = TEMPLATES[(int(u[7] * len(TEMPLATES)) + k) % len(TEMPLATES)]
-        noun, phrase = names[(int(u[6] * len(names)) + k) % len(names)], phrases[(int(u[5] * 3) + k) % 3]
+        template, noun, phrase = (words[(int(x * len(words)) + k) % len(words)] for words, x in zip(many, u[:4:-1]))
         article = "an" if noun[0] in "aeiou" else "a"
         captions.append(template.format(a=article, noun=noun, verb=phrase, colour=colour))
     return captions
@@ -180,43 +161,37 @@ def _givers(pairs, share):
     givers = np.arange(len(pairs))
     chosen = np.random.default_rng([7, 2]).permutation(len(pairs))[:round(share * len(pairs))]
     giver = np.roll(chosen, 1)
-    for k in np.flatnonzero(pairs[chosen] == pairs[giver]):
-        # this giver shows the same pair: swap givers with the first clip for which both then differ
+    for k in np.flatnonzero(pairs[chosen] == pairs[giver]):  # this giver shows the same pair
         useful = (pairs[giver] != pairs[chosen[k]]) & (pairs[chosen] != pairs[giver[k]])
-        for other in np.flatnonzero(useful)[:1]:
+        for other in np.flatnonzero(useful)[:1]:  # swap givers with the first clip for which both then differ
             giver[[k, other]] = giver[[other, k]]
     givers[chosen] = giver
     return givers
 
 
 def _question(row, classes, shown):
-    """{question, answer, choices (five, one of them the answer), question_type}.   classes: {kind: names of all
-    classes}; shown: {kind: (M,) the class number of each clip}."""
-    kind = list(QUESTIONS)[row % 3]
+    """Columns of a row.   classes: {kind: names of all classes}; shown: {kind: (M,) the class number of each clip}."""
+    rng, kind = np.random.default_rng([7, 3, row]), list(QUESTIONS)[row % 3]
     answers, right = classes[kind], shown[kind][row]
-    rng = np.random.default_rng([7, 3, row])
-    others = [answers[k] for k in rng.permutation(len(answers)) if k != right][:4]
-    choices = [*others, answers[right]]
-    return {"question": QUESTIONS[kind], "answer": answers[right], "choices": [choices[k] for k in rng.permutation(5)],
-            "question_type": kind}
+    choices = [k for k in rng.permutation(len(answers)) if k != right][:4] + [right]
+    return {"question": QUESTIONS[kind], "answer": answers[right], "question_type": kind,
+            "choices": [answers[choices[k]] for k in rng.permutation(5)]}
 
 
 # ---- the renderer ----
 @functools.lru_cache(maxsize=4)
 def sprites(size):
-    """Names and drawings of the nouns, at about the size at which clips of `size` px show them.
-
-    Returns: NOUNS lists of names (the first is the noun's), and (NOUNS, 4, h, h) float, premultiplied by alpha.
-    """
+    """NOUNS lists of names (the first is the noun's), and their drawings (NOUNS, 4, h, h) float, premultiplied by
+    alpha, at about the size at which clips of `size` px show them."""
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms.v2 import functional as V
     names, images, seen = [], [], set()
-    for item in sorted(listed(), key=lambda i: hashlib.sha256(i["key"].encode()).hexdigest()):
-        captions = item["captions"]
-        plain = len(captions[0].split()) <= 2 and captions[0].replace(" ", "").isalpha()
-        if len(names) < NOUNS and NOUN_CLASSES.search(item["label"]) and plain and not seen & set(captions):
-            seen |= set(captions)
-            names.append([c for c in captions if c.replace(" ", "").isalpha()])  # no tiger2, no man-juggling
+    for item in sorted(listed(), key=lambda i: digest(i["key"].encode())):
+        captions = [c for c in item["captions"] if c.replace(" ", "").isalpha()]  # no tiger2, no man-juggling
+        plain = captions[:1] == item["captions"][:1] and len(captions[0].split()) <= 2
+        if len(names) < NOUNS and NOUN_CLASSES.search(item["label"]) and plain and not seen & {*item["captions"]}:
+            seen |= {*item["captions"]}
+            names.append(captions)
             images.append(decode_image(str(item["path"]), mode=ImageReadMode.RGB_ALPHA))
     x = torch.stack(images).float() / 255  # (NOUNS, 4, 72, 72)
     x[:, :3] *= x[:, 3:]
@@ -226,7 +201,7 @@ def sprites(size):
 
 class Renderer:
     """Renders clips of a split by row. verbs, nouns, colours: (M,) class numbers; draws (M, 8): place, size, tilt."""
-    sampling = "uniform"  # frames are evenly spaced over the motion, whatever --frame-sampling says
+    sampling = "uniform"  # over the motion, whatever --frame-sampling says
 
     def __init__(self, verbs, nouns, colours, draws, frames, size):
         self.verbs, self.nouns, self.colours, self.draws = verbs, nouns, colours, draws
@@ -269,11 +244,9 @@ class Renderer:
 
 def _poses(verbs, draws, frames):
     """For n clips: affine maps canvas -> sprite (n * T, 2, 3), and alpha, bright, colour, (n * T, 1, 1, 1) each."""
-    motions, t = [motion[1] for motion in MOTIONS.values()], (np.arange(frames) + 0.5) / frames  # (T,)
-    pose = {k: np.full((len(verbs), frames), rest) for k, rest in REST.items()}  # (n, T) each
-    for row, verb in enumerate(verbs):
-        for k, v in motions[verb](t).items():
-            pose[k][row] = v
+    t = (np.arange(frames) + 0.5) / frames  # (T,)
+    motions = [REST | motion(t) for _, motion in MOTIONS.values()]
+    pose = {k: np.stack([np.broadcast_to(m[k], frames) for m in motions])[verbs] for k in REST}  # (n, T) each
     u = draws[:, :, None]  # (n, 8, 1)
     x, y = pose["x"] + 0.24 * (u[:, 0] - 0.5), pose["y"] + 0.24 * (u[:, 1] - 0.5)  # (n, T)
     angle, scale = pose["angle"] + 0.5 * (u[:, 2] - 0.5), 0.42 + 0.14 * u[:, 3]  # (n, T), (n, 1)

@@ -6,7 +6,6 @@ function of (files, split) that yields rows; files.last is the annotation file t
 """
 
 import glob
-import hashlib
 import json
 from pathlib import Path
 
@@ -150,26 +149,22 @@ def narrations(files, options):
     There are 136 million lines, one every few seconds. They are in a table on disk, written once per file and set of
     videos (some 45,000 lines a second; 115 bytes and the path per line). No process holds them in memory."""
     import datasets
-    file, folder = str(files.last), str(video_folder(options))
-    there = hashlib.sha1("\n".join(sorted({*video_index(folder).values()})).encode()).hexdigest()
-    text, number, seconds = (datasets.Value(kind) for kind in ("string", "int64", "float64"))
-    features = datasets.Features({"source": {"path": text, "start": seconds, "end": seconds}, "captions": [text],
-                                  "key": text, "counts": [number]})
     # `datasets` finds the cached table by these arguments, so they hold all it depends on
-    depends = {"file": file, "changed": files.last.stat().st_mtime_ns, "folder": folder, "videos": there}
+    depends = {"file": str(files.last), "changed": files.last.stat().st_mtime_ns,
+               "index": video_index(str(video_folder(options)))}
     with generating():
-        table = datasets.Dataset.from_generator(narration_rows, features=features, gen_kwargs=depends)
+        table = datasets.Dataset.from_generator(narration_rows, gen_kwargs=depends)
     left_out, of = table[0]["counts"]
     return Data("howto100m", "train", table.remove_columns("counts"), clip=clip_options(options),
                 note=f"{left_out:,} of {of:,} videos are missing or have no speech")
 
 
-def narration_rows(file, folder, **_):
+def narration_rows(file, index, changed):
     """One row per line of speech of the videos that exist; `counts` [videos left out, videos] is in the first row."""
-    lines, index = json.loads(Path(file).read_text(encoding="utf-8-sig")), video_index(folder)
+    lines = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     there = [v for v in lines if v in index and lines[v]["text"]]
     if not there:
-        raise UserError(f"howto100m: none of {len(lines):,} videos is below {folder}; --video-dir names their folder")
+        raise UserError(f"howto100m: none of {len(lines):,} videos is there; --video-dir names their folder")
     counts = [len(lines) - len(there), len(lines)]
     for v in there:
         for k, (start, end, text) in enumerate(zip(*(lines[v][c] for c in ("start", "end", "text")), strict=True)):
