@@ -46,7 +46,7 @@ import mmts  # noqa: E402
 import ncl  # noqa: E402
 import temo  # noqa: E402
 import temperature_schedules as ts  # noqa: E402
-from benchmarks.claims import machine  # noqa: E402
+from benchmarks.compare import machine  # noqa: E402
 
 
 class Times(dict):
