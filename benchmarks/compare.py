@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -257,7 +258,8 @@ def draw(lines, title, unit, path):
         axis.errorbar(line["mean"], y, xerr=half, fmt="s", color="black", capsize=4)
         axis.plot(line["differences"], [y + 0.2] * len(line["differences"]), "o", alpha=0.6)
     axis.axvline(0, color="grey", linewidth=1)
-    axis.set(title=title, ylim=(-0.5, len(lines) - 0.3), xlabel=f"{unit}; dots: pairs; square and bar: mean, 95 %")
+    fig.suptitle(textwrap.fill(title, 80))
+    axis.set(ylim=(-0.5, len(lines) - 0.3), xlabel=f"{unit}; dots: pairs; square and bar: mean, 95 %")
     axis.set_yticks(range(len(lines)), [f"{what}\n{line['verdict']}" for what, line in lines.items()])
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(fig, path)

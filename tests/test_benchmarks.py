@@ -85,7 +85,7 @@ def test_holm_decides_over_all_lines():
 def test_compare_runs_pairs_says_what_it_found_and_goes_on(fork, capsys):
     words = ["mine.py", "mine.py --worse", "--dataset", "own.csv", "--seeds", "2", "--out", "out"]
     compare.main(words)
-    assert sorted(calls()) == ["0 0 0.0 False", "0 0 0.0 True", "1 0 0.0 False", "1 0 0.0 True"]
+    assert sorted(calls()) == ["0 0 0 False", "0 0 0 True", "1 0 0 False", "1 0 0 True"]
     found = json.loads(Path("out/comparison.json").read_text())
     line = found["against"]["mine.py"]["mine.py --worse"]
     assert line["differences"] == [-20, -20] and line["verdict"] == "worse" and found["metric"] == "text_to_image/R@1"
