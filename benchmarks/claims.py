@@ -24,7 +24,6 @@ from pathlib import Path
 import common
 from contrastive.engine.processes import flatten, read_json, write_json
 from contrastive.engine.ranges import count
-from contrastive.figures.base import figure, save_figure
 
 import numpy as np
 import torch
@@ -384,7 +383,9 @@ def write_tables(runs):
             for arm, found_arm in result["arms"].items():
                 own = found_arm["flags"].partition(CLAIMS[name]["flags"])[2].strip()
                 chosen.append([name, arm, f"{found_arm['steps']:,}", f"`{own}`"])
-        draw_lengths(name, of, RESULTS / "claims_lengths" / f"{name}.png")
+        lines = {f"{result['arms'][b]['steps']:,} steps: {result['method']} - {b}": line
+                 for result in of.values() for b, line in result["against"].items()}
+        draw(lines, of[min(of)]["says"], "points, test split", RESULTS / "claims_lengths" / f"{name}.png")
     table = markdown(["claim", "against", "today", "3 times", "10 times", "the paper", "verdict"], rows)
     every = {f"{name}, length {n}": result for name, of in longer.items() for n, result in of.items()}
     words = ["In brackets: paired seeds; the smallest difference that these could show. The papers' differences are of "
@@ -392,30 +393,6 @@ def write_tables(runs):
     words += [*markdown(["claim", "arm", "steps", "flags that val chose"], chosen), ""]
     write("claims_lengths", longer, table, every, words)
     return [*today, "", *table]
-
-
-def draw_lengths(name, of, path):
-    """Differences with 95 % intervals over steps, a zero line, and the paper's differences at the right."""
-    fig, (axis,) = figure(1, width=7, height=3.5)
-    first = of[min(of)]
-    axis.set_title(first["says"])
-    for k, baseline in enumerate(first["against"]):
-        there = [result for result in of.values() if baseline in result["against"]]
-        steps = [result["arms"][baseline]["steps"] for result in there]
-        mean, half = ([result["against"][baseline][key] for result in there] for key in ("mean", "half"))
-        axis.errorbar([x * (1 + 0.04 * k) for x in steps], mean, yerr=half, fmt="o-", capsize=4, color=f"C{k}",
-                      label=f"{first['method']} - {baseline}")
-        for data, value in PAPER.get(name, {}).get(baseline, {}).items():
-            axis.annotate(f"paper, {data}", (1, value), xycoords=("axes fraction", "data"), xytext=(5, 0),
-                          textcoords="offset points", color=f"C{k}", va="center")
-            axis.axhline(value, xmin=0.96, color=f"C{k}")
-    axis.axhline(0, color="grey", linewidth=1)
-    axis.set(xscale="log", xlabel="optimiser steps", ylabel="points, test split")
-    axis.set_xticks(steps, [f"{x:,}" for x in steps])
-    axis.minorticks_off()
-    axis.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(fig, path)
 
 
 def main(argv=None):

@@ -318,16 +318,17 @@ def sinkhorn(rounds):
     return {"ratio_4096x4096": t.ratio("biases", "product")}
 
 
-def of_mama(batch, meta, size=96):
+def of_mama(batch, meta, size=96, device="cpu"):
     """A plain step of a tiny ViT on `batch` clips, and steps with a look-ahead on `meta` others."""
     torch.manual_seed(0)
     vision = common.VisionEncoder("vit_tiny_patch16_224", 128, False, size)
-    model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean"))
+    model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean")).to(device)
     parts = []
     for n in (batch, meta):
-        tokens = {"input_ids": torch.randint(1, 1000, (n, 32)), "attention_mask": torch.ones(n, 32, dtype=torch.long)}
-        parts.append({"pixels": torch.randn(n, 3, size, size), "tokens": tokens})
-    net, losses = mama.WeightNet(), mama.losses_of(model, 0.1, 0.2, torch.device("cpu"))
+        tokens = {"input_ids": torch.randint(1, 1000, (n, 32)).to(device)}
+        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
+        parts.append({"pixels": torch.randn(n, 3, size, size).to(device), "tokens": tokens})
+    net, losses = mama.WeightNet().to(device), mama.losses_of(model, 0.1, 0.2, torch.device(device))
     theta = dict(model.named_parameters())
 
     def sample_losses():

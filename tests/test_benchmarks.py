@@ -6,12 +6,14 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from contrastive import engine
 
 import pytest
+import torch
 
-from benchmarks import claims, compare
+from benchmarks import claims, compare, gpu
 
 # a script that any other may stand beside: its test metric is 50 + 10 tau + noise by seed, less 20 with --worse
 FORK = '''
@@ -157,7 +159,6 @@ def results(tmp_path, monkeypatch):
 def test_tables_come_from_the_stored_runs(results, monkeypatch):
     """The committed tables, and with them the names of runs: a changed word would lose them."""
     monkeypatch.setattr(claims, "draw", lambda *_: None)
-    monkeypatch.setattr(claims, "draw_lengths", lambda *_: None)
     claims.main(["--report"])
     for name in ("claims.md", "claims_lengths.md"):
         assert (results / name).read_text() == (compare.RESULTS / name).read_text()
@@ -240,3 +241,33 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
         assert engine.log.commit().endswith("+changes") == changed
     (tmp_path / "temo.py").write_text("after")
     assert engine.log.commit().endswith("+changes")
+
+
+# ------------------------------------------------------- a card ------------------------------------------------------
+def test_without_a_card_the_arithmetic_runs_and_the_rest_says_so(tmp_path, monkeypatch):
+    """A row of an earlier call stays."""
+    monkeypatch.setattr(gpu, "CARD", False)
+    (tmp_path / "gpu.json").write_text(json.dumps({"waits": {"results": {"temo": 0}}}))
+    gpu.main(["--only", "views", "memory", "--out", str(tmp_path / "gpu")])
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["views"]["results"] == {"not run": "no card"} and found["waits"]["results"] == {"temo": 0}
+    counted = found["memory"]["results"]
+    assert counted["gflop_an_image_forward"] == pytest.approx(35.1, abs=0.1)     # twice ViT-B/16's 17.6 G of products
+    assert counted["counted_mib"] > 64 * 12 * 197 * 768 * 4 / 2**20 and "measured_mib" not in counted
+    assert "| memory | gflop_an_image_forward | 35.13 |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_row_that_fails_says_so_and_the_next_one_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "CARD", False)
+    monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": (gpu.row_views, 60, True)})
+    gpu.main(["--only", "unknown", "step", "--out", str(tmp_path / "gpu")])      # its process does not know it
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["unknown"]["results"]["failed"].startswith("exit 2: ") and found["step"]["results"]["not run"]
+
+
+def test_the_idle_part_of_a_card(monkeypatch):
+    kind = torch.autograd.DeviceType.CUDA if gpu.CARD else torch.autograd.DeviceType.CPU
+    spans = [(0, 4), (1, 2), (6, 8), (7, 10)]                                    # one inside another, a gap, an overlap
+    events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b), device_type=kind, is_user_annotation=False)
+              for a, b in spans]
+    assert gpu.idle(SimpleNamespace(events=lambda: events)) == pytest.approx(0.2)
