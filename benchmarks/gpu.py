@@ -65,7 +65,8 @@ def train(script, *flags):
     """A run in this process, without pictures, in a temporary folder: its summary, and the rows of its log."""
     MODULES[script].draw = lambda *_, **__: None
     with tempfile.TemporaryDirectory() as folder:
-        words = [*TOY, *SMALL.get(script, []), *"--log-every 1 --eval-every 0 --save-every 0".split(),
+        toy = TOY[:1] if "--dataset" in flags else TOY
+        words = [*toy, *SMALL.get(script, []), *"--log-every 1 --eval-every 0 --save-every 0".split(),
                  *map(str, flags), "--output-dir", folder, "--run-name", "r"]
         summary = MODULES[script].main(MODULES[script].parse_args(words))
         return summary, log_of(Path(folder) / "r")
@@ -228,7 +229,7 @@ def row_towers():
         data = write_table(Path(folder) / "images", "image", jpeg, "jpg", (words * 13)[:size(2600, 40)])
         for tower in (RESNET, VIT):
             n = size(256, 8)
-            found = watch("temo", *TOY[:1], "--dataset", data, "--image-encoder", tower, "--text-encoder", text,
+            found = watch("temo", "--dataset", data, "--image-encoder", tower, "--text-encoder", text,
                           "--no-pretrained", "--image-size", PIXELS, "--batch-size", n, "--loss", "infonce",
                           "--mixed-precision", "bf16", "--workers", WORKERS)
             model = common.TwoTower(common.VisionEncoder(tower, 256, False, PIXELS),
@@ -357,7 +358,7 @@ def row_video():
         for i in range(size(32, 4)):
             common.read_frames(data.parent / f"{i}.mp4", 12)
         decoded = size(32, 4) / (time.perf_counter() - start)
-        found = watch("ncl", *TOY[:1], "--dataset", data, "--image-encoder", clip, "--text-encoder", clip,
+        found = watch("ncl", "--dataset", data, "--image-encoder", clip, "--text-encoder", clip,
                       "--no-pretrained", "--image-size", PIXELS, "--frames", size(12, 2), "--batch-size", size(128, 8),
                       "--chunk-size", size(32, 4), "--mixed-precision", "bf16", "--workers", WORKERS)
     return found | {"decoded_clips_per_s_a_core": decoded}

@@ -244,25 +244,18 @@ def test_results_are_no_changes_of_the_code(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------- a card ------------------------------------------------------
-def test_without_a_card_the_arithmetic_runs_and_the_rest_says_so(tmp_path, monkeypatch):
-    """A row of an earlier call stays."""
-    monkeypatch.setattr(gpu, "CARD", False)
-    (tmp_path / "gpu.json").write_text(json.dumps({"waits": {"results": {"temo": 0}}}))
-    gpu.main(["--only", "views", "memory", "--out", str(tmp_path / "gpu")])
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["views"]["results"] == {"not run": "no card"} and found["waits"]["results"] == {"temo": 0}
-    counted = found["memory"]["results"]
-    assert counted["gflop_an_image_forward"] == pytest.approx(35.1, abs=0.1)     # twice ViT-B/16's 17.6 G of products
-    assert counted["counted_mib"] > 64 * 12 * 197 * 768 * 4 / 2**20 and "measured_mib" not in counted
-    assert "| memory | gflop_an_image_forward | 35.13 |" in (tmp_path / "gpu.md").read_text()
-
-
-def test_a_row_that_fails_says_so_and_the_next_one_runs(tmp_path, monkeypatch):
+def test_without_a_card_the_arithmetic_runs_the_rest_says_so_and_a_failure_ends_no_other(tmp_path, monkeypatch):
+    """A row of an earlier call stays; the process of the row `unknown` does not know it."""
     monkeypatch.setattr(gpu, "CARD", False)
     monkeypatch.setattr(gpu, "ROWS", gpu.ROWS | {"unknown": (gpu.row_views, 60, True)})
-    gpu.main(["--only", "unknown", "step", "--out", str(tmp_path / "gpu")])      # its process does not know it
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["unknown"]["results"]["failed"].startswith("exit 2: ") and found["step"]["results"]["not run"]
+    (tmp_path / "gpu.json").write_text(json.dumps({"waits": {"results": {"temo": 0}}}))
+    gpu.main(["--only", "unknown", "views", "memory", "--out", str(tmp_path / "gpu")])
+    found = {name: row["results"] for name, row in json.loads((tmp_path / "gpu.json").read_text()).items()}
+    assert found["unknown"]["failed"].startswith("exit 2: ") and found["waits"] == {"temo": 0}
+    assert found["views"] == {"not run": "no card"} and "measured_mib" not in found["memory"]
+    assert found["memory"]["gflop_an_image_forward"] == pytest.approx(35.1, abs=0.1)  # twice 17.6 G of products
+    assert found["memory"]["counted_mib"] > 64 * 12 * 197 * 768 * 4 / 2**20           # at least the blocks' inputs
+    assert "| memory | gflop_an_image_forward | 35.13 |" in (tmp_path / "gpu.md").read_text()
 
 
 def test_the_idle_part_of_a_card(monkeypatch):
