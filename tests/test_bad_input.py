@@ -227,10 +227,9 @@ STOPPED = {
     "--image-column nope": f"--image-column nope: {COLUMNS}", "--label-column nope": f"--label-column nope: {COLUMNS}",
     "--caption-column nope": f"--caption-column nope: {COLUMNS}",
     "--batch-size 64": "--batch-size 64: larger than the 23 training examples of .*captions.csv",
-    "--image-encoder resnet_99": "--image-encoder resnet_99: not small, features, ssb, .* a timm model [(]near",
-    "--image-encoder no/such": "--image-encoder no/such: ",
+    "--image-encoder resnet_99": "resnet_99: Unknown model", "--image-encoder no/such": "no/such: ",
     "--paraphrases /no.jsonl": "--paraphrases /no.jsonl: .*/no.jsonl",
-    "--text-encoder nobody/none": "--text-encoder nobody/none: .*download it once and give the folder",
+    "--text-encoder nobody/none": "nobody/none: .*connect",
     "--image-encoder resnet18-cifar --chunk-size 4": "--chunk-size 4: resnet18-cifar has BatchNorm.* chunk",
     "--lr 1e30 --lr-end 1e30 --grad-clip 0": r"the loss is not finite at step 1 \(tau 0.1\); process 0: norms "
                                              r"up to .*keys \['\d+.png'.*--lr"}
@@ -365,7 +364,7 @@ def test_weights_that_do_not_fit(good, tmp_path):
     assert "none of its 1 tensors fits the model; its first names are ['other'], the model's ['" in message
     (tmp_path / "w.pt").write_bytes(helpers.TEXT)
     message = stopped(good, tmp_path / "b", "--init-from", tmp_path / "w.pt")
-    assert f"--init-from {tmp_path / 'w.pt'}: cannot be read" in message
+    assert f"--init-from {tmp_path / 'w.pt'}: " in message
 
 
 @pytest.mark.parametrize("script, words, refused", [

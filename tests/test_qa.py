@@ -19,7 +19,7 @@ import eval as eval_py
 import launch
 import mama
 from helpers import drift, encode, of_set, write_rows, write_video
-from test_models import logged
+from helpers import steps as logged
 from tools import concepts, margins, score
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 import launch
 import mama
 from helpers import drift, equal_files, run_script, write_rows, write_video
+from helpers import steps as logged
 from test_caption import SMALL, tiny_model
-from test_models import logged
 from tools import caption
 
 CPU = torch.device("cpu")

@@ -315,7 +315,7 @@ def test_commands_are_not_refused(command):
 
 def test_the_commands_say_what_the_paper_did():
     assert any("--chunk-size" in c for c in COMMANDS) and any("--paraphrases" in c for c in COMMANDS)
-    table_2 = next(line for line in PAGES.splitlines() if line.startswith("Table 2 of TeMo"))
+    table_2 = next(c for c in PAGES.split("\n\n") if "Table 2 trains a ViT-B/16" in c)
     assert "vit_base_patch16_224" in table_2 and "--no-pretrained" in table_2
 
 
@@ -330,7 +330,7 @@ def test_the_paper_s_run_without_its_paraphrases_is_warned_of(tmp_path):
     assert words(None, True, paper).startswith("WARNING: NOT THE PAPER'S T~")
     assert words(full, True, paper) == "T is the caption or a paraphrase, T~ a paraphrase, of 3 captions"
     assert words(full, False, paper) == "T is the caption, T~ a paraphrase, of 3 captions"
-    missing = "a paraphrase, of 2 captions, but 1 of the first 3 training captions have none"
+    missing = "a paraphrase, of 2 captions; 1 of the first 3 have none"
     assert missing in words(partial, True, paper) and words(partial, True, paper).startswith("WARNING")
     assert "WARNING" not in words(None, True, temo.OWN["recipe"])
 
