@@ -34,7 +34,8 @@ NEED_DATA = {"cc3m", "cc12m", "msrvtt", "msrvtt-qa", "youcook2", "ssv2-lt", "epi
 PAGES = {path: path.read_text(encoding="utf8") for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
 README = PAGES[ROOT / "README.md"]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
-RUNS = re.compile(r"(?!python -m)(accelerate launch|python|torchrun)\b.*\b(temo|temperature_schedules|ncl|mmts|mama)\.py")
+RUNS = re.compile(r"(?!python -m)(accelerate launch|python|torchrun)\b"
+                  r".*\b(temo|temperature_schedules|ncl|mmts|mama)\.py")
 
 
 def commands(text):
