@@ -281,10 +281,6 @@ def test_own_data_without_a_batch_size_take_what_fits(good, tmp_path, capsys):
 def test_few_queries():
     assert evaluation.embed.few_queries(texts=80, images=16) == "FEW QUERIES: of 16 images one is worth 6.2 points"
     assert evaluation.embed.few_queries(texts=50, images=50) == evaluation.embed.few_queries(texts=0, images=50) == ""
-    numbers = {"top1": 1.0, "mean_per_class": 1.0}
-    for images, said in ((49, True), (50, False)):
-        table = evaluation.by_class.class_table("x (test)", {"images": images, "knn@1": numbers}, {"knn@1": numbers})
-        assert ("FEW QUERIES: of 49 images one is worth 2.0 points" in table) == said
 
 
 # ---------------------------------------------------- runs and folders ----------------------------------------------

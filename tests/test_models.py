@@ -394,7 +394,7 @@ def test_load_model_gives_the_run_s_embeddings(tmp_path, data, tokenizer, hub):
     model, words, transform = common.load_model(folder)
     _, image, _, _ = encode_images(model, test, transform, CPU)
     text = encode_texts(model, words, [test.captions(i)[0] for i in range(len(test))], CPU)
-    own = evaluation.retrieval.evaluate(model, words, transform, test, CPU)[0]
+    own, *_ = evaluation.retrieval.measure((model, words, transform), test, CPU, ("retrieval", "gap"))
     expected = engine.processes.flatten(summary["test"][data])
     assert image.shape == text.shape and engine.processes.flatten(own) == pytest.approx(expected, rel=1e-4)
     assert torch.allclose(model(transform(test.read(3))[None])[0][0], image[3], atol=1e-4)

@@ -189,7 +189,7 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, run, tmp_path):
         result, = eval_py.main(eval_py.parse_args([str(word) for word in command]))["datasets"].values()
         return result["metrics"]
     got, own = evaluate(), summary["test"][str(root / "clips.csv")]["normalize"]["none"]
-    assert got["retrieval"]["text_to_image"] == own["text_to_image"]
+    assert got["text_to_image"] == own["text_to_image"]
     with pytest.raises(UserError, match="features of width 6, in training 10"):
         evaluate("--feature-dir", root / "motion")
 
