@@ -1,17 +1,18 @@
-"""What only a GPU shows, in steps, one function each. benchmarks/gpu.sh runs them and says what they need.
+"""What only a card shows, in one run of some ten minutes: rows in order of worth, each in a process with a time limit.
 
-    python benchmarks/gpu.py STEP [--dry]    # writes benchmarks/results/gpu/STEP.json
+    python -m benchmarks.gpu                       # every row; writes results/gpu.json and gpu.md after each
+    python -m benchmarks.gpu --only waits towers   # these
+    python -m benchmarks.gpu --toy                 # tries the code of every row on a CPU at toy size; no results
 
---dry runs the same code on the CPU at toy size and writes to a temporary folder. Timings are medians over rounds in
-which the variants take turns; memory is the peak of what torch has allocated on the card. The steps nccl and fp16 check
-promises and end with an error if one does not hold; the others only measure.
+Without a card the rows of arithmetic run at toy size and the others are "not run: no card". A row that fails or takes
+too long says so, and the next one runs. Nothing is downloaded: towers have no weights. Times are medians over rounds in
+which the variants take turns; memory is the peak of what torch has allocated on the card.
 """
 
 import argparse
 import contextlib
 import datetime
 import functools
-import gc
 import json
 import os
 import signal
@@ -25,55 +26,49 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-DRY = "--dry" in sys.argv  # known before torch looks for a card
-if DRY:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-import common  # noqa: E402
-from contrastive.engine.log import commit, versions  # noqa: E402
-from contrastive.engine.processes import read_json, write_json  # noqa: E402
-from contrastive.engine.run import Run  # noqa: E402
+import common
+from contrastive.engine.log import commit, versions
+from contrastive.engine.processes import flatten, read_json, write_json
+from contrastive.engine.run import Run
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import numpy as np
+import torch
+import torch.nn.functional as F
 
-import mama  # noqa: E402
-import mmts  # noqa: E402
-import ncl  # noqa: E402
-import temo  # noqa: E402
-import temperature_schedules as ts  # noqa: E402
-from benchmarks import claims as suite  # noqa: E402
+import mama
+import mmts
+import ncl
+import temo
+import temperature_schedules
 from benchmarks import speed
+from benchmarks.compare import RESULTS, ROOT, machine, markdown
 
-if DRY:  # without inductor, which compiles C++ for minutes
-    torch.compile = functools.partial(torch.compile, backend="eager")
-DEVICE = torch.device("cpu" if DRY else "cuda")
-ON_CPU = ["--cpu"] if DRY else []
-QUIET = "--log-every 1 --eval-every 0".split()
-TOY = "--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16".split() if DRY else []
-MODULES = {"temo": temo, "temperature_schedules": ts, "ncl": ncl, "mmts": mmts, "mama": mama}
-SCRIPTS = {"temo": [], "temperature_schedules": [], "ncl": [],  # and flags that keep a toy run small
-           "mmts": ["--num-clusters", "4"] if DRY else [],
-           "mama": "--meta-size 8 --meta-batch-size 4".split() if DRY else []}
+CARD = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CARD else "cpu")
+MODULES = {module.__name__: module for module in (temo, temperature_schedules, ncl, mmts, mama)}
+TOY = [] if CARD else "--cpu --dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16".split()
+SMALL = {} if CARD else {"mmts": ["--num-clusters", "4"], "mama": "--meta-size 8 --meta-batch-size 4".split()}
 
 
 def size(real, toy):
-    """`real` on a card, `toy` in a dry run."""
-    return toy if DRY else real
+    """`real` on a card, `toy` on a CPU."""
+    return real if CARD else toy
 
 
-# ------------------------------------------------------- runs --------------------------------------------------------
+PIXELS, VIT, RESNET = size(224, 32), size("vit_base_patch16_224", "vit_tiny_patch16_224"), size("resnet50", "resnet18")
+WORKERS = size(os.cpu_count() - 1, 0)
+EVERY, ROWS_OF_LOG = size(5, 2), 8  # steps between rows of the log of a run that is watched, and their number
+
+
+# ------------------------------------------------------- tools -------------------------------------------------------
 def train(script, *flags):
     """A run in this process, without pictures, in a temporary folder: its summary, and the rows of its log."""
-    module = MODULES[script]
-    module.draw = lambda *_, **__: None
-    if not DRY:
-        torch.cuda.reset_peak_memory_stats()
+    MODULES[script].draw = lambda *_, **__: None
     with tempfile.TemporaryDirectory() as folder:
-        words = [*QUIET, "--save-every", "0", *map(str, flags), *ON_CPU, "--output-dir", folder, "--run-name", "r"]
-        summary = module.main(module.parse_args(words))
+        toy = TOY[:1] if "--dataset" in flags else TOY
+        words = [*toy, *SMALL.get(script, []), *"--log-every 1 --eval-every 0 --save-every 0".split(),
+                 *map(str, flags), "--output-dir", folder, "--run-name", "r"]
+        summary = MODULES[script].main(MODULES[script].parse_args(words))
         return summary, log_of(Path(folder) / "r")
 
 
@@ -81,154 +76,13 @@ def log_of(folder):
     """The rows of a run's log that have a loss; a run in progress may be writing the last one."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith("}")]
-    return [row for row in rows if "loss" in row]
+    return [row for row in (json.loads(line) for line in lines if line.endswith("}")) if "loss" in row]
 
 
-def difference(rows, others):
+def apart(rows, others):
     """Largest relative difference of the losses of the steps that both logs have."""
     losses = {row["step"]: row["loss"] for row in rows}
     return max(abs(row["loss"] / losses[row["step"]] - 1) for row in others if row["step"] in losses)
-
-
-def pace(rows):
-    """Samples per second and the part of the time spent waiting for data, medians over the later half of the rows."""
-    late = rows[len(rows) // 2:]
-    return {"samples_per_s": statistics.median(r["samples_per_s"] for r in late),
-            "waiting_for_data": statistics.median(r["data_s"] / r["step_s"] for r in late)}
-
-
-def nccl():
-    """The distributed part of the tests over NCCL, with one process and with two, which share a card if there is one.
-
-    It compares gradients of every loss, five SGD steps in chunks under DDP, queues and evaluation with one process;
-    then a whole run of temo.py under a launcher with a plain run. NCCL before 2.30 refuses two ranks on a card: the
-    tests then use gloo for the card's tensors, and the run of two is left out, which the results say."""
-    import test_distributed
-    worlds, one_card = (1, 2), not DRY and torch.cuda.device_count() < 2
-    version = () if DRY else torch.cuda.nccl.version()
-    backend = "gloo" if DRY or one_card and version < (2, 30) else "nccl"
-    if one_card and backend == "nccl":
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    os.environ["TEST_BACKEND"] = backend                                     # for the processes of `compare`
-    results = {"backend": backend, "NCCL": ".".join(map(str, version)), "two ranks on one card": one_card}
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(test_distributed.compare, (folder, worlds, DEVICE.type), worlds[-1])
-        for world in worlds:
-            ranks = [read_json(f"{folder}/{world}_{rank}.json") for rank in range(world)]
-            worst = {dtype: max(max(v) for rank in ranks for k, v in rank.items() if k.endswith(dtype))
-                     for dtype in ("fp32", "fp64")}
-            sgd = max(v for rank in ranks for k, v in rank.items() if k.startswith("sgd"))
-            exact = all(rank["queue"][1] and rank["evaluation 7"][0] and rank["evaluation 3"][0] for rank in ranks)
-            results[f"world {world}"] = {
-                "gradients, largest relative difference": worst, "parameters after 5 steps of SGD": sgd,
-                "queues and evaluation": "as on one process" if exact else "NOT as on one process",
-                "holds": worst["fp64"] < 1e-10 and worst["fp32"] < 1e-5 and sgd < 1e-5 and exact}
-        flags = [*TOY, *QUIET, *ON_CPU, "--max-steps", size("20", "2"), "--lr", "3e-4", "--save-every", "0"]
-        _, plain = train("temo", *flags)
-        for world in worlds:
-            if world == 2 and one_card and backend == "gloo":
-                results["world 2"] |= {"losses of temo.py": "left out: this NCCL wants a card for each rank"}
-                continue
-            together(world, one_card, ["temo.py", *flags, "--output-dir", folder, "--run-name", f"w{world}"])
-            apart = difference(plain, log_of(Path(folder) / f"w{world}"))
-            results[f"world {world}"] |= {"losses of temo.py, largest relative difference": apart}
-    if not all(results[f"world {world}"]["holds"] for world in worlds):
-        raise SystemExit(f"nccl: not as one process: {json.dumps(results, indent=1)}")
-    return results
-
-
-def together(world, one_card, command):
-    """Runs a script as `world` processes, with the environment of torchrun; one_card: all have LOCAL_RANK 0."""
-    from launch import free_port
-    place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = []
-    for rank in range(world):
-        own = place | {"RANK": rank, "LOCAL_RANK": 0 if one_card else rank}
-        ranks.append(subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL,
-                                      env=os.environ | {k: str(v) for k, v in own.items()}))
-    if any([rank.wait() for rank in ranks]):
-        raise SystemExit(f"{command[0]} as {world} processes: it failed; see above")
-
-
-def precision():
-    """Losses of all five scripts in bf16 against float32, same seed, 50 steps; a second float32 run shows the noise."""
-    results = {}
-    for script, flags in SCRIPTS.items():
-        flags = [*TOY, *flags, "--no-tf32", "--max-steps", size(50, 2), "--mixed-precision"]
-        runs = {name: train(script, *flags, kind)[1]
-                for name, kind in list({"fp32": "no", "bf16": "bf16", "fp32 again": "no"}.items())[:size(3, 2)]}
-        results[script] = {
-            "largest relative difference": {name: difference(runs["fp32"], rows) for name, rows in runs.items()},
-            "first and last loss": [runs["fp32"][k]["loss"] for k in (0, -1)],
-            "samples_per_s": {name: pace(rows)["samples_per_s"] for name, rows in runs.items()}}
-    return results
-
-
-def compiled():
-    """--compile on and off: samples/s, seconds of the first step (it compiles), and how far the losses differ."""
-    cases = {"temo, small towers, fp32": ("temo", "no", []), "temo, small towers, bf16": ("temo", "bf16", []),
-             "temperature_schedules, ResNet-18, bf16": ("temperature_schedules", "bf16",
-                                                        ["--image-encoder", "resnet18-cifar", "--batch-size", "512"])}
-    results = {}
-    for name, (script, kind, flags) in list(cases.items())[:size(3, 1)]:
-        flags = [*flags, *TOY, "--no-tf32", "--max-steps", size(80, 2), "--mixed-precision", kind]
-        rows = {on: train(script, *flags, on)[1] for on in ("--no-compile", "--compile")}
-        results[name] = {on: pace(r) | {"first_step_s": r[0]["step_s"]} for on, r in rows.items()}
-        results[name]["largest relative difference"] = difference(rows["--no-compile"], rows["--compile"])
-    return results
-
-
-def fp16():
-    """fp16 with its gradient scaler, against float32; and a run killed and resumed, against one never stopped."""
-    steps, kill, every = size((400, 150, 50), (6, 3, 2))
-    flags = [*TOY, *QUIET, *ON_CPU, "--max-steps", steps, "--save-every", every,
-             "--mixed-precision", size("fp16", "no")]  # torch has no fp16 on a CPU
-    _, plain = train("temo", *TOY, "--no-tf32", "--max-steps", steps)
-
-    def start(*flags):
-        return subprocess.Popen([sys.executable, str(ROOT / "temo.py"), *map(str, flags)], stdout=log, stderr=log)
-
-    def finish(process):
-        if process.wait():
-            log.seek(0)
-            raise SystemExit(f"fp16: a run failed: {log.read()[-2000:]}")
-
-    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
-        finish(start(*flags, "--output-dir", folder, "--run-name", "whole"))
-        process = start(*flags, "--output-dir", folder, "--run-name", "killed")
-        killed = Path(folder) / "killed"
-        while process.poll() is None and not any(row["step"] >= kill for row in log_of(killed)):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        if process.wait() != -signal.SIGKILL:
-            raise SystemExit("fp16: the run ended before it could be killed")
-        last = max(int(path.stem[5:]) for path in (killed / "checkpoints").glob("step_*.pt"))
-        finish(start("--resume", killed))
-        runs = {name: Path(folder) / name for name in ("whole", "killed")}
-        scales = {name: torch.load(run / "checkpoints" / f"step_{steps}.pt", weights_only=True)["scaler"]
-                  for name, run in runs.items()}
-        weights = [(run / "model.safetensors").read_bytes() for run in runs.values()]
-        rows = {name: log_of(run) for name, run in runs.items()}
-    soon = [row for row in rows["killed"] if last < row["step"] <= last + 10]  # before rounding has grown
-    apart = difference(rows["whole"], soon)
-    results = {"precision": size("fp16", "no"), "steps": steps, "killed_after": kill, "resumed_from": last,
-               "resumed against never stopped, largest relative difference": {
-                   "of 10 steps": apart, "of all": difference(rows["whole"], rows["killed"])},
-               "weights at the end": "bitwise equal" if weights[0] == weights[1] else "not bitwise equal",
-               "scalers at the end": scales, "against float32, largest relative difference": difference(
-                   plain, rows["whole"]),
-               "last losses, float32 and this": [plain[-1]["loss"], rows["whole"][-1]["loss"]]}
-    if scales["whole"] != scales["killed"] or apart > 0.01:
-        raise SystemExit(f"fp16: the resumed run is another: {json.dumps(results, indent=1)}")
-    return results
-
-
-# ------------------------------------------------------- what a run gets out of the card -----------------------------
-EVERY, ROWS = size(5, 2), 8  # steps between rows of the log of a run that is watched, and their number
-WORKERS = size(min(4, os.cpu_count()), 0)  # they read ahead: with more of them the first rows would not wait for data
-PIXELS = size(224, 32)
-VIT, RESNET = size("vit_base_patch16_224", "vit_tiny_patch16_224"), size("resnet50", "resnet18")
 
 
 @contextlib.contextmanager
@@ -237,19 +91,17 @@ def waits():
     found = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        if not DRY:
+        if CARD:
             torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            if not DRY:
-                torch.cuda.set_sync_debug_mode("default")
+        yield found
+        if CARD:
+            torch.cuda.set_sync_debug_mode("default")
     found += [w for w in said if "called a synchronizing" in str(w.message)]  # not the notice that this is new
 
 
 def idle(profile):
-    """The part of a profile's time, from its first to its last event, in which the card (dry: the CPU) was idle."""
-    kind = torch.autograd.DeviceType.CPU if DRY else torch.autograd.DeviceType.CUDA
+    """The part of a profile's time, from its first to its last event, in which the card (or CPU) was idle."""
+    kind = torch.autograd.DeviceType.CUDA if CARD else torch.autograd.DeviceType.CPU
     spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events()
                    if e.device_type == kind and not e.is_user_annotation)
     busy, until = 0.0, spans[0][0]
@@ -259,49 +111,53 @@ def idle(profile):
     return 1 - busy / (until - spans[0][0])
 
 
-@contextlib.contextmanager
-def watching(found):
-    """Watches a run of ROWS log rows. `found` gets the waits per step, before the row before the last, and the part of
-    the time in which the card was idle, before the last one."""
-    done, windows = Run.done, contextlib.ExitStack()
-    work = torch.profiler.ProfilerActivity.CPU if DRY else torch.profiler.ProfilerActivity.CUDA
+def watch(script, *flags):
+    """A run: samples/s and the part of waiting for data before it is watched, then waits a step, then the idle part."""
+    found, windows, done = {}, contextlib.ExitStack(), Run.done
+    work = torch.profiler.ProfilerActivity.CUDA if CARD else torch.profiler.ProfilerActivity.CPU
 
     def noted(run, *args, **more):
         done(run, *args, **more)
-        if run.step == (ROWS - 2) * EVERY:
+        if run.step == (ROWS_OF_LOG - 2) * EVERY:
             found["waits"] = windows.enter_context(waits())
-        elif run.step == (ROWS - 1) * EVERY:
+        elif run.step == (ROWS_OF_LOG - 1) * EVERY:
             found["profile"] = windows.enter_context(torch.profiler.profile(activities=[work]))
-        elif run.step in ((ROWS - 1) * EVERY - 1, ROWS * EVERY - 1):
+        elif run.step in ((ROWS_OF_LOG - 1) * EVERY - 1, ROWS_OF_LOG * EVERY - 1):
             windows.close()
     Run.done = noted
-    try:
-        with windows:
-            yield
-    finally:
-        Run.done = done
-    found["idle"], found["waits_a_step"] = idle(found.pop("profile")), len(found.pop("waits")) / (EVERY - 1)
+    summary, rows = train(script, *flags, "--max-steps", ROWS_OF_LOG * EVERY, "--log-every", EVERY)
+    Run.done = done
+    late = rows[ROWS_OF_LOG // 2 - 1:ROWS_OF_LOG - 2]
+    return {"samples_per_s": statistics.median(r["samples_per_s"] for r in late),
+            "waiting_for_data": statistics.median(r["data_s"] / r["step_s"] for r in late),
+            "peak_mib": summary["peak_memory_mb"], "waits_a_step": len(found["waits"]) / (EVERY - 1),
+            "idle (goal <= 0.05)": idle(found["profile"])}
 
 
-def watch(script, *flags):
-    """Pace (before it is watched), peak memory, waits and idle time of a run, or "out of memory"."""
-    found = {}
-    try:
-        with watching(found):
-            summary, rows = train(script, *flags, "--max-steps", ROWS * EVERY, "--log-every", EVERY)
-        return pace(rows[:ROWS - 2]) | {"peak_memory_mb": summary["peak_memory_mb"]} | found
-    except torch.OutOfMemoryError:  # a small card does not hold the whole batch
-        return "out of memory"
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
+def measure(functions, rounds):
+    """Functions that take turns, the first call not counted: {name: seconds, ratio to the first, peak MiB}."""
+    peak = {}
+
+    def call(name):
+        if CARD:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        functions[name]()
+        if CARD:
+            torch.cuda.synchronize()
+            peak[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    calls, base = {name: functools.partial(call, name) for name in functions}, next(iter(functions))
+    for function in calls.values():
+        function()
+    t = speed.Times(calls, rounds, time.perf_counter)
+    return {name: {"seconds": t.median(name), "ratio": t.ratio(name, base), "peak_mib": peak.get(name, "a CPU")}
+            for name in calls}
 
 
 def text_folder(folder):
     """A transformers text encoder without weights: DistilBERT's config, and a tokenizer learnt from a few words."""
     import transformers
-    words = [f"a {colour} {thing} number {i}" for colour in ("red", "blue", "grey") for thing in ("box", "tree", "boat")
-             for i in range(50)]
+    words = [f"a {thing} number {i}" for thing in ("box", "tree", "boat", "house") for i in range(50)]
     common.train_wordpiece(words).save_pretrained(folder)
     shape = size({}, dict(dim=32, hidden_dim=64, n_layers=1, n_heads=2))
     transformers.DistilBertConfig(**shape).save_pretrained(folder)
@@ -309,7 +165,7 @@ def text_folder(folder):
 
 
 def write_table(folder, column, write, ending, captions):
-    """Writes folder/captions.csv and its files: the first 32 by write(path, number), the others as links to these."""
+    """folder/captions.csv and its files: the first 32 by write(path, number), the others as links to these."""
     folder.mkdir()
     for i in range(len(captions)):
         path = folder / f"{i}.{ending}"
@@ -319,43 +175,173 @@ def write_table(folder, column, write, ending, captions):
     return folder / "captions.csv"
 
 
-def flags_of(recipe, *names):
-    """The words of these flags, with the values of a recipe."""
-    return [word for name in names for word in ("--" + name.replace("_", "-"), str(recipe[name]))]
+def two_towers(folder):
+    """(model, (batch -> pixels and tokens)) of ViT-B/16 and DistilBERT on the device."""
+    text, _ = text_folder(folder)
+    model = common.TwoTower(common.VisionEncoder(VIT, 64, False, PIXELS), common.TextEncoder(text, 64, False, 32))
+
+    def inputs(n, *more):
+        tokens = {"input_ids": torch.randint(1, 100, (n, *more, 32), device=DEVICE)}
+        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
+        return {"pixels": torch.randn(n, *more, 3, PIXELS, PIXELS, device=DEVICE), "tokens": tokens}
+    return model.to(DEVICE), inputs
 
 
-def scale():
-    """temo.py as on cc3m (RandAugment in the workers, colours on the card), on JPEGs like photographs: ResNet-50 and
-    ViT-B/16, N = 512 to 2,048, two encodings per example, bf16. With two cards, the first case also runs on both."""
-    views = flags_of(temo.RECIPES["cc3m"], *"""crop_min flip jitter randaugment_ops randaugment_magnitude eval_resize
-        text_length""".split())
-    chunks = ["--chunk-size", size(128, 4)]
-    cases = {"ResNet-50": (RESNET, 512, []),
-             "ViT-B/16": (VIT, 512, []), "ViT-B/16, chunks of 128": (VIT, 512, chunks),
-             "ViT-B/16, N = 2,048, chunks of 128": (VIT, 2048, chunks)}
-    cases["ViT-B/16, InfoNCE"] = (VIT, 512, ["--loss", "infonce"])
-    rng, results = np.random.default_rng(0), {"N": "512 where not said", "precision": "bf16"}
+# ------------------------------------------------------- rows --------------------------------------------------------
+def row_waits():
+    """Waits a step of the five scripts, idle part of the card; goal: no wait."""
+    return {script: watch(script) for script in MODULES}
+
+
+def row_gradient():
+    """Gradients of every loss on 1 and 2 ranks against one process, over NCCL with two cards (a CPU: gloo)."""
+    import test_distributed
+    worlds, results = (1, 2) if not CARD or torch.cuda.device_count() > 1 else (1,), {"2 ranks": "not run: one card"}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(test_distributed.compare, (folder, worlds, DEVICE.type), worlds[-1])
+        for world in worlds:
+            ranks = [read_json(f"{folder}/{world}_{rank}.json") for rank in range(world)]
+            results[f"{world} ranks"] = {f"{kind} (goal < {goal})": max(
+                max(v) for rank in ranks for k, v in rank.items() if k.endswith(kind))
+                for kind, goal in (("fp64", "1e-10"), ("fp32", "1e-5"))}
+    return results
+
+
+def row_bf16():
+    """Losses of 20 steps in bf16 against float32, largest relative difference; another float32 run shows the noise."""
+    results = {}
+    for script in MODULES:
+        runs = [train(script, "--no-tf32", "--max-steps", size(20, 2), "--mixed-precision", kind)[1]
+                for kind in ("no", "bf16", "no")]
+        results[script] = {"bf16": apart(runs[0], runs[1]), "fp32 again": apart(runs[0], runs[2])}
+    return results
+
+
+def row_towers():
+    """temo.py's views and JPEGs with ResNet-50 and ViT-B/16, bf16, N = 256, InfoNCE, against the same towers on
+    synthetic input: samples/s, goal >= 0.9."""
+    rng, results = np.random.default_rng(0), {}
 
     def jpeg(path, _):
         speed.write_jpeg(path, rng.integers(0, 255, (24, 42, 3), dtype=np.uint8), (500, 375))
     with tempfile.TemporaryDirectory() as folder:
         text, words = text_folder(Path(folder) / "text")
-        data = write_table(Path(folder) / "images", "image", jpeg, "jpg", (words * 6)[:size(2600, 40)])
-        usual = ["--dataset", data, "--no-pretrained", "--text-encoder", text, "--image-size", PIXELS, *views,
-                 "--mixed-precision", "bf16", "--workers", WORKERS]
-        commands = {name: ["--image-encoder", encoder, "--batch-size", size(n, 8), *more, *usual]
-                    for name, (encoder, n, more) in list(cases.items())[::size(1, 5)]}  # dry: the first and the last
-        results |= {name: watch("temo", *flags) for name, flags in commands.items()}
-        if not DRY and torch.cuda.device_count() < 2:
-            return results | {"ResNet-50, two ranks": "left out: one card"}
-        together(2, False, ["temo.py", *commands["ResNet-50"], *QUIET, *ON_CPU, "--save-every", 0, "--log-every", EVERY,
-                            "--max-steps", (ROWS - 2) * EVERY, "--output-dir", folder, "--run-name", "two"])
-        return results | {"ResNet-50, two ranks": pace(log_of(Path(folder) / "two"))}
+        data = write_table(Path(folder) / "images", "image", jpeg, "jpg", (words * 13)[:size(2600, 40)])
+        for tower in (RESNET, VIT):
+            n = size(256, 8)
+            found = watch("temo", "--dataset", data, "--image-encoder", tower, "--text-encoder", text,
+                          "--no-pretrained", "--image-size", PIXELS, "--batch-size", n, "--loss", "infonce",
+                          "--mixed-precision", "bf16", "--workers", WORKERS)
+            model = common.TwoTower(common.VisionEncoder(tower, 256, False, PIXELS),
+                                    common.TextEncoder(text, 256, False, 32)).to(DEVICE)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+            pixels = torch.randn(n, 3, PIXELS, PIXELS, device=DEVICE)
+            ids = torch.randint(1, 100, (n, 32), device=DEVICE)
+
+            def step():
+                with torch.autocast(DEVICE.type, torch.bfloat16):
+                    image, text, _ = model(pixels, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+                temo.multimodal_loss(image, text, 0.07).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            plain = n / measure({"step": step}, size(8, 1))["step"]["seconds"]
+            results[tower] = found | {"synthetic_samples_per_s": plain, "ratio": found["samples_per_s"] / plain}
+    return results
 
 
-def video():
-    """NCL and MAMA with CLIP's ViT-B/32 and text transformer, float32 with TF32, on mp4 of 10 seconds, 320 x 240: 12
-    frames per clip. NCL as on msrvtt, in chunks; MAMA without, since its look-ahead needs the whole batch."""
+def row_step():
+    """A step (encode, loss, AdamW) of ViT-B/16, bf16, N = 128. Goals: InfoNCE against the formula in plain torch and
+    open_clip's ClipLoss <= 1.03; TeMo against InfoNCE on the same four encodings <= 1.05; chunks of 32 <= 1.4."""
+    from accelerate import Accelerator
+    B, chunk, folder = size(128, 4), size(32, 2), tempfile.TemporaryDirectory()
+    model, inputs_of = two_towers(folder.name)
+    optimizer, accelerator = torch.optim.AdamW(model.parameters(), lr=1e-5), Accelerator(cpu=not CARD)
+    inputs = inputs_of(B, 2)                                                 # I and I~, T and T~
+
+    def encode(batch):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            tokens = {k: x.flatten(0, 1) for k, x in batch["tokens"].items()}
+            image, text, _ = model(batch["pixels"].flatten(0, 1), tokens)
+        views = batch["pixels"].shape[1]
+        return [x for y in (image, text) for x in y.unflatten(0, (-1, views)).unbind(1)]  # I [I~] T [T~], (b, D) each
+
+    def step(loss, views, chunk=0):
+        tokens = {k: x[:, :views] for k, x in inputs["tokens"].items()}
+        batch = {"pixels": inputs["pixels"][:, :views], "tokens": tokens}
+        chunks = common.Chunks(encode, model, accelerator, chunk)
+        chunks.backward(loss(*chunks.encode(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def plain(image, text):
+        logits = F.normalize(image.float(), dim=1) @ F.normalize(text.float(), dim=1).T / 0.07
+        own = torch.arange(len(logits), device=DEVICE)
+        return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+
+    def infonce(image, text):
+        return temo.multimodal_loss(image, text, 0.07)
+    variants = {"plain": (plain, 1), "infonce": (infonce, 1), "infonce, chunks": (infonce, 1, chunk),
+                "infonce of four": (lambda i, j, t, u: infonce(i, t) + infonce(j, u), 2),
+                "temo of four": (lambda i, j, t, u: temo.temo_loss(i, t, j, u, 0.5), 2)}
+    if find_spec("open_clip"):
+        from open_clip.loss import ClipLoss
+        variants["open_clip"] = (lambda i, t: ClipLoss()(F.normalize(i.float(), dim=1), F.normalize(t.float(), dim=1),
+                                                         1 / 0.07), 1)
+    found = measure({name: functools.partial(step, *what) for name, what in variants.items()}, size(8, 1))
+    pairs = [("infonce", "plain"), ("infonce", "open_clip"), ("temo of four", "infonce of four"),
+             ("infonce, chunks", "infonce")]
+    return found | {f"{a} / {b}": found[a]["seconds"] / found[b]["seconds"] if b in found else "not installed"
+                    for a, b in pairs}
+
+
+def row_views():
+    """ms of the views of 512 crops on the device, as in a run, plain and compiled."""
+    crops, results = torch.randint(0, 256, (size(512, 8), 3, PIXELS, PIXELS), dtype=torch.uint8), {}
+    how = SimpleNamespace(device=DEVICE, transform=common.EvalTransform(PIXELS, (0.5,) * 3, (0.5,) * 3))
+    view = common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
+    draws, crops = torch.rand(len(crops), view.DRAWS).to(DEVICE), crops.pin_memory() if CARD else crops
+    fused = torch.compile(view.photometric, dynamic=False, backend=size("inductor", "eager"))
+    functions = {name: functools.partial(common.Batches._finish, how, crops, function, draws)
+                 for name, function in (("plain", view.photometric), ("compiled", fused))}
+    for name, found in measure(functions, size(10, 1)).items():
+        results[name] = found | {"ms": 1000 * found["seconds"]}
+    return results
+
+
+def row_memory():
+    """FLOPs of an image's forward pass and the peak memory of a float32 step of ViT-B/16, N = 64, counted on meta
+    tensors; measured on a card, goal within 0.15."""
+    from torch.utils.flop_counter import FlopCounterMode
+    n, saved = 64, {}
+    with torch.device("meta"):
+        model = common.VisionEncoder("vit_base_patch16_224", 256, False, 224)
+        pixels = torch.randn(n, 3, 224, 224)
+
+    def note(x):
+        if not isinstance(x, torch.nn.Parameter):
+            saved[id(x.untyped_storage())] = x                               # kept alive, so an id is one storage
+        return x
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), FlopCounterMode(display=False) as flops:
+        model(pixels)
+    weights = sum(p.numel() for p in model.parameters())
+    activations = sum(x.untyped_storage().nbytes() for x in saved.values())
+    counted = (activations + 4 * weights) / 2**20                            # and the gradient
+    results = {"gflop_an_image_forward": flops.get_total_flops() / n / 1e9, "counted_mib": counted}
+    if CARD:
+        model = common.VisionEncoder("vit_base_patch16_224", 256, False, 224).to(DEVICE)
+        pixels = torch.randn(n, 3, 224, 224, device=DEVICE)
+        first = measure({"step": lambda: model(pixels)[0].sum().backward()}, 3)["step"]["peak_mib"]
+        results |= {"measured_mib": first, "measured / counted": first / counted}
+    return results
+
+
+def row_loss():
+    """TeMo's loss, InfoNCE and NT-Xent with gradients over N = 32,768 pairs, D = 256; goal: a peak <= 2048 MiB."""
+    return measure(speed.of_losses(size(32768, 64), 0, DEVICE), size(3, 1))
+
+
+def row_video():
+    """NCL with CLIP's ViT-B/32 on mp4 of 10 s, 12 frames a clip, bf16: clips/s trained, and decoded by one core."""
     import transformers
 
     from helpers import frame, write_video
@@ -366,222 +352,88 @@ def video():
         write_video(path, [frame((number + k) % 256, 240, 320) for k in range(size(250, 20))], fps=25)
     with tempfile.TemporaryDirectory() as folder:
         clip, words = text_folder(Path(folder) / "clip")
-        transformers.CLIPConfig(**config).save_pretrained(clip)  # beside the tokenizer
-        data = write_table(Path(folder) / "clips", "video", mp4, "mp4", words[:size(400, 40)])
-        usual = ["--dataset", data, "--image-encoder", clip, "--text-encoder", clip, "--no-pretrained", "--image-size",
-                 PIXELS, "--frames", size(12, 2), "--mixed-precision", "no", "--workers", WORKERS]
-        half = ["--batch-size", size(16, 4), "--meta-size", size(64, 8), "--meta-batch-size", size(16, 4)]
-        runs = {"ncl": ["--batch-size", size(128, 8), "--chunk-size", size(32, 4)], "mama": half}
-        return {script: watch(script, *usual, *flags) for script, flags in runs.items()}
+        transformers.CLIPConfig(**config).save_pretrained(clip)              # beside the tokenizer
+        data = write_table(Path(folder) / "clips", "video", mp4, "mp4", words[:size(200, 40)] * 2)
+        start = time.perf_counter()
+        for i in range(size(32, 4)):
+            common.read_frames(data.parent / f"{i}.mp4", 12)
+        decoded = size(32, 4) / (time.perf_counter() - start)
+        found = watch("ncl", "--dataset", data, "--image-encoder", clip, "--text-encoder", clip,
+                      "--no-pretrained", "--image-size", PIXELS, "--frames", size(12, 2), "--batch-size", size(128, 8),
+                      "--chunk-size", size(32, 4), "--mixed-precision", "bf16", "--workers", WORKERS)
+    return found | {"decoded_clips_per_s_a_core": decoded}
 
 
-def views():
-    """512 crops of 224 px are copied to the card, and get colours and normalisation, as in a run; and compiled."""
-    crops = torch.randint(0, 256, (size(512, 8), 3, PIXELS, PIXELS), dtype=torch.uint8)
-    kinds = {"cc3m, I~": common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, blur=0.5),
-             "SimCLR": common.Augment(PIXELS, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5),
-             "flip alone": common.Augment(PIXELS, 0.5, 0.5)}
-    how = SimpleNamespace(device=DEVICE, transform=common.EvalTransform(PIXELS, (0.5,) * 3, (0.5,) * 3))
-    draws = torch.rand(len(crops), common.Augment.DRAWS).to(DEVICE)
-    crops = crops if DRY else crops.pin_memory()
-    functions = {}
-    for name, view in kinds.items():
-        finish = functools.partial(common.Batches._finish, how, crops)
-        functions |= {name: functools.partial(finish, view.photometric, draws), f"{name}, compiled": functools.partial(
-            finish, torch.compile(view.photometric, dynamic=False), draws)}
-    return measure(functions, size(10, 1))
+def row_mama():
+    """A step of MAMA with its look-ahead (forward mode, second order, fast) against the plain step."""
+    return measure(speed.of_mama(size(64, 4), size(64, 4), size(224, 32), DEVICE), size(5, 1))
 
 
-def peers():
-    """A step (encode, loss, backward, AdamW) of InfoNCE and TeMo against one with open_clip's ClipLoss, on the same
-    towers and pixels on the device: ViT-B/16 at 224 px, bf16; and chunks against open_clip's --accum-freq."""
-    from accelerate import Accelerator
+def row_resume():
+    """temo.py in bf16, killed and resumed, against one never stopped; goal: the same weights."""
+    steps, kill, every = size((200, 90, 40), (6, 3, 2))
+    flags = [*TOY, *map(str, ["--max-steps", steps, "--save-every", every, "--log-every", 1, "--eval-every", 0,
+                              "--mixed-precision", "bf16"])]
 
-    B, chunk = size((128, 32), (4, 2))
+    def start(*words):
+        return subprocess.Popen([sys.executable, str(ROOT / "temo.py"), *map(str, words)], stdout=subprocess.DEVNULL)
     with tempfile.TemporaryDirectory() as folder:
-        text, _ = text_folder(folder)
-        model = common.TwoTower(common.VisionEncoder(VIT, 64, False, PIXELS),
-                                common.TextEncoder(text, 64, False, 32)).to(DEVICE)
-    optimizer, accelerator = torch.optim.AdamW(model.parameters(), lr=1e-5), Accelerator(cpu=DRY)
-    pixels = torch.randn(B, 2, 3, PIXELS, PIXELS, device=DEVICE)             # I and I~
-    tokens = {"input_ids": torch.randint(1, 100, (B, 2, 32), device=DEVICE),
-              "attention_mask": torch.ones(B, 2, 32, dtype=torch.long, device=DEVICE)}
-
-    def encode(inputs):
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            image, text, _ = model(inputs["pixels"].flatten(0, 1),
-                                   {k: x.flatten(0, 1) for k, x in inputs["tokens"].items()})
-        return *image.unflatten(0, (-1, inputs["pixels"].shape[1])).unbind(1), *text.unflatten(
-            0, (-1, inputs["pixels"].shape[1])).unbind(1)                    # I [I~] T [T~], (b, D) each
-
-    def step(loss, views, chunk=0):
-        inputs = {"pixels": pixels[:, :views], "tokens": {k: x[:, :views] for k, x in tokens.items()}}
-        chunks = common.Chunks(encode, model, accelerator, chunk)
-        chunks.backward(loss(*chunks.encode(inputs)))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def infonce(image, text):
-        return temo.multimodal_loss(image, text, 0.07)
-
-    def infonce_of_four(image, image_aug, text, text_aug):
-        return infonce(image, text) + infonce(image_aug, text_aug)
-
-    def temo_loss(image, image_aug, text, text_aug):
-        return temo.temo_loss(image, text, image_aug, text_aug, 0.5)
-
-    variants = {"infonce": (infonce, 1), "infonce, chunks": (infonce, 1, chunk),
-                "infonce, four encodings": (infonce_of_four, 2), "temo": (temo_loss, 2),
-                "temo, chunks": (temo_loss, 2, chunk)}
-    functions, results = {}, {"batch": B, "chunk": chunk, "precision": "bf16", "open_clip": "not installed"}
-    if find_spec("open_clip"):
-        import open_clip
-        from open_clip.loss import ClipLoss
-        results["open_clip"] = open_clip.__version__
-
-        def clip_loss(image, text):
-            return ClipLoss()(F.normalize(image.float(), dim=1), F.normalize(text.float(), dim=1), 1 / 0.07)
-
-        def accumulate():  # its train_one_epoch: features first, then a graph and all logits for each piece
-            pieces = [{"pixels": p, "tokens": {"input_ids": i, "attention_mask": m}} for p, i, m in zip(*(
-                x[:, :1].split(chunk) for x in (pixels, tokens["input_ids"], tokens["attention_mask"])))]
-            with torch.no_grad():
-                known = [encode(piece) for piece in pieces]
-            for k, piece in enumerate(pieces):
-                clip_loss(*map(torch.cat, zip(*known[:k], encode(piece), *known[k + 1:]))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        variants["open_clip ClipLoss"] = (clip_loss, 1)
-        functions["open_clip --accum-freq"] = accumulate
-    functions = {name: functools.partial(step, *what) for name, what in variants.items()} | functions
-    return results | measure(functions, size(8, 1))
+        runs = {name: Path(folder) / name for name in ("whole", "killed")}
+        start(*flags, "--output-dir", folder, "--run-name", "whole").wait()
+        process = start(*flags, "--output-dir", folder, "--run-name", "killed")
+        while process.poll() is None and not any(row["step"] >= kill for row in log_of(runs["killed"])):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        killed = process.wait() == -signal.SIGKILL
+        start("--resume", runs["killed"]).wait()
+        weights = [(run / "model.safetensors").read_bytes() for run in runs.values()]
+        return {"killed": killed, "bitwise equal": weights[0] == weights[1],
+                "losses, largest relative difference": apart(*map(log_of, runs.values()))}
 
 
-def measure(functions, rounds):
-    """Measures functions that take turns: {name: {seconds (median), ratio to the first, peak MiB, waits of the host for
-    the card}}. The first call is not counted. The peak is only measured on a card."""
-    peak, lacking = dict.fromkeys(functions, "not measured on a CPU"), "out of memory"
-
-    def watched(name):
-        if peak[name] == lacking:
-            return
-        if not DRY:
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        try:
-            functions[name]()
-            if not DRY:
-                torch.cuda.synchronize()
-                peak[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        except torch.OutOfMemoryError:
-            peak[name] = lacking
-            torch.cuda.empty_cache()
-
-    calls, base = {name: functools.partial(watched, name) for name in functions}, next(iter(functions))
-    waited = {}
-    for name, call in calls.items():
-        call()
-        with waits() as found:
-            call()
-        waited[name] = len(found)
-    t = speed.Times(calls, rounds, time.perf_counter)
-    return {name: lacking if p == lacking else {
-        "seconds": t.median(name), "ratio": None if peak[base] == lacking else t.ratio(name, base), "peak_mib": p,
-        "waits": waited[name]}
-        for name, p in peak.items()}
-
-
-# ------------------------------------------------------- losses and metrics ------------------------------------------
-def losses():
-    """TeMo's loss, InfoNCE, NT-Xent and open_clip's ClipLoss over N pairs, D = 256, with gradients: in row blocks of
-    the default size, in larger ones, and whole if that fits. Memory does not count the embeddings."""
-    results = {"open_clip": "installed" if find_spec("open_clip") else "not installed"}
-    for n in size((8192, 32768), (64,)):
-        blocks = {"blocks": 0, "blocks of 1024": size(1024, 16)} | ({"whole": n} if n < 10_000 else {})
-        functions = {}
-        for how, block in blocks.items():
-            of = speed.of_losses(n, block, DEVICE)
-            peer = {"open_clip ClipLoss": of.pop("clip_loss")} if "clip_loss" in of else {}
-            functions |= {f"{name}, {how}": loss for name, loss in of.items()}
-        results[f"N = {n}"] = measure(functions | peer, size(3, 1))
-    return results
-
-
-def evaluation():
-    """Seconds of evaluation metrics with tensors on the card, as in the scripts, and on the CPU; and whether both
-    agree."""
-    width, side = size((512, 4096), (8, 32))
-    metrics = {"ranks": common.retrieval_metrics,
-               "knn@10": functools.partial(common.knn_accuracy, k=10),
-               "sinkhorn": lambda a, b: {"b": ncl.sinkhorn_biases(a @ b.T, 0.01)[1].cpu().norm().item()}}
-    inputs = {"ranks": speed.captions_and_images(*size((25_010, 5_000), (60, 12)), width),
-              "knn@10": speed.known_and_asked(*size((50_000, 10_000), (200, 40)), width),
-              "sinkhorn": (speed.unit_rows(side, width), speed.unit_rows(side, width))}
-    results = {"cpu_threads": torch.get_num_threads()}
-    for name, function in metrics.items():
-        there = [x.to(DEVICE) for x in inputs[name]]
-        both = {"cpu": functools.partial(function, *inputs[name]), "card": functools.partial(function, *there)}
-        values = {where: f() for where, f in both.items()}
-        apart = max(abs(values["cpu"][k] - values["card"][k]) for k in values["cpu"])
-        results[name] = measure(both, size(3, 1)) | {"largest difference": apart}
-    return results
-
-
-def claims():
-    """The gpu suite of claims.py. If it is cut off, start it again: the step is done when no run is left."""
-    fashion = Path(os.environ.get("FASHION", "clothes")).resolve()
-    names = [name for name in suite.CLAIMS if fashion.is_dir() or not name.startswith("ts-")]
-    note = {} if fashion.is_dir() else {"left out": f"ts-*: no folder {fashion} (FASHION)"}
-    if DRY:
-        suite.RESULTS = Path(tempfile.mkdtemp())
-        toy = "--clips 48 16 16 --batch-size 16 --max-steps 2 --cpu --image-size 16 --frames 2".split()
-        words = suite.runs_of("ncl-training", "gpu", 1, 1)[0]["NCL"][0][0] + toy
-        record = suite.run(words, {})
-        if record is None:
-            raise SystemExit("claims: the run failed; see above")
-        return note | {"record": record}
-    what = ["--suite", "gpu", "--claims", *names, "--fashion", str(fashion), "--jobs", "3"]
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "claims.py"), *what])
-    if done.returncode:
-        raise SystemExit("claims: runs failed; see above")
-    return note | {"results": "benchmarks/results/claims_gpu.json"}
-
-
-# ------------------------------------------------------- one step ----------------------------------------------------
-STEPS = {f.__name__: f for f in (nccl, precision, compiled, fp16, scale, video, views, peers, losses, evaluation,
-                                 claims)}
-
-
-def card():
-    """The cards of this machine, for the record."""
-    if DRY:
-        return "none: a dry run"
-    cards = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
-    return [f"{c.name}, {c.total_memory / 2**30:.0f} GiB, compute capability {c.major}.{c.minor}" for c in cards]
+# name: (function, seconds that it may take, whether it runs without a card)
+ROWS = {"waits": (row_waits, 150, False), "gradient": (row_gradient, 120, True), "bf16": (row_bf16, 150, False),
+        "towers": (row_towers, 120, False), "step": (row_step, 90, False), "memory": (row_memory, 60, True),
+        "loss": (row_loss, 60, False), "video": (row_video, 120, False), "mama": (row_mama, 60, False),
+        "views": (row_views, 60, False), "resume": (row_resume, 120, False)}
 
 
 def main(argv=None):
-    """Run a step and write its file."""
+    """Runs the rows, each in a process of its own, and writes the results after each."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("step", choices=STEPS, help="which")
-    p.add_argument("--dry", action="store_true", help="run on the CPU at toy size; its numbers are no results")
-    p.add_argument("--results", default="", help="folder of the file; default benchmarks/results/gpu")
+    p.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
+    p.add_argument("--toy", action="store_true", help="every row on a CPU at toy size; its numbers are no results")
+    p.add_argument("--out", type=Path, default=RESULTS / "gpu", help="the files, without their endings")
+    p.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # the child: one row, its result to --out
     args = p.parse_args(argv)
-    if args.dry != DRY:
-        raise SystemExit("--dry: give it on the command line, since it must hide the cards before torch is imported")
-    if not DRY and not torch.cuda.is_available():
-        raise SystemExit("no GPU here; --dry tries the steps on the CPU")
-    folder = Path(args.results or size(ROOT / "benchmarks" / "results" / "gpu", tempfile.mkdtemp()))
-    started = time.time()
-    record = {"command": f"bash benchmarks/gpu.sh {'--dry ' * DRY}{args.step}", "commit": commit(),
-              "date": str(datetime.date.today()), "cards": card(), "cuda": torch.version.cuda,
-              "versions": versions().split("\n")[:9]}
-    result = STEPS[args.step]()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{args.step}.json", record | {"seconds": time.time() - started, "results": result})
-    print(f"{args.step}: {time.time() - started:.0f} s, {folder / args.step}.json", flush=True)
+    if args.here:
+        write_json(args.out, ROWS[args.only[0]][0]())
+        return
+    results = read_json(args.out.with_suffix(".json"), {})
+    for name in args.only:
+        function, limit, arithmetic = ROWS[name]
+        found, started = {"not run": "no card"}, time.time()
+        if CARD or arithmetic or args.toy:
+            with tempfile.TemporaryDirectory() as folder:
+                words = [sys.executable, "-m", "benchmarks.gpu", "--here", "--only", name, "--out", f"{folder}/r"]
+                toy = {"CUDA_VISIBLE_DEVICES": ""} if args.toy else {}
+                path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+                limit = ["timeout", "-k", "10", str(limit if CARD else 600)]
+                done = subprocess.run(limit + words, cwd=ROOT, env=os.environ | toy | path, stderr=subprocess.PIPE,
+                                      stdout=subprocess.DEVNULL, text=True)
+                last = (done.stderr.strip().splitlines() or ["no words"])[-1]
+                failed = "too long" if done.returncode == 124 else f"exit {done.returncode}: {last}"
+                found = read_json(f"{folder}/r", {"failed": failed})
+        results[name] = {
+            "what": " ".join(function.__doc__.split()), "command": f"python -m benchmarks.gpu --only {name}",
+            "commit": commit(), "date": str(datetime.date.today()), "machine": machine(),
+            "versions": versions().split("\n")[:9], "seconds": time.time() - started, "results": found}
+        print(f"{name}: {time.time() - started:.0f} s, {json.dumps(found)}", flush=True)
+        write_json(args.out.with_suffix(".json"), results)
+        rows = [[name, key, f"{value:.4g}" if isinstance(value, float) else str(value)]
+                for name, of in results.items() for key, value in flatten(of["results"]).items()]
+        args.out.with_suffix(".md").write_text("\n".join([*markdown(["row", "what", "value"], rows), ""]))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    main()

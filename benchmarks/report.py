@@ -1,14 +1,15 @@
 """Puts the tables of benchmarks/results/ into docs/results.md, so that no number of a table is typed by hand.
 
-    python benchmarks/report.py            # fills the page
-    python benchmarks/report.py --check    # exit code 1 if page and files differ; a test calls it
+    python -m benchmarks.report            # fills the page
+    python -m benchmarks.report --check    # exit code 1 if page and files differ; a test calls it
 
 A block of the page begins with `<!-- results: NAME -->` and ends with `<!-- /results -->`. Between them is the first
-table of benchmarks/results/NAME.md, which the benchmarks write beside NAME.json.
+table of benchmarks/results/NAME.md.
 """
 
 import argparse
 import re
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,10 +19,8 @@ BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- /results -->)", re.DOTA
 
 def first_table(name):
     """The first table of a results file: consecutive lines that begin with |."""
-    lines = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf8").splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("|"))
-    end = next((i for i, line in enumerate(lines) if i > start and not line.startswith("|")), len(lines))
-    return "".join(f"{line}\n" for line in lines[start:end])
+    lines = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf8").splitlines(keepends=True)
+    return "".join(takewhile(lambda line: line[0] == "|", dropwhile(lambda line: line[0] != "|", lines)))
 
 
 def filled(text):
@@ -33,14 +32,10 @@ def main(argv=None):
     """Fills the page, or with --check only tells whether it agrees with the files."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table differs")
-    args = p.parse_args(argv)
-    now = PAGE.read_text(encoding="utf8")
-    wanted = filled(now)
-    if args.check and now != wanted:
-        raise SystemExit("docs/results.md: a table differs from benchmarks/results; run python benchmarks/report.py "
-                         "to update it")
-    if now != wanted:
-        PAGE.write_text(wanted, encoding="utf8")
+    check, now = p.parse_args(argv).check, PAGE.read_text(encoding="utf8")
+    if check and now != filled(now):
+        raise SystemExit("docs/results.md: a table differs from benchmarks/results; run python -m benchmarks.report")
+    PAGE.write_text(filled(now), encoding="utf8")
 
 
 if __name__ == "__main__":

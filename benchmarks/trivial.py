@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import temo
-from benchmarks.claims import RESULTS, machine, markdown
+from benchmarks.compare import RESULTS, machine, markdown
 
 
 def raw_pixels(images):

@@ -1,0 +1,336 @@
+"""Compares commands of any scripts, forks too, on any data: paired differences to the first, in words.
+
+    python -m benchmarks.compare "temo.py --loss infonce" temo.py mine.py --dataset captions.csv --seeds 3
+    python -m benchmarks.compare "ncl.py --loss infonce" ncl.py --tune tau=0.05,0.1,0.2 --dataset moving-emoji --jobs 2
+    python -m benchmarks.compare temo.py mine.py --vary split-seed --metric image_to_text/R@1 --dataset photos
+
+Each positional argument is one quoted command; every flag that is not listed here is appended to each. All run with
+the seeds 0, 1, ... (--vary: with these values of another flag), so differences are taken pair by pair. With --tune each
+command first runs with each of the values, on a seed that no pair has; val chooses, test is compared. Name one metric
+before. An interval is Student's t over all pairs; where several commands are compared, Holm's correction decides.
+
+A finished run is one small file below OUT/runs, so that the same words go on where they stopped; an edited script is
+run again. Writes OUT/comparison.json, .md and .png.
+"""
+
+import argparse
+import concurrent.futures
+import datetime
+import hashlib
+import itertools
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+from contrastive.engine.log import versions
+from contrastive.engine.processes import flatten, read_json, write_json
+from contrastive.engine.ranges import count
+from contrastive.figures.base import figure, save_figure
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
+TUNING_SEED = 1000
+NARROW = 1.5  # points: an interval that holds 0 and has at most this half width counts as "no difference"
+LESS_IS_BETTER = ("MdR", "MnR", "modality_gap", "error")
+
+
+# ------------------------------------------------------- statistics --------------------------------------------------
+def within(t, degrees):
+    """P(|T| <= t) of Student's t with so many degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    cosine, odd, total = math.cos(angle), degrees % 2, 0.0
+    term = cosine if odd else 1.0
+    for k in range(odd, degrees - 1, 2):
+        total += term
+        term *= cosine**2 * (k + 1) / (k + 2)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def quantile(p, degrees):
+    """The t with P(|T| <= t) = p."""
+    low, high = 0.0, 1e4
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle, degrees) < p else (low, middle)
+    return low
+
+
+def interval(differences):
+    """(mean, half width of its 95 % interval by Student's t) of paired differences; infinite for one pair."""
+    n = len(differences)
+    if n < 2:
+        return statistics.mean(differences), math.inf
+    return statistics.mean(differences), quantile(0.95, n - 1) * statistics.stdev(differences) / math.sqrt(n)
+
+
+def paired(these, those, sign=1):
+    """The comparison of two {seed: value} over the seeds that both have.
+
+    sign: -1 if less is better.   Returns: a dict of seeds, differences (these - those), mean, half (of the interval),
+    smallest_effect (seen with 80 % power at a two-sided 5 %, given the spread of all pairs), p (two-sided) and sign."""
+    seeds = sorted(these.keys() & those.keys())
+    differences = [these[k] - those[k] for k in seeds]
+    mean, half = interval(differences)
+    error = statistics.stdev(differences) / math.sqrt(len(seeds)) if len(seeds) > 1 else math.inf
+    degrees = max(1, len(seeds) - 1)
+    p = 1 - within(mean / error, degrees) if error else float(mean == 0)
+    smallest = (quantile(0.95, degrees) + quantile(0.6, degrees)) * error                # t of 97.5 and of 80 %
+    return {"seeds": seeds, "differences": differences, "mean": mean, "half": half, "smallest_effect": smallest, "p": p,
+            "sign": sign}
+
+
+def decide(lines, narrow=NARROW):
+    """Adds to lines of `paired` that are read together their p by Holm, and the verdict."""
+    at_least = 0.0
+    for k, line in enumerate(sorted(lines, key=lambda line: line["p"])):
+        at_least = max(at_least, min(1.0, (len(lines) - k) * line["p"]))
+        line["p_holm"] = at_least
+        if at_least < 0.05:
+            line["verdict"] = "better" if line["sign"] * line["mean"] > 0 else "worse"
+        elif line["half"] <= narrow and abs(line["mean"]) <= line["half"]:
+            line["verdict"] = f"no difference above {abs(line['mean']) + line['half']:.1f}"
+        else:
+            line["verdict"] = "not decidable"
+
+
+def sign_of(metric):
+    """-1 if less is better, else 1."""
+    return -1 if set(metric.split("/")) & {*LESS_IS_BETTER} else 1
+
+
+# ------------------------------------------------------- runs --------------------------------------------------------
+class Arm(NamedTuple):
+    """What is compared: trials, of which val chooses one by `metric`; `read` is the metric on test, times scale."""
+    metric: str
+    trials: list  # of [script, *flags]
+    read: str
+    scale: float = 1
+
+
+def number(record, split, metric):
+    """A metric of the first data set of a record; ends the program if it is not there."""
+    found = flatten(next(iter(record[split].values()), {}))
+    if metric not in found:
+        raise SystemExit(f"{metric}: not in the {split} results of `{record['command']}`, which has "
+                         f"{', '.join(k for k, v in found.items() if isinstance(v, (int, float))) or 'none'}")
+    return found[metric]
+
+
+class Runs:
+    """Finished runs, one small file each in `folder`.
+
+    vary: the flag whose values are the pairs.   places: {name: path} for braces in flags, such as {fashion}.
+    by_source: a run of a script that was edited since does not count.   tuning: seeds on which trials are compared.
+    one_thread: also if there are no several jobs."""
+
+    def __init__(self, folder, vary="seed", jobs=1, places=None, by_source=False, tuning=(TUNING_SEED,),
+                 one_thread=False):
+        self.folder, self.vary, self.jobs, self.places = Path(folder), vary, jobs, places
+        self.by_source, self.tuning, self.one_thread = by_source, tuning, one_thread or jobs > 1
+
+    def words(self, trial, seed):
+        """The command of a trial with a seed."""
+        return [trial[0], f"--{self.vary}", str(seed), *trial[1:]]
+
+    def file(self, words):
+        """SCRIPT-HASH.json of a command. Names are of the time when OMP_NUM_THREADS=1 was a flag."""
+        key = " ".join([*words[:3], "--threads", "1", *words[3:]])
+        key += Path(words[0]).read_text(encoding="utf8") if self.by_source else ""
+        return self.folder / f"{Path(words[0]).stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+    def record(self, trial, seed):
+        """What a run left; None before it has ended well."""
+        return read_json(self.file(self.words(trial, seed)), {}) or None
+
+    def best(self, arm):
+        """The index of the trial with the best val metric, over the tuning seeds; 0 if there is one; None before all
+        have run."""
+        records = [[self.record(trial, seed) for seed in self.tuning] for trial in arm.trials]
+        if len(records) == 1:
+            return 0
+        if not all(map(all, records)):
+            return None
+        means = [statistics.mean(number(r, "val", arm.metric) for r in of) for of in records]
+        return means.index(max(means) if sign_of(arm.metric) > 0 else min(means))
+
+    def left(self, arms, pairs):
+        """(commands without a file that can run now, number of those that follow once their arms are tuned)."""
+        best = [self.best(arm) for arm in arms]
+        now = [self.words(trial, seed) for arm in arms if len(arm.trials) > 1 for trial in arm.trials
+               for seed in self.tuning]
+        now += [self.words(arm.trials[b], seed) for seed in pairs for arm, b in zip(arms, best) if b is not None]
+        missing = {str(self.file(words)): words for words in now if not self.file(words).exists()}
+        return list(missing.values()), len(pairs) * best.count(None)
+
+    def measure(self, arm, pairs):
+        """An arm's chosen trial and its numbers on val and test; None before it is tuned and has run."""
+        best = self.best(arm)
+        records = {} if best is None else {k: r for k in pairs if (r := self.record(arm.trials[best], k))}
+        if not records:
+            return None
+        tuning = {" ".join(trial): statistics.mean(number(self.record(trial, seed), "val", arm.metric)
+                                                   for seed in self.tuning)
+                  for trial in arm.trials if len(arm.trials) > 1}
+        return {"flags": " ".join(arm.trials[best]), "tuning": tuning, "metric": arm.read,
+                "test": {k: arm.scale * number(r, "test", arm.read) for k, r in records.items()},
+                "val": {k: number(r, "val", arm.metric) for k, r in records.items()},
+                "steps": next(iter(records.values()))["steps"], "wall_s": [r["wall_s"] for r in records.values()],
+                **{f"{what}s": sorted({r[what] for r in records.values()}) for what in ("commit", "machine")}}
+
+    def run(self, words):
+        """Runs a command and keeps what it measured. Returns its record, None if it failed."""
+        with tempfile.TemporaryDirectory() as folder:
+            flags = [word.format(**self.places) if self.places else word for word in words[1:]]
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for forks elsewhere
+            threads = {"OMP_NUM_THREADS": "1"} if self.one_thread else {}
+            done = subprocess.run([sys.executable, words[0], *flags, "--output-dir", folder, "--run-name", "r"],
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                                  env=os.environ | {"PYTHONPATH": path} | threads)
+            summary = read_json(Path(folder) / "r" / "summary.json", {})
+        if done.returncode or not summary:
+            last = (done.stderr.strip().splitlines() or ["no words"])[-1]
+            print(f"failed ({done.returncode}): {' '.join(words)}\n  {last}", flush=True)
+            return None
+        record = {"command": f"{'OMP_NUM_THREADS=1 ' if threads else ''}python {' '.join(words)}",
+                  "commit": summary["commit"],
+                  "date": str(datetime.date.today()), "machine": machine(), "versions": versions().split("\n")[:9],
+                  **{k: summary[k] for k in KEPT}}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.file(words), record)
+        return record
+
+    def run_all(self, left):
+        """Runs what left() returns, several at a time, until only failed ones are left: the set of these."""
+        failed, walls = set(), []
+        with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
+            while now := [words for words in left()[0] if str(words) not in failed]:
+                later = left()[1]
+                for k, (words, record) in enumerate(zip(now, pool.map(self.run, now)), 1):
+                    if record is None:
+                        failed.add(str(words))
+                        continue
+                    walls.append(record["wall_s"])
+                    runs = len(now) - k + later
+                    hours = runs * statistics.mean(walls) / 3600 / self.jobs
+                    print(f"{walls[-1]:6.0f} s  {' '.join(words)}; {runs} runs left, {hours:.1f} h", flush=True)
+        return failed
+
+
+def machine():
+    """Processor, cores and GPU, for the record."""
+    info, names = Path("/proc/cpuinfo"), []
+    if info.exists():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{next(iter(names), platform.machine())}, {os.cpu_count()} cores, {gpu}"
+
+
+# ------------------------------------------------------- tables ------------------------------------------------------
+def markdown(heads, rows):
+    """The lines of a markdown table."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in (heads, *rows))
+    return [head, "|---" * len(heads) + "|", *body]
+
+
+def origin(arms):
+    """The line that names the commits and machines of measured arms."""
+    commits, machines = (sorted({x for arm in arms for x in arm[k]}) for k in ("commits", "machines"))
+    return f"Commits {', '.join(commits)}; {'; '.join(machines)}."
+
+
+def draw(lines, title, unit, path):
+    """{what: line of `paired`}: the pairs' differences as points, their mean and 95 % interval."""
+    fig, (axis,) = figure(1, width=8, height=1.6 + 0.55 * len(lines))
+    for y, line in enumerate(lines.values()):
+        half = line["half"] if math.isfinite(line["half"]) else 0
+        axis.errorbar(line["mean"], y, xerr=half, fmt="s", color="black", capsize=4)
+        axis.plot(line["differences"], [y + 0.2] * len(line["differences"]), "o", alpha=0.6)
+    axis.axvline(0, color="grey", linewidth=1)
+    fig.suptitle(textwrap.fill(title, 80))
+    axis.set(ylim=(-0.5, len(lines) - 0.3), xlabel=f"{unit}; dots: pairs; square and bar: mean, 95 %")
+    axis.set_yticks(range(len(lines)), [f"{what}\n{line['verdict']}" for what, line in lines.items()])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(fig, path)
+
+
+def parse_args(argv=None):
+    """Our flags, and in `shared` those of every command."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    p.add_argument("commands", nargs="+", help="quoted: 'temo.py --loss infonce'; differences are to the first")
+    p.add_argument("--seeds", type=count, default=3, help="pairs of runs")
+    p.add_argument("--tune", action="append", default=[], metavar="FLAG=A,B", help="values tried on val for all alike")
+    p.add_argument("--vary", default="seed", metavar="FLAG", help="pairs have the values 0, 1, ... of this flag")
+    p.add_argument("--metric", default="text_to_image/R@1", help="of the first data set; it chooses trials and decides")
+    p.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of files and runs")
+    p.add_argument("--jobs", type=count, default=1, help="runs side by side; with several, each has one thread")
+    args, args.shared = p.parse_known_args(argv)
+    args.vary = args.vary.lstrip("-")
+    tuned = [t.partition("=")[::2] for t in args.tune]
+    args.grid = list(itertools.product(*([f"--{flag.lstrip('-')}={v}" for v in vs.split(",")] for flag, vs in tuned)))
+    ours = {f"--{flag.lstrip('-')}" for flag in (args.vary, *(flag for flag, _ in tuned))}
+    for command in args.commands:
+        words = [w.partition("=")[0] for w in shlex.split(command) + args.shared]
+        if twice := ours & {*words}:
+            p.error(f"{command}: {twice.pop()} is set by --vary or --tune, so it stands in no command")
+        if not Path(words[0]).is_file():
+            p.error(f"{words[0]}: no such script; commands come first, each quoted")
+    if len({*args.commands}) < len(args.commands):
+        p.error("two commands are the same")
+    return args
+
+
+def write(args, measured):
+    """Prints and writes {command: what `measure` gave}, each against the first."""
+    first, *others = args.commands
+    sign, name = sign_of(args.metric), args.out / "comparison"
+    lines = {c: paired(measured[c]["test"], measured[first]["test"], sign) for c in others}
+    decide(lines.values(), NARROW if sign > 0 else 0)                        # points; other metrics have other units
+    rows = []
+    for command, arm in measured.items():
+        row = [f"`{arm['flags']}`", f"{statistics.mean(arm['test'].values()):.2f}"]
+        line = lines.get(command)
+        rows.append(row + ([str(len(line["seeds"])), f"{line['mean']:+.2f} ± {line['half']:.2f}",
+                            f"{line['p_holm']:.3f}", f"{line['smallest_effect']:.2f}", line["verdict"]]
+                           if line else [str(len(arm["test"])), "", "", "", ""]))
+    heads = ["command", f"{args.metric} on test", "pairs", "difference to the first, 95 % interval", "p by Holm",
+             "smallest effect these pairs can show", "verdict"]
+    table = "\n".join(markdown(heads, rows))
+    name.with_suffix(".md").write_text(f"{table}\n\n{origin(measured.values())}\n", encoding="utf8")
+    write_json(name.with_suffix(".json"), {"metric": args.metric, "arms": measured, "against": {first: lines}})
+    draw(lines, f"difference to {first}", args.metric, name.with_suffix(".png"))
+    print(f"\n{table}\n\n{name}.md, .json, .png")
+
+
+def main(argv=None):
+    """Tunes, runs what is missing, and compares."""
+    args = parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    runs, pairs = Runs(args.out / "runs", args.vary, args.jobs, by_source=True), range(args.seeds)
+    arms = {c: Arm(args.metric, [[*shlex.split(c), *args.shared, *values] for values in args.grid], args.metric)
+            for c in args.commands}
+    if first := runs.left(list(arms.values()), pairs)[0][:1]:
+        if record := runs.run(*first):
+            number(record, "test", args.metric)                              # ends here if it is not measured
+    failed = runs.run_all(lambda: runs.left(list(arms.values()), pairs))
+    measured = {c: runs.measure(arm, pairs) for c, arm in arms.items()}
+    if None in measured.values():
+        raise SystemExit("runs failed, so there is nothing to compare; see above")
+    write(args, measured)
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed; see above")
+
+
+if __name__ == "__main__":
+    main()
