@@ -101,7 +101,7 @@ def main(folder):
 if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp(prefix="contrastive-mutants-"))
     os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=f"{folder}/hub", HF_DATASETS_CACHE=f"{folder}/hub/datasets",
-                      OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", MPLCONFIGDIR=f"{folder}/matplotlib")
+                      OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     import datasets  # noqa: F401
     import matplotlib.pyplot  # noqa: F401

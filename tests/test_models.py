@@ -146,6 +146,12 @@ def test_transformers_text_encoder(tmp_path, tokenizer, kind, pooling):
     assert torch.allclose(encoder(**tokens), encoder.projection(expected), atol=1e-5)
 
 
+def test_padding_changes_no_text_of_the_small_encoder(tokenizer):
+    encoder = common.TextEncoder("small", 16, vocabulary=len(tokenizer.tokenizer)).eval()
+    alone, padded = (encoder(**tokenizer(texts))[0] for texts in (["red"], ["red", "a blue bird on a tree"]))
+    assert torch.allclose(alone, padded, atol=1e-5)
+
+
 def test_clip_by_name_keeps_its_own_space(tmp_path, tokenizer):
     reference = tiny_clip(tmp_path, tokenizer)
     spec = SPEC | dict(image_encoder=str(tmp_path), text_encoder=str(tmp_path), image_stats="encoder")
