@@ -554,10 +554,11 @@ def test_batches_started_at_step_k_go_on_as_if_never_stopped(kind, files, emoji)
     assert not any(same(a, b) for a, b in zip(whole, batches_of(data, size, last=last, seed=4)))
 
 
+@pytest.mark.parametrize("view", [common.Augment(16, 0.2), common.Augment(16, 1, 0, 1, 0.8)], ids=["crop", "light"])
 @pytest.mark.parametrize("kind", ["files", "memory"])
-def test_crops_of_another_seed_epoch_or_view_are_others(kind, files, emoji):
+def test_views_of_another_seed_epoch_or_place_are_others(kind, view, files, emoji):
     data = common.load_data(str(files / "captions.csv"), "train") if kind == "files" else emoji["val"]
-    views, size, found = [common.Augment(16, 0.2)] * 2, len(data) // 2, defaultdict(list)
+    views, size, found = [view] * 2, len(data) // 2, defaultdict(list)
     for seed in (3, 4):
         for batch in common.Batches(data, views, TRANSFORM, size, seed, 0, 4, CPU, max_bad_fraction=1.0):
             for place, pair in zip(batch["index"], zip(*batch["views"], strict=True)):

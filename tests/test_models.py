@@ -101,6 +101,12 @@ def test_transformers_text_encoder(tiny, tokenizer, kind, pooling):
     assert torch.allclose(encoder(**tokens), encoder.projection(expected), atol=1e-5)
 
 
+def test_padding_changes_no_text_of_the_small_encoder(tokenizer):
+    encoder = common.TextEncoder("small", 16, vocabulary=len(tokenizer.tokenizer)).eval()
+    alone, padded = (encoder(**tokenizer(texts))[0] for texts in (["red"], ["red", "a blue bird on a tree"]))
+    assert torch.allclose(alone, padded, atol=1e-5)
+
+
 def test_clip_keeps_its_own_space(tiny, tokenizer):
     folder, reference = tiny("clip")
     spec = SPEC | dict(image_encoder=folder, text_encoder=folder, image_stats="encoder")
