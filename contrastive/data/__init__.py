@@ -40,10 +40,10 @@ MOST_HELD_OUT = 5000  # at most so many of them are evaluated
 
 
 # ---- names ----
-def at_revision(word):
-    """(name, commit of the hub or "") of NAME or NAME@REVISION; a path that exists is a name as it stands."""
-    name, _, revision = (word, "", "") if Path(word).expanduser().exists() else word.partition("@")
-    return name, revision
+def parted(word, sign):
+    """(name, rest) of NAME=DIR or NAME@COMMIT, rest "" if there is none; a path that exists is a name as it stands."""
+    name, _, rest = (word, "", "") if Path(word).expanduser().exists() else word.partition(sign)
+    return name, rest
 
 
 def find_set(name):
@@ -53,7 +53,7 @@ def find_set(name):
 
 def facts_of(word):
     """What its family's file says of a data set by name, perhaps at a revision; {} of own data."""
-    name, _ = at_revision(word)
+    name, _ = parted(word, "@")
     return find_set(name).SETS[name] if name in MODULES else {}
 
 
@@ -83,33 +83,30 @@ def load_data(name, split, **options):
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
-    name, revision = at_revision(name)
+    name, revision = parted(name, "@")
     own, facts, options = options_of(name), facts_of(name), options | ({"revision": revision} if revision else {})
     local = options.get("data_dir") or not (facts.get("repo") or facts.get("base"))
     if options.get("revision") and (local if facts else Path(name).expanduser().exists()):
         raise UserError(f"--dataset {name}@{options['revision']}: only what is read from the hub has a revision")
-    later = ("join_captions", "unfold_captions", "extra_captions", "caption_relevancy")
-    join, unfold, extra, relevancy = (options.pop(k, None) for k in later)
+    join, unfold, extra, relevancy = (options.pop(k, None) for k in (
+        "join_captions", "unfold_captions", "extra_captions", "caption_relevancy"))
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v or k in own and v is not None}
-    data = _named(name, split, tuple(sorted(options.items()))) if facts else _own(name, tuple(sorted(options.items())))
-    if not facts and split not in data:
-        kind = UserError if split == "train" else EmptySplit
-        raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(data)}")
-    data, train = data if facts else data[split], split == "train"
-    if train and options.get("streaming") and not (data.streamed and not (join or unfold or extra)):
+    data = (_named if facts else _own)(name, split, tuple(sorted(options.items())))
+    if options.get("feature_dir") and data.sources is not None:
+        data = _of_whole_files(data)
+    if split == "train" and options.get("streaming") and (not data.streamed or join or unfold or extra):
         raise UserError(f"--streaming: needs tars ({name}), without --unfold-captions, --join-captions and "
                         "--extra-captions")
-    if options.get("feature_dir"):
-        data = _of_whole_files(data)
     if join:
         data = with_column(data, "captions", [[" ".join(of_row)] for of_row in data.column("captions")])
-    if train and relevancy:
-        if data.sentences is None or unfold or extra:
-            raise UserError("--caption-relevancy: draws sentences of epic-kitchens-100, without --unfold-captions and "
-                            "--extra-captions")
-        data = dataclasses.replace(data, caption_relevancy=relevancy)
-    data = add_captions(data, extra) if train and extra else data
-    return data.unfold() if train and unfold else data
+    if split != "train":
+        return data
+    if relevancy and (data.sentences is None or unfold or extra):
+        raise UserError("--caption-relevancy: draws sentences of epic-kitchens-100, without --unfold-captions and "
+                        "--extra-captions")
+    data = dataclasses.replace(data, caption_relevancy=relevancy) if relevancy else data
+    data = add_captions(data, extra) if extra else data
+    return data.unfold() if unfold else data
 
 
 @functools.lru_cache(maxsize=32)
@@ -119,24 +116,33 @@ def _named(name, split, options):
     options, facts = dict(options), facts_of(name)
     held = options.pop("hold_out_val", False) and set(facts["splits"]) == {"train", "test"} and split != "test"
     if split not in facts["splits"] and not held:
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['splits'])} (--hold-out-val takes val "
-                        "out of the train split of a set without one)")
+        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}; --hold-out-val takes one "
+                        "out of the train split of a set without val")
     data = find_set(name).load(name, "train" if held else split, options)
     expected, part = facts["splits"][data.split], facts.get("about", 0)
     counts = [n for n in (expected, facts.get("also", {}).get(data.split)) if n]
     if counts and not data.streamed and "drawn" not in facts and all(abs(len(data) - n) > part * n for n in counts):
-        data = with_note(data, f"WARNING: {len(data):,} examples, {expected:,} expected: numbers are not comparable "
-                               "with the papers'")
+        data = with_note(data, f"WARNING: {len(data):,} examples, {expected:,} are expected: the numbers are not "
+                               "comparable with the papers'")
     return hold_out({"train": data, "test": ()})[split] if held else data
 
 
+def _own(name, split, options):
+    """One split of the user's own data."""
+    splits = _own_splits(name, options)
+    there = [s for s in splits if splits[s].examples]
+    if split not in there:
+        kind = UserError if split == "train" else EmptySplit
+        raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(there)}")
+    return splits[split]
+
+
 @functools.lru_cache(maxsize=8)
-def _own(name, options):
-    """{split: Data} of the user's own data, of the splits that have examples."""
+def _own_splits(name, options):
     if not Path(name).expanduser().exists() and name.count("/") != 1:
         raise UserError(f"--dataset {name}: no such file or folder, no hub id (org/name), and no known set: "
                         + ", ".join(MODULES))
-    return {split: data for split, data in hold_out(own_data(name, dict(options))).items() if data.examples}
+    return hold_out(own_data(name, dict(options)))
 
 
 def _of_whole_files(data):
@@ -199,12 +205,6 @@ def other_options(flags, name, folder=""):
     return places | {k: flags.get(k) for k in (*same, *own)}
 
 
-def _name_and_folder(word):
-    """NAME or NAME=DIR of a flag -> (name, folder or ""); a path that exists is a name as it stands."""
-    name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
-    return name, folder
-
-
 def open_data(args):
     """(training split, {name: {val, test}}) as the flags say. It runs before any process group, so errors come fast.
 
@@ -212,8 +212,7 @@ def open_data(args):
     train, evals = load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
     if args.eval_every and not any("val" in splits for splits in evals.values()):
         raise UserError(f"--eval-every {args.eval_every}: {', '.join(evals)} without a val split, which it would "
-                        "evaluate; --hold-out-val takes one out of the training images of a set by name, --eval-every "
-                        "0 evaluates only at the end")
+                        "evaluate; --hold-out-val takes one out of train, --eval-every 0 evaluates only at the end")
     for word in args.extra_pairs:
         train = add_pairs(train, word, args, evals)
     return train, evals
@@ -223,18 +222,17 @@ def evaluation_sets(args):
     """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR."""
     evals = {}
     for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
-        name, folder = _name_and_folder(word)
-        options = other_options(vars(args), name, folder)
+        name, folder = parted(word, "=")
+        if name in evals:
+            raise UserError(f"--eval-datasets {name}: named with two folders")
+        options, evals[name] = other_options(vars(args), name, folder), {}
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder, "revision": ""} if folder else {}))
-        splits = {}
-        for split in {"val", "test"} & {*splits_of(name, args.hold_out_val)}:
+        for split in [s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)]:
             with contextlib.suppress(EmptySplit):
-                splits[split] = load_data(name, split, **options)
-        if name in evals or not splits and args.eval_datasets:
-            raise UserError(f"--eval-datasets {name}: " + (
-                "named with two folders" if name in evals else "it has neither a val nor a test split"))
-        evals[name] = splits
+                evals[name][split] = load_data(name, split, **options)
+        if not evals[name] and args.eval_datasets:
+            raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
     return evals
 
 
@@ -255,33 +253,28 @@ def add_pairs(data, word, args, evals):
         args: the flags of the run.   evals: {name: {val, test}}, the evaluation sets.
     Raises: UserError if the two sets cannot be joined in one table."""
     import datasets
-    name, folder = _name_and_folder(word)
+    name, folder = parted(word, "=")
     options = {k: v for k, v in other_options(vars(args), name, folder).items() if not k.endswith("_column")}
     more = load_data(name, "train", **options, unfold_captions=getattr(args, "unfold_captions", False))
     features = getattr(args, "feature_dir", None) or getattr(args, "region_dir", "")
-    fit = has_clips(data) == has_clips(more) and not features
-    fit = fit and (data.has_captions or data.column("question") is not None) and more.has_captions
-    if not fit or any(part.sources is None or part.sentences for part in (data, more)):
-        raise UserError(f"--extra-pairs {word}: only joins files with captions, videos to videos or images to images; "
-                        "no streams, sets in memory, features, classes, sentences, or further questions")
+    said = more.has_captions and (data.has_captions or data.column("question") is not None)
+    files = all(part.sources is not None and part.shards is None and not part.sentences for part in (data, more))
+    if not (files and said) or features or has_clips(data) != has_clips(more):
+        raise UserError(f"--extra-pairs {word}: only joins files with captions, videos to videos or images to images: "
+                        "no tars, sets in memory, features, classes, sentences, or further questions")
     read = {place.stem for splits in evals.values() for part in splits.values() if part.sources is not None
             for place, _ in places(part)}
     kept = np.flatnonzero([place.stem not in read for place, _ in places(more)])
-    if not len(kept):
-        raise UserError(f"--extra-pairs {word}: all of its rows belong to clips that are evaluated")
     dropped, more = len(more) - len(kept), more.select(kept)
     columns = ["source", "captions", "key"]
     asked = [c for c in ("question", "answer", "choices", "question_type") if c in data.table.column_names]
-    with opening(f"--extra-pairs {word}"):  # tars to tars, files to files
+    with opening(f"--extra-pairs {word}"):
         table = datasets.concatenate_datasets([data.table.select_columns(columns + asked),
                                                more.table.select_columns(columns)])
     which = None if data.which is None else np.concatenate([data.which, more.which])
-    shards = None if data.shards is None else np.concatenate([data.shards, more.shards + data.shards.max() + 1])
-    note = f"{len(more):,} more pairs from {more.name}, {len(more) / len(table):.0%} of an epoch"
-    note += f" ({more.note})" if more.note else ""
-    note += f", {dropped:,} of clips that the evaluation reads left out" if dropped else ""
-    return with_note(dataclasses.replace(data, table=table, rows=None, which=which, shards=shards,
-                                         own=data.own or data), note)
+    data = dataclasses.replace(data, table=table, rows=None, which=which, own=data.own or data)
+    return with_note(data, f"{len(more):,} more pairs from {more.name}, {len(more) / len(table):.0%} of an epoch",
+                     more.note, f"{dropped:,} of clips that the evaluation reads left out" if dropped else "")
 
 
 def add_captions(data, file):
@@ -309,9 +302,5 @@ def add_captions(data, file):
             more = [t for t in texts if t not in captions[i]]
             kept = [] if more and captions[i] == [asked[i]] else captions[i]
             captions[i], new = [*kept, *more], new + len(more)
-    if len(lost) == len(extra):
-        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows matches a clip of {data.name} "
-                        f"(train), first {lost[0]}; names and windows (start, end) must agree")
-    note = f"{new:,} captions added from {Path(file).name}"
-    note += f", {len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else ""
-    return with_note(with_column(data, "captions", captions), note)
+    return with_note(with_column(data, "captions", captions), f"{new:,} captions added from {Path(file).name}",
+                     f"{len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else "")

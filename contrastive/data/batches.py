@@ -248,13 +248,6 @@ class Batches:
 
 def in_slices(function, size, *rows):
     """function(*rows) -> (M, ...), for at most `size` of the M rows at a time; 0 = all."""
-    parts = -(-len(rows[0]) // size) if size else 1
-    if parts < 2:
+    if not size or len(rows[0]) <= size:
         return function(*rows)
-    done, start = None, 0
-    for piece in zip(*(x.chunk(parts) for x in rows)):  # of one length except the last: few shapes to compile for
-        y = function(*piece)
-        done = y.new_empty(len(rows[0]), *y.shape[1:]) if done is None else done
-        done[start:start + len(y)] = y
-        start += len(y)
-    return done
+    return torch.cat([function(*piece) for piece in zip(*(x.split(size) for x in rows))])

@@ -129,11 +129,11 @@ def _data_of(name, table, split, number, options, root):
         if video:
             source |= {side: found[side].combine_chunks() for side in WINDOW}
             keys = [window_key(*of) for of in zip(keys, *(found[side].to_pylist() for side in WINDOW))]
-        source = _in_memory(source=pa.StructArray.from_arrays([*source.values()], [*source]))
+        source = datasets.Dataset.from_dict({"source": pa.StructArray.from_arrays([*source.values()], [*source])})
     if not len(found):
         raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
                         + (f" (looked for {missing[0]})" if missing else ""))
-    beside = _in_memory(captions=found["captions"], key=pa.array(keys))
+    beside = datasets.Dataset.from_dict({"captions": found["captions"], "key": keys})
     data = Data(name, "", datasets.concatenate_datasets([source, beside], axis=1), has_captions=bool(caption),
                 clip=clip_options(options) if video else None)
     labels = []
@@ -148,13 +148,6 @@ def _data_of(name, table, split, number, options, root):
                      "" if caption else "no captions: the class names serve as captions",
                      f"{labels.count(-1):,} without a class" if -1 in labels else "")
     return data, np.array(found["split"])
-
-
-def _in_memory(**columns):
-    """A `datasets.Dataset` of arrow arrays."""
-    import datasets
-    import pyarrow as pa
-    return datasets.Dataset(datasets.table.InMemoryTable(pa.table(columns)))
 
 
 def examples(table, path, caption, label=None, split=None):
