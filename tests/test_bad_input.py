@@ -154,7 +154,7 @@ def test_a_few_bad_samples_are_replaced_counted_and_listed(finished):
     lines = dict(x.split("\t") for x in (folder / "bad_samples.txt").read_text(encoding="utf8").splitlines())
     missing, cut, text = bad
     assert set(lines) == set(bad)
-    assert "No such file" in lines[missing] and "truncated" in lines[cut] and "not a readable image" in lines[text]
+    assert "No such file" in lines[missing] and "truncated" in lines[cut] and "cannot identify" in lines[text]
 
 
 def test_too_many_bad_samples_stop_the_run(finished, tmp_path):

@@ -247,5 +247,5 @@ def test_what_has_only_questions_is_no_pair(files, tmp_path):
     shutil.copytree(files / "videos", more)
     shutil.copy(files / "train_qa.json", more)
     args = mama.parse_args(["--dataset", str(tmp_path / "own.csv"), "--extra-pairs", f"msrvtt-qa={more}"])
-    with pytest.raises(UserError, match="only joins files that have captions"):
+    with pytest.raises(UserError, match="only joins files with captions"):
         data_sets.open_data(args)

@@ -122,7 +122,7 @@ def _named(name, split, options):
     expected, part = facts["splits"][data.split], facts.get("about", 0)
     counts = [n for n in (expected, facts.get("also", {}).get(data.split)) if n]
     if counts and not data.streamed and "drawn" not in facts and all(abs(len(data) - n) > part * n for n in counts):
-        data = with_note(data, f"WARNING: {len(data):,} examples, {expected:,} are expected: the numbers are not "
+        data = with_note(data, f"WARNING: {len(data):,} examples, {expected:,} expected: the numbers are not "
                                "comparable with the papers'")
     return hold_out({"train": data, "test": ()})[split] if held else data
 
