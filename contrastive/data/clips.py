@@ -203,12 +203,13 @@ def feature_shape(data, encoder="features"):
     for i in range(min(len(data), 100)):
         try:
             shape = list(data.read(i).shape)
+            break
         except Exception as error:
             why = f"{data.key(i)}: {first_line(error)}"
-            continue
-        if len(shape) > 2:
-            raise UserError(f"--image-encoder {encoder}: the data set has pixels; features come with --feature-dir of "
-                            "ncl.py, regions with --region-dir of mama.py and a set of questions")
-        data.clip.width = shape[1]
-        return shape
-    raise UserError(f"{data.name}: none of its first features can be read: {why}")
+    else:
+        raise UserError(f"{data.name}: none of its first features can be read: {why}")
+    if len(shape) > 2:
+        raise UserError(f"--image-encoder {encoder}: the data set has pixels; features come with --feature-dir of "
+                        "ncl.py, regions with --region-dir of mama.py and a set of questions")
+    data.clip.width = shape[1]
+    return shape

@@ -220,7 +220,7 @@ class StreamViews(torch.utils.data.IterableDataset):
 
     def __init__(self, stream, augments, seed, of, first, local):
         self.stream, self.augments, self.seed, self.of = stream, augments, seed, of
-        self.first, self.local = first, local
+        self.first, self.local, self.clip = first, local, clip_options(stream.options)
 
     def __iter__(self):
         info, (process, processes) = torch.utils.data.get_worker_info(), self.of
@@ -249,10 +249,9 @@ class StreamViews(torch.utils.data.IterableDataset):
         if isinstance(parts, Exception):
             raise parts
         extension, captions, _ = parts_of(parts, self.stream.options)
-        if extension not in VIDEO_TYPES:
-            return decode(parts[extension]), captions
-        clip = clip_options(self.stream.options)
-        return clip(parts[extension], draws=frame_draws(clip, self.seed, epoch, number)), captions
+        if extension in VIDEO_TYPES:
+            return self.clip(parts[extension], draws=frame_draws(self.clip, self.seed, epoch, number)), captions
+        return decode(parts[extension]), captions
 
 
 def read_tar(url):
