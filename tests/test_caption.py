@@ -431,6 +431,9 @@ def test_extra_captions_of_training_clips(tmp_path, capsys):
     unfolded = common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "more.csv"), unfold_captions=True,
                                 **options)
     assert len(unfolded) == 8 and unfolded.captions(1) == ["first"] and torch.equal(unfolded.read(1), plain.read(0))
+    write_rows(tmp_path / "none.csv", ["video", "caption"], [("d.mp4", "x")])
+    with pytest.raises(UserError, match="none of its 1 rows matches a clip of msrvtt"):
+        common.load_data("msrvtt", "train", extra_captions=str(tmp_path / "none.csv"), **options)
     for header, words in (("name,caption", "--image-column: none of video, video_path"),
                           ("video,words", "--caption-column: none of caption, captions")):
         (tmp_path / "odd.csv").write_text(f"{header}\nx,y\n")

@@ -302,5 +302,8 @@ def add_captions(data, file):
             more = [t for t in texts if t not in captions[i]]
             kept = [] if more and captions[i] == [asked[i]] else captions[i]
             captions[i], new = [*kept, *more], new + len(more)
+    if len(lost) == len(extra):
+        raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows matches a clip of {data.name} "
+                        f"({data.split}), first {lost[0]}; names and windows (start, end) must agree")
     return with_note(with_column(data, "captions", captions), f"{new:,} captions added from {Path(file).name}",
                      f"{len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else "")

@@ -112,11 +112,9 @@ def collate(items):
 
 # ---- the loader ----
 def loader(dataset, batches, **how):
-    """A DataLoader of items for these batches: two or four of them ahead, a generator of its own."""
-    ahead = 2 if batches.data.clip else 4
+    """A DataLoader of items for these batches, with a generator of its own."""
     return Loader(dataset, num_workers=batches.workers, pin_memory=batches.device.type == "cuda", collate_fn=collate,
-                  generator=torch.Generator().manual_seed(batches.seed),
-                  prefetch_factor=ahead if batches.workers else None, **worker_options(batches.workers), **how)
+                  generator=torch.Generator().manual_seed(batches.seed), **worker_options(batches.workers), **how)
 
 
 def worker_options(workers):

@@ -43,9 +43,8 @@ def open_tars(name, path, options):
         train, of["val"], note = train[:-1], train[-1:], "the last shard is held out as val and test"
     if not train:
         raise UserError(f"--streaming: {name} has no shard to train on")
-    val, test = of.get("val") or of["test"], of.get("test") or of["val"]
-    return {"train": Stream(name, train, options, note=note), "val": index(name, "val", val, options),
-            "test": index(name, "test", test, options)}
+    held = {s: index(name, s, of.get(s) or of[other], options) for s, other in (("val", "test"), ("test", "val"))}
+    return {"train": Stream(name, train, options, note=note)} | held
 
 
 # ---- tars ----
