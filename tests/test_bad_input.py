@@ -128,8 +128,6 @@ def test_wrong_column_of_other_layouts(tmp_path):
                      stopped(tmp_path / "p", tmp_path, "--caption-column", "nope"))
     helpers.write_tar(tmp_path / "t" / "a.tar", helpers.tar_samples(range(6), "jpg", "json"))
     assert re.search("--caption-column.* there are: jpg, json", stopped(tmp_path / "t", tmp_path))
-    assert re.search("--caption-column json.nope: .* there are: jpg, json, json.title, json.width",
-                     stopped(tmp_path / "t", tmp_path, "--caption-column", "json.nope"))
 
 
 def test_no_usual_column(tmp_path):

@@ -97,7 +97,7 @@ def test_a_caption_stands_for_one_question_in_place_of_it_and_windows_count(tmp_
         ("c.mp4", "", "", "one"), ("c.mp4", "", "", "two"), ("b.mp4", "0", "1", "of no window")])
     found = add_captions(data, file)
     assert [found.captions(i) for i in range(4)] == [["one", "two"], ["one", "two"], ["u"], ["v"]]
-    assert "4 captions added from c.csv, 1 of its rows match no training clip" in found.note
+    assert "4 captions added from c.csv; 1 of its rows match no training clip" in found.note
     with pytest.raises(UserError, match="x/a.mp4 may be any of .*x/a.mp4, .*y/a.mp4"):
         add_captions(data, write_rows(tmp_path / "e.csv", ["video", "caption"], [("x/a.mp4", "of which?")]))
     inside = common.make_table([["p"], ["q"]], ["0", "1"], [{"path": "image.png", "bytes": b"x"}] * 2)
