@@ -222,8 +222,9 @@ def make_table(captions, keys, sources=None, classes=None, **columns):
         content["source"] = [{"path": s} if isinstance(s, str) else s for s in sources]
         features["source"] = {k: value(kind) for k, kind in kinds.items() if any(k in s for s in content["source"][:1])}
     features |= {c: datasets.ClassLabel(names=list(names)) for c, names in (classes or {}).items() if c in columns}
-    table = datasets.Dataset.from_dict(content | {c: list(values) for c, values in columns.items()})
-    return table.cast(datasets.Features(table.features | features))
+    columns = {c: values.tolist() if isinstance(values, np.ndarray) else list(values) for c, values in columns.items()}
+    inferred = datasets.Dataset.from_dict(columns).features
+    return datasets.Dataset.from_dict(content | columns, features=datasets.Features(inferred | features))
 
 
 def notes(*words):
