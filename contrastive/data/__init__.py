@@ -116,8 +116,8 @@ def _named(name, split, options):
     options, facts = dict(options), facts_of(name)
     held = options.pop("hold_out_val", False) and set(facts["splits"]) == {"train", "test"} and split != "test"
     if split not in facts["splits"] and not held:
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}; --hold-out-val takes one "
-                        "out of the train split of a set without val")
+        raise EmptySplit(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}; --hold-out-val takes "
+                         "one out of the train split of a set without val")
     data = find_set(name).load(name, "train" if held else split, options)
     expected, part = facts["splits"][data.split], facts.get("about", 0)
     counts = [n for n in (expected, facts.get("also", {}).get(data.split)) if n]
@@ -132,8 +132,7 @@ def _own(name, split, options):
     splits = _own_splits(name, options)
     there = [s for s in splits if splits[s].examples]
     if split not in there:
-        kind = UserError if split == "train" else EmptySplit
-        raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(there)}")
+        raise EmptySplit(f"--dataset {name}: no {split} split; it has: {', '.join(there)}")
     return splits[split]
 
 
