@@ -168,12 +168,12 @@ def metadata(name):
     return write
 
 
-def tars(*extensions, **options):
+def tars(*extensions):
     def write(folder, word="shard", numbers=range(N)):
         half = len(numbers) // 2
         for k, part in enumerate((numbers[:half], numbers[half:])):
             write_tar(folder / f"{word}-00000{k}.tar", tar_samples(part, *extensions))
-        return folder, options
+        return folder, {}
     return write
 
 
@@ -223,7 +223,6 @@ LAYOUTS = {
     "metadata in splits": (in_splits(metadata("metadata.jsonl")), one, None, True),
     "tars jpg txt": (tars("jpg", "txt"), two, None, False),
     "tars jpg cls": (tars("jpg", "cls"), lambda i: [f"class {i % 3}"], third, False),
-    "tars jpg json": (tars("jpg", "json", caption_column="json.title"), one, None, False),
     "one tar": (one_tar, two, None, False),
     "tars in splits": (in_splits(tars("jpg", "txt")), two, None, True),
     "parquet of images": (parquet, one, third, False),
@@ -303,9 +302,8 @@ def test_a_column_split_says_which_rows_are_whose(name, tmp_path):
 
 def test_a_test_split_alone_is_evaluated_and_not_trained_on(tmp_path):
     class_folders(tmp_path, "test", range(12))
-    with pytest.raises(UserError, match="no train split; it has: test") as error:
+    with pytest.raises(UserError, match="no train split; it has: test"):
         common.load_data(str(tmp_path), "train")
-    assert not isinstance(error.value, EmptySplit)  # training ends there, evaluation goes on without val
     with pytest.raises(EmptySplit, match="no val split; it has: test"):
         common.load_data(str(tmp_path), "val")
     assert len(common.load_data(str(tmp_path), "test")) == 12
@@ -333,12 +331,6 @@ def test_column_flags_and_data_dir(tmp_path):
         common.load_data(path, "train", image_column="picture", caption_column="none")
 
 
-def test_cells_of_a_csv_are_text(tmp_path):
-    rows = [(f"{i:03}.png", x) for i, x in enumerate(("NA", "007", "None", "1e3"))]
-    path = write_rows(tmp_path / "a.csv", ["image", "caption"], rows)
-    assert common.load_data(str(path), "train").column("captions") == [["NA"], ["007"], ["None"], ["1e3"]]
-
-
 def test_rows_without_picture_caption_or_class_are_counted(tmp_path):
     names = write_images(tmp_path, range(6))
     rows = [(names[0], "a", "cat"), ("", "b", "cat"), (names[2], " ", "dog"), (names[3], "d", ""),
@@ -357,17 +349,6 @@ def test_images_of_one_name_in_a_table_are_known_by_their_row(tmp_path):
     data = common.load_data(str(tmp_path / "train.parquet"), "train")
     assert data.column("key") == [str(i) for i in range(1, 8)] and "1 rows without" in data.note
     assert all((data.read(k).permute(1, 2, 0).numpy() == picture(k + 1)).all() for k in range(7))
-
-
-def test_what_is_no_data_set_is_one_line(tmp_path):
-    (tmp_path / "a.tsv").write_text("image\tcaption\n")
-    (tmp_path / "b.csv").write_text("one,two\n1,2\n")
-    (tmp_path / "c.json").write_text("{")
-    for name, words in (("a.tsv", "is not one of csv"), ("b.csv", "--image-column: none of"), ("c.json", "c.json"),
-                        ("none", "no such file or folder")):
-        with pytest.raises(UserError, match=words) as error:
-            common.load_data(str(tmp_path / name), "train")
-        assert "\n" not in str(error.value)
 
 
 # ---------------------------------------------------- decoding -------------------------------------------------------
@@ -390,27 +371,18 @@ def test_decode_cmyk_jpeg():
     assert out.shape == (3, 16, 16) and np.abs(out[:, 8, 8].numpy().astype(int) - [255, 0, 0]).max() <= 3
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-def test_decode_16_bit_png(channels):
-    ramp = np.linspace(0, 65535, 64).reshape(8, 8, 1)
-    values = np.broadcast_to(ramp, (8, 8, channels)).round().astype(np.uint16).copy()
-    if channels == 4:
-        values[..., 3] = 65535
-    out = decode(png16(values)).numpy().astype(int)
-    assert np.abs(out - np.round(values[..., 0] / 257)).max() <= 1  # scaled, not clipped
-
-
-@pytest.mark.parametrize("kind", ["tiff", "ppm"])
-def test_decode_16_bits_of_other_formats(kind):
-    """Grey TIFFs of microscopes and satellites: Pillow's own conversion makes everything above 255 white."""
-    values = np.linspace(0, 65535, 64).reshape(8, 8).round().astype(np.uint16)
-    for order in ("<u2", ">u2") if kind == "tiff" else ("<u2",):
-        out = decode(encode(Image.fromarray(values.astype(order)), kind)).numpy().astype(int)
-        assert np.abs(out - np.round(values / 257)).max() <= 1
-    if kind == "tiff":
-        for wide in (np.int32, np.float32):
-            with pytest.raises(ValueError, match="32-bit pixels, whose range is not known"):
-                decode(encode(Image.fromarray(values.astype(wide)), kind))
+def test_decode_16_bits():
+    """Colours are cut to 8 bits; of grey Pillow would make everything above 255 white, so it is refused."""
+    values = np.linspace(0, 65535, 64).reshape(8, 8, 1).repeat(4, 2).round().astype(np.uint16)
+    values[..., 3] = 65535
+    for channels in (3, 4):
+        out = decode(png16(values[..., :channels])).numpy().astype(int)
+        assert np.abs(out - np.round(values[..., 0] / 257)).max() <= 1
+    grey = Image.fromarray(values[..., 0])
+    wide = [Image.fromarray(values[..., 0].astype(kind)) for kind in (np.int32, np.float32)]
+    for data in (png16(values[..., :1]), encode(grey, "tiff"), encode(grey, "ppm"), *(encode(x, "tiff") for x in wide)):
+        with pytest.raises(ValueError, match="more than 8 bits of grey"):
+            decode(data)
 
 
 @pytest.mark.parametrize("kind", ["gif", "webp", "bmp", "tiff"])
@@ -433,12 +405,6 @@ def test_decode_turns_pictures_as_exif_says(mode):
     assert np.abs(out.numpy().astype(int) - upright).mean() < 4
 
 
-def test_decode_takes_paths_and_keeps_jpegs_as_they_are(tmp_path):
-    for name in ("000.jpg", "000.png"):
-        write_images(tmp_path, [0], name[4:])
-        assert np.array_equal(decode(tmp_path / name).permute(1, 2, 0), np.array(Image.open(tmp_path / name)))
-
-
 def test_decode_refuses_what_is_broken(tmp_path):
     whole = encode(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8), "jpeg")
     assert len(encode(picture(7, 64, 64), "jpeg")) > len(TRUNCATED)
@@ -447,11 +413,9 @@ def test_decode_refuses_what_is_broken(tmp_path):
             decode(data)
     with pytest.raises((ValueError, OSError)):
         decode(encode(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))[:5000])
-    (tmp_path / "a.png").write_bytes(TEXT)
-    with pytest.raises(ValueError, match="not a readable image"):
-        decode(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="not a readable image"):
-        decode(b"")
+    for data in (TEXT, b""):
+        with pytest.raises(OSError, match="cannot identify image file"):
+            decode(data)
     with pytest.raises(OSError):
         decode(tmp_path / "none.png")
 
@@ -611,13 +575,6 @@ def test_many_shards_are_read_a_few_at_a_time(seed, epoch, forty):
     assert not np.array_equal(np.sort(windows[0]), np.arange(16))  # the shards come in random order too
 
 
-@pytest.mark.parametrize("shards", [None, 1, 16])
-def test_few_shards_are_the_plain_permutation(shards):
-    numbers = None if shards is None else np.arange(100) % shards
-    plain = np.random.default_rng([5, 2]).permutation(100)
-    assert np.array_equal(epoch_order(100, 5, 2, numbers), plain)
-
-
 @pytest.mark.parametrize("many", [False, True])
 def test_epoch_batches(many, forty):
     n, size, shards = (len(forty), 32, forty) if many else (50, 12, None)
@@ -684,7 +641,7 @@ def test_two_processes_get_the_batches_of_one(tmp_path, ten):
         assert a["epoch"] == whole["epoch"]
         assert all(torch.equal(torch.cat(v), w) for *v, w in zip(a["views"], b["views"], whole["views"]))
         assert np.array_equal(np.concatenate([a["draws"], b["draws"]]), whole["draws"])
-    assert bad_left == bad_right == alone.bad and list(alone.bad) == [bad]
+    assert [*bad_left] == [*bad_right] == [*alone.bad] == [bad]
     assert (tmp_path / "bad_samples.txt").read_text().count("\n") == 1
 
 
@@ -712,16 +669,8 @@ def test_bad_samples_are_replaced_by_the_next_counted_and_listed(workers, spoilt
     lines = (tmp_path / "bad_samples.txt").read_text(encoding="utf8").splitlines()
     reasons = dict(line.split("\t") for line in lines)
     assert set(batches.bad) == set(after) == set(reasons) and len(lines) == 3  # each once in two epochs
-    assert "truncated" in reasons[keys[3]] and "not a readable image" in reasons[keys[4]]
+    assert "truncated" in reasons[keys[3]] and "cannot identify" in reasons[keys[4]]
     assert "No such file" in reasons[keys[35]]
-
-
-def test_too_many_bad_samples_stop_the_run(spoilt, tmp_path):
-    csv, keys = spoilt
-    with pytest.raises(UserError, match=r"--max-bad-fraction 0.05.*bad_samples.txt") as error:
-        list(batches_of(common.load_data(csv, "train"), limit=0.05, folder=tmp_path))
-    assert any(k in str(error.value) for k in (keys[3], keys[4], keys[35]))
-    list(batches_of(common.load_data(csv, "train"), limit=0.09))          # 3 of 36 are 0.083
 
 
 # ---------------------------------------------------- tars ------------------------------------------------------------
@@ -774,7 +723,7 @@ def items(data, process=0, processes=1, count=None, first=0, local=6):
     """(key, epoch, views) of one reader: `count` of them, or an epoch of its shards."""
     reader = iter(data_stream.StreamViews(data, VIEWS, 3, (process, processes), first, local))
     some = (next(reader) for _ in range(count or 6 * len(data.urls[process::processes])))
-    return [(item["key"], item["epoch"], item["views"]) for item in some]
+    return [(item["keys"], item["epochs"], item["views"]) for item in some]
 
 
 def test_two_readers_share_an_epoch_between_them(shards):

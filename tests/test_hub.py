@@ -66,13 +66,12 @@ def hub(tmp_path_factory):
     return root
 
 
-def test_retrieval_tars_have_a_caption_a_line(hub, capsys):
+def test_retrieval_tars_have_a_caption_a_line(hub):
     data = common.load_data("coco", "test", data_dir=str(hub / "coco"))
     assert len(data) == 12 and data.key(3) == "s0000003" and data.has_captions
     assert data.captions(3) == ["picture number 3, take 0", "picture number 3, take 1"]
     assert np.abs(data.read(3).permute(1, 2, 0).numpy().astype(int) - picture(3)).mean() < 3
-    warning = "WARNING: coco (test) has 12 examples, 5,000 are expected"
-    assert warning in capsys.readouterr().out and "WARNING: 12 examples, 5,000 expected" in data.note
+    assert "WARNING: 12 examples, 5,000 expected" in data.note
     assert len(common.load_data("flickr30k", "train", data_dir=str(hub / "flickr30k"))) == 12
 
 

@@ -206,7 +206,7 @@ def test_clips_of_whole_videos_and_of_chunks_are_the_middles_of_their_parts(kitc
 
 
 @pytest.mark.parametrize("uid", [False, True])  # of an older copy
-def test_the_table_of_a_split(uid, kitchen, tmp_path, capsys):
+def test_the_table_of_a_split(uid, kitchen, tmp_path):
     write_annotations(tmp_path, "test", uid)
     write_rows(tmp_path / "EPIC_100_verb_classes.csv", ["id", "key"], [[0, "take"], [1, "put"]])
     data = kitchens(tmp_path, video_dir=str(kitchen / "chunks"))
@@ -216,7 +216,6 @@ def test_the_table_of_a_split(uid, kitchen, tmp_path, capsys):
     assert data.sentences.texts == [CLIPS[i][3] for i in SENTENCES]
     assert "1 videos (1 rows) are not in" in data.note and "first P09_09" in data.note
     assert "6 sentences, relevancies from the classes" in data.note and "9,668 expected" in data.note
-    assert "has 6 examples, 9,668 are expected" in capsys.readouterr().out
 
 
 def plain_relevancy(a, b):

@@ -2,6 +2,7 @@
 the videos that are asked about, and further pairs without a question, whose eta is 0."""
 
 import json
+import shutil
 
 import common
 from contrastive import data as data_sets
@@ -94,7 +95,7 @@ def test_a_caption_stands_for_one_question_in_place_of_it_and_windows_count(tmp_
         ("c.mp4", "", "", "one"), ("c.mp4", "", "", "two"), ("b.mp4", "0", "1", "of no window")])
     found = add_captions(data, file)
     assert [found.captions(i) for i in range(4)] == [["one", "two"], ["one", "two"], ["u"], ["v"]]
-    assert "4 captions added from c.csv, 1 of its rows match no training clip" in found.note
+    assert "4 captions added from c.csv; 1 of its rows match no training clip" in found.note
     with pytest.raises(UserError, match="x/a.mp4 may be any of .*x/a.mp4, .*y/a.mp4"):
         add_captions(data, write_rows(tmp_path / "e.csv", ["video", "caption"], [("x/a.mp4", "of which?")]))
     inside = common.make_table([["p"], ["q"]], ["0", "1"], [{"path": "image.png", "bytes": b"x"}] * 2)
@@ -217,7 +218,15 @@ def test_a_run_goes_on_bitwise(files, tmp_path, capsys):
     assert equal_files(*(tmp_path / name / "checkpoints/step_3.pt" for name in ("whole", "cut")))
 
 
-def test_what_has_only_questions_is_no_pair(files):
-    args = mama.parse_args(["--clips", "20", "8", "8", "--extra-pairs", f"msrvtt-qa={files}"])
-    with pytest.raises(UserError, match="only joins files that have captions"):
+def test_what_has_only_questions_is_no_pair(files, tmp_path):
+    """--extra-pairs of a set of questions is refused with the reason."""
+    for k in range(3):
+        write_video(tmp_path / f"v{k}.mp4", [k, 1])
+    write_rows(tmp_path / "own.csv", ["video", "caption", "split"],
+               [(f"v{k}.mp4", "x y", s) for k, s in enumerate(("train", "val", "test"))])
+    more = tmp_path / "questions"
+    shutil.copytree(files / "videos", more)
+    shutil.copy(files / "train_qa.json", more)
+    args = mama.parse_args(["--dataset", str(tmp_path / "own.csv"), "--extra-pairs", f"msrvtt-qa={more}"])
+    with pytest.raises(UserError, match="only joins files with captions"):
         data_sets.open_data(args)

@@ -115,14 +115,14 @@ def opened(root, name, split):
 
 
 @pytest.mark.parametrize("name, split, rows, words", EXPECTED, ids=[name for name, *_ in EXPECTED])
-def test_the_questions_of_a_set(name, split, rows, words, replica, capsys):
+def test_the_questions_of_a_set(name, split, rows, words, replica):
     data = opened(replica, name, split)
     columns = [data.column(c) for c in ("question", "answer", "choices")]
     kinds = data.column("question_type") or [""] * len(data)
     assert dict(zip(data.column("key"), zip(*columns, kinds))) == rows
     assert all(w in data.note for w in words) and "TGIF-QA's" not in data.note
     assert [data.captions(i) for i in range(len(data))] == [[q] for q in columns[0]] and not data.has_captions
-    assert len(data.read(len(data) - 1)) == 2 and "not comparable" in capsys.readouterr().out
+    assert len(data.read(len(data) - 1)) == 2
     assert data.select([1])[0]["answer"] == columns[1][1] and data.select([1])[0]["choices"] == columns[2][1]
     if name == "causal-vidqa":  # answer and reason have one number
         assert data.column("pair").tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 7, 7]

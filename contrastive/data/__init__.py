@@ -13,6 +13,7 @@ needed), and options {flag: keywords of add_argument} for flags of this set alon
 captions). A new set is one function in a family's file, and its name here.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -20,9 +21,9 @@ import re
 from pathlib import Path
 
 from contrastive.data.own import listed, own_data
-from contrastive.data.table import EmptySplit, has_clips, notes, with_captions, with_note
+from contrastive.data.table import EmptySplit, has_clips, with_column, with_note
 from contrastive.data.views import key_hash
-from contrastive.engine.processes import UserError, opening, say
+from contrastive.engine.processes import UserError, opening
 
 import numpy as np
 
@@ -39,10 +40,10 @@ MOST_HELD_OUT = 5000  # at most so many of them are evaluated
 
 
 # ---- names ----
-def at_revision(word):
-    """(name, commit of the hub or "") of NAME or NAME@REVISION; a path that exists is a name as it stands."""
-    name, _, revision = (word, "", "") if Path(word).expanduser().exists() else word.partition("@")
-    return name, revision
+def parted(word, sign):
+    """(name, rest) of NAME=DIR or NAME@COMMIT, rest "" if there is none; a path that exists is a name as it stands."""
+    name, _, rest = (word, "", "") if Path(word).expanduser().exists() else word.partition(sign)
+    return name, rest
 
 
 def find_set(name):
@@ -52,7 +53,7 @@ def find_set(name):
 
 def facts_of(word):
     """What its family's file says of a data set by name, perhaps at a revision; {} of own data."""
-    name, _ = at_revision(word)
+    name, _ = parted(word, "@")
     return find_set(name).SETS[name] if name in MODULES else {}
 
 
@@ -82,23 +83,22 @@ def load_data(name, split, **options):
     Returns: Data, or a stream of tars (train split with streaming=True).
     Raises: UserError naming the path or column and what exists instead.
     """
-    name, revision = at_revision(name)
+    name, revision = parted(name, "@")
     own, facts, options = options_of(name), facts_of(name), options | ({"revision": revision} if revision else {})
     local = options.get("data_dir") or not (facts.get("repo") or facts.get("base"))
     if options.get("revision") and (local if facts else Path(name).expanduser().exists()):
         raise UserError(f"--dataset {name}@{options['revision']}: only what is read from the hub has a revision")
-    later = ("join_captions", "unfold_captions", "extra_captions", "caption_relevancy")
-    join, unfold, extra, relevancy = (options.pop(k, None) for k in later)
+    join, unfold, extra, relevancy = (options.pop(k, None) for k in (
+        "join_captions", "unfold_captions", "extra_captions", "caption_relevancy"))
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v or k in own and v is not None}
-    data = (_named if name in MODULES else _own)(name, split, tuple(sorted(options.items())))
-    if split == "train" and options.get("streaming"):
-        if not data.streamed or join or unfold or extra or options.get("feature_dir"):
-            raise UserError(f"--streaming: needs tars ({name}), and none of --unfold-captions, --join-captions, "
-                            "--extra-captions and --feature-dir")
+    data = (_named if facts else _own)(name, split, tuple(sorted(options.items())))
     if options.get("feature_dir") and data.sources is not None:
         data = _of_whole_files(data)
+    if split == "train" and options.get("streaming") and (not data.streamed or join or unfold or extra):
+        raise UserError(f"--streaming: needs tars ({name}), without --unfold-captions, --join-captions and "
+                        "--extra-captions")
     if join:
-        data = with_captions(data, [[" ".join(of_row)] for of_row in data.column("captions")])
+        data = with_column(data, "captions", [[" ".join(of_row)] for of_row in data.column("captions")])
     if split != "train":
         return data
     if relevancy and (data.sentences is None or unfold or extra):
@@ -111,39 +111,29 @@ def load_data(name, split, **options):
 
 @functools.lru_cache(maxsize=32)
 def _named(name, split, options):
-    """One split of a set by name; with hold_out_val a part of train becomes val, and the rest stays train."""
+    """One split of a set by name; with hold_out_val a part of train becomes val, and the rest stays train. If their
+    number is not one of those that the facts expect, the note says so."""
     options, facts = dict(options), facts_of(name)
-    lacks_val = set(facts["splits"]) == {"train", "test"}
-    held = options.pop("hold_out_val", False) and lacks_val and split != "test"
+    held = options.pop("hold_out_val", False) and set(facts["splits"]) == {"train", "test"} and split != "test"
     if split not in facts["splits"] and not held:
-        hint = "; --hold-out-val takes one out of train" if lacks_val else ""
-        raise EmptySplit(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}{hint}")
+        raise EmptySplit(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}; --hold-out-val takes "
+                         "one out of the train split of a set without val")
     data = find_set(name).load(name, "train" if held else split, options)
-    data = _counted(data, facts) if not data.streamed else data
+    expected, part = facts["splits"][data.split], facts.get("about", 0)
+    counts = [n for n in (expected, facts.get("also", {}).get(data.split)) if n]
+    if counts and not data.streamed and "drawn" not in facts and all(abs(len(data) - n) > part * n for n in counts):
+        data = with_note(data, f"WARNING: {len(data):,} examples, {expected:,} expected: the numbers are not "
+                               "comparable with the papers'")
     return hold_out({"train": data, "test": ()})[split] if held else data
 
 
-def _counted(data, facts):
-    """The data, with a warning, printed and in the note, if their number is not one of those that the facts expect."""
-    expected, part = facts["splits"][data.split], facts.get("about", 0)
-    counts = [n for n in (expected, facts.get("also", {}).get(data.split)) if n]
-    if "drawn" in facts or not counts or any(abs(len(data) - n) <= part * n for n in counts):
-        return data
-    say(f"WARNING: {data.name} ({data.split}) has {len(data):,} examples, {expected:,} are expected: the numbers are "
-        "not comparable with the papers'")
-    return with_note(data, f"WARNING: {len(data):,} examples, {expected:,} expected")
-
-
-def _of_whole_files(data):
-    """The data, with a word in the note if their features are of whole files where windows are asked for.
-
-    Raises: UserError if several windows of one file would all have its features."""
-    windows = {tuple(map(source.get, ("path", "start", "end")))
-               for batch in data.sources.iter(10_000) for source in batch["source"]}
-    if len({path for path, *_ in windows}) < len(windows):
-        raise UserError(f"{data.name}: several windows of one video, but --feature-dir has only one file per video")
-    part = any({*window} != {None} for _, *window in windows)
-    return with_note(data, "the features are those of whole files, not of the windows (start, end)" if part else "")
+def _own(name, split, options):
+    """One split of the user's own data."""
+    splits = _own_splits(name, options)
+    there = [s for s in splits if splits[s].examples]
+    if split not in there:
+        raise EmptySplit(f"--dataset {name}: no {split} split; it has: {', '.join(there)}")
+    return splits[split]
 
 
 @functools.lru_cache(maxsize=8)
@@ -154,12 +144,15 @@ def _own_splits(name, options):
     return hold_out(own_data(name, dict(options)))
 
 
-def _own(name, split, options):
-    splits = _own_splits(name, options)
-    there = [s for s in splits if splits[s].streamed or len(splits[s])]
-    if split not in there:
-        raise EmptySplit(f"--dataset {name}: no {split} split; it has: {', '.join(there)}")
-    return splits[split]
+def _of_whole_files(data):
+    """The data, with a word in the note if their features are of whole files where windows are asked for.
+
+    Raises: UserError if several windows of one file would all have its features."""
+    windows = {tuple(map(source.get, ("path", "start", "end"))) for _, source in places(data)}
+    if len({path for path, *_ in windows}) < len(windows):
+        raise UserError(f"{data.name}: several windows of one video, but --feature-dir has only one file per video")
+    part = any({*window} != {None} for _, *window in windows)
+    return with_note(data, "the features are those of whole files, not of the windows (start, end)" if part else "")
 
 
 # ---- splits that data lack ----
@@ -211,26 +204,16 @@ def other_options(flags, name, folder=""):
     return places | {k: flags.get(k) for k in (*same, *own)}
 
 
-def _name_and_folder(word):
-    """NAME or NAME=DIR of a flag -> (name, folder or ""); a path that exists is a name as it stands."""
-    name, _, folder = (word, "", "") if Path(word).exists() else word.partition("=")
-    return name, folder
-
-
 def open_data(args):
     """(training split, {name: {val, test}}) as the flags say. It runs before any process group, so errors come fast.
 
     Raises: UserError if --eval-every would find no val split to evaluate."""
     train, evals = load_data(args.dataset, "train", **data_options(args)), evaluation_sets(args)
-    without = ", ".join(name for name, splits in evals.items() if "val" not in splits)
     if args.eval_every and not any("val" in splits for splits in evals.values()):
-        raise UserError(f"--eval-every {args.eval_every}: {without} without a val split, which it would evaluate; "
-                        "--hold-out-val takes one out of the training images of a set by name, --eval-every 0 "
-                        "evaluates only at the end")
+        raise UserError(f"--eval-every {args.eval_every}: {', '.join(evals)} without a val split, which it would "
+                        "evaluate; --hold-out-val takes one out of train, --eval-every 0 evaluates only at the end")
     for word in args.extra_pairs:
         train = add_pairs(train, word, args, evals)
-    if args.eval_every and without:
-        say(f"WARNING: --eval-every: {without} without a val split (see --hold-out-val): read once, at the end")
     return train, evals
 
 
@@ -238,18 +221,15 @@ def evaluation_sets(args):
     """{name: {val, test}} of --eval-datasets (the training set's own when empty), each NAME or NAME=DIR."""
     evals = {}
     for word in dict.fromkeys(args.eval_datasets or [args.dataset]):
-        name, folder = _name_and_folder(word)
+        name, folder = parted(word, "=")
         if name in evals:
             raise UserError(f"--eval-datasets {name}: named with two folders")
-        options = other_options(vars(args), name, folder)
+        options, evals[name] = other_options(vars(args), name, folder), {}
         if name == args.dataset:
             options = data_options(args, **({"data_dir": folder, "revision": ""} if folder else {}))
-        evals[name] = {}
-        for split in (s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)):
-            try:
+        for split in [s for s in ("val", "test") if s in splits_of(name, args.hold_out_val)]:
+            with contextlib.suppress(EmptySplit):
                 evals[name][split] = load_data(name, split, **options)
-            except EmptySplit as error:
-                say(f"WARNING: {error}; there is no {split} evaluation")
         if not evals[name] and args.eval_datasets:
             raise UserError(f"--eval-datasets {name}: it has neither a val nor a test split")
     return evals
@@ -272,22 +252,18 @@ def add_pairs(data, word, args, evals):
         args: the flags of the run.   evals: {name: {val, test}}, the evaluation sets.
     Raises: UserError if the two sets cannot be joined in one table."""
     import datasets
-    name, folder = _name_and_folder(word)
+    name, folder = parted(word, "=")
     options = {k: v for k, v in other_options(vars(args), name, folder).items() if not k.endswith("_column")}
     more = load_data(name, "train", **options, unfold_captions=getattr(args, "unfold_captions", False))
-    for part in (data, more):
-        features = getattr(args, "feature_dir", None) or getattr(args, "region_dir", "")
-        asked = part is data and part.column("question") is not None
-        if part.streamed or part.sources is None or features or part.sentences or not (part.has_captions or asked):
-            raise UserError(f"--extra-pairs {word}: only joins files that have captions; {part.name} is a stream, in "
-                            "memory, read as features, or has classes, questions or sentences in their place")
-    if has_clips(data) != has_clips(more) or (data.shards is None) != (more.shards is None):
-        raise UserError(f"--extra-pairs {word}: joins videos to videos, images to images, and tars to tars")
+    features = getattr(args, "feature_dir", None) or getattr(args, "region_dir", "")
+    said = more.has_captions and (data.has_captions or data.column("question") is not None)
+    files = all(part.sources is not None and part.shards is None and not part.sentences for part in (data, more))
+    if not (files and said) or features or has_clips(data) != has_clips(more):
+        raise UserError(f"--extra-pairs {word}: only joins files with captions, videos to videos or images to images: "
+                        "no tars, sets in memory, features, classes, sentences, or further questions")
     read = {place.stem for splits in evals.values() for part in splits.values() if part.sources is not None
             for place, _ in places(part)}
     kept = np.flatnonzero([place.stem not in read for place, _ in places(more)])
-    if not len(kept):
-        raise UserError(f"--extra-pairs {word}: all of its rows belong to clips that are evaluated")
     dropped, more = len(more) - len(kept), more.select(kept)
     columns = ["source", "captions", "key"]
     asked = [c for c in ("question", "answer", "choices", "question_type") if c in data.table.column_names]
@@ -295,12 +271,9 @@ def add_pairs(data, word, args, evals):
         table = datasets.concatenate_datasets([data.table.select_columns(columns + asked),
                                                more.table.select_columns(columns)])
     which = None if data.which is None else np.concatenate([data.which, more.which])
-    shards = None if data.shards is None else np.concatenate([data.shards, more.shards + data.shards.max() + 1])
-    note = f"{len(more):,} more pairs from {more.name}, {len(more) / len(table):.0%} of an epoch"
-    note += f" ({more.note})" if more.note else ""
-    note += f", {dropped:,} of clips that the evaluation reads left out" if dropped else ""
-    return dataclasses.replace(data, table=table, rows=None, which=which, shards=shards, own=data.own or data,
-                               note=notes(data.note, note))
+    data = dataclasses.replace(data, table=table, rows=None, which=which, own=data.own or data)
+    return with_note(data, f"{len(more):,} more pairs from {more.name}, {len(more) / len(table):.0%} of an epoch",
+                     more.note, f"{dropped:,} of clips that the evaluation reads left out" if dropped else "")
 
 
 def add_captions(data, file):
@@ -310,7 +283,7 @@ def add_captions(data, file):
     A clip is matched by its window and its file name without folders and extension; all rows of the clip get the
     caption. A question that served as the caption is replaced.
     Raises: UserError if nothing matches, or two files of one name, and for data without files of their own."""
-    if data.streamed or data.sources is None:
+    if data.sources is None:
         raise UserError(f"--extra-captions {file}: {data.name} has no files of its own to which captions could belong")
     rows, paths = {}, {}  # {(stem, start, end): rows}, {stem: its files}
     for i, (place, source) in enumerate(places(data)):
@@ -318,21 +291,18 @@ def add_captions(data, file):
         paths.setdefault(place.stem, set()).add(str(place))
     with opening(f"--extra-captions {file}"):
         extra = listed(file)
-    captions, new, lost = list(data.column("captions")), 0, []
-    asked = data.column("question") or [None] * len(data)
+    captions, asked = list(data.column("captions")), data.column("question") or [None] * len(data)
+    new, lost = 0, [name for name, start, end, _ in extra if (Path(name).stem, start, end) not in rows]
     for name, start, end, texts in extra:
         stem = Path(name).stem
-        found = rows.get((stem, start, end), [])
         if len(paths.get(stem, ())) > 1:
             raise UserError(f"--extra-captions {file}: {name} may be any of {', '.join(sorted(paths[stem]))}")
-        for i in found:
+        for i in rows.get((stem, start, end), ()):
             more = [t for t in texts if t not in captions[i]]
             kept = [] if more and captions[i] == [asked[i]] else captions[i]
             captions[i], new = [*kept, *more], new + len(more)
-        lost += [] if found else [name]
     if len(lost) == len(extra):
         raise UserError(f"--extra-captions {file}: none of its {len(extra):,} rows matches a clip of {data.name} "
-                        f"(train), first {lost[0]}; names and windows (start, end) must agree")
-    note = f"{new:,} captions added from {Path(file).name}"
-    note += f", {len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else ""
-    return with_note(with_captions(data, captions), note)
+                        f"({data.split}), first {lost[0]}; names and windows (start, end) must agree")
+    return with_note(with_column(data, "captions", captions), f"{new:,} captions added from {Path(file).name}",
+                     f"{len(lost):,} of its rows match no training clip, first {lost[0]}" if lost else "")

@@ -73,8 +73,8 @@ class Samples(torch.utils.data.Dataset):
 
     def item(self, epoch, index, source):
         """One item, a dict; views is None after TRIES samples that cannot be read."""
-        data, bad = self.data, []
-        draws = frame_draws(data.clip, self.seed, epoch, index)
+        data, bad, draws = self.data, [], frame_draws(self.data.clip, self.seed, epoch, index)
+        found = {"views": None, "captions": None, "keys": "", "index": index, "rows": index}
         for k in range(min(TRIES, len(data))):
             i = (index + k) % len(data)
             try:
@@ -82,17 +82,16 @@ class Samples(torch.utils.data.Dataset):
             except Exception as error:
                 bad.append((data.key(i), first_line(error)))
                 continue
-            views = crop_views(image, self.augments, self.seed, epoch, index)
-            return {"views": views, "captions": data.training_captions(i, self.seed, epoch, index), "index": index,
-                    "row": i, "key": data.key(i), "epoch": epoch, "bad": bad}
-        return {"views": None, "captions": None, "index": index, "row": index, "key": "", "epoch": epoch, "bad": bad}
+            found = {"views": crop_views(image, self.augments, self.seed, epoch, index), "index": index, "rows": i,
+                     "captions": data.training_captions(i, self.seed, epoch, index), "keys": data.key(i)}
+            break
+        return found | {"epochs": epoch, "bad": bad}
 
 
 def frame_draws(clip, seed, epoch, number):
     """(T,) draws that place the random frames of a clip; None where frames are not random."""
-    if clip is None or clip.sampling != "random":
-        return None
-    return uniforms(seed, epoch, [number], clip.frames, stream=99)[0]
+    random = clip is not None and clip.sampling == "random"
+    return uniforms(seed, epoch, [number], clip.frames, stream=99)[0] if random else None
 
 
 def crop_views(image, augments, seed, epoch, number):
@@ -105,20 +104,17 @@ def crop_views(image, augments, seed, epoch, number):
 
 def collate(items):
     """Items -> a raw batch; its views are None if an item has none."""
-    whole = all(i["views"] is not None for i in items)
-    return {"views": [torch.stack(v) for v in zip(*(i["views"] for i in items))] if whole else None,
-            "captions": [i["captions"] for i in items], "index": np.array([i["index"] for i in items]),
-            "rows": np.array([i["row"] for i in items]), "keys": [i["key"] for i in items],
-            "epochs": np.array([i["epoch"] for i in items]), "bad": [b for i in items for b in i["bad"]]}
+    raw = {k: [item[k] for item in items] for k in items[0]}
+    whole = all(views is not None for views in raw["views"])
+    raw |= {k: np.array(raw[k]) for k in ("index", "rows", "epochs")}
+    return raw | {"views": [torch.stack(v) for v in zip(*raw["views"])] if whole else None, "bad": sum(raw["bad"], [])}
 
 
 # ---- the loader ----
-def loader_options(batches):
-    """Keywords of a DataLoader: workers with one thread each, a generator of their own, two or four batches ahead."""
-    ahead = 2 if batches.data.clip else 4
-    return dict(num_workers=batches.workers, pin_memory=batches.device.type == "cuda", collate_fn=collate,
-                generator=torch.Generator().manual_seed(batches.seed),
-                prefetch_factor=ahead if batches.workers else None, **worker_options(batches.workers))
+def loader(dataset, batches, **how):
+    """A DataLoader of items for these batches, with a generator of its own."""
+    return Loader(dataset, num_workers=batches.workers, pin_memory=batches.device.type == "cuda", collate_fn=collate,
+                  generator=torch.Generator().manual_seed(batches.seed), **worker_options(batches.workers), **how)
 
 
 def worker_options(workers):
@@ -171,19 +167,21 @@ class Batches:
     def raw(self):
         """Cropped views and texts of this process's share of each global batch, without colours and normalisation.
 
-        Yields what `collate` returns; the views are uint8 or, of pixels in memory, float on the device."""
+        Returns: an iterator of what `collate` returns; the views are uint8 or, of pixels in memory, float on the
+        device."""
         data, mine = self.data, slice(rank() * self.local, (rank() + 1) * self.local)
         if data.streamed:
-            yield from data.batches(self)
-            return
+            return data.batches(self)
         plan = epoch_batches(len(data), self.batch_size, self.seed, self.first, self.last, data.shards)
         plan = ((epoch, batch[mine]) for epoch, batch in plan)
-        if data.pixels is None:
-            order = ([(epoch, i) for i in index] for epoch, index in plan)
-            samples = Samples(data, self.augments, self.seed)
-            yield from Loader(samples, batch_sampler=order, **loader_options(self))
-            return
-        pixels = data.pixels.to(self.device)  # (M, [T,] 3, H, W) uint8
+        if data.pixels is not None:
+            return self._in_memory(plan)
+        order = ([(epoch, i) for i in index] for epoch, index in plan)
+        return iter(loader(Samples(data, self.augments, self.seed), self, batch_sampler=order))
+
+    def _in_memory(self, plan):
+        """`raw` of data in memory: cropped in batch, on the device."""
+        data, pixels = self.data, self.data.pixels.to(self.device)  # (M, [T,] 3, H, W) uint8
         for epoch, index in plan:
             x = pixels[to_device(torch.from_numpy(index), self.device)]  # (B, [T,] 3, H, W)
             views = [crop_batch(a, x, uniforms(self.seed, epoch, index, a.DRAWS, stream=v + 1))
@@ -201,7 +199,7 @@ class Batches:
             began = time.perf_counter()
             raw = next(source)
             waited = time.perf_counter() - began
-            if not self.lagged and self._anywhere(raw["bad"]):
+            if not self.lagged and self.data.pixels is None and all_sum(len(raw["bad"]), device=self.device)[0]:
                 self.count_bad(raw["bad"], step)
             if raw["views"] is None:  # this process ends alone, and a launcher ends the others
                 raise UserError(f"{TRIES} samples in a row cannot be read, the first: {': '.join(raw['bad'][0])}")
@@ -228,16 +226,16 @@ class Batches:
         size = SLICE if self.device.type == "cuda" else 0
         return in_slices(finish, size, frames, draws[:, :, None, None, None]).view(x.shape)
 
-    def _anywhere(self, bad):
-        """Whether any process has a bad sample. Collective."""
-        return self.data.pixels is None and all_sum(len(bad), device=self.device)[0]
-
     def count_bad(self, bad, step):
         """Every process learns of every bad sample, and all decide alike. Collective."""
+        new = {}
         for part in gather_objects(bad):
-            new = {k: why for k, why in part if k not in self.bad}
-            self.bad.update(new)
-            list_bad_samples(self.folder, new)
+            new |= {key: why for key, why in part if key not in self.bad}
+        self.bad |= new
+        if rank() == 0 and self.folder and new:
+            path = Path(self.folder) / "bad_samples.txt"
+            with opening(path), open(path, "a", encoding="utf8", errors="replace") as f:
+                f.writelines("\t".join(re.sub(r"\s", " ", word) for word in pair) + "\n" for pair in new.items())
         n = self.data.distinct
         tried = max(min((step + 1) * self.batch_size + len(self.bad), n), min(n, 1000))
         if len(self.bad) > self.max_bad_fraction * tried:
@@ -248,21 +246,6 @@ class Batches:
 
 def in_slices(function, size, *rows):
     """function(*rows) -> (M, ...), for at most `size` of the M rows at a time; 0 = all."""
-    parts = -(-len(rows[0]) // size) if size else 1
-    if parts < 2:
+    if not size or len(rows[0]) <= size:
         return function(*rows)
-    done, start = None, 0
-    for piece in zip(*(x.chunk(parts) for x in rows)):  # of one length except the last: few shapes to compile for
-        y = function(*piece)
-        done = y.new_empty(len(rows[0]), *y.shape[1:]) if done is None else done
-        done[start:start + len(y)] = y
-        start += len(y)
-    return done
-
-
-def list_bad_samples(folder, bad):
-    """Adds {key: reason} to bad_samples.txt of a run, one per line. Only the main process writes."""
-    path = Path(folder or ".") / "bad_samples.txt"
-    if rank() == 0 and folder and bad:
-        with opening(path), open(path, "a", encoding="utf8", errors="replace") as f:
-            f.writelines("\t".join(re.sub(r"\s", " ", str(x)) for x in pair) + "\n" for pair in bad.items())
+    return torch.cat([function(*piece) for piece in zip(*(x.split(size) for x in rows))])

@@ -19,8 +19,8 @@ from contrastive.engine.processes import UserError, first_line, opening
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
-JPEG_ROWS = 65_500  # no jpeg can hold more
 REGION_CLIP = 4  # F of VGT: frames of a clip, in which region r is the same thing throughout
 
 
@@ -38,9 +38,9 @@ def clip_options(options, kind=None):
 class Clips:
     """How a video becomes (T, 3, H, W) uint8: frames T, sampling, short side in pixels, a cache folder ('' = none).
 
-    The cache holds one JPEG per clip (4:4:4), its frames one below the other, so a video is decoded once. For random
-    frames it holds three candidates per frame. Evaluation sees the same frames with and without a cache. A video that
-    is newer than its file in the cache is decoded anew; one that is gone is not needed."""
+    The cache holds one JPEG per clip (4:4:4), its frames one below the other (at most 65,500 rows), so a video is
+    decoded once. For random frames it holds three candidates per frame. Evaluation sees the same frames with and
+    without a cache. A video newer than its file in the cache is decoded anew; one that is gone is not needed."""
 
     at_rest = "uniform"  # how random frames are placed in evaluation
 
@@ -50,28 +50,24 @@ class Clips:
     def __call__(self, source, start=None, end=None, draws=None):
         """(T, 3, H, W) uint8. draws (T,) in 0..1 place random frames; None = evaluation."""
         sampling = self.at_rest if self.sampling == "random" and draws is None else self.sampling
-        if self.cache:
-            return self._cached(source, start, end, sampling, draws)
-        return _channels_first(self.decode(source, self.frames, start, end, sampling, draws))
-
-    def decode(self, source, n, start, end, sampling, draws):
-        """(n, H, W, 3) uint8 frames of one source, as read_frames."""
-        return read_frames(source, n, start, end, sampling, draws, self.short)
-
-    def _cached(self, source, start, end, sampling, draws):
+        if not self.cache:
+            return _channels_first(self.decode(source, self.frames, start, end, sampling, draws))
         keep, spread = self.frames, sampling
         if sampling == "random":  # three frames to choose from
             keep, spread = 3 * self.frames, "middle"
         file = self._file(source, f"{start} {end} {keep} {spread} {self.short}")
         gone = isinstance(source, bytes) or not os.path.exists(source)
-        if file.exists() and (gone or os.path.getmtime(source) <= file.stat().st_mtime + 2):  # seconds: a coarse clock
-            x = _frames_of(decode(file), keep)  # (keep, 3, H, W)
-        else:
-            x = self._fill(file, self.decode(source, keep, start, end, spread, None))  # (keep, 3, H, W)
+        if not file.exists() or not gone and os.path.getmtime(source) > file.stat().st_mtime + 2:  # s: a coarse clock
+            self._fill(file, self.decode(source, keep, start, end, spread, None))
+        x = decode(file).unflatten(1, (keep, -1)).transpose(0, 1)  # (3, keep * H, W) -> (keep, 3, H, W)
         if sampling != "random":
             return x
         choice = np.minimum(np.asarray(draws)[:self.frames] * 3, 2).astype(int)  # (T,)
         return x[torch.from_numpy(np.arange(self.frames) * 3 + choice)]  # (T, 3, H, W)
+
+    def decode(self, source, n, start, end, sampling, draws):
+        """(n, H, W, 3) uint8 frames of one source, as read_frames."""
+        return read_frames(source, n, start, end, sampling, draws, self.short)
 
     def _file(self, source, settings):
         """The cache file of a clip; a hash in its name covers the path (or bytes) and all that changes the frames."""
@@ -82,25 +78,17 @@ class Clips:
         return Path(self.cache) / digest.hexdigest()[:2] / f"{stem}-{digest.hexdigest()[:12]}.jpg"
 
     def _fill(self, file, frames):
-        """Writes (keep, H, W, 3) frames to the cache and returns what a later epoch will read from it."""
-        from PIL import Image
-        if len(frames) * frames.shape[1] > JPEG_ROWS:  # not cached
-            return _channels_first(frames)
+        """Writes (keep, H, W, 3) frames to the cache."""
         temporary = file.with_suffix(f".{secrets.token_hex(8)}.tmp")  # a name no other process has, on any machine
         with opening(f"--frame-cache {self.cache}"):
             file.parent.mkdir(parents=True, exist_ok=True)
-            tall = frames.reshape(-1, *frames.shape[2:])  # (keep * H, W, 3)
-            Image.fromarray(tall).save(temporary, "jpeg", quality=92, subsampling=0)
+            tall = Image.fromarray(frames.reshape(-1, *frames.shape[2:]))  # (keep * H, W, 3)
+            tall.save(temporary, "jpeg", quality=92, subsampling=0)
             temporary.replace(file)
-        return _frames_of(decode(file), len(frames))  # (keep, 3, H, W)
 
 
 def _channels_first(frames):
     return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)  # (T, 3, H, W)
-
-
-def _frames_of(tall, n):
-    return tall.unflatten(1, (n, -1)).transpose(0, 1)  # (3, n * H, W) -> (n, 3, H, W)
 
 
 # ---- features in place of frames ----
@@ -114,17 +102,21 @@ class Features:
 
     def __call__(self, source, start=None, end=None, draws=None):
         """(T, F) float32 features, found by the video's name."""
-        x = np.concatenate([self._rows(folder, Path(source).stem) for folder in self.folders], 1)  # (T, F)
-        if self.width not in (None, x.shape[1]):
-            raise ValueError(f"features of width {x.shape[1]}, others have {self.width}")
-        return torch.from_numpy(x)
+        files = [Path(folder).expanduser() / f"{Path(source).stem}.npy" for folder in self.folders]
+        parts = [np.atleast_2d(np.load(file, allow_pickle=False)) for file in files]  # (time, width) each
+        places = [np.linspace(0, len(x) - 1, self.frames).round().astype(int) for x in parts]
+        x = np.concatenate([x[at] for x, at in zip(parts, places)], 1).astype(np.float32)  # (T, F)
+        return _checked(torch.from_numpy(x), self.width)
 
-    def _rows(self, folder, stem):
-        x = np.load(Path(folder).expanduser() / f"{stem}.npy", allow_pickle=False)
-        x = np.atleast_2d(x).astype(np.float32)  # (time, width)
-        if x.ndim != 2 or not len(x) or not np.isfinite(x).all():
-            raise ValueError(f"{folder}: features of shape {x.shape}, expected (time, width), finite")
-        return x[np.linspace(0, len(x) - 1, self.frames).round().astype(int)]  # (T, width)
+
+def _checked(x, width):
+    """Features (T, F) float. Raises ValueError if they are not finite, or not of the others' width F (if it is known).
+    """
+    if x.ndim != 2 or width not in (None, x.shape[1]):
+        raise ValueError(f"features of shape {tuple(x.shape)}, others have width {width}")
+    if not x.isfinite().all():
+        raise ValueError("features that are not finite")
+    return x
 
 
 class Regions:
@@ -172,18 +164,13 @@ class Regions:
         feat = _array(self.of_regions[source], "feat", 3, some)                          # (t, R, W)
         boxes = _array(self.of_regions[source], "bbox", 3, some)                         # (t, R, 4)
         frames = _array(self.of_frames[source], "resnet_features", 2)                    # (t, W)
-        t, R, W = feat.shape
-        fits = R == self.regions and boxes.shape == (t, R, 4) and frames.shape == (t, W) and t and not t % REGION_CLIP
-        if not fits or self.width not in (None, (1 + R) * (W + 5)):
-            raise ValueError(f"regions {tuple(feat.shape)}, boxes {tuple(boxes.shape)}, frames {tuple(frames.shape)}: "
-                             f"expected (time, {self.regions}, W), (time, {self.regions}, 4), (time, W), time a "
-                             f"multiple of {REGION_CLIP}, W as other videos have")
+        if feat.shape[1] != self.regions:
+            raise ValueError(f"{feat.shape[1]} regions in a frame, not {self.regions}")
         boxes = box_numbers(boxes, *self.sizes.get(source, (320.0, 240.0)))              # (t, R, 5)
         x = torch.cat([F.pad(frames, (0, 5))[:, None], torch.cat([feat, boxes], -1)], 1)  # (t, 1 + R, W + 5)
-        if not x.isfinite().all():
-            raise ValueError("its features are not finite")
-        clips = torch.linspace(0, t // REGION_CLIP - 1, self.frames // REGION_CLIP).round().long()  # each whole
-        return x.unflatten(0, (-1, REGION_CLIP))[clips].flatten(0, 1).flatten(1)
+        x = x.unflatten(0, (-1, REGION_CLIP))                                            # (K, 4, 1 + R, W + 5)
+        clips = torch.linspace(0, len(x) - 1, self.frames // REGION_CLIP).round().long()  # each whole
+        return _checked(x[clips].flatten(0, 1).flatten(1), self.width)
 
 
 def box_numbers(boxes, width, height):
@@ -213,16 +200,16 @@ def _array(place, key, axes, part=()):
 
 def feature_shape(data, encoder="features"):
     """[T, F] of the features of a data set. Every later read must have this F. Raises UserError if none can be read."""
-    why = "no examples"
     for i in range(min(len(data), 100)):
         try:
             shape = list(data.read(i).shape)
+            break
         except Exception as error:
             why = f"{data.key(i)}: {first_line(error)}"
-            continue
-        if len(shape) > 2:
-            raise UserError(f"--image-encoder {encoder}: the data set has pixels; features come with --feature-dir of "
-                            "ncl.py, regions with --region-dir of mama.py and a set of questions")
-        data.clip.width = shape[1]
-        return shape
-    raise UserError(f"{data.name}: none of its first features can be read: {why}")
+    else:
+        raise UserError(f"{data.name}: none of its first features can be read: {why}")
+    if len(shape) > 2:
+        raise UserError(f"--image-encoder {encoder}: the data set has pixels; features come with --feature-dir of "
+                        "ncl.py, regions with --region-dir of mama.py and a set of questions")
+    data.clip.width = shape[1]
+    return shape

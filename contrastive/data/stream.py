@@ -1,18 +1,19 @@
 """Tars: an index of their samples, or a stream that reads them in order (--streaming).
 
-A sample is the files of a tar that share a name up to the first dot: 000017.jpg, 000017.txt, 000017.json, 000017.cls.
-The index is a table in the cache of `datasets`, so three million captions need no memory; tars whose size or time
-changed are indexed again. A tar that cannot be read to its end is an error that names it.
+A sample is the adjacent files of a tar that share a name up to the first dot: 000017.jpg, 000017.txt, 000017.cls. The
+index is a table in the cache of `datasets`, so three million captions need no memory; tars whose size or time changed
+are indexed again. A tar that cannot be read to its end is an error that names it.
 """
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
 import tarfile
 
-from contrastive.data.batches import TRIES, Loader, crop_views, frame_draws, loader_options
+from contrastive.data.batches import TRIES, crop_views, frame_draws, loader
 from contrastive.data.clips import clip_options
 from contrastive.data.pictures import decode
 from contrastive.data.table import IMAGE_TYPES, SPLITS, VIDEO_TYPES, Data, generating, notes, pick
@@ -22,9 +23,9 @@ from contrastive.engine.processes import UserError, first_line, opening, rank, w
 import numpy as np
 import torch
 
-TEXTS = ("txt", "caption", "text", "json", "cls")  # parts that are read while the index is built
+TEXTS = ("txt", "caption", "text", "cls")  # parts that are read while the index is built
 COLUMNS = ("image_column", "caption_column", "label_column")  # the options that change an index
-VERSION = 1  # of the index: the cache compares arguments, not code, so a change of index_rows needs a new number
+VERSION = 2  # of the index: the cache compares arguments, not code, so a change of index_rows needs a new number
 GUESS = 5000  # samples per shard if their number is not known
 
 
@@ -42,9 +43,8 @@ def open_tars(name, path, options):
         train, of["val"], note = train[:-1], train[-1:], "the last shard is held out as val and test"
     if not train:
         raise UserError(f"--streaming: {name} has no shard to train on")
-    val, test = of.get("val") or of["test"], of.get("test") or of["val"]
-    return {"train": Stream(name, train, options, note=note), "val": index(name, "val", val, options),
-            "test": index(name, "test", test, options)}
+    held = {s: index(name, s, of.get(s) or of[other], options) for s, other in (("val", "test"), ("test", "val"))}
+    return {"train": Stream(name, train, options, note=note)} | held
 
 
 # ---- tars ----
@@ -61,34 +61,35 @@ class Strict(tarfile.TarInfo):
             raise tarfile.ReadError(f"{first_line(error)} at byte {tar.offset}") from error
 
 
-def members(tar):
-    """(name of its sample, extension, member) of each file in an open tar."""
-    for member in tar:
-        if member.isreg():
+def samples(file, mode, read=None):
+    """(name, {extension: bytes}) of the samples of an open file; of extensions not in `read` (offset, size) instead."""
+    name, parts = "", {}
+    with tarfile.open(fileobj=file, mode=mode, tarinfo=Strict) as tar:
+        for member in filter(tarfile.TarInfo.isreg, tar):
             folder, _, base = member.name.rpartition("/")
-            stem, _, extension = base.partition(".")
-            yield f"{folder}/{stem}".lstrip("/"), extension.lower(), member
+            stem, _, extension = base.lower().partition(".")
+            stem = f"{folder}/{base[:len(stem)]}".lstrip("/")
+            if stem != name and parts:
+                yield name, parts
+                parts = {}
+            name, whole = stem, read is None or extension in read
+            parts[extension] = tar.extractfile(member).read() if whole else (member.offset_data, member.size)
+    if parts:
+        yield name, parts
 
 
-def parts_of(parts, read, options):
-    """(extension of the image or video, captions, class or None) of one sample; parts: its extensions; read(extension)
-    -> bytes. Raises ValueError or UserError without an image or a caption."""
-    wanted = [options.get(k, "") for k in COLUMNS]
-    fields = json.loads(read("json")) if "json" in parts and any(w.startswith("json.") for w in wanted) else {}
-    there = [*parts, *(f"json.{field}" for field in fields)]
-    image = pick("--image-column", options, there, (*IMAGE_TYPES, *VIDEO_TYPES))
-    caption = pick("--caption-column", options, there, ("txt", "caption", "text"), "cls" not in parts)
-    label = pick("--label-column", options, there, ("cls",), required=False)
-
-    def cell(column):
-        return fields[column[5:]] if column.startswith("json.") else read(column).decode("utf-8-sig")
-    texts = cell(caption) if caption else f"class {cell('cls').strip()}"
-    texts = texts.splitlines() if isinstance(texts, str) else texts  # retrieval tars hold one caption per line
-    texts = [t.strip() for t in texts or () if t.strip()]
+def parts_of(parts, options):
+    """(extension of the image or video, captions, class or None) of one sample {extension: content}. Raises ValueError
+    or UserError without an image or a caption."""
+    image = pick("--image-column", options, parts, (*IMAGE_TYPES, *VIDEO_TYPES))
+    label = pick("--label-column", options, parts, ("cls",), required=False)
+    caption = pick("--caption-column", options, parts, ("txt", "caption", "text"), required=not label)
+    number = int(parts[label]) if label else None
+    texts = parts[caption].decode("utf-8-sig").splitlines() if caption else [f"class {number}"]  # a caption a line
+    texts = [t.strip() for t in texts if t.strip()]
     if not texts:
         raise ValueError("an empty caption")
-    value = cell(label) if label else None
-    return image, texts, None if value is None else int(value)
+    return image, texts, number
 
 
 # ---- the index ----
@@ -96,63 +97,53 @@ def index(name, split, tars, options):
     """Data of all samples of these tars in their order. Its shards (M,) say which of `tars` each sample lies in. A key
     is the sample's name; if samples of several tars share one, TAR/NAME.   Raises: UserError that names a bad tar."""
     import datasets
-    import pyarrow.compute as pc
     files = [[os.path.abspath(tar), os.path.getsize(tar), os.stat(tar).st_mtime_ns] for tar in tars]
     flags = {k: options[k] for k in COLUMNS if options.get(k)}
     text, number = datasets.Value("string"), datasets.Value("int64")
     features = datasets.Features({
         "source": {"path": text, "offset": number, "size": number}, "captions": datasets.List(text), "key": text,
-        "label": number, "shard": datasets.Value("int32"), "video": datasets.Value("bool"), "lost": text})
+        "label": number, "shard": datasets.Value("int32"), "video": datasets.Value("bool")})
     arguments = {"tars": json.dumps(files), "flags": json.dumps(flags), "version": VERSION}  # no list: it is divided
     with opening(f"--dataset {name}"), generating():
         table = datasets.Dataset.from_generator(index_rows, features=features, gen_kwargs=arguments)
-    lost, shards = table.data.column("lost"), table.data.column("shard").to_numpy()
-    good = np.flatnonzero(pc.equal(lost, "").to_numpy())  # (M,)
-    if len(good) <= len(table) / 2:
-        raise UserError(f"--dataset {name}: {lost.filter(pc.not_equal(lost, ''))[0]}")
-    left = [f"{len(table) - len(good):,} samples left out, first {lost.filter(pc.not_equal(lost, ''))[0]}"
-            ] if len(good) < len(table) else []
-    keys = table.data.column("key").to_pylist()
-    if len({keys[i] for i in good}) < len(good):  # every tar counts from 0
+    *_, (lost,) = table[-1:]["captions"]
+    table = table.select(range(len(table) - 1))
+    keys, shards, labels, video = (table.data.column(c).to_numpy() for c in ("key", "shard", "label", "video"))
+    if len({*keys}) < len(keys):  # every tar counts from 0
         top = os.path.commonpath([os.path.dirname(path) for path, _, _ in files])
         named = [os.path.relpath(path, top).removesuffix(".tar") for path, _, _ in files]
         table = table.remove_columns("key").add_column("key", [f"{named[s]}/{k}" for s, k in zip(shards, keys)])
-    labels, video = table.data.column("label"), pc.any(table.data.column("video")).as_py()
-    table = table.remove_columns(["shard", "video", "label", "lost"])
-    if labels.null_count < len(labels):
-        table = table.add_column("label", pc.fill_null(labels, -1).to_numpy())
-    table = table if len(good) == len(table) else table.select(good)
-    classes = all(len(c) == 1 and c[0].startswith("class ") for c in table.select_columns("captions")[:100]["captions"])
-    return Data(name, split, table, clip=clip_options(options) if video else None, has_captions=not classes,
-                shards=shards[good], note=notes(*left, "no captions: the classes serve as captions" if classes else ""))
+    table = table.remove_columns(["shard", "video"] + ["label"] * bool(labels.max() < 0))
+    classes = all(len(c) == 1 and c[0].startswith("class ") for c in table[:100]["captions"])
+    return Data(name, split, table, clip=clip_options(options) if video.any() else None, has_captions=not classes,
+                shards=shards, note=notes(lost, "no captions: the classes serve as captions" if classes else ""))
 
 
 def index_rows(tars, flags, version):
-    """Rows of the index, tar by tar; the parts of a sample need not be adjacent. lost: why a sample is not used."""
-    files, flags = json.loads(tars), json.loads(flags)
-    read = {*TEXTS, *flags.values()}
+    """Rows of the index, tar by tar, and a last one whose caption says which samples are left out, or nothing.
+
+    Raises: UserError for a tar that cannot be read, or if more than half of the samples are left out."""
+    files, flags, lost, n = json.loads(tars), json.loads(flags), [], 0
+    last = {"source": None, "captions": [""], "key": "", "label": -1, "shard": -1, "video": False}
     for shard, (path, _, _) in enumerate(files):
-        samples = {}  # name -> {extension: (offset, size)}, {extension: bytes}
         try:
-            with tarfile.open(path, "r:", tarinfo=Strict) as tar:
-                for name, extension, member in members(tar):
-                    where, texts = samples.setdefault(name, ({}, {}))
-                    where[extension] = member.offset_data, member.size
-                    if extension in read:
-                        texts[extension] = tar.extractfile(member).read()
+            with open(path, "rb") as file:
+                found = [*samples(file, "r:", {*TEXTS, *flags.values()} - {flags.get("image_column")})]
         except Exception as error:
             raise UserError(f"{path}: not a tar that can be read to its end ({first_line(error)})") from error
-        for name, (where, texts) in samples.items():
-            row = {"source": None, "captions": [], "key": name, "label": None, "shard": shard, "video": False,
-                   "lost": ""}
+        for name, parts in found:
             try:
-                image, captions, label = parts_of(where, texts.__getitem__, flags)
+                image, captions, label = parts_of(parts, flags)
             except Exception as error:
-                yield row | {"lost": f"{name} of {path}: {first_line(error)}"}
+                lost.append(f"{name} of {path}: {first_line(error)}")
                 continue
-            offset, size = where[image]
-            yield row | {"source": {"path": path, "offset": offset, "size": size}, "captions": captions, "label": label,
-                         "video": image in VIDEO_TYPES}
+            offset, size = parts[image]
+            n += 1
+            yield {"source": {"path": path, "offset": offset, "size": size}, "captions": captions, "key": name,
+                   "label": -1 if label is None else label, "shard": shard, "video": image in VIDEO_TYPES}
+    if n <= len(lost):
+        raise UserError(lost[0] if lost else f"{files[0][0]}: no samples")
+    yield last | {"captions": [f"{len(lost):,} samples left out, first {lost[0]}" if lost else ""]}
 
 
 # ---- streams ----
@@ -188,38 +179,35 @@ class Stream:
         names = "\n".join(os.path.basename(url) for url in self.urls)
         return {"shards": len(self.urls), "names": hashlib.sha256(names.encode()).hexdigest()[:16]}
 
-    def samples(self, seed, place, places):
-        """Endless (epoch, name, {extension: bytes}, or what is wrong with a tar) of reader `place` of `places`."""
-        for epoch in range(10**9):
-            order = np.random.default_rng([seed, epoch]).permutation(len(self.urls))
-            for url in (self.urls[i] for i in order[place::places]):
-                for name, parts in read_tar(url):
-                    yield epoch, name, parts
+    def order(self, seed, epoch):
+        """The shards in the order of an epoch."""
+        return [self.urls[i] for i in np.random.default_rng([seed, epoch]).permutation(len(self.urls))]
 
-    def shuffled(self, seed, place, places):
-        """`samples`, each drawn at random from a buffer."""
+    def samples(self, seed, place, places):
+        """Endless (epoch, name, {extension: bytes}, or what is wrong with a tar) of reader `place` of `places`, each
+        drawn at random from a buffer."""
         rng, buffer = np.random.default_rng([seed, place]), []
-        for sample in self.samples(seed, place, places):
-            buffer.append(sample)
-            if len(buffer) >= self.buffer:
-                pick = int(rng.integers(len(buffer)))
-                buffer[pick], buffer[-1] = buffer[-1], buffer[pick]
-                yield buffer.pop()
+        for epoch in itertools.count():
+            for name, parts in itertools.chain.from_iterable(map(read_tar, self.order(seed, epoch)[place::places])):
+                buffer.append((epoch, name, parts))
+                if len(buffer) >= self.buffer:
+                    k = int(rng.integers(len(buffer)))
+                    buffer[k], buffer[-1] = buffer[-1], buffer[k]
+                    yield buffer.pop()
 
     def first_captions(self, limit=None):
         """Captions of the first `limit` samples, at most 20,000, to train a tokenizer on."""
-        for k, (epoch, _, parts) in enumerate(self.samples(0, 0, 1)):
-            if epoch or k == min(limit or 20_000, 20_000):
-                return
+        found = itertools.chain.from_iterable(map(read_tar, self.order(0, 0)))
+        for _, parts in itertools.islice(found, min(limit or 20_000, 20_000)):
             if isinstance(parts, dict):
-                yield from parts_of(parts, parts.__getitem__, self.options)[1]
+                yield from parts_of(parts, self.options)[1]
 
     def batches(self, batches):
         """Iterator of the raw batches of this process, from batches.first on."""
         if len(self.urls) < world():
             raise UserError(f"--streaming: {len(self.urls)} shards are too few for {world()} processes")
         views = StreamViews(self, batches.augments, batches.seed, (rank(), world()), batches.first, batches.local)
-        return iter(Loader(views, batch_size=batches.local, drop_last=True, **loader_options(batches)))
+        return iter(loader(views, batches, batch_size=batches.local, drop_last=True))
 
 
 class StreamViews(torch.utils.data.IterableDataset):
@@ -231,55 +219,45 @@ class StreamViews(torch.utils.data.IterableDataset):
 
     def __init__(self, stream, augments, seed, of, first, local):
         self.stream, self.augments, self.seed, self.of = stream, augments, seed, of
-        self.first, self.local = first, local
+        self.first, self.local, self.clip = first, local, clip_options(stream.options)
 
     def __iter__(self):
         info, (process, processes) = torch.utils.data.get_worker_info(), self.of
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         reader = (self.first + worker) % workers
         done = len(range(reader, self.first, workers)) * self.local  # samples of this reader before
-        place, owed, bad = process * workers + reader, 1, []
-        for k, (epoch, name, parts) in enumerate(self.stream.shuffled(self.seed, place, processes * workers)):
-            if k < done:
-                continue
+        found = self.stream.samples(self.seed, process * workers + reader, processes * workers)
+        bad = []
+        for epoch, name, parts in itertools.islice(found, done, None):
             number = key_hash(name)
-            item = {"views": None, "captions": None, "index": number, "row": number, "key": name, "epoch": epoch}
+            item = {"views": None, "captions": None, "keys": name, "index": number, "rows": number, "epochs": epoch}
             try:
                 image, captions = self._decode(parts, epoch, number)
             except Exception as error:
-                bad, owed = [*bad, (name, first_line(error))], owed + 1
-                if owed <= TRIES:
+                bad.append((name, first_line(error)))
+                if len(bad) < TRIES:
                     continue
             else:
                 item |= {"views": crop_views(image, self.augments, self.seed, epoch, number), "captions": captions}
-            for turn in range(owed):
-                yield item | {"bad": bad if not turn else []}
-            owed, bad = 1, []
+            yield item | {"bad": bad}
+            yield from [item | {"bad": []}] * (len(bad) - (item["views"] is None))  # in the places of the bad ones
+            bad = []
 
     def _decode(self, parts, epoch, number):
         """Image (3, H, W) or clip (T, 3, H, W), uint8, and captions."""
         if isinstance(parts, Exception):
             raise parts
-        extension, captions, _ = parts_of(parts, parts.__getitem__, self.stream.options)
-        if extension not in VIDEO_TYPES:
-            return decode(parts[extension]), captions
-        clip = clip_options(self.stream.options)
-        return clip(parts[extension], draws=frame_draws(clip, self.seed, epoch, number)), captions
+        extension, captions, _ = parts_of(parts, self.stream.options)
+        if extension in VIDEO_TYPES:
+            return self.clip(parts[extension], draws=frame_draws(self.clip, self.seed, epoch, number)), captions
+        return decode(parts[extension]), captions
 
 
 def read_tar(url):
     """Yields (name, {extension: bytes}) in the order of a tar; if it cannot be read to its end, last (url, error)."""
     import fsspec
-    sample, parts = None, {}
     try:
-        with fsspec.open(url, "rb") as raw, tarfile.open(fileobj=raw, mode="r|", tarinfo=Strict) as tar:
-            for name, extension, member in members(tar):
-                if name != sample and parts:
-                    yield sample, parts
-                    parts = {}
-                sample = name
-                parts[extension] = tar.extractfile(member).read()
-        if parts:
-            yield sample, parts
+        with fsspec.open(url, "rb") as file:
+            yield from samples(file, "r|")
     except Exception as error:  # not a tar, or a network error of any kind
         yield url, error

@@ -17,6 +17,7 @@ VIDEO_TYPES = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
           "test": "test", "testing": "test"}  # words for a split -> ours
 IN_MEMORY = 2**18  # rows whose captions and keys are kept as Python lists; larger tables are read row by row
+COMMITS = {}  # {repository: commit} of what this process has read from the hub or its cache, for summary.json
 
 
 class EmptySplit(UserError):
@@ -53,11 +54,10 @@ class Data:
     streamed = False                  # stream.Stream answers True
 
     def __post_init__(self):
-        table = self.table
-        # reading a caption must not read image bytes
-        self.texts = table.remove_columns("source") if "source" in table.column_names else table
-        self.sources = table.select_columns("source") if "source" in table.column_names else None
-        self.rows = np.arange(len(table)) if self.rows is None else self.rows
+        inside = "source" in self.table.column_names
+        self.texts = self.table.remove_columns("source") if inside else self.table  # a caption reads no image bytes
+        self.sources = self.table.select_columns("source") if inside else None
+        self.rows = np.arange(len(self.table)) if self.rows is None else self.rows
         self.columns, self.features = {}, self.texts.features  # asking the table for these copies them each time
 
     def __len__(self):
@@ -78,15 +78,9 @@ class Data:
         """Class names of a column; None where it has none."""
         return getattr(self.features.get(column), "names", None)
 
-    @property
-    def labels(self):
-        """(M,) class of each row, -1 = unknown; or None."""
-        return self.column("label")
-
-    @property
-    def label_names(self):
-        """Names of the classes, or None."""
-        return self.names("label")
+    # (M,) class of each row, -1 = unknown, and the names of the classes; None where the set has no classes
+    labels = property(lambda self: self.column("label"))
+    label_names = property(lambda self: self.names("label"))
 
     @property
     def groups(self):
@@ -126,9 +120,7 @@ class Data:
         content = source.get("bytes") or source["path"]
         if source.get("size") is not None:
             content = part_of(source["path"], source["offset"], source["size"])
-        if self.clip:
-            return self.clip(content, source.get("start"), source.get("end"), draws)
-        return decode(content)
+        return self.clip(content, source.get("start"), source.get("end"), draws) if self.clip else decode(content)
 
     def __getitem__(self, i):
         more = {c: self.column(c)[i] for c in self.texts.column_names if c not in ("captions", "key", "group")}
@@ -153,12 +145,11 @@ class Data:
     def in_memory(self, limit=96):
         """The same examples, with pixels in one uint8 tensor if they are small and all of one size; else unchanged."""
         try:
-            if self.pixels is not None or not len(self) or max(self.read(0).shape[-2:]) > limit:
-                return self
-            images = [self.read(i) for i in range(len(self))]  # (3, H, W) each
-        except Exception:  # an unreadable one is counted when it is drawn
-            return self
-        return dataclasses.replace(self, pixels=torch.stack(images)) if len({x.shape for x in images}) == 1 else self
+            if self.pixels is None and max(self.read(0).shape[-2:]) <= limit:
+                return dataclasses.replace(self, pixels=torch.stack([self.read(i) for i in range(len(self))]))
+        except Exception:  # other sizes; an unreadable one is counted when it is drawn
+            pass
+        return self
 
     def keys(self):
         """The names of all rows in order, in batches, since row by row takes minutes."""
@@ -179,9 +170,6 @@ class Data:
 
 
 # ---- the hub ----
-COMMITS = {}  # {repository: commit} of what this process has read from the hub or its cache, for summary.json
-
-
 def hub_folder(repo, patterns, revision=None):
     """A folder with the files of a data set on the hub whose names have these patterns, or those in the hub's cache."""
     from huggingface_hub import snapshot_download
@@ -214,8 +202,8 @@ def pick(flag, options, columns, usual, required=True):
     wanted = options.get(flag[2:].replace("-", "_"))
     found = next((c for c in ((wanted,) if wanted else usual) if c in columns), None)
     if found is None and (wanted or required):
-        what = f"{flag} {wanted}: there is no such column" if wanted else f"{flag}: none of {', '.join(usual)} is there"
-        raise UserError(f"{what}; there are: {', '.join(columns)}")
+        what = f" {wanted}: there is no such column" if wanted else f": none of {', '.join(usual)} is there"
+        raise UserError(f"{flag}{what}; there are: {', '.join(columns)}")
     return found
 
 
@@ -226,19 +214,17 @@ def make_table(captions, keys, sources=None, classes=None, **columns):
         pixels are in memory; classes: {column: class names}; columns: label=..., group=..., verb=...: M values each.
     """
     import datasets
-    text, number, seconds = (datasets.Value(kind) for kind in ("string", "int64", "float64"))
-    kinds = {"path": text, "bytes": datasets.Value("binary"), "offset": number, "size": number,
-             "start": seconds, "end": seconds}
-    features, content = {"captions": [text], "key": text}, {"captions": list(captions), "key": list(keys)}
+    value, content = datasets.Value, {"captions": list(captions), "key": list(keys)}
+    features = {"captions": [value("string")], "key": value("string")}
     if sources is not None:
+        kinds = {"path": "string", "bytes": "binary", "offset": "int64", "size": "int64", "start": "float64",
+                 "end": "float64"}
         content["source"] = [{"path": s} if isinstance(s, str) else s for s in sources]
-        features["source"] = {k: kinds[k] for k in kinds if any(k in s for s in content["source"][:1])}
-    for name, values in columns.items():
-        content[name] = values.tolist() if isinstance(values, np.ndarray) else list(values)
-        known = (classes or {}).get(name)
-        inferred = datasets.Dataset.from_dict({name: content[name]}).features[name]
-        features[name] = datasets.ClassLabel(names=list(known)) if known is not None else inferred
-    return datasets.Dataset.from_dict(content, features=datasets.Features(features))
+        features["source"] = {k: value(kind) for k, kind in kinds.items() if any(k in s for s in content["source"][:1])}
+    features |= {c: datasets.ClassLabel(names=list(names)) for c, names in (classes or {}).items() if c in columns}
+    columns = {c: values.tolist() if isinstance(values, np.ndarray) else list(values) for c, values in columns.items()}
+    inferred = datasets.Dataset.from_dict(columns).features
+    return datasets.Dataset.from_dict(content | columns, features=datasets.Features(inferred | features))
 
 
 def notes(*words):
@@ -251,27 +237,20 @@ def with_note(data, *words):
     return dataclasses.replace(data, note=notes(data.note, *words))
 
 
-def with_classes(data, labels, names):
-    """The data with new labels, (M,) numbers, and new class names."""
-    import datasets
-    table = data.table.remove_columns("label") if data.labels is not None else data.table
-    table = table.add_column("label", np.asarray(labels), feature=datasets.ClassLabel(names=list(names)))
+def with_column(data, name, values, feature=None):
+    """The data with other values of a column, a list or an array (M,); feature: its kind, if it is a new one."""
+    table = data.table.remove_columns(name) if name in data.table.column_names else data.table
+    table = table.add_column(name, values, feature=feature or data.features[name])
     return dataclasses.replace(data, table=table)
 
 
-def with_captions(data, captions):
-    """The data with other captions, a list for each row."""
-    table = data.table.remove_columns("captions").add_column("captions", captions, feature=data.features["captions"])
-    return dataclasses.replace(data, table=table)
+def frames_of(data):
+    """T of a clip; 1 for images."""
+    if data.pixels is not None:
+        return data.pixels.shape[1] if data.pixels.ndim == 5 else 1
+    return data.clip.frames if data.clip else 1
 
 
 def has_clips(data):
     """Whether its examples are clips; tables then say video instead of image."""
     return bool(data.clip) or data.pixels is not None and data.pixels.ndim == 5
-
-
-def frames_of(data):
-    """T of a clip; 1 for images."""
-    if data.pixels is not None and data.pixels.ndim == 5:
-        return data.pixels.shape[1]
-    return data.clip.frames if data.clip else 1

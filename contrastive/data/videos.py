@@ -11,7 +11,7 @@ from pathlib import Path
 
 from contrastive.data.annotations import Files, clips_of, files_of, one_caption_list, video_folder, video_index
 from contrastive.data.clips import clip_options
-from contrastive.data.table import Data, EmptySplit, generating, hub_folder, with_captions
+from contrastive.data.table import Data, EmptySplit, generating, hub_folder, with_column
 from contrastive.engine.processes import UserError, opening
 
 HUB_FILES = ["*.json", "*.jsonl", "*.parquet"]  # what is downloaded from a repository: no videos
@@ -138,7 +138,7 @@ def load(name, split, options):
         rows = one_caption_list(row | facts.get("window", {}) for row in rows)
         data = clips_of(name, split, rows, options, classes, grouped=facts.get("grouped", False))
     if facts.get("paragraphs"):
-        data = with_captions(data, [[" ".join(said)] for said in data.column("captions")])
+        data = with_column(data, "captions", [[" ".join(said)] for said in data.column("captions")])
     return data
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from contrastive import CORES
-from contrastive.data import at_revision, facts_of
+from contrastive.data import facts_of, parted
 from contrastive.engine.checkpoints import folder_of
 from contrastive.engine.processes import read_json
 from contrastive.engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
@@ -93,7 +93,7 @@ class Parser(OneLine):
         saved = read_json(folder_of(chosen.resume) / "args.json") if chosen.resume else {}
         of = saved.pop("script", Path(self.prog).stem)
         self.require(of == Path(self.prog).stem, f"--resume {chosen.resume}: a run of {of}.py, not of {self.prog}")
-        chosen.dataset, revision = at_revision(chosen.dataset or saved.get("dataset") or next(iter(recipes)))
+        chosen.dataset, revision = parted(chosen.dataset or saved.get("dataset") or next(iter(recipes)), "@")
         self._add_flags_of_sets([chosen.dataset, *chosen.eval_datasets, *saved.get("eval_datasets", [])])
         own = losses(chosen) if callable(losses) else (losses or {}).get(chosen.loss, {})
         recipe = recipes.get(chosen.dataset, recipes["own"])
@@ -152,7 +152,7 @@ class Parser(OneLine):
         cores = CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         add("--workers", type=whole, default=max(4, min(16, cores)), help="loader processes per process; 0 = none")
         if self.texts:
-            add("--caption-column", default="", help="column (or tar extension, or json.KEY) of the captions")
+            add("--caption-column", default="", help="column (or tar extension) of the captions")
             add("--extra-captions", default="", metavar="FILE",
                 help="csv, jsonl or parquet of video, start, end, caption: further captions of training clips")
             add("--extra-pairs", nargs="+", default=[], metavar="NAME[=DIR]",
