@@ -155,7 +155,7 @@ def precision():
     """Losses of all five scripts in bf16 against float32, same seed, 50 steps; a second float32 run shows the noise."""
     results = {}
     for script, flags in SCRIPTS.items():
-        flags = [*TOY, *flags, "--no-tf32", "--max-steps", size(50, 2), "--mixed-precision"]
+        flags = [*TOY, *flags, "--max-steps", size(50, 2), "--mixed-precision"]
         runs = {name: train(script, *flags, kind)[1]
                 for name, kind in list({"fp32": "no", "bf16": "bf16", "fp32 again": "no"}.items())[:size(3, 2)]}
         results[script] = {
@@ -172,7 +172,7 @@ def compiled():
                                                         ["--image-encoder", "resnet18-cifar", "--batch-size", "512"])}
     results = {}
     for name, (script, kind, flags) in list(cases.items())[:size(3, 1)]:
-        flags = [*flags, *TOY, "--no-tf32", "--max-steps", size(80, 2), "--mixed-precision", kind]
+        flags = [*flags, *TOY, "--max-steps", size(80, 2), "--mixed-precision", kind]
         rows = {on: train(script, *flags, on)[1] for on in ("--no-compile", "--compile")}
         results[name] = {on: pace(r) | {"first_step_s": r[0]["step_s"]} for on, r in rows.items()}
         results[name]["largest relative difference"] = difference(rows["--no-compile"], rows["--compile"])
@@ -184,7 +184,7 @@ def fp16():
     steps, kill, every = size((400, 150, 50), (6, 3, 2))
     flags = [*TOY, *QUIET, *ON_CPU, "--max-steps", steps, "--save-every", every,
              "--mixed-precision", size("fp16", "no")]  # torch has no fp16 on a CPU
-    _, plain = train("temo", *TOY, "--no-tf32", "--max-steps", steps)
+    _, plain = train("temo", *TOY, "--max-steps", steps)
 
     def start(*flags):
         return subprocess.Popen([sys.executable, str(ROOT / "temo.py"), *map(str, flags)], stdout=log, stderr=log)

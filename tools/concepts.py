@@ -32,7 +32,7 @@ def hits(folder, args):
     """(concepts (Q,), hits (Q,) 0 or 1, {concept: share of the training rows}, keys (Q,)) of a run's queries.
 
     Raises: UserError if the set has no test split or no classes."""
-    lacking = sorted({"task", "dataset", "hold_out_val", "eval_datasets", "eval_batch", "workers"} - args.keys())
+    lacking = sorted({"task", "dataset", "hold_out_val", "eval_datasets", "workers"} - args.keys())
     if lacking:
         raise UserError(f"{folder}: its args.json does not say {', '.join(lacking)}; is it whole?")
     args = argparse.Namespace(**args | {"eval_every": 0, "extra_pairs": []})  # extra pairs have no classes

@@ -17,7 +17,7 @@ import numpy as np
 
 VARIED = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 ASIDE = {"output_dir", "run_name", "resume", "cpu", "threads", "workers", "save_every", "eval_every", "log_every",
-         "eval_batch", "figures", "tracker", "loss_block", "meta_memory"}  # flags that do not change what is learnt
+         "figures", "tracker"}  # flags that do not change what is learnt
 
 
 def finished(folder):

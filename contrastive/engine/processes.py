@@ -179,7 +179,7 @@ def set_up(args):
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("highest")  # a container may have chosen TF32; the encoders: common.tf32
         torch.backends.cudnn.benchmark = True  # a run has few shapes
-        torch.backends.cudnn.allow_tf32 = args.tf32
+        torch.backends.cudnn.allow_tf32 = True  # in convolutions, which no loss has
     if LAUNCHED and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # a launcher's own choice
         torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     return accelerator
@@ -216,11 +216,11 @@ def barrier():
         dist.barrier()
 
 
-def all_sum(*values, device="cpu", op=dist.ReduceOp.SUM):
-    """Sum (or with op another reduction) of each plain number over processes; returns a list of floats."""
+def all_sum(*values, device="cpu"):
+    """Sum of each plain number over processes; returns a list of floats."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     if world() > 1:
-        dist.all_reduce(total, op=op)
+        dist.all_reduce(total)
     return total.tolist()
 
 

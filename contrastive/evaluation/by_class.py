@@ -161,7 +161,7 @@ class ClassEvaluator:
 
     def _evaluate(self, split):
         args, few = self.args, None
-        how = self.transform, self.device, args.eval_batch, args.workers
+        how = self.transform, self.device, 256, args.workers
         rows, _, known, _ = encode_images(self.model, self.train, *how)
         train_labels = self.train.labels[rows]
         pieces = {"train_features": known, "train_labels": train_labels}

@@ -166,8 +166,8 @@ class Evaluator:
     def measure(self, data, train):
         """metrics, chance and pieces of one split."""
         towers = self.model, self.tokenizer, self.transform
-        args = self.args
-        return evaluate(*towers, data, self.device, train, args.eval_batch, args.workers, args.knn_features)
+        how = {"workers": self.args.workers, "knn_features": self.args.knn_features}
+        return evaluate(*towers, data, self.device, train, **how)
 
 
 def report(summary, folder, table=None):
