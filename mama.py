@@ -102,8 +102,8 @@ import common
 
 from common import (  # isort: skip
     Evaluator, OneLine, Parser, Run, UserError, answers, between, by_rows, clean_exit, count, fp32, gather,
-    has_batchnorm, meta_data, nonnegative, normalize, open_data, pair_cosines, part, per_anchor, positive,
-    positive_index, rank, rate, say_once, world, write_json, write_tensors)
+    meta_data, nonnegative, normalize, open_data, pair_cosines, part, per_anchor, positive,
+    positive_index, rank, rate, write_json, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -464,9 +464,6 @@ def main(args):
     tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)
     contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
     tower.by_rows = by_rows                                                # of the pairs that a fusion sees
-    if looks_ahead(args) and world() > 1 and has_batchnorm(tower):
-        raise UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
-                        "over several processes have no forward mode; use one process or another encoder")
     own, weight_net = nn.ModuleDict(), WeightNet()       # outside DDP
     if args.weighting in ("meta", "joint"):
         own["weight_net"] = weight_net
@@ -581,10 +578,9 @@ def random_guess(mu, args, answer=0.0):
 
 def banner_lines(args, meta, margins):
     """What the banner says of the method."""
-    (first, last), worth = margins, max(margins) / args.tau
-    loud = "; WARNING: from 0.3 on it cost retrieval on moving-emoji; above 5 hardly a pair learns" * (worth > 0.25)
+    first, last = margins
     lines = {"loss": f"{args.loss}: weights {args.weighting}, margin {args.margin_schedule}",
-             "temperature": f"tau {args.tau:g}; mu {first:.3g} .. {last:.3g} rad, mu / tau up to {worth:.3g}{loud}"}
+             "temperature": f"tau {args.tau:g}; mu {first:.3g} .. {last:.3g} rad"}
     return lines | ({"meta-data": meta.note} if meta else {})
 
 
@@ -658,9 +654,6 @@ def keep_for_pictures(tensors, step, seen, args, weight_net):
         grid = torch.linspace(0, 3 * math.log(args.batch_size) + 1.5 * math.log(answers_of) + 1, 64)    # (64,) nats
         curve = torch.cat([torch.tensor([float(step)]), weight_net(grid.to(seen.device)).cpu()])[None]   # (1, 65)
         tensors |= {"loss_grid": grid, "curves": torch.cat([tensors.get("curves", curve[:0]), curve])}
-        if seen[:, 1].min() > 0.99 or seen[:, 1].max() < 0.01:
-            say_once("WARNING: the weight network gives all pairs of a batch one weight, 0 or 1, where its sigmoid is "
-                     "so flat that it hardly learns; a lower --meta-lr (joint: --lr) or another --seed may help")
 
 
 if __name__ == "__main__":

@@ -259,15 +259,6 @@ def per_sample(losses, theta, batch):
 
 
 # ---------------------------------------------------- other weightings -----------------------------------------------
-def test_a_network_that_has_saturated_is_said(capsys):
-    """All weights at 1 or 0: as no weights at all, and dw / dtheta is 0."""
-    args, losses, swapped = mama.parse_args(["--batch-size", "4"]), torch.rand(4), torch.zeros(4)
-    for weights, said in (([0.995, 0.98, 1, 1], False), ([0.995] * 4, True), ([0.003] * 4, True), ([0.02] * 4, False)):
-        engine.processes.say_once.cache_clear()
-        mama.keep_for_pictures({}, 1, torch.stack([losses, torch.tensor(weights), swapped], 1), args, mama.WeightNet())
-        assert ("WARNING: the weight network gives all pairs of a batch one weight" in capsys.readouterr().out) == said
-
-
 def test_focal_weights_by_hand():
     p = torch.tensor([1.0, 0.9, 0.5, 0.1], dtype=torch.float64)  # of the pair, the same in both directions
     assert mama.focal_weights(-2 * p.log()).tolist() == pytest.approx([0, 0.01, 0.25, 0.81])
@@ -501,19 +492,6 @@ def test_a_stream_trains_without_a_look_ahead(tmp_path):
         mama.main(mama.parse_args(flags))
 
 
-def test_batchnorm_on_several_processes_is_refused(tmp_path, monkeypatch):
-    begun = engine.run.Run.towers
-
-    def towers(*args):
-        out = begun(*args)
-        monkeypatch.setattr(mama, "world", lambda: 2)
-        monkeypatch.setattr(mama, "has_batchnorm", lambda model: True)
-        return out
-    monkeypatch.setattr(engine.run.Run, "towers", towers)
-    with pytest.raises(UserError, match="--weighting meta: small has BatchNorm"):
-        main(tmp_path / "run", "--max-steps", "2")
-
-
 def test_hidden_units_begin_all_along_the_losses():
     torch.manual_seed(0)
     layer = mama.WeightNet(200).layers[0]
@@ -634,16 +612,12 @@ def test_recipes_are_the_paper_s():
     assert not mama.RECIPES["msvd"]["recipe"].startswith("paper")
 
 
-def test_random_guess_and_the_warning():
+def test_random_guess():
     args = mama.parse_args(["--dataset", "msrvtt"])
     n, mu = args.batch_size, 0.2
     expected = 2 * -math.log(math.exp(math.sin(mu)) / (math.exp(math.sin(mu)) + n - 1))
     assert mama.random_guess(mu, args) == pytest.approx(expected)
     assert mama.random_guess(0.0, args) == pytest.approx(2 * math.log(n))
-    assert "WARNING" not in mama.banner_lines(args, None, (0.18, 0.2))["temperature"]
-    args.tau = 0.01
-    line = mama.banner_lines(args, None, (0.18, 0.2))["temperature"]
-    assert "mu / tau up to 20" in line and "WARNING" in line
 
 
 # ---------------------------------------------------- pictures of several runs --------------------------------------

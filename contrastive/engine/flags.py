@@ -72,8 +72,7 @@ class Parser(OneLine):
     """The flags of a script: its own groups, then those that all scripts share; plain argparse inside.
 
     `parse` works in two stages: --dataset, --loss, --resume and a script's own choosers set the defaults, and the other
-    flags override them.
-    The data sets that are named add flags of their own (their SETS says which).
+    flags override them. The data sets that are named add flags of their own (their SETS says which).
 
     Args: file: the script's __file__, which names it.   texts: whether the script trains on captions.
     """
@@ -84,8 +83,7 @@ class Parser(OneLine):
 
     def group(self, title, when=None, description=None):
         """A group of flags; for one without a default, every recipe has a value. when: function of the parsed flags ->
-        whether these flags have an effect; if not, they are refused. The title then names the condition ("with --loss
-        ts")."""
+        whether these have an effect, else they are refused; the title names the condition ("with --loss ts")."""
         g = self.add_argument_group(title, description)
         self.conditions += [(g, when)] if when else []
         return g

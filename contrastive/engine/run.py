@@ -16,23 +16,10 @@ from contrastive.encoders.models import build_model, spec_of
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.engine import checkpoints
 from contrastive.engine.log import Log, commit, peak_memory_mb, versions
-from contrastive.engine.processes import (
-    UserError,
-    barrier,
-    gather_objects,
-    mean_over_processes,
-    on_main,
-    opening,
-    rank,
-    say,
-    set_up,
-    slug,
-    sync_batchnorm,
-    to_device,
-    world,
-    write_json,
-    write_tensors,
-)
+
+from contrastive.engine.processes import (  # isort: skip
+    UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, slug, sync_batchnorm,
+    to_device, world, write_json, write_tensors)
 from contrastive.evaluation.retrieval import report
 from contrastive.figures.base import draw_picture, similarity_histograms
 
@@ -295,7 +282,12 @@ class Run:
             self._hear()  # a step whose loss is not finite is not saved
             checkpoints.save(self)
         if stopping:
-            self.stop()
+            self.bar.close()
+            say(f"stopped after step {self.step} by {signal.Signals(self.signal).name}; to go on: python {sys.argv[0]} "
+                f"--resume {self.folder} (with the same launcher)")
+            barrier()
+            self.accelerator.end_training()
+            raise SystemExit(128 + self.signal)
         if self.step == self.last:
             self.in_float32()
         if due["eval"]:
@@ -311,15 +303,6 @@ class Run:
         if not self.in_loop or number == self.asked == signal.SIGINT:
             raise SystemExit(128 + number)
         self.asked = number
-
-    def stop(self):
-        """Ends the run after a signal; its checkpoint is written. Collective."""
-        self.bar.close()
-        say(f"stopped after step {self.step} by {signal.Signals(self.signal).name}; to go on: python {sys.argv[0]} "
-            f"--resume {self.folder} (with the same launcher)")
-        barrier()
-        self.accelerator.end_training()
-        raise SystemExit(128 + self.signal)
 
     def start_clock(self):
         """Speed and waiting for data are those of the steps after this call."""
