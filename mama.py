@@ -306,7 +306,7 @@ def l2rw_weights(losses, parameters, batch, meta_batch):
 
 
 # --weighting: losses (B,), own, progress 0..1 of the run, args -> weights (B,). A fork adds a line (docs/forking.md);
-# what is learnt, said and drawn follows the name. 'meta' has the new theta (Eq. 11), which 'joint' learns by its loss.
+# what is learnt, said and drawn follows the name. 'meta' has the new theta (Eq. 11); of 'joint' the loss trains it.
 WEIGHTINGS = {
     "meta": lambda losses, own, progress, args: own["weight_net"](losses),
     "joint": lambda losses, own, progress, args: own["weight_net"](losses),              # Table 8

@@ -90,7 +90,7 @@ def test_a_run_keeps_its_fold_and_its_law(name, flags, options, tmp_path, capsys
     """The split that the flags name is the one that the run tests, and the one that eval.py opens again."""
     folder, own = train(tmp_path / "r", "--eval-every", "0", "--dataset", name, *flags)
     own = own[name]
-    assert {"emoji": "fold 3 of 10", "moving-emoji": "val and test: law zipf"}[name] in capsys.readouterr().out
+    assert {"emoji": "fold 3 of 10", "moving-emoji": "law of val and test: zipf"}[name] in capsys.readouterr().out
     test, plain = (common.load_data(name, "test", **o) for o in (options, options | {"fold": 0, "clip_law": ""}))
     assert own["images"] == len(test) and list(test.column("captions")) != list(plain.column("captions"))
     got = evaluate("--checkpoint", folder)["datasets"][name]["metrics"]["retrieval"]

@@ -1,5 +1,4 @@
-"""docs/forking.md as it stands: a new weighting and a new schedule run, resume, and are what banner and pictures say.
-"""
+"""docs/forking.md as it stands: a new weighting and schedule run, resume, and are what banner and pictures say."""
 
 import re
 import types

@@ -138,7 +138,7 @@ def test_commands_of_the_pages_parse(place, monkeypatch):
     of_eval = [c for c in LINES + ELSEWHERE if c.startswith("python eval.py")]
     for command in of_eval:
         eval_py.parse_args(shlex.split(command)[2:])
-    assert len(of_eval) >= 8
+    assert len(of_eval) >= 7
     programs = [c.split()[2] for c in ELSEWHERE if c.startswith("python -m")]
     files = [c.split()[1] for c in ELSEWHERE if c.startswith("python benchmarks/")]
     assert len(programs) >= 5 and all(map(importlib.util.find_spec, programs))

@@ -21,7 +21,8 @@ from contrastive.engine.ranges import between
 import torch
 
 SETS = {"emoji": {
-    "splits": {"train": 3058, "val": 177, "test": 168}, "licence": "CC-BY 4.0, credit Twemoji", "options": {
+    "drawn": True, "splits": {"train": 3058, "val": 177, "test": 168}, "licence": "CC-BY 4.0, credit Twemoji",
+    "options": {
         "--fold": dict(type=between(0, 9, int), default=0, texts=True,
                        help="which tenth of the drawings is test, 0..9; the next one is val")}}}
 TEMPLATES = ("an emoji of {}", "{} icon", "a drawing of {}", "picture: {}")
