@@ -101,9 +101,9 @@ from pathlib import Path
 import common
 
 from common import (  # isort: skip
-    Evaluator, OneLine, Parser, Run, UserError, answers, between, by_rows, clean_exit, count, fp32, gather,
-    meta_data, nonnegative, normalize, open_data, pair_cosines, part, per_anchor, positive,
-    positive_index, rank, rate, write_json, write_tensors)
+    Evaluator, OneLine, Parser, Run, UserError, answers, between, by_rows, clean_exit, count, fp32, gather, meta_data,
+    nonnegative, normalize, open_data, pair_cosines, part, per_anchor, positive, positive_index, rank, rate,
+    write_json, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -519,11 +519,11 @@ def main(args):
             look_ahead = losses, theta, inputs, meta_inputs
         if args.weighting == "l2rw":
             weight = l2rw_weights(*look_ahead)                             # (B,)
-        if due:                                                            # Eq. 10
-            for p, g in zip(weight_net.parameters(), weightnet_gradient(*look_ahead, weight_net,
-                                                                        args.virtual_lr or run.lr)):
+        if due:
+            gradient = weightnet_gradient(*look_ahead, weight_net, args.virtual_lr or run.lr)
+            for p, g in zip(weight_net.parameters(), gradient):
                 p.grad = g
-            meta_optimizer.step()
+            meta_optimizer.step()                                          # Eq. 10
             meta_optimizer.zero_grad()
 
         video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions

@@ -393,7 +393,7 @@ def main(args):
     run.last = last_step(run)                                              # the schedules still span run.total
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) training images of each
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
-    head_classes = set(order[:round(len(order) / 2)].tolist())                # the paper's 5 of 10
+    head_classes = set(order[:round(len(order) / 2)].tolist())             # paper: 5 of 10
     if rank() == 0:
         write_json(run.folder / "class_counts.json", {train.label_names[c]: int(sizes[c]) for c in order})
 
@@ -466,7 +466,7 @@ def main(args):
         inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
         if moco:
             with run.accelerator.autocast(), chunks.fast():                # in the precision of the queries
-                keys = encode_keys(own["key"], inputs.pop(1), args.seed + run.step)        # (B, D)
+                keys = encode_keys(own["key"], inputs.pop(1), args.seed + run.step)                         # (B, D)
         z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; for MoCo only q
         if moco:
             loss = moco_loss(z[0], keys, own["queue"].keys, tau)

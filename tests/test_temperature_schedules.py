@@ -195,10 +195,10 @@ def test_queue_is_first_in_first_out():
 def test_keys_do_not_share_their_query_s_batch_statistics():
     encoder = ts.Contrastive(resnet(), 8, "batch", linear=True).train()
     x = torch.randn(16, 3, 16, 16)
-    whole, split = encoder(x), ts.encode_keys(encoder, x, 4, seed=1)
+    whole, split = encoder(x), ts.encode_keys(encoder, x, seed=1, splits=4)
     assert split.shape == whole.shape and not torch.allclose(whole, split, atol=1e-3)  # other statistics
     encoder.eval()
-    assert torch.allclose(encoder(x), ts.encode_keys(encoder, x, 4, seed=1), atol=1e-5)  # same order
+    assert torch.allclose(encoder(x), ts.encode_keys(encoder, x, seed=1, splits=4), atol=1e-5)  # same order
 
 
 def _key_groups(rank, world, folder):
@@ -208,7 +208,7 @@ def _key_groups(rank, world, folder):
     encoder, sizes = ts.Contrastive(resnet(), 8, "batch", linear=True).train(), []
     encoder.register_forward_hook(lambda module, inputs, out: sizes.append(len(out)))
     for splits in (8, 1):
-        ts.encode_keys(encoder, torch.randn(64 // world, 3, 8, 8), splits, seed=1)
+        ts.encode_keys(encoder, torch.randn(64 // world, 3, 8, 8), seed=1, splits=splits)
     engine.processes.write_json(f"{folder}/{world}_{rank}.json", sizes)
     if world > 1:
         dist.barrier()

@@ -53,22 +53,18 @@ class Clusters:
         at = np.searchsorted(self.ids, wanted).clip(max=len(self.ids) - 1)
         labels = np.where(self.ids[at] == wanted, self.labels[at], -1)  # (B,)
         lost = np.flatnonzero(labels < 0)
-        if len(lost) and self.by == "caption":
-            labels[lost] = self.nearest([texts[i] for i in lost])
+        if len(lost) and self.by == "caption":  # the nearest centroid's
+            self.encoder = self.encoder or SentenceEncoder(self.meta["encoder"], self.device, state=self.meta["state"])
+            embeddings = self.encoder([texts[i] for i in lost])  # (n, width)
+            labels[lost] = torch.cdist(embeddings, self.tensors["centroids"]).argmin(1).numpy()
         return torch.from_numpy(labels), len(lost)
-
-    def nearest(self, texts):
-        """(n,) the number of the centroid that is nearest to each text's embedding."""
-        if self.encoder is None:
-            self.encoder = SentenceEncoder(self.meta["encoder"], self.device, state=self.meta["state"])
-        return torch.cdist(self.encoder(texts), self.tensors["centroids"]).argmin(1).numpy()
 
     def of_queries(self, pieces):
         """Training cluster of each caption of an evaluation: (C,) long, -1 = none; None if it cannot be known."""
-        data = pieces["data"]
-        place = data.name, data.split, len(pieces["texts"])
+        data, texts = pieces["data"], pieces["texts"]
+        place = data.name, data.split, len(texts)
         if place not in self.of_split and self.by == "caption":
-            self.of_split[place] = self.look_up([""] * len(pieces["texts"]), pieces["texts"])[0]
+            self.of_split[place] = self.look_up(texts, texts)[0]
         elif place not in self.of_split:
             named = class_names(data, self.meta["source"]) if self.by == "class" else None
             numbers = {name: c for c, name in enumerate(self.meta["names"])}
@@ -83,20 +79,17 @@ class SentenceEncoder:
 
     def __init__(self, name, device, texts=None, state=None):
         self.name, self.device, self.state = name, device, state or {}
-        if name == "tf-idf":
-            with opening("--cluster-encoder tf-idf"):
-                self._count_words(texts)
-        else:
+        if name != "tf-idf":
             self.tokenizer = build_tokenizer(name, 128)
             self.model = TextEncoder(name, 0, pooling="mean").to(device).eval().requires_grad_(False)
-
-    def _count_words(self, texts):
+            return
         from sklearn.feature_extraction.text import TfidfVectorizer
         if self.state:
             self.model = TfidfVectorizer(dtype=np.float32, vocabulary=self.state["words"])
             self.model.idf_ = np.array(self.state["idf"], np.float32)
         else:
-            self.model = TfidfVectorizer(dtype=np.float32, max_features=1000).fit(texts)  # the most frequent words
+            with opening("--cluster-encoder tf-idf"):  # texts without a word
+                self.model = TfidfVectorizer(dtype=np.float32, max_features=1000).fit(texts)  # the most frequent words
             self.state = {"words": self.model.get_feature_names_out().tolist(), "idf": self.model.idf_.tolist()}
 
     @torch.no_grad()
