@@ -180,7 +180,7 @@ class Run:
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
-        towers = args.image_encoder + f", {args.text_encoder}" * bool(tower.text)
+        towers = ", ".join([args.image_encoder] + ([args.text_encoder] if tower.text else []))
         local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
         start, end = f"{guess[0]:.3f}", f"{guess[1]:.3f}"
         words = {
