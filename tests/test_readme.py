@@ -93,7 +93,7 @@ def test_command(command, place):
             module.parse_args(arguments)
         return
     words[script] = str(ROOT / words[script])
-    words += ["--max-steps", "2", "--eval-batch", "512", "--image-size", "16"]
+    words += ["--max-steps", "2", "--image-size", "16"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(words, cwd=place, env=os.environ | {"PATH": path}, capture_output=True, text=True,
                             timeout=900)
