@@ -101,13 +101,6 @@ def test_command(command, place):
     assert "run folder:" in result.stdout and "(chance)" in result.stdout
 
 
-def test_help_shows_the_recipe(capsys):
-    with pytest.raises(SystemExit):
-        temo.parse_args(["--dataset", "cc3m", "--help"])
-    text = capsys.readouterr().out
-    assert re.search(r"\(default:\s+2048\)", text) and "--tau-alpha" in text
-
-
 def test_ten_lines_in_someone_else_s_loop():
     code = next(block for kind, block in BLOCKS if kind == "python" and "temo_loss" in block)
     net = torch.nn.Linear(8, 4)
