@@ -70,11 +70,10 @@ from contrastive.engine.run import Run  # folder, log, checkpoints, signals, eva
 
 # ---- contrastive/evaluation: metrics, and whole evaluations ----
 from contrastive.evaluation import answers  # questions and their answers (MAMA)
-from contrastive.evaluation.by_class import ClassEvaluator, class_table, zero_shot_of_run
+from contrastive.evaluation.by_class import padded_and_flipped  # training images as TS's authors probe them
 from contrastive.evaluation.clusters import (  # of captions (MM-TS)
     check_source,
     head_mid_tail,
-    head_mid_tail_table,
     k_means,
     largest_first,
     open_clusters,

@@ -499,8 +499,7 @@ def main(args):
                                            run.device, min(2, args.workers), args.max_bad_fraction, run.folder))
 
     # ------------------------------------------- loop ----------------------------------------------------------------
-    kind = answers.AnswerEvaluator if questions else Evaluator
-    evaluator = kind(tower, tokenizer, transform, evals, train, run.device, args)
+    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
     warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch's own rules of forward mode
     margins = margin_at(0, args), margin_at(run.total, args)
     guesses = [random_guess(mu, args, answers.guess_of(train, questions)) for mu in margins]
@@ -559,7 +558,7 @@ def main(args):
         write_tensors(run.folder / "weights.safetensors", run.tensors)
         if args.meta_set == "val":                                         # eval.py leaves them out as well
             write_json(run.folder / "meta_data.json", {f"{args.dataset} val": meta.column("key")})
-    return run.finish(draw, answers.table if questions else None)
+    return run.finish(draw)
 
 
 def margin_at(step, args):

@@ -74,8 +74,8 @@ import common
 
 from common import (  # isort: skip
     Evaluator, Parser, Run, UserError, all_sum, between, by_rows, check_source, clean_exit, fp32, gather,
-    head_mid_tail, head_mid_tail_table, k_means, largest_first, nonnegative, normalize, open_clusters, open_data,
-    part, per_anchor, positive, positive_index, to_device, whole)
+    head_mid_tail, k_means, largest_first, nonnegative, normalize, open_clusters, open_data, part, per_anchor,
+    positive, positive_index, to_device, whole)
 
 import numpy as np
 import torch
@@ -422,8 +422,7 @@ def main(args):
 
     # ------------------------------------------- save and evaluate ---------------------------------------------------
     curve = functools.partial(sample_temperature, period=period, alpha=alpha)               # (step, shifts) -> (K,)
-    return run.finish(functools.partial(draw, clusters=clusters, shifts=shifts, period=period, curve=curve),
-                      more=head_mid_tail_table)
+    return run.finish(functools.partial(draw, clusters=clusters, shifts=shifts, period=period, curve=curve))
 
 
 @torch.no_grad()

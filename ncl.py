@@ -406,7 +406,7 @@ def main(args):
         queues = {kind: own[kind].get() for kind in ("texts", "videos")}
         queues["gamma"] = torch.tensor([gamma_now(own, args)])
         write_tensors(run.folder / "queues.safetensors", queues)
-    return run.finish(lambda run: draw(run, retrieval_biases), more=normalization_table)
+    return run.finish(lambda run: draw(run, retrieval_biases))
 
 
 @torch.no_grad()
@@ -463,20 +463,6 @@ def evaluate_normalized(pieces, own, args):
     results, pieces["biases"] = normalized_retrieval(pieces, gamma_now(own, args), args.iterations, *queues)
     mode = args.normalize if args.normalize in results else "none"         # before the first step there is no queue
     return {k: v for k, v in results[mode].items() if k != "error"} | {"normalize": results, "normalized_by": mode}
-
-
-def normalization_table(metrics):
-    """Every normalisation of every data set, as lines of text."""
-    head = f"{'normalisation':<22}{'t->v R@1':>10}{'R@10':>8}{'v->t R@1':>10}{'R@10':>8}{'error t->v':>12}{'v->t':>8}"
-    lines = [""]
-    for name, m in metrics.items():
-        lines += [f"\n{name} (reported: {m['normalized_by']}{'; MIR is without biases' * ('mir' in m)})", head]
-        for mode, r in m["normalize"].items():
-            t, v, e = r["text_to_image"], r["image_to_text"], r.get("error")           # of the dual softmax: none
-            errors = f"{e['text_to_image']:12.3f}{e['image_to_text']:8.3f}" if e else f"{'-':>12}{'-':>8}"
-            recalls = f"{t['R@1']:10.1f}{t['R@10']:8.1f}{v['R@1']:10.1f}{v['R@10']:8.1f}"
-            lines.append(f"{mode:<22}{recalls}{errors}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

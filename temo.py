@@ -76,7 +76,7 @@ import common
 
 from common import (  # isort: skip
     Evaluator, Expert, Paraphrases, Parser, Run, between, by_rows, clean_exit, fp32, gather, nonnegative, normalize,
-    one_number, open_data, part, per_anchor, positive, positive_index, text_pair, text_words, whole, zero_shot_of_run)
+    one_number, open_data, part, per_anchor, positive, positive_index, text_pair, text_words, whole)
 
 import torch
 import torch.nn as nn
@@ -488,8 +488,7 @@ def main(args):
     tau_max, eq_4 = args.tau_min + args.tau_alpha, dict(tau_min=args.tau_min, tau_alpha=args.tau_alpha)
     how = eq_4 | dict(detach=args.detach_tau, similarity=args.similarity)
     tau_of = functools.partial(pair_temperature, loss=args.loss, **how)
-    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
-                          also=functools.partial(zero_shot_of_run, tower, tokenizer, run.device))
+    evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args)
     run.begin(evaluator, (random_guess(0, args), random_guess(1, args)), {
         "loss": loss_words(args), "temperature": tau_words(args, tau_of),
         "texts": text_words(train, paraphrases, args.paraphrase_anchor, RECIPES.get(args.dataset, OWN)["recipe"])

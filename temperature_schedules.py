@@ -78,9 +78,9 @@ import math
 import common
 
 from common import (  # isort: skip
-    ClassEvaluator, Parser, Run, UserError, between, by_rows, class_table, clean_exit, count, fp32, gather,
-    has_batchnorm, labelled_splits, nonnegative, normalize, part, per_anchor, positive, positive_index, rank,
-    say, to_device, whole, world, write_json)
+    Evaluator, Parser, Run, UserError, between, by_rows, clean_exit, count, fp32, gather, has_batchnorm,
+    labelled_splits, nonnegative, normalize, padded_and_flipped, part, per_anchor, positive, positive_index, rank, say,
+    to_device, whole, world, write_json)
 
 import numpy as np
 import torch
@@ -389,7 +389,6 @@ def main(args):
         raise UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one, or "
                         "--hold-out-val takes one out of train")
     run = Run(__file__, args, train, evals, RECIPES)
-    sets = sets | {"train": train} | run.evals[args.dataset]                # and the images of --few-shot-file
     run.last = last_step(run)                                              # the schedules still span run.total
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) training images of each
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
@@ -449,10 +448,11 @@ def main(args):
         if "best" in own and chosen_row([*run.log.rows, row], args) is row:
             own["best"].load_state_dict(tower.state_dict())
 
+    seen = padded_and_flipped(train, args.seed) if args.train_features == "augmented" else train
+    evaluator = Evaluator(encoder, None, transform, run.evals, seen, run.device, args, few=sets.get("few-shot"))
     run.negatives = negatives(args)                                        # for the banner
     guess = math.log(1 + run.negatives)
-    run.begin(ClassEvaluator(encoder, transform, sets, run.device, args), (guess, guess),
-              banner_lines(run, sizes, head_classes, tau_of), after_val)
+    run.begin(evaluator, (guess, guess), banner_lines(run, sizes, head_classes, tau_of), after_val)
     for batch in batches:
         epoch = run.step // run.per_epoch
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
@@ -496,7 +496,7 @@ def main(args):
     say(f"tested: the weights of epoch {epoch:g}, {val}")
     def sphere(features):                                                  # (M, width) -> (M, D), unit rows
         return normalize(project(tower.head, features)).cpu()
-    return run.finish(lambda run: draw(run, sizes, tau_of, sphere), class_table, eval_epoch=epoch, eval_epoch_val=mean)
+    return run.finish(lambda run: draw(run, sizes, tau_of, sphere), eval_epoch=epoch, eval_epoch_val=mean)
 
 
 def last_step(run):
@@ -547,7 +547,7 @@ def banner_lines(run, sizes, head_classes, tau_of):
 
 def chosen_row(rows, args):
     """The val row whose weights are tested: the last, or with --eval-epoch auto the best after step 0 (App. A.2), the
-    earliest of equal ones. If every evaluation on val failed, it is the last row, which has no val_mean."""
+    earliest of equal ones. At step 0 it is the row of that step."""
     rows = [r for r in rows if "eval" in r]
     if args.eval_epoch != "auto":
         return rows[-1]

@@ -17,7 +17,7 @@ import common
 from contrastive.encoders.models import spec_of
 from contrastive.engine.log import commit
 from contrastive.engine.processes import read_json, write_json
-from contrastive.evaluation.by_class import nearest
+from contrastive.evaluation.by_class import neighbours
 from contrastive.evaluation.embed import encode_images
 
 import numpy as np
@@ -88,8 +88,9 @@ def main(argv=None):
             name, cells = row if title == "trivial" else f"{title}, {row}", []
             for column in columns:
                 labels = [np.asarray(sets[s].column(column)) for s in ("train", "test")]
-                result, chance = nearest(of["train"], labels[0], of["test"], labels[1])
-                results.setdefault(name, {})[column] = result | {"chance": chance["mean_per_class"]}
+                metrics, chance, _ = neighbours(of["train"], labels[0], of["test"], labels[1])
+                result = metrics["knn@1"]
+                results.setdefault(name, {})[column] = result | {"chance": chance["knn@1"]["mean_per_class"]}
                 cells.append(f"{result['mean_per_class']:.1f}")
             rows.append([name, *cells])
             print(*rows[-1], flush=True)

@@ -1,5 +1,6 @@
 """One thread, no network, and no trace outside a folder that goes when the session ends."""
 
+import functools
 import os
 import shutil
 import sys
@@ -28,6 +29,22 @@ def without_pictures(request):
         for script in scripts if not getattr(request.module, "DRAWS", False) else ():
             patch.setattr(script, "draw", lambda *_, **__: None)
         yield draws
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """A WordPiece of a few captions, at most 12 tokens a text."""
+    from contrastive.encoders.tokenizers import Tokenizer, train_wordpiece
+    captions = ["red apple", "green pear", "blue bird on a tree", "yet another of them,", "one number 0123456789"]
+    return Tokenizer(train_wordpiece(captions * 3), 12)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory, tokenizer):
+    """Function of a kind of helpers.tiny_model -> its folder, made once, and the model."""
+    from helpers import tiny_model
+    root = tmp_path_factory.mktemp("tiny")
+    return functools.cache(lambda kind: (str(root / kind), tiny_model(kind, root / kind, tokenizer)))
 
 
 @pytest.fixture

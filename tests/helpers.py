@@ -253,6 +253,31 @@ def of_set(base, flags):
     return base
 
 
+# ---- tiny transformers ----
+def tiny_model(kind, folder, tokenizer):
+    """A transformers model of width 24 with this tokenizer, saved into a folder -> the model."""
+    import transformers as T
+    words, layers = dict(vocab_size=len(tokenizer.tokenizer)), dict(num_hidden_layers=1, num_attention_heads=2)
+    small, ids = dict(hidden_size=24, intermediate_size=32), dict(eos_token_id=3, bos_token_id=2, pad_token_id=0)
+    tower = small | layers | dict(num_hidden_layers=2)
+    make = {
+        "bert": lambda: T.BertModel(T.BertConfig(**words, **small, **layers)),
+        "distilbert": lambda: T.DistilBertModel(T.DistilBertConfig(
+            **words, dim=24, hidden_dim=32, n_layers=1, n_heads=2)),
+        "t5": lambda: T.T5ForConditionalGeneration(T.T5Config(
+            **words, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_decoder_layers=2, num_heads=2)),
+        "dino": lambda: T.Dinov2Model(T.Dinov2Config(hidden_size=24, **layers, image_size=28, patch_size=14)),
+        "vit": lambda: T.ViTForImageClassification(T.ViTConfig(**small, **layers, image_size=32, patch_size=16)),
+        "clip": lambda: T.CLIPModel(T.CLIPConfig(
+            text_config=tower | words | ids | dict(max_position_embeddings=12), projection_dim=16,
+            vision_config=tower | dict(image_size=32, patch_size=16)))}
+    torch.manual_seed(0)
+    model = make[kind]().eval()
+    model.save_pretrained(folder)
+    tokenizer.save(folder)
+    return model
+
+
 # ---- runs of the scripts ----
 def unit(*shape, seed=0):
     """Unit rows, float64."""

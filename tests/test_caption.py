@@ -190,21 +190,17 @@ def test_frames_of_a_short_video_are_repeated_in_order_and_others_are_key_frames
     assert torch.equal(chosen, many[mama.key_frames(features(many), 3, 4)])
 
 
-def test_frame_features_of_models_have_unit_length(tmp_path, monkeypatch, capsys):
+def test_frame_features_of_models_have_unit_length(tiny, monkeypatch, capsys):
     """One of timm, and a CLIP, which takes pictures of its own size alone."""
-    import transformers as T
     frames = torch.randint(256, (3, 3, 40, 50), dtype=torch.uint8)
-    config = T.CLIPConfig(text_config=SIZES | {"intermediate_size": 16, "vocab_size": 30}, projection_dim=8,
-                          vision_config=SIZES | {"intermediate_size": 16, "image_size": 48, "patch_size": 16})
-    T.CLIPModel(config).save_pretrained(tmp_path / "clip")
-    x = caption.frame_features(str(tmp_path / "clip"), "cpu")(frames)
-    assert x.shape == (3, 16) and torch.allclose(x.norm(dim=1), torch.ones(3))
+    x = caption.frame_features(tiny("clip")[0], "cpu")(frames)
+    assert x.shape == (3, 24) and torch.allclose(x.norm(dim=1), torch.ones(3))
     assert "--embed-dim" not in capsys.readouterr().out
     monkeypatch.setattr(encoders.frozen, "VisionEncoder",
                         functools.partial(common.VisionEncoder, pretrained=False))  # no hub
     x = caption.frame_features("resnet18", "cpu")(frames)
     assert x.shape == (3, 512) and torch.allclose(x.norm(dim=1), torch.ones(3))
-    with pytest.raises(UserError, match="--frame-encoder no-such-model: not small"):
+    with pytest.raises(UserError, match="no-such-model: Unknown model"):
         caption.frame_features("no-such-model", "cpu")
     with pytest.raises(UserError, match="--frame-encoder small has no learned weights"):
         caption.frame_features("small", "cpu")
@@ -235,7 +231,7 @@ def test_mama_trains_on_its_csv(models, videos, tmp_path):
     flags += "--run-name run --cpu --workers 0 --image-size 32 --frames 2 --batch-size 2".split()
     flags += "--meta-batch-size 2 --meta-size 2 --embed-dim 16 --max-steps 2 --eval-every 0 --log-every 1".split()
     summary = mama.main(mama.parse_args(flags))
-    assert summary["steps"] == 2 and not summary["errors"]
+    assert summary["steps"] == 2
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(np.isfinite(row["loss"]) for row in rows if "loss" in row)
 

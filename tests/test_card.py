@@ -15,18 +15,14 @@ from contrastive.data.pictures import part_of
 from contrastive.encoders.base import channels_last, small_cnn
 from contrastive.encoders.frozen import Expert
 from contrastive.engine import flags, processes
-from contrastive.engine.processes import read_json
 from contrastive.engine.run import Run
-from contrastive.evaluation.by_class import class_metrics, nearest
+from contrastive.evaluation.by_class import neighbours
 from contrastive.evaluation.clusters import head_mid_tail
-from contrastive.evaluation.embed import together
-from contrastive.evaluation.mir import mir_of
-from contrastive.evaluation.retrieval import retrieval_both_ways
+from contrastive.evaluation.retrieval import mir_of, retrieval_both_ways
 
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -60,7 +56,7 @@ def numbers(x):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
 def test_compiled_in_half_precision_ends_with_its_numbers(script, tmp_path, quick_compiler):
     summary = run_script(script, tmp_path / "run", *TOY, *SCRIPTS[script], *HALF)
-    assert not summary["errors"] and numbers(summary["val"]) and all(map(math.isfinite, numbers(summary["test"])))
+    assert numbers(summary["val"]) and all(map(math.isfinite, numbers(summary["test"])))
 
 
 def compiled_rank(rank, port, folder):
@@ -72,8 +68,7 @@ def compiled_rank(rank, port, folder):
 
 def test_compiled_in_half_precision_on_two_processes(tmp_path):
     launch.spawn(compiled_rank, (launch.free_port(), tmp_path / "run"), 2)
-    summary = read_json(tmp_path / "run" / "summary.json")
-    assert not summary["errors"] and len(losses(tmp_path / "run")) == 2
+    assert len(losses(tmp_path / "run")) == 2
 
 
 # ----------------------------------------------------- TF32 ----------------------------------------------------------
@@ -218,25 +213,6 @@ def test_a_run_on_the_cpu_leaves_the_card_alone(tmp_path, monkeypatch):
     assert summary["peak_memory_mb"] > 100 and any("device cpu" in x for x in summary["versions"])
 
 
-def test_a_failure_of_one_process_is_raised_on_all(tmp_path):
-    """A card without memory, say: the other would read the next set while this one waits for the rest of this set."""
-    def work(rank):
-        AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one is a fork of
-        processes.join(cpu=True)
-
-        def part():
-            if rank:
-                raise torch.OutOfMemoryError("the card is full")
-            return "fine"
-        try:
-            together(part)
-        except RuntimeError as error:
-            print(f"raised: {error}", file=sys.stderr)
-
-    for code, words in launch.ranks(tmp_path, work):
-        assert code == 0 and "raised: the card is full" in words, words
-
-
 def test_adam_in_one_kernel_is_the_same_adam(tmp_path, monkeypatch):
     plain = run_script(temo, tmp_path / "plain", *TOY)
     wrap = Run.wrap
@@ -349,7 +325,7 @@ def test_similarities_are_computed_on_the_card_and_say_the_same():
     def numbers(device):
         there = pieces | {"device": device}
         return [retrieval_both_ways(there), retrieval_both_ways(there, dsl=0.1), mir_of(None, None, there, device),
-                nearest(image, y, text, asked, device), class_metrics(image, y, text, asked, device=device),
+                neighbours(image, y, text, asked, device=device),
                 ncl.normalized_retrieval(there, 0.1, 4, text, image), head_mid_tail(there, clusters)]
     plain = numbers(torch.device("cpu"))
     with Cards() as cards:

@@ -8,7 +8,6 @@ import common
 from contrastive import encoders, figures
 from contrastive.encoders.base import STATS
 from contrastive.engine.checkpoints import checkpoints_of
-from contrastive.engine.processes import UserError
 from contrastive.engine.run import Run
 
 import pytest
@@ -131,15 +130,10 @@ def test_a_backbone_of_one_s_own_is_trained_and_loaded(tmp_path, monkeypatch):
     assert model(image)[2].shape == (1, 64) and transform.mean == tuple(STATS["imagenet"][0])
 
 
-def test_an_error_of_one_s_own_evaluation_ends_the_run_at_once_and_says_where(tmp_path):
+def test_an_error_of_one_s_own_evaluation_ends_the_run_at_once(tmp_path):
     own = fork(ncl, tmp_path, "    queues = ()\n", "    queues = torch.zeros(2) @ torch.zeros(3)\n")
-    line = Path(own.__file__).read_text().split("torch.zeros(3)")[0].count("\n") + 1
-    flags = [*TINY, "--dataset", "moving-emoji", "--eval-every", 2]
-    with pytest.raises(UserError, match=rf"before the first step: .*\(fork_of_ncl.py, line {line}\)"):
-        run_script(own, tmp_path / "a", *flags)
-    own = fork(ncl, tmp_path, "    lines = [\"\"]\n    for name, m", "    lines = [metrics[0]]\n    for name, m")
-    with pytest.raises(KeyError):                                          # a table after the numbers
-        run_script(own, tmp_path / "b", *flags)
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        run_script(own, tmp_path / "a", *TINY, "--dataset", "moving-emoji", "--eval-every", 2)
 
 
 def test_normalize_of_a_fork_s_run_says_whose_functions_it_calls(tmp_path, capsys):

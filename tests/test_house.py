@@ -8,12 +8,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("temperature_schedules", "mmts", "ncl", "mama", "temo")
-ROOMS = {"data": 18, "encoders": 14, "evaluation": 12, "engine": 8, "figures": 8}  # files
+ROOMS = {"data": 18, "encoders": 14, "evaluation": 10, "engine": 8, "figures": 8}  # files
 FILES = sorted(f for folder in (".", "contrastive", *(f"contrastive/{room}" for room in ROOMS), "tools", "benchmarks")
                for f in (ROOT / folder).glob("*.py"))
 # lines of a file, and of a loop; all else: 400
-SIZES = {"common": 700, "temo": 630, "ncl": 550, "mmts": 560, "temperature_schedules": 620, "mama": 720, "eval": 350}
-OTHERS, BENCHMARKS, ENGINE, LOOP, LOOP_OF_MAMA = 400, 620, 1120, 45, 60
+SIZES = {"common": 700, "temo": 620, "ncl": 480, "mmts": 500, "temperature_schedules": 570, "mama": 670, "eval": 260}
+OTHERS, BENCHMARKS, ENGINE, LOOP, LOOP_OF_MAMA = 400, 620, 1100, 45, 60
 
 
 def module(path):

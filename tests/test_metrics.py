@@ -36,20 +36,16 @@ def test_ranks_against_brute_force(chunk):
     own = [sorted(set(torch.randint(0, 15, (1 + i % 4,), generator=generator).tolist())) for i in range(40)]
     for bias in (None, torch.randn(15, generator=generator)):
         ranks = np.array(brute_ranks(query, gallery, own, bias))
+        assert (common.retrieval_metrics(query, gallery, table(own), bias=bias, chunk=chunk, ranks=True) == ranks).all()
         got = common.retrieval_metrics(query, gallery, table(own), bias=bias, chunk=chunk)
         for k in (1, 5, 10, 50):
             assert got[f"R@{k}"] == pytest.approx(100 * (ranks <= k).mean())
         assert got["MdR"] == np.median(ranks) and got["MnR"] == pytest.approx(ranks.mean())
 
 
-def test_a_collapsed_model_is_last():
-    same = torch.ones(100, 4)
-    got = common.retrieval_metrics(same, same, torch.arange(100)[:, None])
-    assert got["R@1"] == got["R@50"] == 0 and got["MdR"] == 100
-
-
-def test_a_perfect_model_and_identical_positives():
-    eye = torch.eye(6)
+def test_a_collapsed_model_is_last_and_identical_positives_are_no_ties():
+    same, eye = torch.ones(100, 4), torch.eye(6)
+    assert common.retrieval_metrics(same, same, torch.arange(100)[:, None], ranks=True).tolist() == [100] * 100
     assert common.retrieval_metrics(eye, eye, torch.arange(6)[:, None])["R@1"] == 100
     twins = torch.cat([eye[:1], eye[:1], eye[2:]])  # items 0 and 1 are one drawing: both positive, no tie against it
     assert common.retrieval_metrics(twins, twins, table([[0, 1], [0, 1], [2], [3], [4], [5]]))["R@1"] == 100
@@ -113,21 +109,6 @@ def test_knn_ties_and_errors():
         common.knn_accuracy(train * float("nan"), torch.tensor([0, 1]), train, torch.tensor([0, 1]))
 
 
-def test_modality_gap_and_health():
-    a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    assert common.modality_gap(a, a) == 0
-    assert common.modality_gap(a, -a) == pytest.approx(math.sqrt(2), rel=1e-5)
-    collapsed = common.embedding_health(torch.ones(16, 8), torch.ones(16, 8))
-    assert collapsed["pos_std"] == pytest.approx(0, abs=1e-6)
-    pairs = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])             # cosines 1, 0.8, 0.6 to the first axis
-    health = common.embedding_health(torch.tensor([[1.0, 0.0]]).expand(3, 2), pairs)
-    assert health["pos_std"] == pytest.approx((0.08 / 3) ** 0.5)
-    assert collapsed["std_image"] == 0
-    assert collapsed["pos_cos"] == pytest.approx(1) and collapsed["neg_cos"] == pytest.approx(1)
-    spread = common.embedding_health(torch.randn(1000, 64), torch.randn(1000, 64))
-    assert spread["std_image"] == pytest.approx(1, abs=0.05) and abs(spread["neg_cos"]) < 0.02
-
-
 def test_dual_softmax_against_loops():
     """Each cosine times its softmax over all queries; with groups of two before their maximum; in blocks as at once."""
     torch.manual_seed(0)
@@ -149,17 +130,17 @@ def test_dual_softmax_against_loops():
     assert sharp.max() <= 6                                                # no overflow, and few ties by underflow
 
 
-def test_the_table_has_the_mean_of_both_recalls_at_one():
-    """"Avg." of MM-TS's Table 1, beside the mean of all six."""
+def test_one_table_prints_any_result():
     ways = {way: {"R@1": r, "R@5": 60.0, "R@10": 70.0, "MdR": 2.0} for way, r in (("text_to_image", 21.2),
                                                                               ("image_to_text", 28.4))}
     metrics = ways | {"R-Mean": 50.0, "modality_gap": 0.1, "images": 5, "captions": 25}
-    text = evaluation.retrieval.metrics_table("coco", metrics, metrics)
-    assert "of R@1/5/10 both ways; of both R@1 24.8" in text
-    assert re.search(r"^text -> image +21\.2 ", text, re.M) and re.search(r"^image -> text +28\.4 ", text, re.M)
-    assert "of 25 texts one is worth 4.0 points, of 5 images one is worth 20.0 points" in text
-    text = evaluation.retrieval.metrics_table("clips", metrics | {"clips": 5}, metrics)
-    assert "of 5 videos one is worth 20.0 points" in text and "image" not in text
+    text = evaluation.retrieval.table("coco", metrics, ways)
+    assert "R-Mean 50.00" in text and "R-Mean 50.00 (" not in text         # of what has no chance level
+    assert re.search(r"^  text -> image +R@1 21\.20 \(21\.20\) ", text, re.M) and "image -> text   " in text
+    assert "of 5 images one is worth 20.0 points, of 25 captions one is worth 4.0 points" in text
+    text = evaluation.retrieval.table("x", metrics | {"clips": 5, "normalize": {"queue": ways}}, ways)
+    assert "of 5 clips one is worth 20.0 points" in text and "image" not in text
+    assert re.search(r"^  normalize/queue/text -> video +R@1 21\.20  ", text, re.M)
 
 
 def test_r_mean_is_the_mean_of_six_recalls():
@@ -172,6 +153,7 @@ def test_r_mean_is_the_mean_of_six_recalls():
     for found in evaluation.retrieval.retrieval_both_ways(pieces):
         six = [found[way][f"R@{k}"] for way in ("text_to_image", "image_to_text") for k in (1, 5, 10)]
         assert found["R-Mean"] == pytest.approx(np.mean(six)) and max(six) < found["text_to_image"]["R@50"]
+        assert found["R@1-Mean"] == pytest.approx((six[0] + six[3]) / 2)   # "Avg." of MM-TS's Table 1
 
 
 def test_chance_of_a_random_neighbour():
@@ -197,4 +179,5 @@ def test_health_against_loops():
     others = [a[i] @ b[j] for i in range(7) for j in range(7) if i != j]
     assert found["neg_cos"] == pytest.approx(np.mean(others), rel=1e-3)
     assert found["pos_cos"] == pytest.approx(np.mean([x @ y for x, y in zip(a, b)]), rel=1e-3)
+    assert found["pos_std"] == pytest.approx(np.std([x @ y for x, y in zip(a, b)]), rel=1e-3)   # TeMo, App. G
     assert found["gap"] == pytest.approx(np.linalg.norm(a.mean(0) - b.mean(0)), rel=1e-4)

@@ -1,7 +1,6 @@
 """SSB: the captioning loss against a plain loop, the own video left out, its towers, whole runs of ncl.py with it."""
 
 import math
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
+from transformers import T5EncoderModel, T5ForConditionalGeneration
 
 import eval as eval_py
 import launch
@@ -41,19 +40,14 @@ D, V = 16, 3  # embedding width, videos
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(tmp_path_factory, tiny):
     """A tiny T5 with its tokenizer, and 40 clips of two captions: motion (time, 6) and appearance (time, 4), other
     times."""
     root = tmp_path_factory.mktemp("ssb")
     write_features(root)
     captions = [(f"clip{i}", f"{w} number {i}") for i in range(40) for w in ("one", "yet another of them,")]
     write_rows(root / "clips.csv", ["video", "caption"], captions)
-    words = common.train_wordpiece([c for _, c in captions])
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=len(words), d_model=24, d_kv=12, d_ff=32, num_layers=1, num_decoder_layers=2,
-                      num_heads=2)
-    T5ForConditionalGeneration(config).save_pretrained(root / "t5")
-    words.save_pretrained(root / "t5")
+    (root / "t5").symlink_to(tiny("t5")[0])
     return root
 
 
@@ -138,27 +132,20 @@ def test_towers(root):
     assert isinstance(small.body, SmallText) and isinstance(small.head, TextHead)
     with pytest.raises(UserError, match="--embed-dim 18: .* multiple of 4"):
         VideoTower(10, 18)
-    with pytest.raises(UserError, match="--feature-dir: features of width 6, but the model was trained on 10"):
-        model(clip[..., :6])
 
 
 def test_a_t5_that_is_not_whole_is_refused(root, tmp_path):
-    """Its encoder alone (sentence-t5) would leave the decoder random; then another shape, and a cut file."""
+    """Its encoder alone (sentence-t5) would leave the decoder random; then without a tokenizer, and another shape."""
     T5EncoderModel.from_pretrained(root / "t5").save_pretrained(tmp_path / "encoder")
     text = common.TextEncoder(str(tmp_path / "encoder"), D, pooling="ssb")
-    with pytest.raises(UserError, match="--captioning-weight: --text-encoder .*encoder without its decoder"):
+    with pytest.raises(UserError, match="--captioning-weight: .*encoder without its decoder"):
         Captioner(text, D)
     Captioner(text, D, pretrained=False)
-    weights, config = tmp_path / "encoder" / "model.safetensors", tmp_path / "encoder" / "config.json"
-    config.write_text(config.read_text().replace('"d_ff": 32', '"d_ff": 40'))
-    with pytest.raises(UserError, match="--text-encoder .*encoder: .*mismatched"):
-        common.TextEncoder(text.name, D)
-    with pytest.raises(UserError, match="--text-encoder .*tokenizer"):
-        common.build_tokenizer(str(root / "motion"), 12)
-    with pytest.raises(UserError, match="encoder: no tokenizer's vocabulary"):  # transformers makes up an empty one
+    with pytest.raises(UserError, match="encoder: no tokenizer there"):    # transformers makes up an empty one
         common.build_tokenizer(text.name, 12)
-    os.truncate(weights, 2000)
-    with pytest.raises(UserError, match="--text-encoder .*encoder: .*header"):
+    config = tmp_path / "encoder" / "config.json"
+    config.write_text(config.read_text().replace('"d_ff": 32', '"d_ff": 40'))
+    with pytest.raises(UserError, match="encoder: .*mismatched"):
         common.TextEncoder(text.name, D)
 
 
@@ -202,8 +189,8 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, run, tmp_path):
         result, = eval_py.main(eval_py.parse_args([str(word) for word in command]))["datasets"].values()
         return result["metrics"]
     got, own = evaluate(), summary["test"][str(root / "clips.csv")]["normalize"]["none"]
-    assert got["retrieval"]["text_to_image"] == own["text_to_image"]
-    with pytest.raises(UserError, match="features of width 6, but the model was trained on 10"):
+    assert got["text_to_image"] == own["text_to_image"]
+    with pytest.raises(UserError, match="features of width 6, in training 10"):
         evaluate("--feature-dir", root / "motion")
 
 
@@ -271,7 +258,7 @@ def test_recipe(tmp_path, monkeypatch):
 
 
 def test_refusals(root, tmp_path, capsys):
-    with pytest.raises(UserError, match="--captioning-weight: a T5's decoder .* --text-encoder small is not a T5"):
+    with pytest.raises(UserError, match="--captioning-weight: .* a T5, which --text-encoder small is not"):
         main(root, tmp_path / "r", "--text-encoder", "small")
     capsys.readouterr()
     said = refused(ncl.parse_args, flags(root, "--feature-dir", str(root / "motion"), str(root / "no")), capsys)
@@ -290,7 +277,5 @@ def test_refusals(root, tmp_path, capsys):
         if i != 1:
             np.save(tmp_path / "appearance" / f"clip{i}.npy", np.ones((4, 5 if i == 2 else 4), np.float32))
     wrong = flags(root, "--feature-dir", str(root / "motion"), str(tmp_path / "appearance"))
-    with pytest.raises(UserError, match="samples cannot be read, above --max-bad-fraction"):
-        run_script(ncl, tmp_path / "v", base=wrong)
     summary = run_script(ncl, tmp_path / "w", base=[*wrong, "--max-bad-fraction", "0.5", "--max-steps", "8"])
     assert summary["bad_samples"] == 2 and read_json(tmp_path / "w" / "model.json")["features"] == [5, 10]

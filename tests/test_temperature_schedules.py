@@ -455,14 +455,13 @@ def test_imagenet100_list_files(lists, tmp_path):
 
 
 def test_imagenet100_runs_without_val(lists, tmp_path, monkeypatch):
-    probed, metrics = [], evaluation.by_class.class_metrics
-    monkeypatch.setattr(evaluation.by_class, "class_metrics", lambda *args, few=None, **more: (
-        probed.append(few), metrics(*args, few=few, **more))[1])
+    probed, probes = [], evaluation.by_class.probes
+    monkeypatch.setattr(evaluation.retrieval, "probes", lambda *args: (probed.append(args[4]), probes(*args))[1])
     files = [word for k, v in flags_of(lists, "few_shot").items() for word in (f"--{k.replace('_', '-')}", v)]
     flags = [*SMALL, *"--dataset imagenet100-lt --image-encoder small --head-norm none --batch-size 8 --workers 0 "
              "--max-steps 2 --shot-limits 40 10".split(), "--data-dir", str(lists), *files]
     summary = main(tmp_path / "r", *flags)
-    assert summary["val"] == {"imagenet100-lt": {}} and summary["eval_epoch_val"] is None and not summary["errors"]
+    assert summary["val"] == {"imagenet100-lt": {}} and summary["eval_epoch_val"] is None
     spec = engine.processes.read_json(tmp_path / "r" / "model.json")
     assert (spec["eval_crop"], common.load_model(tmp_path / "r")[2].short) == (0.875, round(24 / 0.875))
     found = [r for r in rows(tmp_path / "r") if "eval" in r]
@@ -478,24 +477,11 @@ def test_few_shot_probe_learns_from_its_own_images():
     """Axes 0..3 as classes: the training images say another class than the few-shot images."""
     eye = torch.eye(4)
     train, y = eye.repeat(6, 1), np.roll(np.arange(4), 1).tolist() * 6
-    metrics, chance, _ = evaluation.by_class.class_metrics(train, np.array(y), eye, np.arange(4),
-                                                           few=(eye, np.arange(4)))
-    assert all(chance[name] == {"top1": 25, "mean_per_class": 25} for name in ("knn@1", "few-shot", "all"))
+    data = train, np.array(y), eye, np.arange(4)
+    metrics, chance = evaluation.by_class.probes(*data, few=(eye, np.arange(4)))
+    assert all(chance[name] == {"top1": 25, "mean_per_class": 25} for name in ("few-shot", "all"))
     assert metrics["few-shot"]["top1"] == 100 and metrics["all"]["top1"] == 0
-    metrics, _, _ = evaluation.by_class.class_metrics(train, np.array(y), eye, np.arange(4))
-    assert metrics["few-shot"]["top1"] == 0
-
-
-def test_the_table_of_classes():
-    """Each number stands below its own head, beside its own chance."""
-    metrics = {"knn@1": {"top1": 41.5, "mean_per_class": 32.5, "head": 61.5, "mid": 51.5, "tail": 11.5}, "images": 90}
-    head, row = evaluation.by_class.class_table("x", metrics, {"knn@1": {"top1": 4.5, "mean_per_class": 3.5}}
-                                                ).splitlines()[1:]
-    assert re.findall(r"top-1|mean per class|head|mid|tail", head) == ["top-1", "mean per class", "head", "mid", "tail"]
-    assert re.findall(r"\d+\.\d", row) == ["41.5", "4.5", "32.5", "3.5", "61.5", "51.5", "11.5"]
-    metrics["knn@1"] = {"top1": 41.5, "mean_per_class": 32.5}  # classes of one size
-    text = evaluation.by_class.class_table("x", metrics, {"knn@1": {"top1": 4.5, "mean_per_class": 3.5}})
-    assert text.splitlines()[2].split()[-3:] == ["-", "-", "-"]
+    assert evaluation.by_class.probes(*data)[0]["few-shot"]["top1"] == 0
 
 
 def test_head_mid_tail_of_imagenet100():
@@ -637,7 +623,7 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
     """Real runs whose val results are replaced by a plan: its best after step 0, of equals the first, is what is saved
     and tested."""
     monkeypatch.setattr(ts, "draw", lambda *a: None)
-    evaluate, plan = evaluation.by_class.ClassEvaluator.__call__, []
+    evaluate, plan = evaluation.retrieval.Evaluator.__call__, []
 
     def planned(self, split):
         metrics, chance, pieces = evaluate(self, split)
@@ -646,7 +632,7 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
             for result in [r for r in metrics["emoji"].values() if isinstance(r, dict)]:
                 result["mean_per_class"] = value
         return metrics, chance, pieces
-    monkeypatch.setattr(evaluation.by_class.ClassEvaluator, "__call__", planned)
+    monkeypatch.setattr(evaluation.retrieval.Evaluator, "__call__", planned)
 
     def resume():
         return ts.main(ts.parse_args(["--resume", str(tmp_path / "auto")]))
@@ -880,7 +866,7 @@ def test_bad_data(tmp_path):
         ts.parse_args(["--resume", str(tmp_path / "x")])
 
 
-def test_without_auto_the_tested_weights_are_the_last_also_if_their_evaluation_failed():
+def test_which_row_s_weights_are_tested():
     rows = [{"step": s, "eval": {}} | more for s, more in ((0, {"val_mean": 1.0}), (50, {"val_mean": 9.0}), (100, {}))]
     assert ts.chosen_row(rows, SimpleNamespace(eval_epoch=""))["step"] == 100
     assert ts.chosen_row(rows, SimpleNamespace(eval_epoch="auto"))["step"] == 50

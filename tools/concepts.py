@@ -15,7 +15,7 @@ import common
 from contrastive.data import open_data
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, opening, say
-from contrastive.evaluation import answers, retrieval
+from contrastive.evaluation import answers
 from contrastive.evaluation.metrics import retrieval_metrics
 from contrastive.figures.base import figure, save_figure
 
@@ -46,12 +46,8 @@ def hits(folder, args):
     if column is None:
         raise UserError(f"{folder}: {args.dataset} has no column {' or '.join(columns)} to take concepts "
                         "from")
-    kind = retrieval.Evaluator if args.task == "retrieval" else answers.AnswerEvaluator
     sets = {args.dataset: {"test": evals[args.dataset]["test"]}}
-    evaluator = kind(*common.load_model(folder), sets, train, torch.device("cpu"), args)
-    _, _, pieces = evaluator("test")
-    if evaluator.errors:
-        raise UserError(f"{folder}: {next(iter(evaluator.errors.values()))}")
+    _, _, pieces = common.Evaluator(*common.load_model(folder), sets, train, torch.device("cpu"), args)("test")
     found = pieces[args.dataset]
     data, rows = found["data"], np.asarray(found["index"])
     if args.task == "retrieval":

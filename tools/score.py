@@ -19,7 +19,7 @@ from contrastive.data import add_captions, data_options
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
 from contrastive.engine.ranges import count, whole
-from contrastive.evaluation.embed import encode_images, encode_texts, say_unreadable
+from contrastive.evaluation.embed import encode_images, encode_texts
 from contrastive.evaluation.metrics import normalize
 from contrastive.figures.base import draw_picture
 from contrastive.figures.mama import draw_scores
@@ -93,8 +93,7 @@ def scores_of(folder, data, pairs, device, batch, workers):
     if tokenizer is None or getattr(model, "similarity", "") == "fused":
         raise UserError(f"{folder}: its model has no trained embeddings of videos and texts")
     how = device, batch, workers, list(pairs)
-    index, video, _, bad = encode_images(model.to(device), data, transform, *how)                     # (M, D)
-    say_unreadable(data, bad)
+    index, video, *_ = encode_images(model.to(device), data, transform, *how)                     # (M, D)
     texts = encode_texts(model, tokenizer, [text for i in index for text in pairs[i]], device)
     texts = texts.unflatten(0, (-1, 2))                                                                # (M, 2, D)
     cosine = (normalize(video)[:, None] * normalize(texts)).sum(2)                                     # (M, 2)

@@ -117,7 +117,7 @@ def _named(name, split, options):
     held = options.pop("hold_out_val", False) and lacks_val and split != "test"
     if split not in facts["splits"] and not held:
         hint = "; --hold-out-val takes one out of train" if lacks_val else ""
-        raise UserError(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}{hint}")
+        raise EmptySplit(f"{name} has no {split} split; it has: {', '.join(facts['splits'])}{hint}")
     data = find_set(name).load(name, "train" if held else split, options)
     data = _counted(data, facts) if not data.streamed else data
     return hold_out({"train": data, "test": ()})[split] if held else data
@@ -158,8 +158,7 @@ def _own(name, split, options):
     splits = _own_splits(name, options)
     there = [s for s in splits if splits[s].streamed or len(splits[s])]
     if split not in there:
-        kind = UserError if split == "train" else EmptySplit
-        raise kind(f"--dataset {name}: no {split} split; it has: {', '.join(there)}")
+        raise EmptySplit(f"--dataset {name}: no {split} split; it has: {', '.join(there)}")
     return splits[split]
 
 

@@ -3,7 +3,7 @@
 import typing
 
 from contrastive.data.table import note_commit
-from contrastive.engine.processes import UserError, hub_reason
+from contrastive.engine.processes import UserError, opening
 
 import torch
 import torch.nn as nn
@@ -135,41 +135,33 @@ class Tower(typing.NamedTuple):
 def hub_encoder(name, tower, pretrained, config):
     """A transformers model, its width, its CLIP projection (or None) and its config as a dict."""
     import transformers
-    try:
-        if config is None:
-            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        else:
+    with opening(name):
+        if config:
             config = transformers.AutoConfig.for_model(**config)
-        if config.model_type == "clip":
-            kind = transformers.CLIPModel
-            whole = published(kind, name, config) if pretrained else kind(config)  # the plain class
-            body = whole.vision_model if tower == "vision" else whole.text_model
-            projection = whole.visual_projection if tower == "vision" else whole.text_projection
-            return body, body.config.hidden_size, projection, config.to_dict()
+        else:
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         encoder_alone = tower == "text" and config.model_type == "t5"
         auto = transformers.AutoModelForTextEncoding if encoder_alone else transformers.AutoModel
-        if getattr(config, "mask_ratio", 0):
+        if hasattr(config, "mask_ratio"):
             config.mask_ratio = 0.0  # of ViT-MAE, which would drop patches in evaluation, too
-        if pretrained:
-            body = published(auto, name, config, trust_remote_code=False)
-        else:
-            body = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)  # some are saved in half
-    except Exception as error:  # a cut file, other shapes, no such field: each library has errors of its own
-        raise UserError(f"--{'image' if tower == 'vision' else 'text'}-encoder {name}: {hub_reason(error)}") from error
-    known = config.to_dict()
-    width = known.get("hidden_size") or (known.get("hidden_sizes") or [0])[-1] or known.get("d_model") or 0
-    return body, width or getattr(config, "hidden_size", 0), None, known
+        full = dict(dtype=torch.float32, trust_remote_code=False)  # some are saved in half precision
+        whole = published(auto, name, config, **full) if pretrained else auto.from_config(config, **full)
+        if config.model_type == "clip":
+            body, projection = ((whole.vision_model, whole.visual_projection) if tower == "vision" else
+                                (whole.text_model, whole.text_projection))
+            return body, body.config.hidden_size, projection, config.to_dict()
+        return whole, getattr(config, "hidden_size", 0) or config.hidden_sizes[-1], None, config.to_dict()
 
 
 def published(kind, name, config, **more):
-    """The transformers model of a class, id and config with its published weights, in float32.
+    """The transformers model of a class, id and config with its published weights.
 
     Raises: UserError if they lack most of the model's tensors, which would silently be random."""
-    model, found = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True, **more)
+    model, found = kind.from_pretrained(name, config=config, output_loading_info=True, **more)
     note_commit(name)
     missing = sorted(k for k in found["missing_keys"] if "pooler" not in k)
     if 2 * len(missing) > len(model.state_dict()):
-        raise UserError(f"its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")
+        raise UserError(f"{name}: its weights lack {missing[0]} and {len(missing) - 1} more: they are another model's")
     return model
 
 
@@ -192,7 +184,7 @@ def read_words(encoder, input_ids, attention_mask):
     """Hidden states of the tokens, (B, L, width), and pooled, (B, width): CLIP's pooling, the first token, the mean."""
     found = encoder.body(input_ids=input_ids, attention_mask=attention_mask)
     words = found.last_hidden_state
-    if encoder.config["model_type"].startswith("clip"):
+    if encoder.is_clip:
         return words, found.pooler_output
     if encoder.pooling == "mean":
         return words, masked_mean(words, attention_mask)

@@ -10,9 +10,6 @@ layer is the feature of the clip. An image is a clip of one frame. The text towe
     --init-from pretrain_clipvip_base_32.pt
 """
 
-from contrastive.encoders.base import CLIP_VIP, hub_encoder
-from contrastive.engine.processes import UserError, say
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -40,9 +37,8 @@ class ClipViP(nn.Module):
         B, T = clips.shape[:2]
         known = self.clip.embeddings
         place = known.position_embedding.weight                            # (1 + L, width)
-        patches = known.patch_embedding(clips.flatten(0, 1)).flatten(2).transpose(1, 2).unflatten(0, (B, T))
-        if 1 + patches.shape[2] != len(place):
-            raise ValueError(f"{patches.shape[2]} patches of a frame, but its weights have {len(place) - 1} positions")
+        patches = known.patch_embedding(clips.flatten(0, 1)).flatten(2).transpose(1, 2)  # (B * T, L, width)
+        patches = patches.reshape(B, T, len(place) - 1, place.shape[1])
         time = self.temporal                                               # (T, width)
         if T != len(time):
             time = F.interpolate(time.T[None], T, mode="linear")[0].T
@@ -78,60 +74,14 @@ def attend(attention, x, M, T):
     return attention.out_proj(torch.cat([proxies, patches], 2).transpose(1, 2).flatten(2))
 
 
-def tower(name, pretrained, config):
-    """(ClipViP, width, projection, config as a dict) for a name: `clip_vip:` and a CLIP's transformers id or folder.
-
-    Raises: UserError if it is not a CLIP."""
-    of = name.removeprefix(CLIP_VIP)
-    body, width, projection, config = hub_encoder(of, "vision", pretrained, config)
-    if config["model_type"] != "clip":
-        raise UserError(f"--image-encoder {name}: {of} is not a CLIP but {config['model_type']}; use "
-                        f"{CLIP_VIP}openai/clip-vit-base-patch32, for example")
-    if pretrained:
-        say(f"--image-encoder {name}: CLIP's weights; proxy tokens and temporal embedding start anew unless "
-            "--init-from brings CLIP-ViP's")
-    return ClipViP(body), width, projection, config
-
-
-# ---------------------------------------------------- released weights ----------------------------------------------
-def renamed(weights):
+def released_weights(model, weights):
     """{our name: tensor} of CLIP-ViP's state dict, {its name: tensor} without `clipmodel.` in front."""
+    towers = {"vision_model": "vision.body.clip", "text_model": "text.body", "visual_projection": "vision.projection",
+              "text_projection": "text.projection"}
     out = {}
     for name, x in weights.items():
-        where, _, rest = name.partition(".")
-        own = {"vision_model": f"vision.body.clip.{rest}", "text_model": f"text.body.{rest}",
-               "visual_projection": f"vision.projection.{rest}", "text_projection": f"text.projection.{rest}"}
-        if name == "vision_model.embeddings.added_cls":
-            out["vision.body.added_cls"] = x
-        elif name == "vision_model.embeddings.temporal_embedding":
-            out["vision.body.temporal"] = x[0]                             # (1, times, width) as released
-        else:
-            out[own.get(where, name)] = x
+        tower, _, rest = name.partition(".")
+        out[f"{towers.get(tower, tower)}.{rest}"] = x
+    out["vision.body.added_cls"] = out.pop("vision.body.clip.embeddings.added_cls")
+    out["vision.body.temporal"] = out.pop("vision.body.clip.embeddings.temporal_embedding")[0]  # (times, width)
     return out
-
-
-def load(model, weights, path):
-    """Loads the released weights into a TwoTower: all of the video tower and, if it is a CLIP's, of the text tower.
-
-    Says which tensors were not used. Raises: UserError if one is missing, fits nowhere, or has another shape."""
-    own = model.state_dict()
-    if not isinstance(model.vision.body, ClipViP):
-        raise UserError(f"--init-from {path}: CLIP-ViP's video tower; load it into --image-encoder "
-                        f"{CLIP_VIP}openai/clip-vit-base-patch32 (or -patch16)")
-    texts = model.text is not None and (model.text.config or {}).get("model_type") == "clip"
-    fit, unused = {}, ["logit_scale"] if "logit_scale" in weights else []
-    for name, x in renamed(weights).items():
-        if name.endswith("position_ids") or (name.startswith("text.") and not texts) or (
-                name == "vision.projection.weight" and isinstance(model.vision.projection, nn.Identity)):
-            unused.append(name)
-        elif name != "logit_scale":
-            fit[name] = x
-    wrong = [f"{k} {tuple(x.shape)} fits nowhere" for k, x in fit.items() if k not in own or own[k].shape != x.shape]
-    wrong += [f"there is none for {k}" for k in own
-              if k not in fit and k.startswith(("vision.", "text.") if texts else "vision.")]
-    if wrong:
-        raise UserError(f"--init-from {path}: CLIP-ViP's names, but {wrong[0]}; its weights are for "
-                        "openai/clip-vit-base-patch32 and -patch16 with --embed-dim 512 --image-size 224")
-    model.load_state_dict(fit, strict=False)
-    say(f"--init-from: {len(fit)} of {len(own)} tensors read from {path}, by CLIP-ViP's names; not used: "
-        f"{', '.join(unused) or 'none'}" + ("" if texts else "; the text encoder, not a CLIP, keeps its weights"))

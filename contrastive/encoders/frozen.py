@@ -1,6 +1,5 @@
 """Frozen models: experts whose similarities set temperatures (TeMo, App. F), and captioners for tools/caption.py."""
 
-import contextlib
 import functools
 import math
 
@@ -8,7 +7,7 @@ from contrastive.encoders.base import STATS, hub_encoder, masked_mean
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.encoders.towers import hub_stats
 from contrastive.encoders.two_tower import EvalTransform, VisionEncoder, colours
-from contrastive.engine.processes import UserError, first_line, hub_reason
+from contrastive.engine.processes import UserError, opening
 from contrastive.evaluation.metrics import normalize
 
 import torch
@@ -36,12 +35,8 @@ class Expert:
         fixed = not family.startswith("dino")  # DINO's positions are interpolated
         self.size = (side, side) if fixed or side <= 256 else (224, 224)
         self.stats = hub_stats(name, STATS["clip" if family.startswith("clip") else "imagenet"])
-        try:
-            one = self(["a"] if kind == "text" else torch.zeros(1, 3, side, side, device=device))         # (1, width)
-        except (ValueError, RuntimeError, AttributeError) as error:
-            raise UserError(f"--{kind}-expert {name}: {first_line(error)}") from error
-        if one.ndim != 2:
-            raise UserError(f"--{kind}-expert {name}: its features have the shape {tuple(one.shape)}, not (1, width)")
+        with opening(name):
+            self(["a"] if kind == "text" else torch.zeros(1, 3, side, side, device=device))
 
     @torch.no_grad()
     def __call__(self, inputs, batch=256):
@@ -70,13 +65,9 @@ def frame_features(name, device):
     else unit features of a timm or transformers model. Raises: UserError."""
     if name == "colour":
         return lambda frames: F.adaptive_avg_pool2d(frames.float() / 255, 4).flatten(1) / 48**0.5  # (T, 48)
-    if name in ("small", "features", "resnet18-cifar"):
-        raise UserError(f"--frame-encoder {name} has no learned weights; use a timm or transformers model, or "
-                        "colour")
-    try:
-        encoder = VisionEncoder(name, 0).to(device).eval()
-    except UserError as error:
-        raise UserError(str(error).replace("--image-encoder", "--frame-encoder")) from error
+    if name in ("small", "resnet18-cifar"):
+        raise UserError(f"--frame-encoder {name} has no learned weights")
+    encoder = VisionEncoder(name, 0).to(device).eval()
     side = (encoder.config or {}).get("vision_config", {}).get("image_size", 224)  # a CLIP takes no other size
     view = EvalTransform(side, *encoder.stats, resize="squash")
 
@@ -90,23 +81,20 @@ def frame_features(name, device):
 def vision_language_model(args, device):
     """A function (pictures, prompt) -> one text each, by an image-text-to-text model. Raises: UserError."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
-    load = {"trust_remote_code": False}
-    with _loading("--model", args.model):
-        processor = AutoProcessor.from_pretrained(args.model, **load)
+    with opening(args.model):
+        processor = AutoProcessor.from_pretrained(args.model, trust_remote_code=False)
         processor.tokenizer.padding_side = "left"
-        model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype, **load)
+        model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype, trust_remote_code=False)
     model = model.to(device).eval()
     template = args.template or TEMPLATES.get(model.config.model_type, "{}")
-
-    def asked(prompt):
-        if args.template or not getattr(processor, "chat_template", None):
-            return template.replace("{}", prompt)
-        content = [{"type": "image"}, {"type": "text", "text": prompt}]
-        return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    chat = getattr(processor, "chat_template", None) and not args.template
 
     def answers(pictures, prompt):
-        texts = [asked(prompt)] * len(pictures)
-        inputs = processor(images=[[p] for p in pictures], text=texts, padding=True, return_tensors="pt")
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
+        text = (processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+                if chat else template.replace("{}", prompt))
+        inputs = processor(images=[[p] for p in pictures], text=[text] * len(pictures), padding=True,
+                           return_tensors="pt")
         return _generate(model, inputs.to(device, model.dtype), processor.tokenizer, args)
     return answers
 
@@ -115,7 +103,7 @@ def summary_model(args, device):
     """A function texts -> one text each, by a decoder or encoder-decoder language model. Raises: UserError."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
     load = {"trust_remote_code": False}
-    with _loading("--summary-model", args.summary_model):
+    with opening(args.summary_model):
         config = AutoConfig.from_pretrained(args.summary_model, **load)
         tokenizer = AutoTokenizer.from_pretrained(args.summary_model, padding_side="left", **load)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -131,15 +119,6 @@ def summary_model(args, device):
         inputs.pop("token_type_ids", None)
         return _generate(model, inputs, tokenizer, args)
     return answers
-
-
-@contextlib.contextmanager
-def _loading(flag, name):
-    """Around the loading of a model: turns its many kinds of errors into one line with the flag."""
-    try:
-        yield
-    except (ImportError, ValueError, OSError, AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{flag} {name}: {hub_reason(error)}") from error
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.encoders.towers import freeze_unused
 from contrastive.encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
 from contrastive.encoders.vgt import VGT
-from contrastive.encoders.weights import check_spec, init_from
+from contrastive.encoders.weights import init_from
 from contrastive.engine.processes import UserError, gather, opening, positive_index, read_json
 from contrastive.evaluation.metrics import normalize
 
@@ -162,23 +162,18 @@ def load_model(run_dir):
 
     model(transform(image)[None])[0] and model(tokens=tokenizer(["a caption"]))[1] are embeddings (1, D) of one space.
     They are not of unit length: `normalize` them, and their products are cosines.
-    Raises: UserError when the folder holds no model, or a damaged one.
+    Raises: UserError when the folder holds no model, or another than model.json says.
     """
     from safetensors.torch import load_file
     run_dir, tokenizer = Path(run_dir), None
-    if not (run_dir / "model.json").is_file():
-        raise UserError(f"{run_dir}: no model.json there; a run writes it when it ends")
     spec = read_json(run_dir / "model.json")
-    with opening(run_dir / "model.json"):
-        check_spec(spec)
+    with opening(run_dir):
         if spec["text_encoder"]:
             tokenizer = Tokenizer.load(run_dir / "tokenizer", spec["text_length"], spec["clean_captions"])
         model, transform = build_model(spec, tokenizer, pretrained=False)
-    with opening(run_dir / "model.safetensors"):
         tensors = load_file(run_dir / "model.safetensors")
-        if more := sorted(tensors.keys() - model.state_dict().keys()):
-            raise UserError(f"{run_dir}: its model.safetensors holds {more[0]}, which a fork added to the encoders and "
-                            "model.json cannot describe; modules of a loss belong into `own`, and a backbone needs a "
-                            "name in image_tower (docs/forking.md)")
+        if differ := sorted(tensors.keys() ^ model.state_dict().keys()):
+            raise UserError(f"{run_dir}: model.safetensors and model.json differ in {differ[0]}; a fork's backbone "
+                            "needs a name in image_tower, its loss's modules belong into `own` (docs/forking.md)")
         model.load_state_dict(tensors)
     return model.eval(), tokenizer, transform

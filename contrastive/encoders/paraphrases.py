@@ -70,16 +70,12 @@ def text_words(train, paraphrases, anchor, recipe):
 
     Args: train: Data; paraphrases: a Paraphrases or None; anchor: as in text_pair; recipe: its remark."""
     other = "templates around the captions" if train.templates else "another caption, else word dropout and swap"
-    without = f"T is the caption, T~ {other} (not the paper's paraphrases; see tools/paraphrase.py)"
     if not paraphrases:
-        warning = "WARNING: NOT THE PAPER'S T~, which are paraphrases by PEGASUS; give --paraphrases FILE. Now: "
-        return warning + without if recipe.startswith("paper") else without
+        warning = "WARNING: NOT THE PAPER'S T~, paraphrases by PEGASUS (tools/paraphrase.py, --paraphrases FILE); "
+        return warning * recipe.startswith("paper") + f"T is the caption, T~ {other}"
     note = f"T is the caption{' or a paraphrase' * anchor}, T~ a paraphrase, of {len(paraphrases):,} captions"
     if train.streamed:
-        return f"{note}; a stream is not checked for captions without one: for these {without}"
+        return f"{note}; not checked in a stream: for a caption without one {other}"
     some = list(itertools.islice(train.first_captions(LOOKED_AT), LOOKED_AT))
-    missing = sum(not p for i in range(0, len(some), 1000) for p in paraphrases.get(some[i:i + 1000]))
-    if not missing:
-        return note
-    return (f"WARNING: {note}, but {missing:,} of the first {len(some):,} training captions have none: for these "
-            f"{without}")
+    missing = sum(not p for p in paraphrases.get(some))
+    return f"WARNING: {note}; {missing:,} of the first {len(some):,} have none: for these {other}" if missing else note

@@ -13,7 +13,7 @@ while SSB cuts at a number of seconds and masks; the word embeddings of T5's enc
 """
 
 from contrastive.encoders.base import Transformer, masked_mean
-from contrastive.engine.processes import UserError, hub_reason
+from contrastive.engine.processes import UserError, opening
 from contrastive.evaluation.metrics import normalize
 
 import torch
@@ -62,9 +62,7 @@ def feature_words(args):
     """The banner's words on these towers."""
     if args.image_encoder == "ssb":
         return {"recipe": f"{args.dataset} (reconstruction of SSB; encoders/ssb.py says which values are from memory)"}
-    own = "keeps its own" if args.text_dropout and args.text_encoder != "small" else "has none"
-    return {"features": "towers after SSB, without its captioning loss, epochs, batch and weight decay; "
-                        f"dropout {args.dropout:g}, {args.text_encoder} {own}"}
+    return {"features": "towers after SSB, without its captioning loss, epochs, batch and weight decay"}
 
 
 # ======================================================= towers ======================================================
@@ -75,7 +73,7 @@ class _Pooling(nn.Module):
     def __init__(self, width):
         super().__init__()
         if width < 4 or width % 4:
-            raise UserError(f"--embed-dim {width}: SSB's towers have this width and four heads; use a multiple of 4")
+            raise UserError(f"--embed-dim {width}: SSB's towers have four heads; use a multiple of 4")
         self.blocks, self.norm = Transformer(width, layers=2, heads=4), nn.LayerNorm(width)
 
     def pool(self, x, keep):
@@ -108,8 +106,7 @@ class VideoTower(_Pooling):
 
     def forward(self, x):
         if x.shape[2] != self.gru.input_size:
-            raise UserError(f"--feature-dir: features of width {x.shape[2]}, but the model was trained on "
-                            f"{self.gru.input_size}; give the same folders in the same order")
+            raise UserError(f"--feature-dir: features of width {x.shape[2]}, in training {self.gru.input_size}")
         keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # (B, T)
         return self.pool(self.gru(x)[0], keep)
 
@@ -123,19 +120,15 @@ class Captioner(nn.Module):
     def __init__(self, text, dim, pretrained=True, dropout=True):
         super().__init__()
         if (text.config or {}).get("model_type") != "t5":
-            raise UserError(f"--captioning-weight: a T5's decoder writes the captions, but --text-encoder {text.name} "
-                            "is not a T5; use google-t5/t5-base, or --captioning-weight 0")
+            raise UserError(f"--captioning-weight: the decoder of a T5, which --text-encoder {text.name} is not")
         from transformers import AutoConfig, T5ForConditionalGeneration
         config = AutoConfig.for_model(**text.config | ({} if dropout else {"dropout_rate": 0.0}))
-        try:
+        with opening(text.name):
             self.t5, found = (T5ForConditionalGeneration.from_pretrained(
                 text.name, config=config, dtype=torch.float32, output_loading_info=True)
                 if pretrained else (T5ForConditionalGeneration(config), {"missing_keys": ()}))
-        except Exception as error:
-            raise UserError(f"--text-encoder {text.name}: {hub_reason(error)}") from error
         if any(name.startswith("decoder.block.") for name in found["missing_keys"]):     # would silently be random
-            raise UserError(f"--captioning-weight: --text-encoder {text.name} is a T5's encoder without its decoder; "
-                            "use google-t5/t5-base, or --captioning-weight 0")
+            raise UserError(f"--captioning-weight: {text.name} is a T5's encoder without its decoder")
         del self.t5.encoder, self.t5.shared                                # keep the decoder and its output
         if not config.scale_decoder_outputs:                               # T5 1.1, which has output weights of its own
             self.t5.lm_head.weight = nn.Parameter(self.t5.lm_head.weight.detach().clone())           # (V, d_model)

@@ -5,17 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from contrastive.engine.processes import (
-    UserError,
-    barrier,
-    first_line,
-    hub_reason,
-    opening,
-    rank,
-    read_json,
-    say,
-    to_device,
-)
+from contrastive.engine.processes import UserError, barrier, opening, rank, read_json, say, to_device
 
 import torch
 
@@ -24,15 +14,13 @@ class Tokenizer:
     """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens.
 
     clean: captions go through clean_caption first.   device: of the tensors that it returns."""
-    LETTERS = 100  # letters per token kept of a text, which is cut there: a megabyte would take a second to split
 
     def __init__(self, tokenizer, length, clean=False):
         self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
         self.device = torch.device("cpu")
 
     def __call__(self, texts):
-        texts = [t[:self.LETTERS * self.length] for t in texts]
-        texts = [clean_caption(t) for t in texts] if self.clean else texts
+        texts = [clean_caption(t) if self.clean else t for t in texts]
         out = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
         return {k: to_device(out[k], self.device) for k in ("input_ids", "attention_mask")}
 
@@ -48,10 +36,8 @@ class Tokenizer:
     @staticmethod
     def load(folder, length, clean=False):
         from transformers import AutoTokenizer
-        try:
+        with opening(folder):
             return Tokenizer(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False), length, clean)
-        except Exception as error:  # the library in Rust raises plain ones
-            raise UserError(f"{folder}: it holds no complete tokenizer ({first_line(error)})") from error
 
 
 def train_wordpiece(captions, vocabulary=4000):
@@ -87,24 +73,19 @@ def build_tokenizer(name, length, captions=None, folder=None, clean=False, keep=
     keep: a resumed run keeps the one in its folder.   start: weights of another run; if its text encoder is small, too,
     its vocabulary is taken over."""
     if name != "small":
-        from transformers import AutoTokenizer
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--text-encoder {name}: {hub_reason(error)}") from error
-        if len({*tokenizer(" ".join("abcdefghijklmnopqrstuvwxyz"))["input_ids"]}) <= 3:  # start, unknown, end
-            raise UserError(f"--text-encoder {name}: no tokenizer's vocabulary is there, all words would be unknown; "
-                            "save the tokenizer beside the model")
-        return Tokenizer(tokenizer, length, clean)
+        tokenizer = Tokenizer.load(name, length, clean)
+        if len({*tokenizer.tokenizer(" ".join("abcdefghijklmnopqrstuvwxyz"))["input_ids"]}) <= 3:
+            raise UserError(f"{name}: no tokenizer there; each word would be start, unknown, end")
+        return tokenizer
     if rank() == 0 and not (keep and (Path(folder) / "tokenizer.json").is_file()):
         theirs = (Path(start) if Path(start).is_dir() else Path(start).parent) / "tokenizer"
-        texts = (c[:Tokenizer.LETTERS * length] for c in captions())
+        their_encoder = read_json(theirs.parent / "model.json", {}).get("text_encoder", "small")
         with opening(folder):
-            their_encoder = read_json(theirs.parent / "model.json", {}).get("text_encoder", "small")
             if start and theirs.is_dir() and their_encoder == "small":
                 shutil.copytree(theirs, folder, dirs_exist_ok=True)
                 say(f"--init-from: with the vocabulary of {theirs}, on which its text encoder was trained")
             else:
-                train_wordpiece(map(clean_caption, texts) if clean else texts).save_pretrained(str(folder))
+                texts = map(clean_caption, captions()) if clean else captions()
+                train_wordpiece(texts).save_pretrained(str(folder))
     barrier()
     return Tokenizer.load(folder, length, clean)

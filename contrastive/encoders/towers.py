@@ -5,9 +5,9 @@ from pathlib import Path
 
 from contrastive.data.table import note_commit
 from contrastive.encoders.base import CLIP_VIP, FEATURES, STATS, VIDEO, VIDEO_SWIN, Tower, hub_encoder, read_hub
-from contrastive.encoders.clip_vip import tower
-from contrastive.encoders.video import FeatureEncoder, video_swin, video_vit
-from contrastive.engine.processes import UserError, first_line, hub_reason
+from contrastive.encoders.clip_vip import ClipViP
+from contrastive.encoders.video import FeatureEncoder, VideoViT, video_swin
+from contrastive.engine.processes import UserError, opening
 
 import torch
 import torch.nn as nn
@@ -33,8 +33,10 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
         body, width, stats = video_swin(name, pretrained)
         return Tower(body, width, stats=stats, read=read_swin)
     if name.startswith(CLIP_VIP):
-        body, width, projection, config = tower(name, pretrained, config)
-        return Tower(body, width, projection, config, STATS["clip"], whole_clips=True)
+        body, width, projection, config = hub_encoder(name.removeprefix(CLIP_VIP), "vision", pretrained, config)
+        if config["model_type"] != "clip":
+            raise UserError(f"--image-encoder {name}: it is not a CLIP but {config['model_type']}")
+        return Tower(ClipViP(body), width, projection, config, STATS["clip"], whole_clips=True)
     if config or "/" in name or Path(name).is_dir():  # a hub id may also begin with VIDEO
         rebuilt = bool(config)                                             # offline; the spec has its statistics
         body, width, projection, config = hub_encoder(name, "vision", pretrained, config)
@@ -44,7 +46,7 @@ def image_tower(name, pretrained, image_size, config=None, features=(0, 0), fram
     body, width, stats = timm_encoder(name.removeprefix(VIDEO), pretrained, image_size)
     if not name.startswith(VIDEO):
         return Tower(body, width, stats=stats)
-    return Tower(video_vit(name, body, frames), width, stats=stats, whole_clips=True)
+    return Tower(VideoViT(body, frames), width, stats=stats, whole_clips=True)
 
 
 def hub_stats(name, otherwise):
@@ -61,20 +63,14 @@ def timm_encoder(name, pretrained, image_size):
     """A timm model without its classifier, its width, and its pixel statistics."""
     import timm
     cifar = name == "resnet18-cifar"
-    arch = "resnet18" if cifar else name
-    if not timm.is_model(arch):
-        near = timm.list_models(f"*{arch.split('.')[0].split('_')[0]}*")[:5]
-        raise UserError(f"--image-encoder {name}: not small, features, ssb, resnet18-cifar, a timm model"
-                        + (f" (near: {near})" if near else "") + " or a transformers id")
-    create = functools.partial(timm.create_model, arch, pretrained=pretrained and not cifar, num_classes=0)
-    try:
+    pretrained &= not cifar
+    create = functools.partial(timm.create_model, "resnet18" if cifar else name, pretrained=pretrained, num_classes=0)
+    with opening(name):
         try:
             body = create(img_size=image_size)  # a transformer has to know
         except TypeError:  # any other takes no such argument
             body = create()
-    except Exception as error:
-        raise UserError(f"--image-encoder {name}: {hub_reason(error)}") from error
-    if pretrained and not cifar:
+    if pretrained:
         note_commit(body.pretrained_cfg.get("hf_hub_id") or "")
     if cifar:
         body.conv1, body.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
@@ -95,16 +91,12 @@ def freeze_unused(model, tokenizer, spec):
     shape = spec.get("features") or (3, spec["image_size"], spec["image_size"])
     whole = model.vision.whole_clips and spec["image_encoder"].startswith(VIDEO)
     shape = (spec["frames"], *shape) if whole else shape
-    try:
+    with opening(f"{spec['image_encoder']} at --image-size {spec['image_size']}, {spec['text_encoder'] or 'no texts'}"):
         with torch.enable_grad():
             tokens = tokenizer(["a"]) if tokenizer else None
             out = model(torch.zeros(1, *shape), tokens, *([tokens] if spec.get("questions") else []))  # (1, D) each
             sum(x.sum() for x in out if x is not None).backward()
             refuse_blind(model.text)
-    except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
-        beside = f" and --text-encoder {spec['text_encoder']}" if spec["text_encoder"] else ""
-        raise UserError(f"--image-encoder {spec['image_encoder']} with --image-size {spec['image_size']}{beside}: "
-                        f"{first_line(error)}") from error
     for p in model.parameters():
         p.requires_grad_(p.requires_grad and p.grad is not None)
     model.zero_grad(set_to_none=True)
@@ -113,11 +105,11 @@ def freeze_unused(model, tokenizer, spec):
 
 def refuse_blind(text):
     """Raises: UserError if the first token, which is the text's embedding, cannot see the others (a language model)."""
-    if text and text.name != "small" and text.pooling == "cls" and not text.config["model_type"].startswith("clip"):
+    if text and text.name != "small" and text.pooling == "cls" and not text.is_clip:
         ids = torch.tensor([[1, 2], [1, 3]])
         first = text.words(ids, torch.ones_like(ids))[0][:, 0]                                # (2, width)
         if torch.equal(*first):
-            raise UserError("its first token sees only itself; --text-pooling mean")
+            raise UserError(f"{text.name}: its first token sees only itself; --text-pooling mean")
 
 
 def set_dropout(model, features, text=True):

@@ -40,11 +40,9 @@ class EvalTransform:
         from torchvision.transforms.v2 import functional as V
         how = InterpolationMode.BICUBIC if self.bicubic else InterpolationMode.BILINEAR
         resize = functools.partial(V.resize, interpolation=how, antialias=True)
-        H, W = image.shape[-2:]
-        if self.resize == "squash" or H == W and self.short == self.size:
+        if self.resize == "squash":
             return resize(image, [self.size, self.size])
-        sides = [self.short * side // min(H, W) for side in (H, W)]  # rounded down, as torchvision and CLIP
-        return V.center_crop(resize(image, sides), [self.size, self.size])
+        return V.center_crop(resize(image, [self.short]), [self.size, self.size])
 
     def normalise(self, x):
         """(..., 3, S, S) float in 0..1 -> normalised."""
@@ -128,6 +126,7 @@ class TextEncoder(nn.Module):
             self.width = self.body.width
         else:
             self.body, self.width, projection, self.config = hub_encoder(name, "text", pretrained, config)
+        self.is_clip = bool(self.config) and self.config["model_type"].startswith("clip")
         self.head = TextHead(self.width, embed_dim) if pooling == "ssb" else None
         keep = projection is not None and embed_dim in (0, projection.out_features)
         new = nn.Linear(self.width, embed_dim, bias=False) if embed_dim else nn.Identity()

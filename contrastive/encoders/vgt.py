@@ -229,9 +229,6 @@ class VGT(TwoTower):
             raise UserError(f"--frames {T}: VGT has clips of {FRAMES} frames; use a multiple of {FRAMES}")
         if given:
             x = pixels.unflatten(2, (1 + R, -1))                                         # (B, T, 1 + R, features + 5)
-            if x.shape[-1] != self.graph.frame.in_features + 5:
-                raise UserError(f"--region-dir: features of width {x.shape[-1] - 5}; those that the model was trained "
-                                f"on had {self.graph.frame.in_features}")
             return x[:, :, 0, :-5], x[:, :, 1:, :-5], x[:, :, 1:, -5:]
         B, side = len(pixels), pixels.shape[-1]
         if boxes is None:

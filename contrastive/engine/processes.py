@@ -30,18 +30,6 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
 
 
-def with_place(error):
-    """The first line of an error and, unless it is one of ours, where in our files (or a fork's) it happened."""
-    theirs = type(error).__module__ in ("builtins", "torch")
-    ours = [f for f in traceback.extract_tb(error.__traceback__) if theirs and "site-packages" not in f.filename]
-    return first_line(error) + (f" ({Path(ours[-1].filename).name}, line {ours[-1].lineno})" if ours else "")
-
-
-def lost_another(error):
-    """Whether the error says that another process ended or hangs, so that no exchange can follow."""
-    return isinstance(error, RuntimeError) and world() > 1 and bool(re.search("gloo|NCCL", first_line(error)))
-
-
 def hub_reason(error):
     """What a failed download or load says, in one line, with a hint if there may be no access to the hub."""
     text, whole = first_line(error), " ".join(str(error).split())

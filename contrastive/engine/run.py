@@ -143,7 +143,7 @@ class Run:
         """Banner, the evaluation before the first step (the left end of every curve), progress bar. Collective.
 
         Args:
-            evaluator: Evaluator or ClassEvaluator.   lines: {word: text}, the script's own lines of the banner.
+            evaluator: of evaluation/retrieval.py.   lines: {word: text}, the script's own lines of the banner.
             guess: the loss of a random guess at the start and at the end of the run.
             after_val: function(row, pieces) that adds to each row of a val evaluation.
         Returns: picture pieces of the val split before training; {} in a resumed run.
@@ -159,9 +159,6 @@ class Run:
             self.in_float32()
         if self.step == 0 or self._due(self.step)["eval"]:  # of a checkpoint, which is written before its evaluation
             pieces = self.evaluate_val()
-        failed = {place.rpartition("/")[0] for place in evaluator.errors}
-        if self.step == 0 and failed and failed >= {*self.evals}:  # every set: it would fail at the end, too
-            raise UserError(f"evaluation failed before the first step: {'; '.join(evaluator.errors.values())}")
         if self.step == 0 and rank() == 0 and self.tokenizer:
             before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
             write_json(self.folder / "similarity_before.json", before)
@@ -334,11 +331,10 @@ class Run:
         return self.wall_before + time.time() - self.started
 
     # ---------------------------------------- the end -----------------------------------------------------------------
-    def finish(self, draw, table=None, more=None, **extra):
+    def finish(self, draw, **extra):
         """Saves the encoders, evaluates them on test, writes summary.json, draws, prints. Collective.
 
-        Args: draw: function(run) for the pictures.   table: function(title, metrics, chance) -> lines of text.
-            more: function(test metrics) -> text after the tables.   extra: further entries of the summary, returned."""
+        Args: draw: function(run) for the pictures.   extra: further entries of the summary, which is returned."""
         self.in_loop = False
         self.bar.close()
         on_main(self.save_model)
@@ -347,13 +343,9 @@ class Run:
         if rank() == 0:
             write_json(self.folder / "summary.json", summary)
             draw_picture(self.folder / "pictures", lambda _: draw(self))
-        say(report(summary, self.folder, table))
-        if more:
-            say(more(test))
+        say(report(summary, self.folder))
         barrier()
         self.accelerator.end_training()  # trackers and the process group are closed
-        if summary["errors"]:
-            raise UserError("evaluation failed: " + "; ".join(f"{k}: {v}" for k, v in summary["errors"].items()))
         return summary
 
     def save_model(self):
@@ -379,5 +371,4 @@ class Run:
                 "samples_per_s": self.step * args.batch_size / wall, "peak_memory_mb": memory,
                 "parameters": self.parameters(), "processes": world(),
                 "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val, "test": test,
-                "chance": chance, "errors": self.evaluator.errors, "commit": self.commit,
-                "hub": args.hub, "versions": versions(args.cpu).splitlines()}
+                "chance": chance, "commit": self.commit, "hub": args.hub, "versions": versions(args.cpu).splitlines()}

@@ -16,25 +16,23 @@ import dataclasses
 import math
 from collections import Counter
 
-from contrastive.encoders.vgt import ANSWER, FRAMES
-from contrastive.engine.processes import UserError, mean_over_processes, rank, say, to_device
+from contrastive.encoders.vgt import FRAMES
+from contrastive.engine.processes import UserError, mean_over_processes, say, to_device
 from contrastive.engine.ranges import below_one, between, count
-from contrastive.evaluation.embed import encode_images, say_unreadable
+from contrastive.evaluation.embed import encode_images
 from contrastive.evaluation.metrics import answer_hits, answer_numbers, answer_vocabulary, question_metrics
-from contrastive.evaluation.retrieval import Evaluator
-from contrastive.figures.base import draw_answers, draw_picture
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 
-def refuse_untrained(model):
-    """Raises: UserError if the embeddings of a question-answering model were not trained by any loss."""
+def untrained(model):
+    """Why no loss trained the embeddings of a question-answering model; "" if one did."""
     if getattr(model, "similarity", "") == "fused":
-        raise UserError("the model was trained with --qa-similarity fused, not its embeddings before the fusion")
-    if getattr(model, "model", "") == "vgt" and model.vision.name != "regions":
-        raise UserError("the model needs boxes, which only questions bring: --tasks qa")
+        return "the model was trained with --qa-similarity fused, not its embeddings before the fusion"
+    boxes = getattr(model, "model", "") == "vgt" and model.vision.name != "regions"
+    return "the model needs boxes, which only questions bring: --tasks qa" if boxes else ""
 
 
 # ======================================================= flags =======================================================
@@ -86,16 +84,13 @@ def check_flags(p, args):
 AT_FRAMES = ("tgif-qa-r-action", "tgif-qa-r-transition")  # the sets in which VGT's step 8 also sees single frames
 
 
-def check(data, choices):
-    """Raises: UserError if the rows have no questions, or lack the choices that --task qa-choice needs."""
-    where = f"{data.name} ({data.split})"
+def lacking(data, choices):
+    """Why a model of questions (with choices) cannot use the rows; "" if it can."""
     if data.streamed or data.column("question") is None or data.column("answer") is None:
-        raise UserError(f"{where} has no questions; moving-emoji and the sets of sets/questions.py have some")
-    data = asked(data)
-    lacking = sum(len(c) < 2 for c in data.column("choices") or [[]] * len(data)) if choices else 0
-    if lacking:
-        raise UserError(f"{where}: {lacking:,} of its {len(data):,} questions have no choices; use --task "
-                        "qa-open")
+        return f"{data.name} ({data.split}) has no questions"
+    if choices and any(len(c) < 2 for c in asked(data).column("choices") or [()]):
+        return f"{data.name} ({data.split}) has questions without choices; use --task qa-open"
+    return ""
 
 
 def asked(data):
@@ -155,7 +150,8 @@ def questions_of(train, args):
     if args.task == "retrieval":
         return None
     choices = args.task == "qa-choice"
-    check(train, choices)
+    if why := lacking(train, choices):
+        raise UserError(why)
     known = [] if choices else answer_vocabulary(asked(train).column("answer"), args.answers)
     if args.qa_model == "vgt" and args.image_encoder != "regions" and train.column("boxes") is None:
         raise UserError(f"--qa-model vgt: {train.name} has no boxes of its own, as moving-emoji has; give features of "
@@ -192,17 +188,10 @@ def question_lines(questions, train, tokenizer, args):
     some, rows = asked(train), len(train)
     cut, tried = cut_short(some, tokenizer, not questions["answers"], separator(questions["model"], tokenizer))
     words = f"{args.task}, {args.qa_model}, similarity {args.qa_similarity}, eta {args.eta:g}"
-    if questions["model"] == "vgt":
-        origin = "from files" if args.region_dir else "by a frozen image encoder"
-        words += f"; {args.regions} regions of a frame, {origin}"
     if questions["answers"]:
         known = set(questions["answers"])
         wrong = sum(a not in known for a in some.column("answer"))
-        words += (f"; {len(known):,} answers, most frequent {questions['answers'][0]!r}; {wrong:,} training questions "
-                  "have another answer, which enters no loss")
-        if questions["model"] == "vgt":
-            long = sum(len(tokenizer.tokenizer(answer)["input_ids"]) > ANSWER for answer in known)
-            words += f"; {long:,} answers are cut at {ANSWER} tokens" if long else ""
+        words += f"; {len(known):,} answers; {wrong:,} training questions have another answer, which enters no loss"
     words += f"; {cut} of the first {tried:,} texts are cut at --text-length {args.text_length}" if cut else ""
     bare = sum(some.captions(i) == [question] for i, question in enumerate(some.column("question")))
     paired = f"of {rows:,} rows {rows - bare:,} have a caption, {bare:,} use the question in its place"
@@ -242,7 +231,7 @@ def shuffled(data, seed=0):
 
 def whole_pairs(data, index):
     """(Q,) bool, False for an answer whose reason is not among these rows of data, or the reverse (because of meta-data
-    or --limit). Alone, it would count as a question, and as an easier one.
+    or a bad sample). Alone, it would count as a question, and as an easier one.
 
     Raises: UserError if no pair is complete."""
     pairs, types = data.column("pair"), data.column("question_type")
@@ -263,7 +252,6 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
 
     Returns: metrics; chance: of the most frequent training answer, or of a random choice; the pieces that `draw` needs.
         Videos that cannot be read are left out and counted."""
-    check(data, not model.answers)
     width = len(model.answers) or max(len(_choices(data, i)) for i in range(len(data)))
 
     def answer(rows, pixels):
@@ -271,7 +259,6 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
         video, _, scores = model(pixels, None, asked["question"], asked.get("choices"))
         return video, F.pad(scores, (0, width - scores.shape[1]), value=-math.inf)                       # (b, width)
     index, _, scores, bad = encode_images(model, data, transform, device, batch, workers, forward=answer)
-    say_unreadable(data, bad)
     whole = whole_pairs(data, index)
     index, scores = index[whole], scores[torch.from_numpy(whole)]
     right = right_answers(data, index, model.answers)                      # (Q,)
@@ -285,44 +272,3 @@ def evaluate(model, tokenizer, transform, data, device, batch=256, workers=0):
     given = [model.answers[k] if model.answers else _choices(data, i)[k]
              for i, k in zip(index, scores.argmax(1).tolist())]
     return metrics, chance, {"data": data, "index": index, "given": given, "hits": hits}
-
-
-class AnswerEvaluator(Evaluator):
-    """The Evaluator for questions."""
-
-    def check(self):
-        """Before training. Raises: UserError if a split lacks questions of this kind, or readable videos."""
-        for splits in self.sets.values():
-            for data in splits.values():
-                check(data, not self.model.answers)
-        super().check()
-
-    def measure(self, data, train):
-        """metrics, chance and pieces of one split."""
-        towers = self.model, self.tokenizer, self.transform
-        return evaluate(*towers, data, self.device, workers=self.args.workers)
-
-
-def table(title, metrics, chance):
-    """The result as lines of text, each accuracy with that of guessing."""
-    lines = [f"{title}: {metrics['questions']} questions"]
-    lines += [f"{name:<28}{metrics[name]:8.1f} ({value:6.1f})" for name, value in chance.items()]
-    if "upper_bound" in metrics:
-        lines.append(f"{'answers in the vocabulary':<28}{metrics['upper_bound']:8.1f}")
-    guess = "the most frequent answer of training" if "upper_bound" in metrics else "a random choice"
-    return "\n".join([*lines, f"(in brackets: {guess})"])
-
-
-def task(case):
-    """The task qa of eval.py: writes the numbers of a Case, accuracy by type of question and its chance level: the most
-    frequent answer, or a random choice."""
-    subject, args = case.subject, case.args
-    transform = subject.transform_of(*subject.view("qa", case.name))
-    how = transform, case.data, subject.device, args.eval_batch, args.workers
-    if subject.own.get("shuffle_video"):
-        say(f"WARNING: {case.name}: the run was a control (--shuffle-video); here each question has its own "
-            "video")
-    metrics, case.chance["qa"], pieces = evaluate(subject.model, subject.tokenizer, *how)
-    case.metrics["qa"] = {k: v for k, v in metrics.items() if k != "unreadable"}
-    if rank() == 0:
-        draw_picture(case.picture("answers"), draw_answers, pieces)

@@ -122,20 +122,6 @@ def head_mid_tail(pieces, clusters):
     return {"by_cluster_size": found} if found else {}
 
 
-def head_mid_tail_table(metrics):
-    """head_mid_tail of every data set, as lines of text."""
-    lines = []
-    for name, m in metrics.items():
-        if "by_cluster_size" in m:
-            it = "video" if "clips" in m else "image"
-            title = f"{name}: text -> {it} by the size of the query's training cluster"
-            lines.append(f"\n\n{title}\n{'':<22}{'R@1':>8}{'R@5':>8}{'R@10':>8}{'queries':>10}{'cluster sizes':>18}")
-        for part_of, r in m.get("by_cluster_size", {}).items():
-            lines.append(f"\n{part_of:<22}{r['R@1']:8.1f}{r['R@5']:8.1f}{r['R@10']:8.1f}{r['queries']:10,}"
-                         f"{r['from']:>9,} .. {r['to']:,}")
-    return "".join(lines)
-
-
 # ======================================================= making them =================================================
 def k_means(x, k, seed, counts=None):
     """K-Means of unit embeddings x (M, D), numpy, from k-means++; above 100,000 in mini-batches.

@@ -13,8 +13,11 @@ def normalize(x):
     return F.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
 
 
-class NotFinite(ValueError):
-    """Embeddings or features hold NaN or infinity: the model is broken, not the data."""
+def finite(**tensors):
+    """Raises: ValueError if one of the tensors (None: there is none) holds NaN or infinity: the model is broken."""
+    for name, x in tensors.items():
+        if x is not None and not all(torch.isfinite(part).all() for part in x.split(4096)):
+            raise ValueError(f"{name} holds non-finite values")
 
 
 # ==================================================== retrieval =====================================================
@@ -35,9 +38,7 @@ def retrieval_metrics(query, gallery, positives, bias=None, groups=None, chunk=4
     Raises: ValueError on non-finite input, or on a query without positives.
     """
     gallery, positives = normalize(gallery), positives.to(query.device)
-    for name, x in (("query", query), ("gallery", gallery), ("bias", bias)):
-        if x is not None and not all(torch.isfinite(part).all() for part in x.split(chunk)):
-            raise NotFinite(f"{name} holds non-finite values")
+    finite(query=query, gallery=gallery, bias=bias)
     rows = max(1, min(chunk, 2**22 // len(gallery)))  # 16 MiB of similarities at a time
     known = positives >= 0
     if not known.any(1).all():
@@ -143,8 +144,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=1, chunk=1024, per_cl
     if k > len(train):
         raise ValueError(f"k = {k} is more than the {len(train)} training items")
     train, test = normalize(train), normalize(test)
-    if not (torch.isfinite(train).all() and torch.isfinite(test).all()):
-        raise NotFinite("features hold non-finite values")
+    finite(train=train, test=test)
     train_labels, test_labels = train_labels.to(train.device).long(), test_labels.to(train.device).long()
     classes = int(max(train_labels.max(), test_labels.max())) + 1
     chunk, hits = max(1, min(chunk, 2**26 // len(train))), []  # cosines of a chunk in 256 MiB
@@ -188,10 +188,9 @@ def linear_probe(train, train_labels, test, test_labels, few_shot=None, seed=42,
     Raises: ValueError on non-finite features or a class smaller than few_shot.
     """
     from sklearn.svm import LinearSVC
+    finite(train=train, test=test)
     x, y = normalize(train).cpu().numpy(), train_labels.cpu().numpy()
     q, truth = normalize(test).cpu().numpy(), test_labels.cpu()
-    if not (np.isfinite(x).all() and np.isfinite(q).all()):
-        raise NotFinite("features hold non-finite values")
     if few_shot:
         order = np.random.RandomState(seed).permutation(len(y))
         rows = [order[y[order] == c][:few_shot] for c in np.unique(y)]
@@ -237,16 +236,20 @@ def mir_metrics(sim, relevancy, chunk=1024):
         columns: the same with the columns as queries; the other three are means of both. mAP leaves out queries without
         an item of relevancy 1 (no_match counts them), nDCG those without any above 0 (unrelated). Ties: of equal
         similarities the less relevant item ranks first.
-    Raises: ValueError if nothing is left to average, shapes differ, or a relevancy is outside 0..1; NotFinite.
+    Raises: ValueError if nothing is left to average, shapes differ, similarities are not finite, or relevancies are
+        not in 0..1.
     """
     relevancy = torch.as_tensor(relevancy, device=sim.device)
     if sim.ndim != 2 or sim.shape != relevancy.shape:
         raise ValueError(f"similarities {tuple(sim.shape)} and relevancies {tuple(relevancy.shape)} differ in shape")
-    if not all(torch.isfinite(part).all() for part in sim.split(chunk)):
-        raise NotFinite("similarities hold non-finite values")
-    if not all(((part >= 0) & (part <= 1)).all() for part in relevancy.split(chunk)):
+    finite(similarities=sim)
+    if not ((relevancy >= 0) & (relevancy <= 1)).all():
         raise ValueError("relevancies must lie between 0 and 1")
-    ways = {"rows": _mir_one_way(sim, relevancy, chunk), "columns": _mir_one_way(sim.T, relevancy.T, chunk)}
+    return _both_ways(_mir_one_way, sim, relevancy, chunk=chunk)
+
+
+def _both_ways(one_way, *matrices, **more):
+    ways = {"rows": one_way(*matrices, **more), "columns": one_way(*(m.T for m in matrices), **more)}
     return ways | {k: (ways["rows"][k] + ways["columns"][k]) / 2 for k in MIR}
 
 
@@ -280,9 +283,7 @@ def _mir_one_way(sim, relevancy, chunk):
 
 def mir_chance(relevancy):
     """{rows, columns, mAP, nDCG, mAP_binary} of a random order, on average, in percent; relevancy (R, C)."""
-    relevancy = torch.as_tensor(relevancy)
-    ways = {"rows": _mir_chance_one_way(relevancy), "columns": _mir_chance_one_way(relevancy.T)}
-    return ways | {k: (ways["rows"][k] + ways["columns"][k]) / 2 for k in MIR}
+    return _both_ways(_mir_chance_one_way, torch.as_tensor(relevancy))
 
 
 def _mir_chance_one_way(relevancy):
@@ -349,9 +350,8 @@ def answer_hits(scores, answers):
 
     Args: scores: (Q, A) of a vocabulary's answers or of the choices, -inf for choices that a question does not have;
         answers: (Q,) long, the right one; -1 = not in the vocabulary, which counts as wrong (see the upper bound).
-    Raises: NotFinite for NaN or +inf."""
-    if torch.isnan(scores).any() or torch.isposinf(scores).any():
-        raise NotFinite("scores of answers hold NaN or infinity")
+    Raises: ValueError for NaN or +inf."""
+    finite(scores=scores.masked_fill(scores == -math.inf, 0))  # -inf: a choice that is not there
     index = answers.clamp(min=0)[:, None]  # (Q, 1)
     others = scores.scatter(1, index, -math.inf).amax(1)  # (Q,)
     return (answers >= 0) & (scores.gather(1, index)[:, 0] > others)

@@ -38,7 +38,7 @@ def draw_classes(run, sizes, tau_of, path):
 def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
     """Figures 1 to 5 of the paper.
 
-    Args: pieces: what ClassEvaluator kept of the test.   features (M, width), truth (M,), z (M, D): features, labels
+    Args: pieces: what Evaluator kept of the test.   features (M, width), truth (M,), z (M, D): features, labels
         and unit z of some training images.
     """
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
