@@ -229,7 +229,7 @@ class Chunks:
         tf32: on a CUDA card the encoders multiply float32 in TF32, forward and backward; the loss never does.
     """
 
-    def __init__(self, encode, model, accelerator, chunk=0, tf32=False):
+    def __init__(self, encode, model, accelerator, chunk=0, tf32=True):
         self.function, self.model, self.accelerator, self.chunk = encode, model, accelerator, chunk
         self.tf32, self.on_the_way_back = tf32 and accelerator.device.type == "cuda", False
 

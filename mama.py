@@ -93,7 +93,6 @@ is 0) and whose meta step for question answering changes nothing (it joins the l
 """
 
 import copy
-import functools
 import math
 import os
 import warnings
@@ -102,9 +101,9 @@ from pathlib import Path
 import common
 
 from common import (  # isort: skip
-    Evaluator, OneLine, Parser, Run, UserError, answers, between, by_rows, clean_exit, count, fp32, gather,
-    has_batchnorm, meta_data, nonnegative, normalize, open_data, pair_cosines, part, per_anchor, positive,
-    positive_index, rank, rate, say_once, whole, world, write_json, write_tensors)
+    Evaluator, OneLine, Parser, Run, UserError, answers, between, by_rows, clean_exit, count, fp32, gather, meta_data,
+    nonnegative, normalize, open_data, pair_cosines, part, per_anchor, positive, positive_index, rank, rate,
+    write_json, write_tensors)
 
 import torch
 import torch.nn as nn
@@ -197,7 +196,7 @@ class WeightNet(nn.Module):
         return self.layers(losses[:, None])[:, 0]
 
 
-def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward", sample=None):
+def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtual_lr, method="forward"):
     """Gradient of the meta loss after one step with the weights of weight_net (Eqs. 9, 10, 12, 13).
 
     Args:
@@ -206,17 +205,16 @@ def weightnet_gradient(losses, parameters, batch, meta_batch, weight_net, virtua
         weight_net: losses (B,) -> weights (B,); it sees L_j without gradient.
         virtual_lr: alpha of the virtual step, a plain gradient step with 1/B sum_j w_j L_j.
         method: 'forward' needs the memory of a plain step; 'second-order' keeps the graph of a gradient.
-        sample: losses(parameters, batch) where the caller has them with their graph, which stays for its own step.
     Returns: d meta / d p for each p of weight_net.parameters(), in order, averaged over processes; meta = the mean of
         losses(virtual parameters, meta_batch).
     """
-    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()} if sample is None else parameters
-    theta, second, kept = list(weight_net.parameters()), method == "second-order", sample is not None
+    leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+    theta, second = list(weight_net.parameters()), method == "second-order"
     with sdpa_kernel(SDPBackend.MATH):                                     # fused attention has no further derivatives
-        sample = sample if kept else losses(leaves, batch)                 # (B,)
+        sample = losses(leaves, batch)                                     # (B,)
         weight = weight_net(sample.detach())                               # (B,)
         objective = ((weight if second else weight.detach()) * sample).mean()
-        gradient = _grad(objective, leaves.values(), create_graph=second, retain_graph=second or kept)
+        gradient = _grad(objective, leaves.values(), create_graph=second)
         averaged = common.average([g.detach() for g in gradient])
         virtual = {k: p.detach() - virtual_lr * g for (k, p), g in zip(leaves.items(), averaged)}        # Eq. 9
         direction = meta_direction(losses, virtual, meta_batch)            # like Theta^
@@ -382,57 +380,43 @@ def parse_args(argv=None):
     """Flags; the recipe of --dataset, --task and --loss gives the defaults."""
     p = Parser(__file__, "MAMA: angular margin and meta-learned sample weights.")
     g = p.group("method")
-    g.add_argument("--loss", choices=["mama", "infonce"], default="mama",
-                   help="MAMA; or its baseline, with neither margin nor weights")
+    g.add_argument("--loss", choices=["mama", "infonce"], default="mama", help="infonce: neither margin nor weights")
     g.add_argument("--task", choices=["retrieval", "qa-open", "qa-choice"], default="retrieval",
-                   help="pairs of video and caption; or questions, with a vocabulary of answers or with choices")
+                   help="pairs; or questions, with a vocabulary of answers or with choices")
     g.add_argument("--tau", type=positive, help="temperature, divides the cosine, > 0; paper 1")
     g.add_argument("--margin-schedule", choices=["logistic", "constant", "none"], default="logistic",
-                   help="margin of Eq. 6; its limit a0 / a1 throughout; or none")
+                   help="of Eq. 6; its limit a0 / a1 throughout; or none")
     g.add_argument("--weighting", choices=[*WEIGHTINGS, "l2rw"], default="meta",
-                   help="weights of the samples: a network learnt by Algorithm 1, or with the encoders (Table 8); "
-                        "focal loss, self-paced learning, L2RW (Table 6); or 1")
-    g.add_argument("--meta-memory", choices=["low", "fast"], default="low",
-                   help="encode the batch again for the real step; or keep the graph of its first pass, a forward less")
-    g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = whole below 1 GiB")
+                   help="Algorithm 1; joint: Table 8; focal, spl, l2rw: Table 6; none: 1")
     g = p.group("with a margin", lambda a: a.margin_schedule != "none")
     g.add_argument("--a0", type=nonnegative, default=2.0, help="of Eq. 6; the limit of the margin is a0 / a1, radians")
     g.add_argument("--a1", type=positive, default=10.0, help="of Eq. 6; the margin starts at a0 / (a1 + 1)")
     g = p.group("with --margin-schedule logistic", lambda a: a.margin_schedule == "logistic")
     g.add_argument("--a2", type=between(-1000), default=0.1, help="of Eq. 6, per step; below 0 it falls to 0")
     g = p.group("with --weighting focal", lambda a: a.weighting == "focal")
-    g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="exponent of --weighting focal")
+    g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="its exponent")
     g = p.group("with --weighting spl", lambda a: a.weighting == "spl")
-    g.add_argument("--spl-start", type=part, default=0.5, help="part of the batch that --weighting spl starts with")
-    g = p.group("with --weighting meta or joint", lambda a: a.weighting in ("meta", "joint"))
-    g.add_argument("--weight-hidden", type=count, default=100, help="hidden units of the weight network; MW-Net 100")
+    g.add_argument("--spl-start", type=part, default=0.5, help="part of the batch that it starts with")
     g = p.group("with --weighting meta", lambda a: a.weighting == "meta")
-    g.add_argument("--meta-lr", type=rate,
-                   help="beta, of its AdamW in --weighting meta (joint: --lr); paper: alpha, MW-Net 1e-3")
-    g.add_argument("--meta-weight-decay", type=rate, default=1e-3, help="of that AdamW; authors' code 1e-3")
-    g.add_argument("--virtual-lr", type=rate, default=0.0,
-                   help="alpha of the virtual step; 0 = the learning rate of the moment")
-    g.add_argument("--meta-gradient", choices=["forward", "second-order"], default="forward",
-                   help="how the weight network's gradient is found: equal, and forward takes 0.4 of the memory")
-    g.add_argument("--meta-every", type=count, default=1, help="steps between updates of the weight network; paper 1")
+    g.add_argument("--meta-lr", type=rate, help="beta, of its AdamW (joint: --lr); paper: alpha, MW-Net 1e-3")
+    g.add_argument("--virtual-lr", type=rate, default=0.0, help="alpha; 0 = the learning rate of the moment")
+    g.add_argument("--meta-every", type=count, default=1, help="steps between updates of the network; paper 1")
     g = p.group("with --weighting meta or l2rw", lambda a: looks_ahead(a) or a.meta_set == "val")
     g.add_argument("--meta-set", default="train", metavar="train|val|FILE",
-                   help="where the meta-data come from; FILE: one name (key) of a training example a line")
-    g.add_argument("--meta-batch-size", type=between(2, 10**9, int),
-                   help="M, GLOBAL: meta-data of a step; paper: not said")
+                   help="source of the meta-data; FILE: a name (key) of a training example a line")
+    g.add_argument("--meta-batch-size", type=between(2, 10**9, int), help="M, GLOBAL: of a step; paper: not said")
     g = p.group("with --weighting meta or l2rw and --meta-set train or val",
                 lambda a: a.meta_set == "val" or looks_ahead(a) and a.meta_set == "train")
-    g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data from train or val; not said")
+    g.add_argument("--meta-size", type=count, default=256, help="examples of the meta-data; paper: not said")
     g.add_argument("--meta-balance", choices=["auto", "classes", "captions", "none"], default="auto",
-                   help="over classes (auto: where there are some), or K-Means clusters of captions; difference 8")
+                   help="classes if any, or K-Means of captions; difference 8")
     g = p.group("with --task qa-open or qa-choice", lambda a: a.task != "retrieval")
     g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
     answers.add_flags(p)
     g = p.group("views")
-    g.add_argument("--crop-min", type=part, help="smallest area of the random crop, all frames alike, 0..1; 1 = none")
-    g.add_argument("--flip", type=part, help="probability of a mirror image")
-    g.add_argument("--jitter", type=nonnegative, help="brightness, contrast and saturation strength, all frames alike")
+    g.add_argument("--crop-min", type=part, help="least area of the crop, all frames alike; 1 = none")
+    g.add_argument("--flip", type=part, help="share of mirror images")
+    g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
     # task and model are read ahead of the other flags, because they decide whose defaults these have
     ahead = OneLine(p.prog, "", add_help=False)
     ahead.add_argument("--task", default="retrieval")
@@ -445,10 +429,6 @@ def parse_args(argv=None):
     p.require(not (looks_ahead(args) and args.chunk_size),
               f"--chunk-size: --weighting {args.weighting} encodes the whole batch in its passes; use a smaller "
               "--batch-size, or another --weighting")
-    plain = (args.weighting, args.meta_gradient, args.mixed_precision, args.compile) == ("meta", "forward", "no", False)
-    p.require(plain or args.meta_memory == "low",
-              "--meta-memory fast: only with --weighting meta, --meta-gradient forward, --mixed-precision no and "
-              "without --compile")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     p.require(not looks_ahead(args) or args.meta_batch_size % processes == 0,
               f"--meta-batch-size {args.meta_batch_size}: not divisible by {processes} processes")
@@ -483,11 +463,8 @@ def main(args):
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)
     contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
-    tower.by_rows = functools.partial(by_rows, block=args.loss_block)      # of the pairs that a fusion sees
-    if looks_ahead(args) and world() > 1 and has_batchnorm(tower):
-        raise UserError(f"--weighting {args.weighting}: {args.image_encoder} has BatchNorm, whose statistics "
-                        "over several processes have no forward mode; use one process or another encoder")
-    own, weight_net = nn.ModuleDict(), WeightNet(args.weight_hidden)       # outside DDP
+    tower.by_rows = by_rows                                                # of the pairs that a fusion sees
+    own, weight_net = nn.ModuleDict(), WeightNet()       # outside DDP
     if args.weighting in ("meta", "joint"):
         own["weight_net"] = weight_net
     own.to(run.device)
@@ -497,7 +474,7 @@ def main(args):
         learnt = [tower, nn.ParameterDict(own.named_parameters(recurse=False)), *rest]
         # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
         meta_optimizer = torch.optim.AdamW(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
-                                           weight_decay=args.meta_weight_decay)
+                                           weight_decay=1e-3)              # authors' code
     # >>> shared: optimizer
     groups = common.decay_groups(learnt, args.weight_decay)
     if args.optimizer == "sgd":
@@ -509,11 +486,10 @@ def main(args):
     plain = copy.copy(tower)                                               # for the passes without DDP and autocast
     model, optimizer = run.wrap(tower, own, optimizer, meta_optimizer)     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size, args.tf32)
+    chunks = common.Chunks(lambda inputs: encode(model, **inputs), model, run.accelerator, args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, jitter_p=float(args.jitter > 0),
-                          brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), *[args.jitter] * 3,
                           squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
     if looks_ahead(args):
@@ -535,29 +511,25 @@ def main(args):
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         inputs = inputs_of(batch, tokenizer, run.device, train, questions)
         due = args.weighting == "meta" and run.step % args.meta_every == 0
-        alpha, fast = args.virtual_lr or run.lr, args.meta_memory == "fast"
         if due or args.weighting == "l2rw":
             meta_inputs = inputs_of(next(meta_batches), tokenizer, run.device, meta, questions)
-            losses = losses_of(plain, args.tau, mu, run.device, args.loss_block, args.eta, contrast)
+            losses = losses_of(plain, args.tau, mu, run.device, args.eta, contrast)
             theta = {k: p for k, p in plain.named_parameters() if p.requires_grad}
             look_ahead = losses, theta, inputs, meta_inputs
         if args.weighting == "l2rw":
             weight = l2rw_weights(*look_ahead)                             # (B,)
-        if due and not fast:
-            gradient = weightnet_gradient(*look_ahead, weight_net, alpha, args.meta_gradient)
-
-        video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions
-        sample = contrast(video, text, args.tau, mu, args.loss_block)      # (B,)
-        if questions:
-            answered = answer_loss(*scores, inputs["answers"])             # (B,)
-            sample = sample + args.eta * answered                          # Eq. 3
-        if due and fast:                                                   # the same from this pass's own graph
-            gradient = weightnet_gradient(*look_ahead, weight_net, alpha, sample=sample)
         if due:
+            gradient = weightnet_gradient(*look_ahead, weight_net, args.virtual_lr or run.lr)
             for p, g in zip(weight_net.parameters(), gradient):
                 p.grad = g
             meta_optimizer.step()                                          # Eq. 10
             meta_optimizer.zero_grad()
+
+        video, text, *scores = chunks.encode(inputs)                       # (B, D) each, (B, A) of questions
+        sample = contrast(video, text, args.tau, mu)                       # (B,)
+        if questions:
+            answered = answer_loss(*scores, inputs["answers"])             # (B,)
+            sample = sample + args.eta * answered                          # Eq. 3
         if args.weighting != "l2rw":
             weight = WEIGHTINGS[args.weighting](sample.detach(), own, progress, args)   # (B,)
         if "weight_net" in own and not weight.requires_grad:
@@ -605,10 +577,9 @@ def random_guess(mu, args, answer=0.0):
 
 def banner_lines(args, meta, margins):
     """What the banner says of the method."""
-    (first, last), worth = margins, max(margins) / args.tau
-    loud = "; WARNING: from 0.3 on it cost retrieval on moving-emoji; above 5 hardly a pair learns" * (worth > 0.25)
+    first, last = margins
     lines = {"loss": f"{args.loss}: weights {args.weighting}, margin {args.margin_schedule}",
-             "temperature": f"tau {args.tau:g}; mu {first:.3g} .. {last:.3g} rad, mu / tau up to {worth:.3g}{loud}"}
+             "temperature": f"tau {args.tau:g}; mu {first:.3g} .. {last:.3g} rad"}
     return lines | ({"meta-data": meta.note} if meta else {})
 
 
@@ -630,7 +601,7 @@ def encode(model, pixels, tokens, question=None, choices=None, answers=None):
     return model(pixels, tokens, question, choices)
 
 
-def losses_of(tower, tau, mu, device, block=0, eta=1.0, contrast=angular_margin_loss):
+def losses_of(tower, tau, mu, device, eta=1.0, contrast=angular_margin_loss):
     """The function (parameters, inputs) -> (B,) of weightnet_gradient: the towers with other weights, in float32, with
     the dropout in each call that a step begun now has; neither weights nor statistics of the towers change."""
     cards = [device] if device.type == "cuda" else []
@@ -641,7 +612,7 @@ def losses_of(tower, tau, mu, device, block=0, eta=1.0, contrast=angular_margin_
         with torch.random.fork_rng(cards):                                 # afterwards as before
             common.set_random_state(random, device)
             video, text, *scores = encode(lambda *x: functional_call(tower, state, x), **inputs)
-        sample = contrast(video, text, tau, mu, block)                     # (B,)
+        sample = contrast(video, text, tau, mu)                     # (B,)
         return sample + eta * answer_loss(*scores, inputs["answers"]) if scores else sample
     return losses
 
@@ -682,9 +653,6 @@ def keep_for_pictures(tensors, step, seen, args, weight_net):
         grid = torch.linspace(0, 3 * math.log(args.batch_size) + 1.5 * math.log(answers_of) + 1, 64)    # (64,) nats
         curve = torch.cat([torch.tensor([float(step)]), weight_net(grid.to(seen.device)).cpu()])[None]   # (1, 65)
         tensors |= {"loss_grid": grid, "curves": torch.cat([tensors.get("curves", curve[:0]), curve])}
-        if seen[:, 1].min() > 0.99 or seen[:, 1].max() < 0.01:
-            say_once("WARNING: the weight network gives all pairs of a batch one weight, 0 or 1, where its sigmoid is "
-                     "so flat that it hardly learns; a lower --meta-lr (joint: --lr) or another --seed may help")
 
 
 if __name__ == "__main__":

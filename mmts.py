@@ -46,7 +46,7 @@ Differences from the paper and from the authors' code (released only for EPIC-KI
     have the values of the temperatures, unless flags say otherwise.
  6. Without shifts the schedule swings around --tau (the margin's around --margin). The tables' rows "w/ TS" do not say.
  7. Clusters are K-Means', as in Section 3.2; --clusters FILE reads others. The paper gives neither the initialisation
-    nor the pooling. Here: unit, mean-pooled embeddings, k-means++, one start (--cluster-starts), all captions; above
+    nor the pooling. Here: unit, mean-pooled embeddings, k-means++, one start, all captions; above
     100,000 in mini-batches. If all clusters have the same size, all get sh-.
  8. An example without a cluster counts as one of the smallest. The code gives it frequency 1, which may be smaller.
  9. VAST's audio, subtitles and re-ranking ("with refinement") are not reproduced: YouCook2 and SSv2-LT use CLIP's
@@ -73,7 +73,7 @@ from pathlib import Path
 import common
 
 from common import (  # isort: skip
-    Evaluator, Parser, Run, UserError, all_sum, between, by_rows, check_source, clean_exit, count, fp32, gather,
+    Evaluator, Parser, Run, UserError, all_sum, between, by_rows, check_source, clean_exit, fp32, gather,
     head_mid_tail, k_means, largest_first, nonnegative, normalize, open_clusters, open_data, part, per_anchor,
     positive, positive_index, to_device, whole)
 
@@ -167,7 +167,7 @@ def max_margin_loss(image, text, margin, block=0):
 
 
 # ------------------------------------------------------- clusters ---------------------------------------------------
-def cluster_captions(embeddings, k, seed, starts=1, counts=None):
+def cluster_captions(embeddings, k, seed, counts=None):
     """K-Means of unit embeddings (Section 4.4), from k-means++; above 100,000 in mini-batches.
 
     Args: embeddings: (M, D), normalised here.   counts: (M,) how often each occurs in the data; None = once.
@@ -181,7 +181,7 @@ def cluster_captions(embeddings, k, seed, starts=1, counts=None):
                         "--cluster-encoder")
     if len(x) < k:
         raise UserError(f"--num-clusters {k}: more than the {len(x):,} embeddings to be clustered; lower it")
-    labels = k_means(x, k, seed, starts, counts)                           # (M,) without empty clusters
+    labels = k_means(x, k, seed, counts)                           # (M,) without empty clusters
     return largest_first(labels, counts)[:2]                               # (M,), (K,)
 
 
@@ -247,6 +247,7 @@ RANGES = {("cc3m", "infonce"): (0.04, 0.05, 0.10, "paper: CLIP on CC3M"),
           ("ssv2-lt", "max-margin"): (0.20, 0.10, 0.30, "ours: VAST's MI-MM"),
           ("own", "infonce"): (0.08, 0.08, 0.12, "ours"),
           ("own", "max-margin"): (0.20, 0.17, 0.30, "ours: AVION's MI-MM")}
+TAU_LIMITS = 0.01, 1.0                                                    # of a learnable tau; AVION: at least 0.01
 WORDS = {"infonce": "tau", "max-margin": "margin"}                        # the quantity with schedule and shifts
 SOURCES = ("captions", "vision", "label", "verb", "noun", "verb-noun", "none")
 
@@ -272,63 +273,42 @@ def parse_args(argv=None):
     p = Parser(__file__, "MM-TS: temperatures and margins per sample, from the distribution of the captions.")
     yesno = argparse.BooleanOptionalAction
     g = p.group("method")
-    g.add_argument("--loss", choices=["infonce", "max-margin"], default=None,
-                   help="the loss, with or without the paper's schedule and shifts")
-    g.add_argument("--schedule", action=yesno, default=True, help="swing tau or margin by tau_base (TS of Tables 4, 9)")
-    g.add_argument("--shifts", action=yesno, default=True,
-                   help="shifts by cluster size (ICS of Tables 4 and 9); --no-shifts uses --tau or --margin instead")
-    g.add_argument("--learnable-tau", action=yesno, default=False,
-                   help="learn tau, starting at --tau (infonce without schedule and shifts)")
-    g.add_argument("--label-smoothing", type=part, default=0.0,
-                   help="share of InfoNCE's target that is spread over all candidates, 0..1; VAST 0.1")
-    g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
+    g.add_argument("--loss", choices=["infonce", "max-margin"], default=None, help="with the two parts below or not")
+    g.add_argument("--schedule", action=yesno, default=True, help="swing by tau_base (TS of Tables 4, 9)")
+    g.add_argument("--shifts", action=yesno, default=True, help="by cluster size (ICS), or --tau, --margin for all")
+    g.add_argument("--learnable-tau", action=yesno, default=False, help="from --tau; infonce without both parts")
+    g.add_argument("--label-smoothing", type=part, default=0.0, help="of InfoNCE's target; VAST 0.1")
     g.add_argument("--clusters", metavar="SOURCE",
-                   help="source of the clusters: captions or vision (K-Means of embeddings), label, verb, noun, "
-                        "verb-noun (classes), a JSON file of {key: cluster, or cluster of each caption}, or none")
+                   help="captions or vision (K-Means of embeddings); label, verb, noun, verb-noun (classes); a JSON "
+                        "file of {key: cluster}; or none")
     g = p.group("with --loss infonce --no-shifts", lambda a: a.loss == "infonce" and not a.shifts)
-    g.add_argument("--tau", type=positive,
-                   help="temperature without shifts, divides the cosine; CLIP on CC3M 0.01, AVION and VAST 0.07")
+    g.add_argument("--tau", type=positive, help="divides the cosine; CLIP on CC3M 0.01, AVION and VAST 0.07")
     g = p.group("with --loss max-margin --no-shifts", lambda a: a.loss == "max-margin" and not a.shifts)
-    g.add_argument("--margin", type=nonnegative, default=0.2, help="margin without shifts, cosine units; AVION 0.2")
+    g.add_argument("--margin", type=nonnegative, default=0.2, help="cosine units; AVION 0.2")
     g = p.group("with --shifts", lambda a: a.shifts)
-    g.add_argument("--shift-min", type=nonnegative, default=0.05,
-                   help="sh-, of the smallest cluster: tau (> 0), or the margin (cosine units); paper: Sec. 7")
+    g.add_argument("--shift-min", type=nonnegative, default=0.05, help="sh-, of the smallest cluster; paper: Sec. 7")
     g.add_argument("--shift-max", type=nonnegative, default=0.10, help="sh+, of the largest cluster; paper: Sec. 7")
     g = p.group("with --schedule", lambda a: a.schedule)
-    g.add_argument("--alpha", type=nonnegative, default=0.04,
-                   help="range of the schedule, twice its amplitude; default by --dataset and --loss (paper: Sec. 7)")
-    g.add_argument("--periods", type=positive, default=5.0, help="periods of the schedule in the run; code 5")
-    g.add_argument("--period", type=whole, default=0, help="T in optimiser steps instead; 0 = by --periods")
-    g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
-    g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.01, 1.0], metavar=("LOW", "HIGH"),
-                   help="limits of a learnable tau; CLIP and AVION at least 0.01")
+    g.add_argument("--alpha", type=nonnegative, default=0.04, help="range, twice the amplitude; paper: Sec. 7")
+    g.add_argument("--periods", type=positive, default=5.0, help="in the run, of T = steps / periods; code 5")
     g = p.group("with --clusters captions or vision", lambda a: a.clusters in ("captions", "vision"))
     g.add_argument("--num-clusters", type=between(2, 10**6, int), default=200,
-                   help="K of K-Means; paper 200; default for own data: a quarter of the clustered items, at most 200")
+                   help="K of K-Means; paper 200; own data: a quarter of the items, at most 200")
     g.add_argument("--cluster-encoder",
-                   help="tf-idf, or a transformers id or folder, mean-pooled (CLIP: its own); for --clusters vision an "
-                        "image encoder; paper: SentenceBERT, on CC3M DistilBERT")
-    g.add_argument("--cluster-starts", type=count, default=1, help="starts of K-Means, of which the best is kept")
+                   help="tf-idf, or a transformers id or folder (vision: an image encoder); paper: SentenceBERT, on "
+                        "CC3M DistilBERT")
     g = p.group("views")
-    g.add_argument("--crop-min", type=part,
-                   help="smallest area of the random crop, all frames alike, 0..1; 1 = none; AVION, CC3M trainer 0.5")
-    g.add_argument("--flip", type=part, help="probability of a mirror image; CC3M trainer 0.5")
-    g.add_argument("--jitter", type=nonnegative, help="brightness, contrast and saturation strength, all frames alike")
-    g.add_argument("--randaugment-ops", type=whole,
-                   help="RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
-    g.add_argument("--randaugment-magnitude", type=between(0, 30, int),
-                   help="RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
+    g.add_argument("--crop-min", type=part, help="least area of the crop, all frames alike; AVION, CC3M trainer 0.5")
+    g.add_argument("--flip", type=part, help="share of mirror images; CC3M trainer 0.5")
+    g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
+    g.add_argument("--randaugment-ops", type=whole, help="each with probability 1/2; CC3M trainer 2; 0 = off")
+    g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="0..30; CC3M trainer's 7 of 10 = 21")
     args = p.parse(argv, RECIPES, loss_defaults)
     infonce, plain = args.loss == "infonce", not args.schedule and not args.shifts
     p.require(args.shift_min <= args.shift_max,
               f"--shift-min {args.shift_min:g}: larger than --shift-max {args.shift_max:g}")
-    p.require(not args.period or "--periods" not in p.given,
-              f"--periods {args.periods:g}: --period {args.period} sets it already; leave out one of them")
-    refusal = "" if args.period else out_of_range(args, args.periods, 1)  # main checks again with the number of steps
+    refusal = out_of_range(args)
     p.require(not refusal, refusal)
-    p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
-              f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
     p.require(not args.learnable_tau or infonce and plain,
               "--learnable-tau: only with --loss infonce --no-schedule --no-shifts; others set their temperatures")
     p.require(infonce or not args.label_smoothing, "--label-smoothing: --loss max-margin has no target to smooth")
@@ -352,19 +332,15 @@ def range_of(args, steps, period):
     return round(values.min().item(), 12), round(values.max().item(), 12)
 
 
-def out_of_range(args, steps, period):
+def out_of_range(args):
     """Why these settings are refused (a temperature not above 0, a margin below 0 or not below 2), or ""."""
-    (lowest, highest), infonce = range_of(args, steps, period), args.loss == "infonce"
-    if not infonce and highest >= 2:
-        return (f"the largest margin of the run, {highest:g}, must be below 2, cosine units: no two cosines are "
-                f"further apart; lower {'--shift-max' if args.shifts else '--margin'} or --alpha")
-    if lowest > 0 or not infonce and lowest == 0:
-        return ""
-    flag, least = ("--tau", args.tau) if infonce else ("--margin", args.margin)
-    flag, least = ("--shift-min", args.shift_min) if args.shifts else (flag, least)
-    by = f" and {lowest - least:g} by the schedule of --alpha {args.alpha:g}" if args.schedule else ""
-    return (f"the lowest {'temperature' if infonce else 'margin'} of the run, {flag} {least:g}{by} = {lowest:g}, must "
-            f"{'be above' if infonce else 'not be below'} 0; lower --alpha, or raise {flag}")
+    lowest, highest = range_of(args, args.periods, 1)
+    flag = "--shift-min" if args.shifts else "--tau" if args.loss == "infonce" else "--margin"
+    if args.loss == "infonce" and lowest <= 0:
+        return f"{flag}: the lowest temperature of the run, {lowest:g}, must be above 0; raise it, or lower --alpha"
+    if args.loss == "max-margin" and not 0 <= lowest <= highest < 2:
+        return f"{flag}: the margins of the run, {lowest:g} .. {highest:g}, must be at least 0 and below 2 (cosines)"
+    return ""
 
 
 # ======================================================= main ========================================================
@@ -374,15 +350,13 @@ def main(args):
     train, evals = open_data(args)
     check_source(train, args.clusters)
     run = Run(__file__, args, train, evals, RECIPES)
-    period = args.period or run.total / args.periods                       # in steps
-    if refusal := out_of_range(args, run.total, period):                   # now with the number of steps
-        raise UserError(refusal)
+    period = run.total / args.periods                                      # T in steps
     run.tau_word = WORDS[args.loss]
 
     # ------------------------------------------- model and optimiser -------------------------------------------------
     tower, tokenizer, transform = run.towers()
     # made after the towers, so that their initial weights do not depend on the clusters; None with --clusters none
-    kmeans = functools.partial(cluster_captions, seed=args.seed, starts=args.cluster_starts)
+    kmeans = functools.partial(cluster_captions, seed=args.seed)
     clusters = open_clusters(run.folder, args, train, run.device, kmeans)
     own = nn.ModuleDict()                                                  # a learnable tau stays outside DDP
     own["tau"] = nn.ParameterDict({"log_tau": torch.tensor(math.log(args.tau))} if args.learnable_tau else {})
@@ -398,11 +372,10 @@ def main(args):
     # <<< shared
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: model(**inputs)[:2], model, run.accelerator, args.chunk_size, args.tf32)
+    chunks = common.Chunks(lambda inputs: model(**inputs)[:2], model, run.accelerator, args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, jitter_p=float(args.jitter > 0),
-                          brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), *[args.jitter] * 3,
                           randaugment=(args.randaugment_ops, args.randaugment_magnitude),
                           squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
@@ -412,7 +385,7 @@ def main(args):
     evaluator = Evaluator(tower, tokenizer, transform, evals, train, run.device, args,
                           also=functools.partial(head_mid_tail, clusters=clusters))
     guess = [random_guess(step, shifts, clusters, period, args) for step in (0, run.total)]
-    run.begin(evaluator, guess, banner_lines(clusters, shifts, run.total, period, args))
+    run.begin(evaluator, guess, banner_lines(clusters, run.total, period, args))
     for batch in batches:
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         texts = common.pick(batch["captions"], batch["draws"])
@@ -428,9 +401,9 @@ def main(args):
         if args.learnable_tau:
             tau = own["tau"]["log_tau"].exp()                              # ()
         if args.loss == "max-margin":
-            loss = max_margin_loss(image, text, tau, args.loss_block)
+            loss = max_margin_loss(image, text, tau)
         else:
-            loss = clip_loss(image, text, tau, args.label_smoothing, args.loss_block)
+            loss = clip_loss(image, text, tau, args.label_smoothing)
         used = tau.detach()
 
         run.check_finite(loss, used.mean(), (image, text), batch)
@@ -441,7 +414,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
+            own["tau"]["log_tau"].data.clamp_(*map(math.log, TAU_LIMITS))
             tau = own["tau"]["log_tau"].detach().exp()
 
         numbers = numbers_of(image, text, used, tau, lost, args, run) if run.logs_now() else {}
@@ -458,9 +431,9 @@ def numbers_of(image, text, used, tau, lost, args, run):
     common.embedding_health. used, tau: (B,) or (), of the loss and after the step (they differ if learnt); lost:
     number of captions of this batch that are in no cluster."""
     if args.loss == "max-margin":
-        terms = max_margin_terms(image, text, used, args.loss_block)
+        terms = max_margin_terms(image, text, used)
     else:
-        terms = clip_terms(image, text, used, args.label_smoothing, args.loss_block)
+        terms = clip_terms(image, text, used, args.label_smoothing)
     all_tau = gather(tau) if tau.ndim else tau[None]                       # (N,)
     numbers = common.mean_over_processes(terms, run.device)
     numbers |= {f"{WORDS[args.loss]}_{k}": v.item()
@@ -490,7 +463,7 @@ def random_guess(step, shifts, clusters, period, args):
     return margins[:-1].dot(clusters.sizes / clusters.sizes.sum()).item() if args.shifts else margins.item()
 
 
-def banner_lines(clusters, shifts, steps, period, args):
+def banner_lines(clusters, steps, period, args):
     """The method's lines of the banner."""
     kind = {(True, True): "schedule and shifts (MM-TS)", (True, False): "schedule alone (TS)",
             (False, True): "shifts alone (ICS)", (False, False): "fixed (the baseline)"}[args.schedule, args.shifts]
@@ -498,25 +471,15 @@ def banner_lines(clusters, shifts, steps, period, args):
     name, values = ("tau", "temperature") if args.loss == "infonce" else ("margin", "margin")
     alpha, sh_min, sh_max, source = ranges_of(args.dataset, args.loss)
     same = (alpha, sh_min, sh_max) == (args.alpha, args.shift_min, args.shift_max)
-    words = f"{name} {low:g} .. {high:g} over the run: "
-    words += f"shifts {args.shift_min:g} .. {args.shift_max:g}" if args.shifts else f"{shifts[0]:g}"
-    words += f", and the schedule of alpha {args.alpha:g}" if args.schedule else ""
-    words += f" ({source if same else 'by flags'})" if args.schedule or args.shifts else ""
+    words = f"{name} {low:g} .. {high:g} over the run, period {period:g} steps ({source if same else 'by flags'})"
     if args.learnable_tau:
-        kind, (low, high) = "learnt tau (a baseline)", args.tau_clamp
-        words = f"tau {args.tau:g}, learnt in {low:g} .. {high:g}"
-    lines = {"loss": f"{args.loss}, {kind}" + (f", label smoothing {args.label_smoothing:g}" if args.label_smoothing
-                                                else ""), values: words}
-    if args.schedule:
-        lines["schedule"] = f"period {period:g} steps" + (
-            "; WARNING: a period of less than two steps has no swing; lower --periods" if period < 2 else "")
+        kind, words = "learnt tau (a baseline)", f"tau {args.tau:g}, learnt"
+    smooth = f", label smoothing {args.label_smoothing:g}" if args.label_smoothing else ""
+    lines = {"loss": f"{args.loss}, {kind}{smooth}", values: words}
     if clusters:
         sizes, by_words = clusters.sizes, args.clusters in ("captions", "vision")
         how = f"K-Means on {args.cluster_encoder}, {args.clusters}" if by_words else f"by {args.clusters}"
         lines["clusters"] = f"{len(sizes):,}, {how}; largest {sizes[0]:,}, smallest {sizes[-1]:,}"
-        if by_words and len(sizes) < args.num_clusters:
-            lines["clusters"] += f" (of {args.num_clusters} asked for)"
-        lines["clusters"] += "" if args.shifts else "; used only in evaluation"
         if sizes[0] == sizes[-1] and args.shifts:
             lines["shifts"] = f"WARNING: all clusters have the same size, so every shift is {args.shift_min:g}, sh-"
         if clusters.meta["without"]:

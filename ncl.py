@@ -74,9 +74,10 @@ import math
 import common
 
 from common import (  # isort: skip
-    Captioner, Evaluator, FEATURES, Parser, Run, by_rows, captioning_loss, clean_exit, count, feature_recipe,
-    feature_words, fp32, gather, nonnegative, normalize, on_card, one_number, open_data, part, per_anchor, positive,
-    positive_index, rank, retrieval_both_ways, set_dropout, support_summary, to_device, whole, write_tensors)
+    Captioner, Evaluator, FEATURES, Parser, Run, below_one, between, by_rows, captioning_loss, clean_exit, count,
+    feature_recipe, feature_words, fp32, gather, nonnegative, normalize, on_card, one_number, open_data, part,
+    per_anchor, positive, positive_index, rank, retrieval_both_ways, set_dropout, support_summary, to_device,
+    write_tensors)
 
 import torch
 import torch.nn as nn
@@ -239,7 +240,7 @@ CLIP4CLIP = dict(
     text_length=32, text_pooling="cls", clean_captions=False, unfold_captions=True, join_captions=False,
     epochs=5.0, batch_size=128, chunk_size=32, optimizer="adamw", lr=1e-7, lr_end=0.0, lr_schedule="cosine",
     warmup_epochs=0.5, weight_decay=0.2, beta1=0.9, beta2=0.98, eps=1e-6, grad_clip=1.0,
-    tau=0.01, learnable_tau=True, tau_clamp=[0.01, 1000.0], loss_scale=1.0, queue_size=16_384,
+    tau=0.01, learnable_tau=True, loss_scale=1.0, queue_size=16_384,
     crop_min=1.0, flip=0.0, jitter=0.0,
     mixed_precision="no", log_every=50, save_every=500, eval_every=0)
 PARAGRAPHS = CLIP4CLIP | dict(
@@ -283,55 +284,38 @@ def parse_args(argv=None):
     g = p.group("method")
     g.add_argument("--loss", choices=["ncl", "infonce", "max-margin"], default="ncl",
                    help="NCL; CLIP4Clip's loss; SSB's hardest-negative margin loss")
-    g.add_argument("--tau", type=positive,
-                   help="gamma, divides the cosine, > 0; CLIP's 0.01; SSB 0.07; the initial value if it is learnt")
-    g.add_argument("--learnable-tau", action=yesno, help="learn gamma, as CLIP's logit scale")
+    g.add_argument("--tau", type=positive, help="gamma, divides the cosine, > 0; CLIP's 0.01; SSB 0.07")
+    g.add_argument("--learnable-tau", action=yesno, help="learn gamma from there, as CLIP's logit scale")
     g.add_argument("--iterations", type=count, default=4, help="rounds of Sinkhorn-Knopp; paper 4")
     g.add_argument("--loss-scale", type=nonnegative, help="factor of the loss; NCL on SSB 15")
     g.add_argument("--normalize", choices=["queue", "oracle", "none"], default="queue",
-                   help="biases for the reported numbers: from the queue of training queries, from the test queries "
-                        "themselves (not a fair result), or none")
-    g.add_argument("--queue-size", type=count,
-                   help="K, training queries kept of each kind for test-time normalisation; paper 16,384")
+                   help="reported biases: from training queries; from the test queries (not a fair result); none")
+    g.add_argument("--queue-size", type=count, help="K, training queries kept of each kind; paper 16,384")
     g.add_argument("--captioning-weight", type=nonnegative, default=0.0,
-                   help="weight of SSB's captioning loss, which needs a T5 as --text-encoder; SSB 10; 0 = off")
+                   help="of SSB's captioning loss, which needs a T5 as --text-encoder; SSB 10; 0 = off")
     g = p.group("with --captioning-weight", lambda a: a.captioning_weight > 0)
     g.add_argument("--support-tau", type=positive, default=0.1, help="T, divides the cosines of its support set")
-    g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
-    g.add_argument("--tau-clamp", type=positive, nargs=2, metavar=("LOW", "HIGH"),
-                   help="limits of a learnable gamma; CLIP: at least 0.01")
     g = p.group("with --loss ncl", lambda a: a.loss == "ncl")
     g.add_argument("--detach-biases", action=yesno, default=True, help="no gradient through the biases")
-    g = p.group("with --loss ncl or infonce", lambda a: a.loss != "max-margin")    # it needs whole rows
-    g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of the loss's (B, N) matrices at a time, recomputed in backward; 0 = all if below 1 GiB")
     g = p.group("with --loss max-margin", lambda a: a.loss == "max-margin")
-    g.add_argument("--margin", type=nonnegative, default=0.2, help="of --loss max-margin, in cosine units, >= 0")
+    g.add_argument("--margin", type=between(0, 2), default=0.2, help="cosine units; SSB 0.2")
     g = p.group("views")
-    g.add_argument("--crop-min", type=part,
-                   help="smallest area of the random crop, all frames alike, 0..1; 1 = none (CLIP4Clip)")
-    g.add_argument("--flip", type=part, help="probability of a mirror image")
-    g.add_argument("--jitter", type=nonnegative, help="brightness, contrast and saturation strength, all frames alike")
+    g.add_argument("--crop-min", type=part, help="least area of the crop, all frames alike; 1 = none (CLIP4Clip)")
+    g.add_argument("--flip", type=part, help="share of mirror images")
+    g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
     g = p.group("features")
     g.add_argument("--feature-dir", nargs="+", default=[], metavar="DIR",
-                   help="for --image-encoder features or ssb: folders of VIDEO.npy (time, width), such as motion and "
-                        "appearance; each is resampled to --frames steps, and they are concatenated")
-    g.add_argument("--dropout", type=part, default=0.0,
-                   help="dropout of towers over features, 0..1; App. C: 0.1 on msvd and msrvtt, else 0")
-    g.add_argument("--text-dropout", action=yesno, default=True,
-                   help="a transformers text encoder keeps its own dropout (T5, DistilBERT 0.1; CLIP 0)")
+                   help="for --image-encoder features or ssb: VIDEO.npy (time, width), such as motion and appearance, "
+                        "resampled to --frames and concatenated")
+    g.add_argument("--dropout", type=below_one, default=0.0, help="of towers over features; App. C: 0.1, ActivityNet 0")
+    g.add_argument("--text-dropout", action=yesno, default=True, help="a transformers text encoder keeps its own")
     args = p.parse(argv, RECIPES, loss_defaults)
-    p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
-              f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
-    p.require(args.loss != "max-margin" or args.margin < 2, f"--margin {args.margin:g}: must be below 2, the largest "
-              "difference of two cosines")
     p.require(not args.learnable_tau or args.loss != "max-margin",
               "--learnable-tau: --loss max-margin has no temperature")
     p.require((args.image_encoder in FEATURES) == bool(args.feature_dir),
               "--image-encoder features (or ssb) and --feature-dir go together")
     p.require(args.dropout == 0 or args.image_encoder in FEATURES,
               f"--dropout {args.dropout}: only for --image-encoder features or ssb; other towers have no such dropout")
-    p.require(args.dropout < 1, "--dropout 1: must be below 1; nothing would be left")
     p.only(args.image_encoder not in FEATURES, "with frames", "--crop-min", "--flip", "--jitter", "--frame-sampling")
     p.require(not args.feature_dir or {word.partition("=")[0] for word in args.eval_datasets} <= {args.dataset},
               f"--eval-datasets: --feature-dir is of {args.dataset} alone; eval.py --feature-dir evaluates on others")
@@ -366,11 +350,10 @@ def main(args):
     # <<< shared
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
-    chunks = common.Chunks(lambda inputs: model(**inputs)[:2], model, run.accelerator, args.chunk_size, args.tf32)
+    chunks = common.Chunks(lambda inputs: model(**inputs)[:2], model, run.accelerator, args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, jitter_p=float(args.jitter > 0),
-                          brightness=args.jitter, contrast=args.jitter, saturation=args.jitter,
+    view = common.Augment(args.image_size, args.crop_min, args.flip, float(args.jitter > 0), *[args.jitter] * 3,
                           squash=args.eval_resize == "squash")
     batches = run.batches([view], transform)
 
@@ -395,7 +378,7 @@ def main(args):
         if args.loss == "max-margin":
             loss = args.loss_scale * max_margin_loss(text, video, args.margin)
         else:
-            loss = args.loss_scale * ncl_loss(text, video, gamma, rounds, args.detach_biases, args.loss_block)
+            loss = args.loss_scale * ncl_loss(text, video, gamma, rounds, args.detach_biases)
         more = {}
         if args.captioning_weight:                                         # SSB's second loss
             video_id = to_device(torch.tensor([*map(common.key_hash, batch["keys"])]), run.device)      # (B,)
@@ -411,7 +394,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         if args.learnable_tau:
-            own["tau"]["log_tau"].data.clamp_(*map(math.log, args.tau_clamp))
+            own["tau"]["log_tau"].data.clamp_(min=math.log(0.01))   # as CLIP's
         own["texts"].push(text)
         own["videos"].push(video)
 
@@ -432,7 +415,7 @@ def numbers_of(text, video, gamma, args, run, more):
     if args.loss == "max-margin":
         terms = max_margin_terms(text, video, args.margin)
     else:
-        terms = ncl_terms(text, video, gamma, args.iterations if args.loss == "ncl" else 0, block=args.loss_block)
+        terms = ncl_terms(text, video, gamma, args.iterations if args.loss == "ncl" else 0)
     numbers = common.mean_over_processes(terms | more, run.device)
     text, video = gather(normalize(text)), gather(normalize(video))                     # (N, D)
     sim = text @ video.T                                                   # (N, N)
@@ -458,9 +441,9 @@ def banner_lines(train, evals, own, args):
     rounds = f", {args.iterations} rounds of Sinkhorn-Knopp on {size} x {size}" if args.loss == "ncl" else ""
     factor = f", times {args.loss_scale:g}" if args.loss_scale != 1 else ""
     factor += f", + {args.captioning_weight:g} x captioning (T {args.support_tau:g})" if args.captioning_weight else ""
-    limits = f", learnt in {args.tau_clamp[0]:g} .. {args.tau_clamp[1]:g}" if args.learnable_tau else ""
     queues = f"queues of {args.queue_size:,} texts and clips ({epochs:.1f} epochs)"
-    lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": f"gamma {gamma_now(own, args):g}{limits}",
+    gamma = f"gamma {gamma_now(own, args):g}" + ", learnt" * args.learnable_tau
+    lines = {"loss": f"{args.loss}{rounds}{factor}", "temperature": gamma,
              "test time": f"--normalize {args.normalize}, {queues}"}
     others = [name for name in evals if name != args.dataset]
     if args.normalize == "queue" and others:

@@ -378,71 +378,59 @@ def parse_args(argv=None):
     g = p.group("method")
     g.add_argument("--loss", choices=["temo", "infonce", "ts", "dystress", "dystress-shifted", "cwcl", "slip"],
                    default="temo", help="TeMo or a baseline of its tables")
-    g.add_argument("--tau", type=positive,
-                   help="tau of L_MM and of baselines, divides the cosine; paper 0.01, SLIP from 0.07, CWCL 0.05")
+    g.add_argument("--tau", type=positive, help="of L_MM and baselines; paper 0.01, SLIP from 0.07, CWCL 0.05")
     g.add_argument("--learnable-tau", action=yesno, default=False, help="learn tau (infonce, slip, cwcl)")
-    g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of the (B, N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
     g = p.group("with --loss temo", lambda a: a.loss == "temo")
-    g.add_argument("--image-expert", default="",
-                   help="transformers id or folder of a model whose cosines set tau (App. F: DINOv2-Small)")
-    g.add_argument("--text-expert", default="", help="the same for texts, mean-pooled (App. F: all-roberta-large-v1)")
+    g.add_argument("--image-expert", default="", help="transformers id or folder (App. F: DINOv2-Small)")
+    g.add_argument("--text-expert", default="", help="the same for texts (App. F: all-roberta-large-v1)")
     g = p.group("with --loss temo, without experts", lambda a: a.loss == "temo" and not has_expert(a))
     g.add_argument("--row", choices=[*ROWS], default="g",
-                   help="row of Table 3: chooses --base --modulated --unimodal --blend, and on cc3m and cc12m --lr, "
-                        "--weight-decay and --tau-alpha")
+                   help="of Table 3: chooses --base --modulated --unimodal --blend, "
+                        "on cc3m and cc12m --lr --weight-decay --tau-alpha")
     g.add_argument("--base", action=yesno, help="L_MM in the loss (Table 3: Base)")
     g.add_argument("--modulated", action=yesno, help="L_M-MM in the loss (Table 3: Mod.)")
-    g.add_argument("--unimodal", choices=["none", "plain", "modulated"],
-                   help="unimodal losses (Table 3: U.L.); plain = at --tau")
+    g.add_argument("--unimodal", choices=["none", "plain", "modulated"], help="Table 3: U.L.; plain = at --tau")
     g = p.group("with L_MM and another term of --loss temo", lambda a: a.loss == "temo" and not has_expert(a)
                 and a.base and (a.modulated or a.unimodal != "none"))
     g.add_argument("--blend", choices=["quadratic", "fixed"], help="weights (1-t)^2, t^2; or 0.5, 0.5")
     g = p.group("with --image-expert", lambda a: a.image_expert)
-    g.add_argument("--image-expert-weight", type=nonnegative, default=0.6, help="weight of its term; code 0.6 or 0.1")
+    g.add_argument("--image-expert-weight", type=nonnegative, default=0.6, help="of its term; code 0.6 or 0.1")
     g.add_argument("--expert-pooling", choices=["cls", "patches"], default="cls",
-                   help="its features: the class token (code), or the mean of the patches (paper)")
+                   help="class token (code), or mean of the patches (paper)")
     g = p.group("with --text-expert", lambda a: a.text_expert)
-    g.add_argument("--text-expert-weight", type=nonnegative, default=0.4, help="weight of its term; code 0.4 or 0.1")
+    g.add_argument("--text-expert-weight", type=nonnegative, default=0.4, help="of its term; code 0.4 or 0.1")
     g = p.group("with --loss temo (a modulated term, or an expert), ts or dystress",
                 lambda a: per_pair(a) or a.loss == "ts" or has_expert(a))
-    g.add_argument("--tau-min", type=positive,
-                   help="lowest modulated temperature, > 0; paper 0.01; also the lowest of ts and dystress")
-    g.add_argument("--tau-alpha", type=nonnegative,
-                   help="range of the modulated temperature, >= 0; paper 0.04; code 0.05 in row b, 0.03 for dystress")
+    g.add_argument("--tau-min", type=positive, help="lowest modulated tau, > 0; paper 0.01")
+    g.add_argument("--tau-alpha", type=nonnegative, help="its range; paper 0.04; code 0.05 in row b, dystress 0.03")
     g = p.group("with --loss temo (a modulated term) or dystress", per_pair)
     g.add_argument("--detach-tau", action=yesno, help="no gradient through the per-pair temperature")
     g = p.group("with --loss temo (a modulated term)", lambda a: a.loss == "temo" and per_pair(a))
     g.add_argument("--similarity", choices=["shifted", "cosine"],
-                   help="s of Eq. 4: (1 + cosine) / 2, or the cosine, 0 where it is negative")
+                   help="s of Eq. 4: (1 + cosine) / 2, or the cosine, 0 where negative")
     g = p.group("with --learnable-tau", lambda a: a.learnable_tau)
     g.add_argument("--tau-clamp", type=positive, nargs=2, default=[0.001, 0.5], metavar=("LOW", "HIGH"),
-                   help="limits of a learnable tau; CC3M trainer 0.001 0.5, SLIP 0.01 1")
+                   help="of a learnable tau; SLIP 0.01 1")
     g = p.group("views")
-    g.add_argument("--crop-min", type=part, help="I: smallest area of the random crop, 0..1; CC3M trainer 0.5")
-    g.add_argument("--flip", type=part, help="I: probability of a mirror image; CC3M trainer 0.5, SLIP 0")
-    g.add_argument("--jitter", type=part, help="I: strength of brightness, contrast, saturation in 80 %% of the views")
-    g.add_argument("--randaugment-ops", type=whole,
-                   help="I: RandAugment operations, each applied with probability 1/2; CC3M trainer 2; 0 = off")
-    g.add_argument("--randaugment-magnitude", type=between(0, 30, int),
-                   help="I: RandAugment magnitude, 0..30; the CC3M trainer's 7 of 10 is 21 here")
+    g.add_argument("--crop-min", type=part, help="I: least area of the crop; CC3M trainer 0.5")
+    g.add_argument("--flip", type=part, help="I: share of mirror images; CC3M trainer 0.5, SLIP 0")
+    g.add_argument("--jitter", type=part, help="I: of brightness, contrast, saturation, in 80 %% of the views")
+    g.add_argument("--randaugment-ops", type=whole, help="I: each with probability 1/2; CC3M trainer 2")
+    g.add_argument("--randaugment-magnitude", type=between(0, 30, int), help="I: 0..30; CC3M trainer's 7 of 10 = 21")
     g = p.group("with I~ and T~ (--loss temo and --unimodal)", has_augmented)
-    g.add_argument("--grad-augmented", action=yesno,
-                   help="let the gradient flow into I~ and T~, encoded with I and T; CC3M code no, CC12M code yes")
+    g.add_argument("--grad-augmented", action=yesno, help="gradient into I~ and T~ (CC12M code; CC3M's has none)")
     g.add_argument("--image-aug", choices=["same", "simclr", "crop"],
-                   help="I~: a second draw of I's view (CC3M code); SimCLR's, see --aug-... (CC12M code); a crop alone")
-    g.add_argument("--paraphrases", default="", metavar="FILE",
-                   help="JSON lines of caption and paraphrases; paper: five by PEGASUS (tools/paraphrase.py)")
+                   help="I~: I's view (CC3M code); SimCLR's (CC12M code); a crop alone")
+    g.add_argument("--paraphrases", default="", metavar="FILE", help="JSON lines of tools/paraphrase.py; paper: five")
     g = p.group("with --paraphrases", lambda a: a.paraphrases)
-    g.add_argument("--paraphrase-anchor", action=yesno,
-                   help="T is the caption or one of its paraphrases (CC3M code); else the caption (CC12M code)")
+    g.add_argument("--paraphrase-anchor", action=yesno, help="T may be a paraphrase (CC3M code; CC12M's: no)")
     g = p.group("with --image-aug simclr or --loss slip",
                 lambda a: a.loss == "slip" or has_augmented(a) and a.image_aug == "simclr")
-    g.add_argument("--aug-crop-min", type=part, help="I~: smallest area of the crop; SimCLR 0.08")
-    g.add_argument("--aug-flip", type=part, help="I~: probability of a mirror image; SimCLR 0.5")
-    g.add_argument("--aug-jitter", type=part, help="I~: strength of brightness, contrast, saturation; SLIP 0.4")
+    g.add_argument("--aug-crop-min", type=part, help="I~: least area of the crop; SimCLR 0.08")
+    g.add_argument("--aug-flip", type=part, help="I~: share of mirror images; SimCLR 0.5")
+    g.add_argument("--aug-jitter", type=part, help="I~: as --jitter; SLIP 0.4")
     g.add_argument("--aug-hue", type=between(0, 0.5), help="I~: strength, 0..0.5; SLIP 0.1")
-    g.add_argument("--aug-blur", type=part, help="I~: probability of a Gaussian blur; SimCLR 0.5")
+    g.add_argument("--aug-blur", type=part, help="I~: share of blurred images; SimCLR 0.5")
     args = p.parse(argv, RECIPES, defaults_of, ("--row", "--image-expert", "--text-expert"))
     p.require(not args.learnable_tau or args.tau_clamp[0] <= args.tau <= args.tau_clamp[1],
               f"--tau-clamp {args.tau_clamp}: must hold 0 < LOW <= --tau ({args.tau}) <= HIGH")
@@ -484,7 +472,7 @@ def main(args):
     model, optimizer = run.wrap(tower, own, optimizer)                     # SyncBatchNorm, torch.compile, DDP
     run.resume()                                                           # with --resume: the last checkpoint
     chunks = common.Chunks(lambda inputs: encode(model, **inputs, slip=args.loss == "slip"), model, run.accelerator,
-                           args.chunk_size, args.tf32)
+                           args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
     base_view = common.Augment(args.image_size, args.crop_min, args.flip, 0.8, args.jitter, args.jitter, args.jitter,
@@ -520,20 +508,20 @@ def main(args):
             tau = ts_temperature(progress, args.tau_min, tau_max)
         features = {k: experts[k](batch["views"][0] if k == "image" else texts) for k in experts}  # (B, width) each
         if experts:
-            terms = expert_terms({"image": image, "text": text}, features, tau, **eq_4, block=args.loss_block)
+            terms = expert_terms({"image": image, "text": text}, features, tau, **eq_4)
             loss = sum(weight * terms[name] for name, weight in weights_of(args, progress).items())
         elif args.loss == "temo":
-            loss = temo_loss(image, text, *(more or (None, None)), progress, tau, base=args.base, block=args.loss_block,
+            loss = temo_loss(image, text, *(more or (None, None)), progress, tau, base=args.base,
                              modulated=args.modulated, unimodal=args.unimodal, blend=args.blend, **how)
         elif args.loss == "cwcl":
-            loss = cwcl_loss(image, text, tau, args.loss_block)
+            loss = cwcl_loss(image, text, tau)
         elif args.loss.startswith("dystress"):
-            loss = multimodal_loss(image, text, tau_of, args.loss_block)
+            loss = multimodal_loss(image, text, tau_of)
         else:                                                              # infonce, ts, and SLIP's text half
-            loss = multimodal_loss(image, text, tau, args.loss_block)
+            loss = multimodal_loss(image, text, tau)
         if args.loss == "slip":
             z1, z2 = own["head"](more[0]), own["head"](more[1])            # (B, 256)
-            loss = loss + simclr_loss(z1, z2, 0.1, args.loss_block)        # weight and temperature of SLIP
+            loss = loss + simclr_loss(z1, z2, 0.1)                         # weight and temperature of SLIP
 
         run.check_finite(loss, tau, (image, text, *more), batch)
         chunks.backward(loss)                                              # the full batch's gradient
@@ -577,10 +565,10 @@ def numbers_of(embeddings, features, tau_of, how, args, run):
     image, text, *more = embeddings
     if features:
         taus = args.tau, args.tau_min, args.tau_alpha
-        terms = expert_terms({"image": image, "text": text}, features, *taus, args.loss_block)
+        terms = expert_terms({"image": image, "text": text}, features, *taus)
     else:
         names = {"L_MM": 0} | weights_of(args, 0.5)
-        terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, block=args.loss_block, **how)
+        terms = temo_terms(image, text, *(more or (None, None)), args.tau, names=names, **how)
     numbers = common.mean_over_processes(terms, run.device)                # L_MM: comparable along the run
     image, text = gather(normalize(image)), gather(normalize(text))                                          # (N, D)
     numbers |= common.embedding_health(image, text)

@@ -43,7 +43,7 @@ Differences from the paper and from the authors' code:
     are exact for any optimiser.
  5. MoCo's code is not released. Ours: one linear head, momentum 0.99, SimCLR's batch of 512, a queue that starts with
     random keys (He et al.). With BatchNorm a query could recognise its key by the batch statistics. The keys are
-    therefore encoded in a random order and in --key-splits groups of the global batch, so that no key shares its
+    therefore encoded in a random order and in 8 groups of the global batch, so that no key shares its
     query's statistics. The default towers have no BatchNorm and nothing to leak.
  6. SDCLR, as in its authors' code: the second view goes through the pruned network, without the smallest `prune` of all
     weights of the encoder's convolutions and linear layers together; masks are refreshed every epoch. It has its own
@@ -237,7 +237,7 @@ def project(head, features):
 
 
 @torch.no_grad()
-def encode_keys(encoder, pixels, splits, seed):
+def encode_keys(encoder, pixels, seed, splits=8):
     """MoCo's keys (B, D). With BatchNorm they are encoded in random order and in groups, so that no key shares the
     batch statistics of its own query. splits: groups of the global batch: their size does not depend on processes."""
     if not has_batchnorm(encoder):
@@ -250,7 +250,7 @@ def encode_keys(encoder, pixels, splits, seed):
 
 
 @torch.no_grad()
-def update_momentum(encoder, online, momentum):
+def update_momentum(encoder, online, momentum=0.99):
     """key <- momentum key + (1 - momentum) online, for the weights; the key encoder has its own buffers."""
     for key, query in zip(encoder.parameters(), online.parameters()):
         key.lerp_(query, 1 - momentum)
@@ -268,7 +268,7 @@ CIFAR = dict(
     decay_all=True, zero_init=False, beta1=0.9, grad_clip=0.0,
     lr_schedule="cosine", beta2=0.999, eps=1e-8, mixed_precision="no", frames=12, frame_sampling="uniform",
     tau_min=0.1, tau_max=1.0, period=400.0, queue_size=10_000,
-    crop_min=0.1, flip=0.5, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, grey=0.2, blur=0.0,
+    crop_min=0.1, flip=0.5, jitter_p=0.8, jitter=0.4, hue=0.1, grey=0.2, blur=0.0,
     imbalance_ratio=100.0, train_features="augmented", save_every=1000, eval_every=0, log_every=50)
 IMAGENET100 = CIFAR | dict(
     image_encoder="resnet50", image_size=224, epochs=800.0, crop_min=0.08, blur=0.5,
@@ -302,89 +302,66 @@ def parse_args(argv=None):
     p = Parser(__file__, "TS: a temperature schedule for SimCLR and MoCo on long-tail images.", texts=False)
     yesno = argparse.BooleanOptionalAction
     g = p.group("method")
-    g.add_argument("--loss", choices=["simclr", "moco", "sdclr"], default="simclr",
-                   help="the contrastive method under the schedule")
+    g.add_argument("--loss", choices=["simclr", "moco", "sdclr"], default="simclr", help="what the schedule is for")
     g.add_argument("--schedule", choices=["cos", "step", "random", "oscillating", "fixed"], default="cos",
-                   help="schedule of the temperature over the epochs; fixed = --tau-min throughout")
+                   help="of tau over the epochs; fixed = --tau-min throughout")
     g.add_argument("--tau-min", type=positive, help="tau-, > 0; paper 0.1 (the fixed baseline: 0.2)")
     g.add_argument("--tau-max", type=positive, help="tau+, >= tau-; paper 1.0, Table 5 0.5")
     g.add_argument("--period", type=positive, help="T, epochs of a full period; paper 400")
     g.add_argument("--stop-at-phase", type=part, default=0.0,
-                   help="stop at this phase of the last full period, 0..1: at epoch (floor(epochs / T) - 1 + phase) T "
-                        "of the same schedules; paper about 0.7 (1,880 of 2,000); 0 = run to the end")
+                   help="end at epoch (floor(epochs / T) - 1 + phase) T of the same schedules; paper about 0.7 "
+                        "(1,880 of 2,000); 0 = the end")
     g.add_argument("--tau-head", type=nonnegative, default=0.0,
-                   help="coarse supervision: tau of anchors of frequent classes (paper 1.0), instead of the schedule; "
-                        "0 = off; needs --tau-tail")
-    g.add_argument("--tau-tail", type=nonnegative, default=0.0,
-                   help="coarse supervision: tau of the other anchors (paper 0.1)")
-    g.add_argument("--decay-all", action=yesno, help="weight decay for biases and norms too, as in the authors' code")
-    g.add_argument("--zero-init", action=yesno,
-                   help="the last BatchNorm of each block of a timm ResNet starts at 0; the authors' start at 1")
+                   help="coarse supervision in place of the schedule: tau of frequent classes; paper 1.0; 0 = off")
+    g.add_argument("--tau-tail", type=nonnegative, default=0.0, help="and of the other classes; paper 0.1")
+    g.add_argument("--decay-all", action=yesno, help="weight decay of biases and norms (authors' code)")
+    g.add_argument("--zero-init", action=yesno, help="a timm ResNet's last BatchNorms start at 0 (authors': at 1)")
     g = p.group("with --loss moco", lambda a: a.loss == "moco")
     g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
-    g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder, 0..1")
-    g.add_argument("--key-splits", type=count, default=8,
-                   help="groups of the global batch in which MoCo's keys are encoded if the encoder has BatchNorm")
     g = p.group("with --loss sdclr", lambda a: a.loss == "sdclr")
-    g.add_argument("--prune", type=part, default=0.9,
-                   help="share of weights that SDCLR's second branch loses, the smallest of all layers together, 0..1; "
-                        "SDCLR 0.9, ImageNet100-LT 0.3")
+    g.add_argument("--prune", type=part, default=0.9, help="of the second branch; SDCLR 0.9, ImageNet100-LT 0.3")
     g = p.group("with --loss simclr or sdclr", lambda a: a.loss != "moco")
-    g.add_argument("--head-norm", choices=["batch", "none"],
-                   help="BatchNorm in SimCLR's head, as in the authors' code; none = no batch statistics")
-    g.add_argument("--loss-block", type=whole, default=0,
-                   help="rows of NT-Xent's (B, 2N) matrices at a time, recomputed in backward; 0 = all below 1 GiB")
-    g = p.group("with --tau-head and --tau-tail", lambda a: a.tau_head > 0)
-    g.add_argument("--head-part", type=part, default=0.5,
-                   help="share of the classes, largest first, that are head classes; paper 5 of 10")
+    g.add_argument("--head-norm", choices=["batch", "none"], help="BatchNorm in the head (authors' code)")
     g = p.group("views")
-    g.add_argument("--crop-min", type=part, help="smallest area of the random crop; CIFAR 0.1, ImageNet 0.08")
-    g.add_argument("--flip", type=part, help="probability of a mirror image")
-    g.add_argument("--jitter-p", type=part, help="probability of the colour jitter; paper 0.8")
-    g.add_argument("--brightness", type=nonnegative, help="strength; paper 0.4")
-    g.add_argument("--contrast", type=nonnegative, help="strength; paper 0.4")
-    g.add_argument("--saturation", type=nonnegative, help="strength; paper 0.4")
+    g.add_argument("--crop-min", type=part, help="least area of the crop; CIFAR 0.1, ImageNet 0.08")
+    g.add_argument("--flip", type=part, help="share of mirror images")
+    g.add_argument("--jitter-p", type=part, help="share of images with --jitter and --hue; paper 0.8")
+    g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation; paper 0.4")
     g.add_argument("--hue", type=between(0, 0.5), help="strength, 0..0.5; paper 0.1")
-    g.add_argument("--grey", type=part, help="probability of grey; paper 0.2")
-    g.add_argument("--blur", type=part, help="probability of a Gaussian blur; ImageNet 0.5")
-    g = p.group("long tail", description="--dataset: emoji, cifar10-lt, cifar100-lt, fashion-mnist-lt, "
-                                          "imagenet100-lt; or any labelled folder, parquet or hub id (org/name)")
+    g.add_argument("--grey", type=part, help="share of grey images; paper 0.2")
+    g.add_argument("--blur", type=part, help="share of blurred images; ImageNet 0.5")
+    g = p.group("long tail", description="of emoji, cifar10-lt, cifar100-lt, fashion-mnist-lt, imagenet100-lt, or any "
+                                          "labelled folder, parquet or hub id (org/name)")
     g.add_argument("--imbalance-ratio", type=nonnegative,
-                   help="largest class over smallest, >= 1, where classes are large enough; paper 50, 100, 150; 1 = "
-                        "balanced; 0 = the data as they are")
+                   help="largest class over smallest; paper 50, 100, 150; 1 = balanced; 0 = as the data are")
     g.add_argument("--split-seed", type=whole, default=0,
-                   help="seed of the classes' order and of the drawn images; the paper reports mean and deviation of "
-                        "three splits: run 0, 1 and 2, and compute both from their summary.json")
-    g.add_argument("--index-file", default="",
-                   help="training images: .npy of torchvision's indices (SDCLR's splits of CIFAR), or lines 'path "
-                        "class' under --data-dir (imagenet100-lt)")
-    g.add_argument("--val-file", default="",
-                   help="val images, in the same format; empty = a tenth of each class outside --index-file (CIFAR), "
-                        "none (imagenet100-lt)")
-    g.add_argument("--test-file", default="", help="test images of imagenet100-lt: lines 'path class' under --data-dir")
-    g.add_argument("--few-shot-file", default="",
-                   help="images for the few-shot probe of imagenet100-lt, in the same format; empty = training images, "
-                        "as many of each class as the smallest has")
+                   help="of the classes' order and the drawn images; the paper's three splits: 0, 1, 2")
+    g.add_argument("--index-file", default="", metavar="FILE",
+                   help="training images: .npy of torchvision's indices (SDCLR's splits of CIFAR), or lines "
+                        "'path class' (imagenet100-lt)")
+    g.add_argument("--val-file", default="", metavar="FILE",
+                   help="val images, the same; empty = a tenth of each class (CIFAR), none (imagenet100-lt)")
+    g.add_argument("--test-file", default="", metavar="FILE", help="test images of imagenet100-lt, the same")
+    g.add_argument("--few-shot-file", default="", metavar="FILE",
+                   help="of imagenet100-lt's few-shot probe; empty = training images, as many as of the smallest class")
     g = p.group("evaluation by class")
     g.add_argument("--train-features", choices=["clean", "augmented"],
-                   help="views of the training images in kNN and probes; the authors' notebook: augmented (crop with "
-                        "padding, flip) on CIFAR")
+                   help="training views in kNN and probes; authors: augmented on CIFAR")
     g.add_argument("--shot-limits", type=whole, nargs=2, default=[0, 0], metavar=("HEAD", "TAIL"),
-                   help="head classes have more than HEAD training images, tail classes fewer than TAIL, mid the rest; "
-                        "ImageNet100-LT 100 20; 0 0 = thirds of the classes")
+                   help="head classes have more images than HEAD, tail fewer than TAIL; ImageNet100-LT 100 20; "
+                        "0 0 = thirds of the classes")
     g.add_argument("--eval-crop", type=between(0.1, 1), default=1.0,
-                   help="share of the short side that --eval-resize crop keeps; ImageNet 0.875 (resize 256, crop 224)")
+                   help="share of the short side kept by --eval-resize crop; ImageNet 0.875")
     g.add_argument("--eval-epoch", default="", metavar="auto|N",
-                   help="the weights to test; empty = the last ones; auto = those of the best val evaluation after "
-                        "step 0 (App. A.2); N = stop after epoch N of the same schedules")
+                   help="the weights to test: the last; auto = the best on val after step 0 (App. A.2); N = stop after "
+                        "epoch N of the same schedules")
     args = p.parse(argv, RECIPES, lambda chosen: SDCLR.get(chosen.dataset, {}) if chosen.loss == "sdclr" else {})
     epoch, auto = args.eval_epoch, args.eval_epoch == "auto"
     number = float(epoch) if epoch.replace(".", "", 1).isdecimal() else 0.0
     last = math.inf if args.max_steps else args.epochs
     p.require(args.schedule == "fixed" or args.tau_max >= args.tau_min,
               f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
-    p.require(args.schedule != "fixed" or "--tau-max" not in p.given or args.tau_max == args.tau_min,
-              f"--tau-max {args.tau_max}: --schedule fixed stays at --tau-min {args.tau_min}; give that alone")
+    p.only(args.schedule != "fixed", "without --schedule fixed, which stays at --tau-min", "--tau-max")
     p.only(not args.tau_head, "without --tau-head and --tau-tail", "--schedule", "--tau-min", "--tau-max")
     p.require((args.tau_head > 0) == (args.tau_tail > 0),
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")
@@ -396,13 +373,9 @@ def parse_args(argv=None):
               f"--stop-at-phase {args.stop_at_phase}: --epochs {args.epochs:g} hold no full --period {args.period:g}")
     p.require(not epoch or auto or 0 < number <= last,
               f"--eval-epoch {epoch}: must be auto, or > 0 and at most --epochs {args.epochs:g}")
-    p.require(not (epoch and args.stop_at_phase),
-              f"--eval-epoch {epoch}: --stop-at-phase {args.stop_at_phase} ends the run as well; give one of them")
-    p.require(not auto or args.eval_every,
-              "--eval-epoch auto: needs --eval-every > 0, the steps between the evaluations that it chooses from")
-    p.require(args.loss != "moco" or not args.chunk_size,
-              "--chunk-size: MoCo's loss is linear in the batch and its key encoder has no gradient; lower "
-              "--batch-size instead")
+    p.only(not epoch, "without --eval-epoch, which ends the run as well", "--stop-at-phase")
+    p.require(not auto or args.eval_every, "--eval-epoch auto: needs evaluations to choose from, by --eval-every")
+    p.require(args.loss != "moco" or not args.chunk_size, "--chunk-size: not with --loss moco; lower --batch-size")
     return args
 
 
@@ -415,17 +388,11 @@ def main(args):
     if args.eval_epoch == "auto" and "val" not in sets:
         raise UserError(f"--eval-epoch auto: {args.dataset} has no val split; --val-file names one, or "
                         "--hold-out-val takes one out of train")
-    if args.eval_every and "val" not in sets:
-        say(f"WARNING: --eval-every: {args.dataset} has no val split (see --hold-out-val): only the coverage "
-            "of the sphere is measured during the run")
-    if len(np.unique(train.labels)) < 2:
-        raise UserError(f"--dataset {args.dataset}: all of its training images are of one class, so nothing can "
-                        "be classified; --label-column names another column")
     run = Run(__file__, args, train, evals, RECIPES)
     run.last = last_step(run)                                              # the schedules still span run.total
     sizes = np.bincount(train.labels, minlength=len(train.label_names))    # (classes,) training images of each
     order = np.argsort(-sizes, kind="stable")                              # classes, largest first
-    head_classes = set(order[:round(args.head_part * len(order))].tolist())
+    head_classes = set(order[:round(len(order) / 2)].tolist())             # paper: 5 of 10
     if rank() == 0:
         write_json(run.folder / "class_counts.json", {train.label_names[c]: int(sizes[c]) for c in order})
 
@@ -458,11 +425,11 @@ def main(args):
     run.resume()                                                           # with --resume: the last checkpoint
     run.tensors = {k: v.to(run.device) for k, v in run.tensors.items()}    # SDCLR: the masks of this epoch
     chunks = common.Chunks(lambda inputs: encode(model, inputs, run.tensors if sdclr else {}), model, run.accelerator,
-                           args.chunk_size, args.tf32)
+                           args.chunk_size)
 
     # ------------------------------------------- views and batches ---------------------------------------------------
-    view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, args.brightness, args.contrast,
-                          args.saturation, args.hue, args.grey, args.blur)
+    view = common.Augment(args.image_size, args.crop_min, args.flip, args.jitter_p, *[args.jitter] * 3, args.hue,
+                          args.grey, args.blur)
     batches = run.batches([view, view], transform)
     labels = torch.from_numpy(np.asarray(train.labels))                    # (M,), for coarse supervision
 
@@ -499,13 +466,13 @@ def main(args):
         inputs = dict(enumerate(batch["views"]))                           # {0: v, 1: v+}, (B, [T,] 3, S, S) each
         if moco:
             with run.accelerator.autocast(), chunks.fast():                # in the precision of the queries
-                keys = encode_keys(own["key"], inputs.pop(1), args.key_splits, args.seed + run.step)        # (B, D)
+                keys = encode_keys(own["key"], inputs.pop(1), args.seed + run.step)                         # (B, D)
         z = chunks.encode(inputs)                                          # (B, D) each: z1, z2; for MoCo only q
         if moco:
             loss = moco_loss(z[0], keys, own["queue"].keys, tau)
             z = z[0], keys
         else:
-            loss = nt_xent(*z, tau, args.loss_block)
+            loss = nt_xent(*z, tau)
 
         run.check_finite(loss, tau, z, batch)
         chunks.backward(loss)                                              # the full batch's gradient
@@ -515,7 +482,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         if moco:
-            update_momentum(own["key"], tower, args.momentum)
+            update_momentum(own["key"], tower)
             own["queue"].push(keys)
 
         run.done(batch, loss, tau, numbers_of(loss, z, run) if run.logs_now() else {})
@@ -570,9 +537,6 @@ def banner_lines(run, sizes, head_classes, tau_of):
     last_epoch = max(0, run.last - 1) // run.per_epoch
     tau = (f"{args.schedule}, {args.tau_min:g} .. {highest:g}, period {args.period:g} epochs; "
            f"first {tau_of(0):.3f}, last {tau_of(last_epoch):.3f}")
-    shortest = {"step": 2, "cos": 4, "oscillating": 4}.get(args.schedule, 0)
-    if args.period < shortest:
-        tau += f"; WARNING: tau changes once an epoch, so this period has no wave; --period {shortest} or more"
     if args.tau_head:
         tau = f"coarse: {args.tau_head:g} for {len(head_classes)} head classes, {args.tau_tail:g} for the others"
     if run.last < run.total:

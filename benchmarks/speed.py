@@ -230,7 +230,7 @@ def steps(rounds):
     tokens = {"input_ids": torch.randint(1, 1000, (2 * B, length)),
               "attention_mask": torch.ones(2 * B, length, dtype=torch.long)}
     keys, texts = zip(*((train.key(i), train.captions(i)[0]) for i in range(B)))
-    args = SimpleNamespace(clusters="captions", cluster_encoder="tf-idf", num_clusters=200, cluster_starts=1, seed=0,
+    args = SimpleNamespace(clusters="captions", cluster_encoder="tf-idf", num_clusters=200, seed=0,
                            dataset="moving-emoji", resume="")
     with tempfile.TemporaryDirectory() as folder:
         kmeans = functools.partial(mmts.cluster_captions, k=200, seed=0)
@@ -345,21 +345,15 @@ def of_mama(batch, meta, size=96, device="cpu"):
     def ahead(method):
         mama.weightnet_gradient(losses, theta, *parts, net, 1e-3, method)
         plain()
-
-    def fast():
-        sample = sample_losses()
-        mama.weightnet_gradient(losses, theta, *parts, net, 1e-3, sample=sample)
-        descend(sample)
     plain()
-    return {"plain": plain, "forward": lambda: ahead("forward"), "second_order": lambda: ahead("second-order"),
-            "fast": fast}
+    return {"plain": plain, "forward": lambda: ahead("forward"), "second_order": lambda: ahead("second-order")}
 
 
 def mama_step(rounds, batch=32):
     """A step of MAMA with the look-ahead of Algorithm 1 against the plain step, a tiny ViT at 96 px, B = 32.
 
-    M = B and M = B / 4; forward mode (`fast`: --meta-memory fast) and second order; time, and at M = B peak memory
-    without weights and gradients."""
+    M = B and M = B / 4; forward mode and second order; time, and at M = B peak memory without weights and gradients.
+    """
     results = {}
     for meta in (batch, batch // 4):
         steps = of_mama(batch, meta)

@@ -392,7 +392,7 @@ def test_two_processes_evaluate_as_one(runs):
 def test_several_processes_on_a_cpu_average_gradients_without_the_word(cpu, local_rank, tmp_path, monkeypatch):
     """accelerate wraps no model in DDP there if it is not told --cpu, nor on a card without LOCAL_RANK."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    args = Namespace(cpu=cpu, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path), tf32=False)
+    args = Namespace(cpu=cpu, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path))
 
     def work(rank):
         if not local_rank:
@@ -407,7 +407,7 @@ def test_several_processes_on_a_cpu_average_gradients_without_the_word(cpu, loca
 
 def test_only_compile_compiles_whatever_accelerate_s_file_asks_for(tmp_path):
     program = (f"import argparse, torch; from contrastive.engine import processes\n"
-               f"args = argparse.Namespace(cpu=True, seed=0, tracker='', mixed_precision='no', tf32=False,"
+               f"args = argparse.Namespace(cpu=True, seed=0, tracker='', mixed_precision='no',"
                f" output_dir={str(tmp_path)!r})\n"
                "print(type(processes.set_up(args).prepare(torch.nn.Linear(1, 1))).__name__)")
     environment = os.environ | {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
@@ -419,7 +419,7 @@ def test_only_compile_compiles_whatever_accelerate_s_file_asks_for(tmp_path):
 def test_a_sharded_model_is_refused(kind, tmp_path, monkeypatch):
     made = Namespace(distributed_type=DistributedType[kind], log_with=[])
     monkeypatch.setattr(accelerate, "Accelerator", lambda **_: made)
-    args = Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path), tf32=False)
+    args = Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir=str(tmp_path))
     with pytest.raises(UserError, match=f"accelerate is configured for {kind}; only plain processes"):
         engine.processes.set_up(args)
 
@@ -448,7 +448,7 @@ from contrastive import engine
 from contrastive.engine import processes
 import contrastive, torch
 os.environ["LOCAL_WORLD_SIZE"] = "1"  # all cores for each, or one thread would be the launcher's and ours
-processes.set_up(argparse.Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", tf32=False, output_dir="."))
+processes.set_up(argparse.Namespace(cpu=True, seed=0, tracker="", mixed_precision="no", output_dir="."))
 sys.stdout.write(f"{torch.get_num_threads()} of {contrastive.CORES}\\n")"""
 
 

@@ -67,8 +67,8 @@ LEARNT = {  # a learnt temperature of the loss, a parameter in own
     own.to(run.device)\n"""), ("        if args.tau_head: ", """        tau = own["tau"]["log_tau"].exp()
         if args.tau_head: """)],
     mama: [("    own.to(run.device)\n", """    own.log_tau = nn.Parameter(torch.tensor(-1.0))
-    own.to(run.device)\n"""), ("contrast(video, text, args.tau, mu, args.loss_block)",
-                                "contrast(video, text, own.log_tau.exp(), mu, args.loss_block)"),
+    own.to(run.device)\n"""), ("contrast(video, text, args.tau, mu)",
+                                "contrast(video, text, own.log_tau.exp(), mu)"),
            ("run.done(batch, loss, args.tau, ", "run.done(batch, loss, own.log_tau.exp(), ")]}
 
 
@@ -167,9 +167,7 @@ def test_a_schedule_is_what_is_said_drawn_and_refused(tmp_path, monkeypatch, cap
     assert all(row["tau_max"] - swing <= 0.12 + 1e-6 for row, swing in zip(steps(tmp_path / "a"), swings))
     with pytest.raises(SystemExit):
         own.parse_args([*TINY, "--periods", "2", "--alpha", "0.08"])
-    assert "-0.12 by the schedule of --alpha 0.08 = -0.04, must be above 0" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="must be above 0"):               # a period in steps: known with the run's
-        run_script(own, tmp_path / "b", *TINY, "--num-clusters", 4, "--period", 1)
+    assert "the lowest temperature of the run, -0.04, must be above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("loss, word", [("max-margin", "margin"), ("infonce", "tau")])

@@ -156,17 +156,15 @@ def test_recipes_of_the_paper():
 
 
 REFUSED = {
-    "--alpha 0.1 --shift-min 0.05": "temperature of the run, --shift-min 0.05 and -0.05 by the schedule of --alpha "
-                                    "0.1 = 0, must be above 0; lower --alpha, or raise --shift-min",
-    "--dataset cc3m --no-shifts": "--tau 0.01 and -0.02 by the schedule of --alpha 0.04 = -0.01, must be above 0; "
-                                  "lower --alpha, or raise --tau",
-    "--no-schedule --shift-min 0": "--shift-min 0 = 0, must be above 0",
-    "--loss max-margin --alpha 0.5": "margin of the run, --shift-min 0.17 and -0.25 by the schedule of --alpha 0.5 = "
-                                       "-0.08, must not be below",
+    "--alpha 0.1 --shift-min 0.05": "--shift-min: the lowest temperature of the run, 0, must be above 0; raise it, or "
+                                    "lower --alpha",
+    "--dataset cc3m --no-shifts": "--tau: the lowest temperature of the run, -0.01, must be above 0",
+    "--no-schedule --shift-min 0": "--shift-min: the lowest temperature of the run, 0, must",
+    "--loss max-margin --alpha 0.5": "--shift-min: the margins of the run, -0.08 .. 0.55, must be at least 0",
+    "--loss max-margin --no-shifts --margin 2": "--margin: the margins of the run, 1.9 .. 2.1, must be",
     "--shift-min 0.2 --shift-max 0.1": "--shift-min 0.2: larger than --shift-max 0.1",
     "--learnable-tau": "--learnable-tau: only with --loss infonce --no-schedule --no-shifts",
     "--loss max-margin --learnable-tau --no-schedule --no-shifts": "--learnable-tau: only with --loss infonce",
-    "--learnable-tau --no-schedule --no-shifts --tau 2": "--tau-clamp",
     "--loss max-margin --label-smoothing 0.1": "has no target to smooth",
     "--clusters nouns": "not one of captions, vision, label, verb, noun, verb-noun, none, and no file",
     "--clusters none": "--shifts need clusters",
@@ -191,12 +189,12 @@ def test_cluster_captions_finds_blobs():
     middles, sizes = torch.eye(4), [40, 20, 10, 5]
     truth = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
     x = middles[truth] + 0.05 * torch.randn(75, 4, generator=torch.Generator().manual_seed(0))
-    labels, found = mmts.cluster_captions(x, 4, seed=0, starts=3)
+    labels, found = mmts.cluster_captions(x, 4, seed=0)
     assert sorted(found.tolist()) == sorted(sizes) and torch.equal(labels.bincount(), found)
     assert all(len(labels[truth == c].unique()) == 1 for c in range(4))
-    assert torch.equal(labels, mmts.cluster_captions(x, 4, seed=0, starts=3)[0])
+    assert torch.equal(labels, mmts.cluster_captions(x, 4, seed=0)[0])
     once, counts = x.unique(dim=0, return_inverse=True)[0], np.full(75, 3)
-    assert sorted(mmts.cluster_captions(once, 4, 0, 3, counts)[1].tolist()) == [15, 30, 60, 120]  # weights count
+    assert sorted(mmts.cluster_captions(once, 4, 0, counts)[1].tolist()) == [15, 30, 60, 120]  # weights count
 
 
 def test_cluster_captions_refuses():
@@ -227,10 +225,9 @@ def made(captions, keys=None, **columns):
 def opened(folder, train, source, k=3, encoder="tf-idf", **more):
     folder.mkdir(exist_ok=True)
     args = SimpleNamespace(**{"clusters": str(source), "cluster_encoder": encoder, "num_clusters": k, "dataset": "made",
-                              "cluster_starts": 3, "seed": 0, "image_size": 16, "eval_batch": 8, "workers": 0,
-                              "resume": ""} | more)
+                              "seed": 0, "image_size": 16, "workers": 0, "resume": ""} | more)
     evaluation.clusters.check_source(train, args.clusters)
-    kmeans = functools.partial(mmts.cluster_captions, k=k, seed=args.seed, starts=3)
+    kmeans = functools.partial(mmts.cluster_captions, k=k, seed=args.seed)
     return evaluation.clusters.open_clusters(folder, args, train, torch.device("cpu"), kmeans)
 
 
@@ -285,30 +282,8 @@ def test_classes_are_counted(tmp_path):
         opened(tmp_path / "none", made(CAPTIONS), "noun")
 
 
-def test_a_cluster_file_knows_the_number_of_a_caption(tmp_path):
-    train = made(CAPTIONS)
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({f"k{i}": ["x", "y"] for i in range(7)} | {"other": "x"}))
-    for name, data in (("rows", train), ("unfolded", train.unfold())):
-        found = opened(tmp_path / name, data, path)
-        assert found.sizes.tolist() == [7, 7] and found.meta["without"] == 2
-        labels, lost = found.look_up(["k0", "k0", "k7"], [*CAPTIONS[0], CAPTIONS[7][0]])
-        assert labels.tolist() == [0, 1, -1] and lost == 1
-        for example, word in zip(found.meta["examples"], ("here", "there"), strict=True):
-            assert all(c.endswith(word) for c in example["captions"])
-    path.write_text(json.dumps({f"k{i}": ["x", "y", "z"] for i in range(8)}))
-    for name, data in (("rows", train), ("unfolded", train.unfold())):
-        with pytest.raises(UserError, match="3 clusters for the 2 captions of k0"):
-            opened(tmp_path / name, data, path)
-    path.write_text(json.dumps({f"k{i}": i % 2 for i in range(8)}))
-    assert opened(tmp_path / "whole", train, path).look_up(["k1"], ["whatever it says"])[0].tolist() == [1]
-
-
 def test_bad_cluster_files(tmp_path):
-    for content, words in (('{"a": 1}', "it has none of the 8 examples of made, first k0; its own first is a"),
-                           ("{", "Expecting property name"), ("[1]", "expected JSON"),
-                           ('{"k0": {"a": 1}}', "expected JSON"),
-                           ("{}", "expected JSON")):
+    for content, words in (('{"a": 1}', "no example of made has one"), ("{", "Expecting"), ("[1]", "list")):
         (tmp_path / "mine.json").write_text(content)
         with pytest.raises(UserError, match=words):
             opened(tmp_path / "out", made(CAPTIONS), tmp_path / "mine.json")
@@ -316,9 +291,9 @@ def test_bad_cluster_files(tmp_path):
 
 
 def test_too_few_captions_and_no_words(tmp_path):
-    with pytest.raises(UserError, match="--num-clusters 7: more than the 6 different captions of made"):
+    with pytest.raises(UserError, match="--num-clusters 7: more than the 6 embeddings"):
         opened(tmp_path / "a", made(CAPTIONS), "captions", k=7)
-    with pytest.raises(UserError, match="--cluster-encoder tf-idf: empty vocabulary.*; take a model"):
+    with pytest.raises(UserError, match="--cluster-encoder tf-idf: empty vocabulary"):
         opened(tmp_path / "b", made([["?"], ["!"], ["."]]), "captions", k=2)
 
 
@@ -340,17 +315,6 @@ def test_examples_without_a_cluster_are_counted_once(tmp_path):
         for source in ("label", path):
             found = opened(tmp_path / name, data, source)
             assert (found.sizes.tolist(), found.meta["without"]) == ([3, 2], 3)
-
-
-@pytest.mark.parametrize("name", ["clusters.json", "clusters.safetensors"])
-def test_damaged_clusters_are_named(name, tmp_path):
-    before = {k: v.clone() for k, v in opened(tmp_path, made(CAPTIONS), "captions").tensors.items()}
-    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
-    with pytest.raises(UserError, match="its clusters are damaged .*; delete clusters.json in it"):
-        opened(tmp_path, made(CAPTIONS), "captions", resume="a")
-    (tmp_path / "clusters.json").unlink()
-    after = opened(tmp_path, made(CAPTIONS), "captions", resume="a").tensors
-    assert all(torch.equal(before[k], after[k]) for k in before)
 
 
 # ---------------------------------------------------- encoders of clusters ------------------------------------------
@@ -391,7 +355,7 @@ def test_clusters_of_encoders(encoders, tmp_path):
     assert labels[::2].unique().numel() == labels[1::2].unique().numel() == 1 and labels[0] != labels[1]
     with pytest.raises(UserError, match="6 of 6 embeddings to be clustered are not finite; use another"):
         opened(tmp_path / "nan", made(CAPTIONS), "captions", encoder=str(root / "broken"))
-    with pytest.raises(UserError, match="--cluster-encoder must name an image encoder"):
+    with pytest.raises(UserError, match="--cluster-encoder .*bert"):
         opened(tmp_path / "no", train, "vision", encoder=str(root / "bert"))
     with pytest.raises(UserError, match="nobody/nothing: "):
         opened(tmp_path / "no", train, "captions", encoder="nobody/nothing")
@@ -452,7 +416,7 @@ def test_eval_evaluates_it(run, tmp_path):
     ("--no-shifts --tau 0.07", "tau", 0.07, 0.07)])
 def test_logged_range_is_the_arithmetic_of_the_flags(words, name, low, high, tmp_path):
     """All 64 clips in a batch, verbs for clusters: every step sees the smallest and the largest class."""
-    main(tmp_path / "a", *f"--batch-size 64 --clusters verb --alpha 0.06 --period 4 --max-steps 5 {words}".split())
+    main(tmp_path / "a", *f"--batch-size 64 --clusters verb --alpha 0.06 --periods 1.25 --max-steps 5 {words}".split())
     for row, swing in zip(steps(tmp_path / "a"), [0.03, 0, -0.03, 0, 0.03], strict=True):
         assert (row[f"{name}_min"], row[f"{name}_max"]) == pytest.approx((low + swing, high + swing), abs=1e-6)
 
@@ -473,23 +437,22 @@ def test_the_rows_of_tables_4_and_9_are_eight_runs(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [
-    "--alpha 0.02", "--shift-min 0.06", "--shift-max 0.2", "--periods 2", "--period 3", "--label-smoothing 0.1",
-    "--num-clusters 5", "--clusters noun", "--cluster-starts 4", "--loss-block 5", "--chunk-size 5"])
+    "--alpha 0.02", "--shift-min 0.06", "--shift-max 0.2", "--periods 2", "--label-smoothing 0.1",
+    "--num-clusters 5", "--clusters noun", "--chunk-size 5"])
 def test_every_flag_acts(words, short, tmp_path):
     main(tmp_path / "a", *words.split(), "--max-steps", 2)
     ours, default = losses(tmp_path / "a"), losses(short)
-    if words.startswith(("--loss-block", "--chunk")):
+    if words.startswith("--chunk"):
         assert ours == pytest.approx(default, rel=1e-3)
     else:
         assert ours[1] != default[1] and (ours[0] != default[0]) != words.startswith("--period")  # step 0: the top
 
 
 def test_learnable_tau_moves_within_its_limits(tmp_path, capsys):
-    main(tmp_path / "a", *"--no-schedule --no-shifts --learnable-tau --clusters none --tau 0.07 --tau-clamp 0.0699 1"
-         .split())
-    assert "tau 0.07, learnt in 0.0699 .. 1\n" in capsys.readouterr().out
+    main(tmp_path / "a", *"--no-schedule --no-shifts --learnable-tau --clusters none --tau 0.0101".split())
+    assert "tau 0.0101, learnt\n" in capsys.readouterr().out
     taus = [r["tau"] for r in steps(tmp_path / "a")]
-    assert len(set(taus)) > 1 and min(taus) >= 0.0699 - 1e-6
+    assert len(set(taus)) > 1 and min(taus) >= 0.01 - 1e-6
     assert not (tmp_path / "a" / "clusters.json").exists()
     tau = load_file(tmp_path / "a" / "own.safetensors")["tau.log_tau"].exp().item()
     assert tau == pytest.approx(taus[-1], rel=1e-6)
@@ -499,7 +462,7 @@ def test_a_resumed_run_keeps_its_clusters(short, tmp_path, capsys):
     """Refused before anything is written: without the flag the run goes on."""
     import shutil
     folder = shutil.copytree(short, tmp_path / "a")
-    for flag in ("--num-clusters 9", "--clusters verb", "--cluster-starts 2", "--cluster-encoder some/model"):
+    for flag in ("--num-clusters 9", "--clusters verb", "--cluster-encoder some/model"):
         words = refused(mmts.parse_args, ["--resume", str(folder), *flag.split()], capsys)
         assert f"error: --resume {folder}: {flag.split()[0]} cannot change" in words
     before = (folder / "clusters.json").read_bytes()
@@ -512,7 +475,7 @@ def test_a_second_try_in_the_same_folder_may_have_other_data(tmp_path, capsys):
         main(tmp_path / "a", "--num-clusters", 999)
     main(tmp_path / "a", "--clips", 60, 24, 24, "--clusters", "verb", "--periods", 4, "--max-steps", 1)
     words = capsys.readouterr().out
-    assert "period 0.25 steps; WARNING: a period of less than two steps" in words and "60 training examples" in words
+    assert "period 0.25 steps" in words and "60 training examples" in words
 
 
 def test_a_cluster_file_decides(tmp_path):
@@ -631,7 +594,7 @@ def test_youcook2_with_real_clips(tmp_path, capsys):
                    tmp_path / "videos", *OWN_TOWERS, *few.split())
     words = capsys.readouterr().out
     assert "infonce, schedule and shifts (MM-TS), label smoothing 0.1" in words
-    assert "tau 0.03 .. 0.12 over the run: shifts 0.06 .. 0.09, and the schedule of alpha 0.06 (paper: VAST" in words
+    assert "tau 0.03 .. 0.12 over the run" in words and "(paper: VAST" in words
     assert summary["test"]["youcook2"]["images"] == 4 and summary["bad_samples"] == 0
     assert json.loads((tmp_path / "run" / "clusters.json").read_text())["sizes"] == [4, 2, 2]
 

@@ -378,7 +378,7 @@ def test_experts(tmp_path, tiny, data):
     flags = [*RUN, "--dataset", data, "--image-size", "32", "--output-dir", str(tmp_path), "--log-every", "1",
              "--image-expert", dino, "--text-expert", bert, "--lr", "3e-4", "--run-name"]
     temo.main(temo.parse_args([*flags, "one"]))
-    launch.finish("temo", [*flags, "two", "--loss-block", "3"], tmp_path / "log", processes=2)
+    launch.finish("temo", [*flags, "two"], tmp_path / "log", processes=2)
     one, two = (logged(tmp_path / name) for name in ("one", "two"))
     for name in ("loss", "L_MM", "L_E-image", "L_E-text"):
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-3)

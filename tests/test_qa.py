@@ -473,7 +473,7 @@ def test_two_processes_are_one(tmp_path, name):
 def test_a_fused_run_goes_on_bitwise(tmp_path):
     """The weights of three steps, and of two of them resumed from the first one's checkpoint."""
     main(tmp_path / "run", "--task", "qa-open", "--qa-similarity", "fused", "--max-steps", "3", "--save-every", "1",
-         "--batch-size", "8", "--loss-block", "3")
+         "--batch-size", "8")
     weights = tmp_path / "run" / "model.safetensors"
     whole = load_file(weights)
     weights.unlink()

@@ -34,7 +34,7 @@ FOLDER = ["--dataset", "FOLDER", "--loss", "infonce", "--learnable-tau", "--work
 WHOLE = {"two processes": ("temo", 2, []), "folder": ("temo", 1, [*FOLDER, "0"]),
          "fork": ("mine", 1, ["--dataset", "FOLDER", "--tau-power", "0.7"]),
          "schedule": ("temperature_schedules", 1, [*TAIL, "--eval-every", "4", "--eval-epoch", "auto"]),
-         "clusters": ("mmts", 1, ["--clips", "300", "40", "40", "--period", "9", "--num-clusters", "40"]),
+         "clusters": ("mmts", 1, ["--clips", "300", "40", "40", "--periods", "1.33", "--num-clusters", "40"]),
          "schedule, moco": ("temperature_schedules", 1, [*TAIL, "--loss", "moco", "--queue-size", "200"])}
 # Killed once step KILL is logged, and resumed from step 5: the run it must equal, script, processes, flags.
 KILL = 6

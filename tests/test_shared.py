@@ -204,8 +204,7 @@ def test_a_loss_is_fp32_under_bf16_autocast(loss):
 RATES = ["-1", "1e31", "nan", "inf", "fast"]
 OPTIMISER = {"beta1": ["-0.1", "1", "1.5", "nan"], "beta2": ["-0.1", "1", "0.99999999", "nan"],
              "eps": ["0", "-1", "1e-40", "1e40", "nan"], "lr": RATES, "lr-end": RATES, "weight-decay": RATES,
-             "warmup-epochs": ["-1", "nan"], "grad-clip": ["-1", "inf"], "meta-lr": RATES, "virtual-lr": RATES,
-             "meta-weight-decay": RATES}
+             "warmup-epochs": ["-1", "nan"], "grad-clip": ["-1", "inf"], "meta-lr": RATES, "virtual-lr": RATES}
 
 
 @each_script

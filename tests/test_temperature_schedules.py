@@ -195,10 +195,10 @@ def test_queue_is_first_in_first_out():
 def test_keys_do_not_share_their_query_s_batch_statistics():
     encoder = ts.Contrastive(resnet(), 8, "batch", linear=True).train()
     x = torch.randn(16, 3, 16, 16)
-    whole, split = encoder(x), ts.encode_keys(encoder, x, 4, seed=1)
+    whole, split = encoder(x), ts.encode_keys(encoder, x, seed=1, splits=4)
     assert split.shape == whole.shape and not torch.allclose(whole, split, atol=1e-3)  # other statistics
     encoder.eval()
-    assert torch.allclose(encoder(x), ts.encode_keys(encoder, x, 4, seed=1), atol=1e-5)  # same order
+    assert torch.allclose(encoder(x), ts.encode_keys(encoder, x, seed=1, splits=4), atol=1e-5)  # same order
 
 
 def _key_groups(rank, world, folder):
@@ -208,7 +208,7 @@ def _key_groups(rank, world, folder):
     encoder, sizes = ts.Contrastive(resnet(), 8, "batch", linear=True).train(), []
     encoder.register_forward_hook(lambda module, inputs, out: sizes.append(len(out)))
     for splits in (8, 1):
-        ts.encode_keys(encoder, torch.randn(64 // world, 3, 8, 8), splits, seed=1)
+        ts.encode_keys(encoder, torch.randn(64 // world, 3, 8, 8), seed=1, splits=splits)
     engine.processes.write_json(f"{folder}/{world}_{rank}.json", sizes)
     if world > 1:
         dist.barrier()
@@ -735,16 +735,6 @@ def test_figures_have_a_fork_s_schedule(tmp_path, monkeypatch, pictures):
         assert list(used.values()) == pytest.approx(of_script)
 
 
-@pytest.mark.parametrize("schedule, period, warned", [("cos", 3, True), ("cos", 4, False), ("oscillating", 2, True),
-                                                      ("step", 1, True), ("step", 2, False), ("random", 1, False)])
-def test_a_period_too_short_for_its_wave_is_said(schedule, period, warned):
-    """A temperature is constant inside an epoch, so that of a short period would be one number, or two."""
-    run = SimpleNamespace(args=ts.parse_args(["--schedule", schedule, "--period", str(period)]), last=8, total=8,
-                          per_epoch=4)
-    said = ts.banner_lines(run, np.array([5, 3]), None, lambda epoch: 1.0)["temperature"]
-    assert ("WARNING: tau changes once an epoch" in said) == warned
-
-
 def write_run(folder, period, epochs, accuracy, every=10):
     """What tools.figures phase reads of a run with 4 steps an epoch: accuracy(phase) at every `every` epochs."""
     folder.mkdir()
@@ -822,11 +812,11 @@ def test_gradients_and_queue_on_several_processes(tmp_path):
     ("--tau-head 1 --tau-tail 0.1 --tau-max 0.6", "--tau-max: only without --tau-head and --tau-tail"),
     ("--tau-max 0.05", "must be at least --tau-min"), ("--tau-head 1", "give both"), ("--tau-tail 1", "give both"),
     ("--imbalance-ratio 0.5", "must be at least 1"), ("--stop-at-phase 0.7 --period 99", "hold no full --period"),
-    ("--hue 0.6", "between 0 and 0.5"), ("--loss moco --chunk-size 8", "MoCo's loss is linear"),
-    ("--loss moco --loss-block 8", "--loss-block"), ("--schedule saw", "invalid choice"),
-    ("--eval-epoch auto --eval-every 0", "needs --eval-every > 0"), ("--eval-epoch 31", "at most --epochs 30"),
+    ("--hue 0.6", "between 0 and 0.5"), ("--loss moco --chunk-size 8", "not with --loss moco"),
+    ("--schedule saw", "invalid choice"),
+    ("--eval-epoch auto --eval-every 0", "needs evaluations"), ("--eval-epoch 31", "at most --epochs 30"),
     ("--eval-epoch 0", "must be auto, or > 0"), ("--eval-epoch last", "must be auto"),
-    ("--eval-epoch 3 --stop-at-phase 0.7", "give one of them"), ("--eval-crop 0", "between 0.1 and 1"),
+    ("--eval-epoch 3 --stop-at-phase 0.7", "only without --eval-epoch"), ("--eval-crop 0", "between 0.1 and 1"),
     ("--shot-limits 20 100", "TAIL must be from 1 to HEAD + 1"), ("--shot-limits 5 0", "or both 0")])
 def test_bad_flags(flags, message, capsys):
     assert message in refused(ts.parse_args, flags.split(), capsys)

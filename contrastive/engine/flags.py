@@ -14,12 +14,27 @@ from contrastive.engine.processes import read_json
 from contrastive.engine.ranges import below_one, between, count, nonnegative, part, positive, rate, whole
 
 
+class Help(argparse.HelpFormatter):
+    """--flag X, or --[no-]flag; at the end of a line, in brackets, the default that the flag has beside the others."""
+
+    def _get_help_string(self, action):
+        nothing = action.default is False or action.default in ("", [], None, argparse.SUPPRESS)
+        return action.help + " [%(default)s]" * (not nothing)
+
+    def _get_default_metavar_for_optional(self, action):
+        return "X"
+
+    def _format_action_invocation(self, action):
+        yesno = isinstance(action, argparse.BooleanOptionalAction)
+        return f"--[no-]{action.option_strings[0][2:]}" if yesno else super()._format_action_invocation(action)
+
+
 class OneLine(argparse.ArgumentParser):
     """argparse whose errors are one line from the main process, exit code 2; --help shows the effective defaults."""
 
     def __init__(self, prog, description, **more):
         super().__init__(prog=prog, description=description, allow_abbrev=False, usage="%(prog)s [flags]",
-                         formatter_class=argparse.ArgumentDefaultsHelpFormatter, **more)
+                         formatter_class=Help, **more)
 
     def error(self, message):
         """Ends with one line, from the main process."""
@@ -49,28 +64,26 @@ class OneLine(argparse.ArgumentParser):
 
 # Flags that a resumed run may change: none of them changes what a step computes, but for --max-steps and --epochs.
 CHANGEABLE = {"--resume", "--cpu", "--compile", "--save-every", "--eval-every", "--log-every", "--tracker",
-              "--data-dir", "--video-dir", "--frame-cache", "--max-bad-fraction", "--workers", "--eval-batch",
-              "--eval-datasets", "--max-steps", "--epochs", "--chunk-size", "--mixed-precision", "--tf32", "--lr"}
+              "--data-dir", "--video-dir", "--frame-cache", "--max-bad-fraction", "--workers", "--eval-datasets",
+              "--max-steps", "--epochs", "--chunk-size", "--mixed-precision", "--lr"}
 
 
 class Parser(OneLine):
     """The flags of a script: its own groups, then those that all scripts share; plain argparse inside.
 
     `parse` works in two stages: --dataset, --loss, --resume and a script's own choosers set the defaults, and the other
-    flags override them.
-    The data sets that are named add flags of their own (their SETS says which).
+    flags override them. The data sets that are named add flags of their own (their SETS says which).
 
     Args: file: the script's __file__, which names it.   texts: whether the script trains on captions.
     """
 
     def __init__(self, file, description, texts=True):
-        super().__init__(Path(file).name, description)
+        super().__init__(Path(file).name, f"{description} In brackets: the default.")
         self.texts, self.conditions = texts, []
 
     def group(self, title, when=None, description=None):
         """A group of flags; for one without a default, every recipe has a value. when: function of the parsed flags ->
-        whether these flags have an effect; if not, they are refused. The title then names the condition ("with --loss
-        ts")."""
+        whether these have an effect, else they are refused; the title names the condition ("with --loss ts")."""
         g = self.add_argument_group(title, description)
         self.conditions += [(g, when)] if when else []
         return g
@@ -140,83 +153,74 @@ class Parser(OneLine):
         """Adds the flags that all scripts have; the recipe gives the defaults of those without one."""
         yesno = argparse.BooleanOptionalAction
         add = self.add_argument_group("data").add_argument
-        add("--dataset",
-            help="name of a set; or a folder, csv, jsonl, parquet, tar, or hub id (org/name); of the hub: NAME@COMMIT")
+        add("--dataset", help="name of a set; or a folder, csv, jsonl, parquet, tar or hub id (org/name, NAME@COMMIT)")
         add("--data-dir", default="", help="where relative paths start, and where annotation files lie")
-        add("--video-dir", default="", help="folder of the videos, by path, file name or stem; empty = --data-dir")
-        add("--image-column", default="", help="column (or tar extension) of the images or videos")
+        add("--video-dir", default="", help="folder of the videos, by path, name or stem; empty = --data-dir")
+        add("--image-column", default="", help="column (or tar extension) of the pictures")
         add("--label-column", default="", help="column of the class, for kNN")
-        add("--frame-cache", default="", metavar="DIR", help="decode each video once, into a small JPEG in DIR")
-        add("--max-bad-fraction", type=part, default=0.01,
-            help="stop when more than this part of the samples tried cannot be read, 0..1")
+        add("--frame-cache", default="", metavar="DIR", help="decode each video once, into JPEGs in DIR")
+        add("--max-bad-fraction", type=part, default=0.01, help="stop if more of the samples tried cannot be read")
         cores = CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         add("--workers", type=whole, default=max(4, min(16, cores)), help="loader processes per process; 0 = none")
         if self.texts:
             add("--caption-column", default="", help="column (or tar extension) of the captions")
             add("--extra-captions", default="", metavar="FILE",
-                help="csv, jsonl or parquet of video, start, end, caption: further captions of training clips")
-            add("--extra-pairs", nargs="+", default=[], metavar="NAME[=DIR]",
-                help="data sets whose pairs are added to the training set: howto100m=DIR, or captions.csv=DIR")
-            add("--streaming", action=yesno, default=False, help="read tars in order, without indexing them first")
+                help="table of video, start, end, caption: further captions of training clips")
+            add("--extra-pairs", nargs="+", default=[], metavar="SET",
+                help="NAME[=DIR] of sets whose pairs join training: howto100m=DIR, captions.csv=DIR")
+            add("--streaming", action=yesno, default=False, help="read tars in order, without an index")
         add = self.add_argument_group("evaluation").add_argument
-        add("--eval-batch", type=count, default=256, help="images, or frames of clips, at a time")
-        add("--hold-out-val", action=yesno, default=False,
-            help="in a set by name without a val split, hold out 5%% of train as val")
+        add("--hold-out-val", action=yesno, default=False, help="a set without val: 5%% of its train")
         if self.texts:
             add("--knn-features", choices=["projected", "backbone"], default="projected",
-                help="features of the nearest neighbours: after the projection (TeMo's code) or before it")
-            add("--eval-datasets", nargs="*", default=[], metavar="NAME[=DIR]",
-                help="data sets to evaluate (val and test splits), each with an optional folder; none = --dataset")
+                help="of nearest neighbours: after the projection (TeMo's code), or before")
+            add("--eval-datasets", nargs="*", default=[], metavar="SET", help="NAME[=DIR] of sets; none = --dataset")
             add = self.add_argument_group("texts").add_argument
             add("--text-encoder", help="small, or a transformers id or folder (CLIP: its text tower)")
-            add("--text-pooling", choices=["cls", "mean", "ssb"],
-                help="pooling of a transformers text encoder (CLIP has its own); CC3M trainer: cls; ssb: SSB's")
+            add("--text-pooling", choices=["cls", "mean", "ssb"], help="of a transformers encoder other than CLIP's")
             add("--text-length", type=between(4, 4096, int), help="most tokens of a caption; the rest is cut")
-            add("--clean-captions", action=yesno, help="lower case, no punctuation, 30 words, as the CC3M trainer")
-            add("--join-captions", action=yesno, help="join the captions of a video to one paragraph")
-            add("--unfold-captions", action=yesno, help="make each (image or clip, caption) a training example")
+            add("--clean-captions", action=yesno, help="lower case, no punctuation, 30 words (CC3M trainer)")
+            add("--join-captions", action=yesno, help="all captions of a video as one paragraph")
+            add("--unfold-captions", action=yesno, help="each (picture, caption) is an example")
         add = self.add_argument_group("pixels").add_argument
         add("--image-size", type=between(8, 4096, int), help="pixels of a side")
         add("--image-stats", choices=["encoder", "imagenet", "clip", "half"],
-            help="mean and std of the pixels; encoder = those its weights were trained with")
+            help="mean and std of pixels; encoder: those of its weights")
         add("--eval-resize", choices=["crop", "squash"],
-            help="evaluation view: resize the short side and crop the centre, or resize both sides (CC3M trainer)")
-        add("--frames", type=count, help="T, frames of a clip; CLIP4Clip: 12, for paragraphs 64")
+            help="in evaluation: short side, then centre; or both sides (CC3M trainer)")
+        add("--frames", type=count, help="T of a clip; CLIP4Clip: 12, for paragraphs 64")
         add("--frame-sampling", choices=["uniform", "middle", "random"],
-            help="frames from the first to the last; the middles of T segments; a random one in each (in training)")
+            help="first to last; middles of T segments; a random one in each (in training)")
         add = self.add_argument_group("model").add_argument
         add("--image-encoder", help="small, resnet18-cifar, any timm name, or a transformers id or folder")
-        add("--pretrained", action=yesno, help="start from published weights; --no-pretrained = from scratch")
-        add("--init-from", default="", help="a .safetensors, .pt or .bin file, or a run folder, for the first weights")
+        add("--pretrained", action=yesno, help="start from published weights, or from scratch")
+        add("--init-from", default="", help="first weights: a .safetensors, .pt or .bin file, or a run")
         add("--embed-dim", type=between(2, 10**6, int), help="D, width of the space of the loss")
         add = self.add_argument_group("optimisation").add_argument
-        add("--seed", type=between(0, 2**32 - 1, int), default=42, help="seed of weights, order and views")
-        add("--epochs", type=positive, help="passes over the training set; a paper's recipe has the paper's value")
-        add("--max-steps", type=whole, default=0,
-            help="optimiser steps instead of --epochs; every schedule spans them; 0 = off")
-        add("--batch-size", type=between(2, 10**9, int),
-            help="N, GLOBAL: split over processes; sets the negatives; a paper's recipe has the paper's value")
+        add("--seed", type=between(0, 2**32 - 1, int), default=42, help="of weights, order and views")
+        add("--epochs", type=positive, help="passes over the training set")
+        add("--max-steps", type=whole, default=0, help="in place of --epochs; schedules span them; 0 = off")
+        add("--batch-size", type=between(2, 10**9, int), help="N, GLOBAL: of all processes; sets the negatives")
         add("--chunk-size", type=whole, default=0,
-            help="examples encoded at a time on each process: less memory, the full batch's gradient; 0 = all")
+            help="examples encoded at a time: less memory, the same gradient; 0 = all")
         add("--optimizer", choices=["adamw", "adam", "sgd"], help="sgd takes --beta1 as its momentum")
         add("--lr", type=rate, help="peak learning rate")
-        add("--lr-end", type=rate, help="last learning rate of a cosine or linear schedule")
+        add("--lr-end", type=rate, help="last learning rate of cosine and linear")
         add("--lr-schedule", choices=["cosine", "linear", "constant"], help="after the warm-up")
-        add("--warmup-epochs", type=nonnegative, help="epochs of linear warm-up; at most a tenth of the run")
-        add("--weight-decay", type=rate, help="decay of matrices and kernels; none for biases, norms and scalars")
+        add("--warmup-epochs", type=nonnegative, help="linear warm-up; at most a tenth of the run")
+        add("--weight-decay", type=rate, help="of matrices and kernels, not biases, norms, scalars")
         add("--beta1", type=below_one, help="Adam's first moment")
         add("--beta2", type=below_one, help="Adam's second moment")
         add("--eps", type=between(1e-30, 1e30), help="Adam's epsilon; CLIP4Clip 1e-6")
         add("--grad-clip", type=nonnegative, help="largest global gradient norm; 0 = off")
-        add("--mixed-precision", choices=["no", "fp16", "bf16"], help="for the encoders; the loss is always float32")
-        add("--tf32", action=yesno, default=True, help="on a CUDA card, TF32 in the encoders; never for the loss")
+        add("--mixed-precision", choices=["no", "fp16", "bf16"], help="of encoders; the loss is always float32")
         add = self.add_argument_group("run").add_argument
         add("--output-dir", default="runs", help="folder of all runs")
-        add("--run-name", default="", help="folder of this run; empty = script, data set, seed and time")
-        add("--resume", default="", metavar="RUN_DIR", help="continue this run exactly, from its last checkpoint")
+        add("--run-name", default="", help="its folder; empty = script, data set, seed and time")
+        add("--resume", default="", metavar="RUN", help="continue this run exactly, from its last checkpoint")
         add("--cpu", action=yesno, default=False, help="stay on the CPU even if there is a GPU")
-        add("--compile", action=yesno, default=False, help="torch.compile the encoders and the colours of the views")
-        add("--save-every", type=whole, help="optimiser steps between checkpoints (two are kept); 0 = only at the end")
-        add("--eval-every", type=whole, help="optimiser steps between evaluations on val; 0 = at start and end only")
-        add("--log-every", type=whole, help="optimiser steps between rows of metrics.jsonl; 0 = only at the end")
+        add("--compile", action=yesno, default=False, help="torch.compile the encoders and the views' colours")
+        add("--save-every", type=whole, help="steps between checkpoints (two are kept); 0 = at the end")
+        add("--eval-every", type=whole, help="steps between evaluations on val; 0 = start and end")
+        add("--log-every", type=whole, help="steps between rows of metrics.jsonl; 0 = at the end")
         add("--tracker", choices=["", "tensorboard", "wandb", "trackio"], default="", help="log there as well")

@@ -80,7 +80,3 @@ def peak_memory_mb():
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-def millions(module):
-    """Parameters of a module, in millions."""
-    return sum(p.numel() for p in module.parameters()) / 1e6

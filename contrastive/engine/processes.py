@@ -30,18 +30,6 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
 
 
-def with_place(error):
-    """The first line of an error and, unless it is one of ours, where in our files (or a fork's) it happened."""
-    theirs = type(error).__module__ in ("builtins", "torch")
-    ours = [f for f in traceback.extract_tb(error.__traceback__) if theirs and "site-packages" not in f.filename]
-    return first_line(error) + (f" ({Path(ours[-1].filename).name}, line {ours[-1].lineno})" if ours else "")
-
-
-def lost_another(error):
-    """Whether the error says that another process ended or hangs, so that no exchange can follow."""
-    return isinstance(error, RuntimeError) and world() > 1 and bool(re.search("gloo|NCCL", first_line(error)))
-
-
 def hub_reason(error):
     """What a failed download or load says, in one line, with a hint if there may be no access to the hub."""
     text, whole = first_line(error), " ".join(str(error).split())
@@ -179,7 +167,7 @@ def set_up(args):
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("highest")  # a container may have chosen TF32; the encoders: common.tf32
         torch.backends.cudnn.benchmark = True  # a run has few shapes
-        torch.backends.cudnn.allow_tf32 = args.tf32
+        torch.backends.cudnn.allow_tf32 = True  # in convolutions, which no loss has
     if LAUNCHED and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # a launcher's own choice
         torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     return accelerator
@@ -216,11 +204,11 @@ def barrier():
         dist.barrier()
 
 
-def all_sum(*values, device="cpu", op=dist.ReduceOp.SUM):
-    """Sum (or with op another reduction) of each plain number over processes; returns a list of floats."""
+def all_sum(*values, device="cpu"):
+    """Sum of each plain number over processes; returns a list of floats."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     if world() > 1:
-        dist.all_reduce(total, op=op)
+        dist.all_reduce(total)
     return total.tolist()
 
 

@@ -15,24 +15,11 @@ from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last
 from contrastive.encoders.models import build_model, spec_of
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.engine import checkpoints
-from contrastive.engine.log import Log, commit, millions, peak_memory_mb, versions
-from contrastive.engine.processes import (
-    UserError,
-    barrier,
-    gather_objects,
-    mean_over_processes,
-    on_main,
-    opening,
-    rank,
-    say,
-    set_up,
-    slug,
-    sync_batchnorm,
-    to_device,
-    world,
-    write_json,
-    write_tensors,
-)
+from contrastive.engine.log import Log, commit, peak_memory_mb, versions
+
+from contrastive.engine.processes import (  # isort: skip
+    UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, slug, sync_batchnorm,
+    to_device, world, write_json, write_tensors)
 from contrastive.evaluation.retrieval import report
 from contrastive.figures.base import draw_picture, similarity_histograms
 
@@ -78,14 +65,13 @@ class Run:
         args, examples, said = self.args, self.train.examples, ""
         processes = int(os.environ.get("WORLD_SIZE", 1))  # there is no process group yet
         if args.fit_batch and processes < examples < args.batch_size:
-            said = f"; --batch-size {args.batch_size} -> {examples // processes * processes}, which fits the data"
-            args.batch_size = examples // processes * processes
+            fits = examples // processes * processes
+            said, args.batch_size = f"; --batch-size {args.batch_size} -> {fits}, which fits the data", fits
         if examples < args.batch_size:
             raise UserError(f"--batch-size {args.batch_size}: larger than the {examples} training examples of "
                             f"{self.train.name}")
-        few = args.epochs * (examples // args.batch_size) < ENOUGH_STEPS
-        if args.fit_epochs and few and not args.max_steps:
-            epochs = float(math.ceil(ENOUGH_STEPS / (examples // args.batch_size)))
+        epochs = float(math.ceil(ENOUGH_STEPS / (examples // args.batch_size)))
+        if args.fit_epochs and args.epochs < epochs and not args.max_steps:
             said += f"; --epochs {args.epochs:g} -> {epochs:g}, which make {ENOUGH_STEPS} steps"
             args.epochs, args.warmup_epochs = epochs, args.warmup_epochs * epochs / args.epochs
         return said
@@ -191,16 +177,14 @@ class Run:
         recipe = self.recipes.get(args.dataset, self.recipes.get("own", {})).get("recipe", "")
         sizes = [f"{name}: " + ", ".join(f"{len(d):,} {d.split}" + f" ({d.note})" * (d.note not in ("", train.note))
                                          for d in of.values()) for name, of in self.evals.items()]
-        named = [(args.image_encoder, tower.vision)] + ([(args.text_encoder, tower.text)] if tower.text else [])
-        towers = ", ".join(f"{name} {millions(module):.1f} M" for name, module in named)
-        whole = millions(self.trained) + millions(self.own)
-        local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" if args.chunk_size else ""
+        towers = ", ".join([args.image_encoder] + ([args.text_encoder] if tower.text else []))
+        local, chunks = args.batch_size // world(), f" in chunks of {args.chunk_size}" * bool(args.chunk_size)
         start, end = f"{guess[0]:.3f}", f"{guess[1]:.3f}"
         words = {
             "recipe": f"{args.dataset} ({recipe})" + f", but {' '.join(args.changed)}" * bool(args.changed),
             "data": f"{train.examples:,} training examples" + f"; {train.note}" * bool(train.note),
             "evaluation": "; ".join(sizes),
-            "model": f"{towers} parameters, {whole:.1f} M with the loss's; "
+            "model": f"{towers}: {self.parameters() / 1e6:.1f} M parameters; "
                      + (f"weights of {self.start[1]}" if self.start[1] else
                         "published weights where there are some" if self.start[0] else "from scratch"),
             "processes": f"{world()} x {torch.get_num_threads()} threads on {self.device}, precision "
@@ -295,7 +279,12 @@ class Run:
             self._hear()  # a step whose loss is not finite is not saved
             checkpoints.save(self)
         if stopping:
-            self.stop()
+            self.bar.close()
+            say(f"stopped after step {self.step} by {signal.Signals(self.signal).name}; to go on: python {sys.argv[0]} "
+                f"--resume {self.folder} (with the same launcher)")
+            barrier()
+            self.accelerator.end_training()
+            raise SystemExit(128 + self.signal)
         if self.step == self.last:
             self.in_float32()
         if due["eval"]:
@@ -311,15 +300,6 @@ class Run:
         if not self.in_loop or number == self.asked == signal.SIGINT:
             raise SystemExit(128 + number)
         self.asked = number
-
-    def stop(self):
-        """Ends the run after a signal; its checkpoint is written. Collective."""
-        self.bar.close()
-        say(f"stopped after step {self.step} by {signal.Signals(self.signal).name}; to go on: python {sys.argv[0]} "
-            f"--resume {self.folder} (with the same launcher)")
-        barrier()
-        self.accelerator.end_training()
-        raise SystemExit(128 + self.signal)
 
     def start_clock(self):
         """Speed and waiting for data are those of the steps after this call."""
@@ -340,6 +320,11 @@ class Run:
             self.after_val(row, self.val_pieces)
         self.log.write(row)
         return self.val_pieces
+
+    def parameters(self):
+        """How many numbers the run has learnt or kept: of the encoders, and those of the loss that have a gradient."""
+        own = (p for p in self.own.parameters() if p.requires_grad)  # without MoCo's second encoder
+        return sum(p.numel() for p in (*self.trained.parameters(), *own))
 
     def wall(self):
         """Seconds of this run so far, including those before a resume."""
@@ -381,10 +366,9 @@ class Run:
         """The content of summary.json. Collective."""
         args, wall = self.args, self.wall()
         memory = max(gather_objects(peak_memory_mb()))
-        own = (p for p in self.own.parameters() if p.requires_grad)  # without MoCo's second encoder
         return {"script": self.script, "dataset": args.dataset, "method": getattr(args, "loss", self.script),
                 "seed": args.seed, "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
                 "samples_per_s": self.step * args.batch_size / wall, "peak_memory_mb": memory,
-                "parameters": sum(p.numel() for p in (*self.trained.parameters(), *own)), "processes": world(),
+                "parameters": self.parameters(), "processes": world(),
                 "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val, "test": test,
                 "chance": chance, "commit": self.commit, "hub": args.hub, "versions": versions(args.cpu).splitlines()}

@@ -40,26 +40,21 @@ def add_flags(p):
     """The flags of mama.py's models that answer questions."""
     g = p.group("questions")
     g.add_argument("--qa-model", choices=["fusion", "dual", "vgt"], default="fusion",
-                   help="fusion: frames and words in one transformer; dual, for qa-choice: cosines of the video with "
-                        "texts 'question choice'; vgt: VGT's graph of regions (encoders/vgt.py)")
+                   help="one transformer of frames and words; cosines with 'question choice' (qa-choice); VGT's graph")
     g.add_argument("--qa-similarity", choices=["pooled", "fused"], default="pooled",
-                   help="s_ij of Eq. 1: cosine of video and text before the fusion; or of two tokens in it, for which "
-                        "all B x N pairs go through it (--loss-block: the texts at a time)")
+                   help="s_ij of Eq. 1: before the fusion; or in it, which all B x N pairs go through")
     g.add_argument("--shuffle-video", action=argparse.BooleanOptionalAction, default=False,
-                   help="a control: every question, in training and evaluation, gets the video of another")
+                   help="a control: every question gets the video of another")
     g = p.group("with --task qa-open", lambda a: a.task == "qa-open")
     g.add_argument("--answers", type=between(2, 10**6, int), default=1500,
-                   help="of --task qa-open: the most frequent answers of training that the model knows; all others "
-                        "count as wrong")
+                   help="the most frequent of training; all others count as wrong")
     g = p.group("where questions have --qa-model fusion", lambda a: a.task != "retrieval" and a.qa_model == "fusion")
     g.add_argument("--fusion-layers", type=between(1, 64, int), default=2, help="of that transformer")
     g = p.group("with --qa-model vgt", lambda a: a.qa_model == "vgt")
     g.add_argument("--region-dir", default="", metavar="DIR",
-                   help="folder with features of frames and regions in VGT's files (docs/data.md); empty = "
-                        "--image-encoder makes them from boxes that the set has (moving-emoji)")
-    g.add_argument("--regions", type=count, default=0,
-                   help="R: the first R boxes of a frame are read; NExT-QA 5, other sets 10")
-    g.add_argument("--dropout", type=below_one, default=0.3, help="of VGT's own layers, 0..1; BERT keeps its own")
+                   help="features in VGT's files (docs/data.md); empty = from boxes of the set (moving-emoji)")
+    g.add_argument("--regions", type=count, default=0, help="R, boxes of a frame; NExT-QA 5, others 10")
+    g.add_argument("--dropout", type=below_one, default=0.3, help="of VGT's own layers; BERT keeps its own")
 
 
 def check_flags(p, args):
@@ -70,8 +65,7 @@ def check_flags(p, args):
     fused = args.qa_similarity == "fused"
     p.require(not fused or (asked and model == "fusion"),
               "--qa-similarity fused: only for --task qa-open and qa-choice, with --qa-model fusion")
-    p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at "
-                                               "once; --loss-block bounds the memory of its pairs")
+    p.require(not (fused and args.chunk_size), "--chunk-size: --qa-similarity fused needs all videos and texts at once")
     p.require(asked or not args.shuffle_video, "--shuffle-video: only where there are questions")
     files = bool(args.region_dir)
     p.require(files == (args.image_encoder == "regions"),

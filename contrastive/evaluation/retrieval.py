@@ -237,7 +237,7 @@ class Evaluator:
 
     def __call__(self, split):
         args, found = self.args, {}
-        how = {"batch": args.eval_batch, "workers": args.workers}
+        how = {"workers": args.workers}
         for name, splits in self.sets.items():
             if split in splits:
                 tasks = [task for task, why in self.tasks_of(splits[split]).items() if not why]
