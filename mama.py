@@ -397,8 +397,11 @@ def parse_args(argv=None):
     g.add_argument("--focal-gamma", type=nonnegative, default=2.0, help="its exponent")
     g = p.group("with --weighting spl", lambda a: a.weighting == "spl")
     g.add_argument("--spl-start", type=part, default=0.5, help="part of the batch that it starts with")
+    g = p.group("with --weighting meta or joint", lambda a: a.weighting in ("meta", "joint"))
+    g.add_argument("--weight-hidden", type=count, default=100, help="its hidden units; MW-Net 100")
     g = p.group("with --weighting meta", lambda a: a.weighting == "meta")
-    g.add_argument("--meta-lr", type=rate, help="beta, of its AdamW (joint: --lr); paper: alpha, MW-Net 1e-3")
+    g.add_argument("--meta-lr", type=rate, help="beta of its AdamW; paper: alpha, MW-Net 1e-3")
+    g.add_argument("--meta-weight-decay", type=rate, default=1e-3, help="its decay (1e-3)")
     g.add_argument("--virtual-lr", type=rate, default=0.0, help="alpha; 0 = the learning rate of the moment")
     g.add_argument("--meta-every", type=count, default=1, help="steps between updates of the network; paper 1")
     g = p.group("with --weighting meta or l2rw", lambda a: looks_ahead(a) or a.meta_set == "val")
@@ -414,7 +417,7 @@ def parse_args(argv=None):
     g.add_argument("--eta", type=nonnegative, default=1.0, help="of Eq. 3, weight of the answers' loss; paper 1")
     answers.add_flags(p)
     g = p.group("views")
-    g.add_argument("--crop-min", type=part, help="least area of the crop, all frames alike; 1 = none")
+    g.add_argument("--crop-min", type=part, help="least area of the crop of a clip; 1 = none")
     g.add_argument("--flip", type=part, help="share of mirror images")
     g.add_argument("--jitter", type=nonnegative, help="of brightness, contrast, saturation, all frames alike")
     # task and model are read ahead of the other flags, because they decide whose defaults these have
@@ -464,7 +467,7 @@ def main(args):
     tower, tokenizer, transform = run.towers(questions and (lambda: answers.texts(train, 200_000)), questions)
     contrast = fused_margin_loss if args.qa_similarity == "fused" else angular_margin_loss
     tower.by_rows = by_rows                                                # of the pairs that a fusion sees
-    own, weight_net = nn.ModuleDict(), WeightNet()       # outside DDP
+    own, weight_net = nn.ModuleDict(), WeightNet(args.weight_hidden)       # outside DDP
     if args.weighting in ("meta", "joint"):
         own["weight_net"] = weight_net
     own.to(run.device)
@@ -474,7 +477,7 @@ def main(args):
         learnt = [tower, nn.ParameterDict(own.named_parameters(recurse=False)), *rest]
         # the gradients carry alpha: a usual eps, or decay added to them (MW-Net's Adam), would outweigh them
         meta_optimizer = torch.optim.AdamW(weight_net.parameters(), lr=args.meta_lr, betas=(0.9, 0.98), eps=1e-12,
-                                           weight_decay=1e-3)              # authors' code
+                                           weight_decay=args.meta_weight_decay)
     # >>> shared: optimizer
     groups = common.decay_groups(learnt, args.weight_decay)
     if args.optimizer == "sgd":

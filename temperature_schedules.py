@@ -250,7 +250,7 @@ def encode_keys(encoder, pixels, seed, splits=8):
 
 
 @torch.no_grad()
-def update_momentum(encoder, online, momentum=0.99):
+def update_momentum(encoder, online, momentum):
     """key <- momentum key + (1 - momentum) online, for the weights; the key encoder has its own buffers."""
     for key, query in zip(encoder.parameters(), online.parameters()):
         key.lerp_(query, 1 - momentum)
@@ -318,6 +318,7 @@ def parse_args(argv=None):
     g.add_argument("--zero-init", action=yesno, help="a timm ResNet's last BatchNorms start at 0 (authors': at 1)")
     g = p.group("with --loss moco", lambda a: a.loss == "moco")
     g.add_argument("--queue-size", type=count, help="K, keys in MoCo's queue; paper 10,000")
+    g.add_argument("--momentum", type=part, default=0.99, help="of MoCo's key encoder; ours")
     g = p.group("with --loss sdclr", lambda a: a.loss == "sdclr")
     g.add_argument("--prune", type=part, default=0.9, help="of the second branch; SDCLR 0.9, ImageNet100-LT 0.3")
     g = p.group("with --loss simclr or sdclr", lambda a: a.loss != "moco")
@@ -482,7 +483,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         if moco:
-            update_momentum(own["key"], tower)
+            update_momentum(own["key"], tower, args.momentum)
             own["queue"].push(keys)
 
         run.done(batch, loss, tau, numbers_of(loss, z, run) if run.logs_now() else {})

@@ -174,9 +174,9 @@ def test_sdclr_prunes_anew_in_each_epoch(tmp_path, monkeypatch):
 def test_moco_s_keys_follow_the_queries(tmp_path, monkeypatch):
     moved, update = [], ts.update_momentum
 
-    def watch(key, tower):
+    def watch(key, tower, momentum):
         before, online = ([p.detach().clone() for p in m.parameters()] for m in (key, tower))
-        update(key, tower)
+        update(key, tower, momentum)
         for k, a, b in zip(key.parameters(), before, online, strict=True):
             moved.append((a - b).abs().max().item())
             assert torch.allclose(k, 0.99 * a + 0.01 * b, atol=1e-6)
