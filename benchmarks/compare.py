@@ -39,10 +39,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-KEPT = ("steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a run's summary
+KEPT = ("commit", "steps", "wall_s", "samples_per_s", "peak_memory_mb", "val", "test", "chance")  # of a summary
 TUNING_SEED = 1000
 NARROW = 1.5  # points: an interval that holds 0 and has at most this half width counts as "no difference"
-LESS_IS_BETTER = ("MdR", "MnR", "modality_gap", "error")
+LESS_IS_BETTER = {"MdR", "MnR", "modality_gap", "error"}
 
 
 # ------------------------------------------------------- statistics --------------------------------------------------
@@ -67,12 +67,15 @@ def quantile(p, degrees):
     return low
 
 
-def interval(differences):
-    """(mean, half width of its 95 % interval by Student's t) of paired differences; infinite for one pair."""
-    n = len(differences)
-    if n < 2:
-        return statistics.mean(differences), math.inf
-    return statistics.mean(differences), quantile(0.95, n - 1) * statistics.stdev(differences) / math.sqrt(n)
+def error_of(values):
+    """The standard error of their mean; infinite where no spread is seen, which is no evidence: one value, or all alike
+    (a metric of few examples has few steps)."""
+    return (statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0) or math.inf
+
+
+def interval(values):
+    """(mean, half width of its 95 % interval by Student's t)."""
+    return statistics.mean(values), quantile(0.95, max(1, len(values) - 1)) * error_of(values)
 
 
 def paired(these, those, sign=1):
@@ -82,13 +85,10 @@ def paired(these, those, sign=1):
     smallest_effect (seen with 80 % power at a two-sided 5 %, given the spread of all pairs), p (two-sided) and sign."""
     seeds = sorted(these.keys() & those.keys())
     differences = [these[k] - those[k] for k in seeds]
-    mean, half = interval(differences)
-    error = statistics.stdev(differences) / math.sqrt(len(seeds)) if len(seeds) > 1 else math.inf
-    degrees = max(1, len(seeds) - 1)
-    p = 1 - within(mean / error, degrees) if error else float(mean == 0)
+    (mean, half), error, degrees = interval(differences), error_of(differences), max(1, len(seeds) - 1)
     smallest = (quantile(0.95, degrees) + quantile(0.6, degrees)) * error                # t of 97.5 and of 80 %
-    return {"seeds": seeds, "differences": differences, "mean": mean, "half": half, "smallest_effect": smallest, "p": p,
-            "sign": sign}
+    return {"seeds": seeds, "differences": differences, "mean": mean, "half": half, "smallest_effect": smallest,
+            "p": 1 - within(mean / error, degrees), "sign": sign}
 
 
 def decide(lines, narrow=NARROW):
@@ -107,7 +107,7 @@ def decide(lines, narrow=NARROW):
 
 def sign_of(metric):
     """-1 if less is better, else 1."""
-    return -1 if set(metric.split("/")) & {*LESS_IS_BETTER} else 1
+    return 1 if LESS_IS_BETTER.isdisjoint(metric.split("/")) else -1
 
 
 # ------------------------------------------------------- runs --------------------------------------------------------
@@ -171,8 +171,8 @@ class Runs:
         now = [self.words(trial, seed) for arm in arms if len(arm.trials) > 1 for trial in arm.trials
                for seed in self.tuning]
         now += [self.words(arm.trials[b], seed) for seed in pairs for arm, b in zip(arms, best) if b is not None]
-        missing = {str(self.file(words)): words for words in now if not self.file(words).exists()}
-        return list(missing.values()), len(pairs) * best.count(None)
+        files = {self.file(words): words for words in now}                   # arms may share trials
+        return [words for file, words in files.items() if not file.exists()], len(pairs) * best.count(None)
 
     def measure(self, arm, pairs):
         """An arm's chosen trial and its numbers on val and test; None before it is tuned and has run."""
@@ -190,10 +190,10 @@ class Runs:
                 **{f"{what}s": sorted({r[what] for r in records.values()}) for what in ("commit", "machine")}}
 
     def run(self, words):
-        """Runs a command and keeps what it measured. Returns its record, None if it failed."""
+        """Runs a command and keeps what it measured. Returns its seconds, None if it failed."""
         with tempfile.TemporaryDirectory() as folder:
             flags = [word.format(**self.places) if self.places else word for word in words[1:]]
-            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for forks elsewhere
+            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])    # for forks elsewhere
             threads = {"OMP_NUM_THREADS": "1"} if self.one_thread else {}
             done = subprocess.run([sys.executable, words[0], *flags, "--output-dir", folder, "--run-name", "r"],
                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -204,12 +204,11 @@ class Runs:
             print(f"failed ({done.returncode}): {' '.join(words)}\n  {last}", flush=True)
             return None
         record = {"command": f"{'OMP_NUM_THREADS=1 ' if threads else ''}python {' '.join(words)}",
-                  "commit": summary["commit"],
                   "date": str(datetime.date.today()), "machine": machine(), "versions": versions().split("\n")[:9],
                   **{k: summary[k] for k in KEPT}}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.file(words), record)
-        return record
+        return record["wall_s"]
 
     def run_all(self, left):
         """Runs what left() returns, several at a time, until only failed ones are left: the set of these."""
@@ -217,24 +216,23 @@ class Runs:
         with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
             while now := [words for words in left()[0] if str(words) not in failed]:
                 later = left()[1]
-                for k, (words, record) in enumerate(zip(now, pool.map(self.run, now)), 1):
-                    if record is None:
+                for k, (words, wall) in enumerate(zip(now, pool.map(self.run, now)), 1):
+                    if wall is None:
                         failed.add(str(words))
                         continue
-                    walls.append(record["wall_s"])
+                    walls.append(wall)
                     runs = len(now) - k + later
                     hours = runs * statistics.mean(walls) / 3600 / self.jobs
-                    print(f"{walls[-1]:6.0f} s  {' '.join(words)}; {runs} runs left, {hours:.1f} h", flush=True)
+                    print(f"{wall:6.0f} s  {' '.join(words)}; {runs} runs left, {hours:.1f} h", flush=True)
         return failed
 
 
 def machine():
     """Processor, cores and GPU, for the record."""
-    info, names = Path("/proc/cpuinfo"), []
-    if info.exists():
-        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{next(iter(names), platform.machine())}, {os.cpu_count()} cores, {gpu}"
+    return f"{name}, {os.cpu_count()} cores, {gpu}"
 
 
 # ------------------------------------------------------- tables ------------------------------------------------------
@@ -320,9 +318,6 @@ def main(argv=None):
     runs, pairs = Runs(args.out / "runs", args.vary, args.jobs, by_source=True), range(args.seeds)
     arms = {c: Arm(args.metric, [[*shlex.split(c), *args.shared, *values] for values in args.grid], args.metric)
             for c in args.commands}
-    if first := runs.left(list(arms.values()), pairs)[0][:1]:
-        if record := runs.run(*first):
-            number(record, "test", args.metric)                              # ends here if it is not measured
     failed = runs.run_all(lambda: runs.left(list(arms.values()), pairs))
     measured = {c: runs.measure(arm, pairs) for c, arm in arms.items()}
     if None in measured.values():

@@ -365,7 +365,7 @@ def row_video():
 
 
 def row_mama():
-    """A step of MAMA with its look-ahead (forward mode, second order, fast) against the plain step."""
+    """A step of MAMA with its look-ahead (forward mode, second order) against the plain step."""
     return measure(speed.of_mama(size(64, 4), size(64, 4), size(224, 32), DEVICE), size(5, 1))
 
 
