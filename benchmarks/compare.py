@@ -132,13 +132,12 @@ class Runs:
     """Finished runs, one small file each in `folder`.
 
     vary: the flag whose values are the pairs.   places: {name: path} for braces in flags, such as {fashion}.
-    by_source: a run of a script that was edited since does not count.   tuning: seeds on which trials are compared.
-    one_thread: also if there are no several jobs."""
+    by_source: a run of a script that was edited since does not count.   one_thread: also if there are no several jobs.
+    """
 
-    def __init__(self, folder, vary="seed", jobs=1, places=None, by_source=False, tuning=(TUNING_SEED,),
-                 one_thread=False):
+    def __init__(self, folder, vary="seed", jobs=1, places=None, by_source=False, one_thread=False):
         self.folder, self.vary, self.jobs, self.places = Path(folder), vary, jobs, places
-        self.by_source, self.tuning, self.one_thread = by_source, tuning, one_thread or jobs > 1
+        self.by_source, self.one_thread = by_source, one_thread or jobs > 1
 
     def words(self, trial, seed):
         """The command of a trial with a seed."""
@@ -155,21 +154,22 @@ class Runs:
         return read_json(self.file(self.words(trial, seed)), {}) or None
 
     def best(self, arm):
-        """The index of the trial with the best val metric, over the tuning seeds; 0 if there is one; None before all
-        have run."""
-        records = [[self.record(trial, seed) for seed in self.tuning] for trial in arm.trials]
-        if len(records) == 1:
+        """The index of the trial with the best val metric; 0 if there is one; None before all have run."""
+        if len(arm.trials) == 1:
             return 0
-        if not all(map(all, records)):
-            return None
-        means = [statistics.mean(number(r, "val", arm.metric) for r in of) for of in records]
-        return means.index(max(means) if sign_of(arm.metric) > 0 else min(means))
+        tuned = self.tuned(arm)
+        values = [tuned[" ".join(trial)] for trial in arm.trials]
+        return None if None in values else values.index((max if sign_of(arm.metric) > 0 else min)(values))
+
+    def tuned(self, arm):
+        """{flags of a trial: its val metric on the tuning seed, None before it has run}; empty if there is one."""
+        records = {" ".join(t): self.record(t, TUNING_SEED) for t in arm.trials if len(arm.trials) > 1}
+        return {flags: record and number(record, "val", arm.metric) for flags, record in records.items()}
 
     def left(self, arms, pairs):
         """(commands without a file that can run now, number of those that follow once their arms are tuned)."""
         best = [self.best(arm) for arm in arms]
-        now = [self.words(trial, seed) for arm in arms if len(arm.trials) > 1 for trial in arm.trials
-               for seed in self.tuning]
+        now = [self.words(trial, TUNING_SEED) for arm in arms if len(arm.trials) > 1 for trial in arm.trials]
         now += [self.words(arm.trials[b], seed) for seed in pairs for arm, b in zip(arms, best) if b is not None]
         files = {self.file(words): words for words in now}                   # arms may share trials
         return [words for file, words in files.items() if not file.exists()], len(pairs) * best.count(None)
@@ -180,10 +180,7 @@ class Runs:
         records = {} if best is None else {k: r for k in pairs if (r := self.record(arm.trials[best], k))}
         if not records:
             return None
-        tuning = {" ".join(trial): statistics.mean(number(self.record(trial, seed), "val", arm.metric)
-                                                   for seed in self.tuning)
-                  for trial in arm.trials if len(arm.trials) > 1}
-        return {"flags": " ".join(arm.trials[best]), "tuning": tuning, "metric": arm.read,
+        return {"flags": " ".join(arm.trials[best]), "tuning": self.tuned(arm), "metric": arm.read,
                 "test": {k: arm.scale * number(r, "test", arm.read) for k, r in records.items()},
                 "val": {k: number(r, "val", arm.metric) for k, r in records.items()},
                 "steps": next(iter(records.values()))["steps"], "wall_s": [r["wall_s"] for r in records.values()],
