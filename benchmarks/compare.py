@@ -8,6 +8,7 @@ Each positional argument is one quoted command; every flag that is not listed he
 the seeds 0, 1, ... (--vary: with these values of another flag), so differences are taken pair by pair. With --tune each
 command first runs with each of the values, on a seed that no pair has; val chooses, test is compared. Name one metric
 before. An interval is Student's t over all pairs; where several commands are compared, Holm's correction decides.
+Pairs whose differences are all alike show no spread and decide nothing: more seeds, or more test examples.
 
 A finished run is one small file below OUT/runs, so that the same words go on where they stopped; an edited script is
 run again. Writes OUT/comparison.json, .md and .png.
@@ -255,7 +256,8 @@ def draw(lines, title, unit, path):
     axis.axvline(0, color="grey", linewidth=1)
     fig.suptitle(textwrap.fill(title, 80))
     axis.set(ylim=(-0.5, len(lines) - 0.3), xlabel=f"{unit}; dots: pairs; square and bar: mean, 95 %")
-    axis.set_yticks(range(len(lines)), [f"{what}\n{line['verdict']}" for what, line in lines.items()])
+    names = [f"{textwrap.fill(what, 44)}\n{line['verdict']}" for what, line in lines.items()]
+    axis.set_yticks(range(len(lines)), names)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(fig, path)
 

@@ -122,9 +122,7 @@ def draw_margins(folders):
                            "a2": args["a2"] if args["margin_schedule"] == "logistic" else None})
     panels = [("margin (Fig. 4, left)", "a0 / a1, radians; 0 = none", lines_over("mu", "a2", points)),
               ("a2 of the margin's growth (Fig. 4, middle)", "a2, per step", lines_over("a2", "mu", points))]
-    panels = [panel for panel in panels if panel[2]]
-    if not panels:
-        raise UserError(f"{folders[0]} ...: the runs have one margin and one a2; give runs with two of either")
+    panels = [panel for panel in panels if panel[2]]                       # of runs with two margins, or two a2
     (fig, axes), said = figure(len(panels)), []
     for ax, (title, xlabel, found) in zip(axes, panels):
         for k, (label, line) in enumerate(found.items()):
