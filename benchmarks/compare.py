@@ -68,25 +68,28 @@ def quantile(p, degrees):
     return low
 
 
-def error_of(values):
-    """The standard error of their mean; infinite where no spread is seen, which is no evidence: one value, or all alike
-    (a metric of few examples has few steps)."""
-    return (statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0) or math.inf
+def spread(values):
+    """Their standard deviation; infinite where none is seen, which is no evidence: one value, or all alike (a metric of
+    few examples has few steps)."""
+    return (statistics.stdev(values) if len(values) > 1 else 0) or math.inf
 
 
 def interval(values):
     """(mean, half width of its 95 % interval by Student's t)."""
-    return statistics.mean(values), quantile(0.95, max(1, len(values) - 1)) * error_of(values)
+    n = len(values)
+    return statistics.mean(values), quantile(0.95, max(1, n - 1)) * spread(values) / math.sqrt(n)
 
 
 def paired(these, those, sign=1):
     """The comparison of two {seed: value} over the seeds that both have.
 
     sign: -1 if less is better.   Returns: a dict of seeds, differences (these - those), mean, half (of the interval),
-    smallest_effect (seen with 80 % power at a two-sided 5 %, given the spread of all pairs), p (two-sided) and sign."""
+    smallest_effect (seen with 80 % power at a two-sided 5 %, given the spread of all pairs; by the usual sum of two
+    quantiles, whose power is 73 % at 2 pairs, 77 at 3, 79 at 5), p (two-sided) and sign."""
     seeds = sorted(these.keys() & those.keys())
     differences = [these[k] - those[k] for k in seeds]
-    (mean, half), error, degrees = interval(differences), error_of(differences), max(1, len(seeds) - 1)
+    mean, half = interval(differences)
+    error, degrees = spread(differences) / math.sqrt(len(seeds)), max(1, len(seeds) - 1)
     smallest = (quantile(0.95, degrees) + quantile(0.6, degrees)) * error                # t of 97.5 and of 80 %
     return {"seeds": seeds, "differences": differences, "mean": mean, "half": half, "smallest_effect": smallest,
             "p": 1 - within(mean / error, degrees), "sign": sign}
