@@ -342,12 +342,6 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
     assert words("e", ["green pear"] * 9, str(tmp_path / "a")) == other
 
 
-def test_no_hub_for_the_tokenizer_is_one_line():
-    with pytest.raises(UserError, match="^openai/clip-vit-base-patch32: .*connect") as refused:
-        common.build_tokenizer("openai/clip-vit-base-patch32", 77)
-    assert "\n" not in str(refused.value)
-
-
 # ---------------------------------------------------- experts -------------------------------------------------------
 def test_experts(tmp_path, tiny, data):
     dino, bert = tiny("dino")[0], tiny("bert")[0]
