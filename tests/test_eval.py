@@ -278,8 +278,6 @@ def test_two_processes_count_each_item_once(run, tmp_path):
     (["--checkpoint", "x", "--normalize", "dsl", "--iterations", "3"], "--iterations: only with --normalize queue or"),
     (["--checkpoint", "x", "--text-encoder", "y"], "--text-encoder: only without --checkpoint"),
     (["--checkpoint", "x", "--tasks", "gap", "--knn-features", "backbone"], "--knn-features: only with --tasks knn"),
-    (["--checkpoint", "x", "--init-from", "w.pt"], "--init-from: only with a model by name: a run has its own weights"),
-    (["--checkpoint", "x", "--image-size", "64"], "--image-size: only with a model by name: a run has its own weights"),
     (["--image-encoder", "small", "--text-encoder", "y"], "small have weights only in a run")])
 def test_bad_flags(flags, message, capsys):
     assert message in refused(eval_py.parse_args, flags, capsys)
@@ -328,7 +326,10 @@ def test_queries_of_a_class_do_not_stand_together_in_the_queue(run, monkeypatch)
     assert same.min() > 0.9999 and len(texts) > 16
 
 
-def test_bad_checkpoints(tmp_path):
+def test_bad_checkpoints(tmp_path, run, capsys):
+    for flags in (["--init-from", "w.pt"], ["--image-size", "64"]):
+        said = refused(eval_py.parse_args, ["--checkpoint", str(run), *flags], capsys)
+        assert f"{flags[0]}: only with a model by name: a run has its own weights" in said
     with pytest.raises(UserError, match=str(tmp_path)):
         evaluate("--checkpoint", tmp_path)
     (tmp_path / "half" / "checkpoints").mkdir(parents=True)

@@ -175,12 +175,6 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, run, tmp_path):
     assert log[-1]["L_cap"] < log[0]["L_cap"]
     names = load_file(folder / "model.safetensors").keys()
     assert not [n for n in names if "decoder" in n or "captioner" in n] and "text.head.conv.weight" in names
-    model, tokenizer, _ = common.load_model(folder)
-    data = common.load_data(str(root / "clips.csv"), "test", frames=5,
-                            feature_dir=[str(root / "motion"), str(root / "appearance")])
-    with torch.no_grad():
-        image, text = model(data.read(0)[None])[0], model(tokens=tokenizer(["one number 3"]))[1]
-    assert image.shape == text.shape == (1, D) and image.isfinite().all() and text.isfinite().all()
     def evaluate(*more):
         command = ["--cpu", "--workers", 0, "--tasks", "retrieval", "--checkpoint", folder,
                    "--output-dir", tmp_path, *more]
