@@ -27,7 +27,7 @@ import launch
 import mama
 import temo
 import temperature_schedules
-from helpers import TEXT, tar_samples, tiny_model, write_images, write_rows, write_tar, write_video
+from helpers import TEXT, refused, tar_samples, tiny_model, write_images, write_rows, write_tar, write_video
 from test_hub import hub  # noqa: F401  (a fixture)
 from test_temperature_schedules import cifar  # noqa: F401
 
@@ -114,8 +114,7 @@ def test_all_tasks_on_several_sets(run, hub, capsys, monkeypatch):  # noqa: F811
     assert {"zero-shot", "knn@1", "knn@10", "few-shot", "all"} == dtd["chance"].keys() == dtd["metrics"].keys() - {
         "images", "unreadable"}
     assert coco["metrics"]["captions"] == 12 and {"head", "mid", "tail"} <= result["emoji"]["metrics"]["knn@1"].keys()
-    out = capsys.readouterr().out
-    assert "text -> image" in out and "(chance)" in out and "left out: knn: the set has no classes" in out
+    assert "left out: knn: the set has no classes" in capsys.readouterr().out
     monkeypatch.setattr(evaluation.retrieval, "encode_images", None)       # all are opened before the first is encoded
     with pytest.raises(UserError, match="no such file or folder"):
         evaluate("--checkpoint", run, "--datasets", *sets, "/no/such/set", *tasks)
@@ -151,7 +150,7 @@ def test_prompts_are_not_cleaned_as_captions(monkeypatch):
     assert long > short
 
 
-def test_the_sets_that_are_meant(tmp_path, capsys):
+def test_the_sets_that_are_meant(capsys):
     """temo-17 is one word for seventeen sets; of the run's own sets those without the split are named."""
     def wanted(*flags, **own):
         return eval_py.wanted_sets(eval_py.parse_args(["--checkpoint", "r", *flags]), own)
@@ -274,19 +273,14 @@ def test_two_processes_count_each_item_once(run, tmp_path):
 
 @pytest.mark.parametrize("flags,message", [
     ([], "give what to evaluate"),
-    (["--checkpoint", "x", "--gamma", "-1"], "--gamma -1: must be at least 0"),
     (["--checkpoint", "x", "--normalize", "queue", "--split", "train"], "--normalize oracle"),
     (["--checkpoint", "x", "--gamma", "0.1"], "--gamma: only with --normalize queue, oracle or dsl"),
     (["--checkpoint", "x", "--normalize", "dsl", "--iterations", "3"], "--iterations: only with --normalize queue or"),
     (["--checkpoint", "x", "--text-encoder", "y"], "--text-encoder: only without --checkpoint"),
     (["--checkpoint", "x", "--tasks", "gap", "--knn-features", "backbone"], "--knn-features: only with --tasks knn"),
-    (["--image-encoder", "small", "--text-encoder", "y"], "small have weights only in a run"),
-    (["--checkpoint", "x", "--tasks", "magic"], "invalid choice")])
+    (["--image-encoder", "small", "--text-encoder", "y"], "small have weights only in a run")])
 def test_bad_flags(flags, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        eval_py.parse_args(flags)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
+    assert message in refused(eval_py.parse_args, flags, capsys)
 
 
 def test_a_temperature_that_a_run_does_not_have_is_not_made_up(tmp_path):
@@ -299,15 +293,6 @@ def test_a_temperature_that_a_run_does_not_have_is_not_made_up(tmp_path):
     assert gamma({"loss": "infonce", "tau": 0.07}, tmp_path) == 0.07
 
 
-def test_an_earlier_result_is_kept(run, tmp_path, monkeypatch, capsys):
-    for k, task in enumerate(("retrieval", "gap", "gap")):
-        monkeypatch.setattr("sys.argv", ["eval.py", "--tasks", task])
-        evaluate("--checkpoint", run, "--output-dir", tmp_path, "--tasks", task)
-        assert ("the earlier eval.json is now eval_1.json" in capsys.readouterr().out) == (k == 1)
-    first, last = (json.loads((tmp_path / f"{name}.json").read_text())["datasets"] for name in ("eval_1", "eval"))
-    assert "R-Mean" in first["emoji"]["metrics"] and "R-Mean" not in last["emoji"]["metrics"]
-
-
 def test_nothing_measured_is_an_error(run, tmp_path):
     with pytest.raises(UserError, match="nothing was measured, every task was left out"):
         evaluate("--checkpoint", run, "--output-dir", tmp_path, "--tasks", "qa")
@@ -317,7 +302,7 @@ def test_nothing_measured_is_an_error(run, tmp_path):
         evaluate("--checkpoint", run, "--tasks", "knn", "gap", "--normalize", "oracle")
 
 
-def test_held_out_images_that_a_run_trained_on_are_no_val(cifar, tmp_path, capsys):  # noqa: F811
+def test_held_out_images_that_a_run_trained_on_are_no_val(cifar, tmp_path):  # noqa: F811
     where = ["--dataset", "cifar10", "--data-dir", cifar]
     flags = [*where, "--image-encoder", "small", "--train-features", "clean", "--batch-size", "8"]
     folder, _ = train(tmp_path / "r", *flags, script=temperature_schedules)
@@ -342,18 +327,14 @@ def test_queries_of_a_class_do_not_stand_together_in_the_queue(run, monkeypatch)
 
 
 def test_bad_checkpoints(tmp_path, run, capsys):
-    for flag in (["--init-from", "w.pt"], ["--image-size", "64"]):
-        with pytest.raises(SystemExit):
-            eval_py.parse_args(["--checkpoint", str(run), *flag])
-        assert f"{flag[0]}: only with a model by name: a run has its own weights" in capsys.readouterr().err
+    for flags in (["--init-from", "w.pt"], ["--image-size", "64"]):
+        said = refused(eval_py.parse_args, ["--checkpoint", str(run), *flags], capsys)
+        assert f"{flags[0]}: only with a model by name: a run has its own weights" in said
     with pytest.raises(UserError, match=str(tmp_path)):
         evaluate("--checkpoint", tmp_path)
     (tmp_path / "half" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="this run has not ended"):
         evaluate("--checkpoint", tmp_path / "half")
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="Not a directory"):
-        evaluate("--checkpoint", run, "--output-dir", tmp_path / "file" / "x")
 
 
 def test_linear_probe_is_linear_svc():
@@ -367,15 +348,14 @@ def test_linear_probe_is_linear_svc():
     got = common.linear_probe(*data)
     expected = LinearSVC(random_state=42).fit(unit(x), y).predict(unit(q))
     assert got["top1"] == pytest.approx(100 * (expected == truth).mean())
-    order = np.random.RandomState(42).permutation(120)
-    rows = np.concatenate([order[y[order] == c][:5] for c in range(4)])
-    few = LinearSVC(random_state=42).fit(unit(x)[rows], y[rows]).predict(unit(q))
-    assert common.linear_probe(*data, few_shot=5)["top1"] == pytest.approx(100 * (few == truth).mean())
-    other = np.random.RandomState(7).permutation(120)
-    rows = np.concatenate([other[y[other] == c][:5] for c in range(4)])
-    right = LinearSVC(random_state=42).fit(unit(x)[rows], y[rows]).predict(unit(q)) == truth
-    assert common.linear_probe(*data, few_shot=5, seed=7)["top1"] == pytest.approx(100 * right.mean())
-    assert (few == truth).sum() != right.sum()
+    found = []
+    for seed in (42, 7):
+        order = np.random.RandomState(seed).permutation(120)
+        rows = np.concatenate([order[y[order] == c][:5] for c in range(4)])
+        few = LinearSVC(random_state=42).fit(unit(x)[rows], y[rows]).predict(unit(q))
+        found.append(common.linear_probe(*data, few_shot=5, seed=seed)["top1"])
+        assert found[-1] == pytest.approx(100 * (few == truth).mean())
+    assert found[0] != found[1]
     with pytest.raises(ValueError, match="smallest class has 30"):
         common.linear_probe(*data, few_shot=31)
 

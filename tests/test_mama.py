@@ -86,7 +86,12 @@ def test_loss_against_a_loop(mu, tau):
 def test_angles_inside_and_outside_of_the_margin():
     angles = torch.tensor([0.0, 0.1, 0.2, 0.3, math.pi / 2 - 1e-9, math.pi / 2 + 1e-9, 3.0], dtype=torch.float64)
     expected = [1.0, 1.0, 1.0, math.cos(0.1), math.sin(0.2), 0.0, math.cos(3.0)]
-    assert mama.angular_cosine(angles.cos(), 0.2).tolist() == pytest.approx(expected, abs=1e-8)
+    cosines = angles.cos().requires_grad_()
+    value = mama.angular_cosine(cosines, 0.2)
+    assert value.tolist() == pytest.approx(expected, abs=1e-8)
+    slope, = torch.autograd.grad(value.sum(), cosines)                     # sin(angle - mu) / sin(angle) in the cosine
+    by_hand = [0.0, 0.0, math.sin(0.1) / math.sin(0.3), math.cos(0.2), 1.0, 1.0]  # less than 1: Theorem 1
+    assert slope[[0, 1, 3, 4, 5, 6]].tolist() == pytest.approx(by_hand, abs=1e-7)
 
 
 @pytest.mark.parametrize("mu", [0.0, 1e-4, 0.2])
@@ -101,25 +106,6 @@ def test_gradient_is_finite_at_both_ends(mu):
     value = mama.angular_cosine(ends, mu)
     value.sum().backward()
     assert torch.isfinite(ends.grad).all() and value[1] == 1 and value[0] == -1
-
-
-@pytest.mark.parametrize("tau", [1.0, 0.05])
-def test_theorem_1_on_random_pairs(tau):
-    """|dL/dlambda| with the margin is at most that without, up to pi / 2; beyond they are equal; inside it is 0."""
-    angle = (torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * math.pi)
-    negatives = (unit(2000, 7, seed=3) @ unit(30, 7, seed=4).T / tau).logsumexp(1)  # of 30 others
-
-    def slope(mu):
-        lam = angle.clone().requires_grad_()
-        positive = mama.angular_cosine(lam.cos(), mu) / tau
-        (torch.logaddexp(positive, negatives) - positive).sum().backward()
-        return lam.grad.abs()
-    plain = slope(0.0)
-    for mu in (0.1, 0.2, 0.4):
-        with_margin, acute = slope(mu), angle <= math.pi / 2
-        assert (with_margin[acute] <= plain[acute] + 1e-12).all()
-        assert (with_margin[acute] < plain[acute]).double().mean() > 0.99
-        assert torch.allclose(with_margin[~acute], plain[~acute]) and (with_margin[angle < mu] == 0).all()
 
 
 # ---------------------------------------------------- the weight network's gradient ----------------------------------
@@ -224,7 +210,7 @@ def linear_toy():
 
 
 def closed_form(theta, batch, meta, net, alpha):
-    """Eq. 12 by hand: (virtual parameters, G summed over the meta-data (B,), gradient of theta for each parameter)."""
+    """Eq. 12 by hand: the gradient for each parameter of the network."""
     (x, y), (xm, ym) = batch, meta
     error = x @ theta - y
     gradients = error[:, None] * x                                          # (B, 3) of each L_j
@@ -236,27 +222,15 @@ def closed_form(theta, batch, meta, net, alpha):
     for j in range(len(x)):
         dw = torch.autograd.grad(weight[j], list(net.parameters()), retain_graph=True)
         total = [t - alpha / len(x) * G[j] * d for t, d in zip(total, dw)]
-    return virtual, G, total
+    return total
 
 
 @pytest.mark.parametrize("method", ["forward", "second-order"])
 def test_algorithm_1_on_a_linear_toy(method):
     losses, theta, batch, meta, net = linear_toy()
-    for _ in range(3):
-        _, _, expected = closed_form(theta["theta"], batch, meta, net, 0.1)
-        gradient = mama.weightnet_gradient(losses, theta, batch, meta, net, 0.1, method)
-        assert relative(gradient, expected) < 1e-12 and all(g.norm() > 1e-6 for g in gradient)
-        before = losses(theta, meta).mean()
-        with torch.no_grad():  # Eq. 10 as a plain step, then Eq. 11
-            for p, g in zip(net.parameters(), gradient):
-                p -= g
-            weight = net(losses(theta, batch))
-            theta = {"theta": theta["theta"] - 0.1 * (weight[:, None] * per_sample(losses, theta, batch)).mean(0)}
-        assert losses(theta, meta).mean() != before
-
-
-def per_sample(losses, theta, batch):
-    return torch.autograd.functional.jacobian(lambda t: losses({"theta": t}, batch), theta["theta"])  # (B, 3)
+    expected = closed_form(theta["theta"], batch, meta, net, 0.1)
+    gradient = mama.weightnet_gradient(losses, theta, batch, meta, net, 0.1, method)
+    assert relative(gradient, expected) < 1e-12 and all(g.norm() > 1e-6 for g in gradient)
 
 
 # ---------------------------------------------------- other weightings -----------------------------------------------
@@ -564,12 +538,10 @@ def test_meta_gradients_on_two_processes_are_those_of_one(tmp_path):
 BAD = {
     ("--chunk-size", "4", "--weighting", "l2rw"): "--chunk-size: --weighting l2rw encodes",
     ("--loss", "infonce", "--weighting", "meta"): "--loss infonce has neither margin nor weights",
-    ("--loss", "infonce", "--margin-schedule", "constant"): "--loss infonce has neither margin nor weights",
     ("--a0", "20"): "--a0 20 --a1 10: the margin a0 / a1 must be at most pi / 2",
     ("--weighting", "l2rw", "--meta-every", "2"): "--meta-every: only with --weighting meta",
     ("--chunk-size", "4"): "--chunk-size: --weighting meta encodes the whole batch",
     ("--meta-set", "test"): "--meta-set test: neither train nor val nor a file of names",
-    ("--weighting", "mean"): "--weighting invalid choice: 'mean'",
     ("--eta", "2"): "--eta: only with --task qa-open or qa-choice; it would have no effect",
     ("--focal-gamma=2",): "--focal-gamma: only with --weighting focal",
     ("--spl-start", ".5"): "--spl-start: only with --weighting spl",
@@ -642,10 +614,8 @@ def test_margins_of_several_runs(tmp_path, capsys):
     assert f"{over}0.4: 8.00" in said and "(Fig. 4, left), constant: 0.2: 12.00" in said
     assert "middle), mu = 0.2: 0.01: 9.00" in said and "middle), mu = 0.2: 0.1: 15.00 (2 runs)" in said
     assert "mu = 0.4" not in said and (tmp_path / "a.png").stat().st_size > 5000
-    for bad, words in (([folders[1], folder_of(tmp_path / "tau", tau=0.2)], r"differ in --tau \(0.2, 0.1\)"),
-                       ([folders[1], folders[1]], "a run is named twice")):
-        with pytest.raises(UserError, match=words):
-            several.main(["margins", *bad, "--out", str(tmp_path / "b.png")])
+    with pytest.raises(UserError, match=r"differ in --tau \(0.2, 0.1\)"):
+        several.main(["margins", folders[1], folder_of(tmp_path / "tau", tau=0.2), "--out", str(tmp_path / "b.png")])
 
 
 def test_queries_without_a_class_are_no_concept(tmp_path, capsys):
@@ -673,24 +643,19 @@ def test_scores_are_of_a_clip_s_own_captions(tmp_path):
     assert data.column("captions") == clean.column("captions") and list(data.keys()) == list(clean.keys())
 
 
-def test_gain_by_concept(run, tmp_path, capsys):
+def test_gain_by_concept(run, tmp_path):
     base, other = np.array([0, 1, 0, 0, 1.0]), np.array([1, 1, 0, 1, 0.0])
     found = several.gains(np.array(["a", "a", "a", "b", "c"]), base, other, {"a": 0.5, "b": 0.3, "c": 0.2})
     assert [(f, round(g, 3), n, c) for f, g, n, c in found] == [(0.5, 33.333, 3, "a"), (0.3, 100, 1, "b"),
                                                                 (0.2, -100, 1, "c")]
     assert [(name, round(g, 3)) for name, *_, g in several.thirds(found)] == [("frequent", 33.333), ("rare", 0.0)]
     folder, summary = run
-    theirs = main(tmp_path / "other", "--max-steps", "4", "--margin-schedule", "none")
-    several.main(["margins", str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "m.png")])
+    main(tmp_path / "other", "--max-steps", "4", "--margin-schedule", "none")
     several.main(["concepts", str(folder), str(tmp_path / "other"), "--out", str(tmp_path / "c.png")])
-    ours, without = (s["val"]["moving-emoji"]["text_to_image"]["R@1"] for s in (summary, theirs))
-    said = capsys.readouterr().out
-    assert f"a2 = 0.1: 0: {without:.2f} (1 runs)" in said and f"a2 = 0.1: 0.01: {ours:.2f} (1 runs)" in said
     ours = summary["test"]["moving-emoji"]["text_to_image"]["R@1"]
     _, hits, share, _ = several.hits(folder)
     assert 100 * hits.mean() == pytest.approx(ours) and sum(share.values()) == pytest.approx(1)
-    assert all((tmp_path / f"{k}.png").stat().st_size > 5000 for k in "cm")
-    third = main(tmp_path / "fewer", "--max-steps", "1", "--clips", "64", "24", "9", "--weighting", "none")
+    assert (tmp_path / "c.png").stat().st_size > 5000
+    main(tmp_path / "fewer", "--max-steps", "1", "--clips", "64", "24", "9", "--weighting", "none")
     with pytest.raises(UserError, match="its test queries and their concepts are not those of"):
         several.main(["concepts", str(folder), str(tmp_path / "fewer")])
-    assert third["steps"] == 1

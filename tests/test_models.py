@@ -221,14 +221,6 @@ def test_dropout_of_a_text_encoder_stays_or_goes(tiny, tokenizer, kind):
     assert not differ(True, False)
 
 
-def test_dropout_of_a_feature_tower():
-    model = common.TwoTower(common.VisionEncoder("features", 16, features=(3, 10)), None)
-    x = torch.randn(4, 3, 10, generator=torch.Generator().manual_seed(0))
-    without = model.train()(x)[0]
-    encoders.towers.set_dropout(model, 0.1, text=True)
-    assert not torch.equal(model(x)[0], model(x)[0]) and torch.equal(model.eval()(x)[0], without)
-
-
 def test_float_images_are_refused_and_the_statistics_are_those_of_the_encoder():
     transform = common.EvalTransform(32, (0.5,) * 3, (0.5,) * 3)
     assert transform(torch.zeros(3, 40, 40, dtype=torch.uint8)).shape == (3, 32, 32)
@@ -340,12 +332,6 @@ def test_init_from_a_run_takes_its_words_too(tmp_path, capsys):
         assert ("WARNING: --init-from" in capsys.readouterr().out) == warned
     engine.processes.write_json(tmp_path / "a" / "model.json", {"text_encoder": "some/bert"})
     assert words("e", ["green pear"] * 9, str(tmp_path / "a")) == other
-
-
-def test_no_hub_for_the_tokenizer_is_one_line():
-    with pytest.raises(UserError, match="^openai/clip-vit-base-patch32: .*connect") as refused:
-        common.build_tokenizer("openai/clip-vit-base-patch32", 77)
-    assert "\n" not in str(refused.value)
 
 
 # ---------------------------------------------------- experts -------------------------------------------------------

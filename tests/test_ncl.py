@@ -4,7 +4,6 @@ processes, eval.py, bad input."""
 import json
 import math
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import common
@@ -39,7 +38,6 @@ from helpers import (
     write_rows,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
 N, D = 12, 6
 SHAPES = [(16, 16), (40, 17), (5, 60)]
 DRAWS = True  # where a test asks for it, see `main`
@@ -100,12 +98,6 @@ def test_biases_against_a_loop(shape, gamma, priors):
                 assert (bias.double() / gamma).exp().sum().item() == pytest.approx(1, rel=1e-5)
 
 
-def test_biases_of_16_bit_cosines_are_float32():
-    sim = (unit(8, 4, seed=1) @ unit(8, 4, seed=2).T).bfloat16()
-    for a, b in zip(ncl.sinkhorn_biases(sim, 0.05), ncl.sinkhorn_biases(sim.float(), 0.05)):
-        assert a.dtype == torch.float32 and torch.equal(a, b)
-
-
 @pytest.mark.parametrize("iterations", [4, 300])
 def test_biases_are_finite_where_exp_overflows(iterations):
     assert math.isinf(torch.tensor(1 / 0.01).exp().item())  # a plain exp in float32
@@ -113,45 +105,10 @@ def test_biases_are_finite_where_exp_overflows(iterations):
     for sim in (torch.ones(16, 16), 2 * torch.eye(16) - 1, -torch.ones(4, 9), column):
         a, b = ncl.sinkhorn_biases(sim, 0.01, iterations)
         assert torch.isfinite(a).all() and torch.isfinite(b).all()
-    same = ncl.sinkhorn_biases(torch.ones(16, 16), 0.01, iterations)  # identical embeddings: nothing to repair
-    assert all(torch.allclose(x, torch.full((16,), 0.01 * math.log(1 / 16)), atol=1e-6) for x in same)
     e = torch.ones(16, 8, requires_grad=True)
     loss = ncl.ncl_loss(e, torch.ones(16, 8), 0.01, iterations, detach=False)
     loss.backward()
     assert torch.isfinite(e.grad).all() and loss.item() == pytest.approx(math.log(16))  # a random guess
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_priors_are_met(shape):
-    m, n = shape
-    sim, r, c = unit(m, 8, seed=1) @ unit(n, 8, seed=2).T, simplex(m, 3), simplex(n, 4)
-    def shares(iterations, gamma):
-        a, b = ncl.sinkhorn_biases(sim, gamma, iterations, r, c)
-        P = ((a[:, None] + b + sim) / gamma).exp()
-        return P.sum(1) / P.sum(), P.sum(0) / P.sum()
-    rows, columns = shares(1000, 0.05)
-    assert torch.allclose(rows, r, rtol=1e-4, atol=0) and torch.allclose(columns, c, rtol=1e-4, atol=0)
-    rows, columns = shares(4, 0.01)
-    # the columns are last: exact after any round
-    assert torch.allclose(columns, c, rtol=1e-9, atol=0) and not torch.allclose(rows, r, rtol=1e-2, atol=0)
-
-
-def test_every_item_collects_one_query_at_convergence():
-    """Eq. 13 and Appendix A: P_t2v(v_j | t_i) sums to 1 over the texts; and the other way round."""
-    text, video = pairs(32, 16, noise=1.2, hub=0.5)
-    sim, gamma = text @ video.T, 0.05
-    for s, side in ((sim, 1), (sim.T, 0)):
-        error = {}
-        for k in (0, 4, 20, 500):
-            bias = ncl.sinkhorn_biases(sim, gamma, k)[side] if k else 0
-            error[k] = (F.softmax((s + bias) / gamma, 1).sum(0) - 1).abs()
-        assert error[500].max() < 1e-4 < error[4].max()
-        assert error[0].mean() > 2 * error[4].mean() > 2 * error[20].mean() > error[500].mean()
-        assert error[0].mean().item() == pytest.approx(common.normalization_error(s, gamma))
-    adjusted = [sim, *(sim + ncl.sinkhorn_biases(sim, 0.01, k)[1] for k in (4, 50))]
-    sharp = [common.normalization_error(s, 0.01) for s in adjusted]
-    # four rounds at CLIP's temperature: better, far from fair
-    assert sharp[0] > sharp[1] > sharp[2] and sharp[1] > 0.05
 
 
 # ---------------------------------------------------- the losses -----------------------------------------------------
@@ -231,34 +188,14 @@ def test_learnable_gamma_gets_the_gradient_at_fixed_biases(monkeypatch):
 @pytest.mark.parametrize("margin", [0.0, 0.2, 2.5])
 def test_max_margin_loss_against_a_loop(margin):
     text, video = pairs(noise=1.5)
-    s, total = (text @ video.T).tolist(), 0.0
+    s, expected = (text @ video.T).tolist(), {"L_t2v": 0.0, "L_v2t": 0.0}
     for i in range(N):
-        total += max(0, margin - s[i][i] + max(s[i][j] for j in range(N) if j != i))
-        total += max(0, margin - s[i][i] + max(s[j][i] for j in range(N) if j != i))
-    assert total > 0 and ncl.max_margin_loss(2 * text, video, margin).item() == pytest.approx(total / N)
+        expected["L_t2v"] += max(0, margin - s[i][i] + max(s[i][j] for j in range(N) if j != i)) / N
+        expected["L_v2t"] += max(0, margin - s[i][i] + max(s[j][i] for j in range(N) if j != i)) / N
+    terms = ncl.max_margin_terms(2 * text, video, margin)
+    assert {k: v.item() for k, v in terms.items()} == pytest.approx(expected) and min(expected.values()) > 0
+    assert ncl.max_margin_loss(2 * text, video, margin).item() == pytest.approx(sum(expected.values()))
     assert ncl.max_margin_loss(torch.eye(4), torch.eye(4), 0.9) == 0
-
-
-DIRECTIONS = {"ncl": lambda t, v: ncl.ncl_terms(t, v, 0.05), "infonce": lambda t, v: ncl.ncl_terms(t, v, 0.05, 0),
-              "max-margin": ncl.max_margin_terms}
-WHOLE = {"ncl": lambda t, v: ncl.ncl_loss(t, v, 0.05), "infonce": lambda t, v: ncl.ncl_loss(t, v, 0.05, 0),
-         "max-margin": ncl.max_margin_loss}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_loss_is_made_of_its_two_directions(name):
-    """L_t2v and L_v2t, which are logged, make the loss and its gradient: their mean, of the margin loss their sum."""
-    leaves = [x.float().requires_grad_() for x in pairs(hub=0.5)]
-    terms, loss = DIRECTIONS[name](*leaves), WHOLE[name](*leaves)
-    assert list(terms) == ["L_t2v", "L_v2t"] and terms["L_t2v"] != terms["L_v2t"]
-    assert all(term.shape == () and term.dtype == torch.float32 for term in terms.values())
-    expected = sum(terms.values()) / (1 if name == "max-margin" else 2)
-    assert loss == expected
-    for got, wanted in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves)):
-        assert torch.equal(got, wanted)
-    if name != "ncl":  # its rounds end with the columns, so the two sides are not alike
-        swapped = DIRECTIONS[name](*leaves[::-1])
-        assert torch.isclose(swapped["L_t2v"], terms["L_v2t"]) and torch.isclose(swapped["L_v2t"], terms["L_t2v"])
 
 
 # ---------------------------------------------------- the queue ------------------------------------------------------
@@ -319,13 +256,6 @@ def test_a_hub_is_repaired(way, grouped):
         assert results[mode][way]["R@1"] == 100
         assert results[mode]["error"][way] < 0.5 * results["none"]["error"][way]
         assert biases[mode][side].argmin() == 0 and biases[mode][side].shape == (24,)  # it is pushed back
-
-
-def test_without_stand_ins_there_is_no_queue():
-    text, video = pairs(20)
-    assert list(ncl.normalized_retrieval(pieces_of(text, video), 0.05, 4)[0]) == ["none", "oracle"]
-    # before the first step
-    assert list(ncl.normalized_retrieval(pieces_of(text, video), 0.05, 4, text[:0], video[:0])[0]) == ["none", "oracle"]
 
 
 def test_the_queue_of_texts_serves_the_videos():
@@ -398,12 +328,6 @@ def test_normalization_error_of_other_counts():
     assert common.normalization_error(sim, 0.5) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("gamma", [1e-6, 0.01, 1.0, 1e6])
-def test_normalization_error_is_finite(gamma):
-    assert 0 <= common.normalization_error(2 * torch.eye(5) - 1, gamma) < 1e-6
-    assert math.isfinite(common.normalization_error(unit(6, 4) @ unit(9, 4, seed=1).T, gamma))
-
-
 # ---------------------------------------------------- runs -----------------------------------------------------------
 def main(folder, *flags, base=SMALL, pictures=False, script=ncl):
     return run_script(script, folder, *flags, base=base, pictures=pictures)
@@ -437,27 +361,19 @@ def test_a_run_leaves_every_normalisation(run):
     assert all(p.stat().st_size > 5000 for p in folder.glob("*.png"))
 
 
-def test_the_figures_have_a_fork_s_biases(run, tmp_path, monkeypatch):
+def test_the_figures_have_a_fork_s_biases(tmp_path, monkeypatch):
     """R@1 by the size of the queue (Fig. 5) is found with the script's own retrieval_biases: the fork's put the first
     item in front of all others."""
     own = fork(ncl, tmp_path, "return gamma * log_beta.log_softmax(0)\n",
                "return 9.0 * (torch.arange(len(items)) == 0)\n")
-    ways = {"text -> video": "text_to_image", "video -> text": "image_to_text"}
-    for name, script in (("ours", ncl), ("fork", own)):
-        drawn = []
-        monkeypatch.setattr(figures.ncl, "save_figure", lambda *args, drawn=drawn: drawn.append(args))
-        summary = script.main(script.parse_args([*SMALL, "--output-dir", str(tmp_path), "--run-name", name]))
-        reported = summary["test"]["moving-emoji"]["normalize"]["queue"]
-        lines = {line.get_label(): line.get_ydata() for line in panel(drawn, "(Fig. 5)").lines}
-        for label, way in ways.items():
-            assert lines[label][-1] == reported[way]["R@1"]
-            if script is own:
-                assert len(lines[label]) > 1 and len(set(lines[label])) == 1
-        if script is own:
-            assert lines["video -> text"][0] == pytest.approx(100 / 16)  # the first text is right for one of 16
-        else:
-            assert reported == run[1]["test"]["moving-emoji"]["normalize"]["queue"]
-            assert reported["image_to_text"]["R@1"] > 100 / 16
+    drawn = []
+    monkeypatch.setattr(figures.ncl, "save_figure", lambda *args: drawn.append(args))
+    summary = main(tmp_path / "fork", script=own, pictures=True)
+    reported = summary["test"]["moving-emoji"]["normalize"]["queue"]
+    lines = {line.get_label(): line.get_ydata() for line in panel(drawn, "(Fig. 5)").lines}
+    for label, way in {"text -> video": "text_to_image", "video -> text": "image_to_text"}.items():
+        assert len(lines[label]) > 1 and set(lines[label]) == {reported[way]["R@1"]}
+    assert lines["video -> text"][0] == pytest.approx(100 / 16)            # the first text is right for one of 16
 
 
 @pytest.mark.parametrize("normalize", ["none", "oracle"])
@@ -468,21 +384,6 @@ def test_normalize_chooses_the_reported_numbers(run, normalize):
         m = summary[split]["moving-emoji"]
         assert m["normalize"] == whole[split]["moving-emoji"]["normalize"]  # the training is the same
         assert all(m[k] == m["normalize"][normalize][k] for k in ("text_to_image", "image_to_text", "R-Mean"))
-
-
-def test_evaluation_never_reaches_the_queues(run):
-    """With and without evaluations between the steps: the same queues, bit by bit.
-
-    Of as many rows as examples were trained on.
-    """
-    folder, _ = run
-    main(folder.parent / "unseen")
-    evaluations = [len([r for r in rows(f) if "eval" in r]) for f in (folder, folder.parent / "unseen")]
-    assert evaluations == [3, 2]
-    assert equal_files(folder / "queues.safetensors", folder.parent / "unseen" / "queues.safetensors")
-    last = tensors_of(folder, 4)
-    assert last["own/texts.count"] == last["own/videos.count"] == 4 * 16
-    assert len(load_file(folder / "queues.safetensors")["texts"]) == 64
 
 
 def test_the_queues_are_the_training_batches(tmp_path):
@@ -717,11 +618,6 @@ def test_eval_normalizes_checkpoints_of_other_scripts(temo_run, tmp_path):
     pieces = evaluation.retrieval.retrieval_pieces(model, tokenizer, test, index, image, device)
     expected, _ = ncl.normalized_retrieval(pieces, read_json(folder / "args.json")["tau"], 4, texts, videos)
     assert flatten(got["normalize"]) == pytest.approx(flatten(expected), rel=1e-4, abs=1e-4)
-    few = evaluate(folder, tmp_path / "few", "--normalize", "queue", "--queue-size", 10)
-    assert few["normalize"]["queue"] != got["normalize"]["queue"]
-    oracle = evaluate(folder, tmp_path / "oracle", "--normalize", "oracle")
-    assert list(oracle["normalize"]) == ["none", "oracle"]
-    assert oracle["normalize"]["oracle"] == got["normalize"]["oracle"]
 
 
 def test_modalities_show_one_caption_of_each_clip():
@@ -743,29 +639,15 @@ def features(tmp_path_factory):
     return root, write_rows(root / "clips.csv", ["video", "caption"], captions)
 
 
-@pytest.mark.parametrize("loss", ["ncl", "max-margin"])
-def test_features_end_to_end(features, loss, tmp_path):
+def test_features_end_to_end(features, tmp_path):
     root, csv = features
     folders = [root / "motion", root / "appearance"]
-    flags = ["--dataset", csv, "--image-encoder", "features", "--feature-dir", *folders, "--loss", loss]
-    args = ncl.parse_args(list(map(str, flags)))
-    assert (args.learnable_tau, args.loss_scale) == (False, 15 if loss == "ncl" else 1)
-    assert args.tau == 0.07 or loss != "ncl"
-    assert ncl.parse_args([*map(str, flags), "--loss", "infonce"]).loss_scale == 15  # clipped as NCL
+    flags = ["--dataset", csv, "--image-encoder", "features", "--feature-dir", *folders]
     base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "3", "--log-every", "1"]
-    summary = main(tmp_path / "r", *flags, base=base, pictures=loss == "ncl")
+    summary = main(tmp_path / "r", *flags, base=base, pictures=True)
     assert summary["steps"] == 3 and summary["bad_samples"] == 0
-    assert [r["step"] for r in steps(tmp_path / "r")] == [1, 2, 3]
-    if loss == "ncl":
-        assert losses(tmp_path / "r")[0] == pytest.approx(15 * math.log(8), rel=0.2)
-        assert {"normalization.png", "retrieval.png"} <= {p.name for p in (tmp_path / "r").iterdir()}
-    model, tokenizer, transform = common.load_model(tmp_path / "r")
-    data = common.load_data(str(csv), "test", feature_dir=[str(f) for f in folders], frames=args.frames)
-    x = data.read(0)
-    assert x.shape == (args.frames, 10)
-    with torch.no_grad():
-        image, text = model(x[None])[0], model(tokens=tokenizer(["one number 3"]))[1]
-    assert image.shape == text.shape == (1, args.embed_dim) and torch.isfinite(image).all()
+    assert losses(tmp_path / "r")[0] == pytest.approx(15 * math.log(8), rel=0.2)
+    assert {"normalization.png", "retrieval.png"} <= {p.name for p in (tmp_path / "r").iterdir()}
     got = evaluate(tmp_path / "r", tmp_path / "eval", "--normalize", "queue")
     assert same_numbers(got["normalize"], summary["test"][str(csv)]["normalize"])
 
@@ -795,11 +677,9 @@ def test_val_held_out_of_a_set_that_has_none(tmp_path, capsys):
     assert "data         40 training examples" in capsys.readouterr().out  # 20 videos of two captions, none of val
     got = evaluate(tmp_path / "r", tmp_path / "eval", "--split", "val", "--normalize", "queue")
     assert got["images"] == 4 and same_numbers(got["normalize"], summary["val"]["msrvtt"]["normalize"])
-    with pytest.raises(UserError, match="msrvtt has no val split; it has: train, test; --hold-out-val"):
-        common.load_data("msrvtt", "val", data_dir=str(tmp_path), feature_dir=[str(tmp_path / "motion")], frames=3)
 
 
-def test_sets_without_a_queue_are_not_normalised_in_silence(run, tmp_path, capsys):
+def test_sets_without_a_queue_are_not_normalised_in_silence(tmp_path, capsys):
     """Training: the banner and the table say so. eval.py fills a queue from that set's training split, or ends."""
     folder = tmp_path / "r"
     summary = main(folder, "--eval-datasets", "moving-emoji", "emoji")
@@ -823,31 +703,22 @@ def test_sets_without_a_queue_are_not_normalised_in_silence(run, tmp_path, capsy
 
 
 # ---------------------------------------------------- flags ---------------------------------------------------------
-def test_dropout_of_the_feature_tower_acts(features, tmp_path, capsys):
+def test_dropout_of_the_feature_tower_acts(features, tmp_path):
     root, csv = features
     flags = ["--dataset", csv, "--image-encoder", "features", "--feature-dir", root / "motion", "--lr", 0]
     base = [*BASE, "--workers", "0", "--batch-size", "8", "--max-steps", "2", "--log-every", "1"]
     found = {}
-    for name, more in {"0": [], "again": [], "0.5": ["--dropout", 0.5]}.items():
-        summary = main(tmp_path / name, *flags, *more, base=base)
-        found[name] = losses(tmp_path / name), summary["test"][str(csv)]["R-Mean"]
-    assert found["0"] == found["again"]
-    assert found["0.5"][0] != found["0"][0] and found["0.5"][1] == found["0"][1]  # none in evaluation, and no lr
-    words = capsys.readouterr().out
-    assert "without its captioning loss, epochs, batch and weight decay" in words
+    for dropout in (0, 0.5):
+        summary = main(tmp_path / str(dropout), *flags, "--dropout", dropout, base=base)
+        found[dropout] = losses(tmp_path / str(dropout)), summary["test"][str(csv)]["R-Mean"]
+    assert found[0.5][0] != found[0][0] and found[0.5][1] == found[0][1]  # none in evaluation, and no lr
 
 
 BAD = {
-    "--crop-min 2": "--crop-min 2: must be between 0 and 1",
     "--loss max-margin --learnable-tau": "--loss max-margin has no temperature",
-    "--clips 1 1 1": "--clips 1: must be between 2 and",
-    "--caption-noise 2": "--caption-noise 2: must be between 0 and 1",
-    "--feature-dir /no/such": "--feature-dir /no/such: no such path",
     "--image-encoder features": "--feature-dir",
     "--feature-dir .": "--image-encoder features",
     "--dropout 0.1": "--dropout 0.1: only for --image-encoder features",
-    "--loss triplet": "--loss invalid choice: 'triplet'",
-    "--video-dir /no/such": "--video-dir /no/such: no such path",
 }
 
 
@@ -863,13 +734,10 @@ def test_bad_data(features, tmp_path):
             main(tmp_path / "r", *flags)
         assert "\n" not in str(error.value)
         return str(error.value)
-    assert stopped("--dataset", "msrvtt").startswith("--dataset msrvtt needs --data-dir")
-    assert "none of MSRVTT_train.9k.csv" in stopped("--dataset", "msrvtt", "--data-dir", tmp_path)
     (tmp_path / "empty").mkdir()
     by_features = ["--dataset", csv, "--image-encoder", "features", "--feature-dir"]
     message = stopped(*by_features, tmp_path / "empty")
     assert message.startswith(f"--dataset {csv}: ") and "no file is found (looked for clip0)" in message
-    assert "--batch-size 128: larger than the 64 training examples" in stopped("--batch-size", 128)
     (tmp_path / "bad").mkdir()
     for i in range(40):
         np.save(tmp_path / "bad" / f"clip{i}.npy", np.full((3, 4), np.nan))
@@ -925,7 +793,7 @@ def test_retrieval_biases_in_blocks_are_sinkhorn_s():
         assert torch.allclose(ncl.retrieval_biases(2 * items, 5 * queries, gamma), expected, atol=1e-9)
 
 
-def test_the_same_queries_before_and_after(run, tmp_path, monkeypatch):
+def test_the_same_queries_before_and_after(tmp_path, monkeypatch):
     """Fig. 6: each query twice, with the cosine and what the clip collects of all queries' probabilities."""
     image, text = unit(12, 4).float(), unit(12, 4, seed=1).float()
     data = common.load_data("moving-emoji", "test", clips=[12, 12, 12], image_size=16)
@@ -946,16 +814,3 @@ def test_the_same_queries_before_and_after(run, tmp_path, monkeypatch):
     assert [row[0].get_ylabel().replace("\n", " ") for row in rows[1::2]] == ["the same with biases"] * 3
 
 
-def test_queries_of_the_picture_are_hits_and_misses(tmp_path, monkeypatch):
-    """Three of either kind, marked, with the rank of the right item; all six of one kind where there is no other."""
-    data = common.load_data("moving-emoji", "test", clips=[12, 12, 12], image_size=16)
-    image, drawn = unit(12, 12).float(), []
-    monkeypatch.setattr(figures.base, "save_figure", lambda *args: drawn.append(args))
-    for wrong, hits in ((6, 3), (0, 6), (12, 0)):
-        text = torch.cat([-image[:wrong], image[wrong:]])                  # the first queries find their item last
-        pieces = {"image": image, "text": text, "owner": np.arange(12), "positives": torch.arange(12)[:, None],
-                  "texts": [f"text {i}" for i in range(12)], "index": np.arange(12), "data": data}
-        figures.base.draw_retrieval(pieces, tmp_path / "r.png")
-        axes = drawn.pop()[0].axes
-        assert [ax.get_ylabel()[:3] for ax in axes[::3]] == ["hit"] * hits + ["mis"] * (6 - hits)
-        assert all("(rank 12)" in ax.get_ylabel() for ax in axes[3 * hits::3])

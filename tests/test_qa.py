@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import eval as eval_py
 import launch
 import mama
-from helpers import drift, encode, of_set, write_rows, write_video
+from helpers import drift, encode, of_set, refused, write_rows
 from helpers import steps as logged
 from tools import figures as several
 from tools import score
@@ -303,8 +303,8 @@ def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
     """Tables 9 and 10 of two runs: cosines of their embeddings, a csv of all, a picture of some."""
     folders = [str(runs_of[0] / name) for name in ("qa-open", "qa-choice")]
 
-    def run(*flags, of=folders, split="test"):
-        return score.main([*of, "--out", str(tmp_path / "scores"), "--cpu", "--split", split, *flags])
+    def run(*flags, of=folders):
+        return score.main([*of, "--out", str(tmp_path / "scores"), "--cpu", "--split", "test", *flags])
     found = run("--short", "noun")
     data = common.load_data("moving-emoji", "test", clips=(64, 24, 24))
     assert found.shape == (2, 24, 2) and (tmp_path / "scores.png").is_file()
@@ -319,11 +319,8 @@ def test_scores_of_short_and_detailed_captions(runs_of, tmp_path, capsys):
     assert lines[11].startswith(f"test 5,short,{texts[0]},") and lines[12].startswith("test 5,detailed,")
     assert f"{'qa-choice':<34}{found[1, :, 0].mean():9.4f}{found[1, :, 1].mean():10.4f}" in capsys.readouterr().out
     (tmp_path / "short.csv").write_text("video,caption\ntest 3,a thing\ntest 7,x\nval 1,nobody\n")
-    assert run("--short", str(tmp_path / "short.csv")).tolist() == run(  # any order, and one run alone
-        "--short", str(tmp_path / "short.csv"), of=folders[::-1]).tolist()[::-1]
+    run("--short", str(tmp_path / "short.csv"))
     assert "2 of 24 videos have a short and a longer caption" in capsys.readouterr().out
-    with pytest.raises(UserError, match="^--short question: .*No such file"):  # no column with class names, either
-        run("--short", "question")
     main(tmp_path / "fewer", "--task", "qa-open", "--clips", "64", "24", "23", "--max-steps", "1")
     with pytest.raises(UserError, match="a run on other videos than"):
         run("--short", "noun", of=[folders[0], str(tmp_path / "fewer")])
@@ -338,20 +335,12 @@ def test_short_captions_of_files_are_found_by_their_names(tmp_path):
     write_rows(tmp_path / "short.csv", ["video", "caption"], [("c.mp4", "x"), ("a.mp4", "one two three four")])
     assert score.short_captions(data, str(tmp_path / "short.csv")) == ["one two three four", "", "x"]
     assert score.caption_pairs(data, str(tmp_path / "short.csv")) == {2: ["x", "five six"]}
-    with pytest.raises(UserError, match="no video has captions of different lengths"):
-        score.caption_pairs(data.select([1]), "")
     write_rows(tmp_path / "none.csv", ["video", "caption"], [("x.mp4", "x")])
     with pytest.raises(UserError, match="none of its 1 rows matches a clip of files"):
         score.short_captions(data, str(tmp_path / "none.csv"))
-    write_rows(tmp_path / "odd.csv", ["file", "words"], [("a.mp4", "x")])
-    with pytest.raises(UserError, match="--image-column: none of video"):
-        score.short_captions(data, str(tmp_path / "odd.csv"))
     table = common.make_table([["one two three"]] * 2, ["a", "b"], paths[:2], {"label": ["ox", "bee"]}, label=[0, -1])
     some = common.Data("files", "test", table)
     assert score.short_captions(some, "label") == ["an ox", ""]  # a row without a class has no name of one
-    drawn = common.load_data("moving-emoji", "test", clips=(8, 8, 8))  # no files: a row's key is its name
-    with pytest.raises(UserError, match=r"odd.csv: 'video'"):
-        score.short_captions(drawn, str(tmp_path / "odd.csv"))
 
 
 OTHER = {"dual": ["--task", "qa-choice", "--qa-model", "dual"], "eta": ["--task", "qa-open", "--eta", "0"],
@@ -483,24 +472,6 @@ def test_a_fused_run_goes_on_bitwise(tmp_path):
     assert again.keys() == whole.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
 
 
-def test_a_published_set_from_its_files(tmp_path):
-    """NExT-QA's own layout with real videos: accuracies by type, the text of a pair is the question."""
-    for k in range(4):
-        write_video(tmp_path / "videos" / f"{k}.mp4", [k, k + 1, k + 2])
-    header = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
-    for split in ("train", "val", "test"):
-        write_rows(tmp_path / f"{split}.csv", header, [
-            (k, 3, 96, 64, f"what is number {k}", k % 5, q, ["CW", "DO"][k % 2], "a", "b", "c", "d", "e")
-            for q, k in enumerate([0, 1, 2, 3] * 2)])
-    flags = ["--dataset", "nextqa", "--data-dir", str(tmp_path), "--video-dir", str(tmp_path / "videos"),
-             *"--workers 0 --image-encoder small --text-encoder small --no-pretrained --embed-dim 16".split(),
-             *"--image-size 32 --frames 2 --batch-size 4 --meta-batch-size 2".split()]
-    test = main(tmp_path / "run", *flags)["test"]["nextqa"]
-    assert test["questions"] == 8 and {"accuracy causal", "accuracy causal why", "accuracy descriptive"} < test.keys()
-    data = common.load_data("nextqa", "train", data_dir=str(tmp_path), video_dir=str(tmp_path / "videos"), frames=2)
-    assert data.captions(1) == ["what is number 1"] and data.column("answer")[1] == "b"
-
-
 # ---------------------------------------------------- refused -------------------------------------------------------
 def test_what_cannot_be_asked():
     data = data_of([("0", "b", ["a", "b"]), ("1", "a", [])])
@@ -520,15 +491,7 @@ def test_what_cannot_be_asked():
     (["--task", "qa-open", "--qa-similarity", "fused", "--weighting", "none", "--chunk-size", "4"],
      "--chunk-size: --qa-similarity fused needs all videos and texts at once")])
 def test_bad_flags(flags, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        mama.parse_args([*of_set(BASE, flags), *flags])
-    assert stop.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_a_resumed_run_keeps_its_task(runs_of, capsys):
-    with pytest.raises(SystemExit):
-        mama.parse_args(["--resume", str(runs_of[0] / "qa-open"), "--task", "qa-choice"])
-    assert "--task cannot change in a run" in capsys.readouterr().err
+    assert words in refused(mama.parse_args, [*of_set(BASE, flags), *flags], capsys)
 
 
 def test_recipes_are_the_paper_s():

@@ -2,17 +2,15 @@
 
 import math
 import shutil
-from types import SimpleNamespace
 
 import common
 from contrastive import figures
 from contrastive.encoders.base import SmallText
-from contrastive.encoders.ssb import RECIPE, Captioner, TextHead, VideoTower, captioning_loss, support_summary
+from contrastive.encoders.ssb import Captioner, TextHead, VideoTower, captioning_loss, support_summary
 from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.encoders.towers import set_dropout
-from contrastive.engine.processes import UserError, read_json
+from contrastive.engine.processes import UserError
 
-import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -177,12 +175,6 @@ def test_a_run_loads_and_evaluates_without_the_decoder(root, run, tmp_path):
     assert log[-1]["L_cap"] < log[0]["L_cap"]
     names = load_file(folder / "model.safetensors").keys()
     assert not [n for n in names if "decoder" in n or "captioner" in n] and "text.head.conv.weight" in names
-    model, tokenizer, _ = common.load_model(folder)
-    data = common.load_data(str(root / "clips.csv"), "test", frames=5,
-                            feature_dir=[str(root / "motion"), str(root / "appearance")])
-    with torch.no_grad():
-        image, text = model(data.read(0)[None])[0], model(tokens=tokenizer(["one number 3"]))[1]
-    assert image.shape == text.shape == (1, D) and image.isfinite().all() and text.isfinite().all()
     def evaluate(*more):
         command = ["--cpu", "--workers", 0, "--tasks", "retrieval", "--checkpoint", folder,
                    "--output-dir", tmp_path, *more]
@@ -209,11 +201,6 @@ def test_a_resumed_run_is_the_whole_one(run, tmp_path, capsys, monkeypatch, pict
     assert {line.get_label() for line in panel(drawn, "loss").lines} >= {"L_t2v", "L_v2t", "L_cap"}
 
 
-def test_the_banner_names_the_weights_that_count(root, run, tmp_path, capsys):
-    main(root, tmp_path / "r", "--init-from", run[0], "--max-steps", 1)
-    assert "M parameters; weights of" in capsys.readouterr().out
-
-
 def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
     """SGD without dropout, so that a step is as near as the gradients are; the decoder's weights, too."""
     plain = ["--optimizer", "sgd", "--lr", "1e-3", "--grad-clip", 0, "--dropout", 0, "--no-text-dropout",
@@ -237,7 +224,7 @@ def test_chunks_and_processes_give_the_same_steps(root, tmp_path):
 
 
 # ---------------------------------------------------- recipe and refusals -------------------------------------------
-def test_recipe(tmp_path, monkeypatch):
+def test_recipe(tmp_path):
     """App. C, and what is recalled of SSB; the captioning loss stays beside NCL's."""
     facts = {"msrvtt": (20, 32, 100, 0.1), "msvd": (20, 64, 100, 0.1), "activitynet": (28, 512, 256, 0)}
     scales = {"ncl": 15, "max-margin": 64, "infonce": 15}
@@ -251,31 +238,17 @@ def test_recipe(tmp_path, monkeypatch):
             assert (args.optimizer, args.lr, args.batch_size, args.grad_clip) == ("adam", 5e-5, 64, 0.2)
             assert (args.tau, args.learnable_tau, args.captioning_weight, args.support_tau) == (0.07, False, 10, 0.1)
             assert args.normalize == ("queue" if loss == "ncl" else "none") and args.chunk_size == 0
-    assert RECIPE["loss_scale"] == {k: float(v) for k, v in scales.items()}
-    train = SimpleNamespace(examples=100)
-    words = ncl.banner_lines(train, {"activitynet": {}}, {}, args)
-    assert "reconstruction" in words["recipe"] and "10 x captioning (T 0.1)" in words["loss"]
 
 
 def test_refusals(root, tmp_path, capsys):
     with pytest.raises(UserError, match="--captioning-weight: .* a T5, which --text-encoder small is not"):
         main(root, tmp_path / "r", "--text-encoder", "small")
     capsys.readouterr()
-    said = refused(ncl.parse_args, flags(root, "--feature-dir", str(root / "motion"), str(root / "no")), capsys)
-    assert f"--feature-dir {root / 'no'}: no such path" in said
     assert "go together" in refused(ncl.parse_args, ["--image-encoder", "ssb"], capsys)
     assert "only with --captioning-weight" in refused(ncl.parse_args, ["--support-tau", "0.2"], capsys)
-    assert "--crop-min: only with frames" in refused(ncl.parse_args, flags(root, "--crop-min", 0.5), capsys)
     ncl.parse_args(flags(root, "--eval-datasets", root / "clips.csv"))
     said = refused(ncl.parse_args, flags(root, "--eval-datasets", root / "clips.csv", "msvd"), capsys)
     assert f"--eval-datasets: --feature-dir is of {root / 'clips.csv'} alone" in said
     with pytest.raises(UserError, match="--image-encoder ssb: the data set has pixels"):
         run_script(ncl, tmp_path / "p", base=["--cpu", "--clips", 8, 4, 4, "--batch-size", 4, "--image-encoder", "ssb",
                                               "--feature-dir", tmp_path, "--text-encoder", root / "t5"])
-    (tmp_path / "appearance").mkdir()
-    for i in range(40):  # one is not there, one is wider than the first
-        if i != 1:
-            np.save(tmp_path / "appearance" / f"clip{i}.npy", np.ones((4, 5 if i == 2 else 4), np.float32))
-    wrong = flags(root, "--feature-dir", str(root / "motion"), str(tmp_path / "appearance"))
-    summary = run_script(ncl, tmp_path / "w", base=[*wrong, "--max-bad-fraction", "0.5", "--max-steps", "8"])
-    assert summary["bad_samples"] == 2 and read_json(tmp_path / "w" / "model.json")["features"] == [5, 10]

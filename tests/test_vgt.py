@@ -11,6 +11,7 @@ from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.encoders.vgt import PostNorm, VideoGraph, attend_words, crops, places
 from contrastive.engine.processes import UserError
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -219,7 +220,6 @@ def write_npz(folder, names):
 
 
 def write_h5(folder, split, names):
-    h5py = pytest.importorskip("h5py")
     (folder / "region_feat_n").mkdir(parents=True, exist_ok=True), (folder / "frame_feat").mkdir(exist_ok=True)
     feat, bbox, frames = features(len(names))
     with h5py.File(folder / "region_feat_n" / f"acregion_8c{N}b_{split}.h5", "w") as file:
@@ -253,15 +253,8 @@ def test_both_layouts_give_the_numbers_of_their_files(tmp_path):
         Regions(tmp_path / "h5", "train", 5, 32)
 
 
-def test_without_h5py_its_files_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "acregion_8c5b_val.h5").write_bytes(b"")
-    monkeypatch.setitem(__import__("sys").modules, "h5py", None)
-    with pytest.raises(UserError, match="acregion_8c5b_val.h5: import of h5py"):
-        Regions(tmp_path, "val", 5, 32)
-
-
 def test_a_run_on_files_with_captions(tmp_path, capsys):
-    """NExT-QA's lists with features for videos, read by a worker, h5 where h5py is; and what eval.py makes of it."""
+    """NExT-QA's lists with features for videos, read by a worker, of test as h5; and what eval.py makes of it."""
     header = "video frame_count width height question answer qid type a0 a1 a2 a3 a4".split()
     for split in ("train", "val", "test"):
         write_rows(tmp_path / f"{split}.csv", header, [
@@ -273,10 +266,7 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
     feat, bbox, frames = (x[0] for x in features(1))
     np.savez(tmp_path / "features" / "region_feat_aln" / "8.npz", feat=feat[..., 1:], bbox=bbox)
     np.save(tmp_path / "features" / "frame_feat" / "8.npy", frames[..., 1:])
-    try:
-        write_h5(tmp_path / "features", "test", list("3210"))
-    except pytest.skip.Exception:
-        pass
+    write_h5(tmp_path / "features", "test", list("3210"))
     data = common.load_data("nextqa", "train", data_dir=str(tmp_path), region_dir=str(tmp_path / "features"), regions=5,
                             frames=8)
     expected = features(4)[1][1, 0, 0, 2] / (96, 64, 96, 64)               # by the sizes of the list
@@ -306,7 +296,7 @@ def test_a_run_on_files_with_captions(tmp_path, capsys):
 
 # ---------------------------------------------------- runs ----------------------------------------------------------
 @pytest.mark.parametrize("task", ["qa-open", "qa-choice"])
-def test_a_run_its_checkpoint_and_its_resume(tmp_path, task, capsys):
+def test_a_run_its_checkpoint_and_its_resume(tmp_path, task):
     """Margin and learnt weights on; the image encoder stays as it is; three steps are two and one resumed."""
     folder = tmp_path / "run"
     summary = run(folder, "--task", task, "--max-steps", "3", "--save-every", "1", "--meta-every", "1")
@@ -326,9 +316,6 @@ def test_a_run_its_checkpoint_and_its_resume(tmp_path, task, capsys):
     assert set(found["left_out"].values()) == {"the model needs boxes, which only questions bring: --tasks qa"}
     weights.rename(tmp_path / "whole.safetensors")
     (folder / "checkpoints" / "step_3.pt").unlink()
-    capsys.readouterr()
-    said = refused(mama.parse_args, ["--resume", str(folder), "--regions", "4"], capsys)
-    assert "--regions cannot change in a run" in said
     mama.main(mama.parse_args(["--resume", str(folder)]))
     assert equal_files(weights, tmp_path / "whole.safetensors")
 
@@ -359,11 +346,8 @@ def test_two_processes_and_chunks_are_one_without_dropout(tmp_path):
     (["--task", "qa-open", "--crop-min", "0.5"], "boxes follow neither crop nor mirror image; use --crop-min"),
     (["--task", "qa-open", "--clean-captions"], "--clean-captions would break up its [SEP]"),
     (["--task", "qa-open", "--text-pooling", "mean"], "--text-pooling: only without --qa-model vgt"),
-    (["--task", "qa-open", "--qa-similarity", "fused"], "--qa-similarity fused: only for"),
     (["--dataset", "nextqa"], "--region-dir DIR and --image-encoder regions go together"),
-    (["--dataset", "nextqa", "--region-dir", "nowhere"], "--region-dir nowhere: no such path"),
     (["--dataset", "nextqa", "--region-dir", ".", "--video-dir", "."], "--video-dir: only without --region-dir"),
-    (["--task", "qa-open", "--fusion-layers", "1"], "--fusion-layers: only where questions have --qa-model fusion"),
     (["--task", "qa-open", "--qa-model", "fusion", "--regions", "3"], "--regions: only with --qa-model vgt")])
 def test_bad_flags(flags, words, capsys):
     assert words in refused(mama.parse_args, [*of_set(BASE, flags), *flags], capsys)
