@@ -125,6 +125,51 @@ def loop_ncl(text, video, gamma, iterations):
     return t2v, v2t
 
 
+def test_biases_of_16_bit_cosines_are_float32():
+    sim = (unit(8, 4, seed=1) @ unit(8, 4, seed=2).T).bfloat16()
+    for a, b in zip(ncl.sinkhorn_biases(sim, 0.05), ncl.sinkhorn_biases(sim.float(), 0.05)):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_priors_are_met(shape):
+    m, n = shape
+    sim, r, c = unit(m, 8, seed=1) @ unit(n, 8, seed=2).T, simplex(m, 3), simplex(n, 4)
+    def shares(iterations, gamma):
+        a, b = ncl.sinkhorn_biases(sim, gamma, iterations, r, c)
+        P = ((a[:, None] + b + sim) / gamma).exp()
+        return P.sum(1) / P.sum(), P.sum(0) / P.sum()
+    rows, columns = shares(1000, 0.05)
+    assert torch.allclose(rows, r, rtol=1e-4, atol=0) and torch.allclose(columns, c, rtol=1e-4, atol=0)
+    rows, columns = shares(4, 0.01)
+    # the columns are last: exact after any round
+    assert torch.allclose(columns, c, rtol=1e-9, atol=0) and not torch.allclose(rows, r, rtol=1e-2, atol=0)
+
+
+def test_every_item_collects_one_query_at_convergence():
+    """Eq. 13 and Appendix A: P_t2v(v_j | t_i) sums to 1 over the texts; and the other way round."""
+    text, video = pairs(32, 16, noise=1.2, hub=0.5)
+    sim, gamma = text @ video.T, 0.05
+    for s, side in ((sim, 1), (sim.T, 0)):
+        error = {}
+        for k in (0, 4, 20, 500):
+            bias = ncl.sinkhorn_biases(sim, gamma, k)[side] if k else 0
+            error[k] = (F.softmax((s + bias) / gamma, 1).sum(0) - 1).abs()
+        assert error[500].max() < 1e-4 < error[4].max()
+        assert error[0].mean() > 2 * error[4].mean() > 2 * error[20].mean() > error[500].mean()
+        assert error[0].mean().item() == pytest.approx(common.normalization_error(s, gamma))
+    adjusted = [sim, *(sim + ncl.sinkhorn_biases(sim, 0.01, k)[1] for k in (4, 50))]
+    sharp = [common.normalization_error(s, 0.01) for s in adjusted]
+    # four rounds at CLIP's temperature: better, far from fair
+    assert sharp[0] > sharp[1] > sharp[2] and sharp[1] > 0.05
+
+
+@pytest.mark.parametrize("gamma", [1e-6, 0.01, 1.0, 1e6])
+def test_normalization_error_is_finite(gamma):
+    assert 0 <= common.normalization_error(2 * torch.eye(5) - 1, gamma) < 1e-6
+    assert math.isfinite(common.normalization_error(unit(6, 4) @ unit(9, 4, seed=1).T, gamma))
+
+
 @pytest.mark.parametrize("iterations", [0, 1, 4, 50])
 @pytest.mark.parametrize("gamma", [0.01, 0.07, 1.0])
 def test_ncl_loss_against_a_loop(gamma, iterations):

@@ -137,6 +137,18 @@ def test_commands_of_the_pages_parse(place, monkeypatch):
     assert len(programs) >= 8 and all(map(importlib.util.find_spec, programs))
 
 
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_commands_of_a_script_s_own_page_parse(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = re.findall(rf" {name} ([^`\n#]*)", SCRIPTS[name].__doc__)
+    found = {c for c in found if not re.search(r"\$|\\|\.\.\.|--help|--resume|\.py|'", c)}
+    for command in found:
+        for folder in re.findall(r"\b[A-Z]{5,}\b", command):
+            Path(folder).mkdir(exist_ok=True)
+        SCRIPTS[name].parse_args(shlex.split(command))
+    assert found
+
+
 def test_functions_of_the_equations_exist():
     modules = {"TeMo": temo, "TS": temperature_schedules, "MM-TS": mmts, "NCL": ncl, "MAMA": mama}
     rows = [line.split("|") for line in PAGES[ROOT / "docs" / "methods.md"].split("## Recipes")[0].splitlines()
