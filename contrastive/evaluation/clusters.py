@@ -15,9 +15,9 @@ from pathlib import Path
 from contrastive.data.views import key_hash
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
-from contrastive.engine.processes import UserError, on_card, on_main, opening, read_json, write_json, write_tensors
+from contrastive.engine.processes import UserError, on_main, opening, read_json, write_json, write_tensors
 from contrastive.evaluation.by_class import recall_by_frequency
-from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.embed import encode_images, on_card
 from contrastive.evaluation.metrics import normalize, retrieval_metrics
 
 import numpy as np
