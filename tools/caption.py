@@ -43,7 +43,7 @@ from contrastive.engine.processes import (
     world,
     write_json,
 )
-from contrastive.engine.ranges import count, nonnegative, positive, whole
+from contrastive.engine.ranges import count, nonnegative, whole
 from contrastive.figures.mama import draw_descriptions
 
 import torch
@@ -56,7 +56,7 @@ SUMMARY_PROMPT = "Sentences on frames of one video in the order of time:\n{}\nWr
 GREY = (122, 116, 104)  # CLIP's mean pixel, with which LLaVA pads
 CELL = 224  # px, the short side of a frame in the picture, at most; the long one at most four times that
 SETTINGS = ("model", "prompt", "template", "grid", "neighbours", "candidates", "frame_encoder", "summary_model",
-            "max_new_tokens", "temperature", "top_p", "seed", "dtype", "batch")  # on which a caption may depend
+            "max_new_tokens", "temperature", "seed", "dtype", "batch")     # on which a caption may depend
 
 
 # ---- key frames and the picture ----
@@ -144,10 +144,9 @@ def write_all(args, clips, report):
 # ---- captions ----
 def work(args, batches):
     """Captions of this process's batches, written batch by batch."""
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() and not args.cpu else "cpu"
     columns, rows = args.grid
-    answers, features = vision_language_model(args, device), frame_features(args.frame_encoder, device)
-    summaries = summary_model(args, device) if args.summary_model else None
+    answers, features = vision_language_model(args, args.device), frame_features(args.frame_encoder, args.device)
+    summaries = summary_model(args, args.device) if args.summary_model else None
     from tqdm import tqdm
     for batch in tqdm(batches, desc="captions", unit="batch", disable=rank() > 0):
         frames, said = {}, {}
@@ -181,11 +180,10 @@ def parse_args(argv=None):
     p.add_argument("--out", required=True, metavar="FILE", help="csv to write, or to go on with")
     p.add_argument("--model", default="llava-hf/llava-1.5-7b-hf", help="image-text-to-text model, hub id or folder")
     p.add_argument("--grid", type=count, nargs=2, default=[3, 4], metavar=("COLUMNS", "ROWS"),
-                   help="of the picture, one key frame a place; paper 3x4 (Table 7), 12 key frames, which may be 3 "
-                        "columns and 4 rows or, as in its authors' demo, 4 and 3")
+                   help="of the picture, one key frame a place (paper: 3x4, Table 7; its authors' demo: 4 3)")
     p.add_argument("--neighbours", type=count, default=6, help="K of Eq. 14, nearest neighbours (paper: 6)")
     p.add_argument("--candidates", type=count, default=64,
-                   help="evenly spaced frames among which the key frames are chosen (paper: random frames)")
+                   help="evenly spaced frames of which the key frames are chosen (paper: random frames)")
     p.add_argument("--frame-encoder", default="facebook/dinov2-small",
                    help="features of Eqs. 14-15: timm name, transformers id, folder, or colour (no model, crude)")
     p.add_argument("--prompt", default=PROMPT, help="what the model is asked (paper: the default)")
@@ -195,15 +193,12 @@ def parse_args(argv=None):
                                                        "key frames (Table 5), instead of one caption of their picture")
     p.add_argument("--max-new-tokens", type=count, default=77, help="longest caption, in tokens")
     p.add_argument("--temperature", type=nonnegative, default=0.0, help="of sampling; 0 = greedy")
-    p.add_argument("--top-p", type=positive, default=1.0, help="of sampling: probability mass of the likeliest tokens")
     p.add_argument("--seed", type=whole, default=0, help="of sampling")
     p.add_argument("--batch", type=count, default=4, help="clips at a time on each process")
-    p.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
-                   help="of the weights; auto = as saved, float32 on a CPU")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     args = p.parse_args(argv)
-    if args.dtype == "auto" and (args.cpu or not torch.cuda.is_available()):
-        args.dtype = "float32"                                             # half precision is slow on a CPU
+    args.device = "cpu" if args.cpu or not torch.cuda.is_available() else f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    args.dtype = "float32" if args.device == "cpu" else "auto"             # half precision is slow on a CPU
     return args
 
 

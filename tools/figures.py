@@ -28,7 +28,7 @@ from pathlib import Path
 import common
 from contrastive.data import open_data
 from contrastive.engine.flags import OneLine
-from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
+from contrastive.engine.processes import UserError, clean_exit, flatten, opening, read_json, say
 from contrastive.evaluation import answers
 from contrastive.evaluation.metrics import retrieval_metrics
 from contrastive.figures.base import figure, legend_above, line_style, save_figure
@@ -47,10 +47,10 @@ def args_of(folders, varied):
     """The flags of each run.   Raises: UserError if the runs differ in others than `varied`, or one is named twice."""
     runs = [read_json(Path(folder) / "args.json") for folder in folders]
     for folder, args in zip(folders, runs):
-        for k in sorted({*runs[0], *args} - varied - ASIDE):
-            if runs[0].get(k) != args.get(k):
-                raise UserError(f"{folder} and {folders[0]} differ in --{k.replace('_', '-')} ({args.get(k)}, "
-                                f"{runs[0].get(k)}): they cannot be compared")
+        if other := [k for k in sorted({*runs[0], *args} - varied - ASIDE) if runs[0].get(k) != args.get(k)]:
+            k = other[0]
+            raise UserError(f"{folder} and {folders[0]} differ in --{k.replace('_', '-')} ({args.get(k)}, "
+                            f"{runs[0].get(k)}): they cannot be compared")
     if len({Path(f).resolve() for f in folders}) < len(folders):
         raise UserError(f"{folders[0]} ...: a run is named twice")
     return runs
@@ -65,7 +65,7 @@ def last_period(folder):
         end, found = int(summary["epochs"] / period + 1e-6) * period, {}
         for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines():
             row = json.loads(line)
-            value = row.get("eval", {}).get(args["dataset"], {}).get("few-shot", {}).get("top1")
+            value = flatten(row).get(f"eval/{args['dataset']}/few-shot/top1")
             phase = 1 - (end - row["step"] / per_epoch) / period
             if value is not None and row["step"] and -1e-6 <= phase <= 1 + 1e-6:
                 found[min(max(phase, 0.0), 1.0)] = value
@@ -80,8 +80,6 @@ def draw_phase(folders):
     args, grid = args_of(folders, PERIODS)[0], np.linspace(0, 1, 41)       # phases
     values = np.stack([np.interp(grid, *last_period(f), left=np.nan, right=np.nan) for f in folders])     # (runs, 41)
     seen = ~np.isnan(values).any(0)                                        # else single runs would decide at the edges
-    if not seen.any():
-        raise UserError("no phase lies between evaluations of every run; give runs with more of them (--eval-every)")
     at, mean, std = grid[seen], values[:, seen].mean(0), values[:, seen].std(0)
     fig, (ax,) = figure(1)
     ax.fill_between(at, mean - std, mean + std, color="tab:blue", alpha=0.25)
@@ -115,18 +113,16 @@ def lines_over(axis, same, points):
 def draw_margins(folders):
     """(figure, numbers as lines): accuracy over the margin and over its growth."""
     runs, points = args_of(folders, MARGINS), []
-    name = "text -> video R@1" if runs[0]["task"] == "retrieval" else "accuracy"
+    measure = "text_to_image/R@1" if runs[0]["task"] == "retrieval" else "accuracy"
     for folder, args in zip(folders, runs):
         with opening(folder):
             val = read_json(Path(folder) / "summary.json")["val"][args["dataset"]]
-            points.append({"value": val["accuracy"] if name == "accuracy" else val["text_to_image"]["R@1"],
+            points.append({"value": flatten(val)[measure],
                            "mu": args["a0"] / args["a1"] if args["margin_schedule"] != "none" else 0.0,
                            "a2": args["a2"] if args["margin_schedule"] == "logistic" else None})
     panels = [("margin (Fig. 4, left)", "a0 / a1, radians; 0 = none", lines_over("mu", "a2", points)),
               ("a2 of the margin's growth (Fig. 4, middle)", "a2, per step", lines_over("a2", "mu", points))]
-    panels = [panel for panel in panels if panel[2]]
-    if not panels:
-        raise UserError(f"{folders[0]} ...: the runs have one margin and one a2; give runs with two of either")
+    panels = [panel for panel in panels if panel[2]]                       # of runs with two margins, or two a2
     (fig, axes), said = figure(len(panels)), []
     for ax, (title, xlabel, found) in zip(axes, panels):
         for k, (label, line) in enumerate(found.items()):
@@ -135,7 +131,7 @@ def draw_margins(folders):
             ax.plot(xs, means, label=label, **line_style(k, len(found)))
             ax.scatter([x for x in xs for _ in line[x]], [v for x in xs for v in line[x]], s=18, color=f"C{k}")
             said += [f"{title}, {label}: {x:g}: {m:.2f} ({len(line[x])} runs)" for x, m in zip(xs, means)]
-        ax.set(title=title, xlabel=xlabel, ylabel=f"val {name}, %")
+        ax.set(title=title, xlabel=xlabel, ylabel=f"val {measure}, %")
         legend_above(ax)
     return fig, said
 
@@ -181,7 +177,7 @@ def gains(concepts, base, other, share):
 def thirds(found):
     """[(name, from, to, gain)] of the thirds of the queries, sorted by the frequency of their concepts. A concept is
     not divided: it belongs to the third in which its middle query falls."""
-    frequency, gain, queries = (np.array([g[k] for g in found]) for k in range(3))
+    frequency, gain, queries = (np.array(column) for column in list(zip(*found))[:3])
     where = np.minimum(3 * (queries.cumsum() - queries / 2) // queries.sum(), 2)
     parts = [(name, where == k) for k, name in enumerate(("frequent", "middle", "rare"))]
     return [(name, frequency[of][0], frequency[of][-1], np.average(gain[of], weights=queries[of]).round(9))
@@ -196,7 +192,7 @@ def draw_concepts(folders):
     found = gains(concepts, base, other, share)
     parts = thirds(found)
     fig, (left, right) = figure(2)
-    x, y, size = (np.array([g[k] for g in found]) for k in range(3))
+    x, y, size = (np.array(column) for column in list(zip(*found))[:3])
     left.scatter(100 * x, y, s=8 + 60 * size / size.max(), alpha=0.6)
     left.set(title="gain by concept (Fig. 5)", xlabel="part of the training rows, %; size: queries",
              ylabel="gain, points")
@@ -225,8 +221,9 @@ def main(argv=None):
     args = p.parse_args(argv)
     p.require(args.figure != "concepts" or len(args.runs) == 2, "concepts: give two runs, the baseline first")
     fig, said = FIGURES[args.figure](args.runs)
-    save_figure(fig, args.out or f"{args.figure}.png")
-    say("\n".join([*said, f"written to {args.out or f'{args.figure}.png'}"]))
+    out = args.out or f"{args.figure}.png"
+    save_figure(fig, out)
+    say("\n".join([*said, f"written to {out}"]))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import common
 from contrastive.data import add_captions, data_options
 from contrastive.engine.flags import OneLine
 from contrastive.engine.processes import UserError, clean_exit, opening, read_json, say
-from contrastive.engine.ranges import count, whole
 from contrastive.evaluation.embed import encode_images, encode_texts
 from contrastive.evaluation.metrics import normalize
 from contrastive.figures.mama import draw_scores
@@ -31,8 +30,7 @@ def short_captions(data, wanted):
     """[a short caption of each row, "" if there is none].
 
     wanted: "" = the row's own caption with the fewest words; a column with class names; or a csv with columns video and
-    caption, where video is the key of a row or the name of its file (with start and end for windows).   Raises:
-    UserError."""
+    caption, where video is the key of a row or the name of its file (with start and end for windows)."""
     own = [data.captions(i) for i in range(len(data))]
     if not wanted:
         return [min(texts, key=words, default="") for texts in own]
@@ -71,15 +69,14 @@ def data_of(folder, split):
     return common.load_data(args.dataset, split, **data_options(args, caption_noise=0.0, unfold_captions=False))
 
 
-def scores_of(folder, data, pairs, device, batch, workers):
+def scores_of(folder, data, pairs, device):
     """{row: [cosine of the video with each of its two captions]} of a run, for the videos that can be read.
 
     Raises: UserError if the run has no trained embeddings."""
     model, tokenizer, transform = common.load_model(folder)
     if tokenizer is None or getattr(model, "similarity", "") == "fused":
         raise UserError(f"{folder}: its model has no trained embeddings of videos and texts")
-    how = device, batch, workers, list(pairs)
-    index, video, *_ = encode_images(model.to(device), data, transform, *how)                     # (M, D)
+    index, video, *_ = encode_images(model.to(device), data, transform, device, workers=2, rows=list(pairs))  # (M, D)
     texts = encode_texts(model, tokenizer, [text for i in index for text in pairs[i]], device)
     texts = texts.unflatten(0, (-1, 2))                                                                # (M, 2, D)
     cosine = (normalize(video)[:, None] * normalize(texts)).sum(2)                                     # (M, 2)
@@ -91,12 +88,9 @@ def main(argv=None):
     p = OneLine("python -m tools.score", __doc__.splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN_DIR", help="finished runs on one data set, the baseline first")
     p.add_argument("--split", choices=["train", "val", "test"], default="test", help="split whose videos are scored")
-    p.add_argument("--short", default="", metavar="FILE|COLUMN",
-                   help="csv of video and caption (tools/caption.py writes one), or a column whose class names are the "
-                        "short captions (noun); default: each video's caption with the fewest words")
+    p.add_argument("--short", default="", metavar="FILE|COLUMN", help="csv of video and caption, or a column of class "
+                   "names (noun); default: each video's caption with the fewest words")
     p.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.csv and PREFIX.png")
-    p.add_argument("--eval-batch", type=count, default=256, help="images or frames encoded at a time")
-    p.add_argument("--workers", type=whole, default=2, help="processes that read videos")
     p.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     args = p.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
@@ -106,7 +100,7 @@ def main(argv=None):
         own = data_of(folder, args.split)
         if (own.name, list(own.keys())) != (data.name, list(data.keys())):
             raise UserError(f"{folder}: a run on other videos than {args.runs[0]} ({own.name}, {data.name})")
-        found.append(scores_of(folder, own, pairs, device, args.eval_batch, args.workers))
+        found.append(scores_of(folder, own, pairs, device))
     rows = [i for i in pairs if all(i in scores for scores in found)]
     names = [Path(folder).resolve().name for folder in args.runs]
     scores = np.array([[of[i] for i in rows] for of in found])                                        # (R, M, 2)

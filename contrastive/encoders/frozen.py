@@ -124,7 +124,7 @@ def summary_model(args, device):
 @torch.inference_mode()
 def _generate(model, inputs, tokenizer, args):
     """The text that the model generates after each prompt, as one line."""
-    how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {
+    how = {"do_sample": True, "temperature": args.temperature} if args.temperature else {
         "do_sample": False, "num_beams": 1}
     out = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **how)  # (B, length)
     prompt = inputs["input_ids"]  # (B, L); a decoder repeats it, an encoder-decoder does not

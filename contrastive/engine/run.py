@@ -21,7 +21,7 @@ from contrastive.engine.processes import (  # isort: skip
     UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, slug, to_device,
     world, write_json, write_tensors)
 from contrastive.evaluation.retrieval import report
-from contrastive.figures.base import draw_picture, similarity_histograms
+from contrastive.figures.base import similarity_histograms
 
 import torch
 import torch.distributed as dist
@@ -347,7 +347,7 @@ class Run:
             "versions": versions(args.cpu).splitlines(), **extra}
         if rank() == 0:
             write_json(self.folder / "summary.json", summary)
-            draw_picture(self.folder / "pictures", lambda _: draw(self))
+            draw(self)
         say(report(summary, self.folder))
         barrier()
         self.accelerator.end_training()  # trackers and the process group are closed
@@ -365,4 +365,4 @@ class Run:
 
     def picture(self, name, function, *args, **options):
         """Draws one picture into the run folder: function(*args, path, **options)."""
-        draw_picture((self.folder / name).with_suffix(".png"), function, *args, **options)
+        function(*args, (self.folder / name).with_suffix(".png"), **options)

@@ -98,11 +98,6 @@ def whole_ticks(ax):
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def draw_picture(path, function, *args, **options):
-    """Draws one picture: function(*args, path, **options)."""
-    function(*args, path, **options)
-
-
 def by_set(pieces):
     """[(name, suffix of its pictures' file names, pieces)] of the sets of a run; the first set has no suffix."""
     return [(name, f"_{slug(name)}" if k else "", piece) for k, (name, piece) in enumerate(pieces.items())]
@@ -266,8 +261,7 @@ def similarity_histograms(pieces, bins=100):
     the threshold of TeMo's Figs. 4 and 5, the edge of the first bin, above the negatives' mode, where positives are
     denser (None if they nowhere are).
 
-    Uses at most 2,000 images and their captions. The result can be written as JSON.
-    """
+    Uses at most 2,000 images and their captions. The result can be written as JSON."""
     image, text = normalize(pieces["image"][:2000]), normalize(pieces["text"])  # (m, D), (C, D)
     keep = [k for k, o in enumerate(pieces["owner"]) if o < len(image)]
     sim = text[keep] @ image.T                                   # (c, m)

@@ -30,8 +30,7 @@ def draw_weights(tensors, weighting, path):
 def draw_scores(data, rows, runs, path, title):
     """Draws videos, each with a short and a detailed caption and the score that every run gives to both.
 
-    Args: rows: [(row of data, [short, detailed], [[score of each run] of each caption])]; runs: their names.
-    """
+    Args: rows: [(row of data, [short, detailed], [[score of each run] of each caption])]; runs: their names."""
     cells = [(base.picture(data, i), "", "\n\n".join(
         f"{wrap(caption, 36, 5)}\n{' | '.join(f'{score:.3f}' for score in of_runs)}"
         for caption, of_runs in zip(captions, scores)), False) for i, captions, scores in rows]
@@ -40,10 +39,7 @@ def draw_scores(data, rows, runs, path, title):
 
 
 def draw_descriptions(clips, path, title):
-    """Draws clips, each as a strip of frames, with a model's caption of them (Fig. 6).
-
-    Args: clips: [(frames (n, 3, H, W) uint8, words)].
-    """
+    """Draws clips [(frames (n, 3, H, W) uint8, words)], each as a strip, with a model's caption of them (Fig. 6)."""
     cells = [(np.concatenate([*frames.permute(0, 2, 3, 1).numpy()], axis=1), "", wrap(words, 50), False)
              for frames, words in clips]                                   # (H, n * W, 3) each
     base.draw_examples([("", cells[k:k + 2]) for k in range(0, len(cells), 2)], path, title, width=4.2, words=0.3)

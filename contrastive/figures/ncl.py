@@ -15,8 +15,7 @@ def draw_normalization(pieces, gamma, iterations, queues, biases_of, path):
     """Figs. 2, 3 and 5: normalisation errors, mistakes against an item's summed probability, R@1 against queue size.
 
     Args: pieces: with biases, as normalized_retrieval returns them.   queues: {texts, videos}: (K, D) or empty.
-        biases_of: ncl.py's retrieval_biases.
-    """
+        biases_of: ncl.py's retrieval_biases."""
     image, text = normalize(pieces["image"]), normalize(pieces["text"])    # (M, D), (C, D)
     sim, biases, it = text @ image.T, pieces["biases"], base.kind_of(pieces)             # (C, M)
     panels = 5 if len(queues["texts"]) else 4
@@ -58,8 +57,7 @@ def mistakes(sim, positives):
     """For each item: (M,) share of its own queries that rank no right item first, (M,) share of the others that rank
     this one first.
 
-    Args: sim (C, M): similarities with biases added.   positives (C, P): right items of each query, padded with -1.
-    """
+    Args: sim (C, M): similarities with biases added.   positives (C, P): right items of each query, padded with -1."""
     right = torch.zeros(sim.shape, dtype=torch.bool)                       # (C, M)
     query, place = (positives >= 0).nonzero(as_tuple=True)
     right[query, positives[query, place]] = True
@@ -114,8 +112,7 @@ def first_captions(pieces):
 def draw_modalities(before, pieces, path):
     """Figs. 7 and 8: both modalities in the plane, and mean cosines within and between them, before and after training.
 
-    Args: before: {text (n, D), image (k, D)} before training, or empty.   pieces: after training.
-    """
+    before: {text (n, D), image (k, D)} before training, or empty.   pieces: after training."""
     stages = ({"before": before} if before else {}) | {"after": first_captions(pieces)}
     fig, axes = figure(len(stages) + 1)
     it = base.kind_of(pieces)
@@ -143,11 +140,11 @@ def draw(run, retrieval_biases):
     args, val = run.args, run.val_pieces or run.test_pieces
     queues = load_file(run.folder / "queues.safetensors")
     before = load_file(run.folder / "embeddings_before.safetensors")
-    ways = {"t->v": "text_to_image", "v->t": "image_to_text"}
+    ways, modes = {"t->v": "text_to_image", "v->t": "image_to_text"}, ("none", "queue")
     recalls = {f"{way}, {mode}": f"eval/{next(iter(val), '')}/normalize/{mode}/{key}/R@1"
-               for way, key in ways.items() for mode in ("none", "queue")}
+               for way, key in ways.items() for mode in modes}
     for by_chance in run.chance.values():
-        by_chance["normalize"] = dict.fromkeys(("none", "queue"), {key: by_chance[key] for key in ways.values()})
+        by_chance["normalize"] = dict.fromkeys(modes, {key: by_chance[key] for key in ways.values()})
     run.picture("curves.png", base.draw_curves, run, [
         ("loss", "loss", {"the run's loss": "loss", "L_t2v": "L_t2v", "L_v2t": "L_v2t", "L_cap": "L_cap"}),
         ("temperature", "gamma", {"gamma": "tau"}), *base.BATCH,

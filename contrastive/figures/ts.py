@@ -39,8 +39,7 @@ def draw_figures(run, sizes, tau_of, pieces, features, truth, z, path):
     """Figures 1 to 5 of the paper.
 
     Args: pieces: what Evaluator kept of the test.   features (M, width), truth (M,), z (M, D): features, labels
-        and unit z of some training images.
-    """
+        and unit z of some training images."""
     order, known = np.argsort(-sizes, kind="stable"), pieces["per_class"]  # classes, largest first; {class: kNN@1}
     mean = f"mean of all classes {np.mean(list(known.values())):.1f} %"
     fig, axes = figure(2, 4, panels=7)
@@ -80,8 +79,7 @@ def shade(step, run):
 def draw_shares(axes, unit, args):
     """Fig. 2: for each cosine, the weight of one negative in the loss, the number of negatives, and their total weight.
 
-    Args: axes: three.   unit: (M, D) normalised z, M > 1.
-    """
+    Args: axes: three.   unit: (M, D) normalised z, M > 1."""
     single, histogram, together = axes
     cosines = (unit @ unit.T)[~torch.eye(len(unit), dtype=torch.bool)].numpy()
     edges = np.linspace(-1, 1, 101)
