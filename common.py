@@ -45,12 +45,10 @@ from contrastive.engine.processes import (
     clean_exit,  # the entry point
     gather,  # (B, ...) of each process -> (N, ...), with gradient
     mean_over_processes,  # of the columns of a log
-    on_card,  # embeddings on the card, if there is one
     positive_index,  # the column of each row's own pair
     rank,
     read_json,
     say,  # print, on the main process only
-    say_once,
     to_device,
     world,
     write_json,
@@ -78,7 +76,7 @@ from contrastive.evaluation.clusters import (  # of captions (MM-TS)
     largest_first,
     open_clusters,
 )
-from contrastive.evaluation.embed import encode_texts
+from contrastive.evaluation.embed import encode_texts, on_card
 from contrastive.evaluation.meta import meta_data  # a few clean examples (MAMA)
 from contrastive.evaluation.metrics import (
     embedding_health,

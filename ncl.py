@@ -363,9 +363,9 @@ def main(args):
                           also=functools.partial(evaluate_normalized, own=own, args=args))
     guess = args.loss_scale * (2 * args.margin if args.loss == "max-margin" else math.log(args.batch_size))
     guess += args.captioning_weight * math.log(len(tokenizer.tokenizer))   # a word of the vocabulary
-    before = run.begin(evaluator, (guess, guess), banner_lines(train, evals, own, args))
+    run.begin(evaluator, (guess, guess), banner_lines(train, evals, own, args))
     if run.step == 0 and rank() == 0:                                      # Figs. 7 and 8 compare with the start
-        start = {f"{name}/{k}": x for name, p in before.items() for k, x in first_captions(p).items()}
+        start = {f"{name}/{k}": x for name, p in run.val_pieces.items() for k, x in first_captions(p).items()}
         write_tensors(run.folder / "embeddings_before.safetensors", start)
     for batch in batches:
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))

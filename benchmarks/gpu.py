@@ -57,6 +57,7 @@ def size(real, toy):
 
 PIXELS, VIT, RESNET = size(224, 32), size("vit_base_patch16_224", "vit_tiny_patch16_224"), size("resnet50", "resnet18")
 WORKERS = size(os.cpu_count() - 1, 0)
+CHUNKS = common.Chunks
 EVERY, ROWS_OF_LOG = size(5, 2), 8  # steps between rows of the log of a run that is watched, and their number
 
 
@@ -207,10 +208,14 @@ def row_gradient():
 
 
 def row_bf16():
-    """Losses of 20 steps in bf16 against float32, largest relative difference; another float32 run shows the noise."""
-    results = {}
+    """Losses of 20 steps in bf16 against float32 without TF32, largest relative difference; another float32 run shows
+    the noise."""
+    def exact(*args):                                                        # called after a run has chosen TF32
+        torch.backends.cudnn.allow_tf32 = False
+        return CHUNKS(*args, tf32=False)
+    common.Chunks, results = exact, {}                                       # the row has a process of its own
     for script in MODULES:
-        runs = [train(script, "--no-tf32", "--max-steps", size(20, 2), "--mixed-precision", kind)[1]
+        runs = [train(script, "--max-steps", size(20, 2), "--mixed-precision", kind)[1]
                 for kind in ("no", "bf16", "no")]
         results[script] = {"bf16": apart(runs[0], runs[1]), "fp32 again": apart(runs[0], runs[2])}
     return results

@@ -12,9 +12,10 @@ from pathlib import Path
 import common
 from contrastive.data.batches import SLICE, in_slices
 from contrastive.data.pictures import part_of
+from contrastive.encoders import base
 from contrastive.encoders.base import channels_last, small_cnn
 from contrastive.encoders.frozen import Expert
-from contrastive.engine import flags, processes
+from contrastive.engine import flags
 from contrastive.engine.run import Run
 from contrastive.evaluation.by_class import neighbours
 from contrastive.evaluation.clusters import head_mid_tail
@@ -192,9 +193,9 @@ def test_synchronised_norms_keep_the_activations_inside_them(name, monkeypatch):
     encoder = common.VisionEncoder(name, 8, pretrained=False, image_size=32).eval()
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     before, names = encoder(x)[1], list(encoder.state_dict())
-    monkeypatch.setattr(processes, "world", lambda: 2)
+    monkeypatch.setattr(base, "world", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    converted = processes.sync_batchnorm(encoder, Namespace(chunk_size=0, cpu=False))
+    converted = base.sync_batchnorm(encoder, Namespace(chunk_size=0, cpu=False))
     norms = [m for m in converted.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     assert norms and all(isinstance(m, torch.nn.SyncBatchNorm) for m in norms)
     assert list(converted.state_dict()) == names

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import common
 from contrastive import evaluation, figures
+from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.encoders.tokenizers import Tokenizer
 from contrastive.engine.processes import UserError
-from contrastive.evaluation.clusters import SentenceEncoder
 
 import numpy as np
 import pytest

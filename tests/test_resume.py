@@ -154,6 +154,13 @@ def test_metrics_have_every_step_once(runs, name):
     assert untimed(ours) == untimed(whole)
 
 
+def test_each_process_has_random_numbers_of_its_own(runs):
+    """Those of dropout: the same on all processes, it would drop the same units of every part of the batch."""
+    path = runs["whole", "two processes"] / "checkpoints" / "step_12.pt"
+    first, second = (of["cpu"] for of in torch.load(path, weights_only=True)["processes"])
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize("name", ["folder, 0 workers", "folder, 2 workers"])
 def test_learnable_tau_goes_on(runs, name):
     taus = [r["tau"] for r in rows(runs["killed", name]) if "tau" in r]

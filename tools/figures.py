@@ -36,9 +36,9 @@ from contrastive.figures.base import figure, legend_above, line_style, save_figu
 import numpy as np
 import torch
 
-ASIDE = {"output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every", "eval_batch",
-         "tracker", "loss_block", "meta_memory", "changed", "hub"}  # what does not change what is learnt
-PERIODS = {"period", "epochs", "min_steps", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
+ASIDE = {"output_dir", "run_name", "resume", "cpu", "workers", "save_every", "eval_every", "log_every", "tracker",
+         "changed", "hub"}  # what does not change what is learnt
+PERIODS = {"period", "epochs", "max_steps", "warmup_epochs", "stop_at_phase", "eval_epoch", "seed",
            "split_seed"}
 MARGINS = {"margin_schedule", "a0", "a1", "a2", "seed", "loss"}
 

@@ -1,10 +1,11 @@
 """Long-tail sets of labelled images, for methods without texts: a base set whose train split is cut to a long tail."""
 
+import functools
 from pathlib import Path
 
 from contrastive.data import data_options, load_data, splits_of
 from contrastive.data.table import Data, make_table
-from contrastive.engine.processes import UserError, opening, say_once
+from contrastive.engine.processes import UserError, opening, say
 
 import numpy as np
 
@@ -14,6 +15,8 @@ SETS = {f"{base}-lt": {"base": base, "splits": _NO_COUNTS, "licence": licence} f
     ("fashion-mnist", "MIT"))} | {"imagenet100-lt": {"splits": _NO_COUNTS, "licence": "research only"}}
 USUAL_RATIO = 100.0  # of the sets with a base, in programs without --imbalance-ratio
 TAR_ORDER = (4, 3, 2, 5, 1)  # the order of CIFAR-10's training batches in its tar, and so in the hub's parquet
+
+say_once = functools.cache(say)  # a table is opened for each split
 
 
 def load(name, split, options):

@@ -3,7 +3,7 @@
 import typing
 
 from contrastive.data.table import note_commit
-from contrastive.engine.processes import UserError, opening
+from contrastive.engine.processes import UserError, opening, say, world
 
 import torch
 import torch.nn as nn
@@ -24,6 +24,21 @@ CLIP_VIP = "clip_vip:"  # prefix of a CLIP's transformers id or folder: the same
 def has_batchnorm(model):
     """Whether any layer keeps batch statistics."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+def sync_batchnorm(model, args):
+    """The model with SyncBatchNorm on several cards. Chunks are refused: their statistics would be their own."""
+    if not has_batchnorm(model):
+        return model
+    if args.chunk_size:
+        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
+                        "be those of a chunk; give --chunk-size 0, or an encoder without it")
+    if world() > 1 and torch.cuda.is_available() and not args.cpu:
+        from timm.layers import convert_sync_batchnorm  # torch's own loses the activations inside timm's norms
+        return convert_sync_batchnorm(model)
+    if world() > 1:
+        say("BatchNorm on several CPU processes: statistics are per process, so the run differs from that of one")
+    return model
 
 
 class GroupNorm(nn.GroupNorm):

@@ -42,7 +42,7 @@ def save(run, keep=2):
     def write():
         state = {name: part.state_dict() for name, part in parts_of(run).items()}
         state |= {"processes": processes, "tensors": run.tensors, "step": run.step, "wall_s": run.wall(),
-                  "tracker_id": run.log.tracker_id, "bad": run.data.bad}
+                  "bad": run.data.bad}
         final = run.folder / "checkpoints" / f"step_{run.step}.pt"
         with opening(final):
             with open(final.with_suffix(".tmp"), "wb") as file:
@@ -50,9 +50,6 @@ def save(run, keep=2):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(file.name, final)
-            folder = os.open(final.parent, os.O_RDONLY)  # its names, too, are then on the disk
-            os.fsync(folder)
-            os.close(folder)
             for old in checkpoints_of(run.folder)[keep:]:
                 old.unlink()
     on_main(write)
@@ -68,8 +65,7 @@ def load(run):
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in parts_of(run).items():
             part.load_state_dict(state[name])
-    run.tensors, run.step, run.wall_before = state["tensors"], state["step"], state["wall_s"]
-    run.tracker_id, run.bad = state["tracker_id"], state["bad"]
+    run.tensors, run.step, run.wall_before, run.bad = (state[k] for k in ("tensors", "step", "wall_s", "bad"))
     if run.step > run.last:
         raise UserError(f"{path}: is beyond the {run.last} steps that --max-steps or --epochs ask for")
     if len(state["processes"]) == world():

@@ -121,8 +121,7 @@ class Parser(OneLine):
         unknown_set = chosen.dataset not in recipes and not saved  # then Run fits these two to the data
         args.fit_batch = unknown_set and "--batch-size" not in self.given
         args.fit_epochs = unknown_set and not {"--epochs", "--max-steps"} & self.given
-        of = recipe | own  # what the banner names: the flags whose values are not the recipe's
-        args.changed = [f"--{k.replace('_', '-')}" for k, v in of.items() if getattr(args, k, v) != v]
+        args.changed = [f"--{k.replace('_', '-')}" for k, v in (recipe | own).items() if getattr(args, k, v) != v]
         lacking = [f"--{k.replace('_', '-')}" for k, v in vars(args).items() if v is None]
         self.require(not lacking, f"{'/'.join(lacking)}: no default; give one in parse_args or in every recipe")
         wrong = sorted(self.given & {o for a in self._actions for o in a.option_strings} - CHANGEABLE) if saved else []

@@ -23,10 +23,9 @@ class Log:
         barrier()
         if rank() == 0 and lines:
             self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf8")
-        self.tracker_id = run.tracker_id or run.folder.name
         if self.tracker:
             run.accelerator.project_configuration.logging_dir = str(run.folder)
-            own = {"wandb": {"id": self.tracker_id, "name": run.folder.name, "resume": "allow", "dir": str(run.folder)}}
+            own = {"wandb": {"id": run.folder.name, "name": run.folder.name, "resume": "allow", "dir": str(run.folder)}}
             config = {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in vars(run.args).items()}
             run.accelerator.init_trackers("tracker", config=config, init_kwargs=own)
 

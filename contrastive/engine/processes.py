@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import functools
 import json
 import os
 import re
@@ -28,15 +27,6 @@ class UserError(ValueError):
 def first_line(error):
     """The first line of an error's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
-
-
-def hub_reason(error):
-    """What a failed download or load says, in one line, with a hint if there may be no access to the hub."""
-    text, whole = first_line(error), " ".join(str(error).split())
-    text = whole if f"{text}: " in whole else text  # "Couldn't do one of:", and then a list
-    offline = isinstance(error, OSError) or any(word in text for word in ("onnect", "offline", "resolve"))
-    hint = " (no access to the hub? download it once and give the folder, or --no-pretrained for a timm model's name)"
-    return text[:300] + hint * offline
 
 
 @contextlib.contextmanager
@@ -93,9 +83,6 @@ def say(*words):
         sys.stdout.flush()
 
 
-say_once = functools.cache(say)  # the same words once
-
-
 # ====================================================== files =======================================================
 def read_json(path, default=None):
     """Content of a JSON file; default if there is no file."""
@@ -107,11 +94,10 @@ def read_json(path, default=None):
 
 def write_json(path, value):
     """Writes a JSON file under a temporary name, then renames it; tensors and arrays as their numbers."""
-    def plain(x):
-        return x.tolist() if hasattr(x, "tolist") else str(x)
+    text = json.dumps(value, indent=1, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     with opening(path):
         temporary = Path(path).with_suffix(".tmp")
-        temporary.write_text(json.dumps(value, indent=1, default=plain), encoding="utf8")
+        temporary.write_text(text, encoding="utf8")
         os.replace(temporary, path)
 
 
@@ -151,8 +137,7 @@ def set_up(args):
     from accelerate.state import AcceleratorState, DistributedType
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
     set_seed(args.seed)
-    kinds = [DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-             InitProcessGroupKwargs(timeout=WAIT)]
+    kinds = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=WAIT)]
     AcceleratorState._reset_state(reset_partial_state=True)  # a second run in this process may choose again
     with opening("accelerate"):  # fp16 on a CPU, a tracker that is not installed
         accelerator = Accelerator(cpu=args.cpu or not torch.cuda.is_available(), mixed_precision=args.mixed_precision,
@@ -167,25 +152,9 @@ def set_up(args):
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("highest")  # a container may have chosen TF32; the encoders: common.tf32
         torch.backends.cudnn.benchmark = True  # a run has few shapes
-        torch.backends.cudnn.allow_tf32 = True  # in convolutions, which no loss has
     if LAUNCHED and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # a launcher's own choice
         torch.set_num_threads(max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     return accelerator
-
-
-def sync_batchnorm(model, args):
-    """The model with SyncBatchNorm on several cards. Chunks are refused: their statistics would be their own."""
-    if not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        return model
-    if args.chunk_size:
-        raise UserError(f"--chunk-size {args.chunk_size}: {args.image_encoder} has BatchNorm, whose statistics would "
-                        "be those of a chunk; give --chunk-size 0, or an encoder without it")
-    if world() > 1 and torch.cuda.is_available() and not args.cpu:
-        from timm.layers import convert_sync_batchnorm  # torch's own loses the activations inside timm's norms
-        return convert_sync_batchnorm(model)
-    if world() > 1:
-        say("BatchNorm on several CPU processes: statistics are per process, so the run differs from that of one")
-    return model
 
 
 def world():
@@ -244,11 +213,6 @@ def to_device(x, device):
     """Copies a tensor to the device; from a CPU to a card from pinned memory, so that the host does not wait."""
     pinned = device.type == "cuda" and x.device.type == "cpu"
     return x.pin_memory().to(device, non_blocking=True) if pinned else x.to(device)
-
-
-def on_card(device, *tensors):
-    """Embeddings for large products: on the device if it is a CUDA card; unchanged on others, or if it is None."""
-    return [x.to(device) for x in tensors] if device is not None and device.type == "cuda" else tensors
 
 
 class _Gather(torch.autograd.Function):

@@ -11,15 +11,15 @@ from pathlib import Path
 from contrastive.data.batches import Batches
 from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
-from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last
+from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last, sync_batchnorm
 from contrastive.encoders.models import build_model, spec_of
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.engine import checkpoints
 from contrastive.engine.log import Log, commit, peak_memory_mb, versions
 
 from contrastive.engine.processes import (  # isort: skip
-    UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, slug, sync_batchnorm,
-    to_device, world, write_json, write_tensors)
+    UserError, barrier, gather_objects, mean_over_processes, on_main, opening, rank, say, set_up, slug, to_device,
+    world, write_json, write_tensors)
 from contrastive.evaluation.retrieval import report
 from contrastive.figures.base import similarity_histograms
 
@@ -52,7 +52,7 @@ class Run:
         self.fused = True if self.device.type == "cuda" else None  # Adam in one kernel; None: torch chooses
         self.lagged = self.device.type == "cuda"  # what a step says is read a step later, so that no step waits for it
         self.folder = on_main(self._open_folder)
-        self.step, self.wall_before, self.tracker_id, self.positions, self.tensors, self.bad = 0, 0.0, None, {}, {}, {}
+        self.step, self.wall_before, self.positions, self.tensors, self.bad = 0, 0.0, {}, {}, {}
         self.said, self.asked, self.signal, self.in_loop = collections.deque(), 0, 0, False
         self.commit = commit()  # as it is now: files may change
         self.loss_word, self.tau_word = "loss", "tau"  # in the bar and the banner; columns of the log, or others
@@ -146,10 +146,9 @@ class Run:
             evaluator: of evaluation/retrieval.py.   lines: {word: text}, the script's own lines of the banner.
             guess: the loss of a random guess at the start and at the end of the run.
             after_val: function(row, pieces) that adds to each row of a val evaluation.
-        Returns: picture pieces of the val split before training; {} in a resumed run.
         """
         from tqdm import tqdm
-        self.evaluator, self.after_val, pieces = evaluator, after_val, {}
+        self.evaluator, self.after_val = evaluator, after_val
         self.args.hub = getattr(self.args, "hub", {}) | COMMITS  # a resumed run reads no published weights
         if rank() == 0:  # a resume that is refused before leaves the flags of the run
             write_json(self.folder / "args.json", {"script": self.script} | vars(self.args) | {"resume": ""})
@@ -158,9 +157,9 @@ class Run:
         if self.step == self.last:
             self.in_float32()
         if self.step == 0 or self._due(self.step)["eval"]:  # of a checkpoint, which is written before its evaluation
-            pieces = self.evaluate_val()
+            self.evaluate_val()
         if self.step == 0 and rank() == 0 and self.tokenizer:
-            before = {name: similarity_histograms(p) for name, p in pieces.items() if "owner" in p}
+            before = {name: similarity_histograms(p) for name, p in self.val_pieces.items() if "owner" in p}
             write_json(self.folder / "similarity_before.json", before)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
@@ -169,7 +168,6 @@ class Run:
         self.own.train()
         self.start_clock()
         self.in_loop = True
-        return pieces if self.step == 0 else {}
 
     def banner(self, guess, lines):
         """Prints once, before training, what the flags amount to."""
@@ -313,13 +311,12 @@ class Run:
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
 
     def evaluate_val(self):
-        """Evaluates the val splits, logs the result and keeps it in self.val. Returns: picture pieces. Collective."""
+        """Evaluates the val splits, logs the result, keeps it in self.val and picture pieces in val_pieces."""
         self.val, self.chance, self.val_pieces = self.evaluator("val")
         row = {"step": self.step, "samples_seen": self.step * self.args.batch_size, "eval": self.val}
         if self.after_val and self.val_pieces:
             self.after_val(row, self.val_pieces)
         self.log.write(row)
-        return self.val_pieces
 
     def parameters(self):
         """How many numbers the run has learnt or kept: of the encoders, and those of the loss that have a gradient."""
@@ -339,7 +336,15 @@ class Run:
         self.bar.close()
         on_main(self.save_model)
         test, chance, self.test_pieces = self.evaluator("test")
-        summary = self.summarize(test, chance) | extra
+        args, wall = self.args, self.wall()
+        summary = {
+            "script": self.script, "dataset": args.dataset, "method": getattr(args, "loss", self.script),
+            "seed": args.seed, "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
+            "samples_per_s": self.step * args.batch_size / wall, "processes": world(),
+            "peak_memory_mb": max(gather_objects(peak_memory_mb())), "parameters": self.parameters(),
+            "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val, "test": test,
+            "chance": chance, "commit": self.commit, "hub": args.hub,
+            "versions": versions(args.cpu).splitlines(), **extra}
         if rank() == 0:
             write_json(self.folder / "summary.json", summary)
             draw(self)
@@ -361,14 +366,3 @@ class Run:
     def picture(self, name, function, *args, **options):
         """Draws one picture into the run folder: function(*args, path, **options)."""
         function(*args, (self.folder / name).with_suffix(".png"), **options)
-
-    def summarize(self, test, chance):
-        """The content of summary.json. Collective."""
-        args, wall = self.args, self.wall()
-        memory = max(gather_objects(peak_memory_mb()))
-        return {"script": self.script, "dataset": args.dataset, "method": getattr(args, "loss", self.script),
-                "seed": args.seed, "steps": self.step, "epochs": self.step / self.per_epoch, "wall_s": wall,
-                "samples_per_s": self.step * args.batch_size / wall, "peak_memory_mb": memory,
-                "parameters": self.parameters(), "processes": world(),
-                "batch": args.batch_size, "bad_samples": len(self.data.bad), "val": self.val, "test": test,
-                "chance": chance, "commit": self.commit, "hub": args.hub, "versions": versions(args.cpu).splitlines()}

@@ -3,8 +3,8 @@
 import dataclasses
 
 from contrastive.data.views import uniforms
-from contrastive.engine.processes import UserError, on_card
-from contrastive.evaluation.embed import encode_texts
+from contrastive.engine.processes import UserError
+from contrastive.evaluation.embed import encode_texts, on_card
 from contrastive.evaluation.metrics import (
     head_mid_tail,
     knn_accuracy,

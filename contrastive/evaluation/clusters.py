@@ -10,14 +10,13 @@ They are made once and kept in the run folder: clusters.safetensors (ids, labels
 import collections
 import functools
 import warnings
-from pathlib import Path
 
 from contrastive.data.views import key_hash
-from contrastive.encoders.tokenizers import build_tokenizer
-from contrastive.encoders.two_tower import EvalTransform, TextEncoder, TwoTower, VisionEncoder
-from contrastive.engine.processes import UserError, on_card, on_main, opening, read_json, write_json, write_tensors
+from contrastive.encoders.sentences import SentenceEncoder
+from contrastive.encoders.two_tower import EvalTransform, TwoTower, VisionEncoder
+from contrastive.engine.processes import UserError, on_main, opening, read_json, write_json, write_tensors
 from contrastive.evaluation.by_class import recall_by_frequency
-from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.embed import encode_images, on_card
 from contrastive.evaluation.metrics import normalize, retrieval_metrics
 
 import numpy as np
@@ -71,42 +70,6 @@ class Clusters:
             rows = pieces["index"][pieces["owner"]]  # (C,)
             self.of_split[place] = torch.tensor([numbers.get(named[i], -1) for i in rows]) if named else None
         return self.of_split[place]
-
-
-class SentenceEncoder:
-    """Unit embeddings of texts, by 'tf-idf' (fitted to `texts`, or restored from `state`) or by a transformers id or
-    folder, mean-pooled (CLIP: its own pooling and projection). It needs no other process."""
-
-    def __init__(self, name, device, texts=None, state=None):
-        self.name, self.device, self.state = name, device, state or {}
-        if name != "tf-idf":
-            self.tokenizer = build_tokenizer(name, 128)
-            self.model = TextEncoder(name, 0, pooling="mean").to(device).eval().requires_grad_(False)
-            return
-        from sklearn.feature_extraction.text import TfidfVectorizer
-        if self.state:
-            self.model = TfidfVectorizer(dtype=np.float32, vocabulary=self.state["words"])
-            self.model.idf_ = np.array(self.state["idf"], np.float32)
-        else:
-            with opening("--cluster-encoder tf-idf"):  # texts without a word
-                self.model = TfidfVectorizer(dtype=np.float32, max_features=1000).fit(texts)  # the most frequent words
-            self.state = {"words": self.model.get_feature_names_out().tolist(), "idf": self.model.idf_.tolist()}
-
-    @torch.no_grad()
-    def __call__(self, texts, batch=256, bar=False):
-        """M texts -> (M, width) float32 on the CPU; clustering them needs as much memory again. bar: show progress."""
-        from tqdm import tqdm
-        out, title = None, f"{Path(self.name).name}: {len(texts):,} texts"
-        for i in tqdm(range(0, len(texts), batch), desc=title, disable=not bar):
-            some = texts[i:i + batch]
-            if self.name == "tf-idf":
-                x = torch.from_numpy(self.model.transform(some).toarray())  # (b, words)
-            else:
-                tokens = {k: v.to(self.device) for k, v in self.tokenizer(some).items()}  # (b, L)
-                x = self.model(**tokens).float().cpu()  # (b, width)
-            out = torch.empty(len(texts), x.shape[1]) if out is None else out
-            out[i:i + batch] = normalize(x)
-        return out
 
 
 # ======================================================= frequent and rare queries =================================

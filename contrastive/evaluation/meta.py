@@ -5,8 +5,9 @@ import collections
 from pathlib import Path
 
 from contrastive.data.views import key_hash
+from contrastive.encoders.sentences import SentenceEncoder
 from contrastive.engine.processes import UserError, opening
-from contrastive.evaluation.clusters import SentenceEncoder, k_means
+from contrastive.evaluation.clusters import k_means
 
 import numpy as np
 import torch

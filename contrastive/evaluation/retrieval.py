@@ -11,10 +11,10 @@ Scripts use its Evaluator, eval.py `measure` itself; by_class.py has the parts b
 import functools
 
 from contrastive.data.table import has_clips
-from contrastive.engine.processes import UserError, flatten, on_card
+from contrastive.engine.processes import UserError, flatten
 from contrastive.evaluation import answers
 from contrastive.evaluation.by_class import neighbours, probes, zero_shot
-from contrastive.evaluation.embed import encode_images, encode_texts, few_queries, read_batch
+from contrastive.evaluation.embed import encode_images, encode_texts, few_queries, on_card, read_batch
 from contrastive.evaluation.metrics import (
     class_relevancy,
     embedding_health,
