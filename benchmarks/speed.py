@@ -149,7 +149,8 @@ def views(rounds, n=256):
 
     def ours(augment):
         draws = common.uniforms(0, 0, range(n), augment.DRAWS)               # (n, DRAWS)
-        return transform.normalise(augment.finish(crop_batch(augment, images, draws), draws))
+        columns = torch.from_numpy(draws)[:, :, None, None, None]            # (n, DRAWS, 1, 1, 1)
+        return transform.normalise(augment.photometric(crop_batch(augment, images, draws), columns))
 
     ours(fused)  # compiles
     variants = {"pil": lambda: torch.stack([pil(p) for p in pictures]), "eager": lambda: ours(eager),

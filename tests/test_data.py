@@ -791,6 +791,10 @@ def draws(n=4, **at):
     return u
 
 
+def finished(augment, x, u):
+    return augment.photometric(x, torch.from_numpy(u)[:, :, None, None, None])
+
+
 @pytest.mark.parametrize("scale_min, size", [(0.08, 16), (0.5, 48), (1.0, 24)])
 def test_crop_batch_is_torchvisions_resized_crop(scale_min, size):
     images, u = noise(8), common.uniforms(0, 0, range(8), 16)
@@ -825,7 +829,7 @@ def test_crop_one_and_crop_batch_see_the_same_boxes():
 def test_colour_jitter_is_torchvisions(column, strength, function, draw):
     x = noise(4, 16, 16)
     augment = common.Augment(16, jitter_p=1.0, **{strength: 0.4})
-    close(augment.finish(x, draws(_5=0.0, **{f"_{column}": draw})), function(x, 1 + (2 * draw - 1) * 0.4))
+    close(finished(augment, x, draws(_5=0.0, **{f"_{column}": draw})), function(x, 1 + (2 * draw - 1) * 0.4))
 
 
 @pytest.mark.parametrize("shift", [-0.5, -0.1, 0.0, 0.07, 0.4])
@@ -835,13 +839,13 @@ def test_hue_is_torchvisions(shift):
     close(shift_hue(x, torch.full((len(x), 1, 1, 1), shift)), V.adjust_hue(x, shift))
     if abs(shift) <= 0.1:
         u = draws(len(x), _5=0.0, _9=shift / 0.2 + 0.5)
-        close(common.Augment(16, jitter_p=1.0, hue=0.1).finish(x, u), V.adjust_hue(x, shift))
+        close(finished(common.Augment(16, jitter_p=1.0, hue=0.1), x, u), V.adjust_hue(x, shift))
 
 
 def test_grey_and_flip_are_torchvisions():
     x = noise(4, 16, 16)
-    close(common.Augment(16, grey=1.0).finish(x, draws(_10=0.0)), V.rgb_to_grayscale(x, 3))
-    flipped = common.Augment(16, flip=0.5).finish(x, draws(_4=[0.0, 0.9, 0.4, 0.6]))
+    close(finished(common.Augment(16, grey=1.0), x, draws(_10=0.0)), V.rgb_to_grayscale(x, 3))
+    flipped = finished(common.Augment(16, flip=0.5), x, draws(_4=[0.0, 0.9, 0.4, 0.6]))
     close(flipped, torch.stack([x[0].flip(-1), x[1], x[2].flip(-1), x[3]]), 0)
 
 
@@ -857,7 +861,7 @@ def test_blur_is_torchvisions(sigma, size):
 def test_the_strength_of_a_blur_has_a_draw_of_its_own(draw):
     """0.1 to 2 pixels, as SimCLR."""
     x = noise(2, 48, 48)
-    close(common.Augment(48, blur=0.5).finish(x, draws(2, _11=0.2, _14=draw)),
+    close(finished(common.Augment(48, blur=0.5), x, draws(2, _11=0.2, _14=draw)),
           gaussian_blur(x, torch.full((2,), 0.1 + 1.9 * draw)))
 
 
@@ -865,10 +869,10 @@ def test_probabilities_choose_samples_one_by_one():
     x = noise(4, 16, 16)
     augment = common.Augment(16, 1.0, 0.0, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
     u = draws(_5=[0.9, 0.7, 0.9, 0.9], _6=0.9, _10=[0.9, 0.9, 0.1, 0.9], _11=[0.9, 0.9, 0.9, 0.1])
-    out = augment.finish(x, u)
+    out = finished(augment, x, u)
     assert torch.equal(out[0], x[0]) and not any(torch.equal(out[i], x[i]) for i in (1, 2, 3))
     for i in range(4):  # no sample looks at its neighbours
-        close(augment.finish(x[i:i + 1], u[i:i + 1])[0], out[i], 1e-6)
+        close(finished(augment, x[i:i + 1], u[i:i + 1])[0], out[i], 1e-6)
 
 
 def test_operations_of_randaugment_are_torchvision_s():

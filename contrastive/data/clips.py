@@ -51,7 +51,8 @@ class Clips:
         """(T, 3, H, W) uint8. draws (T,) in 0..1 place random frames; None = evaluation."""
         sampling = self.at_rest if self.sampling == "random" and draws is None else self.sampling
         if not self.cache:
-            return _channels_first(self.decode(source, self.frames, start, end, sampling, draws))
+            frames = np.ascontiguousarray(self.decode(source, self.frames, start, end, sampling, draws))
+            return torch.from_numpy(frames).permute(0, 3, 1, 2)
         keep, spread = self.frames, sampling
         if sampling == "random":  # three frames to choose from
             keep, spread = 3 * self.frames, "middle"
@@ -85,10 +86,6 @@ class Clips:
             tall = Image.fromarray(frames.reshape(-1, *frames.shape[2:]))  # (keep * H, W, 3)
             tall.save(temporary, "jpeg", quality=92, subsampling=0)
             temporary.replace(file)
-
-
-def _channels_first(frames):
-    return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)  # (T, 3, H, W)
 
 
 # ---- features in place of frames ----

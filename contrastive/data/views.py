@@ -87,15 +87,11 @@ class Augment:
         image = V.resized_crop(image, top, left, h, w, [self.size, self.size], antialias=True)
         return randaugment(image, u, *self.randaugment) if self.randaugment[0] else image
 
-    def finish(self, x, u):
-        """Device side: (B, 3, S, S) float in 0..1 -> the same after flip, jitter, grey and blur; u (B, DRAWS).
+    def photometric(self, x, u):
+        """Device side: (B, 3, S, S) float in 0..1, draws (B, DRAWS, 1, 1, 1) -> x after flip, jitter, grey and blur.
 
         The four colour operations come in the fixed order brightness, contrast, saturation, hue (torchvision permutes
         them per sample); each equals torchvision's functional at the same parameter."""
-        return self.photometric(x, torch.from_numpy(u).to(x.device)[:, :, None, None, None])
-
-    def photometric(self, x, u):
-        """finish for draws as a tensor (B, DRAWS, 1, 1, 1); fuses well under torch.compile."""
         if self.flip:
             x = torch.where(u[:, 4] < self.flip, x.flip(-1), x)
         if self.jitter_p and (self.brightness or self.contrast or self.saturation or self.hue):
