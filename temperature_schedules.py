@@ -362,7 +362,8 @@ def parse_args(argv=None):
     last = math.inf if args.max_steps else args.epochs
     p.require(args.schedule == "fixed" or args.tau_max >= args.tau_min,
               f"--tau-max {args.tau_max}: must be at least --tau-min {args.tau_min}")
-    p.only(args.schedule != "fixed", "without --schedule fixed, which stays at --tau-min", "--tau-max")
+    p.only(args.schedule != "fixed" or args.tau_max == args.tau_min,
+           "without --schedule fixed, which stays at --tau-min", "--tau-max")
     p.only(not args.tau_head, "without --tau-head and --tau-tail", "--schedule", "--tau-min", "--tau-max")
     p.require((args.tau_head > 0) == (args.tau_tail > 0),
               f"--tau-head {args.tau_head} and --tau-tail {args.tau_tail}: give both, > 0, or neither")

@@ -4,6 +4,7 @@ prompt files."""
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import common
 from contrastive.data import images as hub_sets
@@ -11,6 +12,7 @@ from contrastive.data.stream import Stream
 from contrastive.data.table import COMMITS
 from contrastive.encoders.base import hub_encoder
 from contrastive.engine.processes import UserError
+from contrastive.evaluation.retrieval import lacks
 
 import datasets
 import numpy as np
@@ -245,3 +247,13 @@ def test_a_run_on_a_commit_of_own_data_and_weights_says_which(tmp_path, tiny, mo
     (tmp_path / "models--some--bert" / "refs" / "main").write_text(C)
     hub_encoder("some/bert", "text", True, None)
     assert COMMITS["some/bert"] == C
+
+
+def test_classes_of_own_tars_have_numbers_and_no_names(tmp_path):
+    """Neighbours need none; zero-shot does."""
+    for split in ("train", "test"):
+        write_tar(tmp_path / f"{split}.tar", tar_samples(range(6), "jpg", "txt", "cls"))
+    train, test = (common.load_data(str(tmp_path), split) for split in ("train", "test"))
+    towers = SimpleNamespace(), object(), None
+    assert lacks("knn", test, towers, train) == ""
+    assert lacks("zero-shot", test, towers, train) == "the classes have no names"

@@ -211,7 +211,7 @@ def test_a_resumed_run_is_the_whole_one(run, tmp_path, capsys, monkeypatch, pict
 
 def test_the_banner_names_the_weights_that_count(root, run, tmp_path, capsys):
     main(root, tmp_path / "r", "--init-from", run[0], "--max-steps", 1)
-    assert "M with the loss's; weights of" in capsys.readouterr().out
+    assert "M parameters; weights of" in capsys.readouterr().out
 
 
 def test_chunks_and_processes_give_the_same_steps(root, tmp_path):

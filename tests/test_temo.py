@@ -305,7 +305,7 @@ def test_the_views_by_image_aug(flags, flips, tmp_path, monkeypatch):
 PAGES = [Path(temo.__file__).parent / "README.md", *(Path(temo.__file__).parent / "docs").glob("*.md")]
 PAGES = "\n".join(page.read_text(encoding="utf8") for page in PAGES)
 COMMANDS = re.findall(r"(?:accelerate launch|python|torchrun)[^`\n#]* temo\.py ([^`\n#]*)", temo.__doc__ + PAGES)
-COMMANDS = sorted({c for c in COMMANDS if not re.search(r"\$|\\|\.\.\.|--help|--resume|--plan|'", c)})
+COMMANDS = sorted({c for c in COMMANDS if not re.search(r"\$|\\|\.\.\.|--help|--resume|--plan|\.py|'", c)})
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -421,7 +421,7 @@ def test_zero_shot_along_training(tmp_path, monkeypatch, pictures):
         classes = model(tokens=tokenizer([f"a photo of a {c}." for c in ("apple", "pear tree", "zebra")]))[1]
     right = (F.normalize(images) @ F.normalize(classes).T).argmax(1) == torch.arange(21, 30) % 3
     assert summary["test"][name]["zero-shot"]["top1"] == pytest.approx(100 * right.float().mean().item())
-    assert {line.get_label() for line in panel(drawn, "(Fig. 7)").lines} == {"top-1", "top-3", "top-5"}
+    assert {line.get_label() for line in panel(drawn, "(Fig. 7)").lines} >= {"top-1", "top-3", "top-5"}
     recalls = [ax for fig, _ in drawn for ax in fig.axes if ax.get_title() == "retrieval, val"]
     chance = summary["chance"]["emoji"]["text_to_image"]
     assert any(line.get_ydata()[0] <= 2 * chance["R@1"] for ax in recalls for line in ax.lines

@@ -134,8 +134,10 @@ def lacks(task, data, towers, train=None, names=False):
         return "the model answers no questions"
     if task == "qa":
         return answers.lacking(data, not model.answers)
-    if task in BY_CLASS and (data.labels is None or not data.label_names or not (data.labels >= 0).any()):
+    if task in BY_CLASS and (data.labels is None or not (data.labels >= 0).any()):
         return "the set has no classes"
+    if task == "zero-shot" and not data.label_names:
+        return "the classes have no names"
     if task in ("knn", "probe") and (train is None or train.streamed or train.label_names != data.label_names):
         return "there are no other training images of the same classes"
     if task in ("retrieval", "gap", "mir") and not (data.has_captions or names):
