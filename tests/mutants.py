@@ -54,14 +54,17 @@ def run(tree, modules, words, seconds):
         code = pytest.main(["-n0", "-q", "-x", *map(str, files), "-k", words]) if files else 5
         sys.stdout.flush()
         os._exit(code)
-    end = time.time() + seconds
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.time() < end:
-        time.sleep(0.1)
+    code, end = None, time.time() + seconds
+    while code is None and time.time() < end:
+        ended, status = os.waitpid(-1, os.WNOHANG)  # orphans too: a test may wait until the workers of a run are gone
+        code = os.waitstatus_to_exitcode(status) if ended == child else None
+        if not ended:
+            time.sleep(0.1)
     while left := psutil.Process().children(recursive=True):
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=10)
-    return os.waitstatus_to_exitcode(ended[1]) if ended[0] else None
+    return code
 
 
 def main(folder):

@@ -284,6 +284,13 @@ def test_a_killed_call_goes_on_and_writes_the_same(models, videos, tmp_path, mon
     assert (tmp_path / "killed.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
 
 
+def test_a_caption_overrides_a_failure_of_another_process(tmp_path):
+    for rank in range(2):
+        rows = [{"video": k, "start": None, "end": None, "caption": "said" * (k == rank)} for k in range(2)]
+        (tmp_path / f"c.csv.{rank}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [row["caption"] for row in caption.read_known(str(tmp_path / "c.csv")).values()] == ["said"] * 2
+
+
 def caption_on_rank(rank, port, flags, said):
     """One of two processes, with what torchrun tells each of them."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))

@@ -142,10 +142,12 @@ def test_prompts_are_not_cleaned_as_captions(monkeypatch):
     learnt, asked = encoders.tokenizers.train_wordpiece(["a photo of a t-shirt."] * 9), []
     words = encoders.tokenizers.Tokenizer(learnt, 16, clean=True)
     monkeypatch.setattr(evaluation.by_class, "encode_texts", lambda model, words, texts, device: asked.append(
-        (texts, words.clean)) or torch.ones(1, 2))
-    data = types.SimpleNamespace(label_names=["t-shirt"], prompts=())
-    evaluation.by_class.zero_shot(None, words, torch.ones(1, 2), np.zeros(1, dtype=int), data, "cpu")
-    assert asked == [(["a photo of a t-shirt."], False), (["t-shirt"], False)]
+        (texts, words.clean)) or torch.ones(len(texts), 2))
+    for prompts in ((), ("a {c}, worn.", "one {c}.")):                     # a set's own prompts, if it has some
+        data = types.SimpleNamespace(label_names=["t-shirt"], prompts=prompts)
+        evaluation.by_class.zero_shot(None, words, torch.ones(1, 2), np.zeros(1, dtype=int), data, "cpu")
+    assert asked == [(["a photo of a t-shirt."], False), (["t-shirt"], False),
+                     (["a t-shirt, worn.", "one t-shirt."], False), (["t-shirt"], False)]
     long, short = (len(of(["a photo of a t-shirt."])["input_ids"][0]) for of in (words.plain(), words))
     assert long > short
 
