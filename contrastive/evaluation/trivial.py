@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 TRAIN, TEST = 5_000, 2_000  # rows at most, so that a large set takes minutes
-SIDE, CLIP_SIDE, PROBE_SIDE = 48, 32, 16  # pixels at most
+SIDE, CLIP_SIDE, PROBE_SIDE = 48, 32, 8  # pixels at most
 
 
 def colour_histogram(images):
