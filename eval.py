@@ -186,7 +186,8 @@ class Case:
         if rest := [task for task in tasks if task != "qa"]:
             seen = by_class if vars(by_class) != vars(other) else None
             found, by_chance, pieces = measure(*how, rest, self.train, self.split_of("few-shot"), limits,
-                                               subject.knn_features, workers=args.workers, seen=seen)
+                                               subject.knn_features, workers=args.workers, seen=seen,
+                                               trivial=subject.untrained)
             metrics, chance = metrics | found, chance | by_chance
         if args.normalize != "none" and "retrieval" in tasks:
             self.normalize(metrics, pieces, other)

@@ -19,6 +19,7 @@ from contrastive.engine.log import commit
 from contrastive.engine.processes import read_json, write_json
 from contrastive.evaluation.by_class import neighbours
 from contrastive.evaluation.embed import encode_images
+from contrastive.evaluation.trivial import trivial_features
 
 import numpy as np
 import torch
@@ -27,35 +28,18 @@ import temo
 from benchmarks.compare import RESULTS, machine, markdown
 
 
-def raw_pixels(images):
-    """(M, [T,] 3, S, S) uint8 -> (M, width) float, 0..1."""
-    return images.flatten(1).float() / 255
-
-
-def colour_histogram(images):
-    """(M, [T,] 3, S, S) uint8 -> (M, 64): the share of each of 4 x 4 x 4 colours."""
-    levels = images.movedim(-3, -1).flatten(1, -2).long() // 64            # (M, pixels, 3)
-    colour = levels[..., 0] * 16 + levels[..., 1] * 4 + levels[..., 2]     # (M, pixels)
-    return torch.stack([torch.bincount(row, minlength=64) for row in colour]).float() / colour.shape[1]
-
-
-def features_of(name, options, checkpoint, size):
-    """{row: {split: (M, width)}}: trivial features, or a run's embeddings and features; size: of the images."""
-    sets = {split: common.load_data(name, split, **options) for split in ("train", "test")}
-    found = {}
-    if checkpoint is None:
-        view = common.EvalTransform(size, (0, 0, 0), (1, 1, 1))
-        for split, data in sets.items():
-            images = torch.stack([view.raw(data.read(i)) for i in range(len(data))])
-            for row, function in (("raw pixels", raw_pixels), ("64 colours", colour_histogram)):
-                found.setdefault(row, {})[split] = torch.cat([function(x) for x in images.split(500)])
-        return sets, found
-    model, transform = checkpoint
+def features_of(sets, model, transform):
+    """{row: {split: (M, width)}} of {split: Data}: a tower's embeddings and features; of None trivial features."""
+    found, cpu = {}, torch.device("cpu")
     for split, data in sets.items():
-        _, image, features, _ = encode_images(model, data, transform, torch.device("cpu"))
-        for row, x in (("projected", image), ("backbone", features)):
+        if model is None:
+            pixels, colours = trivial_features(data, transform, cpu)[1].values()
+            rows = {"raw pixels": pixels[0], "64 colours": colours[0]}
+        else:
+            rows = dict(zip(("projected", "backbone"), encode_images(model, data, transform, cpu)[1:3]))
+        for row, x in rows.items():
             found.setdefault(row, {})[split] = x
-    return sets, found
+    return found
 
 
 def main(argv=None):
@@ -70,21 +54,19 @@ def main(argv=None):
     recipe = temo.parse_args(flags)
     options = clips | {"frames": recipe.frames, "image_size": recipe.image_size}
     torch.manual_seed(recipe.seed)
-    train = common.load_data(args.dataset, "train", **options)
+    sets = {split: common.load_data(args.dataset, split, **options) for split in ("train", "test")}
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = common.build_tokenizer("small", recipe.text_length, train.first_captions, folder)
+        tokenizer = common.build_tokenizer("small", recipe.text_length, sets["train"].first_captions, folder)
     model, transform = common.build_model(spec_of(recipe), tokenizer, False)
-    models = [("trivial", None), ("untrained tower", (model.eval(), transform))]
+    models = [("trivial", (None, transform)), ("untrained tower", (model.eval(), transform))]
     for run in args.runs:
         own, (model, _, transform) = read_json(Path(run) / "args.json"), common.load_model(run)
         models.append((f"{own.get('loss')} {Path(run).name}", (model, transform)))
-    rows, heads, results = [], [], {}
+    rows, results = [], {}
+    columns = [c for c in ("label", "verb", "noun") if sets["train"].column(c) is not None]
+    columns = [c for c in columns if c != "label" or "verb" not in columns]
     for title, model in models:
-        sets, found = features_of(args.dataset, options, model, recipe.image_size)
-        columns = [c for c in ("label", "verb", "noun") if sets["train"].column(c) is not None]
-        columns = [c for c in columns if c != "label" or "verb" not in columns]
-        heads = [f"by {c}" for c in columns]
-        for row, of in found.items():
+        for row, of in features_of(sets, *model).items():
             name, cells = row if title == "trivial" else f"{title}, {row}", []
             for column in columns:
                 labels = [np.asarray(sets[s].column(column)) for s in ("train", "test")]
@@ -98,7 +80,7 @@ def main(argv=None):
     file = RESULTS / f"trivial_{args.dataset}"
     write_json(file.with_suffix(".json"), results)
     note = f"\nkNN@1 on test, mean of the classes. Commit {commit()}; {datetime.date.today()}; {machine()}.\n"
-    file.with_suffix(".md").write_text("\n".join([*markdown(["features", *heads], rows), note]))
+    file.with_suffix(".md").write_text("\n".join([*markdown(["features", *(f"by {c}" for c in columns)], rows), note]))
 
 
 if __name__ == "__main__":

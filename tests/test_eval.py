@@ -111,10 +111,16 @@ def test_all_tasks_on_several_sets(run, hub, capsys, monkeypatch):  # noqa: F811
     assert coco["left_out"] == dict.fromkeys(("zero-shot", "knn", "probe"), "the set has no classes")
     tops = {"top1": 100 / 3, "top3": 100, "top5": 100}
     assert dtd["chance"]["zero-shot"] == pytest.approx(tops | {f"names_{k}": v for k, v in tops.items()})
-    assert {"zero-shot", "knn@1", "knn@10", "few-shot", "all"} == dtd["chance"].keys() == dtd["metrics"].keys() - {
-        "images", "unreadable"}
+    assert {"zero-shot", "knn@1", "knn@10", "few-shot", "all"} == dtd["metrics"].keys() - {"images", "unreadable"}
+    assert dtd["chance"].keys() - {"trivial"} == dtd["metrics"].keys() - {"images", "unreadable"}
+    beside = dtd["chance"]["trivial"]
+    assert list(beside) == ["pixels", "colours", "untrained"]
+    assert all(of.keys() == {"knn@1", "knn@10", "few-shot", "all"} for of in beside.values())
     assert coco["metrics"]["captions"] == 12 and {"head", "mid", "tail"} <= result["emoji"]["metrics"]["knn@1"].keys()
-    assert "left out: knn: the set has no classes" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "text -> image" in out and "(chance)" in out and "left out: knn: the set has no classes" in out
+    said = ", ".join(f"{name} {of['few-shot']['mean_per_class']:.2f}" for name, of in beside.items())
+    assert f"mean_per_class of {said}" in out
     monkeypatch.setattr(evaluation.retrieval, "encode_images", None)       # all are opened before the first is encoded
     with pytest.raises(UserError, match="no such file or folder"):
         evaluate("--checkpoint", run, "--datasets", *sets, "/no/such/set", *tasks)
@@ -260,6 +266,33 @@ def test_train_without_the_run_s_noise_is_no_change_of_the_data(tmp_path, capsys
                    "--weighting", "none", script=mama)[0]
     evaluate("--checkpoint", folder, "--split", "train", "--tasks", "gap")
     assert "moving-emoji (train): without the run's --caption-noise" in capsys.readouterr().out
+
+
+def test_trivial_neighbours_by_hand(run, monkeypatch):
+    """One neighbour by cosine on pixels and on 64 colours, in numpy; the untrained tower is the run's before its first
+    step; no more rows than the limits."""
+    data = {split: common.load_data("emoji", split, image_size=24) for split in ("train", "val")}
+    (*_, transform), own = common.load_model(run), json.loads((run / "args.json").read_text())
+    first = encoders.models.untrained(json.loads((run / "model.json").read_text()), own["seed"])
+    how = transform, torch.device("cpu"), ["knn"], {"untrained": first}
+    found = evaluation.trivial.trivial_accuracy(data["train"], data["val"], None, *how)
+    assert found["pixels"].keys() == {"knn@1", "knn@10"}
+    images = {k: np.stack([transform.raw(of.read(i)).numpy() for i in range(len(of))]) for k, of in data.items()}
+
+    def colours(image):                                                    # (3, S, S) -> (64,)
+        r, g, b = (image // 64).reshape(3, -1).astype(int)
+        return np.histogram(16 * r + 4 * g + b, np.arange(65))[0]
+    for name, feature in (("pixels", np.ravel), ("colours", colours)):
+        x, q = (np.stack([feature(i) for i in images[k]]).astype(np.float64) for k in ("train", "val"))
+        x, q = (y / np.linalg.norm(y, axis=1, keepdims=True) for y in (x, q))
+        hits = data["train"].labels[(q @ x.T).argmax(1)] == data["val"].labels
+        assert found[name]["knn@1"]["top1"] == pytest.approx(100 * hits.mean(), abs=1.2)        # ties of two of 177
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    before = next(row for row in rows if "eval" in row)
+    assert before["step"] == 0 and found["untrained"]["knn@1"] == before["eval"]["emoji"]["knn@1"]
+    monkeypatch.setattr(evaluation.trivial, "TEST", 10)
+    few = evaluation.trivial.trivial_accuracy(data["train"], data["val"], None, *how)["pixels"]["knn@1"]["top1"]
+    assert few * 10 / 100 == pytest.approx(round(few * 10 / 100))
 
 
 def test_two_processes_count_each_item_once(run, tmp_path):

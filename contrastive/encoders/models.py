@@ -157,6 +157,13 @@ def build_model(spec, tokenizer, pretrained, weights=""):
     return model, EvalTransform(spec["image_size"], mean, std, spec["eval_resize"], spec.get("eval_crop", 1.0))
 
 
+def untrained(spec, seed):
+    """The TwoTower of a spec, without its text encoder, at random weights: the first of a run from scratch."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build_model(spec | {"text_encoder": "", "questions": {}}, None, pretrained=False)[0].eval()
+
+
 def load_model(run_dir):
     """(model, tokenizer, transform) of a finished run, on the CPU, in eval mode, offline; tokenizer None without texts.
 

@@ -12,7 +12,7 @@ from contrastive.data.batches import Batches
 from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
 from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last, sync_batchnorm
-from contrastive.encoders.models import build_model, spec_of
+from contrastive.encoders.models import build_model, spec_of, untrained
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.engine import checkpoints
 from contrastive.engine.log import Log, commit, peak_memory_mb, versions
@@ -335,7 +335,9 @@ class Run:
         self.in_loop = False
         self.bar.close()
         on_main(self.save_model)
-        test, chance, self.test_pieces = self.evaluator("test")
+        def first():                                                       # measured beside the trained one
+            return {"untrained": untrained(self.spec, self.args.seed)}
+        test, chance, self.test_pieces = self.evaluator("test", first)
         args, wall = self.args, self.wall()
         summary = {
             "script": self.script, "dataset": args.dataset, "method": getattr(args, "loss", self.script),

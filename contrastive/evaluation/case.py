@@ -7,7 +7,7 @@ from contrastive.data import data_options, load_data, other_options, splits_of
 from contrastive.data.images import CIFAR_STATS
 from contrastive.data.long_tail import labelled_splits
 from contrastive.encoders.base import CLIP_VIP, STATS
-from contrastive.encoders.models import build_model, load_model
+from contrastive.encoders.models import build_model, load_model, untrained
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.encoders.two_tower import EvalTransform
 from contrastive.engine.processes import UserError, opening, read_json, say, slug
@@ -43,6 +43,11 @@ class Subject:
         self.folder = Path(args.output_dir or (run / "eval" if self.own else by_name))
         with opening(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
+
+    def untrained(self):
+        """{untrained: the run's tower at random weights}; {} of a model by name."""
+        spec = read_json(Path(self.args.checkpoint) / "model.json") if self.own else None
+        return {"untrained": untrained(spec, self.own["seed"])} if spec else {}
 
     def views(self, name):
         """(transform of the tasks by class, that of the others, words on both) for a set. A run that squashes (the CC3M

@@ -27,6 +27,7 @@ from contrastive.evaluation.metrics import (
     retrieval_chance,
     retrieval_metrics,
 )
+from contrastive.evaluation.trivial import trivial_accuracy
 
 import numpy as np
 import torch
@@ -151,12 +152,13 @@ def lacks(task, data, towers, train=None, names=False):
 
 
 def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_features="projected", batch=256,
-            workers=0, seen=None):
+            workers=0, seen=None, trivial=None):
     """(metrics, chance, pieces for pictures) of one split: tasks that nothing `lacks`; qa alone. Collective.
 
     Args: towers: (model, tokenizer, transform); train, few: Data of the training images of knn and probe, and of the
         few-shot probe; limits: of head_mid_tail; knn_features: projected (embeddings) or backbone (features before the
-        projection); seen: the transform of the tasks by class, if it is another."""
+        projection); seen: the transform of the tasks by class, if it is another; trivial: function () -> {name: model}
+        of those measured beside raw pixels and colours, which chance gets as `trivial`; None: nothing trivial."""
     model, tokenizer, transform = towers
     if "qa" in tasks:
         return answers.evaluate(*towers, data, device, batch, workers)
@@ -202,6 +204,10 @@ def measure(towers, data, device, tasks, train=None, few=None, limits=None, knn_
         add(*probes(of_backbone, train_labels, features, labels, few and known(few)[1:], limits))
         pieces |= {"train_features": of_backbone, "train_labels": train_labels, "features": features, "labels": labels,
                    "names": data.label_names}
+    if trivial:
+        models = {name: of.to(device) for name, of in trivial().items()}
+        chance["trivial"] = trivial_accuracy(train, data, few if "probe" in tasks else None, seen or transform, device,
+                                             tasks, models, limits, knn_features == "projected", workers)
     return metrics, chance, pieces
 
 
@@ -237,7 +243,7 @@ class Evaluator:
                 raise UserError(f"--eval-datasets {name}: none of the first {len(first)} images of its {data.split} "
                                 f"split can be read, first {data.key(0)}")
 
-    def __call__(self, split):
+    def __call__(self, split, trivial=None):
         args, found = self.args, {}
         how = {"workers": args.workers}
         for name, splits in self.sets.items():
@@ -245,7 +251,7 @@ class Evaluator:
                 tasks = [task for task, why in self.tasks_of(splits[split]).items() if not why]
                 found[name] = measure(self.towers, splits[split], self.device, tasks, self.train, self.few,
                                       getattr(args, "shot_limits", None), getattr(args, "knn_features", "projected"),
-                                      **how)
+                                      trivial=trivial, **how)
                 found[name][0].update(self.also(found[name][2]) if self.also else {})
             elif not self.towers[1]:                                       # TS measures and draws the training images
                 rows, _, features, _ = encode_images(self.towers[0], self.train, self.towers[2], self.device, **how)
@@ -267,6 +273,10 @@ def table(title, metrics, chance):
     for group, cells in groups.items():
         label = group.replace("_to_", " -> ").replace("_", " ")
         lines.append(f"  {label.replace('image', 'video') if clips else label:<24} {'  '.join(cells)}")
+        beside = {name: of[group]["mean_per_class"] for name, of in chance.get("trivial", {}).items() if group in of}
+        if beside:
+            said = ", ".join(f"{name} {value:.2f}" for name, value in beside.items())
+            lines.append(f"  {'':<24} mean_per_class of {said}")
     few = few_queries(**{k: n for k, n in counts.items() if k in COUNTS[:4]})
     return "\n".join([*lines, few] if few else lines)
 
