@@ -600,7 +600,7 @@ def test_eval_epoch_auto_tests_the_weights_of_the_best_val(tmp_path, monkeypatch
     monkeypatch.setattr(ts, "draw", lambda *a: None)
     evaluate, plan = evaluation.retrieval.Evaluator.__call__, []
 
-    def planned(self, split):
+    def planned(self, split, *more):
         metrics, chance, pieces = evaluate(self, split)
         if split == "val" and plan:
             value = plan.pop(0)
