@@ -287,11 +287,14 @@ EMOJI = CIFAR | dict(
 MOVING = EMOJI | dict(
     recipe="ours; as emoji, classes = verbs",
     frames=4, flip=0.0, crop_min=0.6)
+SCENES = EMOJI | dict(
+    recipe="ours", image_size=32, epochs=60.0, period=12.0, crop_min=0.3, jitter=0.4, hue=0.5,
+    imbalance_ratio=100.0, eval_every=0, log_every=20, save_every=1000)
 OWN = EMOJI | dict(
     recipe="ours; small tower from scratch",
     image_size=64, hue=0.1, log_every=10, eval_every=0, save_every=500)
 RECIPES = {"emoji": EMOJI, "cifar10-lt": CIFAR, "cifar100-lt": CIFAR, "imagenet100-lt": IMAGENET100,
-           "fashion-mnist-lt": FASHION, "moving-emoji": MOVING, "own": OWN}
+           "fashion-mnist-lt": FASHION, "moving-emoji": MOVING, "emoji-scenes": SCENES, "own": OWN}
 SDCLR = {"cifar10-lt": dict(schedule="fixed", tau_min=0.2, prune=0.9),
          "cifar100-lt": dict(schedule="fixed", tau_min=0.2, prune=0.9),
          "imagenet100-lt": dict(schedule="fixed", tau_min=0.3, prune=0.3)}

@@ -27,6 +27,7 @@ from contrastive.data.clips import Clips
 from contrastive.data.frames import read_frames
 from contrastive.data.table import EmptySplit
 from contrastive.engine.processes import UserError
+from contrastive.evaluation.trivial import colour_histogram
 
 import av
 import numpy as np
@@ -661,6 +662,24 @@ def test_moving_emoji_unfolded():
     assert np.array_equal(unfolded.groups, np.repeat(plain.groups, 3))
     assert torch.equal(unfolded.pixels, plain.pixels.repeat_interleave(3, 0))
     assert question(unfolded, 7) == question(plain, 2)
+
+
+def test_emoji_scenes_show_their_class_and_hide_it_from_pixels_and_colours():
+    sets = {s: common.load_data("emoji-scenes", s, scenes=[20, 2, 5]) for s in ("train", "val", "test")}
+    assert [len(d) for d in sets.values()] == [1200, 120, 300]
+    train, test = sets["train"], sets["test"]
+    assert train.pixels.shape[1:] == (3, 32, 32) and np.bincount(test.labels).tolist() == [5] * 60
+    names = train.label_names
+    assert len({*names}) == 60 and all(train.captions(i)[0] == names[y] for i, y in enumerate(train.labels))
+    again = common.load_data("emoji-scenes", "train", scenes=[20, 2, 5])
+    assert torch.equal(train.pixels, again.pixels)
+    corners = train.pixels[:, :, 0, 0].float()  # mostly background
+    assert corners.std(0).min() > 50  # of 0..255, uniform: 74
+    pixels, colours = (lambda d: d.pixels.flatten(1).float()), (lambda d: colour_histogram(d.pixels / 255))
+    for features, most in ((pixels, 12), (colours, 20)):
+        found = common.knn_accuracy(features(train), torch.as_tensor(train.labels),
+                                    features(test), torch.as_tensor(test.labels))
+        assert found["mean_per_class"] < most  # chance: 1.7
 
 
 # ---------------------------------------------------- sets by name ---------------------------------------------------

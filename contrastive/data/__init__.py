@@ -28,7 +28,7 @@ from contrastive.engine.processes import UserError, opening
 import numpy as np
 
 _FAMILIES = {
-    "emoji": "emoji", "moving_emoji": "moving-emoji", "epic": "epic-kitchens-100",
+    "emoji": "emoji", "moving_emoji": "moving-emoji emoji-scenes", "epic": "epic-kitchens-100",
     "long_tail": "cifar10-lt cifar100-lt fashion-mnist-lt imagenet100-lt",
     "videos": "msrvtt msvd activitynet didemo youcook2 howto100m ssv2-lt",
     "questions": "msrvtt-qa msvd-qa tgif-qa-r-action tgif-qa-r-transition tgif-qa-r-frame nextqa causal-vidqa",

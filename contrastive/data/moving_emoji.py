@@ -1,4 +1,5 @@
-"""Moving emoji: a deterministic renderer animates the drawings of emoji.py, for video methods without videos.
+"""Moving emoji: a deterministic renderer animates the drawings of emoji.py, for video methods without videos. And emoji
+scenes: single images of them, for methods without captions.
 
 Pairs of verb and noun follow Zipf's law (weight 1 / rank each). val and test hold new pairs of verbs and nouns that
 training clips show in other pairs; with the law `zipf` they are further draws from the distribution of training. Each
@@ -11,7 +12,7 @@ import re
 
 from contrastive.data.emoji import digest, listed
 from contrastive.data.table import Data, make_table, notes
-from contrastive.data.views import luma, uniforms
+from contrastive.data.views import luma, shift_hue, uniforms
 from contrastive.engine.processes import UserError
 from contrastive.engine.ranges import between, part
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 CLIPS = (2000, 300, 300)  # of train, val and test, without --clips
+SCENES, SCENE_CLASSES = (500, 10, 25), 60  # emoji-scenes: images per class of train, val and test; nouns
 IN_MEMORY = 2**31  # bytes: a larger split is rendered clip by clip, on demand
 SETS = {"moving-emoji": {
     "splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji", "options": {
@@ -29,7 +31,11 @@ SETS = {"moving-emoji": {
                            help="val and test: once = each held-out pair in turn, none of them in training; zipf = "
                                 "further draws from training's distribution (for NCL's queue of its queries)"),
         "--caption-noise": dict(type=part, default=0.0,
-                                help="share of the training clips that get another clip's captions, 0..1")}}}
+                                help="share of the training clips that get another clip's captions, 0..1")}},
+    "emoji-scenes": {
+        "splits": {"train": None, "val": None, "test": None}, "licence": "CC-BY 4.0, credit Twemoji", "options": {
+            "--scenes": dict(type=between(2, 10**5, int), nargs=3, default=list(SCENES),
+                             metavar=("TRAIN", "VAL", "TEST"), help="images per class of each split")}}}
 COLOURS = {"white": (255, 255, 255), "grey": (150, 150, 150), "yellow": (250, 225, 120),
            "pink": (250, 190, 205), "blue": (150, 195, 245), "green": (165, 220, 165)}
 NOUNS = 120  # drawings; with 24 verbs they make 2,880 pairs, an eighth of them for val and an eighth for test
@@ -88,6 +94,8 @@ def load(name, split, options):
     question, answer, choices (five), question_type; with regions also boxes.
     Raises: UserError for too few training clips to leave val or test a pair, or for more than five regions.
     """
+    if name == "emoji-scenes":
+        return load_scenes(name, split, options)
     frames, size, regions = options.get("frames") or 4, options.get("image_size") or 32, options.get("regions") or 0
     if regions > 5:
         raise UserError(f"--regions {regions}: a frame of moving-emoji has 5")
@@ -114,6 +122,29 @@ def load(name, split, options):
     note = f"{len({*groups})} descriptions; law of val and test: {law}"
     note = notes(f"{int(noisy.sum())} clips with another's captions" if noisy.any() else "", note)
     return Data(name, split, table, **({"pixels": render.all()} if fits else {"clip": render}), note=note)
+
+
+def load_scenes(name, split, options):
+    """One split of emoji-scenes, images (M, 3, H, W). Each shows one of 60 drawings, its class, at a random place,
+    size, tilt and hue on a random colour, so that pixels and colours alone do not tell the class.
+
+    Options: image_size (32 px); scenes: images per class. Captions are the drawing's names."""
+    size, number = options.get("image_size") or 32, ("train", "val", "test").index(split)
+    names, drawn = sprites(size)
+    classes = [n[0] for n in names[:SCENE_CLASSES]]
+    nouns = np.repeat(np.arange(SCENE_CLASSES), (options.get("scenes") or SCENES)[number])  # (M,)
+    u = uniforms(8, number, np.arange(len(nouns)), 8)  # (M, 8): place, tilt, size, hue, background
+    theta = _maps(0.8 * (u[:, 0] - 0.5), 0.8 * (u[:, 1] - 0.5), u[:, 2] - 0.5, 0.35 + 0.3 * u[:, 3])  # (M, 2, 3)
+    u, images = torch.from_numpy(u), []
+    for rows in torch.arange(len(nouns)).split(512):
+        rgb, alpha = drawn[torch.from_numpy(nouns)[rows]].split([3, 1], 1)  # (n, 3, h, h) premultiplied, (n, 1, h, h)
+        hue = u[rows, 4].view(-1, 1, 1, 1) - 0.5  # turns
+        rgb = shift_hue((rgb / alpha.clamp(min=1e-6)).clamp(0, 1), hue) * alpha
+        x = _seen(torch.cat([rgb, alpha], 1), theta[rows], size)  # (n, 4, 2S, 2S)
+        images.append(_on_ground(x[:, :3], x[:, 3:], u[rows, 5:]))
+    keys = [f"{split} {row}" for row in range(len(nouns))]
+    table = make_table([names[n] for n in nouns], keys, None, {"label": classes}, label=nouns)
+    return Data(name, split, table, pixels=torch.cat(images))
 
 
 # ---- scenes, captions and questions ----
@@ -229,17 +260,34 @@ class Renderer:
     def render(self, rows):
         """Renders clips (n, T, 3, H, W) uint8, at twice the size and averaged down. Each clip depends only on its own
         row."""
-        frames, side, palette = self.frames, 2 * self.size, torch.tensor(list(COLOURS.values())) / 255  # (6, 3)
+        frames, palette = self.frames, torch.tensor(list(COLOURS.values())) / 255  # (6, 3)
         theta, alpha, bright, colour = _poses(self.verbs[rows], self.draws[rows], frames)  # (nT, 2, 3), (nT, 1, 1, 1)
-        grid = F.affine_grid(theta, (len(theta), 4, side, side), align_corners=False)  # (nT, 2S, 2S, 2)
         drawn = sprites(self.size)[1][torch.as_tensor(self.nouns[rows])]  # (n, 4, h, h)
-        x = F.grid_sample(drawn.repeat_interleave(frames, 0), grid, align_corners=False)  # (nT, 4, 2S, 2S)
+        x = _seen(drawn.repeat_interleave(frames, 0), theta, self.size)  # (nT, 4, 2S, 2S)
         grey = luma(x[:, :3])  # (nT, 1, 2S, 2S)
         rgb = torch.lerp(grey.expand(-1, 3, -1, -1), x[:, :3], colour) * bright * alpha  # (nT, 3, 2S, 2S)
-        cover = x[:, 3:] * alpha  # (nT, 1, 2S, 2S)
         ground = palette[torch.as_tensor(self.colours[rows])].repeat_interleave(frames, 0)  # (nT, 3)
-        x = F.avg_pool2d(rgb + (1 - cover) * ground[:, :, None, None], 2)  # (nT, 3, S, S)
-        return (x * 255).round().clamp_(0, 255).to(torch.uint8).unflatten(0, (-1, frames))
+        return _on_ground(rgb, x[:, 3:] * alpha, ground).unflatten(0, (-1, frames))
+
+
+def _seen(drawn, theta, size):
+    """Drawings (n, 4, h, h) seen by the maps theta (n, 2, 3), at twice the size: (n, 4, 2S, 2S)."""
+    grid = F.affine_grid(theta, (len(theta), 4, 2 * size, 2 * size), align_corners=False)  # (n, 2S, 2S, 2)
+    return F.grid_sample(drawn, grid, align_corners=False)
+
+
+def _on_ground(rgb, cover, ground):
+    """Premultiplied rgb (n, 3, 2S, 2S), its alpha (n, 1, 2S, 2S) and a colour (n, 3) -> (n, 3, S, S) uint8."""
+    x = F.avg_pool2d(rgb + (1 - cover) * ground[:, :, None, None], 2)
+    return (x * 255).round().clamp_(0, 255).to(torch.uint8)
+
+
+def _maps(x, y, angle, scale, sx=1.0, sy=1.0):
+    """Affine maps canvas -> drawing (n, 2, 3) of drawings at x, y (half widths), turned (radians) and scaled."""
+    cos, sin = np.cos(angle) / scale, np.sin(angle) / scale
+    theta = np.stack([cos / sx, sin / sx, -(cos * x + sin * y) / sx,
+                      -sin / sy, cos / sy, (sin * x - cos * y) / sy], -1)
+    return torch.from_numpy(theta).float().view(-1, 2, 3)
 
 
 def _poses(verbs, draws, frames):
@@ -250,8 +298,6 @@ def _poses(verbs, draws, frames):
     u = draws[:, :, None]  # (n, 8, 1)
     x, y = pose["x"] + 0.24 * (u[:, 0] - 0.5), pose["y"] + 0.24 * (u[:, 1] - 0.5)  # (n, T)
     angle, scale = pose["angle"] + 0.5 * (u[:, 2] - 0.5), 0.42 + 0.14 * u[:, 3]  # (n, T), (n, 1)
-    cos, sin, sx, sy = np.cos(angle) / scale, np.sin(angle) / scale, pose["sx"], pose["sy"]  # (n, T)
-    theta = np.stack([cos / sx, sin / sx, -(cos * x + sin * y) / sx,
-                      -sin / sy, cos / sy, (sin * x - cos * y) / sy], -1)  # (n, T, 6)
+    theta = _maps(x, y, angle, scale, pose["sx"], pose["sy"])
     looks = [torch.from_numpy(pose[k]).float().view(-1, 1, 1, 1) for k in ("alpha", "bright", "colour")]
-    return torch.from_numpy(theta).float().view(-1, 2, 3), *looks
+    return theta, *looks
