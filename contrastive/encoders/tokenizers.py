@@ -11,18 +11,21 @@ import torch
 
 
 class Tokenizer:
-    """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens.
+    """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens;
+    on a card to a multiple of 8, since each new length allocates and compiles anew there.
 
     clean: captions go through clean_caption first.   device: of the tensors that it returns."""
 
     def __init__(self, tokenizer, length, clean=False):
         self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
-        self.device = torch.device("cpu")
+        tokenizer.padding_side, self.device = "right", torch.device("cpu")  # encoders pool the first or the end token
 
     def __call__(self, texts):
         texts = [clean_caption(t) if self.clean else t for t in texts]
-        out = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
-        return {k: to_device(out[k], self.device) for k in ("input_ids", "attention_mask")}
+        multiple = 8 if self.device.type == "cuda" else None               # may lie beyond `length`, with pads alone
+        out = self.tokenizer(texts, padding=True, pad_to_multiple_of=multiple, truncation=True, max_length=self.length,
+                             return_tensors="pt")
+        return {k: to_device(out[k][:, :self.length], self.device) for k in ("input_ids", "attention_mask")}
 
     def plain(self):
         """The same, for texts that are not captions: the CC3M trainer does not clean class names and prompts."""
