@@ -1,14 +1,9 @@
-"""Training on a card that is not there: no step waits for it, and all processes meet in the same collectives.
+"""Training on a card that is not there (card.py): no step waits for it, and all processes meet in the same collectives.
 
-The card's tensors are meta tensors, those of the host are real, and `main` of each script runs as it is, with two modes
-around it. Names: `cuda` in any call becomes `meta`, and a meta tensor says that it lies on `cuda`, so that the card's
-branches run. Waits: sees every operation of forward, backward and optimiser. What is read from the card is zero or one.
+`main` of each script runs as it is, with the two modes around it.
 """
 
-import collections
 import importlib
-import traceback
-from pathlib import Path
 
 from contrastive.engine import run as engine
 from contrastive.engine.processes import gather, rank
@@ -17,98 +12,15 @@ from contrastive.engine.run import Run
 import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import temo
+from card import CARD, Names, Waits
 from helpers import of_set
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a card that torch does not find
-ROOT, aten = str(Path(__file__).parents[1]), torch.ops.aten
-CARD, META = torch.device("cuda", 0), torch.device("meta")
-COPIES = {aten._to_copy.default, aten.copy_.default}
-VALUES = {aten._local_scalar_dense.default, aten.equal.default}  # .item(), bool(), .tolist(), torch.equal
-SHAPES = {aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.bincount.default,
-          aten.repeat_interleave.Tensor}  # their shapes are values of the card
-INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-TOY = "--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16 --max-steps 5 --log-every 4 " \
-      "--eval-every 0 --save-every 0 --workers 0 --cpu --run-name run --output-dir"
-
-
-class Enough(Exception):
-    """The steps of a test are done."""
-
-
-class Names(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__name__", "") == "pin_memory":
-            args[0].pinned_here = True
-            return args[0]
-        args, kwargs = tree_map_only(torch.device, lambda x: META if x.type == "cuda" else x, (args, kwargs or {}))
-        found = function(*args, **kwargs)
-        if function == torch.Tensor.device.__get__ and found.type == "meta":
-            return CARD
-        return args[0].is_meta if function == torch.Tensor.is_cuda.__get__ else found
-
-
-class Waits(TorchDispatchMode):
-    """waits: {(for what, operation, file:line): times} while `on`; collectives: [(steps done, name, on the card?,
-    shapes)]; products: [on the card?] of matrices."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits, self.collectives, self.products, self.on, self.step = collections.Counter(), [], [], False, 0
-
-    def note(self, what, name):
-        if self.on:
-            self.waits[what, name, place()] += 1
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, function.__name__
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        there, here = [x for x in tensors if x.is_meta], [x for x in tensors if x.ndim and not x.is_meta]
-        if function.namespace == "c10d":
-            self.collectives.append((self.step, name, not here, [x.shape for x in tensors]))
-        elif function in COPIES:
-            return self.copy(function, args, kwargs)
-        elif there and function in VALUES:
-            self.note("a value", name)
-            return 1.0 if there[0].is_floating_point() else 1
-        elif there and (function in SHAPES or function in INDEX and any(
-                i is not None and i.dtype == torch.bool for i in args[1])):
-            self.note("a shape", name)
-            host = tree_map_only(torch.Tensor, lambda x: torch.ones_like(x, device="cpu"), args)
-            return tree_map_only(torch.Tensor, lambda x: x.to(META), function(*host, **kwargs))
-        elif there and here and function in INDEX:
-            self.note("a copy to the card", name)
-        elif there and here:
-            raise AssertionError(f"{function}: a tensor of the host among those of the card, {place()}")
-        if function is aten.mm.default:
-            self.products.append(bool(there))
-        return function(*args, **kwargs)
-
-    def copy(self, function, args, kwargs):
-        """A copy between the places waits unless it is told not to, and to the card unless its memory is pinned."""
-        into = function is aten.copy_.default
-        source, to = (args[1], args[0].device) if into else (args[0], kwargs.get("device") or args[0].device)
-        soon = args[2:] == (True,) if into else kwargs.get("non_blocking")
-        if source.is_meta and to.type == "cpu":
-            if not soon:
-                self.note("a copy from the card", function.__name__)
-            made = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
-            return args[0].copy_(made) if into else made
-        if not source.is_meta and to.type == "meta" and not (soon and hasattr(source, "pinned_here")):
-            self.note("a copy to the card", function.__name__)
-        return function(*args, **kwargs)
-
-
-def place():
-    """file:line of the innermost line of ours outside the modes."""
-    modes = "place", "note", "copy", "__torch_dispatch__", "__torch_function__", "backward"
-    ours = [f for f in traceback.extract_stack() if f.filename.startswith(ROOT) and f.name not in modes]
-    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+TOY = "--dataset moving-emoji --clips 48 16 16 --image-size 16 --frames 2 --batch-size 16 --max-steps 5 " \
+      "--log-every 4 --eval-every 0 --save-every 0 --workers 0 --cpu --run-name run --output-dir"
 
 
 def train(line, folder, monkeypatch, place_of=0, processes=1, said=None):
@@ -130,9 +42,9 @@ def train(line, folder, monkeypatch, place_of=0, processes=1, said=None):
         done(run, *args, **more)
         waits.step, waits.on = run.step, run.step == 2
         if run.step == 4:
-            raise Enough
+            raise SystemExit
 
-    def backward(*args, **kwargs):  # it runs in a handler of functions, where the mode is off
+    def backward_with_names(*args, **kwargs):  # it runs in a handler of functions, where the mode is off
         with names:
             return backward_of_torch(*args, **kwargs)
 
@@ -141,9 +53,6 @@ def train(line, folder, monkeypatch, place_of=0, processes=1, said=None):
         if place_of == 0:
             said.append(value)
         values[:] = [said[[name for _, name, *_ in waits.collectives].count("object") - 1]] * processes
-
-    def no_evaluation(run):
-        run.val, run.chance, run.val_pieces = {}, {}, {}
 
     class Event:
         def record(self):
@@ -155,15 +64,15 @@ def train(line, folder, monkeypatch, place_of=0, processes=1, said=None):
     with monkeypatch.context() as patch:
         patch.setattr(engine, "set_up", with_card)
         patch.setattr(Run, "done", noted)
-        patch.setattr(Run, "evaluate_val", no_evaluation)
-        patch.setattr(torch.autograd, "_engine_run_backward", backward)
+        patch.setattr(Run, "evaluate_val", lambda run: vars(run).update(val={}, chance={}, val_pieces={}))
+        patch.setattr(torch.autograd, "_engine_run_backward", backward_with_names)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1))
         patch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
         patch.setattr(dist, "all_gather_object", all_gather_object)
         args = module.parse_args([*of_set([*TOY.split(), folder], flags), *flags])
         try:
-            with waits, names, pytest.raises(Enough):
+            with waits, names, pytest.raises(SystemExit):
                 module.main(args)
         finally:
             if dist.is_initialized():
@@ -226,8 +135,6 @@ def test_processes_meet_in_the_same_collectives(line, tmp_path, monkeypatch):
 def test_a_planted_collective_of_one_process_is_found(tmp_path, monkeypatch):
     loss, said = temo.temo_loss, []
 
-    def planted(image, *x, **y):
-        return loss(gather(image)[:2] if rank() else image, *x, **y)
-    monkeypatch.setattr(temo, "temo_loss", planted)
+    monkeypatch.setattr(temo, "temo_loss", lambda *x, **y: (rank() and gather(x[0]), loss(*x, **y))[1])
     first, other = (train("temo", tmp_path, monkeypatch, place, 8, said) for place in (0, 5))
     assert first.collectives != other.collectives
