@@ -200,13 +200,15 @@ def test_synchronised_norms_keep_the_activations_inside_them(name, monkeypatch):
     assert list(converted.state_dict()) == names
     torch.testing.assert_close(converted(x)[1], before)
 
-    def broadcast(model):
-        handler = Namespace()
-        accelerator = Namespace(ddp_handler=handler, prepare=lambda *prepared: prepared)
-        flags = Namespace(seed=0, chunk_size=0, compile=False, cpu=model is encoder)
-        Run.wrap(Namespace(args=flags, accelerator=accelerator), model, None, None)
-        return handler.broadcast_buffers
-    assert broadcast(encoder) and not broadcast(converted)
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_ddp_sends_no_statistics_that_are_the_same_on_all_processes(cpu, monkeypatch):
+    monkeypatch.setattr(base, "world", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    handler, flags = Namespace(), Namespace(seed=0, chunk_size=0, compile=False, cpu=cpu)
+    accelerator = Namespace(ddp_handler=handler, prepare=lambda *prepared: prepared)
+    Run.wrap(Namespace(args=flags, accelerator=accelerator), torch.nn.Sequential(torch.nn.BatchNorm2d(3)), None, None)
+    assert handler.broadcast_buffers == cpu
 
 
 def test_a_run_on_the_cpu_leaves_the_card_alone(tmp_path, monkeypatch):

@@ -138,3 +138,14 @@ def test_a_planted_collective_of_one_process_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(temo, "temo_loss", lambda *x, **y: (rank() and gather(x[0]), loss(*x, **y))[1])
     first, other = (train("temo", tmp_path, monkeypatch, place, 8, said) for place in (0, 5))
     assert first.collectives != other.collectives
+
+
+def test_texts_have_few_lengths_on_a_card(tokenizer):
+    """Pads up to a multiple of 8, or to the most tokens that the encoder takes (12)."""
+    texts = ["a", "red apple", "one number 0123456789"]
+    plain = [tokenizer([text]) for text in texts]
+    with Names():
+        there = tokenizer.plain()
+        there.device = CARD
+        shapes = [there([text])["input_ids"].shape[1] for text in texts]
+    assert shapes == [8 if of["input_ids"].shape[1] <= 8 else 12 for of in plain] and {*shapes} == {8, 12}
