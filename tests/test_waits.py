@@ -142,7 +142,7 @@ def test_a_planted_collective_of_one_process_is_found(tmp_path, monkeypatch):
 
 def test_texts_have_few_lengths_on_a_card(tokenizer):
     """Pads up to a multiple of 8, or to the most tokens that the encoder takes (12)."""
-    texts = ["a", "red apple", "one number 0123456789"]
+    texts = ["a", "red apple", "red apple green pear blue bird on a tree, one number 0123456789"]
     plain = [tokenizer([text]) for text in texts]
     with Names():
         there = tokenizer.plain()

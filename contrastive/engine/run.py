@@ -96,7 +96,6 @@ class Run:
             texts = texts or (lambda: self.train.first_captions(200_000))
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
-            tokenizer.device = self.device
         if args.image_encoder in FROM_FILES:
             self.spec["features"] = feature_shape(self.train, args.image_encoder)
             for data in (d for of in self.evals.values() for d in of.values() if hasattr(d.clip, "width")):
@@ -110,6 +109,8 @@ class Run:
         self.tower.to(self.device)
         if self.device.type == "cuda":
             channels_last(self.tower.vision)
+        if tokenizer:
+            tokenizer.device = self.device  # not before: build_model tries texts where the model is
         self.tokenizer = tokenizer
         return self.tower, tokenizer, transform
 
