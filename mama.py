@@ -301,8 +301,9 @@ def l2rw_weights(losses, parameters, batch, meta_batch):
     not, with mean 1 over the global batch (all 0 where none helps). The meta gradient is that of Theta itself."""
     direction = meta_direction(losses, parameters, meta_batch)
     useful = directional_derivative(losses, parameters, batch, direction).clamp(min=0)                   # (B,)
-    total = gather(useful).sum()
-    return len(gather(useful)) * useful / total if total > 0 else useful
+    every = gather(useful)                                                 # (N,)
+    total = every.sum()
+    return torch.where(total > 0, len(every) * useful / total, useful)     # an if would wait for a card
 
 
 # --weighting: losses (B,), own, progress 0..1 of the run, args -> weights (B,). A fork adds a line (docs/forking.md);

@@ -463,8 +463,8 @@ def main(args):
         run.set_lr(common.cosine_lr(run.step, run.total, run.warmup, args.lr, args.lr_end, args.lr_schedule))
         tau = tau_of(epoch)                                                # float
         if args.tau_head:                                                  # coarse supervision replaces the schedule
-            tau = coarse_temperature(labels[batch["rows"]].to(run.device), head_classes, args.tau_head,
-                                     args.tau_tail)                        # (B,)
+            tau = coarse_temperature(labels[batch["rows"]], head_classes, args.tau_head, args.tau_tail)
+            tau = to_device(tau, run.device)                               # (B,)
         if sdclr and (run.step % run.per_epoch == 0 or not run.tensors):
             run.tensors = prune_masks(encoder, args.prune)                 # kept in the checkpoints for a resume
 

@@ -13,14 +13,10 @@ from contrastive.engine.run import Run
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import helpers
 import launch
-import mmts
-import ncl
 import temo
-import temperature_schedules as ts
 
 TINY = ["--cpu", "--workers", 0, "--image-size", 16, "--embed-dim", 16, "--batch-size", 8,
         "--loss", "infonce", "--learnable-tau", "--eval-every", 0, "--max-bad-fraction", 0.1]
@@ -120,50 +116,17 @@ def test_too_many_bad_samples_stop_both_processes(data, tmp_path, lagged):
     assert (tmp_path / "a" / "bad_samples.txt").read_text().count("\n") == 1
 
 
-class Reads(TorchDispatchMode):
-    """Counts, in steps of which nothing is logged, what a card would have to be waited for."""
-    number, on = 0, False
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.number += self.on and str(function) in ("aten._local_scalar_dense.default", "aten.nonzero.default")
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("script, flags", [
-    (temo, ["--loss", "infonce", "--learnable-tau"]), (temo, ["--loss", "temo"]), (ts, []), (ncl, ["--learnable-tau"]),
-    (mmts, ["--num-clusters", 2])], ids=lambda x: getattr(x, "__name__", None))
-def test_no_step_waits_for_the_card(script, flags, tmp_path, lagged, monkeypatch):
-    reads, set_lr, done = Reads(), Run.set_lr, Run.done
-
-    def begin(run, lr):
-        reads.on = not run.logs_now()
-        set_lr(run, lr)
-
-    def end(run, *args):
-        done(run, *args)
-        reads.on = False
-    monkeypatch.setattr(Run, "fused", property(lambda run: True, lambda run, value: None), raising=False)
-    monkeypatch.setattr(Run, "set_lr", begin)
-    monkeypatch.setattr(Run, "done", end)
-    toy = ["--dataset", "moving-emoji", "--clips", 24, 6, 6, "--image-size", 16, "--frames", 2, "--batch-size", 6,
-           "--max-steps", 4, "--log-every", 4, "--save-every", 0, "--eval-every", 0, "--cpu"]
-    with reads:
-        helpers.run_script(script, tmp_path / "a", *flags, base=toy)
-    assert reads.number == 0
-
-
 class OnCard(torch.Tensor):
     """A tensor of the CPU that says that it is on a card."""
     is_cuda = True
 
 
-def test_views_of_a_card_wait_for_nothing_and_are_the_same(monkeypatch):
+def test_views_of_a_card_are_the_same():
     generator = torch.Generator().manual_seed(0)
     view = common.Augment(32, 0.08, 0.5, 0.8, 0.4, 0.4, 0.4, 0.1, 0.2, 0.5)
     x = torch.rand(9, 3, 32, 32, generator=generator)
     draws = torch.rand(9, view.DRAWS, 1, 1, 1, generator=generator)
     plain = view.photometric(x, draws)
-    monkeypatch.setattr(torch.Tensor, "nonzero", None)
     assert torch.equal(view.photometric(x.as_subclass(OnCard), draws).as_subclass(torch.Tensor), plain)
     colours = encoders.two_tower.colours
     assert colours((0.1, 0.2, 0.3), torch.device("cpu")) is colours((0.1, 0.2, 0.3), torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 Configs are built here: no hub."""
 
+import copy
 import json
 import shutil
 
@@ -90,6 +91,13 @@ def test_encoding_leaves_a_model_in_its_mode(tokenizer, training):
     assert seen == [False, False]
 
 
+def test_pads_follow_the_text(tokenizer):
+    left = copy.deepcopy(tokenizer.tokenizer)
+    left.padding_side = "left"
+    ids = Tokenizer(left, 12)(["a", "one number 0123456789"])["input_ids"]
+    assert (ids[:, 0] == left.cls_token_id).all() and ids[0, -1] == left.pad_token_id
+
+
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_transformers_text_encoder(tiny, tokenizer, kind, pooling):
@@ -111,7 +119,7 @@ def test_clip_keeps_its_own_space(tiny, tokenizer):
     folder, reference = tiny("clip")
     spec = SPEC | dict(image_encoder=folder, text_encoder=folder, image_stats="encoder")
     model, transform = common.build_model(spec, tokenizer, True)
-    clips, tokens = torch.randn(2, 3, 3, 32, 32), tokenizer(["red apple", "green pear"])
+    clips, tokens = torch.randn(2, 3, 3, 32, 32), tokenizer(["red apple", "a blue bird on a tree"])
     image, text, _ = model.eval()(clips[:, 0], tokens)
     of_frames = [reference(pixel_values=clips[:, t], **tokens) for t in range(3)]
     assert torch.allclose(common.normalize(image), of_frames[0].image_embeds, atol=1e-5)

@@ -26,6 +26,12 @@ def has_batchnorm(model):
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
+def own_statistics(model):
+    """Whether a layer has batch statistics of this process alone; those of SyncBatchNorm are the same on all."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
+               for m in model.modules())
+
+
 def sync_batchnorm(model, args):
     """The model with SyncBatchNorm on several cards. Chunks are refused: their statistics would be their own."""
     if not has_batchnorm(model):
@@ -197,7 +203,12 @@ def read_hub(encoder, pixels):
 
 def read_words(encoder, input_ids, attention_mask):
     """Hidden states of the tokens, (B, L, width), and pooled, (B, width): CLIP's pooling, the first token, the mean."""
-    found = encoder.body(input_ids=input_ids, attention_mask=attention_mask)
+    mask = attention_mask  # transformers asks one of (B, L) whether it is all 1, which waits for a card
+    if encoder.is_clip:
+        mask = None  # causal, and pads follow the end token: nothing that is read sees them
+    elif encoder.config["model_type"] in ("bert", "distilbert"):
+        mask = attention_mask[:, None, None].bool()  # (B, 1, 1, L), which is taken as it is
+    found = encoder.body(input_ids=input_ids, attention_mask=mask)
     words = found.last_hidden_state
     if encoder.is_clip:
         return words, found.pooler_output

@@ -1,6 +1,7 @@
 """Texts -> token ids: the published tokenizers, and a WordPiece learnt from the captions for the small encoder."""
 
 import copy
+import math
 import re
 import shutil
 from pathlib import Path
@@ -8,21 +9,26 @@ from pathlib import Path
 from contrastive.engine.processes import UserError, barrier, opening, rank, read_json, say, to_device
 
 import torch
+import torch.nn.functional as F
 
 
 class Tokenizer:
-    """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens.
+    """Callable: list of str -> {input_ids, attention_mask} (B, L) long, padded to the longest, at most `length` tokens;
+    on a card to a multiple of 8 if `length` allows, since each new length allocates and compiles anew there.
 
     clean: captions go through clean_caption first.   device: of the tensors that it returns."""
 
     def __init__(self, tokenizer, length, clean=False):
         self.tokenizer, self.length, self.clean = tokenizer, min(length, tokenizer.model_max_length), clean
-        self.device = torch.device("cpu")
+        tokenizer.padding_side, self.device = "right", torch.device("cpu")  # encoders pool the first or the end token
 
     def __call__(self, texts):
         texts = [clean_caption(t) if self.clean else t for t in texts]
         out = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
-        return {k: to_device(out[k], self.device) for k in ("input_ids", "attention_mask")}
+        longest = out["input_ids"].shape[1]
+        more = min(self.length, math.ceil(longest / 8) * 8) - longest if self.device.type == "cuda" else 0
+        pads = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
+        return {k: to_device(F.pad(out[k], (0, more), value=pad), self.device) for k, pad in pads.items()}
 
     def plain(self):
         """The same, for texts that are not captions: the CC3M trainer does not clean class names and prompts."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from contrastive.data.batches import Batches
 from contrastive.data.clips import feature_shape
 from contrastive.data.table import COMMITS, frames_of, has_clips
-from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last, sync_batchnorm
+from contrastive.encoders.base import FROM_FILES, VIDEO, channels_last, own_statistics, sync_batchnorm
 from contrastive.encoders.models import build_model, spec_of, untrained
 from contrastive.encoders.tokenizers import build_tokenizer
 from contrastive.engine import checkpoints
@@ -96,7 +96,6 @@ class Run:
             texts = texts or (lambda: self.train.first_captions(200_000))
             tokenizer = build_tokenizer(args.text_encoder, args.text_length, texts, self.folder / "tokenizer",
                                         args.clean_captions, keep=bool(args.resume), start=args.init_from)
-            tokenizer.device = self.device
         if args.image_encoder in FROM_FILES:
             self.spec["features"] = feature_shape(self.train, args.image_encoder)
             for data in (d for of in self.evals.values() for d in of.values() if hasattr(d.clip, "width")):
@@ -110,6 +109,8 @@ class Run:
         self.tower.to(self.device)
         if self.device.type == "cuda":
             channels_last(self.tower.vision)
+        if tokenizer:
+            tokenizer.device = self.device  # not before: build_model tries texts where the model is
         self.tokenizer = tokenizer
         return self.tower, tokenizer, transform
 
@@ -121,6 +122,8 @@ class Run:
         """
         self.trained, self.own, self.second = sync_batchnorm(trained, self.args), own, second
         torch.manual_seed(self.args.seed + rank())  # the weights are the same on all processes; dropout should not be
+        # DDP sends all buffers in each forward; only statistics of one process differ from those of the others
+        self.accelerator.ddp_handler.broadcast_buffers = own_statistics(self.trained)
         model = torch.compile(self.trained) if self.args.compile else self.trained
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         return self.model, self.optimizer
