@@ -14,6 +14,7 @@ import functools
 import math
 
 # ---- contrastive/data: from a file to batch["views"] ----
+from contrastive.data import MODULES as SETS  # data sets by name; SETS["mine"] = function(split, options) -> Data
 from contrastive.data import load_data, open_data  # one split of a data set; all of a run, as its flags say
 from contrastive.data.batches import Batches  # the training batches
 from contrastive.data.frames import read_frames  # frames of one video
