@@ -1,11 +1,9 @@
 """Does a fork keep the promises of the five scripts? Ten steps of SGD through its own main, five times over.
 
-    python -m tools.check mine.py                                  # its default data, small pictures, batches of 16
-    python -m tools.check mine.py --clips 64 16 16 --lr 0.1        # with flags of its own
+    python -m tools.check mine.py [its flags]     # without flags: its default data, small pictures, batches of 16
 
-One process in float32 on the CPU is the measure. Two processes, and chunks of the batch, must have its losses, weights
-and own state but for rounding; a run that is killed (kill -9) and resumed must have them bit by bit. A line each, with
-the largest differences; exit code 1 if one is too large, and then where to look.
+One process in float32 on the CPU is the measure. Two processes, and chunks, must have its losses, weights and own state
+but for rounding; a run that is killed (kill -9) and resumed has them bit by bit. Exit code 1: one has not.
 """
 
 import importlib.util
@@ -18,15 +16,18 @@ import tempfile
 from pathlib import Path
 
 import common
+from contrastive.engine.processes import flatten
 
 import torch
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 STEPS, SAVED, KILLED = 10, 5, 7                                            # killed after step 7, it goes on from step 5
 SMALL = "--image-size 16 --batch-size 16 --lr 0.05".split()                # a user's flags may say otherwise, but not:
-FIXED = ("--cpu --workers 0 --mixed-precision no --no-compile --chunk-size 0 --optimizer sgd --lr-schedule constant "
-         f"--warmup-epochs 0 --grad-clip 0 --log-every 1 --eval-every 0 --max-steps {STEPS} --save-every {SAVED}").split()
+FIXED = """--cpu --workers 0 --mixed-precision no --no-compile --chunk-size 0 --optimizer sgd --warmup-epochs 0
+    --lr-schedule constant --grad-clip 0 --log-every 1 --eval-every 0""".split()
+FIXED += ["--max-steps", str(STEPS), "--save-every", str(SAVED)]
 MOST = {"losses": 1e-3, "weights": 0.05, "own": 0.2}                       # Adam, of MAMA's network: signs near 0 turn
+EXACT = {"losses": 0, "tensors": 0}                                        # how many tensors of the checkpoint differ
 LOOK = {
     "two processes": "a loss whose mean over processes is not the global loss: candidates without `gather`, a sum or a "
                      "mean over another axis; `own` from one process's numbers; BatchNorm or dropout in an encoder",
@@ -48,24 +49,11 @@ def drift(got, wanted, start):
     return max((x if x.isfinite() else x.new_tensor(float("inf"))).item() for x in apart.values())
 
 
-def load(path):
-    """The module of a script, which may lie anywhere."""
-    import accelerate  # noqa: F401  (imported once, and not in each run)
-    import datasets  # noqa: F401
-    import torchvision.transforms.v2  # noqa: F401
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def one_process(rank, module, flags, log, stop, environment):
     """main(parse_args(flags)) of a script without its pictures, its words in a file; kill -9 after step `stop`."""
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(out, number)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     if environment:
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
@@ -82,15 +70,13 @@ def one_process(rank, module, flags, log, stop, environment):
 
 def run(module, flags, log, processes=1, stop=0):
     """(exit code, its words) of a run whose processes are forks of this one: a script's globals are fresh in each."""
-    place = {}
-    if processes > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    code = 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    code, arguments = 0, (module, flags, log, stop, place if processes > 1 else {})
     try:
-        start_processes(one_process, (module, flags, log, stop, place), processes, start_method="fork")
+        start_processes(one_process, arguments, processes, start_method="fork")
     except ProcessExitedException as end:
         code = end.exit_code
     return code, log.read_text(errors="replace")[-3000:].strip()
@@ -98,20 +84,19 @@ def run(module, flags, log, processes=1, stop=0):
 
 def state(folder, step=STEPS):
     """(losses, {path: tensor}) of a run after a step: of all that its checkpoint holds."""
-    def tensors(value, name):
-        pairs = enumerate(value) if isinstance(value, (list, tuple)) else getattr(value, "items", tuple)()
-        inside = {path: x for key, of in pairs for path, x in tensors(of, f"{name}/{key}").items()}
-        return {name: value} if torch.is_tensor(value) else inside
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     saved = torch.load(folder / "checkpoints" / f"step_{step}.pt", weights_only=True)
-    return torch.tensor([row["loss"] for row in rows if "loss" in row]), tensors(saved, "")
+    saved["processes"] = dict(enumerate(saved["processes"]))               # random states
+    tensors = {k: x for k, x in flatten(saved).items() if torch.is_tensor(x)}
+    return torch.tensor([row["loss"] for row in rows if "loss" in row]), tensors
 
 
 def apart(got, wanted, start):
-    """{losses, weights, own: how far two runs are apart}; own is left out where nothing of it changed."""
+    """{losses, tensors, weights, own: how far two runs are apart}; without own where nothing of it changes."""
     (losses, ours), (of_one, theirs), (_, first) = got, wanted, start
     found = {"losses": ((losses - of_one).abs().max() / of_one.abs().max()).item()}
-    for word, part in (("weights", "/model/"), ("own", "/own/")):
+    found["tensors"] = sum(not torch.equal(x, theirs[k]) for k, x in ours.items())
+    for word, part in (("weights", "model/"), ("own", "own/")):
         a, b = ({k: x for k, x in of.items() if k.startswith(part)} for of in (ours, theirs))
         if any(x.is_floating_point() and not torch.equal(x, first[k]) for k, x in b.items()):
             found[word] = drift(a, b, first)
@@ -120,46 +105,41 @@ def apart(got, wanted, start):
 
 def compare(module, flags, place):
     """The five runs, and a line for each promise. Returns: whether all are kept."""
-    kept, quarter = [], str(module.parse_args(flags).batch_size // 4)
-
-    def go(name, *more, **how):
-        return run(module, [*flags, "--run-name", name, *more], place / f"{name}.log", **how)
-
-    def tell(name, words, good):
-        kept.append(good)
-        print(f"  {name:<16} {words}" + ("" if good else f"\n{'':19}DIFFERS: look for {LOOK[name]}"), flush=True)
-
-    code, words = go("one")
+    code, words = run(module, [*flags, "--run-name", "one"], place / "one.log")
     if code:
-        print(words)
-        return False
-    one, start = state(place / "one"), state(place / "one", SAVED)
-    for name, more, processes in (("two processes", [], 2), ("chunks", ["--chunk-size", quarter], 1)):
-        code, words = go(name, *more, processes=processes)
+        raise common.UserError(words)
+    one, start, kept = state(place / "one"), state(place / "one", SAVED), True
+    others = ("two processes", 2, 0, []), ("chunks", 1, 0, ["--chunk-size", "4"]), ("kill and resume", 1, KILLED, [])
+    for name, processes, stop, more in others:
+        code, words = run(module, [*flags, "--run-name", name, *more], place / f"{name}.log", processes, stop)
+        if stop:
+            code, words = run(module, ["--resume", str(place / name)], place / "resumed.log")
         if code == 2 and "--chunk-size" in words:                          # MoCo, a look ahead, BatchNorm
             print(f"  {name:<16} left out; {words.splitlines()[-1]}", flush=True)
             continue
-        found = {} if code else apart(state(place / name), one, start)
-        numbers = ", ".join(f"{k} {x:.0e} (at most {MOST[k]:g})" for k, x in found.items())
-        tell(name, numbers or f"{words}\nexit code {code}", not code and all(x <= MOST[k] for k, x in found.items()))
-
-    name = "kill and resume"
-    go(name, stop=KILLED)
-    code, words = run(module, ["--resume", str(place / name)], place / "resumed.log")
-    losses, ours = one if code else state(place / name)
-    other = [k for k in ours if not torch.equal(ours[k], one[1][k])]
-    numbers = f"losses {(losses - one[0]).abs().max():.0e} (at most 0), {len(other)} of {len(ours)} tensors differ (none)"
-    tell(name, f"{words}\nexit code {code}" if code else numbers, not code and not other and torch.equal(losses, one[0]))
-    return all(kept)
+        found, most = {} if code else apart(state(place / name), one, start), EXACT if stop else MOST
+        numbers = ", ".join(f"{k} {found[k]:.0e} (at most {most[k]:g})" for k in most if k in found)
+        print(f"  {name:<16} {numbers or words}", flush=True)
+        if code or not all(found[k] <= most[k] for k in most if k in found):
+            print(f"{'':19}DIFFERS (exit code {code}): look for {LOOK[name]}", flush=True)
+            kept = False
+    return kept
 
 
 def main(argv):
-    """Checks a script with its flags. Returns: the exit code."""
-    path = Path(argv[0] if argv else "")
-    if path.suffix != ".py" or not path.is_file():
+    """Checks a script, which may lie anywhere, with its flags. Returns: the exit code."""
+    import accelerate  # noqa: F401  (imported once, and not in each run)
+    import datasets  # noqa: F401
+    import torchvision.transforms.v2  # noqa: F401
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    path = Path(" ".join(argv[:1])).resolve()
+    if not path.is_file():
         raise common.UserError("python -m tools.check SCRIPT.py [its flags]: no such script")
     torch.set_num_threads(1)
-    module = load(path.resolve())
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     print(f"{path.name}: {STEPS} steps of SGD; one process against", flush=True)
     with tempfile.TemporaryDirectory() as place:
         return int(not compare(module, [*SMALL, *argv[1:], *FIXED, "--output-dir", place], Path(place)))
