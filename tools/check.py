@@ -95,7 +95,7 @@ def apart(got, wanted, start):
     """{losses, tensors, weights, own: how far two runs are apart}; without own where nothing of it changes."""
     (losses, ours), (of_one, theirs), (_, first) = got, wanted, start
     found = {"losses": ((losses - of_one).abs().max() / of_one.abs().max()).item()}
-    found["tensors"] = sum(not torch.equal(x, theirs[k]) for k, x in ours.items())
+    found["tensors"] = sum(not torch.equal(x, ours[k]) for k, x in theirs.items())
     for word, part in (("weights", "model/"), ("own", "own/")):
         a, b = ({k: x for k, x in of.items() if k.startswith(part)} for of in (ours, theirs))
         if any(x.is_floating_point() and not torch.equal(x, first[k]) for k, x in b.items()):

@@ -1,11 +1,9 @@
 """A run as a folder that open_clip loads, so that CLIP_benchmark and whatever reads open_clip's models evaluate it.
 
-    python -m tools.export runs/NAME OUT
-    clip_benchmark eval --model local-dir:OUT --dataset cifar10 --task zeroshot_classification      # not of this house
+    python -m tools.export runs/NAME OUT            # then the model's name is local-dir:OUT
 
-OUT has open_clip_config.json, open_clip_model.safetensors, the tokenizer, and a model card, README.md, from the run's
-summary.json. What open_clip can say of a model: an image tower of timm at the size that timm gives it, a text tower of
-transformers (BERT, RoBERTa, XLM-RoBERTa), a linear projection after each. All else is refused in one line.
+What open_clip can express: an image tower of timm at the size that timm gives it, a text tower of transformers (BERT,
+RoBERTa, XLM-RoBERTa), a linear projection after each. All else is refused in one line.
 """
 
 import json
@@ -26,7 +24,7 @@ POOLERS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
 
 
 def require(holds, run, message):
-    """Raises: UserError unless the condition holds."""
+    """Raises: UserError unless it holds."""
     if not holds:
         raise common.UserError(f"{run}: open_clip has no such model: {message}")
 
@@ -36,13 +34,11 @@ def trunk_of(run, spec, body):
     import timm
     name = spec["image_encoder"]
     require(timm.is_model(name), run, f"--image-encoder {name} is none of timm's")
-    with torch.device("meta"):
-        theirs = timm.create_model(name)
-        theirs.reset_classifier(0)
+    theirs = timm.create_model(name)
+    theirs.reset_classifier(0)
     ours, shapes = body.state_dict(), {k: x.shape for k, x in theirs.state_dict().items()}
     same = shapes == {k: x.shape for k, x in ours.items()} and theirs.num_features == spec["width"]
-    require(same, run, f"{name} at --image-size {spec['image_size']} differs from timm's own, of "
-                       f"{theirs.pretrained_cfg['input_size'][-1]} pixels")
+    require(same, run, f"{name} at --image-size {spec['image_size']} differs from timm's own")
     return ours
 
 
@@ -50,10 +46,10 @@ def export(run, out):
     """Writes the folder OUT from a finished run.   Raises: UserError for a model that open_clip cannot have."""
     run, out = Path(run), Path(out)
     spec, args = common.read_json(run / "model.json"), common.read_json(run / "args.json")
-    kind, pooling = (spec.get("text_config") or {}).get("model_type"), spec.get("text_pooling")
+    pooling, kind = spec.get("text_pooling"), (spec.get("text_config") or {}).get("model_type")
     require(kind in TEXTS, run, f"its texts are read by {spec['text_encoder'] or 'nothing'}, not by one of {TEXTS}")
-    require(pooling in POOLERS and not spec.get("questions"), run, f"--text-pooling {pooling}, or a model of questions")
-    require(spec.get("eval_crop", 1) == 1, run, f"--eval-crop {spec.get('eval_crop')}")
+    usual = pooling in POOLERS and not spec.get("questions") and spec.get("eval_crop", 1) == 1
+    require(usual, run, f"--text-pooling {pooling}, --eval-crop, or a model of questions")
     model, tokenizer, transform = common.load_model(run)
     trunk = trunk_of(run, spec | {"width": model.vision.width}, model.vision.body)
     learnt = load_file(run / "own.safetensors") if (run / "own.safetensors").is_file() else {}
@@ -88,21 +84,18 @@ def card(run, spec, args):
     summary = common.read_json(run / "summary.json")
     name, licence = summary["dataset"], facts_of(summary["dataset"]).get("licence", "that of your own data")
     rows = [f"| {k} | {v:.4g} |" for k, v in sorted(flatten(summary["test"]).items()) if isinstance(v, (int, float))]
-    start = ", ".join(f"{k} at {v}" for k, v in summary["hub"].items()) or "none of the hub"
-    flags = " ".join(args.get("changed", [])) or "none"
+    start = ", ".join(f"{k} at {v}, under its licence" for k, v in summary["hub"].items()) or "none of the hub"
     return "\n".join([
         "---", "library_name: open_clip", "pipeline_tag: zero-shot-image-classification", "tags: [clip]", "---",
         f"# {run.name}", "", f"{summary['script']}.py with --loss {summary['method']}, seed {summary['seed']}.", "",
         f"- data: {name}; licence: {licence}",
         f"- towers: {spec['image_encoder']} (timm) and {spec['text_encoder']} (transformers), D = {spec['embed_dim']}",
-        f"- first weights: {start}" + "; their licences hold for this model as well" * bool(summary["hub"]),
+        f"- first weights: {start}",
         f"- recipe: {summary['steps']} steps of {summary['batch']} examples, {args['optimizer']}, lr {args['lr']:g}; "
-        f"changed from the recipe of the data set: {flags}", f"- code: commit {summary['commit']}", "",
+        f"changed from that of the data set: {' '.join(args['changed']) or 'none'}; commit {summary['commit']}", "",
         "Test split at the end of training, by the run itself:", "", "| metric | value |", "|---|---|", *rows, ""])
 
 
 if __name__ == "__main__":
     with common.clean_exit():
-        if len(sys.argv) != 3:
-            raise common.UserError("python -m tools.export RUN OUT")
         export(*sys.argv[1:])

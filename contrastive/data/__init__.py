@@ -51,8 +51,12 @@ def find_set(name):
     """The module that knows a data set by this name, or None; or what stands for one, of a user's function."""
     known = MODULES.get(name)
     if callable(known):
+        def load(name, split, options):
+            if data := known(split, options):
+                return data
+            raise EmptySplit(f"{name} has no {split} split")
         facts = {"splits": dict.fromkeys(("train", "val", "test")), "licence": "your own"}
-        return types.SimpleNamespace(SETS={name: facts}, load=lambda name, split, options: known(split, options))
+        return types.SimpleNamespace(SETS={name: facts}, load=load)
     return importlib.import_module(known) if known else None
 
 
