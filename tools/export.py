@@ -29,15 +29,15 @@ def require(holds, run, message):
         raise common.UserError(f"{run}: open_clip has no such model: {message}")
 
 
-def trunk_of(run, spec, body):
+def trunk_of(run, spec, vision):
     """{name: tensor} of the image tower as open_clip's TimmModel names it; refuses what timm would build otherwise."""
     import timm
     name = spec["image_encoder"]
     require(timm.is_model(name), run, f"--image-encoder {name} is none of timm's")
     theirs = timm.create_model(name)
     theirs.reset_classifier(0)
-    ours, shapes = body.state_dict(), {k: x.shape for k, x in theirs.state_dict().items()}
-    same = shapes == {k: x.shape for k, x in ours.items()} and theirs.num_features == spec["width"]
+    ours, shapes = vision.body.state_dict(), {k: x.shape for k, x in theirs.state_dict().items()}
+    same = shapes == {k: x.shape for k, x in ours.items()} and theirs.num_features == vision.width
     require(same, run, f"{name} at --image-size {spec['image_size']} differs from timm's own")
     return ours
 
@@ -45,13 +45,13 @@ def trunk_of(run, spec, body):
 def export(run, out):
     """Writes the folder OUT from a finished run.   Raises: UserError for a model that open_clip cannot have."""
     run, out = Path(run), Path(out)
-    spec, args = common.read_json(run / "model.json"), common.read_json(run / "args.json")
+    spec, args = (common.read_json(run / f"{name}.json") for name in ("model", "args"))
     pooling, kind = spec.get("text_pooling"), (spec.get("text_config") or {}).get("model_type")
-    require(kind in TEXTS, run, f"its texts are read by {spec['text_encoder'] or 'nothing'}, not by one of {TEXTS}")
-    usual = pooling in POOLERS and not spec.get("questions") and spec.get("eval_crop", 1) == 1
-    require(usual, run, f"--text-pooling {pooling}, --eval-crop, or a model of questions")
+    known = kind in TEXTS and not spec.get("questions")
+    require(known, run, f"questions, or texts read by {spec['text_encoder'] or 'nothing'}, not one of {TEXTS}")
+    require(pooling in POOLERS and spec.get("eval_crop", 1) == 1, run, f"--text-pooling {pooling}, or --eval-crop")
     model, tokenizer, transform = common.load_model(run)
-    trunk = trunk_of(run, spec | {"width": model.vision.width}, model.vision.body)
+    trunk = trunk_of(run, spec, model.vision)
     learnt = load_file(run / "own.safetensors") if (run / "own.safetensors").is_file() else {}
     log_tau = learnt.get("tau.log_tau", torch.tensor(math.log(args.get("tau") or 0.01)))        # only scales logits
     tensors = {f"visual.trunk.{k}": x for k, x in trunk.items()}
@@ -74,9 +74,8 @@ def export(run, out):
         common.write_tensors(out / "open_clip_model.safetensors", tensors)
         (out / "open_clip_config.json").write_text(json.dumps(config, indent=1), encoding="utf8")
         (out / "README.md").write_text(card(run, spec, args), encoding="utf8")
-    print(f"written to {out}: open_clip.create_model_from_pretrained('local-dir:{out}')")
-    if spec["clean_captions"]:
-        print("WARNING: the run cleans captions (--clean-captions), open_clip does not: its retrieval differs")
+    cleans = "; WARNING: open_clip does not clean captions, as the run did: its retrieval differs"
+    print(f"written to {out}, whose name is local-dir:{out}" + cleans * spec["clean_captions"])
 
 
 def card(run, spec, args):
