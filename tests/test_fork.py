@@ -143,6 +143,17 @@ def test_a_backbone_and_a_data_set_of_one_s_own_are_trained_and_evaluated(tmp_pa
     assert names["own"].keys() == {"tau.log_tau"}
 
 
+def test_an_encoder_that_is_not_used_is_frozen_or_named(tmp_path):
+    frozen = fork(ncl, tmp_path, "    own.to(run.device)\n", "    tower.text.requires_grad_(False)\n    own.to(run.device)\n")
+    for chunk in (0, 4):
+        run_script(frozen, tmp_path / f"{chunk}", *TINY, "--dataset", "moving-emoji", "--chunk-size", chunk)
+    assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "0"), rel=1e-4)
+    own = fork(ncl, tmp_path, ', "tokens": tokens}', "}")
+    for chunk in (0, 4):
+        with pytest.raises(ValueError, match="an encoder got no input, so that its embedding is None"):
+            run_script(own, tmp_path / f"without {chunk}", *TINY, "--dataset", "moving-emoji", "--chunk-size", chunk)
+
+
 def test_an_error_of_one_s_own_evaluation_ends_the_run_at_once(tmp_path):
     own = fork(ncl, tmp_path, "    queues = ()\n", "    queues = torch.zeros(2) @ torch.zeros(3)\n")
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
