@@ -63,7 +63,8 @@ def test_the_card_says_data_recipe_and_numbers(run, tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["small"], "--image-encoder small is none of timm's"), (["resnet18-cifar"], "resnet18-cifar is none of timm's"),
+    (["small"], "--image-encoder small is none of timm's"),
+    (["resnet18-cifar", "--image-size", 32], "resnet18-cifar is none of timm's"),
     (["test_vit", "--image-size", 32], "test_vit at --image-size 32 differs from timm's own"),
     (["test_vit", "--text-encoder", "small"], "texts read by small, not one of")])
 def test_what_open_clip_cannot_express_is_refused_in_one_line(flags, words, run, tmp_path):

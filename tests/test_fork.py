@@ -144,7 +144,8 @@ def test_a_backbone_and_a_data_set_of_one_s_own_are_trained_and_evaluated(tmp_pa
 
 
 def test_an_encoder_that_is_not_used_is_frozen_or_named(tmp_path):
-    frozen = fork(ncl, tmp_path, "    own.to(run.device)\n", "    tower.text.requires_grad_(False)\n    own.to(run.device)\n")
+    place = "    own.to(run.device)\n"
+    frozen = fork(ncl, tmp_path, place, f"    tower.text.requires_grad_(False)\n{place}")
     for chunk in (0, 4):
         run_script(frozen, tmp_path / f"{chunk}", *TINY, "--dataset", "moving-emoji", "--chunk-size", chunk)
     assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "0"), rel=1e-4)
